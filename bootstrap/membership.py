@@ -11,19 +11,18 @@ import heapq
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from planaria.bootstrap.address import EVERYWHERE, not_to_dial
 from planaria.bootstrap.cuts import LOOKS, Cuts, Goes
 from planaria.bootstrap.fitting import fit
-from planaria.bootstrap.identity import Identity, instance_of, is_message_signed
+from planaria.bootstrap.identity import Identity, instance_of
 from planaria.bootstrap.invites import is_instance
 from planaria.bootstrap.places import Place, is_apart, is_block, shared
 from planaria.bootstrap.progress import Age, Progress
 from planaria.bootstrap.quarantine import MOST_KEPT, Quarantine
 from planaria.bootstrap.registry_pb2 import (
-    HANG,
     SILENT,
     Cause,
     Description,
@@ -43,7 +42,7 @@ from planaria.bootstrap.registry_pb2 import (
 from planaria.bootstrap.seating import Sitter, Taken, assign
 from planaria.bootstrap.spelling import misspelt, readable
 from planaria.bootstrap.views import is_genuine, sign
-from planaria.bootstrap.votes import is_without_vote
+from planaria.bootstrap.words import WHY_LENGTH, Guilty, Words, evidence
 from planaria.recovery.decide import Policy
 
 PROTOCOL = 8
@@ -52,10 +51,7 @@ DECISION_LENGTH = 4000  # characters of a decision, or of a view's reason
 EVICTED_KEPT = 10_000
 EVICTIONS_TOLD = 20
 REBUILDS_TOLD = 100
-WHY_LENGTH = 300  # characters of what a node says of another one
 ACCUSERS_NAMED = 3
-CHARGE_STANDS = 1800.0  # seconds that a word counts, as long as no other one of its speaker follows
-CHARGES_KEPT = 100  # against one node
 CONTRADICTED_EVERY = 60.0  # seconds between two times that a node is told what isn't believed
 WITHOUT_STATE = frozenset(["syncing", "following"])  # phases in reports (node/transaction)
 TOGETHER = 0.3  # seconds in which all tell it who leave together, and in which none takes a seat
@@ -200,8 +196,6 @@ class _Node:
     probe: int = 0  # number of the unanswered probe; 0: none
     probed: float = 0.0
     accusers: dict[str, str] = field(default_factory=dict)  # accuser -> why, until settled
-    charges: dict[str, tuple[float, Suspicion]] = field(default_factory=dict)  # newest for cause
-    unsure: float = math.inf  # until when a second voice is awaited, beside the driver's
     doomed: str = ""  # to be evicted whatever it says, and why
     cause: Cause = SILENT  # for which it is doomed
     claim: _Claim | None = None  # to its address, the newest
@@ -302,10 +296,8 @@ class Membership:
         self._quarantine = Quarantine()
         self._banned: list[str] = []  # instances, in order
         self._evicted: dict[str, str] = {}  # node -> reason; the oldest are forgotten
-        self._charging: dict[str, str] = {}  # whom each has accused for cause last
-        self._unsure: set[str] = set()  # of whom the driver alone has said so
+        self._words = Words(rules.run, rules.second_voice)
         self._heir = ""  # who is to drive next, and see for itself
-        self._alone: Counter[str] = Counter()  # how often who drove has lost the drive by its word
         self._rebuilds: dict[tuple[int, int, str], Rebuild] = {}  # by step, stage, method
         self._evictions: deque[tuple[float, Eviction]] = deque(maxlen=EVICTIONS_TOLD)
         self._effects: list[Effect] = []
@@ -479,18 +471,15 @@ class Membership:
         if node is None:
             reason = self._evicted.get(accused, "not a member of the current view")
             return [Settle(accused, False, reason)]
-        node.accusers[accuser] = _evidence(suspicion)
-        self._note(f"{accused} is suspected by {accuser}: {_evidence(suspicion)}")
+        node.accusers[accuser] = evidence(suspicion)
+        self._note(f"{accused} is suspected by {accuser}: {evidence(suspicion)}")
+        guilty = None
         if suspicion.cause != SILENT and not node.doomed:
-            self._charge(node, suspicion, now)
-            if reason := self._convicted(node, now):
-                node.cause = suspicion.cause
-                self._doom(accused, node, reason)
-                return self.tick(now)
-            suspicion.ClearField("proof")  # it is none, and may be large
-            if accuser == self.view.driver and accused not in self._unsure:
-                self._unsure.add(accused)
-                node.unsure = now + self.rules.second_voice
+            guilty = self._words.heard(suspicion, _Known(self, now), now)
+        if guilty is not None:
+            node.cause = guilty.cause
+            self._doom(accused, node, guilty.why)
+            return self.tick(now)
         if not node.streaming:
             return self._miss(node, now) if node.lost is None else []
         if node.probe:
@@ -620,10 +609,10 @@ class Membership:
         self._note(f"the registry was held up for {seconds:.1f} s: all leases are longer by that")
         self._deadlines, self._question = [], None
         self._cuts.paused(seconds, now)
+        self._words.paused(seconds)
         for name, node in self._nodes.items():
             node.renewed = min(now, node.renewed + seconds)
             node.probed = min(now, node.probed + seconds)
-            node.unsure += seconds
             if node.lost is not None:
                 node.lost = min(now, node.lost + seconds)
             node.due = math.inf
@@ -1099,107 +1088,18 @@ class Membership:
         ]
         return bool(silent) and all(silent)
 
-    def _charge(self, node: _Node, suspicion: Suspicion, now: float) -> None:
-        """The accuser's word counts against one member at a time, that which it has named last."""
-        accuser = suspicion.accuser
-        former = self._nodes.get(self._charging.get(accuser, ""))
-        if former is not None:
-            former.charges.pop(accuser, None)
-        self._charging[accuser] = node.member.node
-        node.charges[accuser] = now, suspicion
-        if len(node.charges) > CHARGES_KEPT:
-            del node.charges[min(node.charges, key=lambda name: node.charges[name][0])]
-
-    def _convicted(self, node: _Node, now: float) -> str:
-        """Why the node goes for cause, though it may live; empty: too few say so. Who shows what it
-        has signed need not be believed. Else it takes two, of whom one may be itself, or the driver
-        where nobody else could drive. Against the driver it takes more than half of those who serve
-        beside it, too: where two contradict each other nobody knows who is wrong."""
-        name, driver = node.member.node, self.view.driver
-        for accuser, (_, charge) in node.charges.items():
-            if self._is_proved(charge, node.member.key):
-                return f"{_evidence(charge)}, shows {accuser}"
-        serving = {member.node for member in self._serving()} - {name}
-        charges = {
-            accuser: charge
-            for accuser, (told, charge) in node.charges.items()
-            if accuser in serving and now - told < CHARGE_STANDS
-        }
-        by_driver = charges.get(driver)
-        several = self._voices(node.member, charges) > 1
-        if name == driver:
-            several = several and 2 * len(charges) > len(serving)
-        if several:
-            said = by_driver or next(iter(charges.values()))
-            return f"{_evidence(said)}, say {', '.join(charges)}"
-        if by_driver is None:
-            return ""
-        says = f"{_evidence(by_driver)}, says {driver}, which drives"
-        if by_driver.cause == HANG and node.report.stalled_seconds > 0:
-            return f"{says}, and so does {name} itself"
-        return "" if self._heirs(node.member, now) else f"{says}, and nobody else could"
-
-    def _voices(self, accused: Member, accusers: Iterable[str]) -> int:
-        """How many these are. All nodes of one place are one against who is elsewhere: what is
-        wrong may be that place."""
-        own = _location(accused)
-        places = {name: _location(self._nodes[name].member) for name in accusers}
-        return len({name if place == own else place for name, place in places.items()})
-
-    def _heirs(self, accused: Member, now: float) -> list[str]:
-        """Who could drive in the driver's place, and whose word would be a second one."""
-        driver = self.view.driver
-        return [
-            member.node
-            for member in self._serving()
-            if member.node != driver
-            and 0 in stages_of(member)
-            and self._may_drive(self._nodes[member.node], now)
-            and self._voices(accused, (driver, member.node)) > 1
-        ]
-
-    def _may_drive(self, node: _Node, now: float) -> bool:
-        lives = node.lost is None and now < node.renewed + self.rules.lease
-        return lives and not (node.doomed or node.leaving)
-
     def _see_to_words(self, now: float) -> None:
-        """Whom the driver alone accuses stays, and somebody else drives, and sees for itself: so an
-        accusation that nobody shares costs a driver its place, and no one else anything."""
-        for name in sorted(self._unsure):
-            node, driver = self._nodes.get(name), self.view.driver
-            if node is not None and now < node.unsure:
-                continue
-            self._unsure.discard(name)
-            told = None if node is None else node.charges.get(driver)
-            if node is None or node.doomed or told is None or self._heir:
-                continue
-            charge = told[1]
-            if reason := self._convicted(node, now):  # nobody else could drive by now
-                node.cause = charge.cause
-                self._evict(node, reason, now)
-                continue
-            heirs = [heir for heir in self._heirs(node.member, now) if heir != name]
-            if not heirs:  # of the two nobody knows who is right; the driver can do without it
-                self._note(f"{name} stays, as nobody but {driver} says of it: {_evidence(charge)}")
-                continue
-            heirs.sort(key=lambda heir: self._alone[heir])
-            self._heir, self._alone[driver] = heirs[0], self._alone[driver] + 1
-            self._changes.append(
-                f"{name} stays, as nobody but {driver} says of it: {_evidence(charge)}; "
-                f"{self._heir} drives, and sees for itself"
-            )
-
-    def _is_proved(self, charge: Suspicion, key: bytes) -> bool:
-        """Whether the accused has signed two decisions of one attempt, or one without the votes
-        that it takes."""
-        proof, run = charge.proof, self.rules.run
-        if len(proof.decisions) != 2:
-            keys = {name: node.member.key for name, node in self._nodes.items()}
-            return is_without_vote(proof, key, keys, run)
-        one, other = proof.decisions
-        twice = (one.step, one.view, one.attempt) == (other.step, other.view, other.attempt)
-        signed = (is_message_signed(key, told, run) for told in proof.decisions)
-        return twice and one.hash != other.hash and all(signed)
+        """Whom the driver alone accuses stays, and somebody else drives, if anybody can."""
+        for found in self._words.review(_Known(self, now), now):
+            if isinstance(found, Guilty):
+                node = self._nodes[found.node]
+                node.cause = found.cause
+                self._evict(node, found.why, now)
+            elif found.heir:
+                self._heir = found.heir
+                self._changes.append(f"{found.what}; {found.heir} drives, and sees for itself")
+            else:
+                self._note(found.what)
 
     def _doom(self, name: str, node: _Node, reason: str) -> None:
         node.doomed = reason
@@ -1243,8 +1143,7 @@ class Membership:
         if node.cause != SILENT:
             self._quarantine.add(node.member.instance, name, node.cause, reason, now)
         self._cuts.gone(name)
-        self._charging.pop(name, None)
-        self._alone.pop(name, None)
+        self._words.gone(name)
         self._changes.append(f"{name} ({place_of(node.member)}) is gone: {reason}")
         self._effects.append(Evict(name, reason))
         if node.accusers:
@@ -1377,7 +1276,9 @@ class Membership:
         """The driver stays, unless another one is to see for itself; else the oldest stage-0 member
         follows that will stay, and hasn't lost the drive. Empty: there is none."""
         ends = {
-            m.node: (m.leaving, self._alone[m.node]) for m in self._serving() if 0 in stages_of(m)
+            m.node: (m.leaving, self._words.lost_alone(m.node))
+            for m in self._serving()
+            if 0 in stages_of(m)
         }
         heir, self._heir = self._heir, ""
         if heir in ends:
@@ -1463,7 +1364,7 @@ class Membership:
 
 @dataclass(frozen=True)
 class _Known:
-    """What cuts.py is to know of the members, at the time `now`."""
+    """What cuts.py and words.py are to know of the members, at the time `now`."""
 
     machine: Membership
     now: float
@@ -1508,6 +1409,27 @@ class _Known:
         stages = stages_of(self.machine._nodes[node].member)
         return min((sum(1 for _ in self._holders(stage)) for stage in stages), default=0)
 
+    @property
+    def driver(self) -> str:
+        return self.machine.view.driver
+
+    def serving(self) -> Collection[str]:
+        return [member.node for member in self.machine._serving()]
+
+    def place(self, node: str) -> Place:
+        return _location(self.machine._nodes[node].member)
+
+    def keys(self) -> Mapping[str, bytes]:
+        return {name: node.member.key for name, node in self.machine._nodes.items()}
+
+    def hangs(self, node: str) -> bool:
+        return self.machine._nodes[node].report.stalled_seconds > 0
+
+    def may_drive(self, node: str) -> bool:
+        one = self.machine._nodes[node]
+        lives = one.lost is None and self.now < one.renewed + self.machine.rules.lease
+        return lives and 0 in stages_of(one.member) and not (one.doomed or one.leaving)
+
     def _holders(self, stage: int) -> Iterable[_Node]:
         """Those that are heard."""
         found = (n for n in self.machine._nodes.values() if n.holds and stage in n.holds)
@@ -1534,14 +1456,6 @@ def _copy(member: Member) -> Member:
 def _age(seat: SeatReport) -> Age:
     """Of its state: lineage and committed step."""
     return seat.lineage, seat.committed
-
-
-def _evidence(suspicion: Suspicion) -> str:
-    why = readable(suspicion.why[:WHY_LENGTH]) or "no reason given"
-    if suspicion.cause == SILENT:
-        return why
-    known = suspicion.cause in Cause.values()
-    return f"{Cause.Name(suspicion.cause).lower() if known else 'cause unknown'}: {why}"
 
 
 def place_of(member: Member) -> str:

@@ -7,7 +7,6 @@ import pytest
 
 from planaria.bootstrap.identity import Identity, instance_of
 from planaria.bootstrap.membership import (
-    CHARGE_STANDS,
     MOST_DIALLED,
     PROTOCOL,
     TOGETHER,
@@ -51,6 +50,7 @@ from planaria.bootstrap.registry_pb2 import (
 from planaria.bootstrap.views import hash_of, sign
 from planaria.bootstrap.votes import gathered
 from planaria.bootstrap.votes import hash_of as hash_of_votes
+from planaria.bootstrap.words import STANDS
 from tests.bootstrap.conftest import identity
 
 KEY = identity("registry")
@@ -981,7 +981,7 @@ def test_words_against_the_driver_count_together_when_they_fall_together() -> No
     swarm = full(stages=3, lease=10_000)
     swarm.suspect("n1", "n0", DIVERGENCE, "other weights")
     swarm.answer()
-    swarm.wait(CHARGE_STANDS)
+    swarm.wait(STANDS)
     swarm.suspect("n2", "n0", DIVERGENCE, "other weights")
     swarm.answer()
     assert "n0" in swarm.nodes()

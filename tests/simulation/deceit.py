@@ -14,6 +14,7 @@ from planaria.node.transaction.voting import sign, vote_of
 from planaria.node.wire import stage_pb2 as pb
 from simulation.byzantine import Lying
 from simulation.cluster import Host, Trap
+from simulation.node import Node
 
 LIES = ["another", "unsigned", "unchained", "nothing"]
 
@@ -89,27 +90,36 @@ class Hurried(Driver):
             vote.stages = {node: at for node, at in vote.stages.items() if node != late}
 
 
-class Deceived(Lying):
-    """All stages have replicas, and whoever drives after a few steps lies from then on."""
+class Turning(Lying):
+    """Whoever drives after a few steps lies from then on."""
+
+    def _plan_faults(self) -> float:
+        self.cluster.guilty = set()
+        nth = self.random.randint(1, self.cluster.rules.steps - 2)
+        self.cluster.traps.append(Trap("committed", nth, self._turn_driver))
+        return 30.0
+
+    def _turn_driver(self) -> None:
+        if (node := self._driver()) is None:
+            return
+        assert self.cluster.guilty is not None
+        self.cluster.guilty.add(node.process.host)
+        self.cluster.lying.add(node.process.host)
+        self._begin(node)
+
+    def _begin(self, node: Node) -> None:
+        raise NotImplementedError
+
+
+class Deceived(Turning):
+    """All stages have replicas, to which the driver tells different things."""
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:
         replicas, stages = self.random.choice([2, 2, 3]), range(rules.stages + 1)
         names = [f"{replica}{stage}" for replica in range(replicas) for stage in stages]
         return [Host(name, int(name[1:]), False) for name in names]
 
-    def _plan_faults(self) -> float:
-        self.cluster.guilty = set()
-        nth = self.random.randint(1, self.cluster.rules.steps - 2)
-        self.cluster.traps.append(Trap("committed", nth, self._deceive))
-        return 30.0
-
-    def _deceive(self) -> None:
-        if (node := self._driver()) is None:
-            return
-        one = node.process.host
-        assert self.cluster.guilty is not None
-        self.cluster.guilty.add(one)
-        self.cluster.lying.add(one)
+    def _begin(self, node: Node) -> None:
         for seat in node.seats.agents.values():
             self._turn(seat.driver)
         self.cluster.counts["deceits"] += 1
@@ -122,7 +132,7 @@ class Deceived(Lying):
 
 
 class Rushed(Deceived):
-    """Whoever drives after a few steps doesn't wait for the last vote from then on."""
+    """The driver doesn't wait for the last vote."""
 
     def _turn(self, driver: Driver) -> None:
         driver.__class__ = Hurried
@@ -141,9 +151,9 @@ class Rushed(Deceived):
         self.world.after(0.5, self._look, driver)
 
 
-class Accusing(Lying):
-    """Who drives after a few steps says to the registry, again and again, that others have done
-    wrong, also when somebody else drives. Stage 0 has others; the other stages may have none."""
+class Accusing(Turning):
+    """It says to the registry, again and again, that others have done wrong, also when somebody
+    else drives. Stage 0 has others; the other stages may have none."""
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:
         ends, replicas = self.random.choice([2, 3]), self.random.choice([1, 2])
@@ -151,21 +161,9 @@ class Accusing(Lying):
         names += [f"{n}{stage}" for n in range(replicas) for stage in range(1, rules.stages + 1)]
         return [Host(name, int(name[1:]), False) for name in names]
 
-    def _plan_faults(self) -> float:
-        self.cluster.guilty = set()
-        nth = self.random.randint(1, self.cluster.rules.steps - 2)
-        self.cluster.traps.append(Trap("committed", nth, self._begin))
-        return 30.0
-
-    def _begin(self) -> None:
-        if (node := self._driver()) is None:
-            return
-        one = node.process.host
-        assert self.cluster.guilty is not None
-        self.cluster.guilty.add(one)
-        self.cluster.lying.add(one)
+    def _begin(self, node: Node) -> None:
         self.world.say(node.name, "accuses others from now on")
-        self._accuse(one, self.world.now + self.random.choice(self.lasting))
+        self._accuse(node.process.host, self.world.now + self.random.choice(self.lasting))
 
     def _accuse(self, host: str, until: float) -> None:
         node = self.cluster.hosts[host].node
