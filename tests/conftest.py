@@ -34,9 +34,16 @@ CONVERSATIONS = Path(__file__).parent / "conversations.jsonl"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first: a worker that has nothing left takes over from the end of
-    what others have to do."""
-    items.sort(key=lambda item: item.path.parent.name not in ("swarm", "simulation"))
+    """What takes longest comes first at each worker: they get as many tests each, one part after
+    the other, and who has nothing left takes over from the end of what others have to do."""
+
+    def rank(item: pytest.Item) -> tuple[bool, bool]:
+        lasting = item.path.parent.name in ("swarm", "simulation")
+        return item.path.name != "test_readme_commands.py", not lasting
+
+    items.sort(key=rank)
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    items[:] = [item for first in range(workers) for item in items[first::workers]]
 
 
 def pytest_collection_finish() -> None:

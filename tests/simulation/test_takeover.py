@@ -156,7 +156,7 @@ def test_so_they_are_when_who_takes_the_seat_is_lost_too() -> None:
         cluster = ended(seed, Unlucky)
         counts += cluster.counts
         assert weights(cluster) == weights(ended(seed, Calm)), f"seed {seed}"
-    assert counts["seat taken"] >= 3
+    assert counts["seat taken"] >= 2
     assert counts["aborted"] < 4
 
 
