@@ -3,9 +3,10 @@
 In a swarm of a node for each stage, one of them with room for all, the others get SIGKILL in the
 middle of a step, one after the other, under each policy. What is told of a loss is by which method
 the stage came back, and the seconds from the kill to the next commit: in all, in usual steps (the
-median of the steps since the loss before), and where they went. Then such a node is told 30 s ahead
-(SIGTERM). What that costs is the time of the steps from the notice to the first without the node,
-above that of as many usual steps; it is held against one step and the transfer of the state.
+median of the steps since the loss before), and where they went. Then such nodes are told 30 s ahead
+(SIGTERM), one after the other. What that costs is the time of the steps from the notice to the
+first without the node, above that of as many usual steps; it is held against one step and the
+transfer of the state.
 """
 
 from __future__ import annotations
@@ -69,6 +70,25 @@ class Loss(NamedTuple):
             f"stage {self.stage} by {self.method}: {self.seconds:.2f} s to the next commit "
             f"({parts}); {self.seconds / self.usual:.1f} usual steps, {self.seconds / GOAL:.2f} of "
             f"the goal of {GOAL:.0f} s"
+        )
+
+
+class Handover(NamedTuple):
+    stage: int
+    method: str
+    stall: float  # seconds that its steps took longer than as many usual ones
+    usual: float  # seconds of a step
+    transfer: float  # seconds
+
+    @property
+    def ratio(self) -> float:
+        return self.stall / (self.usual + self.transfer)
+
+    def __str__(self) -> str:
+        return (
+            f"stage {self.stage} {NOTICE:.0f} s ahead by {self.method}: stalled {self.stall:.2f} "
+            f"s; ratio to one step of {self.usual:.2f} s and its transfer in {self.transfer:.2f} "
+            f"s: {self.ratio:.2f}"
         )
 
 
@@ -172,40 +192,39 @@ def measure_losses(run: RunFile, out: Path) -> None:
     )
 
 
-def measure_handover(run: RunFile, out: Path) -> None:
-    with training(run, out) as watched:
-        before = watched.train(2 * BETWEEN)
-        _, process = watched.serving(LOST[0])
-        time.sleep(usual_step(before) / 2)
-        told = time.time()
-        os.kill(process, signal.SIGTERM)
-        while not (over := watched.events("handed over")):
-            time.sleep(LOOK)
-        after = watched.train(2 * BETWEEN)
-        (rebuilt,) = watched.events("rebuilt")
-        lines = watched.committed()
-    view = after[-1]["view"]
-    until = next(number for number, line in enumerate(lines) if line["view"] == view)
-    since = next(number for number, line in enumerate(lines) if line["time"] > told)
+def hand_over(watched: Watched, stage: int) -> Handover:
+    """The stage's only node is told to go."""
+    before = watched.train(BETWEEN)
+    _, process = watched.serving(stage)
+    time.sleep(usual_step(before) / 2)
+    told = time.time()
+    os.kill(process, signal.SIGTERM)
+
+    def since(kind: str) -> list[dict[str, Any]]:
+        return [event for event in watched.events(kind) if event["time"] > told]
+
+    while not since("handed over"):
+        time.sleep(LOOK)
+    after = watched.train(BETWEEN)
+    (rebuilt,), lines = since("rebuilt"), watched.committed()
+    first = next(number for number, line in enumerate(lines) if line["time"] > told)
+    last = next(n for n, line in enumerate(lines) if line["view"] == after[-1]["view"])
     usual = max(usual_step(before), usual_step(after))
-    took = lines[until]["time"] - lines[since - 1]["time"]
-    stall = took - (until - since + 1) * usual
-    transfer = rebuilt["fetch_seconds"]
-    ratio = stall / (usual + transfer)
-    print(
-        f"{run.recovery.policy}, stage {LOST[0]} {NOTICE:.0f} s ahead by {rebuilt['method']}: over "
-        f"after {over[0]['time'] - told:.2f} s, in which it stalled {stall:.2f} s; ratio stall / "
-        f"one step of {usual:.2f} s and its transfer in {transfer:.2f} s: {ratio:.2f} (goal 1)",
-        flush=True,
-    )
-    keep(
-        "left",
-        policy=run.recovery.policy,
-        method=rebuilt["method"],
-        stall=stall,
-        usual=usual,
-        transfer=transfer,
-    )
+    took = lines[last]["time"] - lines[first - 1]["time"]
+    stall = took - (last - first + 1) * usual
+    return Handover(stage, rebuilt["method"], stall, usual, rebuilt["fetch_seconds"])
+
+
+def measure_handovers(run: RunFile, out: Path) -> None:
+    policy, ratios = run.recovery.policy, []
+    with training(run, out) as watched:
+        for stage in LOST[:-1]:  # the last one drives
+            handover = hand_over(watched, stage)
+            print(f"{policy}, {handover}", flush=True)
+            keep("left", policy=policy, **handover._asdict())
+            ratios.append(handover.ratio)
+    middle = statistics.median(ratios)
+    print(f"{policy}, {NOTICE:.0f} s ahead: median ratio {middle:.2f} (goal 1)", flush=True)
 
 
 def main() -> None:
@@ -214,7 +233,7 @@ def main() -> None:
         prepare(Recipe([str(TEXT)]), data)
         for policy in POLICIES:
             run = override(loads(RUN), data__path=str(data), recovery__policy=policy)
-            for measure in (measure_losses, measure_handover):
+            for measure in (measure_losses, measure_handovers):
                 out = Path(directory) / policy / measure.__name__
                 checkpoints = str(out / "checkpoints")
                 measure(resolve(override(run, recovery__checkpoint__dir=checkpoints)), out)
