@@ -24,7 +24,7 @@ from planaria.lab.simulator.swarm import (
 )
 from planaria.node.run_file import RunFile
 from planaria.recovery.decide import INEXACT
-from planaria.recovery.relearning import passes
+from planaria.recovery.relearning import passes, updates_to_look
 
 _REGISTRY: Final = MembershipRules("simulated", stages=1)
 JOINING: Final = 4
@@ -160,10 +160,14 @@ def relearning(swarm: Swarm, stage: int, method: str, at_most: float) -> float:
 
 
 def training_alone(run: RunFile, stage: int, seconds: Seconds, at_most: float) -> float:
-    """A rebuilt stage's, until all its updates are made or its time is over."""
-    recovery = run.recovery
-    of_pairs = passes(recovery.relearn.passes, (stage,)) * recovery.relearn.steps
-    updates = of_pairs * run.training.batch / relearned_at_a_time(run)
+    """A rebuilt stage's, until all its updates are made or its time is over. If the run file says
+    what is `enough`, others wait until it is looked for the first time whether the stage is that
+    good. What it learns later, beside steps, isn't counted."""
+    relearn = run.recovery.relearn
+    a_pass = math.ceil(relearn.steps * run.training.batch / relearned_at_a_time(run))
+    updates = passes(relearn.passes, (stage,)) * a_pass
+    if relearn.enough:
+        updates = min(updates, updates_to_look(a_pass))
     return min(at_most, updates * seconds.relearn)
 
 

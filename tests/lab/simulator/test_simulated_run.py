@@ -284,6 +284,16 @@ def test_relearning_takes_as_long_as_the_driver_gives_it() -> None:
     assert first > third + pairs > last + 2 * pairs
 
 
+def test_others_wait_for_a_quarter_of_a_pass_where_that_is_enough() -> None:
+    changes = {"recovery__relearn__passes": 2, "recovery__relearn__steps": 10}
+    whole, enough = (
+        run(swarm(replicas=1, steps=500, **changes, **more), Churn(at=at("2@400"))).losses[0]
+        for more in ({}, {"recovery__relearn__enough": 0.1})
+    )
+    a_pass = 80 * 0.01  # updates of a sample each, their seconds
+    assert whole.recovered - enough.recovered == pytest.approx(1.75 * a_pass, abs=0.05)
+
+
 def test_relearning_that_begins_anew_has_what_is_left_of_its_time() -> None:
     """Stage 4 is lost 8 s after stage 2, and each has a newcomer at once."""
     one = swarm(replicas=1, steps=1500, recovery__relearn__passes=100)
