@@ -2,8 +2,8 @@
 
 Read membership.py first, the machine that decides; seating.py has its part about who takes a seat
 that nobody has, places.py what it knows of where they are, cuts.py that about members that can't
-reach each other, quarantine.py that about those evicted for cause, progress.py that about how far
-the run has come. service.py is the gRPC around it, journal.py what it has on disk, client.py the
+reach each other, words.py that about what members say of each other, quarantine.py that about those
+evicted for cause, progress.py that about how far the run has come. service.py is the gRPC around it, journal.py what it has on disk, client.py the
 node's side. dial.py finds out whether a silent node is there, knock.py whether anything listens at
 an address; front_door.py takes connections, doorkeeper.py looks at those that a node's port has,
 and crowd.py decides for both who of many strangers stays; address.py reads HOST:PORT, spelling.py
