@@ -579,6 +579,8 @@ class Membership:
             node.member, node.due = member, math.inf
             self._nodes[member.node] = node
             self._evicted.pop(member.node, None)
+        for name in former.keys() - self._nodes.keys():
+            self._words.gone(name)
         self.view = view
         self._number = view.number
         self._joined = max([self._joined, *(m.joined for m in view.members)])
@@ -1393,7 +1395,7 @@ class _Known:
 
     def spared(self, node: str) -> bool:
         one = self.machine._nodes[node]
-        if one.report.stalled_seconds > 0:
+        if self.hangs(node):
             return False
         told = {seat.stage for seat in one.report.seats}
         if one.renewed >= one.placed + self.machine.rules.lease:
@@ -1403,7 +1405,7 @@ class _Known:
         return any(all(other is one for other in self._holders(stage)) for stage in held)
 
     def drives(self, node: str) -> bool:
-        return node == self.machine.view.driver
+        return node == self.driver
 
     def replicas(self, node: str) -> int:
         stages = stages_of(self.machine._nodes[node].member)

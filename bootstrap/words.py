@@ -89,8 +89,7 @@ class Words:
         """For cause. The accuser's word counts against one member at a time, that which it has
         named last."""
         accuser, name = suspicion.accuser, suspicion.accused
-        if former := self._accused.get(self._newest.get(accuser, "")):
-            former.said.pop(accuser, None)
+        self._withdraw(accuser)
         self._newest[accuser] = name
         accused = self._accused.setdefault(name, _Accused())
         accused.said[accuser] = now, suspicion
@@ -124,9 +123,9 @@ class Words:
                 found = True
 
     def gone(self, name: str) -> None:
-        """It is a member no longer."""
+        """It is a member no longer, and its word is none."""
+        self._withdraw(name)
         self._accused.pop(name, None)
-        self._newest.pop(name, None)
         self._alone.pop(name, None)
 
     def paused(self, seconds: float) -> None:
@@ -141,6 +140,10 @@ class Words:
         return self._alone[name]
 
     # --------------------------------------------------------------------------------------------
+
+    def _withdraw(self, accuser: str) -> None:
+        if accused := self._accused.get(self._newest.pop(accuser, "")):
+            accused.said.pop(accuser, None)
 
     def _convicted(self, name: str, known: KnownMembers, now: float) -> str:
         """Why the node goes, though it may live; empty: too few say so. Who shows what it has

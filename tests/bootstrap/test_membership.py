@@ -855,6 +855,28 @@ def test_whom_the_driver_alone_accuses_stays_and_another_one_drives() -> None:
     assert swarm.nodes() == ["n0", "n1", "n2", "m0"]
 
 
+def test_the_word_of_a_driver_that_goes_in_that_moment_is_none() -> None:
+    swarm = two_at_the_end()
+    swarm.suspect("n0", "n2", NUMBERS, "1e300")
+    swarm.answer()
+    swarm.lose("n0", there=False)
+    swarm.now += swarm.machine.rules.second_voice
+    swarm.after(swarm.machine.tick(swarm.now))
+    assert swarm.nodes() == ["n1", "n2", "m0"]
+    assert swarm.view.driver == "m0"
+
+
+def test_whom_a_view_that_is_restored_does_not_have_nobody_accuses_any_more() -> None:
+    later = two_at_the_end()
+    later.after(later.machine.leave("n2", "", later.now))
+    swarm = two_at_the_end(restart_grace=0.1)
+    swarm.suspect("n0", "n2", NUMBERS, "1e300")
+    swarm.answer()
+    swarm.machine.restore(later.view, swarm.now)
+    swarm.wait(2)
+    assert swarm.nodes() == ["n0", "n1", "m0"]
+
+
 def test_who_drives_next_and_says_so_too_is_believed() -> None:
     swarm = two_at_the_end()
     swarm.suspect("n0", "n2", NUMBERS, "1e300")
