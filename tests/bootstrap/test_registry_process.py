@@ -124,7 +124,10 @@ main()
 """
 
 
-async def test_the_command_serves_without_torch_and_extras(tmp_path: Path, port: int) -> None:
+async def test_the_command_serves_without_torch_and_extras(
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where no demo has prepared data
     run_file = tmp_path / "run.toml"
     run_file.write_text("[model]\npreset = 'medium'\nvocabulary = 512\n")
     options = ("--listen", f"127.0.0.1:{port}", "--run", str(run_file))
