@@ -32,7 +32,7 @@ from simulation.scenario import (
     run,
 )
 
-SEEDS, CHUNK = 40, 10
+SEEDS, CHUNK = 24, 6
 RARE = (*range(68, 100), *range(68))
 """Seeds for what few scenarios have; the first that had it come first."""
 

@@ -28,7 +28,7 @@ class FromCheckpoint(Scenario):
 
 def test_the_weights_that_it_begins_with_are_given_to_who_lacks_them() -> None:
     given = 0
-    for seed in range(4):
+    for seed in range(1, 3):
         result = run(seed, kind=FromCheckpoint)
         given += result.counts["origin"]
     assert given

@@ -107,5 +107,5 @@ def test_updates_after_the_vote_are_caught() -> None:
         patch.object(Tally, "offer", lambda tally: tally.made),
         pytest.raises(ScenarioError, match="and has made"),
     ):
-        for seed in range(0, 20, 2):
+        for seed in (18, *range(0, 18, 2)):
             run(seed, policy="checkfree", kind=Beside)

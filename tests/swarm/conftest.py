@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ from planaria.bootstrap.registry_pb2 import Description
 from planaria.node.data.corpus import Corpus
 from planaria.node.local.swarm import ADDRESS
 from planaria.node.run_file import RunFile, dumps, override
+from tests.forked import Forked
 from tests.swarm.lines import Lines
 
 DEADLINE = 600.0  # seconds; only a hanging swarm gets there
@@ -34,20 +33,13 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 class Up:
     """`planaria up` as a child process."""
 
-    def __init__(self, out: Path, *arguments: str) -> None:
-        self.out, self.lines = out, Lines(out)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "planaria", "up", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    def __init__(self, out: Path, said: Path, *arguments: str, takes_all: bool = False) -> None:
+        self.out, self.said, self.lines = out, said, Lines(out)
+        self.process = Forked(said, "up", *arguments, takes_all=takes_all)
 
     def finish(self) -> tuple[int, str]:
         """Exit status and output."""
-        output, _ = self.process.communicate(timeout=DEADLINE)
-        return self.process.returncode, output
+        return self.process.wait(DEADLINE), self.said.read_text()
 
     def end(self, number: signal.Signals) -> None:
         """In the middle of training; no process may be left behind."""
@@ -108,23 +100,22 @@ def up(data: Path, tmp_path: Path) -> Iterator[Callable[..., Up]]:
     """Starts `planaria up` with the given run; ends it, whatever happens."""
     started: list[Up] = []
 
-    def start(run: RunFile | Path, *arguments: str) -> Up:
+    def start(run: RunFile | Path, *arguments: str, takes_all: bool = False) -> Up:
         """A run that is new, or goes on in a folder."""
+        out, file, said = (tmp_path / f"{what}{len(started)}" for what in ("out", "run", "said"))
         if isinstance(run, Path):
-            swarm = Up(run, "--resume", str(run), *arguments)
+            arguments = ("--resume", str(run), *arguments)
+            out = run
         else:
-            out, file = (tmp_path / f"{what}{len(started)}" for what in ("out", "run"))
             file.write_text(dumps(override(run, data__path=str(data))))
-            swarm = Up(out, str(file), "--out", str(out), *arguments)
-        started.append(swarm)
-        return swarm
+            arguments = (str(file), "--out", str(out), *arguments)
+        started.append(Up(out, said, *arguments, takes_all=takes_all))
+        return started[-1]
 
     yield start
     for swarm in started:
-        if swarm.process.poll() is None:
-            swarm.process.send_signal(signal.SIGTERM)
-            try:
-                swarm.process.communicate(timeout=20)
-            except subprocess.TimeoutExpired:
-                swarm.process.kill()
-                swarm.process.communicate()
+        swarm.process.terminate()
+        try:
+            swarm.process.wait(20)
+        except TimeoutError:
+            swarm.process.kill()

@@ -33,8 +33,8 @@ PIECE: Final = MIB // 32
 """Messages are acknowledged after 64 of them, or soon."""
 UNSENT: Final = 4 * MIB
 """Bytes on the way to each, at most."""
-ENOUGH: Final = 128 * MIB
-"""Bytes to each, after which the flood ends."""
+ENOUGH: Final = {"frames": 128 * MIB, "messages": 64 * MIB}
+"""Bytes to each, after which the flood ends: more than may wait there."""
 
 
 def resident() -> int:
@@ -77,16 +77,19 @@ async def flood(swarm: LocalSwarm, kind: str) -> dict[str, int]:
     gc.collect()
     before = most = resident()
     sent: Counter[str] = Counter()
+    enough, made = ENOUGH[kind], frame_for if kind == "frames" else message_for
 
     def floods() -> bool:
         nonlocal most
         most = max(most, resident())
         for other in others:
             link = sick.links._links.get(other.node)
-            while link is not None and link.session.held < UNSENT and sent[other.node] < ENOUGH:
-                sick.links.send(other.node, (frame_for if kind == "frames" else message_for)(other))
+            while (
+                link is not None and link.session.held < UNSENT and sent[other.node] < ENOUGH[kind]
+            ):
+                sick.links.send(other.node, made(other))
                 sent[other.node] += PIECE
-        return sick.over.done() or all(sent[other.node] >= ENOUGH for other in others)
+        return sick.over.done() or all(sent[other.node] >= enough for other in others)
 
     await swarm.until(floods)
     at = swarm.committed()

@@ -8,23 +8,15 @@ import sys
 from collections import Counter
 from typing import Any
 
-from planaria.lab.chaos.command import RUN
+from typer.testing import CliRunner
+
+from planaria.lab.chaos.command import RUN, app
 from planaria.lab.chaos.schedule import Shape, schedule
 
 SEED, MINUTES = 7, 0.5
 SHAPE = Shape(
     2, 2, ("kill", "stop", "registry kill", "reset", "hang", "crawl", "slow disk"), rate=40.0
 )
-
-
-def chaos(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "planaria", "lab", "chaos", *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def test_a_sick_swarm_trains_on(data, tmp_path):
@@ -35,7 +27,13 @@ def test_a_sick_swarm_trains_on(data, tmp_path):
     arguments += ["--rate", f"{SHAPE.rate}"]
     arguments += [word for kind in SHAPE.kinds for word in ("--kind", kind)]
     arguments += ["--out", f"{tmp_path / 'out'}", "--logs", f"{tmp_path / 'logs'}"]
-    done = chaos(*arguments)
+    done = subprocess.run(
+        [sys.executable, "-m", "planaria", "lab", "chaos", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     outcome: dict[str, Any] = json.loads((tmp_path / "out" / f"2x2-seed-{SEED}.json").read_text())
     planned = Counter(fault.kind for fault in schedule(SEED, MINUTES, SHAPE))
@@ -44,10 +42,10 @@ def test_a_sick_swarm_trains_on(data, tmp_path):
     assert outcome["audit"]["expected"] >= 8 * outcome["steps"] > 0
     assert "| kill | " in done.stdout
 
-    again = chaos(*arguments)
-    assert again.returncode == 0
-    assert f"2x2-seed-{SEED}.json is there already" in again.stdout
+    again = CliRunner().invoke(app, arguments)
+    assert again.exit_code == 0
+    assert f"2x2-seed-{SEED}.json is there already" in again.output
 
-    summed = chaos("report", str(tmp_path / "out"))
-    assert summed.returncode == 0, summed.stderr
+    summed = CliRunner().invoke(app, ["report", str(tmp_path / "out")])
+    assert summed.exit_code == 0, summed.output
     assert (tmp_path / "out" / "table.md").read_text().startswith("1 runs, ")

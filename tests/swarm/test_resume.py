@@ -16,7 +16,7 @@ from planaria.node.run_file import override
 from planaria.node.state.saves import find_saves
 from tests.swarm.lines import Lines
 from tests.swarm.small import small
-from tests.swarm.test_supervised import ByHand
+from tests.swarm.test_supervised import DEADLINE, ByHand
 
 RUN = small(2, steps=32, model__layers=4, saves__every=4)
 EQUAL = 1e-5
@@ -97,7 +97,7 @@ def test_on_machines_of_ones_own_saves_are_written_anew_for_another_run_file(
     assert written.exit_code == 0, written.output
     assert f"is in {new} for {run.name}-" in written.output
     refused = by_hand.start_node("wrong", 1, "--restart", "no", "--save-dir", str(disks[1]))
-    assert refused.wait() == 1
+    assert refused.wait(DEADLINE) == 1
     assert "planaria regroup" in (tmp_path / "wrong.log").read_text()
     for stage in range(2):
         by_hand.start_node(f"new-{stage}", stage, "--restart", "no", "--save-dir", str(new))

@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -24,6 +22,7 @@ from planaria.node.notices import ADDRESS_VARIABLE, MARGIN
 from planaria.node.own_folders import said_here
 from planaria.node.resolve import resolve
 from planaria.node.run_file import RunFile, dumps
+from tests.forked import Forked
 from tests.metadata_service import NAME, MetadataService, metadata_service
 from tests.swarm.lines import Lines
 from tests.swarm.small import small
@@ -37,8 +36,8 @@ class ByHand:
 
     def __init__(self, folder: Path, run: RunFile) -> None:
         self.folder, self.lines = folder, Lines(folder)
-        self.started: list[subprocess.Popen[bytes]] = []
-        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.started: list[Forked] = []
+        self.environment = {"PYTHONPATH": str(ROOT)}
         self.start_registry("registry", run)
 
     def start_registry(self, name: str, run: RunFile, *options: str) -> None:
@@ -52,19 +51,12 @@ class ByHand:
         self.start(name, "bootstrap", "--run", str(file), *where, *journal, *options)
         self.until(address.exists)
 
-    def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-        with (self.folder / f"{name}.log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "planaria", *arguments],
-                stdout=log,
-                stderr=log,
-                env=self.environment,
-                cwd=self.folder,
-            )
-        self.started.append(process)
-        return process
+    def start(self, name: str, *arguments: str) -> Forked:
+        log = self.folder / f"{name}.log"
+        self.started.append(Forked(log, *arguments, cwd=self.folder, environment=self.environment))
+        return self.started[-1]
 
-    def start_node(self, name: str, stage: int, *options: str) -> subprocess.Popen[bytes]:
+    def start_node(self, name: str, stage: int, *options: str) -> Forked:
         where = ["--join", self.address, "--stage", str(stage), "--out", str(self.folder)]
         return self.start(name, "node", *where, *self.folders, "--threads", "1", *options)
 
@@ -92,7 +84,7 @@ class ByHand:
     def end(self) -> None:
         for process in self.started:
             process.kill()
-            process.wait()
+            process.wait(DEADLINE)
 
 
 @pytest.fixture
@@ -131,7 +123,8 @@ def test_a_run_of_nodes_that_were_told_where_to_join_and_the_data_can_be_audited
     place = ByHand(tmp_path, small(steps=6, data__path=str(data)))
     try:
         join = (tmp_path / "address").read_text().strip()
-        nodes = [place.start(f"node-{n}", "node", "--join", join, *place.folders) for n in range(3)]
+        asked = ["node", "--join", join, *place.folders, "--restart", "no"]
+        nodes = [place.start(f"node-{n}", *asked) for n in range(3)]
         place.until(lambda: place.lines.events("finished", "out/*/events-*.jsonl"))
         for node in nodes:
             node.terminate()
@@ -154,7 +147,8 @@ def test_one_node_alone_trains_the_whole_model(data, tmp_path) -> None:
     place = ByHand(tmp_path, run)
     try:
         join = (tmp_path / "address").read_text().strip()
-        node = place.start("node", "node", "--join", join, "--out", str(tmp_path), *place.folders)
+        asked = ["node", "--join", join, "--out", str(tmp_path), *place.folders]
+        node = place.start("node", *asked, "--restart", "no")
         place.until(lambda: place.events("finished"))
         assert sorted(told["stage"] for told in place.events("serving")) == [0, 1, 2]
         node.terminate()

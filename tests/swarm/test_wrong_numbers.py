@@ -22,6 +22,7 @@ from planaria.node.local.processes import Processes
 from planaria.node.naming import node_of
 from planaria.node.resolve import resolve
 from planaria.node.run_file import override
+from planaria.node.transaction import standing_out
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.tensors import decode, encode
@@ -232,8 +233,9 @@ def scaled(frame: Frame) -> Frame:
 
 
 async def test_who_computes_wrongly_is_found_by_spot_checks_and_the_ledger_names_its_work(
-    corpus, tmp_path
+    corpus, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(standing_out, "STEPS", 15)
     threes = small(replicas=3, steps=1000, training__batch=4, trust__spot_check=0.5)
     async with LocalSwarm(threes, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)
@@ -258,8 +260,9 @@ def too_long(frame: Frame) -> Frame:
 
 
 async def test_whose_gradients_stand_out_is_named_and_taken_out_if_the_run_says_so(
-    corpus, tmp_path
+    corpus, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(standing_out, "STEPS", 15)
     threes = small(1, replicas=3, steps=10_000, training__batch=6, trust__gradients="exclude")
     async with LocalSwarm(threes, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)

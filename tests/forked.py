@@ -1,0 +1,90 @@
+"""`planaria ARGUMENTS...` as a process of its own, forked from one that has loaded torch: loading
+torch takes more of a processor than all that most of these swarms do."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from multiprocessing import forkserver
+from pathlib import Path
+
+from planaria.node.local.processes import (
+    PLANARIA,
+    die_with_parent,
+    heed_signals,
+    run_planaria,
+)
+
+
+class Forked:
+    """As `subprocess.Popen`."""
+
+    def __init__(
+        self,
+        output: Path,
+        *arguments: str,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        takes_all: bool = False,
+    ) -> None:
+        """Standard output and error go to a file; `environment` is added to this process's. What
+        the command starts through `Processes` is forked from where it is, and isn't ended with it
+        by SIGKILL, unless it `takes_all` with it, as it does for a user."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["planaria.node.local.fork_server", *PLANARIA])
+        settings = dict(environment or {})
+        self._process = context.Process(
+            target=_run, args=(output, cwd, settings, takes_all, list(arguments))
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """As far as it is known to have ended."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        """Raises TimeoutError."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise TimeoutError(f"{self.pid} is still there after {timeout} s")
+        return self._process.exitcode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(
+    output: Path,
+    cwd: Path | None,
+    environment: dict[str, str],
+    takes_all: bool,
+    arguments: list[str],
+) -> None:
+    die_with_parent()
+    heed_signals()
+    with output.open("wb") as file:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(file.fileno(), stream.fileno())
+    os.environ.update(environment)
+    if cwd is not None:
+        os.chdir(cwd)
+    if not takes_all:  # there is one to fork from, whose address this process knows
+        forkserver._forkserver.ensure_running = lambda: None
+    run_planaria(arguments)
