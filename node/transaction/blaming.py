@@ -18,8 +18,11 @@ VAIN: Final = 3
 accused itself."""
 NOBODY_ELSE: Final = "nobody else does"
 HELD_UP: Final = 12
-"""Attempts in a row that may fail by one node's word, less those that fail by others'; with the
-last one it is accused. They take 40 s, in which two that can't reach each other get a relay."""
+"""Times in a row that nothing is committed by one node's word, or because its link is lost, less
+those by others'; with the last one it is accused. Attempts that fail by its word take 40 s, in
+which two that can't reach each other get a relay."""
+HELD_UP_BY_SEVERAL: Final = 4 * HELD_UP
+"""Such times after which it is accused whatever others do."""
 LONGEST_PAUSE: Final = 5.0
 """Seconds between attempts at most, after many failed in a row."""
 SPOILT: Final = 3
@@ -36,7 +39,7 @@ class Failures:
     count: int = 0  # attempts in a row
     last: str = ""  # kind of reason for which one was given up
     accused: dict[str, dict[int, str]] = field(default_factory=dict)  # by whom, of what stage
-    words: Counter[str] = field(default_factory=Counter)  # by which attempts failed, by node
+    words: Counter[str] = field(default_factory=Counter)  # by which nothing came of it, by node
 
     def pause(self) -> float:
         """Seconds until the next attempt."""
@@ -50,7 +53,8 @@ class Failures:
     def alone(self, peer: str) -> bool:
         """Once more; whether that was once too often."""
         self.words[node_of(peer)] += 1
-        return 2 * self.words[node_of(peer)] - self.words.total() >= HELD_UP
+        times = self.words[node_of(peer)]
+        return 2 * times - self.words.total() >= HELD_UP or times >= HELD_UP_BY_SEVERAL
 
     def keep(self, members: Collection[str]) -> None:
         """What others have said counts no more."""

@@ -272,8 +272,9 @@ class Driver:
             self.current.forget(peer)
             return [lost, *self._if_all_ready(now)]
         why = f"the link to {peer} is lost: {reason}"
+        wrong = self._alone(peer, why)
         effects = self._lose([peer], why, now)
-        return [lost, *(self._gather(why, now) if effects is None else effects)]
+        return [lost, *wrong, *(self._gather(why, now) if effects is None else effects)]
 
     def link_up(self, peer: str, now: float) -> list[Effect]:
         """Who is masked and reached again was not lost: it is a member, without which nothing can
@@ -296,8 +297,8 @@ class Driver:
             case Attempting() as attempt:
                 effects: list[Effect] = []
                 limit = FOLLOWED * self.rules.progress
-                for node in self.joining.too_slow(now, limit):
-                    effects += self._give_up_following(node, f"not even in {limit:.0f} s", now)
+                for node, why in self.joining.hopeless(now, limit).items():
+                    effects += self._give_up_following(node, why, now)
                 by, why = attempt.unreachable(now)
                 if by:
                     effects += self._fails(by, why, now)
@@ -1237,15 +1238,17 @@ class Driver:
         return effects + told + self._gather(f"{peer} says: {failed.reason}", now)
 
     def _fails(self, peer: str, why: str, now: float) -> list[Effect]:
-        """What is under way does, by the word of `peer`. One by whose word alone nothing is ever
-        committed goes, whatever it says."""
+        """What is under way does, by the word of `peer`."""
         self.failures.count += 1
         if pause := self.failures.pause():
             self.pause_until = now + pause
-        attempting = isinstance(self.current, Attempting)
-        if not attempting or not self.failures.alone(peer) or peer == self.node:
+        return self._alone(peer, why) if isinstance(self.current, Attempting) else []
+
+    def _alone(self, peer: str, why: str) -> list[Effect]:
+        """One by whose word or link alone nothing is ever committed goes, whatever it says."""
+        if not self.failures.alone(peer) or peer == self.node:
             return []
-        why = f"{HELD_UP} attempts have failed since it says so, and {NOBODY_ELSE}: {why}"
+        why = f"it has ended {HELD_UP} attempts or rounds, and {NOBODY_ELSE} so often: {why}"
         self.idle.stop([peer])
         told = Accused(node=peer, stage=self.members[peer], by=self.node, reason=why)
         return [told, Suspect(peer, why, NUMBERS)]

@@ -26,6 +26,8 @@ ENTERING = 0.1
 step, and so on."""
 ENTERING_SHARE = 0.05
 """And at least this share of the step's duration."""
+IN_VAIN = 7
+"""Votes that are waited for in vain, after which a try is given up: 12.7 s, or six steps' time."""
 
 
 @dataclass
@@ -158,13 +160,17 @@ class Joining:
         self.failures[node] += 1
         return True
 
-    def too_slow(self, now: float, limit: float) -> list[str]:
-        return [
-            node
-            for node, joiner in self.joiners.items()
-            if now - joiner.began >= limit
-            and (joiner.caught_up is None or not self.stays_out(node))
-        ]
+    def hopeless(self, now: float, limit: float) -> dict[str, str]:
+        """Whose try takes longer than so many seconds, or is waited for in vain; and why."""
+        found: dict[str, str] = {}
+        for node, joiner in self.joiners.items():
+            if joiner.vain >= IN_VAIN:
+                found[node] = f"{IN_VAIN} times its vote was waited for in vain"
+            elif now - joiner.began >= limit and not (
+                joiner.caught_up is not None and self.stays_out(node)
+            ):
+                found[node] = f"not even in {limit:.0f} s"
+        return found
 
     def hold_up(self, vote: Vote, began: float, now: float) -> bool:
         """Whether the commit is to wait for joiners' votes; if not, what it has waited is put down
@@ -173,7 +179,7 @@ class Joining:
         late = [joiner for node, joiner in entering.items() if node not in vote.joiners]
         usual = max(ENTERING, ENTERING_SHARE * (vote.complete - began))
         waited = now - vote.complete
-        if any(waited < usual * 2.0 ** min(joiner.vain, 10) for joiner in late):
+        if any(waited < usual * 2.0**joiner.vain for joiner in late):
             return True
         for joiner in entering.values():
             joiner.stall += waited

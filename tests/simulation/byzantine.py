@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from drawn_messages import Drawing
 
 from planaria.bootstrap.registry_pb2 import SHAPE, SILENT
-from planaria.node.transaction.effects import Ballot
+from planaria.node.naming import node_of
+from planaria.node.transaction.effects import Ballot, Effect
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
@@ -173,3 +174,23 @@ class Slandering(Lying):
         message = member.promised.send("", **{self.way: said[self.way]}).message
         message.seat, message.sender = seat, member.node.partition("/")[2]
         return message
+
+
+class Refuses(MemberSide):
+    """Closes its link to whoever else drives, whenever it is told of a step."""
+
+    def received(self, peer: str, message: pb.Message) -> list[Effect]:
+        if message.HasField("step") and node_of(peer) != node_of(self.node):
+            raise ValueError("so I say")
+        return super().received(peer, message)
+
+
+class Refusing(Lying):
+    """One host can't use any step that it is told of, for as long as it is there."""
+
+    lasting = (300.0,)
+
+    def _say(self, node: Node) -> None:
+        for agent in node.seats.agents.values():
+            self.cluster.counts["lies"] += agent.member.__class__ is not Refuses
+            agent.member.__class__ = Refuses

@@ -15,7 +15,7 @@ from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import Ballot, Effect
 from planaria.node.transaction.member import MemberSide
 from simulation.babbling import Babbling
-from simulation.byzantine import Lying, Slandering
+from simulation.byzantine import Lying, Refusing, Slandering
 from simulation.cluster import Machines, Trap
 from simulation.deceit import Accusing, Deceived, Rushed
 from simulation.registry import Client
@@ -147,6 +147,11 @@ def test_a_driver_that_does_without_a_vote_is_shown_to_the_registry() -> None:
 def test_who_says_without_end_that_it_cannot_reach_another_one_does_not_stop_the_run() -> None:
     for seed in (2, 18):
         assert run(seed, kind=Slandering).counts["lies"]
+
+
+def test_who_closes_its_link_to_whoever_drives_does_not_stop_the_run() -> None:
+    for seed in (8, 2):
+        assert run(seed, kind=Refusing).counts["lies"]
 
 
 class Gullible(Driver):

@@ -22,7 +22,8 @@ from planaria.node.local.processes import Processes
 from planaria.node.naming import node_of
 from planaria.node.resolve import resolve
 from planaria.node.run_file import override
-from planaria.node.transaction import standing_out
+from planaria.node.transaction import joining, standing_out
+from planaria.node.transaction.effects import Effect
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.tensors import decode, encode
@@ -99,6 +100,29 @@ async def test_the_others_train_without_whom_only_its_replica_cannot_use(corpus,
     assert {node_of(told["node"]) for told in swarm.lines.events("accused")} == {sick.node}
     methods = {(told["stage"], told["method"]) for told in swarm.lines.events("rebuilt")}
     assert methods == {(1, "replica")}
+
+
+async def test_who_has_a_fault_of_its_own_in_each_step_does_not_stop_the_run(
+    corpus, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(joining, "ENTERING", 0.005)
+    async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 2)
+        sick = swarm.nodes[1, 1][0]
+        received = sick.member.received
+
+        def at_fault(peer: str, message: pb.Message) -> list[Effect]:
+            if message.HasField("step"):
+                raise RuntimeError("nobody has foreseen this")
+            return received(peer, message)
+
+        sick.member.received = at_fault
+        at = swarm.committed()
+        await swarm.until(lambda: swarm.committed() >= at + 5)
+        await swarm.until(sick.over.done)
+        others = [node for node, _ in swarm.nodes.values() if node is not sick]
+        assert not any(node.over.done() for node in others)
+    assert "nobody has foreseen this" in sick.over.result()
 
 
 async def test_who_floods_with_frames_of_a_coming_attempt_is_taken_out(corpus, tmp_path):

@@ -41,12 +41,13 @@ from planaria.node.report.events import (
     WeightsChanged,
 )
 from planaria.node.transaction.attempting import UNREACHED, Attempting
-from planaria.node.transaction.blaming import HELD_UP, LONGEST_PAUSE, VAIN
+from planaria.node.transaction.blaming import HELD_UP, HELD_UP_BY_SEVERAL, LONGEST_PAUSE, VAIN
 from planaria.node.transaction.chain import hash_of, seal
 from planaria.node.transaction.driver import EVICTED, REPLACED, Driver
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.gathering import ANSWER, QUERY_AGAIN, Gathering
 from planaria.node.transaction.hanging import HEIR
+from planaria.node.transaction.joining import IN_VAIN
 from planaria.node.transaction.overdue import ASK
 from planaria.node.transaction.resting import DriverPhase
 from planaria.node.transaction.routing import routes
@@ -756,6 +757,19 @@ def test_a_commit_waits_for_a_joiners_vote_a_short_while_and_longer_the_next_tim
     told.now += 0.3
     (rebuilt,) = events(told.ready("new"), StageRebuilt)
     assert rebuilt.stall_seconds == pytest.approx(sum(waits) + 0.3), "all of it is told"
+
+
+def test_a_joiner_whose_vote_never_comes_is_not_waited_for_for_ever():
+    told = Joined()
+    told.catches_up()
+    given_up: list[RebuildFailed] = []
+    for _ in range(IN_VAIN + 1):
+        told.trains()
+        while told.driver.phase is DriverPhase.REDUCING:
+            told.waits(0.1)
+        given_up += events(told.waits(0), RebuildFailed)
+    assert [event.node for event in given_up] == ["new"]
+    assert "waited for in vain" in given_up[0].reason
 
 
 def test_a_vote_of_another_attempt_is_none():
@@ -1894,6 +1908,32 @@ def test_by_whose_word_alone_nothing_is_ever_committed_is_wrong():
     effects = says_again(told, "b", "c")
     assert charges(effects) == [("b", NUMBERS)]
     assert [event.by for event in events(effects, Accused)] == ["a"]
+
+
+def closes_its_link(told: Told, *nodes: str) -> list[Effect]:
+    """To the driver, each of them once."""
+    effects: list[Effect] = []
+    for node in nodes:
+        effects += told.driver.link_lost(node, f"{node} closed the link", told.now)
+        effects += told.driver.link_up(node, told.now)
+    return effects
+
+
+def test_because_of_whose_link_alone_nothing_is_ever_committed_is_wrong():
+    """Be it in an attempt, or while all are asked what they have."""
+    told = Told()
+    told.begins()
+    for _ in range(HELD_UP - 1):
+        assert charges(closes_its_link(told, "b")) == []
+    assert charges(closes_its_link(told, "b")) == [("b", NUMBERS)]
+
+
+def test_because_of_whose_links_together_nothing_is_ever_committed_are_wrong():
+    told = Told()
+    told.begins()
+    for _ in range(HELD_UP_BY_SEVERAL - 1):
+        assert charges(closes_its_link(told, "b", "c")) == []
+    assert charges(closes_its_link(told, "b", "c")) == [("b", NUMBERS), ("c", NUMBERS)]
 
 
 def test_what_a_node_that_is_gone_has_said_makes_up_for_nothing():
