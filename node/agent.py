@@ -176,7 +176,8 @@ class Agent:
         """Makes what converses with peers: about gradients, states, boundary tensors."""
         exchanges, tensors, send = self.exchanges, self.tensors, self.send
         some = 2 * self.arithmetic.gradient.nbytes + SLACK  # of two attempts, what concerns a node
-        coding = Coding(tensors, self.run.wire.averaging, self.run.wire.topk)
+        wire = self.run.wire
+        coding = Coding(tensors, wire.averaging, wire.topk, wire.topk_after)
         chance = None if self.run.trust.gradients == "off" else self.chance
         self.averaging = Averaging(self.node, exchanges, send, coding, some, chance=chance)
         self.pins, self.taken = Pins(tensors), Taken(tensors)
@@ -553,6 +554,7 @@ class Agent:
             begin.untold + len(begin.plan),
             progress,
             begin.non_finite,
+            begin.step,
         )
         norm = await self.exchanges.compute(self.arithmetic.reduced)
         if self.holdings.twin is not None:

@@ -430,6 +430,7 @@ class WireSection(Section):
     gradients: Narrow = "bf16"
     averaging: Averaging = "none"
     topk: float = Field(default=0.01, gt=0, le=0.5, description="share of values that travel")
+    topk_after: int = Field(default=200, ge=0, description="steps in which all of them do, in int8")
 
 
 class RunFile(Section):
@@ -453,6 +454,8 @@ class RunFile(Section):
         wire = {key: value for key, value in self.wire.model_dump().items() if value != "none"}
         if self.wire.averaging != "topk":
             del wire["topk"]  # which has no effect then
+        if self.wire.averaging != "topk" or not self.wire.topk_after:
+            del wire["topk_after"]
         return {**said, "wire": wire} if wire else said
 
     def config_for(self, vocabulary: int) -> ModelConfig:

@@ -35,7 +35,7 @@ class Replicas:
         """Without `feedback`, what a codec leaves out is lost."""
         self.names = [f"replica-{number:03}" for number in range(count)]
         self.sent = 0  # bytes, by all of them
-        self._coding = Coding(tensors, wire.averaging, wire.topk)
+        self._coding = Coding(tensors, wire.averaging, wire.topk, wire.topk_after)
         self._stages, self._feedback = stages, feedback
         self._rows = [
             [torch.zeros_like(stage.optimizer.gradient) for stage in stages] for _ in self.names
@@ -80,7 +80,7 @@ class Replicas:
         for number, stage in enumerate(self._stages):
             rows = [rows[number] for rows in self._rows]
             held_back = [of[number] for of in self._held_back]
-            self._reduce(ballot, rows, held_back, microbatches)
+            self._reduce(ballot, step, rows, held_back, microbatches)
             stage.optimizer.gradient.copy_(rows[0])
             for row, held in zip(rows, held_back, strict=True):
                 row.zero_()
@@ -90,6 +90,7 @@ class Replicas:
     def _reduce(
         self,
         ballot: Ballot,
+        step: int,
         rows: Sequence[torch.Tensor],
         held_back: Sequence[HeldBack],
         microbatches: int,
@@ -103,7 +104,7 @@ class Replicas:
                 row,
                 ids=range(number, microbatches, count),
                 window=microbatches,
-                coding=self._coding,
+                coding=self._coding.at(step),
                 held_back=held,
             )
             for number, (name, row, held) in enumerate(

@@ -22,7 +22,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from random import Random
@@ -57,6 +57,9 @@ LOOKED_AT: Final = 8
 """Contributions that a node tells of at most."""
 NAMED: Final = 8  # microbatches, or characters of what is unknown, in an error message
 
+LATE: Final = 1 << 62
+"""A step after all that is otherwise in a run's first ones."""
+
 Outgoing: TypeAlias = list[tuple[str, Frame]]  # frames, each with the node it goes to
 Coded: TypeAlias = tuple[list[Descriptor], tuple[memoryview, ...]]
 Averaged: TypeAlias = Codec | Literal["topk"]
@@ -74,6 +77,13 @@ class Coding:
     tensors: Tensors
     codec: Averaged = "none"
     share: float = 1.0  # of topk
+    after: int = 0  # so many steps of the run, in which topk is int8
+
+    def at(self, step: int) -> Coding:
+        """In that step. A run's first steps are where its gradients change fastest, so little of
+        them would come in time (Lin et al., ICLR 2018, section 3.3)."""
+        early = self.codec == "topk" and step <= self.after
+        return replace(self, codec="int8") if early else self
 
     @property
     def settles(self) -> int:
@@ -166,13 +176,14 @@ class Averaging:
         window: int,
         deadline: float,
         non_finite: bool = False,
+        step: int = LATE,
     ) -> list[pb.Contribution]:
         """Replace `gradient` (float32 [n]) by its sum over `replicas`, in place.
 
         `replicas` are the stage's members, this node among them; `ids` the microbatches that this
         node's gradient is of; `window` their number over all replicas. `deadline` bounds, in
         seconds, how long frames of others are waited for. With `non_finite`, gradients need not be
-        finite: that is the model's doing then.
+        finite: that is the model's doing then. `step`: of the run, a late one by default.
 
         Returns what is to be said of the replicas' contributions, as seen in one piece.
 
@@ -183,6 +194,9 @@ class Averaging:
         cancelled the gradient's contents are void.
         """
         until = self._exchanges.now + deadline
+        coding = self._coding.at(step)
+        settled = step - self._coding.after >= coding.settles
+        together = {n for n in replicas if self._together[n] >= coding.settles}
         reduction = Reduction(
             self._node,
             ballot,
@@ -190,11 +204,11 @@ class Averaging:
             gradient,
             ids=ids,
             window=window,
-            coding=self._coding,
+            coding=coding,
             held_back=self.held_back,
             non_finite=non_finite,
             chance=self._chance,
-            comparable={n for n in replicas if self._together[n] >= self._coding.settles},
+            comparable=together if settled else (),
         )
         try:
             with self._inboxes.open(ballot) as inbox:

@@ -28,6 +28,7 @@ from planaria.node.run_file import (
     dumps,
     from_fields,
     loads,
+    override,
 )
 from planaria.node.stage.learning_rate import boost, scheduled
 from planaria.node.wire.frames import PAYLOAD_LIMIT
@@ -293,6 +294,9 @@ def test_a_share_tells_runs_apart_only_where_averaging_goes_by_it() -> None:
     dense, sparse = loads("[wire]\ntopk = 0.1"), loads("[wire]\naveraging = 'topk'\ntopk = 0.1")
     assert dense.said() == RunFile().said()
     assert sparse.said()["wire"]["topk"] == 0.1
+    assert sparse.said()["wire"]["topk_after"] == 200
+    at_once = override(sparse, wire__topk_after=0)
+    assert "topk_after" not in at_once.said()["wire"], "as it was before there was that key"
     for share in (0, 0.6):
         with pytest.raises(RunFileError, match=r"wire\.topk"):
             loads(f"[wire]\naveraging = 'topk'\ntopk = {share}")

@@ -276,6 +276,8 @@ async def test_lossy_codecs_keep_replicas_identical(corpus, tmp_path, codec, tol
 async def test_what_is_held_back_leaves_replicas_identical(corpus, tmp_path, replicas, codec):
     """Through the loss of one, an attempt that goes on or is given up, and its successor."""
     wire = {"activations": "none", "gradients": "none", "averaging": codec, "topk": 0.1}
+    if codec == "topk":
+        wire["topk_after"] = 2
     run = small(replicas=replicas, steps=ENDLESS, wire=wire, training__batch=6)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 4)

@@ -85,7 +85,7 @@ CHANGED = {
 """Where the double, or the opposite, won't do."""
 
 USED = {
-    "node/agent.py": ["training.in_flight", "wire.averaging", "wire.topk"],
+    "node/agent.py": ["training.in_flight", "wire.averaging", "wire.topk", "wire.topk_after"],
     "node/daemon.py": ["name", "saves.in_flight", "swarm.silence"],
     "node/hugging_face/samples.py": [
         *("training.sample_every", "training.prompts", "training.sampling.tokens"),

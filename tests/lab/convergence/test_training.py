@@ -113,7 +113,7 @@ def test_replicas_that_send_all_of_their_gradients_train_as_one_does(
 @pytest.mark.parametrize(("codec", "less"), [("int8", 3.8), ("topk", 20)])
 def test_replicas_learn_by_fewer_bytes(corpus: Corpus, codec: str, less: float) -> None:
     """And what a stage's replicas hold back goes with them."""
-    run = override(run_with(), wire__averaging=codec, wire__topk=0.1)
+    run = override(run_with(), wire__averaging=codec, wire__topk=0.1, wire__topk_after=0)
     swarm = TrainingSwarm(run, corpus, Ablation(replicas=2))
     whole = TrainingSwarm(run_with(), corpus, Ablation(replicas=2))
     found = [swarm.step() for _ in range(20)]
@@ -126,6 +126,20 @@ def test_replicas_learn_by_fewer_bytes(corpus: Corpus, codec: str, less: float) 
     swarm.lose([3])
     assert swarm.replicas.held_back(3) == 0
     assert swarm.replicas.held_back(2) > 0
+
+
+def test_few_values_travel_after_the_first_steps_only(corpus: Corpus) -> None:
+    sparse = override(run_with(), wire__averaging="topk", wire__topk=0.01, wire__topk_after=3)
+    early = TrainingSwarm(sparse, corpus, Ablation(replicas=2))
+    all_of_them = override(run_with(), wire__averaging="int8")
+    dense = TrainingSwarm(all_of_them, corpus, Ablation(replicas=2))
+    assert early.replicas is not None and dense.replicas is not None
+    for _ in range(3):
+        assert early.step() == dense.step()
+        assert early.replicas.sent == dense.replicas.sent
+    before = dense.replicas.sent
+    early.step()
+    assert early.replicas.sent - before < before / 3 / 30
 
 
 def test_without_feedback_nothing_is_held_back(corpus: Corpus) -> None:
