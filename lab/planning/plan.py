@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 HOUR: Final = 3600.0
 RATES: Final = (0.0, 0.01, 0.02, 0.05, 0.1, 0.16, 0.25, 0.4)
 """An hour, of the picture."""
+CODECS: Final = ("activations", "gradients", "averaging")
 TOKENS_A_STEP: Final = 2**18
 """About as many, of a preset whose batch isn't given."""
 
@@ -270,6 +271,7 @@ def as_data(found: Answer, replayed: Mapping[str, tuple[Candidate, RunOutcome]])
     """The answer for machines to read: seconds, bytes; null: never."""
     data: dict[str, Any] = {
         "plan": {**plan_data(found.best), "handover": handover_data(found.best)},
+        "narrow": None if found.narrow is None else plan_data(found.narrow),
         "others": [{**plan_data(plan), "why": why} for plan, why in found.others],
         "refused": list(found.refused),
     }
@@ -294,6 +296,7 @@ def plan_data(plan: Candidate) -> dict[str, Any]:
         "microbatches": training.microbatches,
         "in_flight": plan.swarm.in_flight,
         "recompute": training.recompute,
+        "wire": {name: getattr(plan.run.wire, name) for name in CODECS},
         "steps": plan.run.steps,
         "step_seconds": plan.estimate.step,
         "usual_step_seconds": plan.estimate.usual,
@@ -391,9 +394,23 @@ def _print_plan(question: Question, found: Answer) -> None:
         places = ", ".join(dict.fromkeys(machine.site for machine in of))
         memory = f"{need.device / 1e9:,.2f} GB on the device, {need.host / 1e9:,.2f} GB beside it"
         sheet.add_row(f"stage {stage}", f"{len(of)} at {places}; a node needs {memory}")
+    if found.narrow is not None:
+        sheet.add_row("narrower links", _told_narrow(found.narrow))
     for notice in NOTICES:
         sheet.add_row(f"handover in {notice:.0f} s", in_words(heirs, notice))
     console.print(sheet)
+
+
+def _told_narrow(plan: Candidate) -> str:
+    from rich.markup import escape
+
+    from planaria.lab.planning.planner import described
+
+    codecs = ", ".join(f'{name} = "{getattr(plan.run.wire, name)}"' for name in CODECS)
+    return (
+        f"a step takes {plan.estimate.step:.3g} s, and the run {_duration(plan.seconds)}, by "
+        f"{described(plan)}, if {escape('[wire]')} in the run file says {codecs}"
+    )
 
 
 def _print_others(found: Answer) -> None:

@@ -188,6 +188,26 @@ def test_a_deadline_makes_it_cheap_and_a_budget_makes_it_quick() -> None:
         answer(replace(asked, deadline=1e-4))
 
 
+def test_narrower_links_are_told_of_where_they_save_time() -> None:
+    few = {"nodes": 10, "policies": ("checkpoint",)}
+    found = answer(question(mbps=20.0, near=20.0, flops=1e12, **few))
+    assert found.narrow is not None
+    wire = found.narrow.run.wire
+    assert (wire.activations, wire.gradients, wire.averaging) == ("int8", "int4", "int8")
+    assert found.narrow.seconds < 0.7 * found.best.seconds
+    simulated = simulate_step(found.narrow.swarm, steps=2).seconds
+    assert 0.6 < found.narrow.estimate.step / simulated < 1.7
+    assert answer(question(delay=0.0, mbps=1e5, near=1e5, flops=1e9, **few)).narrow is None
+
+
+def test_no_codec_of_the_runs_own_is_replaced_by_a_wider_one() -> None:
+    own = RUN + '[wire]\nactivations = "int4"\naveraging = "topk"\n'
+    found = answer(question(nodes=10, mbps=2.0, near=2.0, flops=1e12, run=own))
+    assert found.narrow is not None
+    wire = found.narrow.run.wire
+    assert (wire.activations, wire.gradients, wire.averaging) == ("int4", "int4", "topk")
+
+
 def test_what_cannot_be_says_why() -> None:
     with pytest.raises(PlanError, match=r"nothing fits on 6 nodes.*stage \d needs .* at n"):
         answer(question(gigabytes=1e-4))
