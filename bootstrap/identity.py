@@ -10,7 +10,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Final
 
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import InternalError, InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -41,6 +41,8 @@ class Identity:
         """Raises ValueError for anything but an Ed25519 key in PKCS #8, without a password."""
         try:
             key = load_pem_private_key(pem, password=None)
+        except InternalError as error:
+            raise ValueError("it is no key for OpenSSL") from error
         except (TypeError, UnsupportedAlgorithm) as error:
             raise ValueError(str(error)) from error
         if not isinstance(key, Ed25519PrivateKey):
