@@ -144,6 +144,10 @@ class Attempting:
         awaited = self.inquest.awaited(self.begin, self.homes)
         return {one.node: str(one) for one in reversed(awaited)}  # the first of each
 
+    def missing(self) -> set[frozenset[str]]:
+        """Between which nodes something has got lost, as far as members have been asked."""
+        return set() if self.vote is not None else self.inquest.missing(self.begin, self.homes)
+
     @property
     def awaited(self) -> list[str]:
         if self.takeover is not None and self.takeover.seat:

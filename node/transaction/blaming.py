@@ -21,6 +21,8 @@ HELD_UP: Final = 12
 """Times in a row that nothing is committed by one node's word, or because its link is lost, less
 those by others'; with the last one it is accused. Attempts that fail by its word take 40 s, in
 which two that can't reach each other get a relay."""
+UNVOTED: Final = 2
+"""Attempts in a row that may wait for one node's vote until there was no progress for too long."""
 HELD_UP_BY_SEVERAL: Final = 4 * HELD_UP
 """Such times after which it is accused whatever others do."""
 LONGEST_PAUSE: Final = 5.0
@@ -39,6 +41,8 @@ class Failures:
     count: int = 0  # attempts in a row
     last: str = ""  # kind of reason for which one was given up
     accused: dict[str, dict[int, str]] = field(default_factory=dict)  # by whom, of what stage
+    lost_at: frozenset[str] = frozenset()  # who may have let all get lost that did
+    lost: int = 0  # attempts in which something did
     words: Counter[str] = field(default_factory=Counter)  # by which nothing came of it, by node
 
     def pause(self) -> float:
@@ -50,11 +54,22 @@ class Failures:
         before, self.last = self.last, _kind_of(why)
         return self.last == before
 
-    def alone(self, peer: str) -> bool:
-        """Once more; whether that was once too often."""
-        self.words[node_of(peer)] += 1
+    def alone(self, peer: str, by: int = 1) -> bool:
+        """Once more, which counts as so many; whether that was once too often."""
+        self.words[node_of(peer)] += by
         times = self.words[node_of(peer)]
         return 2 * times - self.words.total() >= HELD_UP or times >= HELD_UP_BY_SEVERAL
+
+    def between(self, pairs: Collection[frozenset[str]]) -> str:
+        """Between the two of each pair something has got lost. Returns who it must be by now, as
+        it was there each time, and nobody else was; empty: that isn't known."""
+        if not pairs:
+            return ""
+        self.lost += 1
+        for pair in sorted(pairs, key=sorted):
+            self.lost_at = (self.lost_at & pair) or pair
+        *others, one = sorted(self.lost_at)
+        return "" if others or self.lost < 2 else one
 
     def keep(self, members: Collection[str]) -> None:
         """What others have said counts no more."""

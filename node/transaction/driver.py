@@ -10,6 +10,7 @@ Whatever goes on is one object, made when it begins: `Gathering`, `Syncing` or `
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -50,6 +51,7 @@ from planaria.node.transaction.attempting import Attempting, Vote, planned
 from planaria.node.transaction.blaming import (
     HELD_UP,
     NOBODY_ELSE,
+    UNVOTED,
     VAIN,
     Charges,
     Failures,
@@ -1233,6 +1235,8 @@ class Driver:
     def _failed(self, peer: str, failed: pb.Failed, now: float) -> list[Effect]:
         told = self._fails(peer, failed.reason, now)
         effects = self._accuse(peer, failed)
+        if failed.cause == SILENT and len(failed.accused) == 1:
+            effects += self._lost_between([frozenset({peer, *failed.accused})], failed.reason)
         if isinstance(self.current, Syncing):
             effects.append(RebuildFailed(node=peer, reason=failed.reason))
         return effects + told + self._gather(f"{peer} says: {failed.reason}", now)
@@ -1244,11 +1248,12 @@ class Driver:
             self.pause_until = now + pause
         return self._alone(peer, why) if isinstance(self.current, Attempting) else []
 
-    def _alone(self, peer: str, why: str) -> list[Effect]:
-        """One by whose word or link alone nothing is ever committed goes, whatever it says."""
-        if not self.failures.alone(peer) or peer == self.node:
+    def _alone(self, peer: str, why: str, times: int = 1) -> list[Effect]:
+        """One by whose word, link or silence alone nothing is ever committed goes, whatever it
+        says."""
+        if not self.failures.alone(peer, times) or peer == self.node:
             return []
-        why = f"it has ended {HELD_UP} attempts or rounds, and {NOBODY_ELSE} so often: {why}"
+        why = f"it holds the run up again and again, as {NOBODY_ELSE}: {why}"
         self.idle.stop([peer])
         told = Accused(node=peer, stage=self.members[peer], by=self.node, reason=why)
         return [told, Suspect(peer, why, NUMBERS)]
@@ -1258,16 +1263,40 @@ class Driver:
         if seconds < self.rules.progress:
             return []
         self.failures.count += 1
-        held_up = current.held_up if isinstance(current, Attempting) else self.hanging.why
+        held_up: Mapping[str, str] = self.hanging.why
+        missing: set[frozenset[str]] = set()
+        if isinstance(current, Attempting):
+            held_up, missing = current.held_up, current.missing()
         what = "held up" if held_up else "no progress"
         waited = f"{what} for {seconds:.0f} s: {current.explain()}"
         effects: list[Effect] = []
         for node in sorted({*current.awaited, *held_up} - {self.node}):
             if node not in held_up:
                 effects.append(Suspect(node, waited))
+                if isinstance(current, Attempting):
+                    effects += self._alone(node, waited, HELD_UP // UNVOTED)
             elif isinstance(current, Syncing) or node not in self.hanging.why:
                 effects.append(Suspect(node, held_up[node], HANG))  # else it may be copied first
-        return effects + self._gather(waited, now)
+        return effects + self._lost_between(missing, waited) + self._gather(waited, now)
+
+    def _lost_between(self, pairs: Collection[frozenset[str]], why: str) -> list[Effect]:
+        """Something has got lost between the two of each pair. As long as it isn't known which of
+        them is wrong, one rests: then all goes well, or the other one has lost something, too."""
+        if guilty := self.failures.between(pairs):
+            return self._alone(guilty, why, HELD_UP)
+        for pair in sorted(pairs, key=sorted):
+            self._let_one_rest(pair)
+        return []
+
+    def _let_one_rest(self, pair: frozenset[str]) -> None:
+        training, common = self._training(), self.failures.lost_at
+        working = Counter(stage for node, stage in training.items() if node not in self.idle)
+        there = sorted(pair & training.keys() - {self.node})
+        able = [n for n in there if working[training[n]] > (n not in self.idle)]
+        if able:
+            node = min(able, key=lambda one: one not in common)
+            by_replica = {training.get(one) for one in pair} == {training[node]}
+            self.idle.rest(node, by_replica)
 
     def _superseded(self, peer: str, newer: Ballot, now: float) -> list[Effect]:
         """`peer` has promised itself to a newer ballot. Of another view: the registry tells who

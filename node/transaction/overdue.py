@@ -95,14 +95,33 @@ class Inquest:
         one = self._heard.get(node)
         return one is not None and one.account.computing
 
-    def awaited(self, begin: pb.Begin, home: Collection[int]) -> list[Awaited]:
-        """Where the microbatches are that aren't home. Those that their source holds back until
-        others are home are not waited for."""
-        done = {
+    def missing(self, begin: pb.Begin, home: Collection[int]) -> set[frozenset[str]]:
+        """Between which two nodes what comes next of a microbatch has got lost: one of them says
+        that it has done its part, and the other one has nothing to do; or only one, which hasn't
+        told that a microbatch is home."""
+        done = self._done()
+        found: set[frozenset[str]] = set()
+        for microbatch, route in routes(begin).items():
+            passes = _passes(route, begin.kind == pb.Begin.TRAIN)
+            newest = max((i for i, p in enumerate(passes) if (microbatch, *p) in done), default=-1)
+            if microbatch in home or newest < 0:
+                continue
+            before, after = (route.nodes[at] for at, _ in (passes[newest:] + passes[-1:])[:2])
+            if not self._is_computing(after):
+                found.add(frozenset({before, after}))
+        return found
+
+    def _done(self) -> set[tuple[int, int, bool]]:
+        return {
             (one.microbatch, one.position, one.backward)
             for heard in self._heard.values()
             for one in heard.account.done
         }
+
+    def awaited(self, begin: pb.Begin, home: Collection[int]) -> list[Awaited]:
+        """Where the microbatches are that aren't home. Those that their source holds back until
+        others are home are not waited for."""
+        done = self._done()
         training = begin.kind == pb.Begin.TRAIN
         found: list[Awaited] = []
         held_back: list[Awaited] = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -189,8 +191,44 @@ class Refusing(Lying):
     """One host can't use any step that it is told of, for as long as it is there."""
 
     lasting = (300.0,)
+    kind: type[MemberSide] = Refuses
 
     def _say(self, node: Node) -> None:
         for agent in node.seats.agents.values():
-            self.cluster.counts["lies"] += agent.member.__class__ is not Refuses
-            agent.member.__class__ = Refuses
+            self.cluster.counts["lies"] += agent.member.__class__ is not self.kind
+            agent.member.__class__ = self.kind
+
+
+class Dropping(Lying):
+    """One host says that it has done its work, and nobody ever gets what comes of it."""
+
+    lasting = (300.0,)
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.dropped = self.random.choice([("activation", "gradient"), ("average",)])
+
+    def _say(self, node: Node) -> None:
+        for link in node.net.links.values():
+            if "send" not in vars(link):
+                link.send = partial(self._send, link.send)
+                self.cluster.counts["lies"] += 1
+
+    def _send(self, send: Callable[[Any], Any], item: pb.Message | Frame) -> Any:
+        if isinstance(item, Frame) and item.kind in self.dropped:
+            return None
+        return send(item)
+
+
+class Withholds(MemberSide):
+    """Never votes."""
+
+    def reduced(self, *arguments: Any, **more: Any) -> list[Effect]:
+        super().reduced(*arguments, **more)
+        return []
+
+
+class Withholding(Refusing):
+    """One host does all its work, and answers, and never votes."""
+
+    kind = Withholds

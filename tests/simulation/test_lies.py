@@ -15,7 +15,7 @@ from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import Ballot, Effect
 from planaria.node.transaction.member import MemberSide
 from simulation.babbling import Babbling
-from simulation.byzantine import Lying, Refusing, Slandering
+from simulation.byzantine import Dropping, Lying, Refusing, Slandering, Withholding
 from simulation.cluster import Machines, Trap
 from simulation.deceit import Accusing, Deceived, Rushed
 from simulation.registry import Client
@@ -152,6 +152,13 @@ def test_who_says_without_end_that_it_cannot_reach_another_one_does_not_stop_the
 def test_who_closes_its_link_to_whoever_drives_does_not_stop_the_run() -> None:
     for seed in (8, 2):
         assert run(seed, kind=Refusing).counts["lies"]
+
+
+def test_who_never_votes_or_whose_work_nobody_gets_does_not_stop_the_run() -> None:
+    for seed in (2, 4):
+        assert run(seed, kind=Withholding).counts["accused"]
+    for seed in (0, 8):  # in the first one it rests
+        assert run(seed, kind=Dropping).counts["lies"]
 
 
 class Gullible(Driver):

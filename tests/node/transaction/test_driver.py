@@ -41,7 +41,13 @@ from planaria.node.report.events import (
     WeightsChanged,
 )
 from planaria.node.transaction.attempting import UNREACHED, Attempting
-from planaria.node.transaction.blaming import HELD_UP, HELD_UP_BY_SEVERAL, LONGEST_PAUSE, VAIN
+from planaria.node.transaction.blaming import (
+    HELD_UP,
+    HELD_UP_BY_SEVERAL,
+    LONGEST_PAUSE,
+    VAIN,
+    Failures,
+)
 from planaria.node.transaction.chain import hash_of, seal
 from planaria.node.transaction.driver import EVICTED, REPLACED, Driver
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
@@ -1934,6 +1940,52 @@ def test_because_of_whose_links_together_nothing_is_ever_committed_are_wrong():
     for _ in range(HELD_UP_BY_SEVERAL - 1):
         assert charges(closes_its_link(told, "b", "c")) == []
     assert charges(closes_its_link(told, "b", "c")) == [("b", NUMBERS), ("c", NUMBERS)]
+
+
+def test_who_never_votes_goes_after_the_second_time():
+    told = Told()
+    told.begins()
+    for times in (1, 2):
+        told.comes_home()
+        for node in SWARM.keys() - {"c"}:
+            told.ready(node)
+        effects = told.waits(RULES.progress)
+        assert charges(effects)[0] == ("c", SILENT)
+        assert (("c", NUMBERS) in charges(effects)) == (times == 2)
+        told.statuses()
+        told.waits(LONGEST_PAUSE)
+
+
+def passed_on(told: Told, source: str, *nodes: str) -> list[Effect]:
+    """All of these say that they have done their part of the first microbatch, and wait."""
+    told.hears(source, account=pb.Account(done=[pb.Pass(microbatch=0, position=0)]))
+    for position, node in enumerate(nodes, start=1):
+        done = [pb.Pass(microbatch=0, position=position)]
+        told.hears(node, account=pb.Account(done=done))
+    effects = told.waits(RULES.progress)
+    told.statuses()
+    told.waits(LONGEST_PAUSE)
+    return effects
+
+
+def test_of_two_between_whom_something_gets_lost_one_rests():
+    told = Told(members=PAIRS)
+    told.begins()
+    route = routes(told.attempt.begin)[0].nodes
+    assert charges(passed_on(told, route[0], route[1])) == []
+    again = routes(told.attempt.begin)[0].nodes
+    assert {route[1], route[2]} - set(again), "one of them rests"
+
+
+def test_who_loses_things_to_one_after_the_other_is_the_one():
+    failures = Failures()
+    ab, bc, cd = map(frozenset, ("ab", "bc", "cd"))
+    assert failures.between([ab]) == ""
+    assert failures.between([ab]) == "", "it is one of two"
+    assert failures.between([]) == ""
+    assert failures.between([bc]) == "b"
+    assert failures.between([cd]) == "", "so it is something else"
+    assert Failures().between([ab, bc]) == "", "once is no proof"
 
 
 def test_what_a_node_that_is_gone_has_said_makes_up_for_nothing():
