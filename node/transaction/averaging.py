@@ -195,7 +195,7 @@ class Averaging:
         """
         until = self._exchanges.now + deadline
         coding = self._coding.at(step)
-        settled = step - self._coding.after >= coding.settles
+        settled = coding.codec != "topk" or step - coding.after >= coding.settles
         together = {n for n in replicas if self._together[n] >= coding.settles}
         reduction = Reduction(
             self._node,

@@ -75,6 +75,8 @@ class Failures:
         """What others have said counts no more."""
         there = {node_of(one) for one in members}
         self.words = Counter({node: n for node, n in self.words.items() if node in there})
+        if not self.lost_at <= set(members):
+            self.lost_at, self.lost = frozenset(), 0
 
     def guilty(self, peer: str, failed: pb.Failed, members: Mapping[str, int]) -> list[str]:
         """The members that `peer` accuses; or itself, if it has accused another replica of theirs:

@@ -1235,8 +1235,15 @@ class Driver:
     def _failed(self, peer: str, failed: pb.Failed, now: float) -> list[Effect]:
         told = self._fails(peer, failed.reason, now)
         effects = self._accuse(peer, failed)
-        if failed.cause == SILENT and len(failed.accused) == 1:
-            effects += self._lost_between([frozenset({peer, *failed.accused})], failed.reason)
+        pair = frozenset({peer, *failed.accused})
+        match self.current:
+            case Attempting(began=began) if (
+                failed.cause == SILENT
+                and len(pair) == 2
+                and pair <= self.members.keys()
+                and now - began >= self.rules.progress  # it isn't a link that was lost
+            ):
+                effects += self._lost_between([pair], failed.reason)
         if isinstance(self.current, Syncing):
             effects.append(RebuildFailed(node=peer, reason=failed.reason))
         return effects + told + self._gather(f"{peer} says: {failed.reason}", now)
@@ -1273,7 +1280,7 @@ class Driver:
         for node in sorted({*current.awaited, *held_up} - {self.node}):
             if node not in held_up:
                 effects.append(Suspect(node, waited))
-                if isinstance(current, Attempting):
+                if isinstance(current, Attempting) and current.vote is not None:
                     effects += self._alone(node, waited, HELD_UP // UNVOTED)
             elif isinstance(current, Syncing) or node not in self.hanging.why:
                 effects.append(Suspect(node, held_up[node], HANG))  # else it may be copied first
@@ -1283,7 +1290,7 @@ class Driver:
         """Something has got lost between the two of each pair. As long as it isn't known which of
         them is wrong, one rests: then all goes well, or the other one has lost something, too."""
         if guilty := self.failures.between(pairs):
-            return self._alone(guilty, why, HELD_UP)
+            return self._alone(guilty, why, HELD_UP) if guilty in self.members else []
         for pair in sorted(pairs, key=sorted):
             self._let_one_rest(pair)
         return []

@@ -39,9 +39,14 @@ class Network:
     """
 
     def __init__(
-        self, nodes: Sequence[str], codec: Averaged = "none", seed: int = 0, looks: bool = False
+        self,
+        nodes: Sequence[str],
+        codec: Averaged = "none",
+        seed: int = 0,
+        looks: bool = False,
+        after: int = 0,
     ) -> None:
-        self.random = random.Random(seed)
+        self.random, self.after = random.Random(seed), after
         self.time = Nodes()
         self.in_flight: list[tuple[str, str, Frame]] = []
         self.exchanges = {node: self.time.new(Slow(self.time, self.random)) for node in nodes}
@@ -57,7 +62,7 @@ class Network:
             self.time.after(self.random.random() / 1000, self._deliver)
             return True
 
-        coding = Coding(tensors, codec, 0.25)
+        coding = Coding(tensors, codec, 0.25, self.after)
         return Averaging(node, self.exchanges[node], send, coding, chance=chance)
 
     def _deliver(self) -> None:
@@ -324,7 +329,7 @@ def told_in(network: Network, values: Sequence[torch.Tensor], step: int) -> list
     """By each node, of the contributions that it has looked at."""
     nodes = list(network.nodes)
     exchanges = [
-        network.start(node, Ballot(3, step), nodes, gradient, share, 6, 60.0)
+        network.start(node, Ballot(3, step), nodes, gradient, share, 6, 60.0, False, step)
         for node, gradient, share in zip(nodes, values, shares(nodes, 6), strict=True)
     ]
     return [network.time.outcome(one) for one in exchanges]
@@ -356,6 +361,16 @@ def test_of_a_newcomer_nothing_is_told_until_it_holds_back_as_much_as_the_others
         seen = told_in(network, gradients("abc", 21), step)
         assert all(bool(told) == (step > settled) for told in seen)
     assert all(told_in(Network(NODES[:3], "int8", looks=True), gradients("abc", 21), 1))
+
+
+def test_when_few_values_begin_to_travel_it_is_a_while_until_they_are_told_of() -> None:
+    """Before that they are compared from the first step on, whatever the codec."""
+    settled = Coding(tensors, "topk", 0.25).settles
+    sparse, dense = (Network(NODES[:3], codec, looks=True, after=2) for codec in ("topk", "none"))
+    for step in range(1, settled + 5):
+        seen = told_in(sparse, gradients("abc", 21), step)
+        assert all(bool(told) == (step <= 2 or step >= settled + 2) for told in seen), step
+        assert all(told_in(dense, gradients("abc", 21), step))
 
 
 # Faults
