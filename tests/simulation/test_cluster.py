@@ -118,7 +118,7 @@ class Muddled(MemberSide):
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seeds" in metafunc.fixturenames:
         one = metafunc.config.getoption("seed", default=None)
-        count = metafunc.config.getoption("seeds", default=SEEDS)
+        count = metafunc.config.getoption("seeds", default=None) or SEEDS
         starts = range(0, count, CHUNK) if one is None else [one]
         chunks = [
             range(start, min(start + CHUNK, count) if one is None else one + 1) for start in starts
