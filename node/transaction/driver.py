@@ -942,7 +942,11 @@ class Driver:
         self.cuts.add(frozenset((peer, cut.node)))
         why = f"{peer} can't reach {cut.node}: {cut.reason}"
         attempt.unreached.setdefault(cut.node, (now, peer, why))
-        return [Suspect(cut.node, cut.reason)]
+        return [] if self._is_here(cut.node) else [Suspect(cut.node, cut.reason)]
+
+    def _is_here(self, seat: str) -> bool:
+        """Whether it is of this node, which ends when it suspects itself."""
+        return node_of(seat) == node_of(self.node)
 
     # --- an attempt that waits for who takes the seat of a lost node
 
@@ -1207,7 +1211,7 @@ class Driver:
             else:
                 if failed.cause != SILENT:
                     self.idle.stop([node])
-                if node != self.node:  # the registry does not hear who accuses itself
+                if not self._is_here(node):
                     effects.append(Suspect(node, failed.reason, failed.cause))
             if failed.cause != SILENT:
                 stage, by = self.members[node], peer if peer != node else self.node
@@ -1289,7 +1293,10 @@ class Driver:
     def _lost_between(self, pairs: Collection[frozenset[str]], why: str) -> list[Effect]:
         """Something has got lost between the two of each pair. As long as it isn't known which of
         them is wrong, one rests: then all goes well, or the other one has lost something, too."""
-        if guilty := self.failures.between(pairs):
+        guilty = self.failures.between(pairs)
+        if guilty == self.node and (others := self._others_of_stage()):
+            return [Rejoin(f"{why}, as before, with somebody else; {others[0]} can drive")]
+        if guilty:
             return self._alone(guilty, why, HELD_UP) if guilty in self.members else []
         for pair in sorted(pairs, key=sorted):
             self._let_one_rest(pair)

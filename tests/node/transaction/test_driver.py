@@ -1988,6 +1988,15 @@ def test_who_loses_things_to_one_after_the_other_is_the_one():
     assert Failures().between([ab, bc]) == "", "once is no proof"
 
 
+def test_by_one_members_word_no_driver_goes():
+    """A node that suspects itself ends."""
+    told = Told()
+    told.begins()
+    assert charges(told.hears("b", cut=pb.Cut(node="a", reason="so I say"))) == []
+    failed = pb.Failed(reason="so I say", accused=["a"])
+    assert charges(told.hears("b", failed=failed)) == []
+
+
 def test_what_a_node_that_is_gone_has_said_makes_up_for_nothing():
     told = Told()
     told.begins()
