@@ -43,20 +43,17 @@ class Forked:
         assert self._process.pid is not None
         self.pid = self._process.pid
 
-    @property
-    def returncode(self) -> int | None:
-        """As far as it is known to have ended."""
-        return self._process.exitcode
-
     def poll(self) -> int | None:
+        """Exit status; None: it is still there."""
         return self._process.exitcode
 
     def wait(self, timeout: float) -> int:
         """Raises TimeoutError."""
         self._process.join(timeout)
-        if self._process.exitcode is None:
+        status = self.poll()
+        if status is None:
             raise TimeoutError(f"{self.pid} is still there after {timeout} s")
-        return self._process.exitcode
+        return status
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:

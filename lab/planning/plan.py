@@ -114,7 +114,7 @@ def plan(
 
     from planaria.lab.emulation.links import LinkError
     from planaria.lab.planning.machines import Hardware, probed, told
-    from planaria.lab.planning.planner import PlanError, Question, answer
+    from planaria.lab.planning.planner import PlanError, Question, answer, narrower
     from planaria.lab.simulator.swarm import SwarmFiguresError
     from planaria.node.local.losses import read_trace
     from planaria.node.run_file import RunFileError, dumps
@@ -154,15 +154,16 @@ def plan(
             policies=_policies(policy),
         )
         found = answer(question)
+        narrow = narrower(question, found.best)
         replayed = replay(question, rows) if rows else {}
         if plot is not None:
             draw(question, plot)
         if out is not None:
             out.write_text(dumps(found.best.run), encoding="utf-8")
     if as_json:
-        console.print_json(data=as_data(found, replayed))
+        console.print_json(data=as_data(found, narrow, replayed))
         return
-    _print_plan(question, found)
+    _print_plan(question, found.best, narrow)
     _print_others(found)
     if replayed:
         _print_replayed(replayed)
@@ -267,11 +268,14 @@ def replay(
 # --- what is printed
 
 
-def as_data(found: Answer, replayed: Mapping[str, tuple[Candidate, RunOutcome]]) -> dict[str, Any]:
-    """The answer for machines to read: seconds, bytes; null: never."""
+def as_data(
+    found: Answer, narrow: Candidate | None, replayed: Mapping[str, tuple[Candidate, RunOutcome]]
+) -> dict[str, Any]:
+    """The answer for machines to read: seconds, bytes; null: never. `narrow`: what narrower links
+    would make of it."""
     data: dict[str, Any] = {
         "plan": {**plan_data(found.best), "handover": handover_data(found.best)},
-        "narrow": None if found.narrow is None else plan_data(found.narrow),
+        "narrow": None if narrow is None else plan_data(narrow),
         "others": [{**plan_data(plan), "why": why} for plan, why in found.others],
         "refused": list(found.refused),
     }
@@ -357,7 +361,7 @@ def behind(plan: Candidate, outcome: RunOutcome) -> float:
     return min(cost.behind * guessed, cost.most * outcome.steps)
 
 
-def _print_plan(question: Question, found: Answer) -> None:
+def _print_plan(question: Question, plan: Candidate, narrow: Candidate | None) -> None:
     from rich.table import Table
 
     from planaria.lab.planning.estimate import handovers
@@ -366,7 +370,6 @@ def _print_plan(question: Question, found: Answer) -> None:
     from planaria.node.state.handover import NOTICES
     from planaria.node.state.handover import told as in_words
 
-    plan = found.best
     heirs = handovers(plan.swarm, plan.estimate.step)
     training = plan.run.training
     sheet = Table(title="The plan", show_header=False)
@@ -394,8 +397,8 @@ def _print_plan(question: Question, found: Answer) -> None:
         places = ", ".join(dict.fromkeys(machine.site for machine in of))
         memory = f"{need.device / 1e9:,.2f} GB on the device, {need.host / 1e9:,.2f} GB beside it"
         sheet.add_row(f"stage {stage}", f"{len(of)} at {places}; a node needs {memory}")
-    if found.narrow is not None:
-        sheet.add_row("narrower links", _told_narrow(found.narrow))
+    if narrow is not None:
+        sheet.add_row("narrower links", _told_narrow(narrow))
     for notice in NOTICES:
         sheet.add_row(f"handover in {notice:.0f} s", in_words(heirs, notice))
     console.print(sheet)

@@ -317,7 +317,6 @@ def _with_recovery(run: RunFile, **changes: object) -> RunFile:
 @dataclass(frozen=True)
 class Answer:
     best: Candidate
-    narrow: Candidate | None  # that is quicker, by other codecs
     others: tuple[tuple[Candidate, str], ...]  # that lose, and why
     refused: tuple[str, ...]  # what doesn't fit
 
@@ -330,16 +329,15 @@ def answer(question: Question) -> Answer:
     refused = tuple(dict.fromkeys(one for one in found if isinstance(one, str)))
     if not plans:
         raise PlanError(_nothing_fits(question, refused))
-    able = [plan for plan in plans if not _why_not(question, plan)]
-    if not able:
+    best = _best(question, plans)
+    if best is None:
         nearest = min(plans, key=lambda plan: _worth(question, plan))
         raise PlanError(
             f"no plan does it: the nearest, {described(nearest)}, {_why_not(question, nearest)}"
         )
-    best = min(able, key=lambda plan: _worth(question, plan))
     others = [plan for plan in _shown(question, plans, best) if plan is not best]
     told = tuple((plan, _why_not(question, plan) or _why(plan, best)) for plan in others)
-    return Answer(best, narrower(question, best), told, refused)
+    return Answer(best, told, refused)
 
 
 def narrower(question: Question, best: Candidate) -> Candidate | None:
@@ -353,9 +351,14 @@ def narrower(question: Question, best: Candidate) -> Candidate | None:
     }
     run = question.run.model_copy(update={"wire": wire.model_copy(update=codecs)})
     found = candidates(replace(question, run=run, policies=(best.policy,)))
-    able = [plan for plan in found if isinstance(plan, Candidate) and not _why_not(question, plan)]
-    plan = min(able, key=lambda plan: _worth(question, plan), default=best)
-    return plan if plan.seconds < (1 - WORTH) * best.seconds else None
+    plan = _best(question, (one for one in found if isinstance(one, Candidate)))
+    return plan if plan and plan.seconds < (1 - WORTH) * best.seconds else None
+
+
+def _best(question: Question, plans: Iterable[Candidate]) -> Candidate | None:
+    """Of those that do it; None: none does."""
+    able = (plan for plan in plans if not _why_not(question, plan))
+    return min(able, key=lambda plan: _worth(question, plan), default=None)
 
 
 def _worth(question: Question, plan: Candidate) -> tuple[float, float]:

@@ -84,9 +84,7 @@ async def flood(swarm: LocalSwarm, kind: str) -> dict[str, int]:
         most = max(most, resident())
         for other in others:
             link = sick.links._links.get(other.node)
-            while (
-                link is not None and link.session.held < UNSENT and sent[other.node] < ENOUGH[kind]
-            ):
+            while link is not None and link.session.held < UNSENT and sent[other.node] < enough:
                 sick.links.send(other.node, made(other))
                 sent[other.node] += PIECE
         return sick.over.done() or all(sent[other.node] >= enough for other in others)

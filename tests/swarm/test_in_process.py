@@ -414,6 +414,12 @@ async def test_every_loss_is_survived_by_its_policy(
         if policy == "checkfree":  # else two stages may be a run in half of the microbatches only
             assert [one["pairs"] for one in relearned] == [pairs] * len(relearned)
         assert all(one["passes"] == passes(2, lost) and not one["undone"] for one in relearned)
+        assert all(one["residual_after"] < one["residual_before"] for one in relearned)
+    for one in swarm.lines.events("rebuilding"):
+        assert one["fallback"] == (one["method"] == "interpolate")
+    if policy == "snapshot":
+        for one in rebuilt:
+            assert one["oldest_step"] <= one["mean_step"] <= one["step"]
     if policy == "redundant":
         assert losses(out) == pytest.approx(undisturbed(run, corpus, run.steps), rel=1e-5)
     back = swarm.lines.events("rolled back")

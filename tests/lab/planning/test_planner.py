@@ -27,6 +27,7 @@ from planaria.lab.planning.planner import (
     Question,
     answer,
     candidates,
+    narrower,
     spreads,
 )
 from planaria.lab.simulator.churn import HOUR, Churn
@@ -188,23 +189,28 @@ def test_a_deadline_makes_it_cheap_and_a_budget_makes_it_quick() -> None:
         answer(replace(asked, deadline=1e-4))
 
 
+def with_narrower(asked: Question) -> tuple[Candidate, Candidate | None]:
+    best = answer(asked).best
+    return best, narrower(asked, best)
+
+
 def test_narrower_links_are_told_of_where_they_save_time() -> None:
     few = {"nodes": 10, "policies": ("checkpoint",)}
-    found = answer(question(mbps=20.0, near=20.0, flops=1e12, **few))
-    assert found.narrow is not None
-    wire = found.narrow.run.wire
+    best, narrow = with_narrower(question(mbps=20.0, near=20.0, flops=1e12, **few))
+    assert narrow is not None
+    wire = narrow.run.wire
     assert (wire.activations, wire.gradients, wire.averaging) == ("int8", "int4", "int8")
-    assert found.narrow.seconds < 0.7 * found.best.seconds
-    simulated = simulate_step(found.narrow.swarm, steps=2).seconds
-    assert 0.6 < found.narrow.estimate.step / simulated < 1.7
-    assert answer(question(delay=0.0, mbps=1e5, near=1e5, flops=1e9, **few)).narrow is None
+    assert narrow.seconds < 0.7 * best.seconds
+    simulated = simulate_step(narrow.swarm, steps=2).seconds
+    assert 0.6 < narrow.estimate.step / simulated < 1.7
+    assert with_narrower(question(delay=0.0, mbps=1e5, near=1e5, flops=1e9, **few))[1] is None
 
 
 def test_no_codec_of_the_runs_own_is_replaced_by_a_wider_one() -> None:
     own = RUN + '[wire]\nactivations = "int4"\naveraging = "topk"\n'
-    found = answer(question(nodes=10, mbps=2.0, near=2.0, flops=1e12, run=own))
-    assert found.narrow is not None
-    wire = found.narrow.run.wire
+    _, narrow = with_narrower(question(nodes=10, mbps=2.0, near=2.0, flops=1e12, run=own))
+    assert narrow is not None
+    wire = narrow.run.wire
     assert (wire.activations, wire.gradients, wire.averaging) == ("int4", "int4", "topk")
 
 
