@@ -24,8 +24,11 @@ class Living:
     """Processes that train. Called, it gives the ledger's lines so far; it raises SystemExit when a
     process has ended that isn't `mortal`, or after DEADLINE."""
 
-    def __init__(self, processes: Processes, mortal: Collection[str] = ()) -> None:
-        self.processes, self.mortal = processes, mortal
+    def __init__(
+        self, processes: Processes, mortal: Collection[str] = (), where: Sequence[str] = ()
+    ) -> None:
+        """`where`: arguments of a node that say where it joins and writes."""
+        self.processes, self.mortal, self.where = processes, mortal, where
         self.deadline = time.monotonic() + DEADLINE
 
     def __call__(self) -> Lines:
@@ -89,9 +92,10 @@ def swarm(
         while not joined_by.exists():
             time.sleep(0.05)
         where = ["--join", f"@{joined_by}", "--listen", "127.0.0.1:0"]
+        where += [*said_here(run), "--out", str(logs)]
         for slot, arguments in nodes.items():
-            processes.start(slot, [*arguments, *where, *said_here(run), "--out", str(logs)])
-        yield Living(processes, mortal)
+            processes.start(slot, [*arguments, *where])
+        yield Living(processes, mortal, where)
     finally:
         processes.kill_all()
 
