@@ -317,7 +317,7 @@ class RelearnSection(Section):
     seconds: float = Field(default=20.0, ge=0, le=86_400, description="at most, in one stall")
     lr: float = Field(default=0.05, gt=0, le=100, description="Muon's, at first; it falls to 0")
     enough: float = Field(
-        default=0.0, ge=0, le=1e6, description="residual error to train on with; 0: all wait"
+        default=2.0, ge=0, le=1e6, description="residual error to train on with; 0: all wait"
     )
     each_step: int = Field(
         default=0, ge=0, le=10**6, description="updates a step then; 0: as many as fit in"

@@ -247,11 +247,11 @@ class TrainingSwarm:
         )
         self.lessons: list[Lesson] = []  # in the background
         self.beside: dict[int, int] = {}  # until which step a stage is the neighbour of a guess
-        if self.relearns and run.recovery.relearn.enough and not self._learns_in_background:
+        if self.relearns and run.recovery.relearn.enough and self.ablation.relearn_adam:
             raise ValueError(
                 "relearn.enough = "
-                f"{run.recovery.relearn.enough:g} lets stages relearn in the background, which in "
-                "the lab needs relearn.each_step, since it has no gaps to be filled, and Muon"
+                f"{run.recovery.relearn.enough:g} lets stages relearn in the background, which "
+                "Adam can't, since it has the stage's own moments: give it 0"
             )
         self.since = [0] * len(self.stages)  # the step after which each stage's node is there
         self.checkpoints: dict[tuple[int, int], list[State]] = {}
@@ -333,8 +333,14 @@ class TrainingSwarm:
         return self.run.recovery.relearn.passes > 0
 
     @property
-    def _learns_in_background(self) -> bool:
-        return self.run.recovery.relearn.each_step > 0 and not self.ablation.relearn_adam
+    def updates_beside(self) -> int:
+        """Of a lesson, in a step. Where the run file leaves it to the gaps: as many as compute what
+        the stage itself does, as if its node were idle for half of the time."""
+        if each_step := self.run.recovery.relearn.each_step:
+            return each_step
+        tokens = 1 / updates_a_token(self.run, self.config, self.ablation)
+        tokens += update_tokens(self.config, self.ablation)
+        return max(1, round(self.window_tokens / tokens))
 
     def _samples(self, split: str, ids: NDArray[np.int64]) -> list[Tensor]:
         """Inputs and targets, and where documents begin, if attention is to know."""
@@ -738,7 +744,7 @@ class TrainingSwarm:
         for lesson in self.lessons:
             optimizers = {of: self.stages[of].optimizer for of in lesson.learners}
             before = {of: optimizer.weights.clone() for of, optimizer in optimizers.items()}
-            lesson.in_background(self.run.recovery.relearn.each_step)
+            lesson.in_background(self.updates_beside)
             for of, optimizer in optimizers.items():
                 moved[of] = optimizer.weights - before[of]
                 optimizer.weights.copy_(before[of])

@@ -37,6 +37,11 @@ NEIGHBOURS: Final = ("checkfree", "checkfree+", "interpolate", "replica")
 """Methods that fetch over links which the next step's frames take too."""
 BOUNDARY: Final = 2
 """Bytes of a value of the boundary tensors that are kept (bf16)."""
+GUESSED: Final = 1.5
+"""Residual error of most guesses, at most: as if the stage passed on what it gets
+(results/relearning-rates)."""
+FAR_OFF: Final = 2
+"""The stage whose guess is ten times as far off, most of it made of stage 1."""
 
 
 def delay(swarm: Swarm, a: int, b: int) -> float:
@@ -162,12 +167,13 @@ def relearning(swarm: Swarm, stage: int, method: str, at_most: float) -> float:
 def training_alone(run: RunFile, stage: int, seconds: Seconds, at_most: float) -> float:
     """A rebuilt stage's, until all its updates are made or its time is over. If the run file says
     what is `enough`, others wait until it is looked for the first time whether the stage is that
-    good. What it learns later, beside steps, isn't counted."""
+    good, or not at all where its guess is. What it learns beside steps isn't counted."""
     relearn = run.recovery.relearn
     a_pass = math.ceil(relearn.steps * run.training.batch / relearned_at_a_time(run))
     updates = passes(relearn.passes, (stage,)) * a_pass
     if relearn.enough:
-        updates = min(updates, updates_to_look(a_pass))
+        good = stage != FAR_OFF and relearn.enough >= GUESSED
+        updates = 0 if good else min(updates, updates_to_look(a_pass))
     return min(at_most, updates * seconds.relearn)
 
 

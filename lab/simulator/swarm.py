@@ -264,8 +264,8 @@ def seconds_at(
 
 
 def relearned_at_a_time(run: RunFile) -> int:
-    """Samples in an update of relearning."""
-    return run.recovery.relearn.samples or run.training.microbatch
+    """Samples in an update of relearning, which are of one microbatch."""
+    return min(run.recovery.relearn.samples or run.training.microbatch, run.training.microbatch)
 
 
 def copy_bytes(config: ModelConfig) -> int:

@@ -390,6 +390,7 @@ async def test_every_loss_is_survived_by_its_policy(
         recovery__checkpoint__dir="checkpoints",
         recovery__checkpoint__every=3,
         recovery__relearn__passes=2,
+        recovery__relearn__enough=0.0,
         recovery__relearn__steps=steps,
         recovery__relearn__seconds=60.0,  # so that the rate falls by passes alone
         recovery__snapshot__fraction=1.0,
@@ -434,6 +435,8 @@ async def test_what_is_relearned_beside_steps_is_what_the_lab_relearns(
     run = small(
         stages=4,
         recovery__relearn__steps=4,
+        recovery__relearn__passes=2,
+        recovery__relearn__samples=1,
         recovery__relearn__seconds=60.0,
         recovery__relearn__enough=0.55,
         recovery__relearn__each_step=each_step,

@@ -49,6 +49,8 @@ validation_microbatches = 4
 [recovery]
 relearn.passes = 5
 relearn.steps = 4
+relearn.samples = 1
+relearn.enough = 0
 checkpoint.every = 4
 checkpoint.dir = "memory"
 [wire]
@@ -286,9 +288,18 @@ def test_who_learns_in_the_background_and_is_lost_begins_anew(corpus: Corpus) ->
     assert line["relearned"]["updates"] == known
 
 
-def test_the_lab_has_no_gaps_to_learn_in(corpus: Corpus) -> None:
-    with pytest.raises(ValueError, match=r"relearn\.each_step"):
-        TrainingSwarm(run_with(relearn__enough=0.3), corpus)
+def test_the_lab_takes_half_of_a_nodes_time_for_a_gap(corpus: Corpus) -> None:
+    """An update computes its passes, and what orthogonalizing takes."""
+    for samples, tokens in ((1, 32), (2, 64), (0, 64), (16, 64)):
+        swarm = TrainingSwarm(run_with(relearn__samples=samples), corpus)
+        each = tokens + update_tokens(swarm.config, Ablation())
+        assert swarm.updates_beside == max(1, round(8 * 32 / each))
+    assert TrainingSwarm(run_with(relearn__each_step=7), corpus).updates_beside == 7
+
+
+def test_what_adam_relearns_is_waited_for(corpus: Corpus) -> None:
+    with pytest.raises(ValueError, match=r"relearn\.enough = 0\.3.*give it 0"):
+        TrainingSwarm(run_with(relearn__enough=0.3), corpus, Ablation(relearn_adam=1e-3))
 
 
 def test_the_first_stage_may_have_more_steps_in_place_of_passes(corpus: Corpus) -> None:

@@ -265,7 +265,8 @@ def test_relearning_takes_as_long_as_the_driver_gives_it() -> None:
     part in that."""
     listed = Churn(at=at("2@400 1.0@430 3@460 2@461"))
     quick, relearned = (
-        run(swarm(steps=500, recovery__relearn__passes=passes), listed) for passes in (0, 100)
+        run(swarm(steps=500, recovery__relearn__passes=of, recovery__relearn__enough=0.0), listed)
+        for of in (0, 100)
     )
     found = [
         (
@@ -284,19 +285,28 @@ def test_relearning_takes_as_long_as_the_driver_gives_it() -> None:
     assert first > third + pairs > last + 2 * pairs
 
 
-def test_others_wait_for_a_quarter_of_a_pass_where_that_is_enough() -> None:
+@pytest.mark.parametrize(
+    ("stage", "enough", "waited"), [(2, 0.1, 0.25), (2, 2.0, 0.25), (3, 0.1, 0.25), (3, 2.0, 0.0)]
+)
+def test_others_wait_for_a_quarter_of_a_pass_or_not_at_all(
+    stage: int, enough: float, waited: float
+) -> None:
+    """Where the guess itself is good enough, but for stage 2's, which is far off."""
     changes = {"recovery__relearn__passes": 2, "recovery__relearn__steps": 10}
-    whole, enough = (
-        run(swarm(replicas=1, steps=500, **changes, **more), Churn(at=at("2@400"))).losses[0]
-        for more in ({}, {"recovery__relearn__enough": 0.1})
+    lost = Churn(at=at(f"{stage}@400"))
+    whole, some = (
+        run(swarm(replicas=1, steps=500, recovery__relearn__enough=until, **changes), lost)
+        for until in (0.0, enough)
     )
     a_pass = 80 * 0.01  # updates of a sample each, their seconds
-    assert whole.recovered - enough.recovered == pytest.approx(1.75 * a_pass, abs=0.05)
+    saved = whole.losses[0].recovered - some.losses[0].recovered
+    assert saved == pytest.approx((2 - waited) * a_pass, abs=0.05)
 
 
 def test_relearning_that_begins_anew_has_what_is_left_of_its_time() -> None:
     """Stage 4 is lost 8 s after stage 2, and each has a newcomer at once."""
-    one = swarm(replicas=1, steps=1500, recovery__relearn__passes=100)
+    waits = {"recovery__relearn__passes": 100, "recovery__relearn__enough": 0.0}
+    one = swarm(replicas=1, steps=1500, **waits)
     rows = [TraceRow(0.0, True, f"n{stage}") for stage in range(5)]
     lost = [
         *(TraceRow(200.0, False, "n2"), TraceRow(200.0, True, "a")),
