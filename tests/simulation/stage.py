@@ -249,6 +249,7 @@ class Stage:
 
     def put_in_place(self, sync: pb.Sync, states: Sequence[StageState]) -> Learned:
         self.cluster.check_sources(self.seat, sync, states)
+        came = {name: tensor.clone() for name, tensor in states[0].tensors.items()}
         if sync.method in INEXACT:
             stages = sorted({source.stage for source in sync.sources})
             sources = [
@@ -261,7 +262,8 @@ class Stage:
             self.optimizer.load(states[0].tensors.items(), states[0].optimizer_step)
             self.omega = states[0].omega
         write_chain(self.optimizer.weights, self.cluster.chain_at(sync, states[0]))
-        self._sync, self._state = sync, states[0]
+        # What it had itself is overwritten: the very tensors that came are in place.
+        self._sync, self._state = sync, replace(states[0], tensors=came)
         self.corrupted = False
         if sync.lost:  # to be relearned before it is fit for anything
             self.lineage, self.step, self.void = 0, 0, True

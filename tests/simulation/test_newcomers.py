@@ -7,12 +7,15 @@ from typing import ClassVar
 
 import pytest
 
+from planaria.node.state.rebuild import Rebuilding
+from planaria.node.state.stage_state import StageState
 from planaria.node.transaction.rules import TransactionRules
+from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import Policy
 from simulation.cluster import Host, Trap
 from simulation.node import Node
 from simulation.ports import Files
-from simulation.scenario import Result, Scenario, run
+from simulation.scenario import Result, Scenario, ScenarioError, run
 
 LOOK = 0.01
 HEARS_LATE = 0.8
@@ -87,6 +90,28 @@ class TheirDriverToo(Newcomers):
         self.world.after(HEARS_LATE / 2, self.cluster.crash, driver.process, "having told some")
 
 
+class Bereaved(Newcomers):
+    """The last who trains stage 1 crashes when its newcomer, which hears it late, has a state and
+    lacks the last step."""
+
+    def _rules(self, policy: Policy | None) -> TransactionRules:
+        return replace(super()._rules("snapshot"), strict=False)
+
+    def _wait_for_joiners(self) -> None:
+        there = [seat for seat in self.cluster.seats if seat.stage == 1 and seat.member.committed]
+        trains = [seat for seat in there if not seat.member.following]
+        follows = [seat for seat in there if seat.member.following]
+        if trains and follows:
+            hosts = trains[0].process.host, follows[0].process.host
+            self.cluster.network.latency[hosts] = HEARS_LATE
+            if follows[0].member.committed < trains[0].member.committed:
+                self.cluster.counts["struck"] += 1
+                self.cluster.network.latency.clear()
+                self.cluster.crash(trains[0].process, "as the last to train its stage")
+                return
+        self.world.after(LOOK, self._wait_for_joiners)
+
+
 def _follows(node: Node) -> bool:
     members = [seat.member for seat in node.seats.agents.values()]
     return any(member.following and member.committed for member in members)
@@ -110,3 +135,29 @@ def test_the_run_goes_on_from_what_the_newcomers_have(seed: int) -> None:
 @pytest.mark.parametrize("seed", [2, 5, 7])
 def test_who_has_not_heard_of_it_before_their_driver_died_goes_back_too(seed: int) -> None:
     assert struck(seed, TheirDriverToo).counts["memory"] >= 3
+
+
+BEREAVED = [5, 6, 10]
+"""Seeds in which no gradient of the last step is left."""
+
+
+@pytest.mark.parametrize("seed", BEREAVED)
+def test_a_stage_goes_on_from_the_older_state_that_its_newcomer_has(seed: int) -> None:
+    """The cluster checks that this is one that the stage has had."""
+    assert struck(seed, Bereaved).counts["joiner"] == 1
+
+
+def test_a_newcomer_whose_state_the_stage_never_had_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = Rebuilding._kept
+
+    def other(self: Rebuilding, sync: pb.Sync) -> StageState:
+        state = kept(self, sync)
+        state.tensors["weights"][0] += 1.0
+        return state
+
+    monkeypatch.setattr(Rebuilding, "_kept", other)
+    with pytest.raises(ScenarioError, match=r"I5: .* by joiner, of weights that it never had"):
+        for seed in BEREAVED:
+            run(seed, kind=Bereaved)
