@@ -68,7 +68,7 @@ from planaria.recovery.decide import (
     decide,
     resume,
 )
-from simulation.fingerprints import TRAINED, chain_of, fingerprint
+from simulation.fingerprints import TRAINED, chain_of, fingerprint, read_chain
 from simulation.network import Network
 from simulation.node import Node, Seat
 from simulation.ports import Files
@@ -232,6 +232,7 @@ class Cluster:
         self.known: dict[tuple[bytes, int], set[bytes]] = {}  # chain, stage -> digests it had
         for stage in range(rules.stages + 1):
             self.known[b"", stage] = set(_digests(row(stage)))
+        self.twins: dict[tuple[bytes, int], set[bytes]] = {}  # and those that its twins had
         self.fallbacks: set[str] = set()  # reasons of rebuilds that are not said to be exact
         self.guessed: set[int] = set()  # stages of which nobody could tell which replica is right
         self.traps: list[Trap] = []
@@ -714,24 +715,34 @@ class Cluster:
         exact = exact and sync.reason not in self.fallbacks
         at = sync.lineage, sync.step
         mixed = self.bases.get(at) == fingerprint("mixed", *at)
-        unseen = sync.method == "redundant" and not known  # the stage died before it applied it
-        if exact and (same_step or back) and not mixed and not unseen:
+        if exact and (same_step or back) and not mixed:
             self.demand(chain_of(state) == weights.chain, "I5", f"{who}, of another history")
             whole, alone = _digests(weights.optimizer)
             found = whole if "first_moment" in state.tensors else alone
-            self.demand(found in known, "I5", f"{who}, which it never had")
+            had = self._had(weights.chain, weights.stage)
+            self.demand(found in had, "I5", f"{who}, which it never had")
         if sync.method in ARRIVED and not self.guilty:
-            had = self.known.get((chain_of(state), weights.stage), ())
+            had = self._had(chain_of(state), weights.stage)
             alone = weights_digest(state.tensors["weights"])
             self.demand(alone in had, "I5", f"{who}, of weights that it never had")
         known.update(_digests(weights.optimizer))
+
+    def twin_applied(self, twin: ChainedTwin) -> None:
+        """In the compute thread of who holds it."""
+        had = self.twins.setdefault((read_chain(twin.optimizer.weights), twin.stage), set())
+        had.update(_digests(twin.optimizer))
+
+    def _had(self, chain: bytes, stage: int) -> set[bytes]:
+        """Digests of the stage's state after these commits. If all of its nodes died before they
+        had applied the last, only its twins have that, and what is copied from them."""
+        return self.known.get((chain, stage)) or self.twins.get((chain, stage), set())
 
     def check_announced(self, seat: Seat, said: pb.Holding, held: StageState) -> None:
         """What a node says it holds: of this run, and not ahead of its own weights."""
         if self.guilty:
             return  # it may be of weights that changed while they were sent
         what = f"{seat.name} announces a {said.kind} of stage {said.stage} at {held.id.age}"
-        known = self.known.get((chain_of(held), said.stage), ())
+        known = self._had(chain_of(held), said.stage)
         digest = weights_digest(held.tensors["weights"])
         self.demand(digest in known, "I5", f"{what}, which was never committed")
         step = self.steps.get(chain_of(held), 0)

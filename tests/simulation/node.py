@@ -252,6 +252,7 @@ class Node:
                 send=seat.send,
                 tensors=tensors,
             )
+            twin.cluster = self.cluster
 
         def open_disk(
             folder: Path,

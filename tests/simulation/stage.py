@@ -48,6 +48,7 @@ from simulation.fingerprints import (
 )
 
 if TYPE_CHECKING:
+    from simulation.cluster import Cluster
     from simulation.node import Node, Seat
 
 CPU = torch.device("cpu")
@@ -152,11 +153,14 @@ def contribution(step: int, stage: int, microbatch: int, part: str) -> torch.Ten
 class ChainedTwin(Twin):
     """One whose weights say by which commits they came about."""
 
+    cluster: Cluster
+
     def apply(self, commit: pb.Commit, lr: float) -> None:
         before, chain = self.state.id, read_chain(self.optimizer.weights)
         super().apply(commit, lr)
         if self.state.id != before:
             write_chain(self.optimizer.weights, after(chain, commit))
+            self.cluster.twin_applied(self)
 
 
 def after(chain: bytes, commit: pb.Commit) -> bytes:

@@ -69,6 +69,25 @@ class Bereft(Calm):
         self.cluster.start(self.host)
 
 
+class Orphan(Calm):
+    """The driver is the only node of stage 0 and dies having told some of a commit, so that nobody
+    but its twin has applied that at stage 0."""
+
+    def _plan_faults(self) -> float:
+        self.cluster.traps.append(Trap("committed", self.random.randint(2, 4), self._light_fuse))
+        self.cluster.traps.append(Trap("rebuilding", 1, self._look))
+        return 30.0
+
+    def _light_fuse(self) -> None:
+        driver = self._driver()
+        assert driver is not None
+        driver.fuse = self.random.randint(1, self.cluster.rules.stages)
+
+    def _look(self) -> None:
+        twins = self.cluster.twins.keys() - self.cluster.known.keys()
+        self.cluster.counts["only a twin"] += any(stage == 0 for _, stage in twins)
+
+
 class Unlucky(Bereft):
     """Stage 1 has two nodes; the only one of stage 2 is lost, and then whoever takes its seat, at
     any moment. What the other one of stage 1 has is enough."""
@@ -103,6 +122,14 @@ class Belated(ChainedTwin):
         before = self.optimizer.weights.clone()
         super().apply(commit, lr)
         self.optimizer.weights.copy_(before)
+
+
+class Drifting(ChainedTwin):
+    """Has weights that nobody has committed."""
+
+    def apply(self, commit: pb.Commit, lr: float) -> None:
+        super().apply(commit, lr)
+        self.optimizer.weights[TRAINED][0] += 1.0
 
 
 class Rash(Driver):
@@ -158,6 +185,21 @@ def test_so_they_are_when_who_takes_the_seat_is_lost_too() -> None:
         assert weights(cluster) == weights(ended(seed, Calm)), f"seed {seed}"
     assert counts["seat taken"] >= 2
     assert counts["aborted"] < 4
+
+
+def test_a_step_that_nobody_but_a_twin_has_applied_is_kept() -> None:
+    counts = Counter[str]()
+    for seed in range(4):
+        cluster = ended(seed, Orphan)
+        counts += cluster.counts
+        assert weights(cluster) == weights(ended(seed, Calm)), f"seed {seed}"
+    assert counts["only a twin"] >= 2
+
+
+def test_a_twin_that_alone_has_a_step_is_held_to_what_it_applied() -> None:
+    for seed in (1, 2):
+        with pytest.raises(ScenarioError, match=r"I5: .* (never had|never committed)"):
+            run(seed, Machines(twin=Drifting), kind=Orphan)
 
 
 @pytest.mark.parametrize(
