@@ -208,6 +208,7 @@ class LocalSwarm:
                 replicas,
                 max_replicas=replicas,
                 start_grace=run.swarm.start_grace,
+                lease=run.swarm.lease,
                 policy=run.recovery.policy,
             )
         )

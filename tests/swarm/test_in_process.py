@@ -146,7 +146,8 @@ ENDLESS = 10_000
 async def test_a_last_holder_that_only_the_registry_does_not_hear_trains_on(
     corpus, tmp_path, stage
 ):
-    async with LocalSwarm(small(steps=ENDLESS), corpus, tmp_path) as swarm:
+    run = small(steps=ENDLESS, swarm__lease=1.0)
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)
         machine, (node, _) = swarm.registry.membership, swarm.nodes[stage, 0]
         view = machine.view
