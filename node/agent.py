@@ -30,7 +30,7 @@ from planaria.node.report.events import (
 )
 from planaria.node.run_file import RunFile
 from planaria.node.stage import learning_rate
-from planaria.node.stage.shape import ModelConfig
+from planaria.node.stage.shape import ModelConfig, trained_shapes
 from planaria.node.state.boundary import BoundaryClient, BoundaryServer
 from planaria.node.state.feeding import (
     FEWEST,
@@ -177,7 +177,7 @@ class Agent:
         exchanges, tensors, send = self.exchanges, self.tensors, self.send
         some = 2 * self.arithmetic.gradient.nbytes + SLACK  # of two attempts, what concerns a node
         wire = self.run.wire
-        coding = Coding(tensors, wire.averaging, wire.topk, wire.topk_after)
+        coding = Coding.of_run(tensors, wire, trained_shapes(self.config, self.stage).values())
         chance = None if self.run.trust.gradients == "off" else self.chance
         self.averaging = Averaging(self.node, exchanges, send, coding, some, chance=chance)
         self.pins, self.taken = Pins(tensors), Taken(tensors)

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from planaria.bootstrap.address import Address
 from planaria.node.begin import NodeError, check_module
 from planaria.node.run_file import RunFile
-from planaria.node.stage.shape import COMPUTED
+from planaria.node.stage.shape import COMPUTED, trained_shapes
 from planaria.node.state.handover import VALUE
+from planaria.node.transaction.averaging import gradient_bytes
 from planaria.node.wire.frames import encoded_size
-from planaria.node.wire.largest import row_bytes
 
 CLOCKS_DIFFER, CERTIFICATES_FAIL = 2.0, 300.0
 """Seconds between two clocks from which logs of several machines are hard to read side by side, and
@@ -290,8 +290,8 @@ def bytes_a_step(run: RunFile) -> float:
         for codec in (run.wire.activations, run.wire.gradients)
     )
     share = 2 * (replicas - 1) / replicas
-    wire = run.wire
-    return passes + share * row_bytes(max(config.trained), wire.averaging, wire.topk)
+    shapes = [trained_shapes(config, stage).values() for stage in (0, 1)]
+    return passes + share * max(gradient_bytes(run.wire, of, replicas) for of in shapes)
 
 
 def _disk(facts: Facts) -> Finding:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from planaria.node.wire import stage_pb2 as pb
     from planaria.node.wire.exchange import Exchanges
     from planaria.node.wire.frames import Codec, Descriptor, Frame, Payload
+    from planaria.node.wire.lowrank import Cut
 
 T = TypeVar("T")
 
@@ -111,6 +112,24 @@ class Tensors(Protocol):
         device: Any = "cpu",
     ) -> Tensor:
         """float32 [size], zero but for those. Raises WireError."""
+        ...
+
+    def encode_low_rank(
+        self, row: Tensor, cuts: Sequence[Cut], rank: int
+    ) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
+        """A float32 row [n], its matrices by two factors each."""
+        ...
+
+    def decode_low_rank(
+        self,
+        descriptors: Sequence[Descriptor],
+        payload: Payload,
+        size: int,
+        cuts: Sequence[Cut],
+        rank: int,
+        device: Any = "cpu",
+    ) -> Tensor:
+        """float32 [size], the same bits everywhere. Raises WireError."""
         ...
 
     def encode_sum(self, row: Tensor) -> tuple[list[Descriptor], tuple[memoryview, ...]]:

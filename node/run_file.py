@@ -24,7 +24,7 @@ from planaria.node.stage.shape import (
 )
 from planaria.recovery.decide import Masking, Policy
 
-Averaging = Literal["none", "bf16", "fp16", "int8", "topk"]
+Averaging = Literal["none", "bf16", "fp16", "int8", "topk", "lowrank"]
 Narrow = Literal["none", "bf16", "fp16", "int8", "int4"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -431,6 +431,13 @@ class WireSection(Section):
     averaging: Averaging = "none"
     topk: float = Field(default=0.01, gt=0, le=0.5, description="share of values that travel")
     topk_after: int = Field(default=200, ge=0, description="steps in which all of them do, in int8")
+    rank: int = Field(default=4, ge=1, le=256, description="of the factors that travel of a matrix")
+    rank_after: int = Field(default=200, ge=0, description="steps in which all of it does, in int8")
+
+    @property
+    def averaging_after(self) -> int:
+        """So many first steps are averaged in int8."""
+        return {"topk": self.topk_after, "lowrank": self.rank_after}.get(self.averaging, 0)
 
 
 class RunFile(Section):
@@ -456,6 +463,8 @@ class RunFile(Section):
             del wire["topk"]  # which has no effect then
         if self.wire.averaging != "topk" or not self.wire.topk_after:
             del wire["topk_after"]
+        if self.wire.averaging != "lowrank":
+            del wire["rank"], wire["rank_after"]
         return {**said, "wire": wire} if wire else said
 
     def config_for(self, vocabulary: int) -> ModelConfig:

@@ -7,7 +7,7 @@ gradient, of its share of the window, and what it holds back.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.held_back import HeldBack
 from planaria.node.wire import tensors
 from planaria.node.wire.frames import Frame
+from planaria.node.wire.lowrank import Shape
 
 
 class Stage(Protocol):
@@ -30,12 +31,18 @@ class Replicas:
     """So many of each stage."""
 
     def __init__(
-        self, count: int, wire: WireSection, stages: Sequence[Stage], feedback: bool
+        self,
+        count: int,
+        wire: WireSection,
+        stages: Sequence[Stage],
+        shapes: Iterable[Iterable[Shape]],
+        feedback: bool,
     ) -> None:
-        """Without `feedback`, what a codec leaves out is lost."""
+        """`shapes`: of the parameters of each stage. Without `feedback`, what a codec leaves out is
+        lost."""
         self.names = [f"replica-{number:03}" for number in range(count)]
         self.sent = 0  # bytes, by all of them
-        self._coding = Coding(tensors, wire.averaging, wire.topk, wire.topk_after)
+        self._codings = [Coding.of_run(tensors, wire, of) for of in shapes]
         self._stages, self._feedback = stages, feedback
         self._rows = [
             [torch.zeros_like(stage.optimizer.gradient) for stage in stages] for _ in self.names
@@ -80,7 +87,8 @@ class Replicas:
         for number, stage in enumerate(self._stages):
             rows = [rows[number] for rows in self._rows]
             held_back = [of[number] for of in self._held_back]
-            self._reduce(ballot, step, rows, held_back, microbatches)
+            now = self._codings[number].at(step)
+            self._reduce(ballot, now, rows, held_back, microbatches)
             stage.optimizer.gradient.copy_(rows[0])
             for row, held in zip(rows, held_back, strict=True):
                 row.zero_()
@@ -90,7 +98,7 @@ class Replicas:
     def _reduce(
         self,
         ballot: Ballot,
-        step: int,
+        coding: Coding,
         rows: Sequence[torch.Tensor],
         held_back: Sequence[HeldBack],
         microbatches: int,
@@ -104,7 +112,7 @@ class Replicas:
                 row,
                 ids=range(number, microbatches, count),
                 window=microbatches,
-                coding=self._coding.at(step),
+                coding=coding,
                 held_back=held,
             )
             for number, (name, row, held) in enumerate(

@@ -235,7 +235,10 @@ class TrainingSwarm:
         self.beginning = Beginning(run, self.config, checkpoint, own)
         self.stages = [self._new(stage) for stage in range(self.config.stages + 1)]
         count, feedback = self.ablation.replicas, self.ablation.averaging_feedback
-        self.replicas = Replicas(count, run.wire, self.stages, feedback) if count > 1 else None
+        self.replicas = None
+        if count > 1:
+            shapes = [trained_shapes(self.config, of).values() for of in range(len(self.stages))]
+            self.replicas = Replicas(count, run.wire, self.stages, shapes, feedback)
         context, batch = self.config.context, run.training.batch
         self.windows = windows(self.corpus, run.seed, context, batch)
         self.committed = 0

@@ -52,7 +52,7 @@ POLICIES: Final[tuple[Policy, ...]] = (
 NARROW: Final[Mapping[str, str]] = {"activations": "int8", "gradients": "int4", "averaging": "int8"}
 """Codecs that cost nothing in learning that three seeds would show (results/bandwidth and
 averaging)."""
-BYTES: Final = ("none", "fp16", "bf16", "int8", "int4", "topk")
+BYTES: Final = ("none", "fp16", "bf16", "int8", "int4", "topk", "lowrank")
 """Codecs, by how much they leave of a tensor."""
 WORTH: Final = 0.05
 """Share of the time that narrower links have to save to be told of."""

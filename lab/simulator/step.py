@@ -29,11 +29,11 @@ from planaria.lab.simulator.swarm import (
     snapshot_bytes,
 )
 from planaria.node.ports import Priority
+from planaria.node.stage.shape import named_shapes
 from planaria.node.state.copies import FRAME, OUTSTANDING
-from planaria.node.transaction.averaging import PIECE
+from planaria.node.transaction.averaging import PIECE, gradient_bytes
 from planaria.node.transaction.routing import Route, plan, stand_ins
 from planaria.node.wire.frames import KINDS
-from planaria.node.wire.largest import row_bytes
 from planaria.node.wire.stage_pb2 import Place
 from planaria.recovery.orders import window_orders
 from planaria.recovery.snapshot import route as route_of_copies
@@ -180,10 +180,11 @@ def averaging_seconds(swarm: Swarm, stage: int, link: Link | None = None) -> flo
 
 def _pieces(swarm: Swarm, stage: int, replicas: int) -> tuple[int, int]:
     """Of each replica's part: how many, and the bytes of each on a link."""
+    shapes = named_shapes(swarm.config, min(stage, 1)).values()
     values = -(-parameters(swarm.config, stage) // replicas)
     pieces = min(MOST_PIECES, -(-values // PIECE))
-    wire = swarm.run.wire
-    return pieces, HEAD + row_bytes(-(-values // pieces), wire.averaging, wire.topk)
+    sent = gradient_bytes(swarm.run.wire, shapes, replicas)
+    return pieces, HEAD + -(-sent // (replicas * pieces))
 
 
 # --- a node's part

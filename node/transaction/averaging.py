@@ -3,8 +3,8 @@
 With R replicas, sorted by node id, replica i owns the i-th of R equal parts of the flat gradient.
 Everyone sends its values of a part to the owner, who adds them up in the order of the node ids and
 sends the sum to all. The order of arrival changes nothing, and with a lossy codec the owner, too,
-goes on with the decoded bits: replicas stay bit-identical. What int8 and topk leave out, of a
-contribution and of a sum, is held back for the next step (held_back.py).
+goes on with the decoded bits: replicas stay bit-identical. What int8, topk and lowrank leave out,
+of a contribution and of a sum, is held back for the next step (held_back.py).
 
 A gradient is already a sum over tokens divided by the tokens of the whole window. So the replicas'
 gradients simply add up, whatever share of the window each of them has computed: no weights.
@@ -21,10 +21,10 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
+from functools import lru_cache, partial
+from itertools import chain, pairwise
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
@@ -43,9 +43,13 @@ from planaria.node.wire.frames import (
     WireError,
     check_forms,
 )
+from planaria.node.wire.largest import row_bytes
+from planaria.node.wire.lowrank import Cut, Shape, counts, cuts, encoded_bytes, row_start
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from planaria.node.run_file import WireSection
 
 log = logging.getLogger(__name__)
 
@@ -62,48 +66,101 @@ LATE: Final = 1 << 62
 
 Outgoing: TypeAlias = list[tuple[str, Frame]]  # frames, each with the node it goes to
 Coded: TypeAlias = tuple[list[Descriptor], tuple[memoryview, ...]]
-Averaged: TypeAlias = Codec | Literal["topk"]
+Averaged: TypeAlias = Codec | Literal["topk", "lowrank"]
+
+LAGGING: Final[tuple[Averaged, ...]] = "topk", "lowrank"
+"""What these leave out comes many steps later."""
 
 
 def feeds_back(codec: Averaged) -> bool:
     """What it leaves out is held back for the next step."""
-    return codec in ("int8", "int4", "topk")
+    return codec in ("int8", "int4", *LAGGING)
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How rows of float32 travel: in a codec, or a share of them, the largest."""
+    """How parts of a gradient travel: in a codec, or a share of them, the largest, or by factors of
+    its matrices."""
 
     tensors: Tensors
     codec: Averaged = "none"
-    share: float = 1.0  # of topk
-    after: int = 0  # so many steps of the run, in which topk is int8
+    share: float = 1.0  # of the values, that travel in topk; of lowrank about as many
+    after: int = 0  # so many steps of the run, in which these two are int8
+    rank: int = 1  # of lowrank
+    shapes: tuple[Shape, ...] = ()  # of the parameters that the gradient is of, end to end
+
+    @classmethod
+    def of_run(cls, tensors: Tensors, wire: WireSection, shapes: Iterable[Shape]) -> Coding:
+        """As the run file has it."""
+        shapes, share = tuple(shapes), wire.topk
+        if wire.averaging == "lowrank":
+            size = sum(map(math.prod, shapes))
+            sent = sum(counts(cuts(shapes, wire.rank, 0, size), wire.rank))
+            share = sent / size if size else 1.0
+        return cls(tensors, wire.averaging, share, wire.averaging_after, wire.rank, shapes)
 
     def at(self, step: int) -> Coding:
         """In that step. A run's first steps are where its gradients change fastest, so little of
         them would come in time (Lin et al., ICLR 2018, section 3.3)."""
-        early = self.codec == "topk" and step <= self.after
+        early = self.codec in LAGGING and step <= self.after
         return replace(self, codec="int8") if early else self
 
     @property
     def settles(self) -> int:
         """Steps until what a replica holds back is as much as it ever will be."""
-        return math.ceil(2 / self.share) if self.codec == "topk" else 0
+        return math.ceil(2 / self.share) if self.codec in LAGGING else 0
 
-    def encode(self, row: Tensor) -> Coded:
+    def encode(self, row: Tensor, start: int) -> Coded:
+        """The gradient's values from `start` on."""
         if self.codec == "topk":
             return self.tensors.encode_largest(row, self.share)
+        if self.codec == "lowrank":
+            return self.tensors.encode_low_rank(row, self._cuts(row, start), self.rank)
         return self.tensors.encode([row], self.codec)
 
-    def decode(self, frame: Frame, like: Tensor) -> Tensor:
+    def decode(self, frame: Frame, like: Tensor, start: int) -> Tensor:
         """Of the length of `like`, and where that is. Raises WireError."""
         descriptors, payload = frame.descriptors, frame.payload
+        size, device = like.numel(), like.device
         if self.codec == "topk":
-            size = like.numel()
-            return self.tensors.decode_largest(descriptors, payload, size, self.share, like.device)
+            return self.tensors.decode_largest(descriptors, payload, size, self.share, device)
+        if self.codec == "lowrank":
+            some = self._cuts(like, start)
+            return self.tensors.decode_low_rank(descriptors, payload, size, some, self.rank, device)
         check_forms(descriptors, [Form("float32", tuple(like.shape), self.codec)])
-        (row,) = self.tensors.decode(descriptors, payload, like.device)
+        (row,) = self.tensors.decode(descriptors, payload, device)
         return row
+
+    def spans(self, size: int, replicas: int) -> list[list[tuple[int, int]]]:
+        """Of the parts of a gradient of that size, and their pieces."""
+        return spans(size, replicas, self.shapes if self.codec == "lowrank" else ())
+
+    def _cuts(self, row: Tensor, start: int) -> list[Cut]:
+        return cuts(self.shapes, self.rank, start, row.numel())
+
+
+def spans(size: int, replicas: int, matrices: Sequence[Shape] = ()) -> list[list[tuple[int, int]]]:
+    """Where the pieces of each replica's part of a gradient begin and end; the rows of `matrices`
+    stay whole. An empty part is one empty piece, for the ids go with a piece."""
+    bounds = [*(row_start(matrices, size * i // replicas) for i in range(replicas)), size]
+    firsts = [
+        [row_start(matrices, first) for first in range(start, max(start + 1, stop), PIECE)]
+        for start, stop in pairwise(bounds)
+    ]
+    return [list(pairwise((*of, stop))) for of, stop in zip(firsts, bounds[1:], strict=True)]
+
+
+def gradient_bytes(wire: WireSection, shapes: Iterable[Shape], replicas: int) -> int:
+    """Of the whole gradient of parameters of these shapes, sent once, in so many parts."""
+    if wire.averaging == "lowrank":
+        return _factor_bytes(tuple(shapes), wire.rank, replicas)
+    return row_bytes(sum(map(math.prod, shapes)), wire.averaging, wire.topk)
+
+
+@lru_cache(maxsize=64)  # a search for a plan asks again and again
+def _factor_bytes(shapes: tuple[Shape, ...], rank: int, replicas: int) -> int:
+    parts = spans(sum(map(math.prod, shapes)), replicas, shapes)
+    return encoded_bytes(shapes, rank, chain.from_iterable(parts))
 
 
 def check_ids(shares: Mapping[str, Collection[int]], window: int) -> None:
@@ -300,6 +357,7 @@ class Reduction:
         self.node, self.rank = node, self.ranks[node]
         self.ballot, self.window = ballot, window
         self.coding, self.non_finite = coding, non_finite
+        self.spans = coding.spans(gradient.numel(), len(self.nodes))
         self.gradient, self.parts = gradient.detach(), self._split(gradient.detach())
         self.held_back = held_back if feeds_back(coding.codec) else None
         self.owed: list[list[Tensor]] = []  # what is held back since the last commit; as `parts`
@@ -380,7 +438,7 @@ class Reduction:
             raise ComplaintError(f"{peer} sent {what} unasked", [peer], NUMBERS)
         missing[rank].discard(piece)
         if phase == "sum":
-            self.parts[rank][piece].copy_(self._values(peer, frame, self.parts[rank][piece]))
+            self.parts[rank][piece].copy_(self._values(peer, frame, rank, piece))
             return []
         if piece == 0:
             self._note_ids(peer, frame.fields.get("ids"))
@@ -402,7 +460,7 @@ class Reduction:
             if rank == self.rank:
                 values = self._given(rank, piece)
             elif frame := self.early.pop((piece, rank), None):
-                values = self._values(self.nodes[rank], frame, own)
+                values = self._values(self.nodes[rank], frame, self.rank, piece)
             else:
                 return []
             if piece == self.watched and rank in self.looked_at:
@@ -428,7 +486,8 @@ class Reduction:
         one adds would be no measure for what they send."""
         if self.owing:
             whole = self._given(self.rank, piece)
-            as_sent = self.coding.decode(self._frame("contribution", piece, whole), whole)
+            frame = self._frame("contribution", piece, self.rank, whole)
+            as_sent = self.coding.decode(frame, whole, self.spans[self.rank][piece][0])
             total = total - whole + as_sent
             if self.rank in self.kept:
                 self.kept[self.rank] = as_sent
@@ -449,21 +508,24 @@ class Reduction:
         self, phase: Literal["contribution", "sum"], piece: int, rank: int, values: Tensor
     ) -> tuple[Frame, Tensor]:
         """And what those who get it will have; the rest is held back."""
-        frame = self._frame(phase, piece, values)
+        frame = self._frame(phase, piece, rank, values)
         if self.coding.codec == "none" or not (self.owing or phase == "sum"):
             return frame, values
-        sent = self.coding.decode(frame, values)
+        sent = self.coding.decode(frame, values, self.spans[rank][piece][0])
         if self.owing:
             self.owing[rank][piece].copy_(values).sub_(sent)
         return frame, sent
 
-    def _frame(self, phase: str, piece: int, values: Tensor) -> Frame:
+    def _frame(self, phase: str, piece: int, rank: int, values: Tensor) -> Frame:
         fields = {"phase": phase, "piece": piece}
-        return Frame("average", self.ballot, fields, *self.coding.encode(values))
+        coded = self.coding.encode(values, self.spans[rank][piece][0])
+        return Frame("average", self.ballot, fields, *coded)
 
-    def _values(self, peer: str, frame: Frame, like: Tensor) -> Tensor:
+    def _values(self, peer: str, frame: Frame, rank: int, piece: int) -> Tensor:
+        """Of that piece of the part that this rank owns."""
         try:
-            values = self.coding.decode(frame, like)
+            like = self.parts[rank][piece]
+            values = self.coding.decode(frame, like, self.spans[rank][piece][0])
             if not (self.non_finite or self.coding.tensors.finite(values)):
                 raise NonFiniteError("it is not finite")
         except WireError as error:
@@ -472,12 +534,5 @@ class Reduction:
         return values
 
     def _split(self, row: Tensor) -> list[list[Tensor]]:
-        """Views of each rank's pieces. An empty part is one empty piece, for the ids go with a
-        piece."""
-        count = len(self.nodes)
-        bounds = [row.numel() * i // count for i in range(count + 1)]
-        parts = [row[start:stop] for start, stop in pairwise(bounds)]
-        return [
-            [part[first : first + PIECE] for first in range(0, max(1, part.numel()), PIECE)]
-            for part in parts
-        ]
+        """Views of each rank's pieces."""
+        return [[row[start:stop] for start, stop in of] for of in self.spans]

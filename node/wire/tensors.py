@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from xxhash import xxh3_64_intdigest
 
-from planaria.node.wire import largest
+from planaria.node.wire import largest, lowrank
 from planaria.node.wire.frames import (
     BLOCK,
     CODECS,
@@ -39,6 +39,9 @@ DTYPES: Final = {
     "uint8": torch.uint8,
 }
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+ROUNDS: Final = 2
+"""Of subspace iteration. From a start that knows nothing, one ends 0.45 nats higher than two, and
+four end as two do (rank 4 in results/averaging, seed 0)."""
 
 
 def empty(values: int) -> torch.Tensor:
@@ -183,6 +186,68 @@ def decode_largest(
     row = torch.zeros(size, device=device)
     row[places.to(device)] = values.to(device)
     return row
+
+
+def encode_low_rank(
+    row: torch.Tensor, cuts: Sequence[lowrank.Cut], rank: int
+) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
+    """A float32 row [n], its matrices by two factors each, all of it in int8."""
+    row, nothing = row.detach(), row.new_empty(0)
+    factors, rest = [nothing], [nothing]
+    for cut in cuts:
+        values = row[cut.start : cut.stop]
+        if cut.rows:
+            factors += _factors(values.view(cut.rows, cut.columns), rank)
+        else:
+            rest.append(values)
+    return encode([torch.cat(factors), torch.cat(rest)], "int8")
+
+
+def decode_low_rank(
+    descriptors: Sequence[Descriptor],
+    payload: Payload,
+    size: int,
+    cuts: Sequence[lowrank.Cut],
+    rank: int,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """float32 [size] of what `encode_low_rank` has sent, with the same cuts: the same bits on every
+    device, for products are added one rank after the other, and no kernel's way. Raises WireError
+    as `decode` does."""
+    check_forms(descriptors, lowrank.forms(cuts, rank))
+    factors, rest = decode(descriptors, payload, device)
+    row = torch.empty(size, device=device)
+    for cut in cuts:
+        values = row[cut.start : cut.stop]
+        if not cut.rows:
+            values.copy_(rest[: len(values)])
+            rest = rest[len(values) :]
+            continue
+        left, right = cut.rows * rank, cut.columns * rank
+        p = factors[:left].view(rank, cut.rows, 1)
+        q = factors[left : left + right].view(rank, 1, cut.columns)
+        factors = factors[left + right :]
+        matrix = torch.mul(p[0], q[0], out=values.view(cut.rows, cut.columns))
+        for number in range(1, rank):
+            matrix.add_(p[number] * q[number])
+    return row
+
+
+def _factors(matrix: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    """P and Q of a matrix near P Qᵀ, each [rank x its side], one direction after the other, and
+    equally long in both, since a block of int8 may have values of both.
+
+    The best ones that there are, or nearly: a few rounds of subspace iteration (Halko et al., SIAM
+    Review 2011, algorithm 4.4). PowerSGD makes one, from the Q of the step before."""
+    start = torch.Generator().manual_seed(0)
+    q = torch.randn(matrix.shape[1], rank, generator=start).to(matrix.device)
+    p = matrix
+    for _ in range(ROUNDS):
+        p = torch.linalg.qr(matrix @ q).Q
+        q = matrix.T @ p
+    longer = torch.linalg.vector_norm(q, dim=0).sqrt()
+    p, q = p * longer, q / longer.clamp_min(torch.finfo(torch.float32).tiny)
+    return [p.T.reshape(-1), q.T.reshape(-1)]
 
 
 def as_received(tensor: torch.Tensor, codec: Codec) -> torch.Tensor:

@@ -27,9 +27,10 @@ from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chunks import Outbox
 from planaria.node.wire.frames import Descriptor, Frame, pack_chunk
+from planaria.node.wire.lowrank import cuts
 from planaria.node.wire.session import Hello
-from planaria.node.wire.tensors import encode, encode_largest
-from tests.fuzz.targets import ADMISSION, IDENTITY, SECRET, SMALL, folder_with
+from planaria.node.wire.tensors import encode, encode_largest, encode_low_rank
+from tests.fuzz.targets import ADMISSION, IDENTITY, MATRICES, SECRET, SMALL, folder_with
 
 FOUND = Path(__file__).parent / "found"
 
@@ -75,6 +76,16 @@ def _sums() -> list[bytes]:
         row = torch.arange(float(size)).sin()
         _, payload = encode_largest(row, share / 510 + 0.002)
         found.append(size.to_bytes(2, "little") + bytes([share]) + b"".join(payload))
+    return found
+
+
+def _factors() -> list[bytes]:
+    found = []
+    for start, size, rank in ((0, 3660, 4), (35, 1700, 1)):
+        some = cuts(MATRICES, rank, start, size)
+        _, payload = encode_low_rank(torch.arange(float(size)).sin(), some, rank)
+        where = b"".join(number.to_bytes(2, "little") for number in (start, size))
+        found.append(where + bytes([rank - 1]) + b"".join(payload))
     return found
 
 

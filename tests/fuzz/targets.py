@@ -46,7 +46,7 @@ from planaria.node.state.saves import METADATA, SaveError, SaveFile, _checksum, 
 from planaria.node.state.transfer import _parse_tensors
 from planaria.node.transaction.bounds import told_to_driver, told_to_member
 from planaria.node.transaction.rules import TransactionRules
-from planaria.node.wire import largest
+from planaria.node.wire import largest, lowrank
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chunks import Inbox, Outbox
 from planaria.node.wire.frames import (
@@ -62,7 +62,7 @@ from planaria.node.wire.frames import (
 )
 from planaria.node.wire.greetings import ForgedError, Greetings
 from planaria.node.wire.session import Begun, Bounds, Forgotten, Hello, Outdated, Session
-from planaria.node.wire.tensors import decode, decode_largest, decode_sum
+from planaria.node.wire.tensors import decode, decode_largest, decode_low_rank, decode_sum
 from tests.bootstrap.fake_etcd import FakeEtcd
 
 RULES: Final = TransactionRules(
@@ -170,6 +170,21 @@ def sums(data: bytes) -> None:
         assert row.count_nonzero() <= largest.count_of(size, share)
     with suppress(WireError):
         assert decode_sum(*_filled(few, data[3:]), size).count_nonzero() <= count
+
+
+MATRICES: Final = (40, 30), (30,), (30, 7, 3), (9, 200)
+
+
+def factors(data: bytes) -> None:
+    """Of what a gradient of low rank is: where the row begins, its length and the rank come first;
+    behind them are bytes of that length, with checksums that are right."""
+    head, body = data[:5].ljust(5, b"\0"), data[5:]
+    start, size = (int.from_bytes(head[of : of + 2], "little") % 5000 for of in (0, 2))
+    rank = head[4] % 8 + 1
+    cuts = lowrank.cuts(MATRICES, rank, start, size)
+    with suppress(WireError):
+        parts = _filled(lowrank.forms(cuts, rank), body)
+        assert len(decode_low_rank(*parts, size, cuts, rank)) == size
 
 
 def _filled(forms: list[Form], body: bytes) -> tuple[list[Descriptor], bytearray]:
@@ -387,6 +402,7 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
         chunks,
         frames,
         sums,
+        factors,
         messages,
         hellos,
         manifests,

@@ -155,6 +155,9 @@ def test_lossy_codecs_and_replicas_change_what_a_step_sends() -> None:
     sparse = override(two, wire__averaging="topk", wire__topk=0.01)
     summed = bytes_a_step(sparse) - 2 * crossing
     assert 4 * max(FIRST, BODY) / 200 < summed < 4 * max(FIRST, BODY) / 190
+    low = override(two, wire__averaging="lowrank", wire__rank=4)
+    summed = bytes_a_step(low) - 2 * crossing
+    assert 4 * max(FIRST, BODY) / 400 < summed < 4 * max(FIRST, BODY) / 200
 
 
 def test_a_finding_is_one_line() -> None:

@@ -290,6 +290,21 @@ def test_whatever_it_says_it_is_bounded_or_refused(fields: dict[str, Any]) -> No
     LinkSettings(silence=swarm.silence)
 
 
+def test_a_rank_tells_runs_apart_only_where_averaging_goes_by_it() -> None:
+    assert loads("[wire]\nrank = 8\nrank_after = 9").said() == RunFile().said()
+    low = loads("[wire]\naveraging = 'lowrank'\nrank = 8\nrank_after = 9")
+    assert {"averaging": "lowrank", "rank": 8, "rank_after": 9}.items() <= low.said()[
+        "wire"
+    ].items()
+    assert "topk" not in low.said()["wire"]
+    assert "topk_after" not in low.said()["wire"]
+    codecs = ("lowrank", "topk", "int8")
+    found = [override(low, wire__averaging=codec).wire.averaging_after for codec in codecs]
+    assert found == [9, 200, 0]
+    with pytest.raises(RunFileError, match=r"wire\.rank"):
+        loads("[wire]\naveraging = 'lowrank'\nrank = 0")
+
+
 def test_a_share_tells_runs_apart_only_where_averaging_goes_by_it() -> None:
     dense, sparse = loads("[wire]\ntopk = 0.1"), loads("[wire]\naveraging = 'topk'\ntopk = 0.1")
     assert dense.said() == RunFile().said()

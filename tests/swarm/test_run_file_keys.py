@@ -85,7 +85,7 @@ CHANGED = {
 """Where the double, or the opposite, won't do."""
 
 USED = {
-    "node/agent.py": ["training.in_flight", "wire.averaging", "wire.topk", "wire.topk_after"],
+    "node/agent.py": ["training.in_flight"],
     "node/daemon.py": ["name", "saves.in_flight", "swarm.silence"],
     "node/hugging_face/samples.py": [
         *("training.sample_every", "training.prompts", "training.sampling.tokens"),
@@ -93,6 +93,7 @@ USED = {
     ],
     "node/own_folders.py": ["recovery.checkpoint.dir"],
     "node/resolve.py": ["data.path", "data.corpora"],
+    "node/run_file.py": ["wire.topk_after", "wire.rank_after"],
     "node/stage/arithmetic.py": ["training.precision", "training.recompute"],
     "node/stage/initial.py": ["seed", "model.content"],
     "node/stage/learning_rate.py": [
@@ -112,6 +113,7 @@ USED = {
         *("recovery.relearn.samples", "recovery.relearn.passes"),
         *("recovery.relearn.lr", "recovery.relearn.enough", "recovery.relearn.each_step"),
     ],
+    "node/transaction/averaging.py": ["wire.averaging", "wire.topk", "wire.rank"],
 }
 
 

@@ -112,10 +112,11 @@ def test_replicas_that_send_all_of_their_gradients_train_as_one_does(
     assert swarm.replicas.sent == 5 * 2 * (replicas - 1) * 4 * weights
 
 
-@pytest.mark.parametrize(("codec", "less"), [("int8", 3.8), ("topk", 20)])
+@pytest.mark.parametrize(("codec", "less"), [("int8", 3.8), ("topk", 20), ("lowrank", 12)])
 def test_replicas_learn_by_fewer_bytes(corpus: Corpus, codec: str, less: float) -> None:
     """And what a stage's replicas hold back goes with them."""
-    run = override(run_with(), wire__averaging=codec, wire__topk=0.1, wire__topk_after=0)
+    at_once = {"wire__topk_after": 0, "wire__rank_after": 0}
+    run = override(run_with(), wire__averaging=codec, wire__topk=0.1, **at_once)
     swarm = TrainingSwarm(run, corpus, Ablation(replicas=2))
     whole = TrainingSwarm(run_with(), corpus, Ablation(replicas=2))
     found = [swarm.step() for _ in range(20)]

@@ -206,12 +206,13 @@ def test_narrower_links_are_told_of_where_they_save_time() -> None:
     assert with_narrower(question(delay=0.0, mbps=1e5, near=1e5, flops=1e9, **few))[1] is None
 
 
-def test_no_codec_of_the_runs_own_is_replaced_by_a_wider_one() -> None:
-    own = RUN + '[wire]\nactivations = "int4"\naveraging = "topk"\n'
+@pytest.mark.parametrize("averaging", ["topk", "lowrank"])
+def test_no_codec_of_the_runs_own_is_replaced_by_a_wider_one(averaging: str) -> None:
+    own = RUN + f'[wire]\nactivations = "int4"\naveraging = "{averaging}"\n'
     _, narrow = with_narrower(question(nodes=10, mbps=2.0, near=2.0, flops=1e12, run=own))
     assert narrow is not None
     wire = narrow.run.wire
-    assert (wire.activations, wire.gradients, wire.averaging) == ("int4", "int4", "topk")
+    assert (wire.activations, wire.gradients, wire.averaging) == ("int4", "int4", averaging)
 
 
 def test_what_cannot_be_says_why() -> None:

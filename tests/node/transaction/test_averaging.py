@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -12,17 +13,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.bootstrap.registry_pb2 import NONFINITE
+from planaria.node.run_file import WireSection
 from planaria.node.transaction import averaging
-from planaria.node.transaction.averaging import Averaged, Averaging, Coding, Reduction, check_ids
+from planaria.node.transaction.averaging import (
+    Averaged,
+    Averaging,
+    Coding,
+    Reduction,
+    check_ids,
+    gradient_bytes,
+)
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError, Exchange, PeerLostError
-from planaria.node.wire.frames import Codec, Frame
+from planaria.node.wire.frames import Codec, Frame, buffers_of
 from planaria.node.wire.tensors import decode
 
 BALLOT = Ballot(3, 1)
 NODES = ["a", "b", "c", "d", "e"]
-CODECS: tuple[Averaged, ...] = (*get_args(Codec), "topk")
+CODECS: tuple[Averaged, ...] = (*get_args(Codec), "topk", "lowrank")
+SHAPES = (3,), (30, 2), (1,), (40, 2)
+"""Pieces of seven values have four rows of these matrices at most: six factors of rank one."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -62,7 +73,7 @@ class Network:
             self.time.after(self.random.random() / 1000, self._deliver)
             return True
 
-        coding = Coding(tensors, codec, 0.25, self.after)
+        coding = Coding(tensors, codec, 0.25, self.after, shapes=SHAPES)
         return Averaging(node, self.exchanges[node], send, coding, chance=chance)
 
     def _deliver(self) -> None:
@@ -154,6 +165,11 @@ def test_replicas_are_bit_identical(replicas: int, codec: Averaged) -> None:
     found = averaged(nodes, 101, codec)
     for other in found[1:]:
         assert torch.equal(other, found[0])
+    if codec == "lowrank":
+        left = torch.linalg.vector_norm(found[0] - expected)
+        assert left <= 0.7 * torch.linalg.vector_norm(expected)
+        assert (left > 0) == (replicas > 1)
+        return
     if codec == "topk":
         assert 0 < (found[0] != 0).sum() <= 101 * (0.4 if replicas > 1 else 1)
         return
@@ -209,9 +225,41 @@ def test_ids_pass_only_when_each_is_there_once(found: dict[str, list[int]]) -> N
         assert exact
 
 
+@given(st.integers(1, 5), st.integers(0, 150))
+def test_pieces_are_the_gradient_and_cut_no_row_in_two(replicas: int, size: int) -> None:
+    for matrices in ((), SHAPES):
+        pieces = [piece for part in averaging.spans(size, replicas, matrices) for piece in part]
+        places = [place for start, stop in pieces for place in range(start, stop)]
+        assert places == [*range(size)]
+        assert len(averaging.spans(size, replicas, matrices)) == replicas
+        if matrices:
+            firsts = {0, 1, 2, *range(3, 63, 2), 63, *range(64, 145, 2), *range(144, size)}
+            assert all(start in firsts for start, stop in pieces if start < stop)
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16", "lowrank"])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_as_many_bytes_travel_as_are_planned_with(
+    replicas: int, codec: Literal["none", "bf16", "lowrank"]
+) -> None:
+    nodes, sent = NODES[:replicas], 0
+    network = Network(nodes, codec)
+
+    def passes(source: str, target: str, frame: Frame) -> bool:
+        nonlocal sent
+        sent += sum(part.nbytes for part in buffers_of(frame.payload))
+        return True
+
+    network.passes = passes
+    size = sum(map(math.prod, SHAPES))
+    assert reduce_all(network, gradients(nodes, size)) == [None] * replicas
+    wire = WireSection(averaging=codec, rank=1)
+    assert sent == 2 * (replicas - 1) * gradient_bytes(wire, SHAPES, replicas)
+
+
 # What is held back
 
-LOSSY: list[Averaged] = ["int8", "int4", "topk"]
+LOSSY: list[Averaged] = ["int8", "int4", "topk", "lowrank"]
 
 
 def held_by(network: Network) -> torch.Tensor | float:
