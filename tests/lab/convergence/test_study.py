@@ -113,7 +113,7 @@ CONTENT = {
     ("data/texts", 2048): "b528803bca3fe8669f23f71a35833040",
 }
 """Of the data that shipped studies train on."""
-UNDER_WAY = {"at-size", "relearning-rates"}
+UNDER_WAY = {"at-size"}
 STUDIES = sorted((Path(__file__).parents[3] / "results").glob("*/study.toml"))
 
 
