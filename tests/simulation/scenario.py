@@ -127,7 +127,7 @@ class Scenario:
 
     def _relearning(self) -> Mapping[str, float]:
         """With all others waiting; in the gaps of steps; or so that steps wait for it."""
-        return ({}, {"enough": 0.9}, {"enough": 0.9, "each_step": 2})[self.seed % 3]
+        return ({"enough": 0.0}, {"enough": 0.9}, {"enough": 0.9, "each_step": 2})[self.seed % 3]
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:
         """Replicas of each stage and standbys; one host at most dials out only, since two such

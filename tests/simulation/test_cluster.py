@@ -172,7 +172,7 @@ class Interrupted(Scenario):
         return replace(rules, stages=4, steps=8, relearn=True, strict=False, masking="reassign")
 
     def _relearning(self) -> Mapping[str, float]:
-        return {}
+        return {"enough": 0.0}
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:
         stages = [0, *range(rules.stages + 1)]
