@@ -27,7 +27,6 @@ from planaria.node.data.recipe import Recipe
 from planaria.node.local.processes import run_planaria
 from planaria.node.resolve import resolve
 from planaria.node.run_file import RunFile, loads, override
-from planaria.node.stage.shape import model_config
 
 TEXT = Path(__file__).parent.parent / "corpus" / "austen"
 MB = 1e6
@@ -66,8 +65,8 @@ MIDDLE = 2  # the stage of the 124M that is lost
 class Swarm:
     """A run of which nodes come and go, each with saves of its own."""
 
-    def __init__(self, run: RunFile, out: Path, saves: Path) -> None:
-        self.run, self.out, self.saves = run, out, saves
+    def __init__(self, run: RunFile, saves: Path) -> None:
+        self.run, self.saves = run, saves
         self.most: dict[str, int] = {}  # bytes, by slot
 
     def node(self, slot: str) -> list[str]:
@@ -88,7 +87,7 @@ class Swarm:
             time.sleep(0.1)
 
     def need(self, slot: str, replicas: Mapping[int, int]) -> int:
-        config = model_config(self.run.model, self.run.model.vocabulary or 0)
+        config = self.run.model.config
         counts = [replicas[stage] for stage in range(config.stages + 1)]
         stage = int(slot.partition(".")[0])
         return round(whole(needed(self.run, config, stage, counts, saves=True)).both)
@@ -117,7 +116,7 @@ def _told(event: dict[str, Any]) -> str:
 
 def libraries(run: RunFile, out: Path) -> int:
     """Bytes that a node takes whose model is next to nothing."""
-    tiny = Swarm(resolve(override(run, **TINY)), out, out / "saves")
+    tiny = Swarm(resolve(override(run, **TINY)), out / "saves")
     nodes = tiny.nodes({0: 1, 1: 1, 2: 1})
     with swarm(tiny.run, run_planaria, out, nodes, mortal=nodes) as look:
         tiny.until(look, tiny.run.steps)
@@ -143,7 +142,7 @@ def whole_model(run: RunFile, out: Path, base: int) -> None:
     name, steps = "124M", run.steps
     run = resolve(override(run, **GPT2, steps=steps + 2))
     replicas = dict.fromkeys(range(GPT2["model__stages"] + 1), 1)
-    trained = Swarm(run, out, out / "saves")
+    trained = Swarm(run, out / "saves")
     nodes, lost = trained.nodes(replicas), f"{MIDDLE}.0"
     with swarm(run, run_planaria, out / "first", nodes, mortal=[lost]) as look:
         watched = Watched(look, look.processes.logs)
@@ -184,7 +183,7 @@ def large_stage(run: RunFile, out: Path, base: int) -> None:
     """Two of the 24 blocks of `large`, at two nodes; a third one gets the state from both."""
     name = "1.2G"
     run = resolve(override(run, **LARGE, swarm__replicas=3, swarm__start_grace=5))
-    trained = Swarm(run, out, out / "saves")
+    trained = Swarm(run, out / "saves")
     nodes, third = trained.nodes({0: 1, 1: 2}), "1.2"
     with swarm(run, run_planaria, out / "run", nodes, mortal=[*nodes, third]) as look:
         watched = Watched(look, look.processes.logs)
@@ -201,7 +200,7 @@ def large_stage(run: RunFile, out: Path, base: int) -> None:
 
 
 def _tokens(run: RunFile) -> int:
-    return run.training.batch * model_config(run.model, run.model.vocabulary or 0).context
+    return run.training.batch * run.model.config.context
 
 
 def main() -> None:
