@@ -51,6 +51,14 @@ def lab_run(
         int, typer.Option(min=0, help="Of each run; 0: as many as it has cores.")
     ] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
+    dask: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Scheduler of the Dask cluster that does it: its workers are started in this "
+            "folder, and see the same files.",
+        ),
+    ] = None,
     only: Annotated[
         list[str] | None, typer.Option(help="A variant's name; repeatable. Default: all.")
     ] = None,
@@ -85,7 +93,10 @@ def lab_run(
         iterations = sum(job.run.steps for job in todo.values())
         at_once = min(jobs or os.cpu_count() or 1, len(todo))
         with _progress(iterations, len(todo)) as tell:
-            runner.run_all(list(todo.items()), results, device, at_once, threads, tell)
+            if dask is None:
+                runner.run_all(list(todo.items()), results, device, at_once, threads, tell)
+            else:
+                runner.run_all_over_dask(list(todo.items()), results, device, dask, tell)
     console.print(f"{results}: all {len(wanted)} runs are there")
 
 

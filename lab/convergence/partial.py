@@ -33,10 +33,11 @@ class PartialRun:
 
     def __init__(self, path: Path, every: float = EVERY) -> None:
         self._path, self._every = path, every
-        self._last = time.monotonic()
+        self._last = 0.0  # time of `load`, or since when it is kept
 
     def load(self, swarm: TrainingSwarm) -> Progress | None:
         """None where there is none; `swarm` is then as it was. Raises StudyError."""
+        self._last = time.monotonic()  # of the machine where it runs
         if not self._path.exists():
             return None
         try:

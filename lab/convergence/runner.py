@@ -28,6 +28,7 @@ from planaria.lab.convergence.training import (
     updates_a_token,
 )
 from planaria.node.data.mixture import open_data
+from planaria.node.data.spread import over_dask
 from planaria.node.resolve import resolve
 from planaria.node.run_file import override
 
@@ -84,8 +85,7 @@ def run_all(
                 for future in as_completed(pending, timeout=TICK):
                     pending.discard(future)
                     runs += 1
-                    append_result(results, future.result())
-                    partial(results, future.result()["key"]).unlink(missing_ok=True)
+                    _keep(results, future.result())
                     tell(counter.value, runs)
             except TimeoutError:
                 tell(counter.value, runs)
@@ -93,6 +93,32 @@ def run_all(
         pool.shutdown(wait=False, cancel_futures=True)
         for process in multiprocessing.active_children():
             process.terminate()
+
+
+def run_all_over_dask(
+    todo: Sequence[tuple[str, Job]],
+    results: Path,
+    device: str,
+    address: str,
+    tell: Callable[[int, int], None],
+) -> None:
+    """As `run_all`, on the workers of the cluster whose scheduler is there; a run is told of when
+    it is done. Raises CorpusError, too, where the cluster or a worker's data isn't there."""
+    keys, jobs = zip(*todo, strict=True)
+    kept = [PartialRun(partial(results, key)) for key in keys]
+    steps = {key: job.run.steps for key, job in todo}
+    done = 0
+    with over_dask(address, in_order=False) as spread:
+        of_all = spread(run_one, keys, jobs, [device] * len(todo), kept)
+        for runs, result in enumerate(of_all, 1):
+            _keep(results, result)
+            done += steps[result["key"]]
+            tell(done, runs)
+
+
+def _keep(results: Path, result: Mapping[str, Any]) -> None:
+    append_result(results, result)
+    partial(results, result["key"]).unlink(missing_ok=True)
 
 
 _counter: Synchronized[int] | None = None

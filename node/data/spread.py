@@ -67,8 +67,9 @@ def _begin(threads: int) -> None:
 
 
 @contextmanager
-def over_dask(address: str) -> Iterator[Spread]:
-    """The workers of the cluster whose scheduler is there. Raises CorpusError."""
+def over_dask(address: str, in_order: bool = True) -> Iterator[Spread]:
+    """The workers of the cluster whose scheduler is there; unless `in_order`, results are given as
+    they come. Raises CorpusError."""
     try:
         import distributed
     except ModuleNotFoundError as error:
@@ -89,7 +90,7 @@ def over_dask(address: str) -> Iterator[Spread]:
         def spread(do: Callable[..., T], *columns: Sequence[Any]) -> Iterator[T]:
             futures = client.map(do, *columns, pure=False)
             try:
-                for future in futures:
+                for future in futures if in_order else distributed.as_completed(futures):
                     yield future.result()
             except (distributed.KilledWorker, distributed.CancelledError) as error:
                 raise CorpusError(f"the Dask cluster at {address} gave up: {error}") from error
