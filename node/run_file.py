@@ -312,8 +312,10 @@ class RelearnSection(Section):
     """A stage that was guessed is trained alone on what crossed its ends, whatever the policy."""
 
     steps: int = Field(default=10, ge=1, le=10**4, description="whose boundary tensors are kept")
-    samples: int = Field(default=1, ge=0, le=2**16, description="at a time; 0: a microbatch")
-    passes: int = Field(default=2, ge=0, le=1000, description="0: as the papers have it")
+    tokens: int = Field(
+        default=256, ge=1, le=2**31, description="an update is made of; a sample at least"
+    )
+    passes: int = Field(default=4, ge=0, le=1000, description="0: as the papers have it")
     seconds: float = Field(default=20.0, ge=0, le=86_400, description="at most, in one stall")
     lr: float = Field(default=0.05, gt=0, le=100, description="Muon's, at first; it falls to 0")
     enough: float = Field(
@@ -546,16 +548,19 @@ def _ablation(key: str) -> str:
 
 
 WRITTEN = "is no key any more: remove it; training goes on while a save is written"
+SAMPLES = "is now tokens in [recovery.relearn]: so many samples times model.context"
 GONE = {
     **{
         f"recovery.{table}_{key}": f"is now {key} in [recovery.{table}]"
         for table, keys in (
-            ("relearn", ("steps", "samples", "passes", "seconds", "lr")),
+            ("relearn", ("steps", "passes", "seconds", "lr")),
             ("snapshot", ("fraction", "period", "codec", "moments", "mbps")),
             ("checkpoint", ("dir", "every")),
         )
         for key in keys
     },
+    "recovery.relearn_samples": SAMPLES,
+    "recovery.relearn.samples": SAMPLES,
     "recovery.omega": _ablation("omega"),
     "recovery.stage0_moments": _ablation("stage0_moments"),
     "recovery.snapshot_choice": _ablation("snapshot_choice"),

@@ -45,9 +45,14 @@ def time_for(seconds: float, trained: float, spent: float) -> float:
     return max(whole - spent, LEAST * whole)
 
 
-def parts(samples: int, at_a_time: int) -> list[slice]:
-    """Samples of a pair to be learned at a time: at most so many, as evenly as can be; 0: all."""
-    count = -(-samples // at_a_time) if at_a_time else 1
+def at_a_time(tokens: int, context: int) -> int:
+    """Samples of an update that is to be made of so many tokens: one at least."""
+    return max(1, tokens // context)
+
+
+def parts(samples: int, at_most: int) -> list[slice]:
+    """Samples of a pair to be learned at a time: at most so many, as evenly as can be."""
+    count = -(-samples // at_most)
     size, larger = divmod(samples, count)
     ends = [number * size + min(number, larger) for number in range(count + 1)]
     return [slice(start, end) for start, end in pairwise(ends)]

@@ -160,7 +160,8 @@ def update_tokens(config: ModelConfig, ablation: Ablation) -> float:
 def updates_a_token(run: RunFile, config: ModelConfig, ablation: Ablation) -> float:
     """Of relearning, from whole pairs."""
     some = learned_of(run.training.microbatch, ablation)
-    return len(parts(some, run.recovery.relearn.samples)) / (some * config.context)
+    at_most = relearning.at_a_time(run.recovery.relearn.tokens, config.context)
+    return len(parts(some, at_most)) / (some * config.context)
 
 
 def learned_of(samples: int, ablation: Ablation) -> int:
@@ -760,6 +761,7 @@ class TrainingSwarm:
         nodes before and behind, unless these are lost too, or came later."""
         found = []
         relearn = self.run.recovery.relearn
+        at_most = relearning.at_a_time(relearn.tokens, self.config.context)
         longer = self.ablation.relearn_first_steps and 1 in block
         oldest = self.committed - relearn.steps * (relearning.FIRST if longer else 1)
         for step, crossed in self.boundary:
@@ -775,7 +777,7 @@ class TrainingSwarm:
                         BlockSamples(
                             step, run.stages, tensors[run.start][part], tensors[run.end][part]
                         )
-                        for part in parts(some, relearn.samples)
+                        for part in parts(some, at_most)
                     ]
         return found
 

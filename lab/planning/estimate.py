@@ -429,7 +429,7 @@ def _relearning(swarm: Swarm, stage: int, link: Link, at_most: float) -> float:
         return 0.0
     values = training.batch * swarm.config.context * swarm.config.crossing
     pairs = transfer(reaction.BOUNDARY * recovery.relearn.steps * values, link)
-    return pairs + reaction.training_alone(swarm.run, stage, _slowest(swarm, stage), at_most)
+    return pairs + reaction.training_alone(swarm, stage, _slowest(swarm, stage), at_most)
 
 
 def _learning(swarm: Swarm, reach: Reach, lost: float, usual: float) -> tuple[float, float]:

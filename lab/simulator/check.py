@@ -274,7 +274,7 @@ def _time_tasks(run: RunFile, config: ModelConfig, stage: int) -> Seconds:
     forward = _median(lambda: module(crossing()))
     backward = _back(lambda: module(crossing()), given)
     chain = [Learner(module, 1e-9, run.training.precision == "bf16")]
-    some = torch.randn(relearned_at_a_time(run), config.context, config.crossing)
+    some = torch.randn(relearned_at_a_time(run, config), config.context, config.crossing)
     relearn = _median(lambda: learn(chain, some, 2 * some))
     return Seconds(forward, backward, relearn=relearn, **rest)
 

@@ -22,7 +22,6 @@ from planaria.lab.simulator.swarm import (
     relearned_at_a_time,
     values_sent,
 )
-from planaria.node.run_file import RunFile
 from planaria.recovery.decide import INEXACT
 from planaria.recovery.relearning import passes, updates_to_look
 
@@ -161,15 +160,16 @@ def relearning(swarm: Swarm, stage: int, method: str, at_most: float) -> float:
         crossed * 8 / (link.mbps * 1e6) + 2 * link.delay_ms / 1e3 + slow_start(link, crossed)
         for link in around
     )
-    return fetch + training_alone(run, stage, seconds, at_most)
+    return fetch + training_alone(swarm, stage, seconds, at_most)
 
 
-def training_alone(run: RunFile, stage: int, seconds: Seconds, at_most: float) -> float:
+def training_alone(swarm: Swarm, stage: int, seconds: Seconds, at_most: float) -> float:
     """A rebuilt stage's, until all its updates are made or its time is over. If the run file says
     what is `enough`, others wait until it is looked for the first time whether the stage is that
     good, or not at all where its guess is. What it learns beside steps isn't counted."""
-    relearn = run.recovery.relearn
-    a_pass = math.ceil(relearn.steps * run.training.batch / relearned_at_a_time(run))
+    run, relearn = swarm.run, swarm.run.recovery.relearn
+    some = relearned_at_a_time(run, swarm.config)
+    a_pass = math.ceil(relearn.steps * run.training.batch / some)
     updates = passes(relearn.passes, (stage,)) * a_pass
     if relearn.enough:
         good = stage != FAR_OFF and relearn.enough >= GUESSED

@@ -19,6 +19,7 @@ from planaria.node.stage.model import parameter_shapes
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.wire.frames import encoded_size
 from planaria.recovery.learner import orthogonalizing_flops
+from planaria.recovery.relearning import at_a_time
 
 VALUE = torch.float32.itemsize
 """Bytes of a weight, of a gradient's value, and of each of Adam's moments."""
@@ -257,15 +258,15 @@ def seconds_at(
     embedding = 2 * VALUE * values_sent(run, config) / memory
     if stage == 0:
         return Seconds(forward=embedding, backward=embedding, head=3 * forward, **state)
-    relearn = 3 * forward * relearned_at_a_time(run) / run.training.microbatch
+    relearn = 3 * forward * relearned_at_a_time(run, config) / run.training.microbatch
     relearn += orthogonalizing_flops(parameter_shapes(config, 1)) / flops
     backward = (3 if run.training.recompute else 2) * forward
     return Seconds(forward, backward, relearn=relearn, **state)
 
 
-def relearned_at_a_time(run: RunFile) -> int:
+def relearned_at_a_time(run: RunFile, config: ModelConfig) -> int:
     """Samples in an update of relearning, which are of one microbatch."""
-    return min(run.recovery.relearn.samples or run.training.microbatch, run.training.microbatch)
+    return min(at_a_time(run.recovery.relearn.tokens, config.context), run.training.microbatch)
 
 
 def copy_bytes(config: ModelConfig) -> int:

@@ -22,7 +22,7 @@ from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges
 from planaria.recovery.decide import ANEW, INEXACT, ORIGIN
-from planaria.recovery.relearning import passes, peak
+from planaria.recovery.relearning import at_a_time, passes, peak
 
 if TYPE_CHECKING:
     from planaria.node.state.holdings import Holdings
@@ -270,7 +270,7 @@ class Rebuilding:
         if sync.HasField("relearning"):
             seconds = min(seconds, sync.relearning)
         terms = Terms(
-            samples=recovery.relearn.samples,
+            samples=at_a_time(recovery.relearn.tokens, self.config.context),
             passes=passes(recovery.relearn.passes, joiners),
             seconds=seconds,
             lr=peak(recovery.relearn.lr, sync.step),

@@ -116,7 +116,7 @@ class Lesson(Protocol):
 class Terms:
     """How long a block relearns, and how."""
 
-    samples: int  # trained on at a time; 0: as they crossed
+    samples: int  # trained on at a time, at most
     passes: int  # over all pairs, at most
     seconds: float  # at most, with the measuring before and after; 0: no training
     lr: float  # at first

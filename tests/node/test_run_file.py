@@ -60,7 +60,7 @@ def test_short_times_that_go_together_are_taken() -> None:
 
 
 MOVED = {
-    "relearn": {"steps": 4, "samples": 0, "passes": 3, "seconds": 5.0, "lr": 0.1},
+    "relearn": {"steps": 4, "passes": 3, "seconds": 5.0, "lr": 0.1},
     "snapshot": {"fraction": 0.5, "period": 4, "codec": "none", "moments": False, "mbps": 9.0},
     "checkpoint": {"dir": "/mnt/shared", "every": 3},
 }
@@ -95,6 +95,13 @@ def test_what_only_studies_varied_is_an_ablation_now(section: str, key: str, val
     with pytest.raises(RunFileError, match=said):
         from_fields({section: {key: value}})
     assert getattr(Ablation.model_validate({key: value}), key) == value
+
+
+@pytest.mark.parametrize("key", ["recovery.relearn_samples", "recovery.relearn.samples"])
+def test_an_update_is_told_in_tokens_now(key: str) -> None:
+    said = rf"{key}: is now tokens in \[recovery\.relearn\]: so many samples times model\.context"
+    with pytest.raises(RunFileError, match=said):
+        loads(f"{key} = 4")
 
 
 @pytest.mark.parametrize("key", ["recovery.checkpoint_writes", "saves.writes"])

@@ -22,6 +22,7 @@ from planaria.recovery.orders import Run, adjoining, blocks, order, runs
 from planaria.recovery.relearning import (
     PULL,
     YOUNG,
+    at_a_time,
     parts,
     passes,
     peak,
@@ -107,14 +108,18 @@ def test_swapped_orders_part_what_is_lost_differently() -> None:
 # How
 
 
-@given(st.integers(1, 40), st.integers(0, 50))
-def test_parts_are_all_samples_in_order_evenly(samples: int, at_a_time: int) -> None:
-    found = parts(samples, at_a_time)
+@given(st.integers(1, 40), st.integers(1, 50))
+def test_parts_are_all_samples_in_order_evenly(samples: int, at_most: int) -> None:
+    found = parts(samples, at_most)
     assert [at for part in found for at in range(samples)[part]] == list(range(samples))
     sizes = [part.stop - part.start for part in found]
-    assert max(sizes) <= (at_a_time or samples)
+    assert max(sizes) <= at_most
     assert max(sizes) - min(sizes) <= 1
-    assert len(found) == (-(-samples // at_a_time) if at_a_time else 1)
+    assert len(found) == -(-samples // at_most)
+
+
+def test_an_update_is_made_of_whole_samples_one_at_least() -> None:
+    assert [at_a_time(256, context) for context in (32, 64, 100, 256, 4096)] == [8, 4, 2, 1, 1]
 
 
 def test_the_rate_falls_in_a_line_by_whichever_ends_first() -> None:

@@ -441,7 +441,7 @@ async def test_what_is_relearned_beside_steps_is_what_the_lab_relearns(
         stages=4,
         recovery__relearn__steps=4,
         recovery__relearn__passes=2,
-        recovery__relearn__samples=1,
+        recovery__relearn__tokens=1,
         recovery__relearn__seconds=60.0,
         recovery__relearn__enough=0.55,
         recovery__relearn__each_step=each_step,

@@ -110,7 +110,7 @@ USED = {
         *("recovery.relearn.steps", "recovery.checkpoint.every", "saves.every", "saves.keep")
     ],
     "node/state/rebuild.py": [
-        *("recovery.relearn.samples", "recovery.relearn.passes"),
+        *("recovery.relearn.tokens", "recovery.relearn.passes"),
         *("recovery.relearn.lr", "recovery.relearn.enough", "recovery.relearn.each_step"),
     ],
     "node/transaction/averaging.py": ["wire.averaging", "wire.topk", "wire.rank"],

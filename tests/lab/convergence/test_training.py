@@ -49,7 +49,7 @@ validation_microbatches = 4
 [recovery]
 relearn.passes = 5
 relearn.steps = 4
-relearn.samples = 1
+relearn.tokens = 32
 relearn.enough = 0
 checkpoint.every = 4
 checkpoint.dir = "memory"
@@ -291,8 +291,8 @@ def test_who_learns_in_the_background_and_is_lost_begins_anew(corpus: Corpus) ->
 
 def test_the_lab_takes_half_of_a_nodes_time_for_a_gap(corpus: Corpus) -> None:
     """An update computes its passes, and what orthogonalizing takes."""
-    for samples, tokens in ((1, 32), (2, 64), (0, 64), (16, 64)):
-        swarm = TrainingSwarm(run_with(relearn__samples=samples), corpus)
+    for wanted, tokens in ((1, 32), (64, 64), (95, 64), (1000, 64)):
+        swarm = TrainingSwarm(run_with(relearn__tokens=wanted), corpus)
         each = tokens + update_tokens(swarm.config, Ablation())
         assert swarm.updates_beside == max(1, round(8 * 32 / each))
     assert TrainingSwarm(run_with(relearn__each_step=7), corpus).updates_beside == 7

@@ -215,7 +215,7 @@ def chain_of(pair: Pair, learners: Mapping[int, Learner]) -> list[Learner]:
     return [learners[stage] for stage in pair.stages]
 
 
-@pytest.mark.parametrize(("swapped", "samples"), [(False, 0), (False, 1), (True, 1)])
+@pytest.mark.parametrize(("swapped", "samples"), [(False, 8), (False, 1), (True, 1)])
 @pytest.mark.parametrize("lost", [(3,), (1,), (5,), (2, 3), (1, 2), (4, 5), (2, 3, 4), (1, 2, 3)])
 def test_joiners_do_what_one_process_would_do(
     lost: tuple[int, ...], swapped: bool, samples: int
