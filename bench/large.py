@@ -18,9 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.left import Watched
 from bench.rows import keep
-from bench.swarm import Living, swarm
+from bench.swarm import Living, Watched, swarm
 from planaria.lab.planning.memory import needed, whole
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe

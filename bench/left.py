@@ -11,24 +11,22 @@ transfer of the state.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.rows import keep
-from bench.swarm import Lines, swarm
+from bench.swarm import LOOK, Lines, Watched, swarm
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
 from planaria.node.local.processes import run_planaria
-from planaria.node.naming import node_of
 from planaria.node.resolve import resolve
 from planaria.node.run_file import RunFile, loads, override
 
@@ -40,7 +38,6 @@ LOST = (2, 3, 4, 0)
 BETWEEN = 12  # steps between two losses; the first two don't count
 GOAL = 5.0  # seconds
 NOTICE = 30.0  # seconds
-LOOK = 0.05  # seconds between two at the ledgers
 RELEARNING = "relearning"
 RUN = f"""
 name = "left"
@@ -90,41 +87,6 @@ class Handover(NamedTuple):
             f"s; ratio to one step of {self.usual:.2f} s and its transfer in {self.transfer:.2f} "
             f"s: {self.ratio:.2f}"
         )
-
-
-class Watched:
-    """A swarm that trains."""
-
-    def __init__(self, look: Callable[[], Lines], logs: Path) -> None:
-        self._look, self._logs = look, logs
-
-    def committed(self) -> Lines:
-        """In the order of time."""
-        return sorted(self._look(), key=lambda line: float(line["time"]))
-
-    def events(self, *kinds: str) -> list[dict[str, Any]]:
-        files = [path.read_text() for path in self._logs.glob("events-*.jsonl")]
-        texts = [line for file in files for line in file.rpartition("\n")[0].splitlines()]
-        found = [event for event in map(json.loads, texts) if event["kind"] in kinds]
-        return sorted(found, key=lambda event: float(event["time"]))
-
-    def train(self, steps: int) -> Lines:
-        """So many more; returns them. Their last one is under way when this returns."""
-        after = time.time()
-        while len(trained := [o for o in self.committed() if o["time"] > after]) <= steps:
-            time.sleep(LOOK)
-        return trained
-
-    def next_view(self, than: int) -> dict[str, Any]:
-        """The first commit in a newer one."""
-        while not (newer := [one for one in self.committed() if one["view"] > than]):
-            time.sleep(LOOK)
-        return newer[0]
-
-    def serving(self, stage: int) -> tuple[str, int]:
-        """Node and process of the only one there."""
-        node = node_of(next(e for e in self.events("serving") if e["stage"] == stage)["node"])
-        return node, next(e["pid"] for e in self.events("joined") if e["node"] == node)
 
 
 @contextmanager

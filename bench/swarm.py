@@ -6,16 +6,18 @@ import json
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from planaria.node.local.processes import PLANARIA, Processes, Work
+from planaria.node.naming import node_of
 from planaria.node.own_folders import said_here
 from planaria.node.run_file import RunFile, dumps
 
 DEADLINE = 900.0  # seconds
+LOOK = 0.05  # seconds between two at the ledgers
 
 Lines = list[dict[str, Any]]
 
@@ -47,6 +49,41 @@ class Living:
     def _signal(self, number: signal.Signals) -> None:
         for process in self.processes.running().values():
             os.kill(process, number)
+
+
+class Watched:
+    """A swarm that trains."""
+
+    def __init__(self, look: Callable[[], Lines], logs: Path) -> None:
+        self._look, self._logs = look, logs
+
+    def committed(self) -> Lines:
+        """In the order of time."""
+        return sorted(self._look(), key=lambda line: float(line["time"]))
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        files = [path.read_text() for path in self._logs.glob("events-*.jsonl")]
+        texts = [line for file in files for line in file.rpartition("\n")[0].splitlines()]
+        found = [event for event in map(json.loads, texts) if event["kind"] in kinds]
+        return sorted(found, key=lambda event: float(event["time"]))
+
+    def train(self, steps: int) -> Lines:
+        """So many more; returns them. Their last one is under way when this returns."""
+        after = time.time()
+        while len(trained := [o for o in self.committed() if o["time"] > after]) <= steps:
+            time.sleep(LOOK)
+        return trained
+
+    def next_view(self, than: int) -> dict[str, Any]:
+        """The first commit in a newer one."""
+        while not (newer := [one for one in self.committed() if one["view"] > than]):
+            time.sleep(LOOK)
+        return newer[0]
+
+    def serving(self, stage: int) -> tuple[str, int]:
+        """Node and process of the only one there."""
+        node = node_of(next(e for e in self.events("serving") if e["stage"] == stage)["node"])
+        return node, next(e["pid"] for e in self.events("joined") if e["node"] == node)
 
 
 def train(run: RunFile, work: Work, out: Path, before: Mapping[str, Sequence[str]]) -> Lines:
