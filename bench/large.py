@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.rows import keep
 from bench.swarm import Living, Watched, swarm
-from planaria.lab.planning.memory import needed, whole
+from planaria.lab.planning.memory import at_a_loss, needed, whole
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
 from planaria.node.local.processes import run_planaria
@@ -85,11 +85,15 @@ class Swarm:
                 self.most[slot] = max(self.most.get(slot, 0), _high_water(process))
             time.sleep(0.1)
 
-    def need(self, slot: str, replicas: Mapping[int, int]) -> int:
+    def need(self, slot: str, replicas: Mapping[int, int], during: str = "") -> int:
+        """Bytes. `during`: a loss, as `at_a_loss` names what comes then."""
         config = self.run.model.config
         counts = [replicas[stage] for stage in range(config.stages + 1)]
         stage = int(slot.partition(".")[0])
-        return round(whole(needed(self.run, config, stage, counts, saves=True)).both)
+        parts = needed(self.run, config, stage, counts, saves=True)
+        if during:
+            parts[during] = at_a_loss(self.run, config, stage)[during]
+        return round(whole(parts).both)
 
 
 def _high_water(process: int) -> int:
@@ -122,15 +126,24 @@ def libraries(run: RunFile, out: Path) -> int:
     return max(most for slot, most in tiny.most.items() if slot in nodes)
 
 
-def compare(name: str, trained: Swarm, replicas: Mapping[int, int], libraries: int) -> None:
+def compare(
+    name: str,
+    trained: Swarm,
+    replicas: Mapping[int, int],
+    libraries: int,
+    during: Mapping[str, str],
+) -> None:
+    """`during`: what came at a loss, by who had more in memory for it."""
     for slot, most in sorted(trained.most.items()):
         if slot == "registry":
             continue
-        need = trained.need(slot, replicas)
+        when = during.get(slot, "")
+        need = trained.need(slot, replicas, when)
         ratio = (most - libraries) / need
         print(
-            f"{name}, node {slot}: {most / MB:.0f} MB at most, {libraries / MB:.0f} of them the "
-            f"libraries'; the plan says {need / MB:.0f}; ratio {ratio:.2f} (goal 0.90 to 1.10)",
+            f"{name}, node {slot}{f' ({when})' if when else ''}: {most / MB:.0f} MB at most, "
+            f"{libraries / MB:.0f} of them the libraries'; the plan says {need / MB:.0f}; "
+            f"ratio {ratio:.2f} (goal 0.90 to 1.10)",
             flush=True,
         )
         keep("large", model=name, node=slot, bytes=most, libraries=libraries, needed=need)
@@ -175,7 +188,7 @@ def whole_model(run: RunFile, out: Path, base: int) -> None:
     took = time.monotonic() - started
     print(f"{name}: exported, {_size(exported) / MB:.0f} MB in {took:.1f} s", flush=True)
     keep("large", model=name, step_seconds=seconds, again=began, export_seconds=took)
-    compare(name, trained, replicas, base)
+    compare(name, trained, replicas, base, {other: "relearning"})
 
 
 def large_stage(run: RunFile, out: Path, base: int) -> None:
@@ -195,7 +208,7 @@ def large_stage(run: RunFile, out: Path, base: int) -> None:
         print(f"{name}, {_told(event)}", flush=True)
         keep("large", model=name, rebuilt=event)
     print(f"{name}: {_size(trained.saves) / MB:.0f} MB of saves", flush=True)
-    compare(name, trained, {0: 1, 1: 3}, base)
+    compare(name, trained, {0: 1, 1: 3}, base, dict.fromkeys(("1.0", "1.1"), "a newcomer"))
 
 
 def _tokens(run: RunFile) -> int:

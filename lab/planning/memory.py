@@ -32,6 +32,10 @@ from planaria.recovery.snapshot import Layout, held_at
 TAKEN = torch.int64.itemsize
 """Bytes for each row of a snapshot or copy: the step that it is of."""
 HALF = torch.bfloat16.itemsize
+FOLLOWED = 2
+"""Steps whose gradients wait for a newcomer: one is on its way."""
+SOURCES = 2
+"""Stages whose weights a guess is made of."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,8 @@ def needed(
 
     `replicas`: nodes of stages 0, 1, .., L, equally fast: one that is faster than the others of its
     stage gets more microbatches, and keeps more of what crosses. `saves`: the node is started with
-    --save-dir. Not in it: a joiner's or a rebuild's transfer, frames that wait for a link (16 MiB
-    each at most).
+    --save-dir. Not in it: what `at_a_loss` has, and frames that wait for a link (16 MiB each at
+    most).
     """
     gradient = VALUE * parameters(config, stage)
     stand_in = run.recovery.masking == "spare" and replicas[stage] > 1
@@ -85,6 +89,19 @@ def needed(
     if saves:
         found["saves"] = Bytes(host=_writes(run, config, stage))
     return {name: size for name, size in found.items() if size.both}
+
+
+def at_a_loss(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
+    """What a node of `stage` needs more for a while, by when: while a newcomer copies its state
+    (node/state/feeding.py), and while it relearns its stage, which it has guessed."""
+    gradient = VALUE * parameters(config, stage)
+    copied = STATE * parameters(config, stage) + FOLLOWED * gradient
+    found = {"a newcomer": Bytes(host=copied)}
+    if stage and run.recovery.relearn.passes and run.recovery.policy in ("checkfree", "checkfree+"):
+        weights = 4 if stage == 1 else 3  # of a copy, its gradient and momentum, and its guess
+        learned = _boundary(run, config, run.training.microbatches)
+        found["relearning"] = Bytes(weights * gradient, SOURCES * gradient + learned)
+    return found
 
 
 def whole(parts: Mapping[str, Bytes]) -> Bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -310,7 +311,8 @@ def plan_data(plan: Candidate) -> dict[str, Any]:
         "spent": {name: figure(seconds) for name, seconds in plan.estimate.spent.items()},
         "lost_nodes": figure(plan.estimate.lost_nodes),
         "lost_stages": figure(plan.estimate.lost_stages),
-        "memory": [{"device": of.device, "host": of.host} for of in plan.memory()],
+        "memory": [asdict(need) for need in plan.memory()],
+        "more_memory": [asdict(more) for more in plan.more_memory()],
         "nodes": [[machine.name for machine in of] for of in plan.nodes],
     }
 
@@ -393,10 +395,13 @@ def _print_plan(question: Question, plan: Candidate, narrow: Candidate | None) -
         "losses",
         f"{plan.estimate.lost_nodes:,.1f} nodes, {plan.estimate.lost_stages:,.2f} whole stages",
     )
-    for stage, (of, need) in enumerate(zip(plan.nodes, plan.memory(), strict=True)):
+    each = zip(plan.nodes, plan.memory(), plan.more_memory(), strict=True)
+    for stage, (of, need, more) in enumerate(each):
         places = ", ".join(dict.fromkeys(machine.site for machine in of))
         memory = f"{need.device / 1e9:,.2f} GB on the device, {need.host / 1e9:,.2f} GB beside it"
-        sheet.add_row(f"stage {stage}", f"{len(of)} at {places}; a node needs {memory}")
+        after = f"{more.device / 1e9:,.2f} and {more.host / 1e9:,.2f} GB more"
+        told = f"a node needs {memory}; for a while after a loss {after}"
+        sheet.add_row(f"stage {stage}", f"{len(of)} at {places}; {told}")
     if narrow is not None:
         sheet.add_row("narrower links", _told_narrow(narrow))
     for notice in NOTICES:

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, product
 from typing import Final
 
 from planaria.lab.emulation.links import Network
@@ -24,7 +24,7 @@ from planaria.lab.planning.estimate import (
     step_seconds,
     usual_seconds,
 )
-from planaria.lab.planning.memory import Bytes, needed, whole
+from planaria.lab.planning.memory import Bytes, at_a_loss, needed, whole
 from planaria.lab.simulator.churn import HOUR
 from planaria.lab.simulator.swarm import Group, Seconds, Swarm, Transport, seconds_at
 from planaria.node.run_file import RunFile, override
@@ -173,6 +173,11 @@ class Candidate:
         stages = range(len(self.counts))
         return [whole(needed(self.run, self.swarm.config, s, self.counts)) for s in stages]
 
+    def more_memory(self) -> list[Bytes]:
+        """That it needs more for a while, after a loss."""
+        each = [at_a_loss(self.run, self.swarm.config, s).values() for s in range(len(self.counts))]
+        return [Bytes(max(of.device for of in more), max(of.host for of in more)) for more in each]
+
 
 def placed(machines: Sequence[Machine], counts: Sequence[int]) -> tuple[tuple[Machine, ...], ...]:
     """A stage's nodes in a row, so that most stages are at one site each, and neighbours near: the
@@ -252,9 +257,11 @@ class _Shape:
         """Which stage doesn't fit on one of its nodes; empty: all do."""
         for stage, machines in enumerate(self.nodes):
             need = whole(needed(run, self.config, stage, self.counts))
-            for machine in machines:
-                if problem := machine.lacks(need):
-                    return f"stage {stage} {problem} at {machine.name}"
+            more = {"": Bytes()} | at_a_loss(run, self.config, stage)
+            for machine, (when, extra) in product(machines, more.items()):
+                if problem := machine.lacks(need + extra):
+                    during = f" (while there is {when})" if when else ""
+                    return f"stage {stage} {problem}{during} at {machine.name}"
         return ""
 
     def _settings(self, run: RunFile) -> Iterator[Candidate]:

@@ -17,14 +17,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-from planaria.lab.planning.memory import Bytes, needed, saved, under_way, whole, working
+from planaria.lab.planning.memory import (
+    FOLLOWED,
+    Bytes,
+    at_a_loss,
+    needed,
+    saved,
+    under_way,
+    whole,
+    working,
+)
 from planaria.lab.simulator.swarm import parameters
 from planaria.node.data.corpus import Corpus
 from planaria.node.run_file import RunFile, loads, override
+from planaria.node.stage.lesson import StageLesson
 from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.shape import ModelConfig, model_config
+from planaria.node.state.boundary import Fetched, Pair
+from planaria.node.state.feeding import gradient_frame
+from planaria.node.state.relearn import Piece
 from planaria.node.transaction.attempt import Workplace
+from planaria.node.transaction.effects import NEVER
+from planaria.node.wire import tensors
 from tests.swarm.in_process import LocalSwarm
 
 ROOT = Path(__file__).parent.parent.parent
@@ -147,6 +162,48 @@ def test_a_stages_state_is_four_tensors(stage: int) -> None:
     tensors = (optimizer.gradient, *(tensor for _, tensor in optimizer.state(optimizer=True)))
     expected = needed(run, config, stage, [1] * 5)["model"]
     assert expected == Bytes(sum(tensor.nbytes for tensor in tensors))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_lesson_takes_what_torch_allocates(stage: int) -> None:
+    """With wide matrices and few tokens; orthogonalizing one of them takes a few of its size."""
+    run, config = made(model__dim=256, model__context=16, training__microbatch=1)
+    module = build_stage(config, stage, seed=0)
+    assert isinstance(module, BodyStage)
+    optimizer = StageOptimizer(module, torch.device("cpu"))
+    pair = Pair(1, 0, (stage,))
+    shape = (1, 16, 256)
+    crossed = {pair: torch.randn(shape, dtype=torch.bfloat16)}
+    fetched = Fetched(shape, crossed, {pair: torch.randn(shape, dtype=torch.bfloat16)})
+
+    def learn() -> None:
+        lesson = StageLesson(module, optimizer, fetched, {stage}, bf16=False)
+        piece = Piece(pair, 0, 1)
+        lesson.end(piece, lesson.start(piece, with_start=True), None, 0.01)
+
+    expected = at_a_loss(run, config, stage)["relearning"].device
+    passing = 8 * config.hidden * config.dim * torch.float32.itemsize
+    assert expected <= allocated(learn) <= expected + passing
+
+
+def test_who_is_copied_keeps_its_state_and_gradients() -> None:
+    run, config = made()
+    optimizer = StageOptimizer(build_stage(config, 2, 0), torch.device("cpu"))
+    state = dict(optimizer.state(optimizer=True))
+    frame = gradient_frame(NEVER, torch.randn_like(optimizer.gradient), tensors)
+    kept = sum(tensor.nbytes for tensor in state.values()) + FOLLOWED * frame.size
+    expected = at_a_loss(run, config, 2)["a newcomer"]
+    assert expected.device == 0
+    assert 0.99 * kept <= expected.host <= kept
+
+
+def test_only_who_guesses_relearns() -> None:
+    for policy, guesses in (("checkfree", True), ("checkfree+", True), ("snapshot", False)):
+        run, config = made(recovery__policy=policy)
+        found = [at_a_loss(run, config, stage) for stage in range(config.stages + 1)]
+        assert ["relearning" in one for one in found] == [False] + [guesses] * config.stages
+        run, config = made(recovery__policy=policy, recovery__relearn__passes=0)
+        assert "relearning" not in at_a_loss(run, config, 1)
 
 
 def test_what_replicas_hold_back_takes_two_more_gradients() -> None:
