@@ -795,15 +795,14 @@ class Agent:
             self.state_server.on_message(peer, message)
 
     def _has_origin(self, stage: int) -> bool:
-        """Adapters are of no use without the rest, so that it may be wanted at any time."""
+        """Of all stages who has the folder, of its own who trains adapters."""
         adapters = self.run.training.lora is not None
         own = adapters and stage == self.stage and not self.member.weightless
-        here = own or (self.member.origin and stage <= self.config.stages)
-        return here and (adapters or self.member.committed == 0)
+        return own or (self.member.origin and stage <= self.config.stages)
 
     async def _serve_origin(self, peer: str, message: pb.Message, stage: int) -> None:
-        """Out of the checkpoint. It stays in memory until the first step is committed or, where
-        only adapters are trained, nobody has asked for it for a while."""
+        """Out of the checkpoint. It stays in memory until the first step is committed, or nobody
+        has asked for it for a while."""
         try:
             read = partial(self.arithmetic.of_checkpoint, stage)
             self.origins[stage] = await self.exchanges.compute(read)

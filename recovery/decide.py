@@ -20,7 +20,10 @@ happened, and the step was made again: of the same number, but not the same."""
 UNKNOWN: Made = (0, 0)
 ANEW = "adapters-anew"
 """The method by which a stage's adapters begin once more as they were before the first step."""
-INEXACT = ("checkfree", "checkfree+", "interpolate", ANEW)
+PRETRAINED = "pretrained"
+"""The method by which a stage of a run that began from a checkpoint has once more the weights that
+it has there."""
+INEXACT = ("checkfree", "checkfree+", "interpolate", ANEW, PRETRAINED)
 """Methods that don't know what a stage had learned: they guess its weights from other stages', or
 begin anew; what relearning helps."""
 COPIED = ("replica", "handover")
@@ -216,6 +219,8 @@ def _checkfree(stage: int, left: Left) -> _Answer:
         return _begin_anew(stage, left, f"stage {stage} has no replica left"), ""
     if stage == 0:
         return _stage0_copy(left)
+    if left.origin:
+        return _pretrained(stage, left, f"stage {stage} has no replica left"), ""
     if not 1 < stage < left.stages:
         return None, "checkfree rebuilds only stages between two body stages, and this is an end"
     missing = [of for of in (stage - 1, stage + 1) if not _trained(of, left)]
@@ -238,11 +243,18 @@ def _begin_anew(stage: int, left: Left, loss: str, fallback: bool = False) -> Re
     return Rebuild(stage, ANEW, (), exact=False, reason=reason, fallback=fallback)
 
 
+def _pretrained(stage: int, left: Left, loss: str, fallback: bool = False) -> Rebuild:
+    """Of a trained model stages are no longer alike, and have not moved far since."""
+    source = Source(giver(stage, left.origin), stage, 0)
+    reason = f"{loss}: its weights of the checkpoint that the run began from"
+    return Rebuild(stage, PRETRAINED, (source,), exact=False, reason=reason, fallback=fallback)
+
+
 def _checkfree_plus(stage: int, left: Left) -> _Answer:
     """CheckFree+ (its section 4.3): an end stage is a copy of the one that took its place in
     swapped order."""
     other = partner(stage, left.stages)
-    if stage == 0 or other is None:
+    if stage == 0 or other is None or left.origin:
         return _checkfree(stage, left)
     if not _trained(other, left):
         return None, f"its weights would come from stage {other}, and {_name([other])} lost with it"
@@ -297,7 +309,8 @@ _BY_POLICY = {
 
 
 def _fall_back(stage: int, left: Left, lacking: str) -> Rebuild | Stop:
-    """The best guess: its last save, else the neighbours, else what lies between the nearest."""
+    """The best guess: its last save, else what it was in the checkpoint that the run began from,
+    else the neighbours, else what lies between the nearest."""
     loss = f"stage {stage} is lost and {lacking}"
     if left.adapters:
         return _begin_anew(stage, left, loss, fallback=True)
@@ -307,6 +320,8 @@ def _fall_back(stage: int, left: Left, lacking: str) -> Rebuild | Stop:
         how = ", made by another commit," if other else ""
         reason = f"{loss}: its save of step {saves[0].step}{how} is used"
         return Rebuild(stage, "save", saves, exact=False, reason=reason, fallback=True)
+    if left.origin:
+        return _pretrained(stage, left, loss, fallback=True)
     if stage == 0:
         return Stop(0, f"{loss}; nothing else tells what embedding and head were")
     averaged, _ = _checkfree(stage, left)

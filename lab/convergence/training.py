@@ -512,6 +512,7 @@ class TrainingSwarm:
             self.lineage,
             self._held(lost),
             frozenset(guessed - lost) if self.committed else frozenset(),
+            origin=[] if self.run.model.origin is None else ["checkpoint"],
             adapters=self.config.lora is not None,
         )
         decisions = {
@@ -604,6 +605,9 @@ class TrainingSwarm:
         match decision.method:
             case "redundant" | "origin":
                 pass  # the twin is equal, and nothing of stage 0 is trained beside adapters
+            case "pretrained":
+                stage.optimizer.load([("weights", self._new(number).optimizer.weights)], 0)
+                stage.omega, stage.boosted_at = 0.0, self.committed
             case "adapters-anew":
                 stage.optimizer.load([("weights", self.beginning.adapters(number))], 0)
                 stage.omega, stage.boosted_at = 0.0, self.committed

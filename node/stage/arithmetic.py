@@ -33,7 +33,7 @@ from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError, Exchanges
 from planaria.node.wire.frames import Frame
 from planaria.recovery import checkfree
-from planaria.recovery.decide import ANEW, INEXACT, ORIGIN
+from planaria.recovery.decide import ANEW, INEXACT, ORIGIN, PRETRAINED
 from planaria.recovery.snapshot import Layout
 
 
@@ -136,11 +136,11 @@ class TorchStage:
         self.weightless = False
 
     def put_in_place(self, sync: pb.Sync, states: Sequence[StageState]) -> Learned:
+        if sync.method in (ORIGIN, PRETRAINED) and self._base is None:
+            (state,), (source,) = states, sync.sources
+            self._check_origin(state.tensors["weights"], source.node)
         if sync.method not in INEXACT or sync.method == ANEW:
             (state,) = states
-            if sync.method == ORIGIN and self._base is None:
-                (source,) = sync.sources
-                self._check_origin(state.tensors["weights"], source.node)
             self.optimizer.load(state.tensors.items(), state.optimizer_step)
             self._omega = state.omega
             return self._learned()

@@ -21,7 +21,7 @@ from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges
-from planaria.recovery.decide import ANEW, INEXACT, ORIGIN
+from planaria.recovery.decide import ANEW, INEXACT, ORIGIN, PRETRAINED
 from planaria.recovery.relearning import at_a_time, passes, peak
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ HELD: Final = {
     "snapshot": "snapshot",
     "redundant": "redundant",
     ORIGIN: ORIGIN,
+    PRETRAINED: ORIGIN,
 }
 """Methods that fetch what a node holds of another stage, and the kind of that holding."""
 FROM_FILES: Final = ("save", "checkpoint")
@@ -163,6 +164,9 @@ class Rebuilding:
         if sync.method == WEIGHTS:
             arrived = self._arrived(sync)
             return [Delivery(arrived, arrived.bytes)]
+        if sync.method == PRETRAINED and self.arithmetic.origin:  # it is here, too
+            read = partial(self.arithmetic.of_checkpoint, self.stage)
+            return [Delivery(await self.exchanges.compute(read), bytes=0)]
         adapters = self.run.training.lora is not None
         from_checkpoint = sync.method == ORIGIN and not adapters
         anew = sync.method in (ANEW, ORIGIN) or (sync.method in FROM_FILES and sync.step == 0)

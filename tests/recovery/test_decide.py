@@ -20,9 +20,11 @@ STEP = 40
 POLICIES = ["checkfree", "checkfree+", "snapshot", "checkpoint", "redundant"]
 
 
-def without(*lost: int, stages: int = 5, held: tuple[Held, ...] = (), untrained=()) -> Left:
+def without(
+    *lost: int, stages: int = 5, held: tuple[Held, ...] = (), untrained=(), origin=()
+) -> Left:
     survivors = {s: [f"n{s}"] for s in range(stages + 1) if s not in lost}
-    return Left(stages, STEP, survivors, held=held, untrained=frozenset(untrained))
+    return Left(stages, STEP, survivors, held=held, untrained=frozenset(untrained), origin=origin)
 
 
 def holds(kind: str, stage: int, step: int = STEP, node: str = "holder", lineage: int = 0) -> Held:
@@ -52,13 +54,39 @@ def test_those_that_were_told_to_go_hand_over_what_nobody_else_has():
     assert (other.method, nodes(other)) == ("replica", ["b", "c"])
 
 
-def test_before_the_first_step_a_stage_is_that_of_the_checkpoint_and_never_later():
+def test_before_the_first_step_a_stage_is_that_of_the_checkpoint():
     lost = Left(3, 0, {0: ["a"], 1: ["b"], 3: ["d"]}, origin=["d", "a"])
     decision = rebuild(2, lost, "checkfree")
     assert (decision.method, nodes(decision), decision.exact) == ("origin", ["a"], True)
     assert nodes(rebuild(3, replace(lost, survivors={0: ["a"]}), "checkfree")) == ["d"]
     for later in (replace(lost, step=1), replace(lost, lineage=1)):
-        assert rebuild(2, later, "checkfree").method == "checkfree"
+        assert not rebuild(2, later, "checkfree").exact
+
+
+@pytest.mark.parametrize("policy", ["checkfree", "checkfree+"])
+@pytest.mark.parametrize("stage", [1, 2, 5])
+def test_later_it_is_guessed_to_be_as_it_was_in_the_checkpoint(stage, policy):
+    for lost in ([stage], [stage, stage - 1 or 2]):
+        for strict in (False, True):
+            left = without(*lost, origin=["n4", "n3"])
+            decision = decide(stage, left, policy, strict)
+            assert isinstance(decision, Rebuild)
+            (source,) = decision.sources
+            assert (decision.method, source.stage, source.step) == ("pretrained", stage, 0)
+            assert source.node in ("n3", "n4")
+            assert not (decision.exact or decision.fallback)
+
+
+def test_a_copy_of_stage_0_or_a_save_is_newer_than_the_checkpoint():
+    copies = (holds("copy", 0, 40, "a"),)
+    assert rebuild(0, without(0, held=copies, origin=["n3"]), "checkfree").method == "stage0-copy"
+    decision = rebuild(0, without(0, origin=["n3"]), "checkfree")
+    assert (decision.method, decision.fallback) == ("pretrained", True)
+    saves = [Held("save", Source("x", 2, STEP - 30))]
+    lacking = without(2, held=saves, origin=["n3"])
+    assert rebuild(2, lacking, "snapshot").method == "save"
+    decision = rebuild(2, without(2, origin=["n3"]), "snapshot")
+    assert (decision.method, decision.fallback) == ("pretrained", True)
 
 
 def of_adapters(*lost: int, **changes) -> Left:

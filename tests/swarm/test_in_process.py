@@ -850,8 +850,9 @@ async def test_a_run_begins_from_a_checkpoint_that_only_stage_0_has(corpus, tmp_
             None,
             "",
         )
-    begun = [e["method"] for e in swarm.lines.events("rebuilt") if e["step"] == 0]
-    assert begun == ["origin"] * 3
+    rebuilt = swarm.lines.events("rebuilt")
+    assert [e["method"] for e in rebuilt if e["step"] == 0] == ["origin"] * 3
+    assert [(e["stage"], e["method"]) for e in rebuilt if e["step"]] == [(2, "pretrained")]
     assert losses(out)[:6] == pytest.approx(undisturbed(run, corpus, 6), rel=1e-5)
     assert audit(out).exact
     assert Checkpoint.open(tmp_path / "again").config == Checkpoint.open(folder).config

@@ -25,7 +25,7 @@ from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
-from planaria.recovery.decide import ANEW, INEXACT
+from planaria.recovery.decide import ANEW, INEXACT, PRETRAINED
 
 STAGE, STEP = 2, 7
 BALLOT = Ballot(3, 5)
@@ -144,8 +144,13 @@ class World:
         self.asked.append(("put", [state.id.stage for state in states]))
         return Learned(b"placed", 2.0, 4)
 
+    origin = False
+
     def initial(self, stage: int, lineage: int) -> StageState:
         return state(stage, 0, lineage)
+
+    def of_checkpoint(self, stage: int) -> StageState:
+        return state(stage, 0)
 
     def digest(self) -> bytes:
         return b"now"
@@ -190,7 +195,7 @@ def test_a_replicas_state_is_taken_as_it_is() -> None:
     assert there.tensors is world.tensors
 
 
-@pytest.mark.parametrize("method", [method for method in INEXACT if method != ANEW])
+@pytest.mark.parametrize("method", sorted({*INEXACT} - {ANEW, PRETRAINED}))
 def test_a_guess_takes_weights_alone_and_its_learning_rate_is_boosted(method: str) -> None:
     world = World()
     world.given = {1: state(1), 3: state(3)}
@@ -202,6 +207,19 @@ def test_a_guess_takes_weights_alone_and_its_learning_rate_is_boosted(method: st
     ]
     assert synced.fetched_bytes == 11 + 13
     assert there.boosted_at == STEP
+
+
+def test_what_a_stage_was_in_the_checkpoint_comes_from_who_has_it() -> None:
+    world = World()
+    world.given = {STAGE: state(STAGE, step=0)}
+    synced, there = done(world.rebuilds(sync(PRETRAINED, ("g", STAGE), last=LAST)))
+    assert world.asked == [(STAGE, Age(0, STEP), ["g"], False, "origin"), ("put", [STAGE])]
+    assert (synced.fetched_bytes, there.boosted_at) == (10 + STAGE, STEP)
+    world.asked.clear()
+    world.origin = True
+    synced, _ = done(world.rebuilds(sync(PRETRAINED, ("g", STAGE), last=LAST)))
+    assert world.asked == [("put", [STAGE])], "it is here, too"
+    assert synced.fetched_bytes == 0
 
 
 def test_adapters_begin_anew_beside_weights_of_the_checkpoint() -> None:
