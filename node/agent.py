@@ -72,6 +72,7 @@ from planaria.node.transaction.gathering import active
 from planaria.node.transaction.member import Frames, MemberPhase, MemberSide
 from planaria.node.transaction.resting import DriverPhase
 from planaria.node.transaction.rules import TransactionRules
+from planaria.node.transaction.standing_out import Contribution
 from planaria.node.transaction.tally import company, entering
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.budget import ITEM, Budget
@@ -539,7 +540,7 @@ class Agent:
 
     async def _reduce_all(
         self, ballot: Ballot, attempt: Attempt
-    ) -> tuple[float, list[pb.Contribution]]:
+    ) -> tuple[float, list[Contribution]]:
         """The stage's gradient, summed over its replicas, and the twin's; the squared norm of the
         former, and what each replica has added. Raises ComplaintError."""
         begin, progress = attempt.begin, self.run.swarm.progress

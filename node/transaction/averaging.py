@@ -32,7 +32,7 @@ from planaria.bootstrap.registry_pb2 import NUMBERS
 from planaria.node.ports import Tensors
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.held_back import HeldBack
-from planaria.node.wire import stage_pb2 as pb
+from planaria.node.transaction.standing_out import COMPARABLE, Contribution, looked_at
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Inboxes, Lost, PeerLostError
 from planaria.node.wire.frames import (
     Codec,
@@ -55,10 +55,6 @@ log = logging.getLogger(__name__)
 
 PIECE: Final = 2 << 20  # values of a part that travel in one frame: 8 MiB of float32
 EARLY_LIMIT: Final = 2 << 30  # bytes kept of one peer that is ahead of this node
-COMPARABLE: Final = 3
-"""Replicas without which nobody can tell whose contribution stands out."""
-LOOKED_AT: Final = 8
-"""Contributions that a node tells of at most."""
 NAMED: Final = 8  # microbatches, or characters of what is unknown, in an error message
 
 LATE: Final = 1 << 62
@@ -234,7 +230,7 @@ class Averaging:
         deadline: float,
         non_finite: bool = False,
         step: int = LATE,
-    ) -> list[pb.Contribution]:
+    ) -> list[Contribution]:
         """Replace `gradient` (float32 [n]) by its sum over `replicas`, in place.
 
         `replicas` are the stage's members, this node among them; `ids` the microbatches that this
@@ -372,11 +368,11 @@ class Reduction:
         self.sums = {rank: set(range(len(self.parts[rank]))) for rank in others}  # to come
         self.watched = -1  # a piece
         self.kept: dict[int, Tensor] = {}  # by rank, what was given to it
-        self.contributions_seen: list[pb.Contribution] = []
-        ranks = [rank for name, rank in self.ranks.items() if name in comparable]
-        if chance is not None and len(ranks) >= COMPARABLE:
+        self.contributions_seen: list[Contribution] = []
+        known = [name for name in self.nodes if name in comparable]
+        if chance is not None and len(known) >= COMPARABLE:
             self.watched = chance.randrange(len(own))
-            self.looked_at = chance.sample(ranks, min(LOOKED_AT, len(ranks)))
+            self.looked_at = {self.ranks[name] for name in looked_at(node, known)}
         if not others:
             check_ids(self.shares, window)
 
@@ -494,7 +490,7 @@ class Reduction:
         counts = {rank: len(self.shares.get(node, ())) for node, rank in self.ranks.items()}
         for rank, values in self.kept.items():
             squared = float(values @ values)
-            seen = pb.Contribution(
+            seen = Contribution(
                 node=self.nodes[rank],
                 squared_norm=squared,
                 projection=float(values @ total) - squared,

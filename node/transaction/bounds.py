@@ -14,6 +14,7 @@ from planaria.bootstrap import votes
 from planaria.bootstrap.registry_pb2 import Cause
 from planaria.node.transaction.chain import hash_of_records
 from planaria.node.transaction.rules import TransactionRules
+from planaria.node.transaction.standing_out import LOOKED_AT
 from planaria.node.wire import stage_pb2 as pb
 
 MOST_STEPS: Final = 1 << 53
@@ -166,20 +167,15 @@ def _ready(ready: pb.Ready) -> str:
         or _hash("digest", ready.digest)
         or _hash("digest", ready.applied)
         or _hash("signature", ready.signature)
-        or _contributions(ready)
+        or _standing_out(ready)
     )
 
 
-def _contributions(ready: pb.Ready) -> str:
-    if len(ready.contributions) > LISTED:
-        return f"it tells of {len(ready.contributions)} contributions; at most {LISTED}"
-    if not ready.finite:
-        return ""
-    return _first(
-        _within("squared norm of a contribution", one.squared_norm, LARGEST_NORM)
-        or _within("projection", abs(one.projection), LARGEST_NORM)
-        for one in ready.contributions
-    )
+def _standing_out(ready: pb.Ready) -> str:
+    told = ready.standing_out
+    if len(told) >= LOOKED_AT:
+        return f"{len(told)} replicas that stand out; it looks at {LOOKED_AT - 1}"
+    return _first(_words("why one stands out", one.reason) for one in told)
 
 
 def _commit(commit: pb.Commit) -> str:

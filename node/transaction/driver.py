@@ -84,7 +84,7 @@ from planaria.node.transaction.proving import Verdict, Witness, examine
 from planaria.node.transaction.resting import DriverPhase, Resting
 from planaria.node.transaction.routing import Pair
 from planaria.node.transaction.rules import TransactionRules
-from planaria.node.transaction.standing_out import Gradients
+from planaria.node.transaction.standing_out import StandingOut
 from planaria.node.transaction.syncing import (
     Rebuilds,
     Syncing,
@@ -123,7 +123,7 @@ class Driver:
     def __init__(self, node: str, rules: TransactionRules, chance: Random) -> None:
         self.node = node
         self.rules = rules
-        self.gradients = Gradients()
+        self.standing_out = StandingOut()
         self.checks = SpotChecks(rules.spot_check, rules.tolerance, chance)
         self.telling = Telling()
         self.identity: Identity | None = None  # what it decides isn't signed without
@@ -811,7 +811,7 @@ class Driver:
     def _standing_out(self, vote: Vote, commit: pb.Commit) -> list[Effect]:
         """Whose gradients are unlike those of the others of its stage, over many steps."""
         effects: list[Effect] = []
-        for node, why in self.gradients.heard(vote.stages, vote.ready).items():
+        for node, why in self.standing_out.heard(vote.stages, vote.ready).items():
             stage = vote.stages[node]
             told = GradientStandsOut(step=commit.step, node=node, stage=stage, reason=why)
             effects.append(told)

@@ -54,7 +54,7 @@ from planaria.node.transaction.effects import (
 )
 from planaria.node.transaction.following import Following
 from planaria.node.transaction.gathering import active
-from planaria.node.transaction.standing_out import told_by
+from planaria.node.transaction.standing_out import Contribution, Gradients
 from planaria.node.transaction.tally import entering
 from planaria.node.transaction.telling import Heard
 from planaria.node.transaction.voting import (
@@ -131,6 +131,8 @@ class MemberSide:
         self.recording: Callable[[], pb.Recording] = lambda: pb.NO_LEDGER
         self.unanswered: tuple[str, Ballot] | None = None
         self.seconds_per_microbatch = 0.0
+        self.gradients = Gradients(node)  # of this stage, as far as this node looks at them
+        self.contributions: Sequence[Contribution] = ()  # when it was ready last
         self.offered = 0  # updates of a lesson, when it was ready last
         self.relearning = 0  # that aren't in the weights yet
         self.hang = ""  # why its compute does; empty: it doesn't
@@ -212,7 +214,7 @@ class MemberSide:
         finite: bool,
         seconds_per_microbatch: float,
         digest: bytes = b"",
-        contributions: Sequence[pb.Contribution] = (),
+        contributions: Sequence[Contribution] = (),
         relearned: int = 0,
         relearning: int = 0,
     ) -> list[Effect]:
@@ -223,7 +225,7 @@ class MemberSide:
             return []
         self.phase = MemberPhase.READY
         self.seconds_per_microbatch = seconds_per_microbatch
-        self.offered = relearned
+        self.offered, self.contributions = relearned, contributions
         ready = pb.Ready(
             step=self.step,
             squared_norm=squared_norm,
@@ -232,7 +234,7 @@ class MemberSide:
             applied=self.digest,
             seconds_per_microbatch=seconds_per_microbatch,
             recording=self.recording(),
-            contributions=told_by(self.node, contributions),
+            standing_out=self.gradients.standing_out(),
             relearned=relearned,
             relearning=relearning,
         )
@@ -604,6 +606,7 @@ class MemberSide:
             self.phase = MemberPhase.FOLLOWING
         self.committed = commit.step
         self.last = commit
+        self.gradients.note(self.contributions, self.replicas)
         self.changing = True
         self.accused.clear()
         return [Apply(commit)]

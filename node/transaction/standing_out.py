@@ -6,22 +6,23 @@ that averages out. Divided by k K it is the same for all replicas that do their 
 shares. Of one that sends noise it is zero, and of one that turns its gradient round it is negative.
 A norm that is far from all others' tells of what is large besides.
 
-Each replica tells of a piece of everybody's gradient, that it adds up; what one tells of itself
-doesn't count. Of two replicas nobody can tell which stands out.
+Each replica looks at a piece of the gradients of some others, that it adds up, and keeps what it
+has seen; who stands out it tells the driver with its votes. So that costs the driver nothing as
+long as nobody does. Of two replicas nobody can tell which stands out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Final
+from typing import Final, NamedTuple
 
 from planaria.node.wire import stage_pb2 as pb
 
 STEPS: Final = 50
-"""In which a node has told of another one before that counts; older ones fade out at this rate."""
+"""In which a node has looked at another before that counts; older ones fade out at this rate."""
 LEAST, MOST = 0.5, 2.0
 """Of the usual projection, between which nobody stands out."""
 SIGNIFICANT: Final = 8.0
@@ -29,14 +30,29 @@ SIGNIFICANT: Final = 8.0
 FAR: Final = math.log(10.0)
 """Of the logarithm of a squared norm from the usual one."""
 COMPARABLE: Final = 3
-"""Replicas that a node has to tell of."""
-TOLD_OF: Final = 8
-"""Replicas that a node tells of, at most, itself among them."""
+"""Replicas without which nobody can tell who stands out."""
+LOOKED_AT: Final = 8
+"""Replicas that a node looks at, at most, itself among them."""
+
+
+class Contribution(NamedTuple):
+    """Of a replica, to a piece of the stage's gradient, as who adds that piece up has seen it."""
+
+    node: str
+    squared_norm: float
+    projection: float  # inner product with the sum of all others
+    microbatches: int  # that are in it
+    others: int  # that are in all others
+
+    @property
+    def tells(self) -> bool:
+        finite = math.isfinite(self.squared_norm) and math.isfinite(self.projection)
+        return finite and self.squared_norm > 0 and min(self.microbatches, self.others) > 0
 
 
 @dataclass
 class Seen:
-    """Of one replica, by one other; means over steps that fade out."""
+    """Of one replica; means over steps that fade out."""
 
     steps: int = 0
     projection: float = 0.0  # per microbatch and other microbatch
@@ -70,52 +86,68 @@ class Seen:
 
 
 class Gradients:
-    """As the driver hears of them."""
+    """As a node has seen those of other replicas of its stage."""
 
-    def __init__(self) -> None:
-        self._seen: dict[tuple[str, str], Seen] = {}  # by who tells, and of whom
-        self._named: set[str] = set()
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._seen: dict[str, Seen] = {}
 
-    def heard(self, stages: Mapping[str, int], ready: Mapping[str, pb.Ready]) -> dict[str, str]:
-        """What those who train say at a commit; returns who stands out now, and didn't before, and
-        why: more than half of those who tell of it say so."""
-        self._seen = {key: seen for key, seen in self._seen.items() if stages.keys() >= {*key}}
-        for by, said in ready.items():
-            self._note(
-                by, [one for one in said.contributions if stages.get(one.node) == stages[by]]
-            )
-        reasons: dict[str, list[str]] = {}
-        for (_, node), seen in self._seen.items():
-            reasons.setdefault(node, []).append(seen.why())
-        found = {
-            node: next(filter(None, whys))
-            for node, whys in sorted(reasons.items())
-            if 2 * sum(map(bool, whys)) > len(whys)
-        }
-        new = {node: why for node, why in found.items() if node not in self._named}
-        self._named = set(found)
-        return new
-
-    def _note(self, by: str, told: list[pb.Contribution]) -> None:
-        told = [one for one in told if one.microbatches and one.others and one.squared_norm > 0]
-        if len({one.node for one in told}) < COMPARABLE:
+    def note(self, told: Iterable[Contribution], replicas: Collection[str]) -> None:
+        """What was added up in a step that is committed, and who has a part in that."""
+        self._seen = {node: seen for node, seen in self._seen.items() if node in replicas}
+        told = [one for one in told if one.tells]
+        if len(told) < COMPARABLE:
             return
         projections = [one.projection / (one.microbatches * one.others) for one in told]
         usual = median(projections)
         for one, projection, norm in zip(told, projections, _lengths(told), strict=True):
-            if one.node != by:
-                seen = self._seen.setdefault((by, one.node), Seen())
-                seen.add(projection, usual, norm)
+            if one.node != self._node:
+                self._seen.setdefault(one.node, Seen()).add(projection, usual, norm)
+
+    def standing_out(self) -> list[pb.StandsOut]:
+        whys = {node: seen.why() for node, seen in sorted(self._seen.items())}
+        return [pb.StandsOut(node=node, reason=why) for node, why in whys.items() if why]
 
 
-def told_by(node: str, seen: Sequence[pb.Contribution]) -> list[pb.Contribution]:
-    """What a node tells of what it has seen: of itself and those that come next, in the ring of
-    their names. So what a driver hears grows with the replicas, and not with their square."""
-    ring = sorted(seen, key=lambda one: (one.node < node, one.node))
-    return ring[:TOLD_OF]
+class StandingOut:
+    """Of whom its replicas say so, as the driver hears of it."""
+
+    def __init__(self) -> None:
+        self._named: set[str] = set()
+
+    def heard(self, stages: Mapping[str, int], ready: Mapping[str, pb.Ready]) -> dict[str, str]:
+        """What those who train say with their votes; returns who stands out now, and didn't before,
+        and why: more than half of those who look at it say so."""
+        said: dict[str, dict[str, str]] = {}
+        for by, one in ready.items():
+            for told in one.standing_out:
+                if stages.get(told.node) == stages[by]:
+                    said.setdefault(told.node, {})[by] = told.reason
+        found = {}
+        for node, reasons in sorted(said.items()):
+            replicas = [other for other, stage in stages.items() if stage == stages[node]]
+            looking = who_looks_at(node, replicas)
+            whys = [reasons[by] for by in looking if by in reasons]
+            if 2 * len(whys) > len(looking):
+                found[node] = whys[0]
+        new = {node: why for node, why in found.items() if node not in self._named}
+        self._named = set(found)
+        return new
 
 
-def _lengths(told: Sequence[pb.Contribution]) -> list[float]:
+def looked_at(node: str, replicas: Iterable[str]) -> list[str]:
+    """By this one, of these replicas: itself and those that come next, in the ring of their names.
+    It is the same ones in each step, else it takes many until a node has seen enough of another."""
+    return sorted(replicas, key=lambda one: (one < node, one))[:LOOKED_AT]
+
+
+def who_looks_at(node: str, replicas: Iterable[str]) -> list[str]:
+    """The others that come before it in that ring."""
+    others = [one for one in replicas if one != node]
+    return sorted(others, key=lambda one: (one < node, one), reverse=True)[: LOOKED_AT - 1]
+
+
+def _lengths(told: Sequence[Contribution]) -> list[float]:
     """Logarithms of squared norms, above the median's. Of k microbatches a squared norm grows with
     k where it is noise, and with its square where it isn't: what is in between tells nothing."""
     above = []

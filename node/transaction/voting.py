@@ -22,7 +22,7 @@ from planaria.bootstrap.votes import each, hash_of, is_cast
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 
-BESIDE: Final = ("seconds_per_microbatch", "recording", "contributions", "signature")
+BESIDE: Final = ("seconds_per_microbatch", "recording", "standing_out", "signature")
 """Of a `Ready`: what no vote is about."""
 CHECKED: Final = 16
 """Signatures that each of those who are told the votes checks in a step, drawn by chance."""

@@ -462,7 +462,7 @@ class Reduce(_message.Message):
     def __init__(self) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("step", "squared_norm", "finite", "digest", "seconds_per_microbatch", "applied", "recording", "contributions", "relearned", "relearning", "signature")
+    __slots__ = ("step", "squared_norm", "finite", "digest", "seconds_per_microbatch", "applied", "recording", "relearned", "relearning", "signature", "standing_out")
     STEP_FIELD_NUMBER: _ClassVar[int]
     SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
     FINITE_FIELD_NUMBER: _ClassVar[int]
@@ -470,10 +470,10 @@ class Ready(_message.Message):
     SECONDS_PER_MICROBATCH_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     RECORDING_FIELD_NUMBER: _ClassVar[int]
-    CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     RELEARNED_FIELD_NUMBER: _ClassVar[int]
     RELEARNING_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    STANDING_OUT_FIELD_NUMBER: _ClassVar[int]
     step: int
     squared_norm: float
     finite: bool
@@ -481,25 +481,19 @@ class Ready(_message.Message):
     seconds_per_microbatch: float
     applied: bytes
     recording: Recording
-    contributions: _containers.RepeatedCompositeFieldContainer[Contribution]
     relearned: int
     relearning: int
     signature: bytes
-    def __init__(self, step: _Optional[int] = ..., squared_norm: _Optional[float] = ..., finite: _Optional[bool] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., applied: _Optional[bytes] = ..., recording: _Optional[_Union[Recording, str]] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., relearned: _Optional[int] = ..., relearning: _Optional[int] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    standing_out: _containers.RepeatedCompositeFieldContainer[StandsOut]
+    def __init__(self, step: _Optional[int] = ..., squared_norm: _Optional[float] = ..., finite: _Optional[bool] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., applied: _Optional[bytes] = ..., recording: _Optional[_Union[Recording, str]] = ..., relearned: _Optional[int] = ..., relearning: _Optional[int] = ..., signature: _Optional[bytes] = ..., standing_out: _Optional[_Iterable[_Union[StandsOut, _Mapping]]] = ...) -> None: ...
 
-class Contribution(_message.Message):
-    __slots__ = ("node", "squared_norm", "projection", "microbatches", "others")
+class StandsOut(_message.Message):
+    __slots__ = ("node", "reason")
     NODE_FIELD_NUMBER: _ClassVar[int]
-    SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
-    PROJECTION_FIELD_NUMBER: _ClassVar[int]
-    MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
-    OTHERS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     node: str
-    squared_norm: float
-    projection: float
-    microbatches: int
-    others: int
-    def __init__(self, node: _Optional[str] = ..., squared_norm: _Optional[float] = ..., projection: _Optional[float] = ..., microbatches: _Optional[int] = ..., others: _Optional[int] = ...) -> None: ...
+    reason: str
+    def __init__(self, node: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("reason", "accused", "cause")

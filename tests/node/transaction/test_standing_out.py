@@ -1,23 +1,50 @@
-"""Gradients of replicas as their driver hears of them: who stands out, and who doesn't."""
+"""Gradients of replicas as they see each other's: who stands out, and who doesn't."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from random import Random
+import math
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from planaria.node.transaction.standing_out import STEPS, TOLD_OF, Gradients, told_by
+from planaria.node.transaction.standing_out import (
+    LOOKED_AT,
+    STEPS,
+    Contribution,
+    Gradients,
+    StandingOut,
+    looked_at,
+    who_looks_at,
+)
 from planaria.node.wire import stage_pb2 as pb
 
 Vector = NDArray[np.float64]
 SIZE = 300
 
 
+class Stage:
+    """Replicas, and the driver that hears of them."""
+
+    def __init__(self, replicas: Iterable[str]) -> None:
+        self.seen = {node: Gradients(node) for node in replicas}
+        self.stages = dict.fromkeys(self.seen, 1)
+        self.driver = StandingOut()
+
+    def step(self, seen: Mapping[str, Iterable[Contribution]]) -> dict[str, str]:
+        """By each replica. Who stands out, and didn't before."""
+        for node, contributions in seen.items():
+            self.seen[node].note(contributions, self.stages.keys() - {node})
+        return self.heard({node: one.standing_out() for node, one in self.seen.items()})
+
+    def heard(self, said: Mapping[str, Iterable[pb.StandsOut]]) -> dict[str, str]:
+        ready = {node: pb.Ready(standing_out=told) for node, told in said.items()}
+        return self.driver.heard(self.stages, ready)
+
+
 def steps(
-    gradients: Gradients,
+    stage: Stage,
     shares: dict[str, int],
     altered: dict[str, Callable[[Vector, np.random.Generator], Vector]],
     count: int,
@@ -26,31 +53,23 @@ def steps(
     """Replicas whose microbatches have a gradient in common, and noise of their own; each adds up a
     piece. Who stands out in any of so many steps."""
     random, named = np.random.default_rng(1), dict[str, str]()
-    stages = dict.fromkeys(shares, 1)
     for _ in range(count):
         common = random.normal(size=SIZE) / SIZE**0.5
         made = {}
         for node, k in shares.items():
             own = k * common + noise * k**0.5 * random.normal(size=SIZE) / SIZE**0.5
             made[node] = altered.get(node, lambda g, _: g)(own, random)
-        ready = {by: pb.Ready() for by in shares}
+        seen: dict[str, list[Contribution]] = {}
         total = sum(made.values())
         for by, piece in zip(shares, np.array_split(np.arange(SIZE), len(shares)), strict=True):
-            seen = []
-            for node, k in shares.items():
-                part = made[node][piece]
+            seen[by] = []
+            for node in looked_at(by, shares):
+                part, k = made[node][piece], shares[node]
                 squared = float(part @ part)
-                seen.append(
-                    pb.Contribution(
-                        node=node,
-                        squared_norm=squared,
-                        projection=float(part @ total[piece]) - squared,
-                        microbatches=k,
-                        others=sum(shares.values()) - k,
-                    )
-                )
-            ready[by].contributions.extend(told_by(by, seen))
-        named |= gradients.heard(stages, ready)
+                projection = float(part @ total[piece]) - squared
+                others = sum(shares.values()) - k
+                seen[by].append(Contribution(node, squared, projection, k, others))
+        named |= stage.step(seen)
     return named
 
 
@@ -67,7 +86,7 @@ def steps(
 def test_nobody_stands_out_among_those_who_do_their_work(
     shares: dict[str, int], noise: float
 ) -> None:
-    assert not steps(Gradients(), shares, {}, 20 * STEPS, noise)
+    assert not steps(Stage(shares), shares, {}, 20 * STEPS, noise)
 
 
 @pytest.mark.parametrize(
@@ -86,28 +105,50 @@ def test_who_sends_something_else_stands_out(
     alter: Callable[[Vector, np.random.Generator], Vector], replicas: int
 ) -> None:
     shares = dict.fromkeys("abcdefghijklmnopqrst"[:replicas], 4)
-    gradients = Gradients()
-    assert steps(gradients, shares, {"b": alter}, 10 * STEPS, 1.0).keys() == {"b"}
-    assert not steps(gradients, shares, {"b": alter}, 1, 1.0)  # that is known
+    stage = Stage(shares)
+    assert steps(stage, shares, {"b": alter}, 10 * STEPS, 1.0).keys() == {"b"}
+    assert not steps(stage, shares, {"b": alter}, 1, 1.0)  # that is known
 
 
-def test_everybody_is_told_of_by_as_many() -> None:
-    seen = [pb.Contribution(node=node) for node in "hbdfacegji"]
-    told = {node: [one.node for one in told_by(node, seen)] for node in "abcdefghij"}
-    assert told["e"] == [*"efghijab"]
-    for node in "abcdefghij":
-        assert sum(node in named for named in told.values()) == TOLD_OF
+def test_everybody_is_looked_at_by_as_many() -> None:
+    nodes = [*"hbdfacegji"]
+    looked = {node: looked_at(node, nodes) for node in nodes}
+    assert looked["e"] == [*"efghijab"]
+    for node in nodes:
+        by = {one for one, others in looked.items() if node in others and one != node}
+        assert by == {*who_looks_at(node, nodes)}
+        assert len(by) == LOOKED_AT - 1
+    assert {*who_looks_at("b", "abc")} == {*"ac"}
 
 
 def test_one_liar_s_word_makes_nobody_stand_out() -> None:
-    gradients, chance = Gradients(), Random(0)
-    for _ in range(10 * STEPS):
-        ready = {node: pb.Ready() for node in "abcd"}
-        for by, said in ready.items():
-            for node in "abcd":
-                lie = by == "a" and node == "b"
-                projection = -1e6 if lie else 1.0 + 0.1 * chance.random()
-                said.contributions.add(
-                    node=node, squared_norm=1.0, projection=projection, microbatches=1, others=3
-                )
-        assert not gradients.heard(dict.fromkeys("abcd", 1), ready)
+    stage = Stage("abcd")
+    lie = [pb.StandsOut(node="b", reason="I say so")]
+    assert not stage.heard({"a": lie, "b": [], "c": [], "d": []})
+    assert stage.heard({"a": lie, "b": [], "c": lie, "d": []}) == {"b": "I say so"}
+
+
+def test_who_does_not_look_at_a_replica_has_no_say() -> None:
+    nodes = [f"n{number:02}" for number in range(20)]
+    stage = Stage(nodes)
+    lie = [pb.StandsOut(node="n00", reason="I say so")]
+    looking = who_looks_at("n00", nodes)
+    others = [node for node in nodes if node not in looking]
+    assert not stage.heard(dict.fromkeys([*others, *looking[:3]], lie))
+    assert stage.heard(dict.fromkeys(looking[:4], lie))
+
+
+def test_a_step_with_what_is_not_finite_is_not_looked_at() -> None:
+    stage, shares = Stage("abc"), dict.fromkeys("abc", 4)
+    infinite = [Contribution(node, math.inf, math.nan, 4, 8) for node in "abc"]
+    assert not stage.step(dict.fromkeys("abc", infinite))
+    assert steps(stage, shares, {"b": lambda g, _: -g}, 10 * STEPS, 1.0).keys() == {"b"}
+
+
+def test_what_was_seen_of_a_replica_that_is_gone_is_forgotten() -> None:
+    stage, shares = Stage("abcd"), dict.fromkeys("abcd", 4)
+    assert steps(stage, shares, {"b": lambda g, _: 10.0 * g}, STEPS, 1.0).keys() == {"b"}
+    assert [one.node for one in stage.seen["a"].standing_out()] == ["b"]
+    stage.seen["a"].note([], {"c", "d"})
+    stage.seen["a"].note([], {"b", "c", "d"})
+    assert not stage.seen["a"].standing_out()

@@ -96,7 +96,7 @@ def proves(proof: Proof | None) -> bool:
 def test_a_vote_is_about_gradient_and_state_and_not_about_what_is_said_beside() -> None:
     said = ready("b/1")
     said.seconds_per_microbatch, said.recording = 2.0, pb.LEDGER_SPARE
-    said.contributions.add(node="c/1", squared_norm=1.0)
+    said.standing_out.add(node="c/1", reason="it is long")
     assert is_cast(vote_of("b/1", ATTEMPT, said), KEYS["b/1"], RUN)
     for field, value in {"step": 2, "squared_norm": 17.0, "digest": b"x", "applied": b"x"}.items():
         other = pb.Ready()
