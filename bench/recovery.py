@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -65,9 +65,10 @@ def run_alternating(arguments: list[str]) -> None:
         self.place.boundary = boundary if is_ready(self.begin.step) else None
         start(self)
 
-    def plan_step(self: Driver, orders: Sequence[Sequence[int]]) -> Any:
+    def plan_step(self: Driver, members: Mapping[str, int], orders: Sequence[Sequence[int]]) -> Any:
         ready = is_ready(self.standing.committed + 1)
-        return plan(self, orders if ready else [tuple(sorted(order)) for order in orders])
+        in_turn = [tuple(sorted(order)) for order in orders]
+        return plan(self, members, orders if ready else in_turn)
 
     Holdings.attempted = attempt  # type: ignore[method-assign]
     Attempt.start = start_attempt  # type: ignore[method-assign]

@@ -327,7 +327,8 @@ class Swarm:
     def _parts(self, ballot: Ballot, begin: pb.Begin) -> dict[str, pb.Begin]:
         """As each is told, and understands."""
         stages = {name: node.stage for name, node in self.left().items()}
-        parts = self.telling.parts(ballot, begin, stages, self.masking == "spare")
+        parts = {name: pb.Begin() for name in stages}
+        self.telling.tell(ballot, begin, parts, stages, self.masking == "spare")
         return {name: self.heard[name].whole(ballot, part) for name, part in parts.items()}
 
     def loses(self, names: set[str], mute: bool) -> bool:

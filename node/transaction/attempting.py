@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -66,9 +66,9 @@ class Vote:
 
     def relearned(self, stages: int) -> list[int]:
         """By stage, how many updates of its lesson enter; where others have it, too, none can."""
-        by_stage = self.replicas()
+        replicas = Counter(self.stages.values())
         alone = {self.stages[n]: r.relearned for n, r in self.ready.items()}
-        return [alone[of] if len(by_stage[of]) == 1 else 0 for of in range(stages)]
+        return [alone[of] if replicas[of] == 1 else 0 for of in range(stages)]
 
     def relearning(self) -> set[int]:
         """Stages whose lesson goes on."""
@@ -428,16 +428,19 @@ def _server(begin: pb.Begin, microbatch: pb.Microbatch, stage: int) -> str:
 
 
 def planned(
-    members: Sequence[pb.Place],
+    members: Mapping[str, int],
     orders: Sequence[Sequence[int]],
     seconds: Mapping[str, float],
     idle: Collection[str] = (),
     apart: Collection[Pair] = (),
 ) -> list[pb.Microbatch]:
-    """A microbatch for each of these orders, with a node for each visit. Those that are `idle` have
-    none where their stage has others; between two that are `apart` as few go as can be."""
-    replicas = [_at_work(members, stage, idle) for stage in range(len(orders[0]) + 1)]
-    index = {place.node: index for index, place in enumerate(members)}
+    """A microbatch for each of these orders, with a node for each visit. `members`: who takes part,
+    at their stages, in the order of their names. Those that are `idle` have none where their stage
+    has others; between two that are `apart` as few go as can be."""
+    everybody = _by_stage(members)
+    at_work = _by_stage({node: at for node, at in members.items() if node not in idle})
+    replicas = [at_work[stage] or everybody[stage] for stage in range(len(orders[0]) + 1)]
+    index = {node: index for index, node in enumerate(members)}
     return [
         pb.Microbatch(
             id=identity,
@@ -449,6 +452,8 @@ def planned(
     ]
 
 
-def _at_work(members: Iterable[pb.Place], stage: int, idle: Collection[str]) -> list[str]:
-    replicas = [place.node for place in members if place.stage == stage]
-    return [node for node in replicas if node not in idle] or replicas
+def _by_stage(members: Mapping[str, int]) -> defaultdict[int, list[str]]:
+    found = defaultdict[int, list[str]](list)
+    for node, stage in members.items():
+        found[stage].append(node)
+    return found

@@ -14,7 +14,7 @@ from random import Random
 from typing import Final, NamedTuple
 
 from planaria.node.naming import node_of
-from planaria.node.transaction.routing import Route, routes
+from planaria.node.transaction.routing import Route, route
 from planaria.node.wire import stage_pb2 as pb
 
 WRONG: Final = 2
@@ -52,7 +52,7 @@ class Checked:
     node: str
     behind: str
     doubles: list[str]
-    others: list[str]  # replicas that could do it, too
+    replicas: Sequence[str]  # of that stage
     forward: dict[frozenset[str], float] = field(default_factory=dict)
     """How far the outputs of two are apart."""
     backward: dict[frozenset[str], float] = field(default_factory=dict)
@@ -91,26 +91,26 @@ class SpotChecks:
         replicas: defaultdict[int, list[str]] = defaultdict(list)
         for place in begin.members:
             replicas[place.stage].append(place.node)
-        for microbatch, route in sorted(routes(begin).items()):
-            for position in range(1, len(route.nodes) - 1):
-                alike = replicas[route.stages[position]]
-                if len(alike) > 1 and self._chance.random() < self.share:
-                    others = [node for node in alike if node != route.nodes[position]]
-                    self._check(microbatch, position, route, others, told)
+        may = {stage for stage, alike in replicas.items() if len(alike) > 1}
+        for microbatch in begin.plan:
+            for position, stage in enumerate(microbatch.order, 1):
+                if stage in may and self._chance.random() < self.share:
+                    way = route(begin, microbatch)
+                    self._check(microbatch.id, position, replicas[stage], way, told)
         return told
 
     def _check(
         self,
         microbatch: int,
         position: int,
-        route: Route,
-        others: Sequence[str],
+        replicas: Sequence[str],
+        way: Route,
         told: Mapping[str, list[pb.Check]],
     ) -> None:
-        double = self._chance.choice(others)
-        before, node, behind = route.nodes[position - 1 : position + 2]
-        left = [one for one in others if one != double]
-        checked = Checked(microbatch, position, before, node, behind, [double], left)
+        before, node, behind = way.nodes[position - 1 : position + 2]
+        while (double := self._chance.choice(replicas)) == node:
+            pass
+        checked = Checked(microbatch, position, before, node, behind, [double], replicas)
         self.checked[microbatch, position] = checked
         for neighbour in {before, behind}:
             told[neighbour].append(checked.message())
@@ -151,10 +151,8 @@ class SpotChecks:
             self.right |= dict.fromkeys(pair, self.step)
             self.apart.pop(pair, None)
             return None
-        if checked.others:
-            third = self._chance.choice(checked.others)
-            checked.others.remove(third)
-            checked.doubles.append(third)
+        if left := [node for node in checked.replicas if node not in pair]:
+            checked.doubles.append(self._chance.choice(left))
             return checked
         self.apart[pair] += 1
         if self.apart[pair] % UNDECIDED:

@@ -10,7 +10,7 @@ Whatever goes on is one object, made when it begins: `Gathering`, `Syncing` or `
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -206,6 +206,21 @@ class Driver:
         is_current = ballot == self.ballot
         joiner = self.joining.joiners.get(peer)
         match body, self.current:
+            case "home", Attempting(vote=None) as attempt if attempt.since <= ballot:
+                if not (math.isfinite(message.home.loss) or attempt.begin.non_finite):
+                    why = f"its loss in microbatch {message.home.microbatch} is not finite"
+                    return self._not_finite(attempt, peer, peer, why, now)
+                attempt.came_home(peer, message.home, now)
+                return self._if_all_home(attempt, now)
+            case "ready", Attempting(vote=Vote() as vote) as attempt if is_current:
+                cast = vote_of(peer, self.ballot, message.ready)
+                if wrong := self._is_no_vote(cast, message.ready, attempt.begin.step):
+                    return self._nonsense(peer, wrong, now)
+                vote.cast[peer] = cast
+                if joiner is None:
+                    self.seconds[peer] = message.ready.seconds_per_microbatch
+                attempt.heard(vote, peer, message.ready, now)
+                return self._if_all_ready(now)
             case "status" | "synced" | "failed", Attempting() as attempt if (
                 peer == attempt.awaited_seat() and attempt.since <= ballot
             ):
@@ -224,12 +239,6 @@ class Driver:
                 return self._accused_apart(peer, message.cut)
             case "cut", Attempting() as attempt if attempt.since <= ballot:
                 return self._cut(attempt, peer, message.cut, now)
-            case "home", Attempting(vote=None) as attempt if attempt.since <= ballot:
-                if not (math.isfinite(message.home.loss) or attempt.begin.non_finite):
-                    why = f"its loss in microbatch {message.home.microbatch} is not finite"
-                    return self._not_finite(attempt, peer, peer, why, now)
-                attempt.came_home(peer, message.home, now)
-                return self._if_all_home(attempt, now)
             case "status", Gathering() as gathering if is_current:
                 gathering.statuses[peer] = message.status
                 if message.status.following:
@@ -238,20 +247,11 @@ class Driver:
                 if message.status.seconds_per_microbatch:
                     self.seconds[peer] = message.status.seconds_per_microbatch
                     self.hanging.knows(peer)
-                return [] if gathering.unheard() else self._resolve(gathering, now)
+                return self._resolve(gathering, now) if gathering.is_complete else []
             case "synced", Syncing() as syncing if is_current:
                 return self._synced(syncing, peer, message.synced, now)
             case "compared", Attempting() if is_current:
                 return self._compared(peer, message.compared, now)
-            case "ready", Attempting(vote=Vote() as vote) as attempt if is_current:
-                cast = vote_of(peer, self.ballot, message.ready)
-                if wrong := self._is_no_vote(cast, message.ready, attempt.begin.step):
-                    return self._nonsense(peer, wrong, now)
-                vote.cast[peer] = cast
-                if joiner is None:
-                    self.seconds[peer] = message.ready.seconds_per_microbatch
-                attempt.heard(vote, peer, message.ready, now)
-                return self._if_all_ready(now)
             case "failed", Attempting() | Syncing() if is_current:
                 return self._failed(peer, message.failed, now)
         return []
@@ -367,7 +367,7 @@ class Driver:
         self.telling.doubt()
         if self.coming is not None:
             self.view, self.coming = self.coming.view, None
-            self.members = active(self.view)
+            self.members = dict(sorted(active(self.view).items()))
             self.keys = {member.node: member.key for member in self.view.members}
             self.idle.keep(self.members)
             self.spoiling.keep(self.members)
@@ -687,31 +687,32 @@ class Driver:
     def _what_next(self) -> pb.Begin | None:
         if self._is_over():
             return None
-        rules, standing, places = self.rules, self.standing, self._places()
+        rules, standing, members = self.rules, self.standing, self._training()
         step, every = standing.committed, rules.validate_every
         due = step >= rules.steps or (every and step and step % every == 0)
         if due and rules.validation_microbatches and self.validated[0] != step:
             count = rules.validation_microbatches
             orders = window_orders(step + 1, count, rules.stages, swapped=False)
-            begin = pb.Begin(step=step, kind=pb.Begin.EVALUATE, plan=self._plan(orders))
+            begin = pb.Begin(step=step, kind=pb.Begin.EVALUATE)
         else:
             orders = window_orders(step + 1, rules.microbatches, rules.stages, rules.swapped)
-            begin = pb.Begin(step=step + 1, plan=self._plan(orders))
+            begin = pb.Begin(step=step + 1)
             begin.lr_scale.extend(
                 rules.lr_scale(step + 1, standing.boosted_at.get(stage, 0))
                 for stage in range(rules.stages + 1)
             )
+        begin.plan.extend(self._plan(members, orders))
         begin.non_finite = self._lets_through()
-        begin.members.extend(places)
+        for node, stage in members.items():
+            begin.members.add(node=node, stage=stage)
         begin.joining.extend(self.joining.listed())
         return begin
 
-    def _places(self) -> list[pb.Place]:
-        return [pb.Place(node=node, stage=stage) for node, stage in self._training().items()]
-
-    def _plan(self, orders: Sequence[Sequence[int]]) -> list[pb.Microbatch]:
-        places, idle = self._places(), self.idle.nodes | self.spoiling.why.keys()
-        return planned(places, orders, self.seconds, idle, self._apart())
+    def _plan(
+        self, members: Mapping[str, int], orders: Sequence[Sequence[int]]
+    ) -> list[pb.Microbatch]:
+        idle = self.idle.nodes | self.spoiling.why.keys()
+        return planned(members, orders, self.seconds, idle, self._apart())
 
     def _apart(self) -> set[Pair]:
         """Members between which as few microbatches go as can be."""
@@ -747,7 +748,7 @@ class Driver:
             ]
         attempt.vote = Vote(self._training())
         asked = attempt.vote.stages.keys() | self.joining.caught_up().keys()
-        return [self.ballot.send(node, reduce=pb.Reduce()) for node in sorted(asked)]
+        return [*self.ballot.send_all(sorted(asked), reduce=pb.Reduce())]
 
     def _if_all_ready(self, now: float) -> list[Effect]:
         """Decide when all who train are ready, and, for a short while, who would like to enter.
@@ -886,7 +887,8 @@ class Driver:
         return {self.current.awaited_seat()} if isinstance(self.current, Attempting) else set()
 
     def _masked_members(self) -> list[str]:
-        return sorted(self._masked() & active(self._newest_view()).keys())
+        masked = self._masked()
+        return sorted(masked & active(self._newest_view()).keys()) if masked else []
 
     def _newest_view(self) -> registry.View:
         return self.coming.view if self.coming is not None else self.view
@@ -1179,6 +1181,8 @@ class Driver:
         return effects
 
     def _lets_through(self) -> bool:
+        if not self.spoiling.why:
+            return False
         training, idle = self._training(), self.idle.nodes
         return self.spoiling.lets_through({n: training[n] for n in training.keys() - idle})
 
@@ -1331,8 +1335,8 @@ class Driver:
     def _halt(self, halt: pb.Halt, now: float) -> list[Effect]:
         why = "all steps are committed" if halt.finished else halt.reason
         self.current = Resting(DriverPhase.HALTED, why)
-        effects = [self.ballot.send(node, halt=halt) for node in sorted(self.members)]
-        return effects + self._report_rebuilds(now)
+        effects = self.ballot.send_all(sorted(self.members), halt=halt)
+        return [*effects, *self._report_rebuilds(now)]
 
     def _rest(self) -> dict[str, int]:
         """All members but those that are lost, or wait for a state."""
@@ -1340,7 +1344,7 @@ class Driver:
         return {n: stage for n, stage in sorted(self.members.items()) if n not in without}
 
     def _to_rest(self, **body: Any) -> list[Effect]:
-        return [self.ballot.send(node, **body) for node in self._rest()]
+        return [*self.ballot.send_all(self._rest(), **body)]
 
     def _tell_step(
         self, step: pb.Step, checks: Mapping[str, Sequence[pb.Check]] = MappingProxyType({})
@@ -1348,42 +1352,46 @@ class Driver:
         """To the rest: of what begins, to each what concerns it. `checks`: what some are told."""
         if not step.HasField("begin"):
             return self._tell_commit(self._rest())
-        spare = self.rules.masking == "spare"
-        parts = self.telling.parts(self.ballot, step.begin, self._rest(), spare)
-        commits = self._commit_for(parts) if step.HasField("commit") else {}
-        self._call_roll(step.begin, parts)
-        effects: list[Effect] = []
-        for node in commits or parts:
-            begin = parts[node]
-            begin.checks.extend(checks.get(node, ()))
-            told = pb.Step(commit=commits.get(node), begin=begin)
-            effects.append(self.ballot.send(node, step=told))
-        return effects
+        rest, spare = self._rest(), self.rules.masking == "spare"
+        if step.HasField("commit"):
+            sends = self._send_commit(rest)
+        else:
+            sends = self.ballot.send_all(rest, step=pb.Step())
+        begins = {send.to: send.message.step.begin for send in sends}
+        self.telling.tell(self.ballot, step.begin, begins, rest, spare)
+        self._call_roll(step.begin, begins)
+        for node in checks.keys() & begins.keys():
+            begins[node].checks.extend(checks[node])
+        return [*sends]
 
-    def _call_roll(self, begin: pb.Begin, parts: Mapping[str, pb.Begin]) -> None:
+    def _call_roll(self, begin: pb.Begin, begins: Mapping[str, pb.Begin]) -> None:
         """Before anybody votes, who will be told the votes is told whose there have to be."""
         stages = {place.node: place.stage for place in begin.members}
         self.witnesses = witnesses(stages, self.ledgers)
         if self.identity is not None:
             roll = roll_of(stages, self.ballot)
             self.identity.sign_message(roll, self.view.run)
-            for node in self.witnesses & parts.keys():
-                parts[node].roll = roll.signature
+            for node in self.witnesses & begins.keys():
+                begins[node].roll = roll.signature
 
     def _tell_commit(self, nodes: Iterable[str]) -> list[Effect]:
-        commits = self._commit_for(nodes)
-        return [self.ballot.send(node, step=pb.Step(commit=commits[node])) for node in commits]
+        return [*self._send_commit(nodes)]
 
-    def _commit_for(self, nodes: Iterable[str]) -> dict[str, pb.Commit]:
+    def _send_commit(self, nodes: Iterable[str]) -> list[Send]:
         """The last one, as each of these is told of it; first come those who keep its records, lest
         they are lost with the driver while others know of the commit."""
-        whole, bare = self.standing.last, without_records(self.standing.last)
+        whole = self.standing.last
         keep = keepers(self._rest(), self.ledgers)
-        told = {node: whole if node in keep else bare for node in nodes}
-        if hash_of_votes(self.votes) == whole.voted:
-            for node in self.witnesses & told.keys():
-                told[node] = with_votes(told[node], self.votes)
-        return dict(sorted(told.items(), key=lambda item: item[0] not in keep))
+        voted = self.witnesses if hash_of_votes(self.votes) == whole.voted else frozenset[str]()
+        told = defaultdict[tuple[bool, bool], list[str]](list)
+        for node in nodes:
+            told[node not in keep, node not in voted].append(node)
+        sends: list[Send] = []
+        for (bare, unvoted), group in sorted(told.items()):
+            commit = without_records(whole) if bare else whole
+            commit = commit if unvoted else with_votes(commit, self.votes)
+            sends += self.ballot.send_all(group, step=pb.Step(commit=commit))
+        return sends
 
     def _to_note(self) -> list[str]:
         """Who is to be told the last step's records once more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +30,14 @@ class Ballot(NamedTuple):
     def send(self, to: str, **body: Any) -> Send:
         """A message under this ballot. `body`: one field of `Message`."""
         return Send(to, pb.Message(ballot=self.message(), **body))
+
+    def send_all(self, to: Iterable[str], **body: Any) -> list[Send]:
+        """The same to each of these, in a message of its own: whom it is for will be in it, too."""
+        said = pb.Message(ballot=self.message(), **body)
+        sends = [Send(node, pb.Message()) for node in to]
+        for send in sends:
+            send.message.CopyFrom(said)
+        return sends
 
 
 NEVER = Ballot(0, 0)

@@ -84,11 +84,15 @@ class Gathering:
     def unheard(self) -> list[str]:
         return sorted(self.members.keys() - self.statuses.keys())
 
-    def ask(self) -> list[Effect]:
-        return [self._query(node) for node in self.members]
+    @property
+    def is_complete(self) -> bool:
+        return len(self.statuses) == len(self.members)
 
-    def _query(self, node: str) -> Send:
-        return self.ballot.send(node, query=pb.Query(votes=self.votes))
+    def ask(self) -> list[Effect]:
+        return [*self._query(self.members)]
+
+    def _query(self, nodes: Iterable[str]) -> list[Send]:
+        return self.ballot.send_all(nodes, query=pb.Query(votes=self.votes))
 
     def ask_again(self, now: float, condemned: Mapping[str, str]) -> list[Effect]:
         """`condemned`: nodes that hang so that they can't answer, and why they have to go."""
@@ -103,7 +107,7 @@ class Gathering:
                 Suspect(node, condemned[node], HANG) if node in condemned else Suspect(node, why)
                 for node in self.unheard()
             ]
-        return effects + [self._query(node) for node in self.unheard()]
+        return [*effects, *self._query(self.unheard())]
 
     # --- once everybody has answered
 

@@ -221,11 +221,13 @@ def stand_ins(members: Iterable[pb.Place]) -> dict[str, str]:
 
 def routes(begin: pb.Begin) -> dict[int, Route]:
     """The way of each microbatch of the plan. Raises ValueError for a plan that can't be."""
-    found = {}
-    for microbatch in begin.plan:
-        visits = [begin.members[place] for place in microbatch.places if place < len(begin.members)]
-        if [visit.stage for visit in visits] != list(microbatch.order):
-            raise ValueError(f"microbatch {microbatch.id} is sent to nodes off its order")
-        nodes = (microbatch.source, *(visit.node for visit in visits), microbatch.source)
-        found[microbatch.id] = Route(nodes, (0, *microbatch.order, 0))
-    return found
+    return {microbatch.id: route(begin, microbatch) for microbatch in begin.plan}
+
+
+def route(begin: pb.Begin, microbatch: pb.Microbatch) -> Route:
+    """Of one of the plan. Raises ValueError for one that can't be."""
+    visits = [begin.members[place] for place in microbatch.places if place < len(begin.members)]
+    if [visit.stage for visit in visits] != list(microbatch.order):
+        raise ValueError(f"microbatch {microbatch.id} is sent to nodes off its order")
+    nodes = (microbatch.source, *(visit.node for visit in visits), microbatch.source)
+    return Route(nodes, (0, *microbatch.order, 0))

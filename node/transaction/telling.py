@@ -35,33 +35,38 @@ class Telling:
         self._last, self._members = NEVER, dict[str, int]()
         self._told = frozenset[str]()
 
-    def parts(
-        self, ballot: Ballot, begin: pb.Begin, stages: Members, spare: bool
-    ) -> dict[str, pb.Begin]:
+    def tell(
+        self,
+        ballot: Ballot,
+        begin: pb.Begin,
+        to: Mapping[str, pb.Begin],
+        stages: Members,
+        spare: bool,
+    ) -> None:
         """What is told to these nodes, at their stages, of an attempt that begins, or goes on,
-        under the ballot. `spare`: nodes stand in for each other."""
+        under the ballot: it is written into `to`, by node. `spare`: nodes stand in for each
+        other."""
         visits = _visits(begin, spare)
         joiners: defaultdict[int, list[pb.Joiner]] = defaultdict(list)
         for joiner in begin.joining:
             joiners[joiner.stage].append(joiner)
         new, rest = _without_lists(begin), _without_lists(begin)
         new.members.extend(begin.members)
-        self._tell_changes(rest, begin)
-        parts = {}
-        for node, stage in stages.items():
-            parts[node] = part = pb.Begin()
-            part.CopyFrom(rest if node in self._told else new)
+        members = {place.node: place.stage for place in begin.members}
+        self._tell_changes(rest, members)
+        for node, part in to.items():
+            part.MergeFrom(rest if node in self._told else new)
             part.plan.extend(visits[node])
-            part.untold = len(begin.plan) - len(part.plan)
-            part.joining.extend(joiners[stage])
-        self._last, self._told = ballot, frozenset(stages)
-        self._members = {place.node: place.stage for place in begin.members}
-        return parts
+            part.untold = len(begin.plan) - len(visits[node])
+            part.joining.extend(joiners[stages[node]])
+        self._last, self._told, self._members = ballot, frozenset(stages), members
 
-    def _tell_changes(self, part: pb.Begin, begin: pb.Begin) -> None:
+    def _tell_changes(self, part: pb.Begin, members: Members) -> None:
         part.members_of.CopyFrom(self._last.message())
-        part.left.extend(self._members.keys() - {place.node for place in begin.members})
-        part.members.extend(p for p in begin.members if self._members.get(p.node) != p.stage)
+        part.left.extend(self._members.keys() - members.keys())
+        for node, stage in members.items():
+            if self._members.get(node) != stage:
+                part.members.add(node=node, stage=stage)
 
 
 def _without_lists(begin: pb.Begin) -> pb.Begin:

@@ -32,9 +32,10 @@ KEPT: Final = 4
 
 def vote_of(node: str, ballot: Ballot, ready: pb.Ready) -> Vote:
     said = pb.Ready()
-    for field, value in ready.ListFields():
-        if field.name not in BESIDE:
-            setattr(said, field.name, value)
+    said.CopyFrom(ready)
+    said.DiscardUnknownFields()
+    for field in BESIDE:
+        said.ClearField(field)
     return Vote(
         node=node,
         view=ballot.view,

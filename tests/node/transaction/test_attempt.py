@@ -98,13 +98,14 @@ def test_a_third_does_what_two_have_done_differently() -> None:
     swarm.starts(checks=checks)
     swarm.ends()
     key, one = next(iter(checks.checked.items()))
+    other = next(n for n in one.replicas if n not in (one.node, *one.doubles))
     for neighbour in {one.before, one.behind}:
-        third = pb.Check(microbatch=key[0], position=key[1], double=one.others[0])
+        third = pb.Check(microbatch=key[0], position=key[1], double=other)
         swarm.nodes[neighbour].attempt.check(third)
     before = len(swarm.compared)
     swarm.ends()
     pairs = {frozenset((c.node, c.other)) for _, c in swarm.compared[before:] if not c.difference}
-    assert pairs == {frozenset((n, one.others[0])) for n in (one.node, *one.doubles)}
+    assert pairs == {frozenset((n, other)) for n in (one.node, *one.doubles)}
     assert same_gradients(swarm, undisturbed())
 
 

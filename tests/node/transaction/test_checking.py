@@ -27,7 +27,7 @@ def begin(replicas: int, kind: pb.Begin.Kind = pb.Begin.TRAIN, step: int = 7) ->
         for stage in range(3)
         for name in "abc"[:replicas]
     ]
-    plan = planned(members, ORDERS, {})
+    plan = planned({place.node: place.stage for place in members}, ORDERS, {})
     return pb.Begin(step=step, kind=kind, members=members, plan=plan)
 
 

@@ -21,19 +21,30 @@ Swarm = dict[str, int]
 def begun(members: Swarm, microbatches: int = 4, joining: Swarm | None = None) -> pb.Begin:
     places = in_order([pb.Place(node=n, stage=at) for n, at in members.items()])
     orders = [[1, 2] if number % 2 else [2, 1] for number in range(microbatches)]
-    begin = pb.Begin(step=1, members=places, plan=planned(places, orders, {}))
+    begin = pb.Begin(
+        step=1, members=places, plan=planned(dict(sorted(members.items())), orders, {})
+    )
     begin.joining.extend(
         pb.Joiner(node=node, stage=at) for node, at in sorted((joining or {}).items())
     )
     return begin
 
 
+def parts(
+    telling: Telling, ballot: Ballot, begin: pb.Begin, stages: Swarm, spare: bool = False
+) -> dict[str, pb.Begin]:
+    """What each of these is told."""
+    told = {node: pb.Begin() for node in stages}
+    telling.tell(ballot, begin, told, stages, spare)
+    return told
+
+
 def swarm(of_stage: int) -> Swarm:
     return {f"n{stage}.{i}": stage for stage in range(STAGES + 1) for i in range(of_stage)}
 
 
-def size(parts: dict[str, pb.Begin]) -> int:
-    return sum(part.ByteSize() for part in parts.values())
+def size(told: dict[str, pb.Begin]) -> int:
+    return sum(part.ByteSize() for part in told.values())
 
 
 names = [f"n{stage}.{i}" for stage in range(STAGES + 1) for i in range(4)]
@@ -60,7 +71,7 @@ def test_each_has_all_that_concerns_it_whoever_came_and_went(
         ways = routes(begin)
         ahead = stand_ins(begin.members) if spare else {}
         told = {name: int(name[1]) for name in names}
-        for node, part in telling.parts(ballot, begin, told, spare).items():
+        for node, part in parts(telling, ballot, begin, told, spare).items():
             found = heard[node].whole(ballot, part)
             assert list(found.members) == list(begin.members)
             beside = {node, *(one for one, other in ahead.items() if other == node)}
@@ -76,8 +87,8 @@ def test_what_is_said_of_a_step_grows_with_the_nodes_and_not_with_their_square()
     sizes = {}
     for of_stage in (4, 40, 400):
         telling, members = Telling(), swarm(of_stage)
-        telling.parts(Ballot(1, 1), begun(members), members, spare=False)
-        again = telling.parts(Ballot(1, 2), begun(members, 2 * of_stage), members, spare=False)
+        parts(telling, Ballot(1, 1), begun(members), members)
+        again = parts(telling, Ballot(1, 2), begun(members, 2 * of_stage), members)
         sizes[of_stage] = size(again)
     assert sizes[40] < 15 * sizes[4]
     assert sizes[400] < 15 * sizes[40]
@@ -85,20 +96,20 @@ def test_what_is_said_of_a_step_grows_with_the_nodes_and_not_with_their_square()
 
 def test_who_enters_is_told_of_all_and_the_others_of_who_came_and_went() -> None:
     telling, members = Telling(), swarm(2)
-    telling.parts(Ballot(1, 1), begun(members), members, spare=False)
+    parts(telling, Ballot(1, 1), begun(members), members)
     after = {**members, "new": 2}
     del after["n2.0"]
-    parts = telling.parts(Ballot(1, 2), begun(after), after, spare=False)
-    assert len(parts["new"].members) == 6
-    assert not parts["new"].HasField("members_of")
-    assert [place.node for place in parts["n0.0"].members] == ["new"]
-    assert list(parts["n0.0"].left) == ["n2.0"]
+    told = parts(telling, Ballot(1, 2), begun(after), after)
+    assert len(told["new"].members) == 6
+    assert not told["new"].HasField("members_of")
+    assert [place.node for place in told["n0.0"].members] == ["new"]
+    assert list(told["n0.0"].left) == ["n2.0"]
 
 
 def test_what_came_since_an_attempt_that_was_not_heard_of_is_of_no_use() -> None:
     telling, members = Telling(), swarm(1)
-    telling.parts(Ballot(1, 1), begun(members), members, spare=False)
-    part = telling.parts(Ballot(1, 2), begun(members), members, spare=False)["n0.0"]
+    parts(telling, Ballot(1, 1), begun(members), members)
+    part = parts(telling, Ballot(1, 2), begun(members), members)["n0.0"]
     heard = Heard()
     heard.whole(Ballot(1, 0), begun(members))
     with pytest.raises(ValueError, match=r"since Ballot.*attempt=1.*, after Ballot"):
