@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from unittest.mock import patch
 
@@ -20,7 +21,7 @@ from planaria.node.transaction.chain import (
 )
 from planaria.node.transaction.effects import Apply, Effect, Note
 from planaria.node.transaction.gathering import Gathering
-from planaria.node.transaction.noting import LEDGERS, MEMORIES, keepers, to_note
+from planaria.node.transaction.noting import LEDGERS, MEMORIES, OF_A_STAGE, keepers, to_note
 from planaria.node.transaction.resting import DriverPhase
 from planaria.node.wire import stage_pb2 as pb
 from tests.node.transaction.test_comparing import DRIVER, RUN, Replica, commit
@@ -75,14 +76,22 @@ def test_records_that_are_not_those_of_the_hash_are_refused() -> None:
 # --- who
 
 
-def test_a_few_of_stage_0_are_told_and_two_of_each_other() -> None:
+def test_a_few_of_stage_0_are_told_and_two_of_each_other_one() -> None:
     stages = {f"{stage}-{node:02}": stage for stage in range(3) for node in range(20)}
     with patch.object(noting, "LEDGERS", LEDGERS):
         told = keepers(stages, {})
     assert sorted(told) == sorted(
         [f"0-{node:02}" for node in range(LEDGERS)]
-        + [f"{stage}-{node:02}" for stage in (1, 2) for node in range(MEMORIES)]
+        + [f"{stage}-{node:02}" for stage in (1, 2) for node in range(OF_A_STAGE)]
     )
+
+
+@pytest.mark.parametrize(("body", "twice"), [(4, 4), (6, 2), (8, 0), (20, 0)])
+def test_of_many_stages_no_more_remember_a_step_than_of_a_few(body: int, twice: int) -> None:
+    stages = {f"{stage:02}-{node}": stage for stage in range(1, body + 1) for node in range(3)}
+    told = Counter(node[:2] for node in keepers(stages, {}))
+    assert told.total() == MEMORIES
+    assert [count for count in told.values() if count > 1] == [OF_A_STAGE] * twice
 
 
 def test_who_has_a_ledger_goes_on_with_it_and_a_full_disk_comes_last() -> None:
