@@ -108,8 +108,8 @@ class SpotChecks:
         told: Mapping[str, list[pb.Check]],
     ) -> None:
         before, node, behind = way.nodes[position - 1 : position + 2]
-        while (double := self._chance.choice(replicas)) == node:
-            pass
+        drawn = self._chance.randrange(len(replicas) - 1)  # of the others
+        double = replicas[drawn + (drawn >= replicas.index(node))]
         checked = Checked(microbatch, position, before, node, behind, [double], replicas)
         self.checked[microbatch, position] = checked
         for neighbour in {before, behind}:
