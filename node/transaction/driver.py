@@ -10,7 +10,7 @@ Whatever goes on is one object, made when it begins: `Gathering`, `Syncing` or `
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -364,7 +364,6 @@ class Driver:
         if self.rebuilds.stalled is None:
             self.rebuilds.stalled = now
         self.checks.over()
-        self.telling.doubt()
         if self.coming is not None:
             self.view, self.coming = self.coming.view, None
             self.members = dict(sorted(active(self.view).items()))
@@ -382,7 +381,7 @@ class Driver:
         self.current = gathering = Gathering(
             why,
             self.ballot,
-            self.members,
+            active(self.view),
             stages=self.rules.stages,
             began=now,
             asked=now,
@@ -422,6 +421,7 @@ class Driver:
             gathering.distrusted = verdict.doubted
         self.standing = standing = gathering.standing()
         self.knows = True
+        self.telling.doubt(self.view.number, self.members, gathering.having_view())
         tried = {status.attempting for status in gathering.statuses.values()}
         if gathering.taken_over and standing.committed + 1 in tried:
             effects.append(self._aborted(standing.committed + 1, "its driver is gone"))
@@ -1378,20 +1378,24 @@ class Driver:
         return [*self._send_commit(nodes)]
 
     def _send_commit(self, nodes: Iterable[str]) -> list[Send]:
+        said: dict[int, pb.Message] = {}  # by which commit it tells of
+        sends = []
+        for node, commit in self._commit_for(nodes).items():
+            if id(commit) not in said:
+                said[id(commit)] = self.ballot.says(step=pb.Step(commit=commit))
+            sends.append(Send.copy(node, said[id(commit)]))
+        return sends
+
+    def _commit_for(self, nodes: Iterable[str]) -> dict[str, pb.Commit]:
         """The last one, as each of these is told of it; first come those who keep its records, lest
         they are lost with the driver while others know of the commit."""
-        whole = self.standing.last
+        whole, bare = self.standing.last, without_records(self.standing.last)
         keep = keepers(self._rest(), self.ledgers)
-        voted = self.witnesses if hash_of_votes(self.votes) == whole.voted else frozenset[str]()
-        told = defaultdict[tuple[bool, bool], list[str]](list)
-        for node in nodes:
-            told[node not in keep, node not in voted].append(node)
-        sends: list[Send] = []
-        for (bare, unvoted), group in sorted(told.items()):
-            commit = without_records(whole) if bare else whole
-            commit = commit if unvoted else with_votes(commit, self.votes)
-            sends += self.ballot.send_all(group, step=pb.Step(commit=commit))
-        return sends
+        told = {node: whole if node in keep else bare for node in nodes}
+        if hash_of_votes(self.votes) == whole.voted:
+            for node in self.witnesses & told.keys():
+                told[node] = with_votes(told[node], self.votes)
+        return dict(sorted(told.items(), key=lambda item: item[0] not in keep))
 
     def _to_note(self) -> list[str]:
         """Who is to be told the last step's records once more."""

@@ -27,17 +27,17 @@ class Ballot(NamedTuple):
     def next(self) -> Ballot:
         return Ballot(self.view, self.attempt + 1)
 
-    def send(self, to: str, **body: Any) -> Send:
+    def says(self, **body: Any) -> pb.Message:
         """A message under this ballot. `body`: one field of `Message`."""
-        return Send(to, pb.Message(ballot=self.message(), **body))
+        return pb.Message(ballot=self.message(), **body)
+
+    def send(self, to: str, **body: Any) -> Send:
+        return Send(to, self.says(**body))
 
     def send_all(self, to: Iterable[str], **body: Any) -> list[Send]:
-        """The same to each of these, in a message of its own: whom it is for will be in it, too."""
-        said = pb.Message(ballot=self.message(), **body)
-        sends = [Send(node, pb.Message()) for node in to]
-        for send in sends:
-            send.message.CopyFrom(said)
-        return sends
+        """The same to each of these."""
+        said = self.says(**body)
+        return [Send.copy(node, said) for node in to]
 
 
 NEVER = Ballot(0, 0)
@@ -49,6 +49,13 @@ class Send:
 
     to: str
     message: pb.Message
+
+    @classmethod
+    def copy(cls, to: str, said: pb.Message) -> Send:
+        """What others are told, too, in a message of its own: whom it is for will be in it."""
+        message = pb.Message()
+        message.CopyFrom(said)
+        return cls(to, message)
 
 
 @dataclass(frozen=True)

@@ -285,6 +285,10 @@ class Gathering:
         writing = pb.LEDGER_WRITING in self.ledgers().values()
         return "the last step is on its way to the ledger" if writing else ""
 
+    def having_view(self) -> list[str]:
+        """Who knows the members of this view."""
+        return [node for node, status in self.statuses.items() if not status.viewless]
+
     def ledgers(self) -> dict[str, pb.Recording]:
         return {n: s.recording for n, s in self.statuses.items() if self.members[n] == 0}
 

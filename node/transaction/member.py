@@ -97,6 +97,7 @@ class MemberSide:
         self.stage = stage
         self.phase = MemberPhase.IDLE
         self.view = registry.View()
+        self.beside: frozenset[str] = frozenset()  # other replicas of this stage, in the view
         self.promised = NEVER
         self.driver = ""
         self.began = NEVER  # the ballot under which the attempt that runs or is ready began
@@ -147,14 +148,15 @@ class MemberSide:
         if view.number <= self.view.number:
             return []
         self.view = view
+        others = [n for n, at in active(view).items() if at == self.stage and n != self.node]
+        self.beside = frozenset(others)
         self.refused.clear()
         self.accused.clear()
         if all(member.node != self.node for member in view.members):
             return [Rejoin(f"view {view.number} is without this node: {view.reason}")]
-        beside = self._beside()
-        self.decisions = {n: one for n, one in self.decisions.items() if n in beside}
-        self.mute &= beside
-        return self._wait_no_more(self.replicas - beside)
+        self.decisions = {n: one for n, one in self.decisions.items() if n in self.beside}
+        self.mute &= self.beside
+        return self._wait_no_more(self.replicas - self.beside)
 
     def received(self, peer: str, message: pb.Message) -> list[Effect]:
         """A control message for this machine has come from `peer`."""
@@ -361,7 +363,7 @@ class MemberSide:
     def told(self, peer: str, heard: pb.Heard) -> list[Effect]:
         """A replica of this stage says which commit it has heard."""
         told = heard.decision
-        if peer not in self._beside() or max(len(told.hash), len(told.signature)) > HASH:
+        if peer not in self.beside or max(len(told.hash), len(told.signature)) > HASH:
             return []
         self.decisions[peer] = told
         self.mute.discard(peer)
@@ -409,6 +411,8 @@ class MemberSide:
     def _queried(self, peer: str, ballot: Ballot) -> list[Effect]:
         attempting = self.step if self._attempting() else 0
         self._promise(peer, ballot)
+        if ballot.view == self.view.number:
+            self.heard.asked(ballot.view, active(self.view))
         self.halt = None  # the driver looks again
         effects: list[Effect] = []
         if self.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING):
@@ -458,6 +462,7 @@ class MemberSide:
             origin=self.origin,
             trained=self.trained,
             relearning=self.relearning,
+            viewless=not self.heard.has(ballot.view),
             votes=self.votes.get(hash_of(self.last)) if self.shows_votes else None,
         )
         return [Send(peer, pb.Message(ballot=ballot.message(), status=status))]
@@ -665,11 +670,6 @@ class MemberSide:
         return self._accuse_of_haste(told.step, what, about(shown, self.node))
 
     # --- which commit the stage's replicas have heard
-
-    def _beside(self) -> set[str]:
-        """The other replicas of this stage."""
-        stages = active(self.view)
-        return {node for node, at in stages.items() if at == self.stage and node != self.node}
 
     def _note_who_takes_part(self, ballot: Ballot, begin: pb.Begin) -> None:
         self.decider = self.driver

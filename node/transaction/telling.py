@@ -5,7 +5,8 @@ The driver has the whole `Begin`, and tells a member its part of it:
 - of the plan the microbatches that it visits, or stands in for, where nodes are numbers in the list
   of who takes part; of all others how many they are;
 - of those who follow, the ones of its stage;
-- who takes part. Whoever was told of the attempt before is told who has come and gone since then.
+- who takes part. Whoever was told of the attempt before is told who has come and gone since then;
+  after the driver has asked everybody, what is other than in the view that it asked in.
 
 So what a driver says of a step grows with its nodes, and not with their square.
 """
@@ -13,8 +14,9 @@ So what a driver says of a step grows with its nodes, and not with their square.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
+from types import MappingProxyType
 
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.routing import stand_ins
@@ -30,10 +32,13 @@ class Telling:
     def __init__(self) -> None:
         self.doubt()
 
-    def doubt(self) -> None:
-        """What was told last may not have come."""
-        self._last, self._members = NEVER, dict[str, int]()
-        self._told = frozenset[str]()
+    def doubt(
+        self, view: int = 0, members: Members = MappingProxyType({}), having: Iterable[str] = ()
+    ) -> None:
+        """What was told last may not have come. `members`: of this view, which those have, and
+        will find when they are told what is other than in it."""
+        self._last, self._members = Ballot(view, 0), members
+        self._told = frozenset(having)
 
     def tell(
         self,
@@ -113,16 +118,29 @@ class Heard:
     """A member's side: who takes part in the attempt that it has heard of last."""
 
     def __init__(self) -> None:
-        self._last, self._members = NEVER, dict[str, int]()
+        self._last, self._asked_in = NEVER, 0
+        self._members: Members = {}
+        self._view: Members = {}
+
+    def asked(self, view: int, members: Members) -> None:
+        """By a driver, in the view of this number, which has these members."""
+        self._asked_in, self._view = view, members
+
+    def has(self, view: int) -> bool:
+        """Its members are known, since a driver has asked in it last."""
+        return self._asked_in == view
 
     def whole(self, ballot: Ballot, begin: pb.Begin) -> pb.Begin:
         """With all members, and sources by name. Raises ValueError when it says what has changed
-        since an attempt that wasn't heard of last, or of a source that takes no part."""
+        since an attempt that wasn't heard of last, or what is other than in a view that isn't here,
+        or of a source that takes no part."""
         if begin.HasField("members_of"):
             since = Ballot.of(begin.members_of)
-            if since != self._last:
+            of_view = since.attempt == 0 and self.has(since.view)
+            if since != self._last and not of_view:
                 raise ValueError(f"told who has come and gone since {since}, after {self._last}")
-            stages = {n: at for n, at in self._members.items() if n not in begin.left}
+            before, left = self._view if of_view else self._members, set(begin.left)
+            stages = {n: at for n, at in before.items() if n not in left}
             stages |= {place.node: place.stage for place in begin.members}
             begin = _with_members(begin, stages)
         self._last = ballot

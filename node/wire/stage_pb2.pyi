@@ -122,7 +122,7 @@ class Query(_message.Message):
     def __init__(self, votes: _Optional[bool] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("committed", "ready", "ready_ballot", "last", "boosted_at", "digest", "seconds_per_microbatch", "attempting", "lineage", "holdings", "following", "following_lineage", "heard", "weightless", "origin", "trained", "recording", "hang", "relearning", "votes")
+    __slots__ = ("committed", "ready", "ready_ballot", "last", "boosted_at", "digest", "seconds_per_microbatch", "attempting", "lineage", "holdings", "following", "following_lineage", "heard", "weightless", "origin", "trained", "recording", "hang", "relearning", "votes", "viewless")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     READY_BALLOT_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +143,7 @@ class Status(_message.Message):
     HANG_FIELD_NUMBER: _ClassVar[int]
     RELEARNING_FIELD_NUMBER: _ClassVar[int]
     VOTES_FIELD_NUMBER: _ClassVar[int]
+    VIEWLESS_FIELD_NUMBER: _ClassVar[int]
     committed: int
     ready: int
     ready_ballot: Ballot
@@ -163,7 +164,8 @@ class Status(_message.Message):
     hang: str
     relearning: int
     votes: _registry_pb2.Proof
-    def __init__(self, committed: _Optional[int] = ..., ready: _Optional[int] = ..., ready_ballot: _Optional[_Union[Ballot, _Mapping]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., boosted_at: _Optional[int] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., attempting: _Optional[int] = ..., lineage: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., following: _Optional[int] = ..., following_lineage: _Optional[int] = ..., heard: _Optional[int] = ..., weightless: _Optional[bool] = ..., origin: _Optional[bool] = ..., trained: _Optional[bool] = ..., recording: _Optional[_Union[Recording, str]] = ..., hang: _Optional[str] = ..., relearning: _Optional[int] = ..., votes: _Optional[_Union[_registry_pb2.Proof, _Mapping]] = ...) -> None: ...
+    viewless: bool
+    def __init__(self, committed: _Optional[int] = ..., ready: _Optional[int] = ..., ready_ballot: _Optional[_Union[Ballot, _Mapping]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., boosted_at: _Optional[int] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., attempting: _Optional[int] = ..., lineage: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., following: _Optional[int] = ..., following_lineage: _Optional[int] = ..., heard: _Optional[int] = ..., weightless: _Optional[bool] = ..., origin: _Optional[bool] = ..., trained: _Optional[bool] = ..., recording: _Optional[_Union[Recording, str]] = ..., hang: _Optional[str] = ..., relearning: _Optional[int] = ..., votes: _Optional[_Union[_registry_pb2.Proof, _Mapping]] = ..., viewless: _Optional[bool] = ...) -> None: ...
 
 class Holding(_message.Message):
     __slots__ = ("kind", "stage", "step", "lineage", "mean_step", "oldest_step", "perturbation", "made", "digest")

@@ -149,6 +149,12 @@ class Told:
             effects = self.hears(node, status=differing.get(node, usual))
         return effects
 
+    def whole(self, message: pb.Message) -> pb.Begin:
+        """What a member makes of it that has the newest view, in which it was asked last."""
+        heard = Heard()
+        heard.asked(self.number, self.members)
+        return heard.whole(self.driver.ballot, message.step.begin)
+
     def begins(self, committed: int = 0) -> dict[str, pb.Message]:
         self.views()
         return sent(self.statuses(committed), "step")
@@ -251,12 +257,25 @@ def test_everybody_is_asked_and_the_step_begins_when_all_have_answered():
         assert told.hears(node, status=pb.Status()) == []
     begins = sent(told.hears("e", status=pb.Status()), "step")
     assert begins.keys() == SWARM.keys()
-    begin = Heard().whole(told.driver.ballot, begins["c"].step.begin)
+    begin = told.whole(begins["c"])
     assert begin.step == 1
+    assert members(begin) == SWARM.keys()
     assert [(m.id, m.source, list(m.order)) for m in begin.plan] == [
         (0, "a", [1, 2, 3, 4]),
         (1, "a", [1, 2, 3, 4]),
     ]
+
+
+def test_who_lacks_the_view_is_told_who_takes_part_and_the_others_what_is_other_than_in_it():
+    told = Told()
+    told.views()
+    begins = sent(told.statuses(c=pb.Status(viewless=True)), "step")
+    assert members(begins["c"].step.begin) == SWARM.keys()
+    assert Heard().whole(told.driver.ballot, begins["c"].step.begin)
+    for node in SWARM.keys() - {"c"}:
+        assert members(begins[node].step.begin) == set()
+        with pytest.raises(ValueError, match="told who has come and gone since"):
+            Heard().whole(told.driver.ballot, begins[node].step.begin)
 
 
 def test_reduce_waits_for_the_last_microbatch_and_a_repeated_one_is_not_another():
@@ -608,8 +627,8 @@ def joining(message: pb.Message) -> list[str]:
     return [joiner.node for joiner in message.step.begin.joining]
 
 
-def members(message: pb.Message) -> set[str]:
-    return {place.node for place in message.step.begin.members}
+def members(begin: pb.Begin) -> set[str]:
+    return {place.node for place in begin.members}
 
 
 def test_a_newcomer_that_does_not_answer_is_asked_with_all_others_in_the_end():
@@ -636,7 +655,7 @@ def test_a_joiner_copies_a_replica_while_the_others_go_on():
     assert (sync.follow, sync.step, [s.node for s in sync.sources]) == (True, 1, ["c"])
     begins = sent(told.effects, "step")
     assert begins.keys() == {*SWARM, "new"}, "the joiner hears of every attempt"
-    assert members(begins["new"]) == SWARM.keys()
+    assert members(told.whole(begins["new"])) == SWARM.keys()
     assert [(j.node, j.stage, j.step) for j in begins["c"].step.begin.joining] == [("new", 2, 1)]
     steps = sent(told.trains(), "step")
     assert (steps["new"].step.commit.step, joining(steps["c"])) == (2, ["new"])
@@ -737,7 +756,7 @@ def test_who_has_caught_up_votes_and_enters_with_the_commit():
     for node in SWARM:
         effects = told.ready(node)
     steps = sent(effects, "step")
-    assert all(members(step) == {"new"} for step in steps.values()), "of the others all know"
+    assert all(members(step.step.begin) == {"new"} for step in steps.values()), "others are known"
     assert all(step.step.begin.HasField("members_of") for step in steps.values())
     assert joining(steps["c"]) == []
     (rebuilt,) = events(effects, StageRebuilt)
@@ -854,7 +873,7 @@ def test_who_is_caught_up_at_a_gather_is_a_member_and_can_stand_for_its_stage():
     without = {node: stage for node, stage in SWARM.items() if node != "c"} | {"new": 2}
     told.views(without)
     effects = told.gathered(committed=2, following=1, heard=2, last=told.driver.standing.last)
-    assert members(sent(effects, "step")["new"]) == without.keys()
+    assert members(told.whole(sent(effects, "step")["new"])) == without.keys()
     (rebuilt,) = events(effects, StageRebuilt)
     assert rebuilt.node == "new"
 
@@ -932,7 +951,7 @@ def test_a_joiner_with_other_weights_does_not_enter_at_a_gather_either(digest: b
     rebuilt = pb.Status(committed=5, last=last, digest=b"rebuilt")
     caught_up = pb.Status(committed=5, last=last, following=3, heard=5, digest=digest)
     effects = told.statuses(5, c=rebuilt, new=caught_up)
-    trains = members(sent(effects, "step")["c"])
+    trains = members(told.whole(sent(effects, "step")["c"]))
     if digest == rebuilt.digest:
         assert trains == {*SWARM, "new"}
     else:
@@ -984,7 +1003,7 @@ def test_several_joiners_follow_and_enter_one_by_one():
     effects = told.gathered(committed=2, following=1, heard=2)
     assert sent(effects, "sync").keys() == {"newer"}
     begin = sent(effects, "step")["d"]
-    assert members(begin) == {*SWARM, "new"}
+    assert members(told.whole(begin)) == {*SWARM, "new"}
     assert joining(begin) == ["newer"]
 
 
@@ -2334,7 +2353,7 @@ def test_replicas_that_differ_do_not_commit_and_the_wrong_one_copies_anew_while_
     assert sent(effects, "query"), "it has to know before anything is committed without it"
     follows = pb.Status(following=1, heard=1)
     begins = sent(told.answers(c=follows), "step")
-    assert members(begins["a"]) == told.members.keys() - {"c"}
+    assert members(told.whole(begins["a"])) == told.members.keys() - {"c"}
     assert joining(begins["c2"]) == ["c"]
 
 
@@ -2359,14 +2378,14 @@ def test_replicas_that_differ_before_the_first_step_are_made_equal():
     sync = sent(told.answers(), "sync")["b2"].sync
     assert (sync.method, sync.follow, [s.node for s in sync.sources]) == ("replica", False, ["b"])
     told.hears("b2", synced=pb.Synced(step=0, method="replica"))
-    assert members(sent(told.answers(), "step")["a"]) == {"a", "b", "b2"}
+    assert members(told.whole(sent(told.answers(), "step")["a"])) == {"a", "b", "b2"}
 
 
 def test_who_differed_and_is_the_last_of_its_stage_is_better_than_a_guess():
     told = Differing()
     told.differs("c")
     told.views({"a": 0, "b": 1, "c": 2})
-    assert members(sent(told.answers(), "step")["a"]) == {"a", "b", "c"}
+    assert members(told.whole(sent(told.answers(), "step")["a"])) == {"a", "b", "c"}
 
 
 def test_a_norm_unlike_its_replicas_does_not_decide_the_clip_scale():
@@ -2415,7 +2434,7 @@ def test_weights_that_change_at_the_only_node_of_a_stage_are_told_once_and_it_go
     (changed,) = events(effects, WeightsChanged)
     assert (changed.node, changed.stage, changed.step, changed.restored) == ("c", 2, 1, False)
     assert suspected(effects) == []
-    assert members(sent(effects, "step")["a"]) == told.members.keys()
+    assert members(told.whole(sent(effects, "step")["a"])) == told.members.keys()
     said = "weights or moments of c of stage 2 have changed by themselves after step 1"
     assert said in told.driver.explain()
     told.hears("b", failed=pb.Failed(reason="it is out of memory"))
@@ -2477,7 +2496,7 @@ def test_a_save_of_another_step_is_no_help(other):
             status.holdings[0].made.CopyFrom(value)
     effects = told.answers(c=status)
     assert [event.restored for event in events(effects, WeightsChanged)] == [False]
-    assert members(sent(effects, "step")["a"]) == told.members.keys()
+    assert members(told.whole(sent(effects, "step")["a"])) == told.members.keys()
 
 
 def test_a_save_that_turns_out_to_be_damaged_is_no_help_either():
@@ -2487,7 +2506,7 @@ def test_a_save_that_turns_out_to_be_damaged_is_no_help_either():
     told.hears("c", failed=pb.Failed(reason="its save is damaged"))
     effects = told.answers()
     assert [event.restored for event in events(effects, WeightsChanged)] == [False]
-    assert members(sent(effects, "step")["a"]) == ALONE.keys()
+    assert members(told.whole(sent(effects, "step")["a"])) == ALONE.keys()
 
 
 def test_when_the_weights_of_all_nodes_have_changed_it_goes_on_all_the_same():
@@ -2496,7 +2515,7 @@ def test_when_the_weights_of_all_nodes_have_changed_it_goes_on_all_the_same():
     effects = told.answers()
     changed = {event.node: event.restored for event in events(effects, WeightsChanged)}
     assert changed == dict.fromkeys(ALONE, False)
-    assert members(sent(effects, "step")["a"]) == ALONE.keys()
+    assert members(told.whole(sent(effects, "step")["a"])) == ALONE.keys()
 
 
 def test_two_replicas_whose_updates_came_out_differently_are_both_named_and_a_guess_is_called_so():
@@ -2559,9 +2578,9 @@ def test_who_makes_what_is_not_finite_is_named_and_the_step_is_tried_again_witho
     effects = spoils(told, "c")
     assert [event.node for event in events(effects, NonFinite)] == ["c"]
     assert suspected(effects) == [], "it may be the model's doing"
-    begin = sent(told.answers(), "step")["a"].step.begin
+    begin = told.whole(sent(told.answers(), "step")["a"])
     assert not begin.non_finite
-    assert "c" in {place.node for place in begin.members}
+    assert "c" in members(begin)
     assert "c" not in served_by(told)
     assert told.commits()
     assert "c" in served_by(told), "it gets another chance"

@@ -118,6 +118,28 @@ def told() -> Told:
 # --- fencing
 
 
+def test_a_begin_that_says_what_is_other_than_in_a_view_is_of_the_view_that_was_asked_in(
+    told: Told,
+):
+    others = pb.Begin(step=1, members_of=pb.Ballot(view=1), left=["other"])
+    assert not status(told.queried(Ballot(1, 1))).viewless
+    told.member.viewed(view(2, {"driver": 0, "self": 1, "new": 2}))
+    assert not status(told.hears(Ballot(1, 2), query=pb.Query())).viewless, "it was here"
+    (started,) = told.hears(Ballot(1, 3), step=pb.Step(begin=others))
+    assert isinstance(started, StartAttempt)
+    assert {place.node: place.stage for place in started.begin.members} == {"driver": 0, "self": 1}
+
+
+def test_who_has_only_a_newer_view_than_it_is_asked_in_says_so(told: Told):
+    told.member.viewed(view(3))
+    assert status(told.hears(Ballot(2, 1), query=pb.Query())).viewless
+    others = pb.Begin(step=1, members_of=pb.Ballot(view=2))
+    (send,) = told.hears(Ballot(2, 2), step=pb.Step(begin=others))
+    assert isinstance(send, Send)
+    assert "told who has come and gone since" in send.message.failed.reason
+    assert not status(told.hears(Ballot(3, 1), query=pb.Query())).viewless
+
+
 def test_an_older_ballot_has_no_effect_and_is_answered_with_the_newer(told: Told):
     told.make_ready(1, Ballot(1, 5))
     (send,) = told.hears(Ballot(1, 4), step=begin(1))

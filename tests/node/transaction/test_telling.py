@@ -60,11 +60,15 @@ trains = st.sets(st.sampled_from(names)).map(
 def test_each_has_all_that_concerns_it_whoever_came_and_went(
     attempts: list[tuple[Swarm, bool, int]], spare: bool
 ) -> None:
-    """Those who don't train follow."""
+    """Those who don't train follow. Whose numbers are odd hasn't had the view that is asked in."""
     telling, heard = Telling(), defaultdict[str, Heard](Heard)
     for number, (members, gathered, microbatches) in enumerate(attempts):
         if gathered:
-            telling.doubt()
+            having = [name for name in names if int(name[3]) % 2 == 0]
+            view = {name: int(name[1]) for name in names[1:]}
+            telling.doubt(number, view, having)
+            for node in having:
+                heard[node].asked(number, view)
         followers = {name: int(name[1]) for name in names if name not in members}
         begin = begun(members, microbatches, followers)
         ballot = Ballot(1, number + 1)
@@ -92,6 +96,14 @@ def test_what_is_said_of_a_step_grows_with_the_nodes_and_not_with_their_square()
         sizes[of_stage] = size(again)
     assert sizes[40] < 15 * sizes[4]
     assert sizes[400] < 15 * sizes[40]
+
+
+def test_after_all_were_asked_each_is_told_what_is_other_than_in_the_view() -> None:
+    telling, members = Telling(), swarm(400)
+    telling.doubt(7, {**members, "new": 2}, members)
+    told = parts(telling, Ballot(7, 1), begun(members, 400), members)
+    assert all(not part.members and list(part.left) == ["new"] for part in told.values())
+    assert size(told) < 100 * len(members)
 
 
 def test_who_enters_is_told_of_all_and_the_others_of_who_came_and_went() -> None:
