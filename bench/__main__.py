@@ -5,6 +5,7 @@ from __future__ import annotations
 from bench import (
     blinking,
     checks,
+    copying,
     driver,
     handshakes,
     join,
@@ -33,6 +34,7 @@ def main() -> None:
         ("Checks of numbers against the step that they belong to", checks.main),
         ("Being ready for losses against not being ready", recovery.main),
         ("Frames on links against bare bytes on the same gRPC stream", link.main),
+        ("Urgent frames beside a copy against none, on a slow link", copying.main),
         ("Links that break again and again against links that hold", blinking.main),
         ("What a step costs its driver, by the number of nodes", driver.main),
         ("Renewals at the registry", registry.main),

@@ -11,13 +11,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
+from planaria.node.wire.background import queued
+
 Then = Callable[[], object]
 Wanted = Callable[[], bool]
 
 CHUNK: Final = 2 << 20
 """Bytes between which a more urgent frame overtakes (node/wire/link.py)."""
 MOST_CHUNKS: Final = 16
-"""That a frame is cut into here; those of a frame of more than 32 MiB are larger."""
+"""That a frame is cut into here; those of a frame of more than 32 MiB are larger. A copy is cut so
+that what is urgent waits for one of its chunks as it waits for the background on a real link."""
 ON_WIRE: Final = 1500 / 1448
 """Bytes on a wire for each of a payload: headers of TCP and IP."""
 
@@ -162,14 +165,18 @@ class Wire:
         self.uplink = uplink
         self.sent = 0  # bytes of frames
         self.busy_seconds = 0.0
+        slowest = max(self.seconds_per_byte, uplink.seconds_per_byte if uplink else 0.0)
+        self._chunk = queued(1 / slowest)  # of the background
         self._queue: list[tuple[int, int, float, Then | None]] = []
         self._asked = 0
         self._busy = False
 
-    def send(self, urgency: int, size: int, then: Then) -> None:
+    def send(self, urgency: int, size: int, then: Then, background: bool = False) -> None:
         """`then`, when the whole frame has arrived."""
         self.sent += size
         chunks = min(MOST_CHUNKS, max(1, -(-size // CHUNK)))
+        if background:
+            chunks = max(1, -(-size // self._chunk))
         for chunk in range(chunks):
             self._asked += 1
             told: Any = then if chunk == chunks - 1 else None

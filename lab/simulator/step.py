@@ -33,6 +33,7 @@ from planaria.node.stage.shape import named_shapes
 from planaria.node.state.copies import FRAME, OUTSTANDING
 from planaria.node.transaction.averaging import PIECE, gradient_bytes
 from planaria.node.transaction.routing import Route, plan, stand_ins
+from planaria.node.wire.chunks import BACKGROUND
 from planaria.node.wire.frames import KINDS
 from planaria.node.wire.stage_pb2 import Place
 from planaria.recovery.orders import window_orders
@@ -420,11 +421,12 @@ class _Training:
             uplink = self.uplinks.get(a.site) if a.site != b.site else None
             wire = Wire(self.clock, link.delay_ms / 1e3, link.mbps, uplink)
             self.wires[a.name, b.name] = wire
+        background = kind == BACKGROUND
         if not self.transport.frame:
-            wire.send(URGENCY[kind], size, then)
+            wire.send(URGENCY[kind], size, then, background)
             return
         taken = partial(b.loop.post, 0, self.transport.frame, then)
-        sent = partial(wire.send, URGENCY[kind], size, taken)
+        sent = partial(wire.send, URGENCY[kind], size, taken, background)
         a.loop.post(0, self.transport.frame, sent)
 
     def message(self, a: _Node, b: _Node, then: Then) -> None:

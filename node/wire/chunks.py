@@ -5,8 +5,8 @@ end new numbers come one after the other. A more urgent kind overtakes between t
 kind frames keep their order, so at most one frame of each kind is under way. A new connection goes
 on where the inbox says that it is: chunks that were lost on the old one are sent again.
 
-Copies travel in the background: a chunk of theirs leaves only when nothing else is under way, and
-is acknowledged at once, so that a gradient is never behind more than one of them.
+Copies travel in the background: their chunks leave when background.py says that there is room, and
+are acknowledged at once, which tells it how long they have queued.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Final
 
 import numpy as np
 
+from planaria.node.wire.background import Background
 from planaria.node.wire.frames import (
     KINDS,
     Chunk,
@@ -43,12 +44,20 @@ class _Sending:
     sent: int = 0
     acknowledged: int = 0
 
+    @property
+    def in_background(self) -> bool:
+        return self.frame.kind == BACKGROUND
+
 
 class Outbox:
-    """Frames to send, in chunks of at most `chunk` bytes, at most `window` bytes unacknowledged."""
+    """Frames to send, in chunks of at most `chunk` bytes, at most `window` bytes unacknowledged;
+    `background` says the same of copies. `now` in seconds, of any one clock."""
 
-    def __init__(self, chunk: int, window: int) -> None:
+    def __init__(
+        self, chunk: int, window: int, background: Callable[[], Background] = Background
+    ) -> None:
         self._chunk, self._window = chunk, window
+        self._new_background, self._background = background, background()
         self._queues: dict[str, deque[_Sending]] = {kind: deque() for kind in KINDS}
         self._started: dict[int, _Sending] = {}
         self._last = 0
@@ -66,13 +75,18 @@ class Outbox:
         self.unacknowledged += sending.size
         self.frames += 1
 
-    def next(self) -> bytes | None:
+    def next(self, now: float) -> bytes | None:
         """The next chunk to send; None while nothing is queued or the window is full."""
-        kind, queue = next(((k, q) for k, q in self._queues.items() if q), (BACKGROUND, None))
-        if queue is None or (kind == BACKGROUND and self._in_flight):
+        queue = next((queue for queue in self._queues.values() if queue), None)
+        if queue is None:
             return None
         sending = queue[0]
-        length = min(self._chunk, sending.size - sending.sent)
+        length, most = sending.size - sending.sent, self._chunk
+        if sending.in_background:
+            most = min(most, self._background.room(self._in_flight, now))
+            if not most:
+                return None
+        length = min(length, most)
         if self._in_flight and self._in_flight + length > self._window:
             return None
         if first := sending.number == 0:
@@ -88,12 +102,19 @@ class Outbox:
         )
         sending.sent += length
         self._in_flight += length
+        if sending.in_background:
+            at = sending.number, sending.sent, length
+            self._background.sent(*at, self._in_flight, now)
         if sending.sent == sending.size:
             queue.popleft()
         return chunk
 
-    def acknowledge(self, number: int, received: int) -> None:
+    def acknowledge(self, number: int, received: int, now: float) -> None:
         """The peer has so many bytes of this frame. Raises WireError when that can't be."""
+        self._acknowledge(number, received)
+        self._background.acknowledged(number, received, now)
+
+    def _acknowledge(self, number: int, received: int) -> None:
         sending = self._started.get(number)
         if sending is None or not sending.acknowledged <= received <= sending.sent:
             raise WireError(f"{received} bytes of frame {number} acknowledged, which can't be")
@@ -118,7 +139,7 @@ class Outbox:
                 f"{begun} frames begun, of which {sorted(partial)} aren't whole, which can't be"
             )
         for sending in kept:
-            self.acknowledge(sending.number, partial.get(sending.number, sending.size))
+            self._acknowledge(sending.number, partial.get(sending.number, sending.size))
         waiting = {k: [s for s in queue if not s.number] for k, queue in self._queues.items()}
         for sending in unbegun:
             del self._started[sending.number]
@@ -133,6 +154,7 @@ class Outbox:
             queue.extend(waiting[kind])
         self._last = begun
         self._in_flight = 0
+        self._background = self._new_background()  # by another way, maybe
 
     def unfinished(self) -> list[Frame]:
         """Those not acknowledged to their end: started ones first, then queued ones by urgency."""

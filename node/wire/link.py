@@ -44,6 +44,7 @@ from planaria.bootstrap.front_door import may_open
 from planaria.bootstrap.identity import Identity, instance_of
 from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.wire import stage_pb2
+from planaria.node.wire.background import Background
 from planaria.node.wire.budget import PEERS
 from planaria.node.wire.chunks import ACKNOWLEDGE_EVERY
 from planaria.node.wire.frames import (
@@ -107,6 +108,7 @@ class LinkSettings:
     payload: int = PAYLOAD_LIMIT
     messages: int = 64 << 20  # that a peer hasn't said to have
     held: int = 4 << 30  # of messages and frames that it hasn't said to have
+    background: Callable[[], Background] = Background  # of each connection
 
     def __post_init__(self) -> None:
         if not 0 < self.chunk <= CHUNK_LIMIT:
@@ -227,8 +229,12 @@ class _Link:
         log.info("the link to %s sleeps: %s", self.peer, connection.reason)
         self._links.dial_soon(self.peer)
 
+    @property
+    def now(self) -> float:
+        return self._loop.time()
+
     def heard(self) -> None:
-        self._silence.heard(self._loop.time())
+        self._silence.heard(self.now)
 
     def end(self, reason: str, report: bool = True, cause: Cause = SILENT) -> None:
         """The first reason is the one that counts. `report`: to the events."""
@@ -246,7 +252,7 @@ class _Link:
                 async with asyncio.timeout(self.settings.heartbeat):
                     await self.over.wait()
             except TimeoutError:
-                silent = self._silence.tick(self._loop.time())
+                silent = self._silence.tick(self.now)
                 if silent is not None:
                     self.end(f"silent for {silent:.1f} s")
                 elif self.connection is not None:
@@ -386,7 +392,8 @@ class _Connection:
         while not self.over.is_set():
             chunk = self._farewell
             if not self._link.over.is_set():
-                chunk = session.inbox.acknowledgement() or session.outbox.next()
+                now = self._link.now
+                chunk = session.inbox.acknowledgement() or session.outbox.next(now)
             if chunk is not None:
                 self._farewell = None
                 await self._write(self._bulk, chunk)
@@ -403,7 +410,8 @@ class _Connection:
             if self._link.over.is_set():
                 continue
             if chunk.acknowledged:
-                self._session.outbox.acknowledge(chunk.frame, chunk.acknowledged - 1)
+                received = chunk.acknowledged - 1
+                self._session.outbox.acknowledge(chunk.frame, received, self._link.now)
             elif (frame := self._session.inbox.receive(chunk)) is not None:
                 self._links.frame_came(self._link.peer, frame)
             self._something_to_carry.set()
@@ -764,7 +772,7 @@ class Links:
                 messages=settings.messages,
                 held=settings.held,
             )
-            self._begun[node] = Session(next(self._numbers), bounds)
+            self._begun[node] = Session(next(self._numbers), bounds, settings.background)
         return self._begun[node]
 
     def _dialled_in_vain(

@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_hexdigest
 
+from planaria.node.wire.background import Background
 from planaria.node.wire.budget import ITEM
 from planaria.node.wire.chunks import Inbox, Outbox
 from planaria.node.wire.frames import KINDS, UINT64, DamagedError, Frame, WireError
@@ -122,10 +123,12 @@ class _Sending(NamedTuple):
 class Session:
     """One side of a link."""
 
-    def __init__(self, number: int, bounds: Bounds) -> None:
+    def __init__(
+        self, number: int, bounds: Bounds, background: Callable[[], Background] = Background
+    ) -> None:
         """`number`: larger than that of any former session with this peer."""
         self.number, self.other = number, 0
-        self.outbox = Outbox(bounds.chunk, bounds.window)
+        self.outbox = Outbox(bounds.chunk, bounds.window, background)
         self.inbox = Inbox(bounds.payload)
         self._bounds = bounds
         self._sent: deque[_Sending] = deque()  # on this connection, and not acknowledged

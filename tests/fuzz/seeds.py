@@ -55,7 +55,7 @@ def _chunks() -> list[bytes]:
     outbox.push(_a_frame())
     outbox.push(Frame("state", (3, 1), {"transfer": 1}, [], bytes(150)))
     sent = []
-    while (chunk := outbox.next()) is not None:
+    while (chunk := outbox.next(0.0)) is not None:
         sent.append(chunk)
     return [_joined(sent), _joined([pack_chunk(frame=1, acknowledged=65)])]
 

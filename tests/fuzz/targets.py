@@ -135,12 +135,12 @@ def chunks(data: bytes) -> None:
     outbox.push(Frame("state", (1, 1), {}, [], bytes(500)))
     with suppress(WireError):
         for piece in pieces(data):
-            outbox.next()
+            outbox.next(0.0)
             chunk = parse_chunk(piece)
             with suppress(WireError):
                 chunk.verify()
             if chunk.acknowledged:
-                outbox.acknowledge(chunk.frame, chunk.acknowledged - 1)
+                outbox.acknowledge(chunk.frame, chunk.acknowledged - 1, 0.0)
             else:
                 inbox.receive(chunk)
             inbox.acknowledgement()
@@ -215,7 +215,7 @@ def hellos(data: bytes) -> None:
     session.send(b"message")
     session.next_message()
     session.send_frame(Frame("call", (1, 1), {}, [], b"payload"))
-    session.outbox.next()
+    session.outbox.next(0.0)
     for line in text_of(data).split("\n"):
         for hello in (line, f"{line} {xxh3_64_hexdigest(line.encode())}"):
             with suppress(WireError, Outdated, Begun, Forgotten):

@@ -131,10 +131,10 @@ class Link:
     def _pump(self) -> None:
         if self.connection is None:
             return
-        session = self.session
+        session, now = self.session, self.node.world.now
         while (message := session.next_message()) is not None:
             self._write("control", message)
-        while (chunk := session.inbox.acknowledgement() or session.outbox.next()) is not None:
+        while (chunk := session.inbox.acknowledgement() or session.outbox.next(now)) is not None:
             self._write("bulk", chunk)
 
     def _write(self, channel: str, data: bytes | Chunk) -> None:
@@ -178,7 +178,8 @@ class Link:
         if not (chunk.frame or chunk.acknowledged):
             self.end(f"{self.peer} closed the link: {chunk.head.decode(errors='replace')}")
         elif chunk.acknowledged:
-            self.session.outbox.acknowledge(chunk.frame, chunk.acknowledged - 1)
+            now = self.node.world.now
+            self.session.outbox.acknowledge(chunk.frame, chunk.acknowledged - 1, now)
             self._pump()
         else:
             frame = self.session.inbox.receive(chunk)

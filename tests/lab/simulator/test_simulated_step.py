@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from bench.simulator import by_simpy
 from planaria.lab.emulation.links import Link
-from planaria.lab.simulator.clock import ON_WIRE, Clock, Cores
-from planaria.lab.simulator.step import averaging_seconds, simulate_step
+from planaria.lab.simulator.clock import ON_WIRE, Clock, Cores, Wire
+from planaria.lab.simulator.step import URGENCY, averaging_seconds, simulate_step
 from planaria.lab.simulator.swarm import (
     HEAD,
     Group,
@@ -33,6 +33,7 @@ from planaria.lab.simulator.swarm import (
 )
 from planaria.node.run_file import loads, override
 from planaria.node.stage.shape import Own, model_config
+from planaria.node.wire.background import FIRST, TARGET
 
 PLAIN = "checkpoint"
 
@@ -224,6 +225,23 @@ def test_copies_of_stage_0_get_through_when_links_have_time() -> None:
         one = swarm(policy="checkfree", model__vocabulary=vocabulary)
         size = copy_bytes(one.config)
         assert (ready.bytes - plain.bytes) / size == pytest.approx(through, rel=0.2)
+
+
+@pytest.mark.parametrize(("mbps", "longest"), [(20, TARGET), (100, TARGET), (2, FIRST * 8 / 2e6)])
+def test_what_is_urgent_waits_for_a_little_of_a_copy(mbps: float, longest: float) -> None:
+    clock, arrived = Clock(), []
+    wire = Wire(clock, 0.025, mbps, None)
+    wire.send(URGENCY["copy"], 1 << 20, lambda: arrived.append(("copy", clock.now)), True)
+    sent, size = 0.05, 1000
+    clock.at(
+        sent, lambda: wire.send(URGENCY["gradient"], size, lambda: arrived.append(("", clock.now)))
+    )
+    clock.run(lambda: False)
+    urgent, copy = arrived
+    alone = 0.025 + size * ON_WIRE * 8 / (mbps * 1e6)
+    assert 0 < urgent[1] - sent - alone <= longest * ON_WIRE
+    whole = ((1 << 20) + size) * ON_WIRE * 8 / (mbps * 1e6)
+    assert copy == ("copy", pytest.approx(0.025 + whole)), "all of it is carried"
 
 
 def test_redundant_computation_costs_time_and_the_others_hardly_any() -> None:

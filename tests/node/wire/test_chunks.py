@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planaria.node.wire.background import Background
 from planaria.node.wire.chunks import Inbox, Outbox
 from planaria.node.wire.frames import (
     KINDS,
@@ -27,7 +29,7 @@ def frame(size: int, kind: str = "activation", number: int = 0) -> Frame:
 
 
 def chunk_of(outbox: Outbox) -> Chunk:
-    message = outbox.next()
+    message = outbox.next(0.0)
     assert message is not None
     return parse_chunk(message)
 
@@ -56,7 +58,7 @@ def test_every_frame_arrives_whole_whatever_the_timing(
             moves.append("deliver")
         if back:
             moves.append("acknowledge")
-        if (message := outbox.next()) is not None:
+        if (message := outbox.next(0.0)) is not None:
             there.append(message)
             continue
         if not moves:
@@ -69,7 +71,7 @@ def test_every_frame_arrives_whole_whatever_the_timing(
                     arrived.append(found)
             case "acknowledge":
                 received = parse_chunk(back.popleft())
-                outbox.acknowledge(received.frame, received.acknowledged - 1)
+                outbox.acknowledge(received.frame, received.acknowledged - 1, 0.0)
     assert outbox.unacknowledged == 0
     assert outbox.unfinished() == []
     assert len(arrived) == len(frames)
@@ -95,18 +97,18 @@ def test_urgent_kinds_go_first_and_overtake_between_chunks() -> None:
         (chunk.frame, len(chunk.data)) for chunk in [first, *(chunk_of(outbox) for _ in range(6))]
     ]
     assert order == [(1, 10), (2, 10), (2, 5), (3, 5), (4, 5), (1, 10), (1, 5)]
-    assert outbox.next() is None
+    assert outbox.next(0.0) is None
 
 
 def test_no_more_than_the_window_is_under_way() -> None:
     outbox = Outbox(chunk=10, window=20)
     outbox.push(frame(45))
     assert [chunk_of(outbox).offset for _ in range(2)] == [0, 10]
-    assert outbox.next() is None
-    outbox.acknowledge(1, 10)
+    assert outbox.next(0.0) is None
+    outbox.acknowledge(1, 10, 0.0)
     assert outbox.unacknowledged == 35
     assert chunk_of(outbox).offset == 20
-    assert outbox.next() is None
+    assert outbox.next(0.0) is None
 
 
 def test_what_is_not_acknowledged_to_its_end_is_unfinished() -> None:
@@ -114,16 +116,16 @@ def test_what_is_not_acknowledged_to_its_end_is_unfinished() -> None:
     sent = [frame(20, "state", 0), frame(10, "average", 1), frame(0, "average", 2)]
     for item in sent:
         outbox.push(item)
-    while outbox.next() is not None:
+    while outbox.next(0.0) is not None:
         pass
     late = frame(10, "gradient", 3)
     outbox.push(late)
     assert outbox.unfinished() == [sent[1], sent[2], sent[0], late]
-    outbox.acknowledge(1, 10)
-    outbox.acknowledge(3, 10)
+    outbox.acknowledge(1, 10, 0.0)
+    outbox.acknowledge(3, 10, 0.0)
     assert outbox.unfinished() == [sent[2], sent[0], late]
-    outbox.acknowledge(2, 0)
-    outbox.acknowledge(3, 20)
+    outbox.acknowledge(2, 0, 0.0)
+    outbox.acknowledge(3, 20, 0.0)
     assert outbox.unfinished() == [late]
 
 
@@ -132,9 +134,9 @@ def test_acknowledgements_that_cannot_be_are_refused(number: int, received: int)
     outbox = Outbox(chunk=10, window=100)
     outbox.push(frame(30))
     chunk_of(outbox), chunk_of(outbox)
-    outbox.acknowledge(1, 10)
+    outbox.acknowledge(1, 10, 0.0)
     with pytest.raises(WireError, match="which can't be"):
-        outbox.acknowledge(number, received)
+        outbox.acknowledge(number, received, 0.0)
 
 
 def test_a_frame_that_cannot_travel_is_not_queued() -> None:
@@ -142,7 +144,7 @@ def test_a_frame_that_cannot_travel_is_not_queued() -> None:
     with pytest.raises(WireError, match="at most 65536"):
         outbox.push(Frame("state", (1, 1), {"a": "a" * 70_000}, [], b"abc"))
     assert outbox.unacknowledged == 0
-    assert outbox.next() is None
+    assert outbox.next(0.0) is None
 
 
 HEAD = frame(0).head()
@@ -184,20 +186,31 @@ def test_frames_under_way_are_limited() -> None:
         inbox.receive(start(len(KINDS) + 1))
 
 
-def test_copies_leave_only_when_nothing_is_under_way() -> None:
-    outbox = Outbox(chunk=10, window=1000)
-    outbox.push(frame(25, "copy"))
-    assert chunk_of(outbox).offset == 0
-    assert outbox.next() is None, "a copy's chunk is under way"
+def test_copies_leave_when_there_is_room_and_nothing_else_to_send() -> None:
+    outbox = Outbox(chunk=10, window=1000, background=partial(Room, 30))
+    outbox.push(frame(45, "copy"))
     outbox.push(frame(15, "gradient"))
-    assert [chunk_of(outbox).frame for _ in range(2)] == [2, 2]
-    outbox.acknowledge(1, 10)
-    assert outbox.next() is None, "a gradient is under way"
-    outbox.acknowledge(2, 10)
-    assert outbox.next() is None
-    outbox.acknowledge(2, 15)
-    assert chunk_of(outbox).offset == 10
-    assert outbox.next() is None
+    assert [chunk_of(outbox).frame for _ in range(3)] == [1, 1, 2]
+    assert outbox.next(0.0) is None, "25 bytes are under way"
+    outbox.acknowledge(1, 15, 0.0)
+    assert [chunk_of(outbox).offset for _ in range(2)] == [10, 20]
+    outbox.push(frame(15, "gradient"))
+    assert [chunk_of(outbox).frame for _ in range(2)] == [3, 3]
+    outbox.acknowledge(2, 10, 0.0)
+    assert outbox.next(0.0) is None
+    outbox.acknowledge(3, 15, 0.0)
+    assert chunk_of(outbox).offset == 30
+
+
+class Room(Background):
+    """For so many bytes, whatever happens."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def room(self, flight: int, now: float) -> int:
+        return 10 if flight + 10 <= self.size else 0
 
 
 def test_each_chunk_of_a_copy_is_acknowledged_at_once() -> None:
@@ -207,10 +220,10 @@ def test_each_chunk_of_a_copy_is_acknowledged_at_once() -> None:
     assert inbox.receive(chunk_of(outbox)) is None
     assert inbox.acknowledgement() is None
     arrived = []
-    while (message := outbox.next()) is not None:
+    while (message := outbox.next(0.0)) is not None:
         arrived.append(inbox.receive(parse_chunk(message)))
         while (answer := inbox.acknowledgement()) is not None:
             received = parse_chunk(answer)
-            outbox.acknowledge(received.frame, received.acknowledged - 1)
+            outbox.acknowledge(received.frame, received.acknowledged - 1, 0.0)
     assert [found.kind for found in arrived if found] == ["state", "copy"]
     assert outbox.unacknowledged == 0

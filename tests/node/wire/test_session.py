@@ -166,7 +166,7 @@ class TwoEnds(RuleBasedStateMachine):
             if end.connection is None or end.connection.broken:
                 return
             session = end.session
-            chunk = session.inbox.acknowledgement() or session.outbox.next()
+            chunk = session.inbox.acknowledgement() or session.outbox.next(now=0.0)
             if chunk is not None:
                 end.connection.bulk[1 - which].append(chunk)
 
@@ -191,7 +191,7 @@ class TwoEnds(RuleBasedStateMachine):
                 return
             chunk = parse_chunk(end.connection.bulk[which].popleft())
             if chunk.acknowledged:
-                end.session.outbox.acknowledge(chunk.frame, chunk.acknowledged - 1)
+                end.session.outbox.acknowledge(chunk.frame, chunk.acknowledged - 1, now=0.0)
             elif (found := end.session.inbox.receive(chunk)) is not None:
                 end.life.frames.append(found)
 
