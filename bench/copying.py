@@ -49,7 +49,7 @@ OUTSTANDING: Final = 2  # of these
 URGENT: Final = 16 << 10
 COUNT: Final = 40  # urgent frames in a turn
 PAUSE: Final = 0.2  # seconds between them, on average
-SECONDS: Final = 5.0  # that a link's rate is looked at for
+SECONDS: Final = 8.0  # that a link's rate is looked at for
 
 
 class OneChunk(Background):

@@ -19,6 +19,7 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.seats import SenselessError
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.background import Background
 from planaria.node.wire.frames import (
     Buffer,
     Chunk,
@@ -62,6 +63,14 @@ ANOTHER: Final = 0.1
 BOUNDS: Final = Bounds(
     **dict.fromkeys([bound.name for bound in fields(Bounds)], 1 << 30) | {"chunk": 160}
 )
+
+
+class OneChunk(Background):
+    """A copy here is less than a window, and would be there in no time: so it takes as long as a
+    large one does."""
+
+    def room(self, flight: int, now: float) -> int:
+        return 0 if flight else BOUNDS.chunk
 
 
 def unpacked(data: Sequence[Buffer] = (), **fields: Any) -> Chunk:
@@ -446,7 +455,7 @@ class Links:
         if (link := self.links.get(peer)) is not None:
             return link.session
         if peer not in self._begun:
-            self._begun[peer] = Session(next(self._numbers), BOUNDS)
+            self._begun[peer] = Session(next(self._numbers), BOUNDS, OneChunk)
         return self._begun[peer]
 
     def _knock_soon(
