@@ -22,7 +22,8 @@ FIRST: Final = 12 << 10
 """Bytes of the window at first, and of the smallest chunk: what TCP begins with (RFC 6928). With
 more, its own slow start would look like a queue."""
 LEAST, MOST = 48 << 10, 2 << 20
-"""Bytes that the window doesn't fall below again, and doesn't exceed."""
+"""Bytes that the window doesn't fall below again, and doesn't exceed; MOST is what copies.py has
+under way."""
 PARTS: Final = 8
 """Chunks in a window, unless they would be too small."""
 PERIOD: Final = 10.0
@@ -35,9 +36,10 @@ FASTEST: Final = 2.0
 """Times as large, or as small, as the window becomes in a round trip at most."""
 
 
-def queued(bytes_per_second: float) -> int:
-    """Bytes of the background that what is urgent waits for at most on a link of that rate."""
-    return round(max(FIRST, min(TARGET * bytes_per_second, MOST)))
+def chunk_in_simulation(bytes_per_second: float) -> int:
+    """Bytes of a chunk behind which what is urgent waits, on average, as it does behind the
+    background on such a link: half of them are still to be sent."""
+    return round(max(FIRST, min(2 * TARGET * bytes_per_second, MOST)))
 
 
 class _Sent(NamedTuple):

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +19,6 @@ from planaria.node.wire.background import (
     PERIOD,
     TARGET,
     Background,
-    queued,
 )
 from planaria.node.wire.chunks import Inbox, Outbox
 from planaria.node.wire.frames import PAYLOAD_LIMIT, Chunk, Frame, parse_chunk
@@ -205,10 +203,3 @@ def test_a_new_connection_begins_anew() -> None:
     assert outbox.next(5.0) is not None
     assert outbox.next(5.0) is None
     assert made.window > LEAST, "it is another one that counts"
-
-
-@pytest.mark.parametrize(
-    ("mbps", "size"), [(0.1, FIRST), (20, 62_500), (100, 312_500), (100_000, MOST)]
-)
-def test_what_urgent_frames_wait_for_is_some_milliseconds_of_a_link(mbps: float, size: int) -> None:
-    assert queued(mbps * 1e6 / 8) == size
