@@ -33,6 +33,7 @@ from planaria.bootstrap.registry_pb2 import (
     LeaveRequest,
     MeasureReply,
     MeasureRequest,
+    NewView,
     Proof,
     Renewal,
     Report,
@@ -43,7 +44,7 @@ from planaria.bootstrap.registry_pb2 import (
     WatchRequest,
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
-from planaria.bootstrap.views import follows, is_genuine
+from planaria.bootstrap.views import follows, is_genuine, told_view
 
 log = logging.getLogger(__name__)
 
@@ -451,6 +452,10 @@ class RegistryClient:
             log.warning("suspected %s (%s), but %s: %s", accused, why, self._address, _what(error))
 
 
+class _Misfit(Exception):  # noqa: N818  what it says
+    """A difference doesn't go with the view that it is said to be from."""
+
+
 class _Membership:
     """One node's membership, over as many connections as it takes."""
 
@@ -530,12 +535,36 @@ class _Membership:
             yield Renewal(node=self.node, report=report, probe=probe, happened=happened)
 
     async def _watch(self, stub: RegistryStub, metadata: Metadata) -> str:
-        call = stub.Watch(WatchRequest(run=self.view.run, node=self.node), metadata=metadata)
+        """Views are told as differences from the one that this node has. When one of them doesn't
+        give what the registry has signed, the whole view is asked for, once in a connection."""
         try:
-            async for view in call:
+            return await self._hear(stub, metadata, self.view.signature)
+        except _Misfit as misfit:
+            log.warning("%s: the whole view is asked for", misfit)
+        try:
+            return await self._hear(stub, metadata, b"")
+        except _Misfit as misfit:
+            return str(misfit)
+
+    async def _hear(self, stub: RegistryStub, metadata: Metadata, known: bytes) -> str:
+        """`known`: the signature of this node's view; empty: the whole one is wanted. Raises
+        _Misfit."""
+        request = WatchRequest(run=self.view.run, node=self.node, known=known)
+        call = stub.Watch(request, metadata=metadata)
+        last = self.view  # that was told, or is known
+        try:
+            async for told in call:
+                try:
+                    last = view = told_view(told, last)
+                except ValueError as error:
+                    raise _Misfit(f"a difference between views can't be: {error}") from error
                 if view.number < self.view.number or view == self.view:
                     continue
-                if wrong := self._wrong_with(view):
+                if wrong := self._unsigned(view):
+                    if told.HasField("difference"):
+                        raise _Misfit(f"by a difference from view {told.difference.former}, {wrong}")
+                    return f"it sent a view that can't be: {wrong}"
+                if wrong := self._misspelt(view):
                     return f"it sent a view that can't be: {wrong}"
                 if not follows(view, self.view):
                     self.evicted = (
@@ -550,13 +579,17 @@ class _Membership:
             call.cancel()
         return "it ended the stream of views"
 
-    def _wrong_with(self, view: View) -> str:
-        """Empty: nothing."""
-        if not self.client.is_genuine(view):
-            return (
-                f"view {view.number} isn't signed by the run's key: start the registry with the "
-                "folder of its key (--authority DIR)"
-            )
+    def _unsigned(self, view: View) -> str:
+        """Empty: the run's registry has made it."""
+        if self.client.is_genuine(view):
+            return ""
+        return (
+            f"view {view.number} isn't signed by the run's key: start the registry with the "
+            "folder of its key (--authority DIR)"
+        )
+
+    def _misspelt(self, view: View) -> str:
+        """What is wrong with how a member is called that is new here; empty: nothing."""
         known = {m.node: m.address for m in self.view.members}
         return first_misspelt(m for m in view.members if known.get(m.node) != m.address)
 

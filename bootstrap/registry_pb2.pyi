@@ -92,6 +92,40 @@ class View(_message.Message):
     banned: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., driver: _Optional[str] = ..., reason: _Optional[str] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ..., relays: _Optional[_Iterable[_Union[Relay, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., before: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., banned: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class NewView(_message.Message):
+    __slots__ = ("whole", "difference")
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    whole: View
+    difference: Difference
+    def __init__(self, whole: _Optional[_Union[View, _Mapping]] = ..., difference: _Optional[_Union[Difference, _Mapping]] = ...) -> None: ...
+
+class Difference(_message.Message):
+    __slots__ = ("former", "view", "members", "relays", "quarantined", "banned")
+    FORMER_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    RELAYS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    BANNED_FIELD_NUMBER: _ClassVar[int]
+    former: int
+    view: View
+    members: _containers.RepeatedCompositeFieldContainer[Splice]
+    relays: _containers.RepeatedCompositeFieldContainer[Splice]
+    quarantined: _containers.RepeatedCompositeFieldContainer[Splice]
+    banned: _containers.RepeatedCompositeFieldContainer[Splice]
+    def __init__(self, former: _Optional[int] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ..., banned: _Optional[_Iterable[_Union[Splice, _Mapping]]] = ...) -> None: ...
+
+class Splice(_message.Message):
+    __slots__ = ("gone", "kept", "added")
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    gone: int
+    kept: int
+    added: int
+    def __init__(self, gone: _Optional[int] = ..., kept: _Optional[int] = ..., added: _Optional[int] = ...) -> None: ...
+
 class Relay(_message.Message):
     __slots__ = ("a", "b", "via")
     A_FIELD_NUMBER: _ClassVar[int]
@@ -309,12 +343,14 @@ class Notice(_message.Message):
     def __init__(self, probe: _Optional[int] = ..., evicted: _Optional[str] = ..., view: _Optional[int] = ..., measure: _Optional[int] = ..., refused: _Optional[str] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("run", "node")
+    __slots__ = ("run", "node", "known")
     RUN_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
     run: str
     node: str
-    def __init__(self, run: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
+    known: bytes
+    def __init__(self, run: _Optional[str] = ..., node: _Optional[str] = ..., known: _Optional[bytes] = ...) -> None: ...
 
 class Suspicion(_message.Message):
     __slots__ = ("accuser", "accused", "why", "cause", "signature", "proof")

@@ -48,7 +48,7 @@ class RegistryStub:
         self.Watch = channel.unary_stream(
                 '/planaria.bootstrap.Registry/Watch',
                 request_serializer=planaria_dot_bootstrap_dot_registry__pb2.WatchRequest.SerializeToString,
-                response_deserializer=planaria_dot_bootstrap_dot_registry__pb2.View.FromString,
+                response_deserializer=planaria_dot_bootstrap_dot_registry__pb2.NewView.FromString,
                 _registered_method=True)
         self.Suspect = channel.unary_unary(
                 '/planaria.bootstrap.Registry/Suspect',
@@ -101,7 +101,8 @@ class RegistryServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """The current view at once, then each new one.
+        """The current view at once, unless the caller has it, then each new one; of several that came in the
+        meantime the newest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -165,7 +166,7 @@ def add_RegistryServicer_to_server(servicer, server):
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
                     request_deserializer=planaria_dot_bootstrap_dot_registry__pb2.WatchRequest.FromString,
-                    response_serializer=planaria_dot_bootstrap_dot_registry__pb2.View.SerializeToString,
+                    response_serializer=planaria_dot_bootstrap_dot_registry__pb2.NewView.SerializeToString,
             ),
             'Suspect': grpc.unary_unary_rpc_method_handler(
                     servicer.Suspect,
@@ -279,7 +280,7 @@ class Registry:
             target,
             '/planaria.bootstrap.Registry/Watch',
             planaria_dot_bootstrap_dot_registry__pb2.WatchRequest.SerializeToString,
-            planaria_dot_bootstrap_dot_registry__pb2.View.FromString,
+            planaria_dot_bootstrap_dot_registry__pb2.NewView.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,7 @@ from planaria.bootstrap.registry_pb2 import (
     LeaveRequest,
     MeasureReply,
     MeasureRequest,
+    NewView,
     Notice,
     Renewal,
     Shown,
@@ -65,6 +66,7 @@ from planaria.bootstrap.registry_pb2 import (
 from planaria.bootstrap.registry_pb2_grpc import RegistryServicer, add_RegistryServicer_to_server
 from planaria.bootstrap.spelling import readable
 from planaria.bootstrap.store import NotLeading
+from planaria.bootstrap.views import difference
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ FIRST_RENEWAL = 30.0  # seconds to wait for it on a new stream; all may come at 
 MESSAGE_BYTES = 16 * 2**20  # a view of 10,000 nodes with long names is smaller
 BETWEEN_MEASUREMENTS = 10.0  # seconds: each loads every link
 RENEWAL_BYTES = 16 * 2**10  # after the first of a stream
+MOST_RECENT = 16  # views from which others are told as differences
 NAME_BYTES = 256  # ids, addresses, hashes, names for people
 WHY_BYTES = 2048
 LOAD_BYTES = 4 * 2**20  # for who measures, either way
@@ -131,6 +134,8 @@ class RegistryServer(RegistryServicer):
         self._admission = admission or Admission(None, certifies=False)
         self._machine = Membership(rules, self._admission.key)
         self._run_file, self._journal, self._limits, self._room = run_file, journal, limits, room
+        self._recent: dict[bytes, View] = {}  # by signature, the newest last
+        self._made: dict[tuple[bytes | None, bytes], NewView] = {}  # of the newest view
         self._streams: dict[str, _Stream] = {}  # newest of each node
         self._open_streams = self._watchers = self._logged = 0
         self._examinations = 0
@@ -160,6 +165,7 @@ class RegistryServer(RegistryServicer):
         self._changed = asyncio.Event()
         if self._journal is not None and self._journal.view is not None:
             self._machine.restore(self._journal.view, loop.time())
+        self._remember(self._machine.view)
         self.tell_bans()
         self._credentials = credentials
         self._door = FrontDoor(self._room or room_within(may_open()))
@@ -297,7 +303,7 @@ class RegistryServer(RegistryServicer):
 
     async def Watch(  # noqa: N802
         self, request: WatchRequest, context: Context
-    ) -> AsyncIterator[View]:
+    ) -> AsyncIterator[NewView]:
         run = self._machine.rules.run
         await _check_length(context, "run", request.run, NAME_BYTES)
         if request.run and request.run != run:
@@ -307,16 +313,35 @@ class RegistryServer(RegistryServicer):
             await _abort(context, "RESOURCE_EXHAUSTED", "the registry has too many who watch it")
         self._watchers += 1
         try:
-            told: View | None = None
+            told: bytes | None = request.known if request.known in self._recent else None
             while not (self._stopping or self._failed.done()):
                 view, changed = self._machine.view, self._changed
-                if view is not told:  # a slow watcher gets the newest only
-                    yield view
-                    told = view
+                if view.signature != told:  # a slow watcher gets the newest only
+                    yield self._news(told, view)
+                    told = view.signature
                 else:
                     await changed.wait()
         finally:
             self._watchers -= 1
+
+    def _news(self, told: bytes | None, view: View) -> NewView:
+        """For who was told the view with that signature last. Made once for all of these."""
+        found = self._made.get((told, view.signature))
+        if found is None:
+            former = self._recent.get(told or b"")
+            found = NewView(whole=view)
+            if former is not None and (shorter := difference(former, view)).ByteSize() < view.ByteSize():
+                found = NewView(difference=shorter)
+            self._made[told, view.signature] = found
+        return found
+
+    def _remember(self, view: View) -> None:
+        """What it differs in from views that others were told is made anew."""
+        self._made.clear()
+        if view.number:
+            self._recent[view.signature] = view
+        while len(self._recent) > MOST_RECENT:
+            del self._recent[next(iter(self._recent))]
 
     async def Suspect(self, request: Suspicion, context: Context) -> Verdict:  # noqa: N802
         await _check_length(context, "why", request.why, WHY_BYTES)
@@ -557,6 +582,7 @@ class RegistryServer(RegistryServicer):
         except NotLeading as error:
             self._fail(error)
             return
+        self._remember(view)
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -23,8 +23,9 @@ from typing import Any, Final, NamedTuple, Self
 import grpc
 
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.registry_pb2 import WatchRequest
+from planaria.bootstrap.registry_pb2 import View, WatchRequest
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
+from planaria.bootstrap.views import told_view
 from planaria.lab.chaos.proxy import Proxy, Way
 from planaria.lab.chaos.schedule import BLINKS, REGISTRY, Fault, Shape
 from planaria.lab.chaos.sick_node import KINDS as SICK
@@ -358,7 +359,9 @@ class SickSwarm:
             with suppress(grpc.aio.AioRpcError):  # it was killed: soon there is another
                 async with grpc.aio.insecure_channel(address) as channel:
                     stub = RegistryStub(channel)  # type: ignore[no-untyped-call]
-                    async for view in stub.Watch(WatchRequest(), wait_for_ready=True):
+                    view = View()
+                    async for told in stub.Watch(WatchRequest(), wait_for_ready=True):
+                        view = told_view(told, view)
                         self.quarantined = {one.instance for one in view.quarantined}
                         members = list(active(seated(view)).items())
                         fields = {"number": view.number, "reason": view.reason, "members": members}

@@ -39,9 +39,11 @@ from planaria.bootstrap.registry_pb2 import (
     LeaveRequest,
     LinkReport,
     Member,
+    NewView,
     Renewal,
     Report,
     SeatReport,
+    Splice,
     Suspicion,
     View,
     WatchRequest,
@@ -55,7 +57,7 @@ from planaria.bootstrap.service import (
     Limits,
     RegistryServer,
 )
-from planaria.bootstrap.views import sign
+from planaria.bootstrap.views import sign, told_view
 from tests.bootstrap.conftest import KEY, identity, joining, signed
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
@@ -219,10 +221,79 @@ async def test_watch_tells_the_current_view_at_once(place: Any) -> None:
     a = await place.node("a")
     channel, stub = raw(place)
     call = stub.Watch(WatchRequest())
-    assert await call.read() == a.reply.view
+    assert await call.read() == NewView(whole=a.reply.view)
     with pytest.raises(grpc.aio.AioRpcError, match="serves run r, not other"):
         await stub.Watch(WatchRequest(run="other")).read()
     await channel.close()
+
+
+async def test_who_has_a_view_is_told_in_what_the_next_one_differs(place: Any) -> None:
+    a = await place.node("a")
+    held = a.reply.view
+    channel, stub = raw(place)
+    shown, strange = (stub.Watch(WatchRequest(known=known)) for known in (held.signature, b"?"))
+    assert await strange.read() == NewView(whole=held)
+    first = asyncio.ensure_future(shown.read())
+    await place.node("b")
+    for told in (await first, await strange.read()):
+        assert told.difference.former == held.number
+        assert [member.node for member in told.difference.view.members] == ["b"]
+        assert told_view(told, held) == place.registry._machine.view
+    for name in "cdefghijklmnopqrs":  # more than the registry remembers
+        await place.node(name)
+    newest = place.registry._machine.view
+    late = stub.Watch(WatchRequest(known=held.signature))
+    assert await late.read() == NewView(whole=newest)
+    await channel.close()
+
+
+async def test_a_registry_that_is_back_tells_who_has_its_view_nothing_but_the_next(
+    tmp_path: Path, serve: Serve
+) -> None:
+    with Journal(tmp_path / "journal", "r", KEY) as journal:
+        async with serve(journal=journal) as before:
+            client = before.client()
+            held = (await client.join(joining("a", "a:1"), identity("a"))).view
+            await client.close()
+    with Journal(tmp_path / "journal", "r", KEY) as journal:
+        async with serve(journal=journal) as again:
+            channel, stub = raw(again)
+            call = stub.Watch(WatchRequest(known=held.signature))
+            told = asyncio.ensure_future(call.read())
+            await again.node("b")  # a is gone
+            first = await asyncio.wait_for(told, TIMEOUT)
+            assert first.difference.former == held.number
+            assert again.registry._machine.is_genuine(told_view(first, held))
+            await channel.close()
+
+
+async def test_a_difference_that_does_not_fit_is_refused_and_the_whole_view_asked_for(
+    place: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = list[bytes | None]()
+    news, wrong = place.registry._news, NewView()
+
+    def spoilt(told: bytes | None, view: View) -> NewView:
+        asked.append(told)
+        wrong.CopyFrom(news(told, view))
+        if wrong.HasField("difference"):
+            getattr(wrong.difference, part).append(Splice(gone=1))
+            wrong.difference.view.committed += 1
+        return wrong
+
+    a = await place.node("a")
+    monkeypatch.setattr(place.registry, "_news", spoilt)
+    for name, part in (("b", "banned"), ("c", "members")):
+        await place.node(name)
+        view = await a.sees(lambda view, name=name: name in names(view))
+        assert not a.evicted.done()
+        assert a.client.is_genuine(view)
+    assert None in asked, "the whole one was asked for"
+    assert "the whole view is asked for" in caplog.text
+    monkeypatch.undo()
+    await place.node("d")
+    await a.sees(lambda view: "d" in names(view))
+    assert not a.evicted.done()
 
 
 async def test_describe_has_reports_and_decisions(serve: Serve) -> None:

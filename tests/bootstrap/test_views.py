@@ -1,10 +1,11 @@
-"""Views that nobody but the registry makes."""
+"""Views that nobody but the registry makes, and how they differ."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from hypothesis import given
@@ -12,16 +13,49 @@ from hypothesis import strategies as st
 
 from planaria.bootstrap.registry_pb2 import (
     DIVERGENCE,
+    Difference,
     Member,
+    NewView,
     Quarantined,
     Relay,
     Seat,
+    Splice,
     View,
 )
-from planaria.bootstrap.views import follows, is_genuine, sign
+from planaria.bootstrap.views import apply, difference, follows, is_genuine, sign, told_view
 from tests.bootstrap.conftest import identity
 
 KEY = identity("registry")
+FEW = st.sampled_from(["", "a", "b", "c", "d"])
+NUMBER = st.integers(0, 2**64 - 1)
+SPEED = st.floats()
+MEMBERS = st.builds(
+    Member,
+    node=FEW,
+    address=FEW,
+    joined=st.integers(0, 5),
+    speed=SPEED,
+    seats=st.lists(st.builds(Seat, stage=st.integers(0, 2), since=NUMBER), max_size=2),
+    leaving=st.booleans(),
+    key=st.binary(max_size=2),
+)
+RELAYS = st.builds(Relay, a=FEW, b=FEW, via=FEW)
+QUARANTINED = st.builds(Quarantined, instance=FEW, why=FEW, seconds=SPEED)
+VIEWS = st.builds(
+    View,
+    run=FEW,
+    number=NUMBER,
+    members=st.lists(MEMBERS, max_size=8),
+    driver=FEW,
+    reason=st.text(max_size=5),
+    committed=NUMBER,
+    lineage=NUMBER,
+    relays=st.lists(RELAYS, max_size=4),
+    quarantined=st.lists(QUARANTINED, max_size=4),
+    before=st.binary(max_size=3),
+    signature=st.binary(max_size=3),
+    banned=st.lists(FEW, max_size=4),
+)
 
 
 def issued(number: int, former: View | None = None, **fields: Any) -> View:
@@ -134,3 +168,112 @@ def test_views_follow_each_other_by_number_and_by_hash() -> None:
     assert follows(issued(3, second), second)
     assert not follows(issued(3, second), other)
     assert follows(issued(4, issued(3, second)), first)
+
+
+def serialized(view: View) -> bytes:
+    return view.SerializeToString(deterministic=True)
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> tuple[View, View]:
+    """A view, and a later one in which few members have come, gone or changed."""
+    former = draw(VIEWS)
+    later = copy(former)
+    for _ in range(draw(st.integers(0, 3))):
+        place = draw(st.integers(0, len(later.members)))
+        match draw(st.integers(0, 2)):
+            case 0:
+                later.members.insert(place, draw(MEMBERS))
+            case 1 if place < len(later.members):
+                del later.members[place]
+            case 2 if place < len(later.members):
+                later.members[place].leaving ^= True
+    later.number = draw(NUMBER)
+    return former, later
+
+
+def test_a_difference_has_splices_for_each_list_of_a_view() -> None:
+    lists = {field.name for field in View.DESCRIPTOR.fields if field.is_repeated}
+    assert {field.name for field in Difference.DESCRIPTOR.fields} == lists | {"former", "view"}
+
+
+@given(st.tuples(VIEWS, VIEWS) | changes())
+def test_a_view_and_what_the_next_one_differs_in_give_that_one_to_the_byte(
+    views: tuple[View, View],
+) -> None:
+    former, later = views
+    before = serialized(former), serialized(later)
+    told = Difference.FromString(difference(former, later).SerializeToString())
+    assert serialized(apply(former, told)) == serialized(later)
+    assert (serialized(former), serialized(later)) == before
+    assert serialized(told_view(NewView(difference=told), former)) == serialized(later)
+    assert told_view(NewView(whole=later), former).number == later.number
+
+
+@given(changes(), st.integers(0), st.integers(0, 7))
+def test_no_bit_of_a_difference_is_flipped_without_notice(
+    views: tuple[View, View], at: int, bit: int
+) -> None:
+    former, later = views
+    later.run, later.number = "r", max(1, later.number)
+    sign(later, KEY, former)
+    content = bytearray(difference(former, later).SerializeToString())
+    content[at % len(content)] ^= 1 << bit
+    try:
+        found = apply(former, Difference.FromString(bytes(content)))
+    except (DecodeError, ValueError):
+        return
+    assert serialized(found) == serialized(later) or not is_genuine(found, KEY.public, "r")
+
+
+@given(VIEWS, st.tuples(VIEWS, VIEWS))
+def test_a_difference_from_another_view_gives_no_genuine_one(
+    other: View, views: tuple[View, View]
+) -> None:
+    former, later = views
+    later.run = "r"
+    other.number = former.number
+    sign(later, KEY, former)
+    try:
+        found = apply(other, difference(former, later))
+    except ValueError:
+        return
+    assert serialized(found) == serialized(later) or not is_genuine(found, KEY.public, "r")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (Difference(former=6), "it is from view 6, not 7"),
+        (Difference(former=7, members=[Splice(kept=2)]), "more of a list than there is"),
+        (Difference(former=7, members=[Splice(gone=2)]), "more of a list than there is"),
+        (Difference(former=7, members=[Splice(added=1)]), "more of a list than there is"),
+        (Difference(former=7, view=View(banned=["x", "y"])), "leaves out 2 of what it brings"),
+        (
+            Difference(former=7, relays=[Splice(kept=1)] * 2),
+            "more of a list than there is",
+        ),
+    ],
+)
+def test_what_is_no_difference_from_a_view_is_refused(wrong: Difference, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        apply(whole(), wrong)
+
+
+def test_one_join_among_thousands_is_told_in_few_bytes() -> None:
+    members = [Member(node=f"node-{n}", joined=n + 1, key=bytes(32)) for n in range(5_000)]
+    former = issued(1, members=members)
+    later = issued(2, former, members=[*members, Member(node="new", joined=9_999)])
+    told = difference(former, later)
+    assert [*told.members] == [Splice(kept=5_000, added=1)]
+    assert told.ByteSize() < 200 < former.ByteSize() / 1000
+    later = issued(2, former, members=[*members[:700], *members[701:]])
+    told = difference(former, later)
+    assert [*told.members] == [Splice(kept=700), Splice(gone=1, kept=4_299)]
+
+
+def test_members_that_come_in_another_order_stay_in_it() -> None:
+    members = [Member(node=name) for name in "abcde"]
+    former = View(number=1, members=members)
+    later = View(number=2, members=[members[n] for n in (3, 0, 4, 1, 2)])
+    assert serialized(apply(former, difference(former, later))) == serialized(later)
