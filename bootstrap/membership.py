@@ -19,7 +19,7 @@ from planaria.bootstrap.cuts import LOOKS, Cuts, Goes
 from planaria.bootstrap.fitting import fit
 from planaria.bootstrap.identity import Identity, instance_of
 from planaria.bootstrap.invites import is_instance
-from planaria.bootstrap.places import Place, is_apart, is_block, shared
+from planaria.bootstrap.places import Place, is_block
 from planaria.bootstrap.progress import Age, Progress
 from planaria.bootstrap.quarantine import MOST_KEPT, Quarantine
 from planaria.bootstrap.registry_pb2 import (
@@ -39,7 +39,7 @@ from planaria.bootstrap.registry_pb2 import (
     Suspicion,
     View,
 )
-from planaria.bootstrap.seating import Sitter, Taken, assign
+from planaria.bootstrap.seating import Sitter, Staff, Taken, assign
 from planaria.bootstrap.spelling import misspelt, readable
 from planaria.bootstrap.views import is_genuine, sign
 from planaria.bootstrap.words import WHY_LENGTH, Guilty, Words, evidence
@@ -200,6 +200,13 @@ class _Node:
     cause: Cause = SILENT  # for which it is doomed
     claim: _Claim | None = None  # to its address, the newest
     contradicted: float = -math.inf  # the last time
+    stages: list[int] = field(init=False)  # of its seats; none: it is a standby
+
+    def __post_init__(self) -> None:
+        self.become(self.member)
+
+    def become(self, member: Member) -> None:
+        self.member, self.stages = member, stages_of(member)
 
     @property
     def leaving(self) -> bool:
@@ -276,6 +283,9 @@ class Membership:
         self.decisions: deque[str] = deque(maxlen=DECISIONS_KEPT)  # newest last
         self.decided = 0  # decisions ever taken
         self._nodes: dict[str, _Node] = {}  # in join order
+        self._at: dict[str, _Node] = {}  # by address
+        self._with: dict[bytes, list[_Node]] = {}  # by key
+        self._staff_known: Staff | None = None  # None: it has to be counted anew
         self._number = 0
         self._joined = 0
         self._progress = Progress(rules.steps, rules.lease)
@@ -347,10 +357,10 @@ class Membership:
         if former and is_another and (dial := self._contest(request, former, now)):
             return self._ask_again(dial.question), [dial]
         replaced = self._replaced(request, former)
-        others = [node for node in self._nodes.values() if node not in replaced]
-        if others and self._cut_off_from_all(now):
+        if len(self._nodes) > len(replaced) and self._cut_off_from_all(now):
+            others = [node for node in self._nodes.values() if node not in replaced]
             return self._ask(request, others, now)
-        self._check_block(instance, block, others)
+        self._check_block(instance, block, replaced)
         self._check_limits(request, len(replaced), now)
         if _is_bound(request):
             self._check_stage(request)
@@ -427,7 +437,7 @@ class Membership:
         newest = dict.fromkeys(range(self.rules.stages + 1), (0, 0))
         for node in self._nodes.values():
             for seat in node.report.seats:
-                if seat.stage in stages_of(node.member):
+                if seat.stage in node.stages:
                     newest[seat.stage] = max(newest[seat.stage], _age(seat))
         return min(newest.values())
 
@@ -572,12 +582,14 @@ class Membership:
         if problem:
             raise ValueError(f"view {view.number} can't be restored: {problem}")
         former, self._nodes = self._nodes, {}
+        self._at, self._with, self._staff_known = {}, {}, None
         for member in view.members:
             before = "a member before the restart"
             node = former.get(member.node) or _Node(member, before, now, now)
             node.reasons = {s: node.reasons.get(s, before) for s in stages_of(member)}
-            node.member, node.due = member, math.inf
-            self._nodes[member.node] = node
+            node.become(member)
+            node.due = math.inf
+            self._enter(node)
             self._evicted.pop(member.node, None)
         for name in former.keys() - self._nodes.keys():
             self._words.gone(name)
@@ -645,7 +657,7 @@ class Membership:
                     since_renewal=max(0.0, now - node.renewed),
                     suspected=bool(node.accusers),
                     reached_by=node.reached_by,
-                    why=[node.reasons.get(s, node.why) for s in stages_of(node.member)]
+                    why=[node.reasons.get(s, node.why) for s in node.stages]
                     or [node.why],
                 )
                 for node in self._nodes.values()
@@ -674,6 +686,11 @@ class Membership:
         assert [m.node for m in members] == list(self._nodes), "the view lags the membership"
         assert members == [n.member for n in self._nodes.values()], "the view lags the membership"
         assert not set(self._nodes) & set(self._evicted), "an evicted node is listed"
+        nodes = list(self._nodes.values())
+        assert self._at == {n.member.address: n for n in nodes if n.member.address}
+        assert {id(n) for same in self._with.values() for n in same} == {*map(id, nodes)}
+        counted, self._staff_known = self._staff_known, None
+        assert counted is None or counted == self._staffed(), "newcomers were added otherwise"
         assert view.number == self._number
         assert list(view.relays) == self._cuts.relays(), "the view lags the relays"
         self._cuts.validate_state()
@@ -728,7 +745,9 @@ class Membership:
     def _replaced(self, request: JoinRequest, at_address: _Node | None) -> list[_Node]:
         """Those in whose place it comes. Names cost nothing, keys are what invites are for: of one
         there is one member. Raises Refused while that is there, elsewhere."""
-        same = [n for n in self._nodes.values() if n.member.key == request.key or n is at_address]
+        same = list(self._with.get(request.key, ()))
+        if at_address is not None and at_address not in same:
+            same.append(at_address)
         other = next((node for node in same if node.streaming and node is not at_address), None)
         if other is not None:
             raise Refused(
@@ -739,11 +758,15 @@ class Membership:
             )
         return same
 
-    def _check_block(self, instance: str, block: str, others: list[_Node]) -> None:
+    def _check_block(self, instance: str, block: str, replaced: list[_Node]) -> None:
         """A node that is started again has not lost its place to itself."""
-        most, there = self.rules.max_per_block, [n for n in others if n.member.block == block]
+        most = self.rules.max_per_block
+        if not (block and most):
+            return
+        others = (node for node in self._nodes.values() if node not in replaced)
+        there = [node for node in others if node.member.block == block]
         again = any(n.member.instance == instance and not n.streaming for n in there)
-        if block and most and len(there) - again >= most:
+        if len(there) - again >= most:
             raise Refused(
                 "RESOURCE_EXHAUSTED",
                 f"{len(there)} nodes have joined from {block}, and this run takes {most} from a "
@@ -801,9 +824,7 @@ class Membership:
             )
 
     def _at_address(self, address: str) -> _Node | None:
-        if not address:
-            return None
-        return next((n for n in self._nodes.values() if n.member.address == address), None)
+        return self._at.get(address)
 
     def _contest(self, request: JoinRequest, former: _Node, now: float) -> Dial | None:
         """Somebody else joins from a member's address: the member goes (None) when it neither
@@ -875,28 +896,31 @@ class Membership:
             block=block,
             standby=request.standby,
         )
-        node = self._nodes[request.node] = _Node(member, why, now, now)
-        node.reasons = dict.fromkeys(stages_of(member), why)
+        node = _Node(member, why, now, now)
+        self._staffed().add(node.stages, member.speed, _location(member))
+        self._enter(node)
+        node.reasons = dict.fromkeys(node.stages, why)
         self._schedule(request.node, node)
         self._changes.append(f"{request.node} joined: {why}")
         self._joined_at = now
         return node
 
+    def _enter(self, node: _Node) -> None:
+        member = node.member
+        self._nodes[member.node] = node
+        self._with.setdefault(member.key, []).append(node)
+        if member.address:
+            self._at[member.address] = node
+
     def _choose(self, request: JoinRequest, place: Place) -> tuple[int | None, str]:
         """A stage for a node that asked for none, or for that of its saves, which are needed while
         nobody has its state (None: standby), and why."""
-        numbers = range(self.rules.stages + 1)
-        staying = [member for member in self._serving() if not member.leaving]
-        count = Counter(stage for member in staying for stage in stages_of(member))
-        capacity = dict.fromkeys(numbers, 0.0)
-        for member in staying:
-            for stage in stages_of(member):
-                capacity[stage] += (member.speed or 1.0) / len(member.seats)
-        wanted = [s for s in numbers if count[s] < self.rules.max_replicas]
+        numbers, staff = range(self.rules.stages + 1), self._staffed()
+        wanted = [s for s in numbers if staff.count[s] < self.rules.max_replicas]
         served = [s for s in wanted if s or self._has_data(request.data)]
         direct = [s for s in served if self._unreachable(request.address, s) is None]
         carried = served if self._somebody_carries() else direct
-        vacant = [s for s in (*direct, *carried) if not count[s]]
+        vacant = [s for s in (*direct, *carried) if not staff.count[s]]
         fits = direct or carried
         saved = request.stage if request.HasField("stage") else None
         if saved in fits and not self._is_held(saved):
@@ -904,7 +928,7 @@ class Membership:
         if vacant:
             return vacant[0], f"stage {vacant[0]} was vacant"
         if fits:
-            return self._choose_among(fits, capacity, place)
+            return _choose_among(fits, staff, place)
         if not wanted:
             return None, f"standby: every stage has {self.rules.max_replicas} nodes or more"
         if not served:
@@ -915,31 +939,14 @@ class Membership:
             f"there is room ({other.node if other else ''}); give it `--advertise HOST:PORT`"
         )
 
-    def _choose_among(
-        self, fits: list[int], capacity: dict[int, float], place: Place
-    ) -> tuple[int, str]:
-        """The stage that is weakest: which has several nodes, all in one place that is not the
-        newcomer's; else that with the least capacity, or one with up to twice as much that has
-        fewer nodes in the newcomer's place."""
-        at: dict[int, list[Place]] = {stage: [] for stage in fits}
-        for member in self._serving():
-            if not member.leaving:
-                for stage in at.keys() & stages_of(member):
-                    at[stage].append(_location(member))
-        in_one = [s for s in fits if len(at[s]) > 1 and is_apart(place, at[s])]
-        least = min(capacity[s] for s in in_one or fits)
-        able = [s for s in in_one or fits if capacity[s] <= 2 * least]
-
-        def order(stage: int) -> tuple[bool, bool, float, int]:
-            blocks, hosts = shared(place, at[stage])
-            return blocks > 0, hosts > 0, capacity[stage], stage
-
-        stage = min(able, key=order)
-        if in_one:
-            return stage, f"stage {stage} had all its nodes in one place"
-        if capacity[stage] > least:
-            return stage, f"stage {stage} had nobody in its place (capacity {capacity[stage]:g})"
-        return stage, f"stage {stage} had the least capacity ({capacity[stage]:g})"
+    def _staffed(self) -> Staff:
+        """Counted once, and from then on each newcomer is added: many may come at a time."""
+        if self._staff_known is None:
+            self._staff_known = Staff(self.rules.stages)
+            for node in self._serving():
+                if not node.leaving:
+                    self._staff_known.add(node.stages, node.member.speed, _location(node.member))
+        return self._staff_known
 
     def _is_held(self, stage: int) -> bool:
         """By one that stays, of a run that is under way."""
@@ -1083,12 +1090,14 @@ class Membership:
     def _cut_off_from_all(self, now: float) -> bool:
         """Whether nobody can be heard. Then this registry is the one without a network: its members
         go on training, and get time to come back as they do after a restart."""
-        silent = [
-            n.lost is not None or now >= n.renewed + self.rules.lease
-            for n in self._nodes.values()
-            if not n.doomed
-        ]
-        return bool(silent) and all(silent)
+        asked = False
+        for node in self._nodes.values():
+            if node.doomed:
+                continue
+            if node.lost is None and now < node.renewed + self.rules.lease:
+                return False
+            asked = True
+        return asked
 
     def _see_to_words(self, now: float) -> None:
         """Whom the driver alone accuses stays, and somebody else drives, if anybody can."""
@@ -1135,7 +1144,7 @@ class Membership:
 
     def _evict(self, node: _Node, reason: str, now: float) -> None:
         name = node.member.node
-        del self._nodes[name]
+        self._take_out(node)
         self._evicted[name] = reason[:WHY_LENGTH]
         while len(self._evicted) > EVICTED_KEPT:
             del self._evicted[next(iter(self._evicted))]
@@ -1151,6 +1160,15 @@ class Membership:
         if node.accusers:
             self._effects.append(Settle(name, False, reason))
 
+    def _take_out(self, node: _Node) -> None:
+        member = node.member
+        del self._nodes[member.node]
+        self._at.pop(member.address, None)
+        self._with[member.key].remove(node)
+        if not self._with[member.key]:
+            del self._with[member.key]
+        self._staff_known = None
+
     # -- views -----------------------------------------------------------------------------------
 
     def _finish(self, now: float) -> list[Effect]:
@@ -1165,7 +1183,7 @@ class Membership:
                 self._covered = None
             elif self._covered is None:
                 self._covered = now
-            several = any(len(member.seats) > 1 for member in self._serving())
+            several = any(len(node.stages) > 1 for node in self._serving())
             self._unsettled = bool(vacant) or several
             self._issue(now)
         return self._take_effects()
@@ -1194,11 +1212,10 @@ class Membership:
             return
         self._all_told = math.inf
         begun = self._started or now > self._joined_at + self.rules.start_grace
-        sitters = [self._sitter(node, now) for node in self._nodes.values()]
-        rules = self.rules
+        sitters, rules = self._sitters(now), self.rules
         for change in assign(sitters, rules.stages, begun, rules.policy, rules.max_replicas):
             node = self._nodes[change.node]
-            stays = {stage for stage in stages_of(node.member) if stage != change.stage}
+            stays = {stage for stage in node.stages if stage != change.stage}
             if isinstance(change, Taken):
                 stays = (stays - {change.gives}) | {change.stage}
             if not node.member.seats:
@@ -1211,8 +1228,10 @@ class Membership:
 
     def _announce(self, node: _Node, now: float) -> None:
         """That it will leave soon, or won't."""
-        node.member = _copy(node.member)
-        node.member.leaving = node.report.leaving
+        member = _copy(node.member)
+        member.leaving = node.report.leaving
+        node.become(member)
+        self._staff_known = None
         self._all_told = min(self._all_told, now + TOGETHER)
         how = "will leave soon" if node.leaving else "stays after all"
         self._changes.append(f"{node.member.node} ({place_of(node.member)}) {how}")
@@ -1220,32 +1239,39 @@ class Membership:
     def _reseat(self, node: _Node, stages: set[int]) -> None:
         """What was told of a former seat at one of these stages says nothing of the new one."""
         had = {seat.stage: seat for seat in node.member.seats}
-        node.member = _copy(node.member)
-        del node.member.seats[:]
-        since = self._number + 1
-        node.member.seats.extend(had.get(s, Seat(stage=s, since=since)) for s in sorted(stages))
+        member, since = _copy(node.member), self._number + 1
+        del member.seats[:]
+        member.seats.extend(had.get(s, Seat(stage=s, since=since)) for s in sorted(stages))
+        node.become(member)
+        self._staff_known = None
         if node.holds is not None:
             node.holds &= had.keys()
 
-    def _sitter(self, node: _Node, now: float) -> Sitter:
-        member, numbers = node.member, range(self.rules.stages + 1)
-        served = [s for s in numbers if s or self._has_data(member.data)]
-        carried = self._somebody_carries()
-        reached = (s for s in served if carried or not self._unreachable(member.address, s))
-        seated = frozenset(stages_of(member))
-        return Sitter(
-            member.node,
-            seated,
-            frozenset(node.holds or ()) & seated,
-            frozenset(reached),
-            member.room or 1,
-            member.speed or 1.0,
-            heard=node.heard(self.rules.lease, now),
-            leaving=node.leaving,
-            drives=member.node == self.view.driver,
-            place=_location(member),
-            waits=member.standby,
-        )
+    def _sitters(self, now: float) -> list[Sitter]:
+        """All nodes, as seating.py sees them."""
+        numbers, carried = range(self.rules.stages + 1), self._somebody_carries()
+        served = frozenset(numbers[1:]), frozenset(numbers)  # without and with the run's data
+        sitters = []
+        for node in self._nodes.values():
+            member, seated = node.member, frozenset(node.stages)
+            fits = served[self._has_data(member.data)]
+            if not carried:
+                fits = frozenset(s for s in fits if not self._unreachable(member.address, s))
+            sitter = Sitter(
+                member.node,
+                seated,
+                frozenset(node.holds or ()) & seated,
+                fits,
+                member.room or 1,
+                member.speed or 1.0,
+                heard=node.heard(self.rules.lease, now),
+                leaving=node.leaving,
+                drives=member.node == self.view.driver,
+                place=_location(member),
+                waits=member.standby,
+            )
+            sitters.append(sitter)
+        return sitters
 
     def _issue(self, now: float) -> None:
         awaited = "" if self._started else self._awaited(now)
@@ -1278,9 +1304,9 @@ class Membership:
         """The driver stays, unless another one is to see for itself; else the oldest stage-0 member
         follows that will stay, and hasn't lost the drive. Empty: there is none."""
         ends = {
-            m.node: (m.leaving, self._words.lost_alone(m.node))
-            for m in self._serving()
-            if 0 in stages_of(m)
+            node.member.node: (node.leaving, self._words.lost_alone(node.member.node))
+            for node in self._serving()
+            if 0 in node.stages
         }
         heir, self._heir = self._heir, ""
         if heir in ends:
@@ -1304,12 +1330,12 @@ class Membership:
         ]
         return f"waiting for {', '.join(needed)}" if needed else ""
 
-    def _serving(self) -> Iterable[Member]:
-        return (n.member for n in self._nodes.values() if n.member.seats)
+    def _serving(self) -> Iterable[_Node]:
+        return (node for node in self._nodes.values() if node.stages)
 
     def _count(self) -> Counter[int]:
         """The nodes at each stage."""
-        return Counter(stage for m in self._serving() for stage in stages_of(m))
+        return Counter(itertools.chain.from_iterable(node.stages for node in self._serving()))
 
     def _vacant(self) -> list[int]:
         served = self._count()
@@ -1385,7 +1411,7 @@ class _Known:
         return any(self.machine._nodes[node].member.address for node in (a, b))
 
     def neighbours(self, a: str, b: str) -> bool:
-        one, other = (stages_of(self.machine._nodes[node].member) for node in (a, b))
+        one, other = (self.machine._nodes[node].stages for node in (a, b))
         return _related(self.machine.rules, one, other)
 
     def believed(self, node: str) -> bool:
@@ -1399,16 +1425,16 @@ class _Known:
             return False
         told = {seat.stage for seat in one.report.seats}
         if one.renewed >= one.placed + self.machine.rules.lease:
-            told.update(stages_of(one.member))  # it has had the time to tell of them
+            told.update(one.stages)  # it has had the time to tell of them
         lacks = told - (one.holds or set())
-        held = (stage for stage in stages_of(one.member) if stage not in lacks)
+        held = (stage for stage in one.stages if stage not in lacks)
         return any(all(other is one for other in self._holders(stage)) for stage in held)
 
     def drives(self, node: str) -> bool:
         return node == self.driver
 
     def replicas(self, node: str) -> int:
-        stages = stages_of(self.machine._nodes[node].member)
+        stages = self.machine._nodes[node].stages
         return min((sum(1 for _ in self._holders(stage)) for stage in stages), default=0)
 
     @property
@@ -1416,7 +1442,7 @@ class _Known:
         return self.machine.view.driver
 
     def serving(self) -> Collection[str]:
-        return [member.node for member in self.machine._serving()]
+        return [node.member.node for node in self.machine._serving()]
 
     def place(self, node: str) -> Place:
         return _location(self.machine._nodes[node].member)
@@ -1430,13 +1456,33 @@ class _Known:
     def may_drive(self, node: str) -> bool:
         one = self.machine._nodes[node]
         lives = one.lost is None and self.now < one.renewed + self.machine.rules.lease
-        return lives and 0 in stages_of(one.member) and not (one.doomed or one.leaving)
+        return lives and 0 in one.stages and not (one.doomed or one.leaving)
 
     def _holders(self, stage: int) -> Iterable[_Node]:
         """Those that are heard."""
         found = (n for n in self.machine._nodes.values() if n.holds and stage in n.holds)
-        seated = (n for n in found if stage in stages_of(n.member))
+        seated = (n for n in found if stage in n.stages)
         return (n for n in seated if self.heard(n.member.node))
+
+
+def _choose_among(fits: list[int], staff: Staff, place: Place) -> tuple[int, str]:
+    """The stage that is weakest: which has several nodes, all in one place that is not the
+    newcomer's; else that with the least capacity, or one with up to twice as much that has
+    fewer nodes in the newcomer's place."""
+    in_one = [s for s in fits if staff.count[s] > 1 and staff.is_apart(place, s)]
+    least = min(staff.capacity[s] for s in in_one or fits)
+    able = [s for s in in_one or fits if staff.capacity[s] <= 2 * least]
+
+    def order(stage: int) -> tuple[bool, bool, float, int]:
+        blocks, hosts = staff.shared(place, stage)
+        return blocks > 0, hosts > 0, staff.capacity[stage], stage
+
+    stage = min(able, key=order)
+    if in_one:
+        return stage, f"stage {stage} had all its nodes in one place"
+    if staff.capacity[stage] > least:
+        return stage, f"stage {stage} had nobody in its place (capacity {staff.capacity[stage]:g})"
+    return stage, f"stage {stage} had the least capacity ({staff.capacity[stage]:g})"
 
 
 def _location(member: Member) -> Place:

@@ -15,7 +15,8 @@ with its reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planaria.bootstrap.places import NOWHERE, Place, is_apart, shared
@@ -61,6 +62,41 @@ class Returned:
     why: str
 
 
+class Staff:
+    """What each stage has of nodes that will stay: how many, how much work they do a second, and how
+    many are in each block of addresses and at each host."""
+
+    def __init__(self, stages: int) -> None:
+        """Of nobody. `stages`: body stages, L."""
+        numbers = range(stages + 1)
+        self.count = [0 for _ in numbers]
+        self.capacity = [0.0 for _ in numbers]
+        self._blocks = [Counter[str]() for _ in numbers]
+        self._hosts = [Counter[str]() for _ in numbers]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Staff) and vars(self) == vars(other)
+
+    def add(self, stages: Collection[int], speed: float, place: Place) -> None:
+        """A node that serves these. `speed` 0: not known."""
+        for stage in stages:
+            self.count[stage] += 1
+            self.capacity[stage] += (speed or 1.0) / len(stages)
+            self._blocks[stage][place.block] += 1
+            self._hosts[stage][place.host] += 1
+
+    def shared(self, place: Place, stage: int) -> tuple[int, int]:
+        """As places.shared says."""
+        return self._blocks[stage][place.block], self._hosts[stage][place.host]
+
+    def is_apart(self, place: Place, stage: int) -> bool:
+        """As places.is_apart says."""
+        blocks, hosts = self._blocks[stage], self._hosts[stage]
+        if len(blocks) != 1:
+            return False
+        return place.block not in blocks or (len(hosts) == 1 and place.host not in hosts)
+
+
 def assign(
     sitters: Sequence[Sitter],
     stages: int,
@@ -100,8 +136,8 @@ def assign(
         for taken in _relief(nodes):
             changes.append(taken)
             _take(nodes, taken)
-    for stage in range(stages + 1) if begun else ():
-        if (taken := _from_elsewhere(list(nodes.values()), stage, useful)) is not None:
+    if begun:
+        for taken in _from_elsewhere(nodes.values(), stages, useful):
             changes.append(taken)
             _take(nodes, taken)
     return changes
@@ -130,7 +166,7 @@ def _twin(sitters: Sequence[Sitter], stage: int, stages: int, why: str) -> Taken
 def _relief(nodes: dict[str, Sitter]) -> Iterator[Taken]:
     """Standbys for who sits alone at several stages, and replicas of stages that somebody else
     serves who has no other; what is yielded has been taken when the next one is looked for."""
-    for crowded in list(nodes.values()):
+    for crowded in [one for one in nodes.values() if len(one.stages) > 1]:
         for stage in sorted(crowded.stages, reverse=True):  # 0, where it may drive, comes last
             there = list(nodes.values())
             alone = [s for s in crowded.stages if sum(s in one.stages for one in there) == 1]
@@ -144,17 +180,21 @@ def _relief(nodes: dict[str, Sitter]) -> Iterator[Taken]:
                 yield taken
 
 
-def _from_elsewhere(sitters: Sequence[Sitter], stage: int, useful: int) -> Taken | None:
-    """A standby for a stage all of whose nodes are in one place. There may be one more for it than
-    have something to do, unless that is one."""
-    there = [one.place for one in sitters if one.stays and stage in one.stages]
-    if len(there) == 1 == useful:
-        return None
-    for one in sitters:
-        idle = one.stays and not one.stages and not one.waits
-        if idle and stage in one.fits and is_apart(one.place, there):
-            return Taken(one.node, stage, f"was a standby: all of stage {stage} are in one place")
-    return None
+def _from_elsewhere(sitters: Iterable[Sitter], stages: int, useful: int) -> Iterator[Taken]:
+    """Standbys for stages all of whose nodes are in one place. There may be one more for it than have
+    something to do, unless that is one."""
+    nodes = list(sitters)
+    idle = [one for one in nodes if one.stays and not one.stages and not one.waits]
+    for stage in range(stages + 1) if idle else ():
+        there = [one.place for one in nodes if one.stays and stage in one.stages]
+        if len(there) == 1 == useful or len({place.block for place in there}) != 1:
+            continue
+        for one in idle:
+            if stage in one.fits and is_apart(one.place, there):
+                why = f"was a standby: all of stage {stage} are in one place"
+                yield Taken(one.node, stage, why)
+                idle.remove(one)
+                break
 
 
 def _is_spared(one: Sitter, sitters: Sequence[Sitter]) -> bool:
@@ -194,11 +234,12 @@ def _idle(able: Sequence[Sitter], sitters: Sequence[Sitter], stage: int, why: st
     if idle := [one for one in able if not one.stages]:
         one = min(idle, key=lambda one: shared(one.place, serving))
         return Taken(one.node, stage, f"was a standby: {why}")
-    surplus = [(one, of) for one in able if (of := _surplus(one, sitters)) is not None]
+    holders = Counter(stage for one in sitters if one.stays for stage in one.holds)
+    surplus = [(one, of) for one in able if (of := _surplus(one, holders)) is not None]
     if not surplus:
         return None
     # Of the stage that has most, where most are beside it; of these whoever came last.
-    one, of = max(surplus, key=lambda found: _holders(found[1], sitters))
+    one, of = max(surplus, key=lambda found: holders[found[1]])
     left = [one.place for one in sitters if one.stays and of in one.stages]
     one = max(
         reversed([one for one, at in surplus if at == of]), key=lambda one: shared(one.place, left)
@@ -206,17 +247,13 @@ def _idle(able: Sequence[Sitter], sitters: Sequence[Sitter], stage: int, why: st
     return Taken(one.node, stage, f"moves from stage {of}, which has others: {why}", of)
 
 
-def _surplus(one: Sitter, sitters: Sequence[Sitter]) -> int | None:
-    """The stage that can do without it; None: it is needed, or drives."""
+def _surplus(one: Sitter, holders: Counter[int]) -> int | None:
+    """The stage that can do without it, by how many have the state of each; None: it is needed, or
+    drives."""
     if len(one.stages) != 1 or one.drives:
         return None
     (stage,) = one.stages
-    others = [other for other in sitters if other.node != one.node]
-    return stage if _holders(stage, others) else None
-
-
-def _holders(stage: int, sitters: Iterable[Sitter]) -> int:
-    return sum(stage in one.holds for one in sitters if one.stays)
+    return stage if holders[stage] > (one.stays and stage in one.holds) else None
 
 
 def _returned(sitters: Iterable[Sitter]) -> Iterator[Returned]:

@@ -1,0 +1,299 @@
+"""What one join costs the registry when it has 100, 1,000 or 10,000 members: bytes that it sends, and
+CPU seconds of its process, against the same when it tells everybody the whole view. And what a view costs
+who makes it, and a member.
+
+A real registry process; its members are streams of two other processes, over loopback, which count what
+comes. Of the whole views, which would be gigabytes at a time, some hundred are sent, and the rest is
+reckoned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import grpc
+import uvloop
+
+from bench.registry import KEY, RULES, _ask, _cpu, _hear, _name, _start
+from bench.rows import keep
+from planaria.bootstrap import service
+from planaria.bootstrap.admission import Admission, folder_beside
+from planaria.bootstrap.client import RegistryClient
+from planaria.bootstrap.identity import Identity
+from planaria.bootstrap.journal import Journal
+from planaria.bootstrap.membership import PROTOCOL
+from planaria.bootstrap.registry_pb2 import (
+    JoinRequest,
+    Member,
+    NewView,
+    Seat,
+    View,
+    WatchRequest,
+)
+from planaria.bootstrap.service import RegistryServer
+from planaria.bootstrap.views import apply, difference, follows, is_genuine, sign
+
+MEMBERS = (100, 1_000, 10_000)
+JOINS = 5  # of which the mean is told
+CONNECTIONS = 2_000
+WHOLE = 200  # members to which whole views are sent
+GOAL_BYTES, GOAL_SECONDS = 20e6, 0.5  # of a join at 10,000 members
+TIMES = 20  # that a view is made and checked
+OPENED = 500.0  # streams a second in each of two processes
+AGAIN = 1.0  # seconds until one that wasn't taken is tried again
+LOOK = 0.02  # seconds between two looks whether all have it
+LONG = replace(RULES, lease=3600.0, restart_grace=0.1, max_replicas=1_000, max_nodes=20_000)
+"""Nobody renews here: what renewals cost is measured in bench/registry.py."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one join, at the registry."""
+
+    bytes: float  # in messages to members and to who joins
+    seconds: float  # of CPU
+
+    def __str__(self) -> str:
+        return f"{self.bytes / 1e6:,.2f} MB, {self.seconds:.3f} CPU s"
+
+
+@dataclass(frozen=True)
+class JoinCost:
+    members: int
+    streams: int  # a connection
+    difference: Cost
+    whole: Cost
+
+    def __str__(self) -> str:
+        return (
+            f"{self.members:,} members: a join costs {self.difference}; with whole views "
+            f"{self.whole}: {self.whole.bytes / self.difference.bytes:,.0f} times the bytes, "
+            f"{self.whole.seconds / self.difference.seconds:,.1f} times the CPU"
+        )
+
+
+def cost_of_a_join(members: int) -> JoinCost:
+    """Raises RuntimeError when a process ends early, TimeoutError when one hangs."""
+    told = measured(members, members)
+    few = min(members, WHOLE)
+    nobody, some = measured(members, 0, whole=True), measured(members, few, whole=True)
+    each = Cost((some.bytes - nobody.bytes) / few, (some.seconds - nobody.seconds) / few)
+    whole = Cost(nobody.bytes + members * each.bytes, nobody.seconds + members * each.seconds)
+    return JoinCost(members, _streams_each(members), told, whole)
+
+
+def measured(members: int, watching: int, whole: bool = False) -> Cost:
+    """With so many in the view, of whom so many are there to be told it."""
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Path(folder) / "journal"
+        admission = Admission(folder_beside(journal), certifies=False)
+        view = members_of(admission.key, members)
+        with Journal(journal, LONG.run, admission.key) as file:
+            file.append(view)
+        registry, to_registry = _start(_serve, journal, whole)
+        watchers = []
+        try:
+            port = int(_hear(to_registry))
+            for count in filter(None, (watching // 2, (watching + 1) // 2)):
+                watchers.append(_start(_watch, port, view.signature, count, _streams_each(watching)))
+            for _, connection in watchers:
+                _hear(connection)
+            time.sleep(LONG.grace)
+            ends = [connection for _, connection in watchers]
+            return asyncio.run(_join_often(port, to_registry, ends))
+        finally:
+            for process, _ in [*watchers, (registry, to_registry)]:
+                process.kill()
+                process.join()
+
+
+async def _join_often(port: int, registry: Connection, watchers: list[Connection]) -> Cost:
+    """The first join isn't counted: by it all streams are known to be open."""
+    got = 0
+
+    async def join(number: int) -> None:
+        nonlocal got
+        client = RegistryClient([f"127.0.0.1:{port}"])
+        request = JoinRequest(
+            protocol=PROTOCOL, run=LONG.run, node=f"new-{number}", address=f"127.0.0.1:{number + 1}"
+        )
+        reply = await client.join(request, Identity.generate())
+        got += reply.ByteSize()
+        await client.close()
+        while any(_told(one)[0] < reply.view.number for one in watchers):
+            await asyncio.sleep(LOOK)
+
+    await join(0)
+    cpu, sent, got = float(_ask(registry)), sum(_told(one)[1] for one in watchers), 0
+    for number in range(JOINS):
+        await join(number + 1)
+    cpu = float(_ask(registry)) - cpu
+    sent = sum(_told(one)[1] for one in watchers) - sent
+    return Cost((sent + got) / JOINS, cpu / JOINS)
+
+
+def _told(watcher: Connection) -> list[int]:
+    """The number of the oldest view that one of them has, and the bytes that have come."""
+    return [int(number) for number in _ask(watcher).split()]
+
+
+@dataclass(frozen=True)
+class ViewCost:
+    """Milliseconds of a processor, the shortest of `TIMES`."""
+
+    nodes: int
+    signed: float  # at the registry, once a view
+    differed: float  # there, too, for all who have the one before
+    applied: float  # at each node, from the difference
+    checked: float  # at each node: its signature, and that it follows the last one
+
+    def __str__(self) -> str:
+        return (
+            f"a view of {self.nodes:,}: {self.signed:.1f} ms to sign, {self.differed:.1f} to see what is "
+            f"new in it; {self.applied:.1f} to make it of that, {self.checked:.1f} to check"
+        )
+
+
+def cost_of_a_view(nodes: int) -> ViewCost:
+    former, view = members_of(KEY, nodes), members_of(KEY, nodes + 1)
+    signed = _shortest(lambda: sign(view, KEY, former))
+    told = difference(former, view)
+    genuine = _shortest(lambda: is_genuine(view, KEY.public, RULES.run))
+    return ViewCost(
+        nodes,
+        signed,
+        _shortest(lambda: difference(former, view)),
+        _shortest(lambda: apply(former, told)),
+        genuine + _shortest(lambda: follows(view, former)),
+    )
+
+
+def _shortest(what: Callable[[], object]) -> float:
+    def once() -> float:
+        began = time.perf_counter()
+        what()
+        return 1000 * (time.perf_counter() - began)
+
+    return min(once() for _ in range(TIMES))
+
+
+def main() -> None:
+    for nodes in MEMBERS:
+        cost = cost_of_a_view(nodes)
+        print(cost, flush=True)
+        keep("views", of="view", **asdict(cost))
+    for nodes in MEMBERS:
+        join = cost_of_a_join(nodes)
+        print(join, flush=True)
+        keep("views", of="join", **asdict(join))
+    print(f"goal at 10,000: under {GOAL_BYTES / 1e6:g} MB and {GOAL_SECONDS:g} CPU s")
+
+
+def members_of(key: Identity, nodes: int) -> View:
+    """As a registry restarted with its journal finds them."""
+    stages = RULES.stages + 1
+    members = [
+        Member(
+            node=_name(i),
+            address=f"10.0.{i // 250}.{i % 250}:7400",
+            seats=[Seat(stage=i % stages)],
+            joined=i + 1,
+            key=KEY.public,
+            instance=KEY.instance,
+            speed=1.0,
+            room=1,
+            host=f"host-{i:05}",
+            device="cuda:0",
+            block=f"10.0.{i // 250}.0/24",
+        )
+        for i in range(nodes)
+    ]
+    view = View(run=RULES.run, number=nodes, members=members, driver=_name(0))
+    sign(view, key, View())
+    return view
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+def _streams_each(watching: int) -> int:
+    """A real member has a connection of its own; who has said nothing yet is a stranger, and for
+    these the registry has not so many."""
+    return max(1, math.ceil(watching / CONNECTIONS))
+
+
+def _serve(journal: Path, whole: bool, connection: Connection) -> None:
+    """The registry's process; answers a question with the CPU seconds it has used. `whole`: it tells
+    no differences."""
+    logging.basicConfig(level=logging.ERROR)
+    if whole:
+        service.MOST_RECENT = 0
+
+    async def serve() -> None:
+        admission = Admission(folder_beside(journal), certifies=False)
+        with Journal(journal, LONG.run, admission.key) as file:
+            registry = RegistryServer(LONG, "", file, admission=admission)
+            port = await registry.start("127.0.0.1:0")
+            asyncio.get_running_loop().add_reader(
+                connection.fileno(), lambda: connection.send((connection.recv(), _cpu())[1])
+            )
+            connection.send(port)
+            await registry.wait()
+
+    uvloop.run(serve())
+
+
+def _watch(port: int, known: bytes, count: int, streams: int, connection: Connection) -> None:
+    """So many members with a stream of views; answers a question with the oldest of those that they
+    have now, and with the bytes that have come."""
+    have, size = [0] * count, 0
+
+    async def member(index: int, method: grpc.aio.UnaryStreamMultiCallable[Any, bytes]) -> None:
+        nonlocal size
+        request = WatchRequest(run=LONG.run, known=known)
+        while True:
+            try:
+                async for content in method(request, wait_for_ready=True):
+                    told, size = NewView.FromString(content), size + len(content)
+                    view = told.difference.view if told.HasField("difference") else told.whole
+                    have[index], request.known = view.number, view.signature
+            except grpc.aio.AioRpcError:  # more came at once than gRPC can take
+                await asyncio.sleep(AGAIN)
+
+    async def watch() -> None:
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+        reading, channels = [], []
+        for at in range(0, count, streams):
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options)
+            channels.append(channel)  # who lets go of it ends its calls
+            method = channel.unary_stream(
+                f"/{service.SERVICE}/Watch", request_serializer=WatchRequest.SerializeToString
+            )
+            for index in range(at, min(at + streams, count)):
+                reading.append(asyncio.create_task(member(index, method)))
+            await asyncio.sleep(streams / OPENED)
+        asyncio.get_running_loop().add_reader(connection.fileno(), answer)
+        connection.send("there")
+        await asyncio.gather(*reading)
+
+    def answer() -> None:
+        connection.recv()
+        connection.send(f"{min(have)} {size}")
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    uvloop.run(watch())
+
+
+if __name__ == "__main__":
+    main()
