@@ -25,6 +25,7 @@ from bench import (
     strangers,
     trust,
     unequal,
+    views,
 )
 
 
@@ -38,6 +39,7 @@ def main() -> None:
         ("Links that break again and again against links that hold", blinking.main),
         ("What a step costs its driver, by the number of nodes", driver.main),
         ("Renewals at the registry", registry.main),
+        ("A join told as a difference against one told as the whole view", views.main),
         ("Joins while strangers flood the registry against joins without", strangers.main),
         ("Links' handshakes under TLS against those in plain text", handshakes.main),
         ("A swarm under TLS against one in plain text, and its signatures", trust.main),

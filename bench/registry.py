@@ -8,7 +8,7 @@ import logging
 import multiprocessing
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,13 +34,12 @@ from planaria.bootstrap.registry_pb2 import (
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
 from planaria.bootstrap.service import RegistryServer
-from planaria.bootstrap.views import follows, is_genuine, sign
+from planaria.bootstrap.views import sign
 
 NODES = 5_000
 PERIOD = 1.0  # seconds between a node's renewals
 SECONDS = 10.0  # measured
 STREAMS_A_CONNECTION = 250
-TIMES = 50  # that a view is signed and checked
 START = 120.0  # seconds; more means that it hangs
 
 KEY = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))  # of all nodes
@@ -104,48 +103,13 @@ def renewals_per_second_per_core() -> RegistryLoad:
     )
 
 
-@dataclass(frozen=True)
-class ViewCost:
-    """Milliseconds of a processor, the shortest of `TIMES`."""
-
-    nodes: int
-    signed: float  # at the registry, once a view
-    checked: float  # at each node, once a view: its signature, and that it follows the last one
-
-    def __str__(self) -> str:
-        return (
-            f"a view of {self.nodes:,}: {self.signed:.1f} ms to sign, {self.checked:.1f} to check"
-        )
-
-
-def cost_of_a_view(nodes: int) -> ViewCost:
-    former, view = _members(KEY, nodes), _members(KEY, nodes)
-    view.number = former.number + 1
-    signed = _shortest(lambda: sign(view, KEY, former))
-    genuine = _shortest(lambda: is_genuine(view, KEY.public, RULES.run))
-    return ViewCost(nodes, signed, genuine + _shortest(lambda: follows(view, former)))
-
-
-def _shortest(what: Callable[[], object]) -> float:
-    def once() -> float:
-        began = time.perf_counter()
-        what()
-        return 1000 * (time.perf_counter() - began)
-
-    return min(once() for _ in range(TIMES))
-
-
 def main() -> None:
-    for nodes in (1_000, NODES):
-        cost = cost_of_a_view(nodes)
-        print(cost)
-        keep("views", **asdict(cost))
     found = renewals_per_second_per_core()
     print(found)
     keep("registry", **asdict(found))
 
 
-def _members(key: Identity, nodes: int = NODES) -> View:
+def _members(key: Identity) -> View:
     """As a registry restarted with its journal finds them."""
     stages = RULES.stages + 1
     members = [
@@ -157,9 +121,9 @@ def _members(key: Identity, nodes: int = NODES) -> View:
             key=KEY.public,
             speed=1.0,
         )
-        for i in range(nodes)
+        for i in range(NODES)
     ]
-    view = View(run=RULES.run, number=nodes, members=members, driver=_name(0))
+    view = View(run=RULES.run, number=NODES, members=members, driver=_name(0))
     sign(view, key, View())
     return view
 

@@ -1,17 +1,17 @@
-"""What one join costs the registry when it has 100, 1,000 or 10,000 members: bytes that it sends, and
-CPU seconds of its process, against the same when it tells everybody the whole view. And what a view costs
-who makes it, and a member.
+"""What one join costs the registry when it has 100, 1,000 or 10,000 members: bytes that it sends,
+and CPU seconds of its process, against the same when it tells everybody the whole view. And what a
+view costs who makes it, and a member.
 
-A real registry process; its members are streams of two other processes, over loopback, which count what
-comes. Of the whole views, which would be gigabytes at a time, some hundred are sent, and the rest is
-reckoned.
+A real registry process; its members are streams of two other processes, over loopback, each with
+its own connection, which count what comes. With thousands of members some of them are there, and
+what all would cost is reckoned from how the cost grows with those.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-import math
 import resource
 import tempfile
 import time
@@ -24,7 +24,7 @@ from typing import Any
 import grpc
 import uvloop
 
-from bench.registry import KEY, RULES, _ask, _cpu, _hear, _name, _start
+from bench.registry import KEY, RULES, START, _ask, _cpu, _hear, _name, _start
 from bench.rows import keep
 from planaria.bootstrap import service
 from planaria.bootstrap.admission import Admission, folder_beside
@@ -45,14 +45,22 @@ from planaria.bootstrap.views import apply, difference, follows, is_genuine, sig
 
 MEMBERS = (100, 1_000, 10_000)
 JOINS = 5  # of which the mean is told
-CONNECTIONS = 2_000
-WHOLE = 200  # members to which whole views are sent
+TOGETHER = 100  # that come at a time
+THERE = 2_000  # members that are told differences
+THERE_FOR_WHOLE = 200  # members that are told whole views
 GOAL_BYTES, GOAL_SECONDS = 20e6, 0.5  # of a join at 10,000 members
 TIMES = 20  # that a view is made and checked
-OPENED = 500.0  # streams a second in each of two processes
+OPENED = 200.0  # streams a second in each of two processes
 AGAIN = 1.0  # seconds until one that wasn't taken is tried again
 LOOK = 0.02  # seconds between two looks whether all have it
-LONG = replace(RULES, lease=3600.0, restart_grace=0.1, max_replicas=1_000, max_nodes=20_000)
+LONG = replace(
+    RULES,
+    lease=3600.0,
+    restart_grace=0.1,
+    max_replicas=1_000,
+    max_nodes=20_000,
+    joins_per_second=1e6,
+)
 """Nobody renews here: what renewals cost is measured in bench/registry.py."""
 
 
@@ -70,30 +78,40 @@ class Cost:
 @dataclass(frozen=True)
 class JoinCost:
     members: int
-    streams: int  # a connection
-    difference: Cost
-    whole: Cost
+    alone: Cost
+    together: Cost  # one of TOGETHER that come at a time
+    whole: Cost  # alone, by whole views
 
     def __str__(self) -> str:
         return (
-            f"{self.members:,} members: a join costs {self.difference}; with whole views "
-            f"{self.whole}: {self.whole.bytes / self.difference.bytes:,.0f} times the bytes, "
-            f"{self.whole.seconds / self.difference.seconds:,.1f} times the CPU"
+            f"{self.members:,} members: a join costs {self.alone}, one of {TOGETHER} together "
+            f"{self.together}; by whole views {self.whole}, "
+            f"{self.whole.bytes / self.alone.bytes:,.0f} times the bytes and "
+            f"{self.whole.seconds / self.alone.seconds:,.1f} times the CPU"
         )
 
 
 def cost_of_a_join(members: int) -> JoinCost:
     """Raises RuntimeError when a process ends early, TimeoutError when one hangs."""
-    told = measured(members, members)
-    few = min(members, WHOLE)
-    nobody, some = measured(members, 0, whole=True), measured(members, few, whole=True)
-    each = Cost((some.bytes - nobody.bytes) / few, (some.seconds - nobody.seconds) / few)
-    whole = Cost(nobody.bytes + members * each.bytes, nobody.seconds + members * each.seconds)
-    return JoinCost(members, _streams_each(members), told, whole)
+    alone, together = reckoned(members, min(members, THERE))
+    whole, _ = reckoned(members, min(members, THERE_FOR_WHOLE), whole=True)
+    return JoinCost(members, alone, together, whole)
 
 
-def measured(members: int, watching: int, whole: bool = False) -> Cost:
-    """With so many in the view, of whom so many are there to be told it."""
+def reckoned(members: int, there: int, whole: bool = False) -> list[Cost]:
+    """As `measured`, for all members, of whom so many are there."""
+    few = there // 10
+    pairs = zip(measured(members, few, whole), measured(members, there, whole), strict=True)
+    more = (members - there) / (there - few)
+    return [
+        Cost(b.bytes + more * (b.bytes - a.bytes), b.seconds + more * (b.seconds - a.seconds))
+        for a, b in pairs
+    ]
+
+
+def measured(members: int, watching: int, whole: bool = False) -> list[Cost]:
+    """With so many in the view, of whom so many are there to be told it: of a join alone, and of
+    one of many together."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder) / "journal"
         admission = Admission(folder_beside(journal), certifies=False)
@@ -105,7 +123,7 @@ def measured(members: int, watching: int, whole: bool = False) -> Cost:
         try:
             port = int(_hear(to_registry))
             for count in filter(None, (watching // 2, (watching + 1) // 2)):
-                watchers.append(_start(_watch, port, view.signature, count, _streams_each(watching)))
+                watchers.append(_start(_watch, port, view.signature, count))
             for _, connection in watchers:
                 _hear(connection)
             time.sleep(LONG.grace)
@@ -117,29 +135,34 @@ def measured(members: int, watching: int, whole: bool = False) -> Cost:
                 process.join()
 
 
-async def _join_often(port: int, registry: Connection, watchers: list[Connection]) -> Cost:
-    """The first join isn't counted: by it all streams are known to be open."""
-    got = 0
+async def _join_often(port: int, registry: Connection, watchers: list[Connection]) -> list[Cost]:
+    """Of a join that comes alone, and of one of many that come together. The first isn't counted:
+    by it all streams are known to be open."""
+    numbers = itertools.count(1)
 
-    async def join(number: int) -> None:
-        nonlocal got
-        client = RegistryClient([f"127.0.0.1:{port}"])
+    async def join() -> tuple[int, int]:
+        client, number = RegistryClient([f"127.0.0.1:{port}"]), next(numbers)
         request = JoinRequest(
-            protocol=PROTOCOL, run=LONG.run, node=f"new-{number}", address=f"127.0.0.1:{number + 1}"
+            protocol=PROTOCOL, run=LONG.run, node=f"new-{number}", address=f"127.0.0.1:{number}"
         )
-        reply = await client.join(request, Identity.generate())
-        got += reply.ByteSize()
+        reply = await client.join(request, Identity.generate(), START)
         await client.close()
-        while any(_told(one)[0] < reply.view.number for one in watchers):
-            await asyncio.sleep(LOOK)
+        return reply.view.number, reply.ByteSize()
 
-    await join(0)
-    cpu, sent, got = float(_ask(registry)), sum(_told(one)[1] for one in watchers), 0
-    for number in range(JOINS):
-        await join(number + 1)
-    cpu = float(_ask(registry)) - cpu
-    sent = sum(_told(one)[1] for one in watchers) - sent
-    return Cost((sent + got) / JOINS, cpu / JOINS)
+    async def cost(times: int, together: int) -> Cost:
+        cpu, sent, got = float(_ask(registry)), sum(_told(one)[1] for one in watchers), 0
+        for _ in range(times):
+            joined = await asyncio.gather(*(join() for _ in range(together)))
+            got += sum(size for _, size in joined)
+            newest = max(number for number, _ in joined)
+            while any(_told(one)[0] < newest for one in watchers):  # noqa: ASYNC110  processes
+                await asyncio.sleep(LOOK)
+        cpu = float(_ask(registry)) - cpu
+        sent = sum(_told(one)[1] for one in watchers) - sent
+        return Cost((sent + got) / times / together, cpu / times / together)
+
+    await cost(1, 1)
+    return [await cost(JOINS, 1), await cost(1, TOGETHER)]
 
 
 def _told(watcher: Connection) -> list[int]:
@@ -159,8 +182,8 @@ class ViewCost:
 
     def __str__(self) -> str:
         return (
-            f"a view of {self.nodes:,}: {self.signed:.1f} ms to sign, {self.differed:.1f} to see what is "
-            f"new in it; {self.applied:.1f} to make it of that, {self.checked:.1f} to check"
+            f"a view of {self.nodes:,}: {self.signed:.1f} ms to sign, {self.differed:.1f} to see "
+            f"what is new in it; {self.applied:.1f} to make it of that, {self.checked:.1f} to check"
         )
 
 
@@ -226,15 +249,9 @@ def members_of(key: Identity, nodes: int) -> View:
 # -- processes -----------------------------------------------------------------------------------
 
 
-def _streams_each(watching: int) -> int:
-    """A real member has a connection of its own; who has said nothing yet is a stranger, and for
-    these the registry has not so many."""
-    return max(1, math.ceil(watching / CONNECTIONS))
-
-
 def _serve(journal: Path, whole: bool, connection: Connection) -> None:
-    """The registry's process; answers a question with the CPU seconds it has used. `whole`: it tells
-    no differences."""
+    """The registry's process; answers a question with the CPU seconds it has used. `whole`: it
+    tells no differences."""
     logging.basicConfig(level=logging.ERROR)
     if whole:
         service.MOST_RECENT = 0
@@ -253,7 +270,7 @@ def _serve(journal: Path, whole: bool, connection: Connection) -> None:
     uvloop.run(serve())
 
 
-def _watch(port: int, known: bytes, count: int, streams: int, connection: Connection) -> None:
+def _watch(port: int, known: bytes, count: int, connection: Connection) -> None:
     """So many members with a stream of views; answers a question with the oldest of those that they
     have now, and with the bytes that have come."""
     have, size = [0] * count, 0
@@ -273,15 +290,14 @@ def _watch(port: int, known: bytes, count: int, streams: int, connection: Connec
     async def watch() -> None:
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
         reading, channels = [], []
-        for at in range(0, count, streams):
+        for index in range(count):
             channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options)
             channels.append(channel)  # who lets go of it ends its calls
-            method = channel.unary_stream(
+            method: Any = channel.unary_stream(
                 f"/{service.SERVICE}/Watch", request_serializer=WatchRequest.SerializeToString
             )
-            for index in range(at, min(at + streams, count)):
-                reading.append(asyncio.create_task(member(index, method)))
-            await asyncio.sleep(streams / OPENED)
+            reading.append(asyncio.create_task(member(index, method)))
+            await asyncio.sleep(1 / OPENED)
         asyncio.get_running_loop().add_reader(connection.fileno(), answer)
         connection.send("there")
         await asyncio.gather(*reading)

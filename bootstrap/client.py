@@ -33,7 +33,6 @@ from planaria.bootstrap.registry_pb2 import (
     LeaveRequest,
     MeasureReply,
     MeasureRequest,
-    NewView,
     Proof,
     Renewal,
     Report,
@@ -472,6 +471,7 @@ class _Membership:
         self.on_view, self.on_measure = on_view, on_measure
         self.evicted = ""  # why
         self.connected = True  # as far as anyone has noticed
+        self.shows = False  # its view, to a registry: who has just got it from there need not
         self.probe = 0  # to be answered with the next renewal
 
     async def connect(self) -> str:
@@ -521,8 +521,10 @@ class _Membership:
             report=self.client._report,
             run=self.view.run,
             member=next((m for m in self.view.members if m.node == self.node), None),
-            view=self.view,
+            view=self.view if self.shows else None,
+            shown=self.view.number,
         )
+        self.shows = True
         self.client.sign(first)
         yield first
         while True:
@@ -562,7 +564,9 @@ class _Membership:
                     continue
                 if wrong := self._unsigned(view):
                     if told.HasField("difference"):
-                        raise _Misfit(f"by a difference from view {told.difference.former}, {wrong}")
+                        raise _Misfit(
+                            f"by a difference from view {told.difference.former}, {wrong}"
+                        )
                     return f"it sent a view that can't be: {wrong}"
                 if wrong := self._misspelt(view):
                     return f"it sent a view that can't be: {wrong}"

@@ -55,6 +55,7 @@ ACCUSERS_NAMED = 3
 CONTRADICTED_EVERY = 60.0  # seconds between two times that a node is told what isn't believed
 WITHOUT_STATE = frozenset(["syncing", "following"])  # phases in reports (node/transaction)
 TOGETHER = 0.3  # seconds in which all tell it who leave together, and in which none takes a seat
+TELLING = 2e-4  # seconds until the next joins, for each member to tell; it takes half of that
 MOST_DIALLED = 100  # silent members that are asked whether they are there; of more, every n-th
 
 
@@ -77,7 +78,7 @@ class MembershipRules:
     data: str = ""  # content hash that stage-0 nodes must have; empty: not checked
     swapped: bool = False  # half of the microbatches visit the end stages in swapped order
     policy: Policy = "checkfree"  # by which a lost stage is rebuilt
-    joins_per_second: float = 100.0
+    joins_per_second: float = 200.0
     max_nodes: int = 10_000
     max_per_block: int = 0  # nodes of one block of addresses; 0: any number
     allowed: frozenset[str] | None = None  # instances that may be members; None: all
@@ -287,6 +288,7 @@ class Membership:
         self._with: dict[bytes, list[_Node]] = {}  # by key
         self._staff_known: Staff | None = None  # None: it has to be counted anew
         self._number = 0
+        self._issued = -math.inf  # the newest view
         self._joined = 0
         self._progress = Progress(rules.steps, rules.lease)
         self._started = False  # a driver has been named once
@@ -327,49 +329,29 @@ class Membership:
         its place, with the same key at once, and else when it is gone; elsewhere a key is one
         member's at a time. The reply leaves `run_file` to the shell. Raises Refused.
         """
-        self._check_request(request)
-        known = self._nodes.get(request.node)
-        if known is not None:
-            self._check_repeated(request, known.member)
-            known.renewed = now
-            return self._reply(known), []
-        if request.node in self._evicted:
-            raise Refused(
-                "ALREADY_EXISTS",
-                f"node {request.node} is a member no longer ({self._evicted[request.node]}); "
-                "join again under a new node id",
-            )
-        if now < self._quiet_until:
-            raise Refused(
-                "UNAVAILABLE",
-                "the registry was away and is waiting for its members to come back; "
-                f"join again in {self._quiet_until - now:.1f} s",
-            )
-        instance = instance_of(request.key)
-        self._check_allowed(request.node, instance)
-        if wait := self._quarantine.left(instance, now):
-            reason = self._quarantine.sentence(instance, now)
-            if wait == math.inf:
-                raise Refused("PERMISSION_DENIED", reason)
-            return JoinReply(run=self.rules.run, reason=reason, quarantine=wait), []
-        former = self._at_address(request.address)
-        is_another = former is not None and former.member.key != request.key
-        if former and is_another and (dial := self._contest(request, former, now)):
-            return self._ask_again(dial.question), [dial]
-        replaced = self._replaced(request, former)
-        if len(self._nodes) > len(replaced) and self._cut_off_from_all(now):
-            others = [node for node in self._nodes.values() if node not in replaced]
-            return self._ask(request, others, now)
-        self._check_block(instance, block, replaced)
-        self._check_limits(request, len(replaced), now)
-        if _is_bound(request):
-            self._check_stage(request)
-        for node in replaced:
-            where = f"from {request.address}" if node is former else "with its key"
-            self._evict(node, f"restarted: {request.node} joined {where}", now)
-        node = self._admit(request, block, now)
+        (answer,), effects = self.join_together([(request, block)], now)
+        if isinstance(answer, Refused):
+            raise answer
+        return answer, effects
+
+    def join_together(
+        self, asked: Iterable[tuple[JoinRequest, str]], now: float
+    ) -> tuple[list[JoinReply | Refused], list[Effect]]:
+        """As `join`, of each request and its block, in one view; the answers are in that order."""
+        found: list[_Node | JoinReply | Refused] = []
+        for request, block in asked:
+            try:
+                found.append(self._let_in(request, block, now))
+            except Refused as refused:
+                found.append(refused)
         effects = self._finish(now)
-        return self._reply(node), effects
+        return [self._reply(one) if isinstance(one, _Node) else one for one in found], effects
+
+    def joins_due(self, now: float) -> float:
+        """When a join that comes now is to be decided, together with all that come until then. At
+        once, unless a view was issued just before: everybody has to be told of it, and one of many
+        newcomers takes little more than one of a single one."""
+        return max(now, self._issued + TELLING * len(self._nodes))
 
     def stream_opened(self, renewal: Renewal, now: float) -> list[Effect]:
         """The first renewal of a KeepAlive stream, which supersedes an older stream of the node.
@@ -657,8 +639,7 @@ class Membership:
                     since_renewal=max(0.0, now - node.renewed),
                     suspected=bool(node.accusers),
                     reached_by=node.reached_by,
-                    why=[node.reasons.get(s, node.why) for s in node.stages]
-                    or [node.why],
+                    why=[node.reasons.get(s, node.why) for s in node.stages] or [node.why],
                 )
                 for node in self._nodes.values()
             ],
@@ -705,6 +686,54 @@ class Membership:
             assert not node.probe or node.accusers, "a probe that nobody asked for"
 
     # -- joining ---------------------------------------------------------------------------------
+
+    def _let_in(self, request: JoinRequest, block: str, now: float) -> _Node | JoinReply:
+        """Or what it is answered instead. Raises Refused."""
+        self._check_request(request)
+        known = self._nodes.get(request.node)
+        if known is not None:
+            self._check_repeated(request, known.member)
+            known.renewed = now
+            return known
+        self._check_evicted(request.node)
+        if now < self._quiet_until:
+            raise Refused(
+                "UNAVAILABLE",
+                "the registry was away and is waiting for its members to come back; "
+                f"join again in {self._quiet_until - now:.1f} s",
+            )
+        instance = instance_of(request.key)
+        self._check_allowed(request.node, instance)
+        if wait := self._quarantine.left(instance, now):
+            reason = self._quarantine.sentence(instance, now)
+            if wait == math.inf:
+                raise Refused("PERMISSION_DENIED", reason)
+            return JoinReply(run=self.rules.run, reason=reason, quarantine=wait)
+        former = self._at_address(request.address)
+        is_another = former is not None and former.member.key != request.key
+        if former and is_another and (dial := self._contest(request, former, now)):
+            self._effects.append(dial)
+            return self._ask_again(dial.question)
+        replaced = self._replaced(request, former)
+        if len(self._nodes) > len(replaced) and self._cut_off_from_all(now):
+            others = [node for node in self._nodes.values() if node not in replaced]
+            return self._ask(request, others, now)
+        self._check_block(instance, block, replaced)
+        self._check_limits(request, len(replaced), now)
+        if _is_bound(request):
+            self._check_stage(request)
+        for node in replaced:
+            where = f"from {request.address}" if node is former else "with its key"
+            self._evict(node, f"restarted: {request.node} joined {where}", now)
+        return self._admit(request, block, now)
+
+    def _check_evicted(self, name: str) -> None:
+        if name in self._evicted:
+            raise Refused(
+                "ALREADY_EXISTS",
+                f"node {name} is a member no longer ({self._evicted[name]}); "
+                "join again under a new node id",
+            )
 
     def _check_request(self, request: JoinRequest) -> None:
         if request.protocol != PROTOCOL:
@@ -953,7 +982,12 @@ class Membership:
         staying = (node for node in self._nodes.values() if not node.leaving)
         return self._started and any(node.holds and stage in node.holds for node in staying)
 
-    def _reply(self, node: _Node) -> JoinReply:
+    def _reply(self, node: _Node) -> JoinReply | Refused:
+        """Refused: another one, who came together with it, has taken its place."""
+        try:
+            self._check_evicted(node.member.node)
+        except Refused as refused:
+            return refused
         return JoinReply(
             run=self.rules.run,
             view=self.view,
@@ -964,19 +998,18 @@ class Membership:
 
     # -- when nobody is heard --------------------------------------------------------------------
 
-    def _ask(
-        self, request: JoinRequest, others: list[_Node], now: float
-    ) -> tuple[JoinReply, list[Effect]]:
+    def _ask(self, request: JoinRequest, others: list[_Node], now: float) -> JoinReply:
         """Nobody but a newcomer is heard: are the members gone, or are they cut off from this
         registry, and train? Both dial them. If none is there, all are to be evicted; if one is,
         a second run must not begin beside it. Raises Refused once the newcomer has dialled."""
         question, seconds = self._question, self.rules.dial_timeout
         if question is None or now >= question.asked + self._lasts(question):
             question = self._question = self._new_question(request.node, others, now)
-            dials = [Dial(question.number, m.node, m.address, seconds) for m in question.dialled]
-            return self._put(question), [*dials]
+            for one in question.dialled:
+                self._effects.append(Dial(question.number, one.node, one.address, seconds))
+            return self._put(question)
         if request.question != question.number:
-            return self._put(question), []
+            return self._put(question)
         question.answered |= dict.fromkeys(request.answered, request.node)
         there = [node.member for node in others if node.member.node in question.answered]
         if there:
@@ -1295,7 +1328,7 @@ class Membership:
             banned=self._banned,
         )
         sign(view, self.key, self.view)
-        self.view = view
+        self.view, self._issued = view, now
         self._note(f"view {self._number}: {reason}")
         self._changes = []
         self._effects.append(Issue(self.view))
@@ -1347,6 +1380,12 @@ class Membership:
         """Somebody has made the view up that a node shows, or this registry lacks the run's key:
         then who shows it is not sent away, but trains on until its registry is back."""
         view, known = renewal.view, renewal.node in self._nodes
+        if renewal.shown > max(view.number, self._number):
+            raise Refused(
+                "UNAVAILABLE",
+                f"{renewal.node} knows view {renewal.shown}, and this registry none after view "
+                f"{self._number}: call again, and show it",
+            )
         if view.number <= (self._number if known else 0) or self.is_genuine(view):
             return
         raise Refused(

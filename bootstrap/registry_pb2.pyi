@@ -309,7 +309,7 @@ class LinkReport(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., rtt_ms: _Optional[float] = ..., mbps: _Optional[float] = ...) -> None: ...
 
 class Renewal(_message.Message):
-    __slots__ = ("node", "report", "probe", "happened", "run", "member", "view", "signature")
+    __slots__ = ("node", "report", "probe", "happened", "run", "member", "view", "shown", "signature")
     NODE_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
@@ -317,6 +317,7 @@ class Renewal(_message.Message):
     RUN_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
+    SHOWN_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     node: str
     report: Report
@@ -325,8 +326,9 @@ class Renewal(_message.Message):
     run: str
     member: Member
     view: View
+    shown: int
     signature: bytes
-    def __init__(self, node: _Optional[str] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., probe: _Optional[int] = ..., happened: _Optional[_Iterable[str]] = ..., run: _Optional[str] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., view: _Optional[_Union[View, _Mapping]] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, node: _Optional[str] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., probe: _Optional[int] = ..., happened: _Optional[_Iterable[str]] = ..., run: _Optional[str] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., view: _Optional[_Union[View, _Mapping]] = ..., shown: _Optional[int] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Notice(_message.Message):
     __slots__ = ("probe", "evicted", "view", "measure", "refused")

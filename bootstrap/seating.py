@@ -63,8 +63,10 @@ class Returned:
 
 
 class Staff:
-    """What each stage has of nodes that will stay: how many, how much work they do a second, and how
-    many are in each block of addresses and at each host."""
+    """What each stage has of nodes that will stay: how many, how much work they do a second, and
+    how many are in each block of addresses and at each host."""
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
 
     def __init__(self, stages: int) -> None:
         """Of nobody. `stages`: body stages, L."""
@@ -181,8 +183,8 @@ def _relief(nodes: dict[str, Sitter]) -> Iterator[Taken]:
 
 
 def _from_elsewhere(sitters: Iterable[Sitter], stages: int, useful: int) -> Iterator[Taken]:
-    """Standbys for stages all of whose nodes are in one place. There may be one more for it than have
-    something to do, unless that is one."""
+    """Standbys for stages all of whose nodes are in one place. There may be one more for a stage
+    than have something to do, unless that is one."""
     nodes = list(sitters)
     idle = [one for one in nodes if one.stays and not one.stages and not one.waits]
     for stage in range(stages + 1) if idle else ():

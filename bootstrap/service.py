@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ FIRST_RENEWAL = 30.0  # seconds to wait for it on a new stream; all may come at 
 MESSAGE_BYTES = 16 * 2**20  # a view of 10,000 nodes with long names is smaller
 BETWEEN_MEASUREMENTS = 10.0  # seconds: each loads every link
 RENEWAL_BYTES = 16 * 2**10  # after the first of a stream
+AT_A_TIME = 50  # watchers that are woken
 MOST_RECENT = 16  # views from which others are told as differences
 NAME_BYTES = 256  # ids, addresses, hashes, names for people
 WHY_BYTES = 2048
@@ -97,6 +99,7 @@ class Limits:
 
     streams: int = 20_000  # KeepAlive
     watchers: int = 20_000
+    joins: int = 1_000  # that wait for a view
     suspicions: int = 10_000
     examinations: int = 16
 
@@ -135,7 +138,10 @@ class RegistryServer(RegistryServicer):
         self._machine = Membership(rules, self._admission.key)
         self._run_file, self._journal, self._limits, self._room = run_file, journal, limits, room
         self._recent: dict[bytes, View] = {}  # by signature, the newest last
-        self._made: dict[tuple[bytes | None, bytes], NewView] = {}  # of the newest view
+        self._made: dict[tuple[bytes | None, bytes], bytes] = {}  # NewView of the newest
+        self._joining: list[_Joining] = []
+        self._waiting: set[asyncio.Future[None]] = set()  # watchers, for the next view
+        self._due: deque[asyncio.Future[None]] = deque()  # those for whom there is one
         self._streams: dict[str, _Stream] = {}  # newest of each node
         self._open_streams = self._watchers = self._logged = 0
         self._examinations = 0
@@ -162,7 +168,6 @@ class RegistryServer(RegistryServicer):
         self._started, self._listen = loop.time(), Address.parse(listen)
         self._failed: asyncio.Future[None] = loop.create_future()
         self._stopping = False
-        self._changed = asyncio.Event()
         if self._journal is not None and self._journal.view is not None:
             self._machine.restore(self._journal.view, loop.time())
         self._remember(self._machine.view)
@@ -203,7 +208,7 @@ class RegistryServer(RegistryServicer):
         for task in (self._ticking, *self._dialling):
             task.cancel()
         await self._health.enter_graceful_shutdown()
-        self._changed.set()
+        self._wake()
         for stream in self._streams.values():
             stream.close()
         await self._server.stop(FAREWELL)
@@ -266,17 +271,45 @@ class RegistryServer(RegistryServicer):
             await _abort(context, "INVALID_ARGUMENT", wrong)
         if request.protocol == PROTOCOL:  # else the machine says so
             await _abort_if(context, self._unproved_join(request, caller))
-        try:
-            block = block_of(host_of(caller))
-            reply, effects = self._machine.join(request, self._loop.time(), block)
-        except Refused as refused:
+        if len(self._joining) >= self._limits.joins:
+            await _abort(context, "RESOURCE_EXHAUSTED", "too many wait to be let in; join again")
+        reply = await self._decided(_Joining(request, block_of(host_of(caller)), self._loop))
+        if isinstance(reply, Refused):
             who = readable(request.node)
-            log.info("%s at %s is refused: %s", who, caller, readable(refused.reason))
-            await _refuse(context, refused)
-        self._carry_out(effects)
+            log.info("%s at %s is refused: %s", who, caller, readable(reply.reason))
+            await _refuse(context, reply)
         await self._abort_if_over(context)
         reply.run_file = self._run_file
         return reply
+
+    async def _decided(self, joining: _Joining) -> JoinReply | Refused:
+        """At once, or together with others."""
+        self._joining.append(joining)
+        if len(self._joining) == 1:
+            now = self._loop.time()
+            due = self._machine.joins_due(now)
+            if due > now:
+                self._loop.call_at(due, self._let_in)
+            else:
+                self._let_in()
+        return await joining.answer
+
+    def _let_in(self) -> None:
+        if self._due:  # the last view has not been told yet
+            self._loop.call_later(TICK, self._let_in)
+            return
+        joining, self._joining = self._joining, []
+        there = [one for one in joining if not one.answer.done()]  # the others have hung up
+        try:
+            asked = ((one.request, one.block) for one in there)
+            answers, effects = self._machine.join_together(asked, self._loop.time())
+            self._carry_out(effects)
+        except Exception as error:  # noqa: BLE001  each of the calls fails by it
+            for one in there:
+                one.answer.set_exception(error)
+            return
+        for one, answer in zip(there, answers, strict=True):
+            one.answer.set_result(answer)
 
     async def KeepAlive(  # noqa: N802
         self, requests: AsyncIterator[Renewal], context: Context
@@ -303,7 +336,7 @@ class RegistryServer(RegistryServicer):
 
     async def Watch(  # noqa: N802
         self, request: WatchRequest, context: Context
-    ) -> AsyncIterator[NewView]:
+    ) -> AsyncIterator[bytes]:
         run = self._machine.rules.run
         await _check_length(context, "run", request.run, NAME_BYTES)
         if request.run and request.run != run:
@@ -315,25 +348,35 @@ class RegistryServer(RegistryServicer):
         try:
             told: bytes | None = request.known if request.known in self._recent else None
             while not (self._stopping or self._failed.done()):
-                view, changed = self._machine.view, self._changed
+                view = self._machine.view
                 if view.signature != told:  # a slow watcher gets the newest only
                     yield self._news(told, view)
                     told = view.signature
                 else:
-                    await changed.wait()
+                    waiting = self._loop.create_future()
+                    self._waiting.add(waiting)
+                    try:
+                        await waiting
+                    finally:
+                        self._waiting.discard(waiting)
         finally:
             self._watchers -= 1
 
-    def _news(self, told: bytes | None, view: View) -> NewView:
-        """For who was told the view with that signature last. Made once for all of these."""
+    def _news(self, told: bytes | None, view: View) -> bytes:
+        """A NewView for who was told the view with that signature last: made once for all."""
         found = self._made.get((told, view.signature))
         if found is None:
-            former = self._recent.get(told or b"")
-            found = NewView(whole=view)
-            if former is not None and (shorter := difference(former, view)).ByteSize() < view.ByteSize():
-                found = NewView(difference=shorter)
+            found = self._new_view(told, view).SerializeToString()
             self._made[told, view.signature] = found
         return found
+
+    def _new_view(self, told: bytes | None, view: View) -> NewView:
+        former = self._recent.get(told or b"")
+        if former is not None:
+            found = NewView(difference=difference(former, view))
+            if found.ByteSize() < view.ByteSize():
+                return found
+        return NewView(whole=view)
 
     def _remember(self, view: View) -> None:
         """What it differs in from views that others were told is made anew."""
@@ -539,7 +582,7 @@ class RegistryServer(RegistryServicer):
             level = logging.WARNING if isinstance(error, NotLeading) else logging.CRITICAL
             log.log(level, "the registry can't go on: %s", error)
             self._failed.set_exception(error)
-            self._changed.set()
+            self._wake()
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -583,8 +626,24 @@ class RegistryServer(RegistryServicer):
             self._fail(error)
             return
         self._remember(view)
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._wake()
+
+    def _wake(self) -> None:
+        """All watchers look what there is to tell."""
+        idle = not self._due
+        self._due.extend(self._waiting)
+        self._waiting.clear()
+        if idle:
+            self._wake_some()
+
+    def _wake_some(self) -> None:
+        """And then others: of calls that come in, gRPC takes one in each turn of the loop."""
+        for _ in range(min(AT_A_TIME, len(self._due))):
+            one = self._due.popleft()
+            if not one.done():
+                one.set_result(None)
+        if self._due:
+            self._loop.call_soon(self._wake_some)
 
     def _write(self, view: View) -> None:
         """Into the journal, if that can be written. If not, the run goes on nevertheless: a
@@ -615,6 +674,14 @@ class RegistryServer(RegistryServicer):
         new, self._logged = self._machine.decided - self._logged, self._machine.decided
         for decision in list(self._machine.decisions)[-new:] if new else ():
             log.info("%s", decision)
+
+
+class _Joining:
+    """Who waits to be let in."""
+
+    def __init__(self, request: JoinRequest, block: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.request, self.block = request, block
+        self.answer: asyncio.Future[JoinReply | Refused] = loop.create_future()
 
 
 class _Stream:

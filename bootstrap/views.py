@@ -63,8 +63,9 @@ def difference(former: View, view: View) -> Difference:
 
 
 def apply(former: View, difference: Difference) -> View:
-    """The later view, of which it is still to be seen whether it is genuine. Its lists are no longer
-    than those of the two together. Raises ValueError for what is no difference from `former`."""
+    """The later view, of which it is still to be seen whether it is genuine. Its lists are no
+    longer than those of the two together. Raises ValueError for what is no difference from
+    `former`."""
     if difference.former != former.number:
         raise ValueError(f"it is from view {difference.former}, not {former.number}")
     view = View()
@@ -114,10 +115,12 @@ def _contents(listed: Sequence[Any]) -> list[Any]:
     return [one if isinstance(one, str) else one.SerializeToString() for one in listed]
 
 
-def _splice(items: Any, former: Sequence[Any], splices: Sequence[Splice], new: Sequence[Any]) -> None:
+def _splice(
+    items: Any, former: Sequence[Any], splices: Sequence[Splice], new: Sequence[Any]
+) -> None:
     """`items`: a copy of `former`, to be made the later list. Its first part stays in place, since
-    copying it member by member would take ten times as long. Raises ValueError when the splices take
-    more of a list than it has, or leave any new ones out."""
+    copying it member by member would take ten times as long. Raises ValueError when the splices
+    take more of a list than it has, or leave any new ones out."""
     head = splices[0].kept if splices and not splices[0].gone else 0
     rest, at, used = list[Any](), 0, 0
     for splice in splices:

@@ -9,6 +9,7 @@ from planaria.bootstrap.identity import Identity, instance_of
 from planaria.bootstrap.membership import (
     MOST_DIALLED,
     PROTOCOL,
+    TELLING,
     TOGETHER,
     Contradict,
     Dial,
@@ -309,6 +310,76 @@ def test_joins_a_second_and_nodes_are_limited() -> None:
     swarm.now += 10
     with pytest.raises(Refused, match="3 nodes, the most it takes"):
         swarm.join("d")
+
+
+def request(name: str, key: str = "", **fields: Any) -> JoinRequest:
+    return JoinRequest(protocol=PROTOCOL, node=name, key=(key or name).encode(), **fields)
+
+
+def test_those_who_join_together_are_in_one_view() -> None:
+    swarm = Swarm(joins_per_second=5)
+    asked = [
+        request("a", stage=0),
+        request("b", stage=7),
+        request("c"),
+        request("c"),  # it has asked again
+        request("d", key="c"),
+        request("e"),
+        request("f"),
+    ]
+    answers, effects = swarm.machine.join_together([(one, "") for one in asked], swarm.now)
+    swarm.after(effects)
+    assert [effect.view for effect in effects if isinstance(effect, Issue)] == [swarm.view]
+    assert (swarm.view.number, {m.node for m in swarm.view.members}) == (1, {"a", "d", "e"})
+    assert [one.view for one in answers if isinstance(one, JoinReply)] == [swarm.view] * 3
+    refused = [one.reason for one in answers if isinstance(one, Refused)]
+    assert "stage 7 does not exist" in refused[0]
+    assert "more than 5 joins a second" in refused.pop()
+    assert refused[1] == refused[2]
+    assert "c is a member no longer (restarted: d" in refused[1]
+
+
+def test_one_by_one_or_together_the_same_is_decided() -> None:
+    alone, together = Swarm(stages=3), Swarm(stages=3)
+    asked = [
+        request(
+            f"n{n}", speed=1 + n % 3, host=f"h{n % 4}", address=f"n{n}:1", room=2, standby=n > 8
+        )
+        for n in range(12)
+    ]
+    for one in asked:
+        alone.after(alone.machine.join(one, 0.0, "192.0.2.0/24")[1])
+    _, effects = together.machine.join_together([(one, "192.0.2.0/24") for one in asked], 0.0)
+    together.after(effects)
+    assert list(together.view.members) == list(alone.view.members)
+    assert (together.view.number, alone.view.number) == (1, 12)
+
+
+def test_joins_wait_until_the_last_view_has_been_told_to_all_but_others_do_not() -> None:
+    swarm = Swarm(joins_per_second=1000)
+    assert swarm.machine.joins_due(swarm.now) == swarm.now
+    for number in range(100):
+        swarm.join(f"n{number}")
+    due = swarm.machine.joins_due(swarm.now)
+    assert due == pytest.approx(100 * TELLING)
+    assert swarm.machine.joins_due(due + 1) == due + 1
+    assert swarm.machine.rules.max_nodes * TELLING <= 2, "they have an answer in time"
+    swarm.machine.leave("n3", "", swarm.now)
+    assert "n3" not in {m.node for m in swarm.view.members}
+
+
+def test_who_has_just_joined_need_not_show_its_view_but_to_a_registry_that_lacks_it() -> None:
+    swarm = Swarm()
+    swarm.join("a")
+    swarm.join("b")
+    renewal = Renewal(node="b", run="r", shown=2)
+    swarm.after(swarm.machine.stream_opened(renewal, swarm.now))
+    amnesiac = Swarm()
+    with pytest.raises(Refused, match="b knows view 2, and this registry none after view 0: call"):
+        amnesiac.machine.stream_opened(renewal, amnesiac.now)
+    renewal.view.CopyFrom(swarm.view)
+    amnesiac.after(amnesiac.machine.stream_opened(renewal, amnesiac.now))
+    assert amnesiac.view == swarm.view
 
 
 @pytest.mark.parametrize("speed", [-1.0, float("nan"), float("inf")])

@@ -270,20 +270,20 @@ async def test_a_registry_that_is_back_tells_who_has_its_view_nothing_but_the_ne
 async def test_a_difference_that_does_not_fit_is_refused_and_the_whole_view_asked_for(
     place: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = list[bytes | None]()
-    news, wrong = place.registry._news, NewView()
+    asked, spoilt_in = list[bytes | None](), ["banned"]
+    right = place.registry._new_view
 
     def spoilt(told: bytes | None, view: View) -> NewView:
         asked.append(told)
-        wrong.CopyFrom(news(told, view))
-        if wrong.HasField("difference"):
-            getattr(wrong.difference, part).append(Splice(gone=1))
-            wrong.difference.view.committed += 1
-        return wrong
+        found: NewView = right(told, view)
+        if found.HasField("difference"):
+            getattr(found.difference, spoilt_in[0]).append(Splice(gone=1))
+            found.difference.view.committed += 1
+        return found
 
     a = await place.node("a")
-    monkeypatch.setattr(place.registry, "_news", spoilt)
-    for name, part in (("b", "banned"), ("c", "members")):
+    monkeypatch.setattr(place.registry, "_new_view", spoilt)
+    for name, spoilt_in[0] in (("b", "banned"), ("c", "members")):
         await place.node(name)
         view = await a.sees(lambda view, name=name: name in names(view))
         assert not a.evicted.done()
@@ -294,6 +294,51 @@ async def test_a_difference_that_does_not_fit_is_refused_and_the_whole_view_aske
     await place.node("d")
     await a.sees(lambda view: "d" in names(view))
     assert not a.evicted.done()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Of the registry, which tells nobody."""
+    async with asyncio.timeout(TIMEOUT):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def test_joins_that_come_together_wait_for_one_view(
+    place: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = await place.node("a")
+    registry, never = place.registry, asyncio.get_running_loop().time() + 3600
+    monkeypatch.setattr(registry._machine, "joins_due", lambda now: never)
+    channel, stub = raw(place)
+    calls = [stub.Join(joining(name, f"{name}:1")) for name in "bcde"]
+    gone = stub.Join(joining("f", "f:1"))
+    calls.append(stub.Join(joining("g", "g:1", stage=9)))
+    await until(lambda: len(registry._joining) == 6)
+    gone.cancel()
+    await until(lambda: any(one.answer.done() for one in registry._joining))
+    registry._let_in()
+    replies = await asyncio.wait_for(asyncio.gather(*calls[:4]), TIMEOUT)
+    assert {reply.view.number for reply in replies} == {a.reply.view.number + 1}
+    assert names(replies[0].view) == set("abcde")
+    with pytest.raises(grpc.aio.AioRpcError, match="stage 9 does not exist"):
+        await calls[4]
+    await a.sees(lambda view: names(view) == set("abcde"))
+    await channel.close()
+
+
+async def test_no_more_joins_wait_than_there_is_room_for(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve(limits=Limits(joins=1)) as place:
+        never = asyncio.get_running_loop().time() + 3600
+        monkeypatch.setattr(place.registry._machine, "joins_due", lambda now: never)
+        channel, stub = raw(place)
+        waiting = stub.Join(joining("a", "a:1"))
+        await until(lambda: bool(place.registry._joining))
+        with pytest.raises(grpc.aio.AioRpcError, match="too many wait to be let in; join again"):
+            await stub.Join(joining("b", "b:1"))
+        waiting.cancel()
+        await channel.close()
 
 
 async def test_describe_has_reports_and_decisions(serve: Serve) -> None:

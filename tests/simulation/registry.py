@@ -25,7 +25,7 @@ from planaria.bootstrap.membership import (
     Refused,
     Settle,
 )
-from planaria.bootstrap.views import follows, is_genuine
+from planaria.bootstrap.views import apply, difference, follows, is_genuine
 from simulation.network import Stream
 from simulation.world import Process
 
@@ -161,6 +161,8 @@ class Registry:
                 case Issue(view):
                     self.world.say(self.name, f"view {view.number}: {view.reason}")
                     self.cluster.check_issued(self.newest, view)
+                    told = apply(self.newest, difference(self.newest, view))
+                    self.cluster.demand(told == view, "I6", "it isn't what its difference gives")
                     self.newest = self.issued[view.number] = view
                     if not self.journal_fails:
                         self.journal = view
