@@ -17,7 +17,8 @@ from planaria.bootstrap.authority import Request, Role, to_der
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.invites import encode as encode_invite
-from planaria.bootstrap.registry_pb2 import Member, Seat, View
+from planaria.bootstrap.registry_pb2 import Member, NewView, Seat, View
+from planaria.bootstrap.views import difference
 from planaria.node.hugging_face.config import to_config
 from planaria.node.hugging_face.layout import weights
 from planaria.node.report.ledger import Line, _joint_hash
@@ -30,7 +31,16 @@ from planaria.node.wire.frames import Descriptor, Frame, pack_chunk
 from planaria.node.wire.lowrank import cuts
 from planaria.node.wire.session import Hello
 from planaria.node.wire.tensors import encode, encode_largest, encode_low_rank
-from tests.fuzz.targets import ADMISSION, IDENTITY, MATRICES, SECRET, SMALL, folder_with
+from tests.fuzz.targets import (
+    ADMISSION,
+    HELD,
+    IDENTITY,
+    LATER,
+    MATRICES,
+    SECRET,
+    SMALL,
+    folder_with,
+)
 
 FOUND = Path(__file__).parent / "found"
 
@@ -256,6 +266,11 @@ def _stores() -> list[bytes]:
     decided = json.dumps({"banned": "0" * 32}).encode()
     values = [leader, b"7", view.SerializeToString(), decided]
     return [_joined(values), _joined([b"[" * 9000, b"x", b"", b"{"])]
+
+
+def _new_views() -> list[bytes]:
+    told = NewView(difference=difference(HELD, LATER)), NewView(whole=LATER)
+    return [one.SerializeToString() for one in told]
 
 
 def _addresses() -> list[bytes]:

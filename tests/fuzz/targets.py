@@ -31,9 +31,9 @@ from planaria.bootstrap.invites import MARK, InviteError, NotAdmitted
 from planaria.bootstrap.invites import decode as decode_invite
 from planaria.bootstrap.journal import Journal, JournalError, _record, read_view
 from planaria.bootstrap.membership import Membership, MembershipRules
-from planaria.bootstrap.registry_pb2 import View
+from planaria.bootstrap.registry_pb2 import Member, NewView, Relay, Seat, View
 from planaria.bootstrap.store import LEASE, Store, StoreError
-from planaria.bootstrap.views import sign
+from planaria.bootstrap.views import is_genuine, sign, told_view
 from planaria.node.data.chat import ChatTemplate, Conversation
 from planaria.node.data.corpus import CorpusError, Index, read_index
 from planaria.node.hugging_face.checkpoint import ONE_FILE, Checkpoint
@@ -102,6 +102,21 @@ IN_MEMORY: Final = next((place for place in ("/dev/shm",) if os.access(place, os
 IDENTITY: Final = Identity.generate()
 ADMISSION: Final = Admission(None)
 SECRET: Final = ADMISSION.invite(Role.NODE)[1]
+
+
+def _view(number: int, names: str, former: View) -> View:
+    members = [
+        Member(node=name, address=f"{name}:1", joined=n + 1, seats=[Seat(stage=n, since=number)])
+        for n, name in enumerate(names)
+    ]
+    view = View(run="r", number=number, members=members, driver=names[0], banned=["0" * 32])
+    view.relays.append(Relay(a="a", b="b", via="c"))
+    sign(view, IDENTITY, former)
+    return view
+
+
+HELD: Final = _view(7, "abcdef", View())
+LATER: Final = _view(8, "abdegh", HELD)
 
 
 @contextmanager
@@ -389,6 +404,15 @@ def stores(data: bytes) -> None:
             machine.validate_state()
 
 
+def new_views(data: bytes) -> None:
+    """What a node that has a view is told of the next one: only what the run's key has signed is
+    genuine."""
+    with suppress(DecodeError, ValueError):
+        view = told_view(NewView.FromString(data), HELD)
+        assert len(view.members) <= len(HELD.members) + len(data)
+        assert view in (HELD, LATER) or not is_genuine(view, IDENTITY.public, "r")
+
+
 def addresses(data: bytes) -> None:
     with suppress(AddressError):
         address = Address.parse(text_of(data))
@@ -421,6 +445,7 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
         certificates,
         admissions,
         stores,
+        new_views,
         addresses,
     )
 }
