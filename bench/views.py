@@ -45,9 +45,9 @@ from planaria.bootstrap.views import apply, difference, follows, is_genuine, sig
 
 MEMBERS = (100, 1_000, 10_000)
 JOINS = 5  # of which the mean is told
-TOGETHER = 100  # that come at a time
-THERE = 2_000  # members that are told differences
-THERE_FOR_WHOLE = 200  # members that are told whole views
+TOGETHER = 20  # that come at a time
+THERE = 1_000  # members that are told differences
+THERE_FOR_WHOLE = 100  # members that are told whole views
 GOAL_BYTES, GOAL_SECONDS = 20e6, 0.5  # of a join at 10,000 members
 TIMES = 20  # that a view is made and checked
 OPENED = 200.0  # streams a second in each of two processes
