@@ -609,12 +609,11 @@ class Agent:
             self._tell_of(homework, residual)
 
     def _tell_of(self, homework: Homework, residual: float, why: str = "") -> None:
-        updates, done_before = homework.course.updates, homework.told.updates
         told = RelearnedBeside(
             stage=self.stage,
             step=self.member.committed + 1,
             residual=residual,
-            updates=updates - homework.left - done_before,
+            updates=homework.updates,
             left=homework.left,
             steps=homework.steps,
             seconds=homework.seconds,

@@ -324,6 +324,9 @@ class RelearnSection(Section):
     each_step: int = Field(
         default=0, ge=0, le=10**6, description="updates a step then; 0: as many as fit in"
     )
+    within: int = Field(
+        default=20, ge=1, le=10**6, description="steps then, after which it has learned enough"
+    )
 
 
 class SnapshotSection(Section):

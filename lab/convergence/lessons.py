@@ -40,6 +40,7 @@ class LessonState(NamedTuple):
     passes: int
     lr: float
     done: int
+    steps: int
     line: dict[str, Any]
     of_updates: list[list[Tensor]]  # of each stage, what its updates go by
 
@@ -55,7 +56,9 @@ class Lesson:
     lr: float  # of the first update
     in_order: bool = False
     constant: bool = False
+    within: int = 0  # steps beside which it goes on; 0: none
     done: int = 0
+    steps: int = 0
     line: dict[str, Any] = field(default_factory=dict)
     _turns: tuple[int, Sequence[int]] = (-1, ())  # a pass, and in which order it takes the pieces
 
@@ -65,7 +68,7 @@ class Lesson:
 
     @property
     def over(self) -> bool:
-        return self.done >= self.updates
+        return self.done >= self.updates or 0 < self.within <= self.steps
 
     @property
     def looks(self) -> bool:
@@ -76,7 +79,7 @@ class Lesson:
         piece = self.pieces[self._place()]
         if not self.constant:
             for learner in self.learners.values():
-                learner.lr = rate(self.lr, self.done / self.updates)
+                learner.lr = rate(self.lr, self.done / self.updates, self._gone)
         learn([self.learners[of] for of in piece.stages], piece.x.float(), piece.y.float())
         self.done += 1
         self.line["updates"] = self.done
@@ -86,11 +89,12 @@ class Lesson:
     def state(self) -> LessonState:
         own = [learner.update.tensors for learner in self.learners.values()]
         block = tuple(self.learners)
-        return LessonState(block, self.pieces, self.passes, self.lr, self.done, self.line, own)
+        kept = self.passes, self.lr, self.done, self.steps, self.line
+        return LessonState(block, self.pieces, *kept, own)
 
     def put(self, state: LessonState) -> None:
         """Into a lesson of the same stages, pieces and passes."""
-        self.done, self.line = state.done, state.line
+        self.done, self.steps, self.line = state.done, state.steps, state.line
         for learner, kept in zip(self.learners.values(), state.of_updates, strict=True):
             for own, tensor in zip(learner.update.tensors, kept, strict=True):
                 own.copy_(tensor)
@@ -103,12 +107,17 @@ class Lesson:
             self._turns = a_pass, shuffled(len(self.pieces), a_pass)
         return self._turns[1][place]
 
+    @property
+    def _gone(self) -> float:
+        return self.steps / self.within if self.within else 0.0
+
     def in_background(self, updates: int) -> None:
         before = {name: self.line[name] for name in ("stage_tokens", "stage_updates")}
         for _ in range(min(updates, self.updates - self.done)):
             self.update()
         for name, known in before.items():
             self.line[f"background_{name}"] += self.line[name] - known
+        self.steps += 1
 
     def look(self) -> float:
         """The residual over the newest step's pairs, of whose computing is told."""

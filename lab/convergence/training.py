@@ -710,7 +710,7 @@ class TrainingSwarm:
                 update = Adam(stage.optimizer)
             learners[of] = Learner(stage.module, lr, bf16, update)
         ways = ablation.relearn_in_order, ablation.relearn_constant
-        return Lesson(learners, pieces, passes, lr, *ways)
+        return Lesson(learners, pieces, passes, lr, *ways, self.run.recovery.relearn.within)
 
     def _passes(self, block: Sequence[int]) -> int:
         wanted, ablation = self.run.recovery.relearn.passes, self.ablation

@@ -26,9 +26,11 @@ class Homework:
 
     def __init__(self, lesson: Lesson, course: Course, told: pb.Relearned) -> None:
         self.lesson, self.course, self.told = lesson, course, told
-        self.tally = Tally(course.updates, told.updates, course.terms.each_step)
+        terms = course.terms
+        self.tally = Tally(course.updates, told.updates, terms.each_step, terms.within)
         self.left = self.tally.left  # when the last commit was applied; for the event loop
-        self.steps = 0  # in whose gaps it was done
+        self.steps = 0  # likewise, in whose gaps it was done
+        self.updates = 0  # likewise, that have entered beside them
         self.seconds = 0.0  # of computing
         self.over = False  # none is to be made any more
 
@@ -39,7 +41,8 @@ class Homework:
             return False
         started, number = time.perf_counter(), tally.entered + tally.made
         given = self.lesson.start(self.course.piece(number), with_start=True)
-        self.lesson.end(self.course.piece(number), given, None, self.course.rate(number))
+        rate = self.course.rate(number, tally.gone)
+        self.lesson.end(self.course.piece(number), given, None, rate)
         tally.made += 1
         self.seconds += time.perf_counter() - started
         return True
@@ -52,7 +55,7 @@ class Homework:
         decided, and none at all once what has come of them is not finite."""
         made = self.tally.offer()
         self.over = self.over or not self.lesson.is_finite()
-        return (0, 0) if self.over else (made, self.tally.left - made)
+        return (0, 0) if self.over else (made, self.tally.left_then)
 
     def goes_on(self) -> None:
         """Another attempt begins, or the same with another plan: it is offered anew."""
@@ -65,8 +68,8 @@ class Homework:
         return self.lesson.changed() if fixed else None
 
     def renew(self) -> None:
-        self.steps += 1
-        self.left = self.tally.left
+        self.left, self.steps = self.tally.left, self.tally.steps
+        self.updates = self.tally.entered - self.told.updates
         self.lesson.renew()
 
     def residual(self) -> float:

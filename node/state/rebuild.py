@@ -281,6 +281,7 @@ class Rebuilding:
             patience=self.run.swarm.progress / 4,
             enough=recovery.relearn.enough if sync.goes_on and len(joiners) == 1 else 0.0,
             each_step=recovery.relearn.each_step,
+            within=recovery.relearn.within,
         )
         block = RelearningBlock(ballot, self.stage, joiners)
         lesson = await self.exchanges.compute(

@@ -123,6 +123,7 @@ class Terms:
     patience: float  # seconds that one wait for another joiner may take
     enough: float = 0.0  # residual error at which one that relearns alone may train; 0: none is
     each_step: int = 0  # updates in a step that it then trains; 0: as many as can be
+    within: int = 1  # such steps, after which it has learned enough
 
 
 class Course:

@@ -18,12 +18,24 @@ class Tally:
     updates: int  # of the whole lesson
     entered: int  # are in the weights
     each_step: int  # are to be made in a step; 0: as many as can be
+    within: int  # steps; then it is over
     made: int = 0  # on the copy
     offered: bool = False  # which may enter, with nothing more
+    steps: int = 0  # have been committed since it began
 
     @property
     def left(self) -> int:
-        return self.updates - self.entered
+        return self.updates - self.entered if self.steps < self.within else 0
+
+    @property
+    def left_then(self) -> int:
+        """Once the step under way is committed, with all that was made."""
+        return self.left - self.made if self.steps + 1 < self.within else 0
+
+    @property
+    def gone(self) -> float:
+        """The share of its steps."""
+        return self.steps / self.within
 
     @property
     def most(self) -> int:
@@ -50,6 +62,7 @@ class Tally:
     def commit(self, fixed: int) -> None:
         """So many enter; what was made beyond that is made again."""
         self.entered += fixed
+        self.steps += 1
         self.made, self.offered = 0, False
 
 

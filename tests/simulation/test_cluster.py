@@ -150,7 +150,7 @@ def test_they_hold_where_they_once_did_not(seed: int) -> None:
         (Machines(member=Muddled), "checkfree", "I[12]", 14),
         (Machines(member=Forgetful), None, "stopped without need|but .* had it|I3", 18),
         (Machines(driver=Oblivious), None, "stopped without need|but .* had it|I3", 6),
-        (Machines(driver=Presumptuous), None, "I[234]", 24),
+        (Machines(driver=Presumptuous), None, "I[234]", 25),
         (Machines(holder=Hasty), "checkfree+", "I5: .* announces a copy", 0),
         (Machines(driver=Timeless), "checkpoint", "I3", 4),
     ],

@@ -112,6 +112,7 @@ USED = {
     "node/state/rebuild.py": [
         *("recovery.relearn.tokens", "recovery.relearn.passes"),
         *("recovery.relearn.lr", "recovery.relearn.enough", "recovery.relearn.each_step"),
+        "recovery.relearn.within",
     ],
     "node/transaction/averaging.py": ["wire.averaging", "wire.topk", "wire.rank"],
 }

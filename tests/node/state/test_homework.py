@@ -50,13 +50,14 @@ def test_training_goes_on_once_the_guess_is_good_enough() -> None:
     assert (at_once.updates, at_once.undone) == (0, False)
 
 
-def test_what_is_left_enters_with_commits_as_if_one_process_did_it_all() -> None:
+@pytest.mark.parametrize("within", [100, 3])
+def test_what_is_left_enters_with_commits_as_if_one_process_did_it_all(within: int) -> None:
     pairs = crossed([2], swapped=False)
     whole = alone(student(2), pairs)
     enough = (whole.residual_before + whole.residual_after) / 2
     one, lesson, fetched, told = before_enough(pairs, enough)
     each_step, generator = 5, torch.Generator().manual_seed(3)
-    terms = replace(TERMS, enough=enough, each_step=each_step)
+    terms = replace(TERMS, enough=enough, each_step=each_step, within=within)
     course = Course(fetched.whole(), SHAPE[0], terms)
     homework = Homework(lesson, course, told)
 
@@ -64,7 +65,7 @@ def test_what_is_left_enters_with_commits_as_if_one_process_did_it_all() -> None
     learning = student(2).module
     learner = Learner(learning, 0.0, update=Muon(learning, pull([2])))
     stage = torch.cat([p.detach().flatten() for p in learning.parameters()])
-    copy, done = stage.clone(), 0
+    copy, done, steps = stage.clone(), 0, 0
 
     def put(flat: torch.Tensor) -> None:
         with torch.no_grad():
@@ -78,7 +79,7 @@ def test_what_is_left_enters_with_commits_as_if_one_process_did_it_all() -> None
             a_pass, place = divmod(done, PASS)
             pair, first, end = course.pieces[shuffled(PASS, a_pass)[place]]
             x, y = (tensor[first:end].float() for tensor in pairs[pair])
-            learner.lr = rate(TERMS.lr, done / course.updates)
+            learner.lr = rate(TERMS.lr, done / course.updates, steps / within)
             learner.backward(error_gradient(learner.forward(x), y, squared_distance(y, x)))
             done += 1
 
@@ -90,7 +91,8 @@ def test_what_is_left_enters_with_commits_as_if_one_process_did_it_all() -> None
             pass
         offered, left = homework.offer()
         assert not homework.update(), "what is offered stays"
-        assert (offered, left) == (min(each_step, homework.left), homework.left - offered)
+        assert offered == min(each_step, homework.left)
+        assert left == (homework.left - offered if steps + 1 < within else 0)
         gradient = torch.randn(stage.shape, generator=generator)
         beside = homework.enters(offered)
         for optimizer in (one.optimizer, other.optimizer):
@@ -104,9 +106,11 @@ def test_what_is_left_enters_with_commits_as_if_one_process_did_it_all() -> None
         stage = other.optimizer.weights + (copy - stage)
         put(stage)
         homework.renew()
+        steps += 1
         assert homework.left == left
         assert torch.equal(one.optimizer.weights, stage)
-    assert homework.steps == -(-told.left // each_step)
+    assert homework.steps == steps == min(-(-told.left // each_step), within)
+    assert homework.updates == min(told.left, within * each_step)
     newest = [[t.float() for t in ends] for pair, ends in pairs.items() if pair.step == 7]
     assert homework.residual() == pytest.approx(residual_error([learner], newest))
 

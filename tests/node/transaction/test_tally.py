@@ -18,7 +18,7 @@ def made(tally: Tally, most: int) -> int:
 
 
 def test_what_is_offered_enters_and_nothing_that_is_made_later() -> None:
-    tally = Tally(updates=10, entered=3, each_step=0)
+    tally = Tally(updates=10, entered=3, each_step=0, within=100)
     assert made(tally, 4) == 4
     assert (tally.offer(), made(tally, 1)) == (4, 0)
     tally.commit(4)
@@ -29,7 +29,7 @@ def test_what_is_offered_enters_and_nothing_that_is_made_later() -> None:
 
 
 def test_an_attempt_that_is_not_committed_keeps_what_was_made() -> None:
-    tally = Tally(updates=10, entered=0, each_step=0)
+    tally = Tally(updates=10, entered=0, each_step=0, within=100)
     made(tally, 2)
     tally.offer()
     tally.goes_on()
@@ -38,7 +38,7 @@ def test_an_attempt_that_is_not_committed_keeps_what_was_made() -> None:
 
 
 def test_what_a_skipped_step_leaves_out_is_made_again() -> None:
-    tally = Tally(updates=10, entered=6, each_step=0)
+    tally = Tally(updates=10, entered=6, each_step=0, within=100)
     made(tally, 4)
     tally.offer()
     tally.commit(0)
@@ -46,7 +46,7 @@ def test_what_a_skipped_step_leaves_out_is_made_again() -> None:
 
 
 def test_a_step_has_as_many_as_it_is_to_have_and_the_last_one_the_rest() -> None:
-    tally, found = Tally(updates=8, entered=0, each_step=3), []
+    tally, found = Tally(updates=8, entered=0, each_step=3, within=100), []
     while tally.left:
         assert tally.is_due
         made(tally, 100)
@@ -57,9 +57,21 @@ def test_a_step_has_as_many_as_it_is_to_have_and_the_last_one_the_rest() -> None
     assert not tally.is_due
 
 
+def test_after_so_many_steps_it_is_over() -> None:
+    tally = Tally(updates=10, entered=0, each_step=0, within=3)
+    gone, then = [], []
+    while tally.left:
+        gone.append(round(3 * tally.gone))
+        made(tally, 2)
+        then.append(tally.left_then)
+        tally.commit(tally.offer())
+    assert (gone, then) == ([0, 1, 2], [8, 6, 0])
+    assert (tally.entered, tally.left, tally.may_update) == (6, 0, False)
+
+
 @given(st.integers(1, 20), st.integers(0, 5), st.data())
 def test_no_update_is_lost_or_counted_twice(updates: int, each_step: int, data: st.DataObject):
-    tally, entered = Tally(updates, 0, each_step), 0
+    tally, entered = Tally(updates, 0, each_step, 100), 0
     for _ in range(data.draw(st.integers(0, 40))):
         made(tally, data.draw(st.integers(0, 4)))
         if data.draw(st.booleans()):
