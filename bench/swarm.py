@@ -138,8 +138,9 @@ def swarm(
 
 
 def _ledger(logs: Path) -> Lines:
-    """The ledgers' steps in order: several files where the driver has changed, each with a last
-    line that may be half there."""
+    """The ledgers' steps in order, each once, as it was last made: nodes of stage 0 have a file
+    each, with a last line that may be half there."""
     text = "\n".join(path.read_text().rpartition("\n")[0] for path in logs.glob("ledger-*.jsonl"))
     lines = [line for line in map(json.loads, text.splitlines()) if "step" in line]
-    return sorted(lines, key=lambda line: line["step"])
+    last = {line["step"]: line for line in sorted(lines, key=lambda line: float(line["time"]))}
+    return [last[step] for step in sorted(last)]
