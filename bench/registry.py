@@ -161,19 +161,19 @@ def _ask(connection: Connection) -> str:
 def _serve(journal: Path, connection: Connection) -> None:
     """The registry's process; answers a question with the CPU seconds it has used."""
     logging.basicConfig(level=logging.WARNING)
+    uvloop.run(serve(RULES, journal, connection))
 
-    async def serve() -> None:
-        admission = Admission(folder_beside(journal), certifies=False)
-        with Journal(journal, RULES.run, admission.key) as file:
-            registry = RegistryServer(RULES, "", file, admission=admission)
-            port = await registry.start("127.0.0.1:0")
-            asyncio.get_running_loop().add_reader(
-                connection.fileno(), lambda: connection.send((connection.recv(), _cpu())[1])
-            )
-            connection.send(port)
-            await registry.wait()
 
-    uvloop.run(serve())
+async def serve(rules: MembershipRules, journal: Path, connection: Connection) -> None:
+    admission = Admission(folder_beside(journal), certifies=False)
+    with Journal(journal, rules.run, admission.key) as file:
+        registry = RegistryServer(rules, "", file, admission=admission)
+        port = await registry.start("127.0.0.1:0")
+        asyncio.get_running_loop().add_reader(
+            connection.fileno(), lambda: connection.send((connection.recv(), _cpu())[1])
+        )
+        connection.send(port)
+        await registry.wait()
 
 
 def _cpu() -> float:

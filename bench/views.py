@@ -24,7 +24,7 @@ from typing import Any
 import grpc
 import uvloop
 
-from bench.registry import KEY, RULES, START, _ask, _cpu, _hear, _name, _start
+from bench.registry import KEY, RULES, START, _ask, _hear, _name, _start, serve
 from bench.rows import keep
 from planaria.bootstrap import service
 from planaria.bootstrap.admission import Admission, folder_beside
@@ -40,7 +40,6 @@ from planaria.bootstrap.registry_pb2 import (
     View,
     WatchRequest,
 )
-from planaria.bootstrap.service import RegistryServer
 from planaria.bootstrap.views import apply, difference, follows, is_genuine, sign
 
 MEMBERS = (100, 1_000, 10_000)
@@ -255,19 +254,7 @@ def _serve(journal: Path, whole: bool, connection: Connection) -> None:
     logging.basicConfig(level=logging.ERROR)
     if whole:
         service.MOST_RECENT = 0
-
-    async def serve() -> None:
-        admission = Admission(folder_beside(journal), certifies=False)
-        with Journal(journal, LONG.run, admission.key) as file:
-            registry = RegistryServer(LONG, "", file, admission=admission)
-            port = await registry.start("127.0.0.1:0")
-            asyncio.get_running_loop().add_reader(
-                connection.fileno(), lambda: connection.send((connection.recv(), _cpu())[1])
-            )
-            connection.send(port)
-            await registry.wait()
-
-    uvloop.run(serve())
+    uvloop.run(serve(LONG, journal, connection))
 
 
 def _watch(port: int, known: bytes, count: int, connection: Connection) -> None:

@@ -54,9 +54,9 @@ class Lesson:
     pieces: Sequence[BlockSamples]
     passes: int
     lr: float  # of the first update
-    in_order: bool = False
-    constant: bool = False
-    within: int = 0  # steps beside which it goes on; 0: none
+    in_order: bool
+    constant: bool
+    within: int  # steps beside which it goes on
     done: int = 0
     steps: int = 0
     line: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Lesson:
 
     @property
     def over(self) -> bool:
-        return self.done >= self.updates or 0 < self.within <= self.steps
+        return self.done >= self.updates or self.steps >= self.within
 
     @property
     def looks(self) -> bool:
@@ -79,7 +79,7 @@ class Lesson:
         piece = self.pieces[self._place()]
         if not self.constant:
             for learner in self.learners.values():
-                learner.lr = rate(self.lr, self.done / self.updates, self._gone)
+                learner.lr = rate(self.lr, self.done / self.updates, self.steps / self.within)
         learn([self.learners[of] for of in piece.stages], piece.x.float(), piece.y.float())
         self.done += 1
         self.line["updates"] = self.done
@@ -106,10 +106,6 @@ class Lesson:
         if self._turns[0] != a_pass:
             self._turns = a_pass, shuffled(len(self.pieces), a_pass)
         return self._turns[1][place]
-
-    @property
-    def _gone(self) -> float:
-        return self.steps / self.within if self.within else 0.0
 
     def in_background(self, updates: int) -> None:
         before = {name: self.line[name] for name in ("stage_tokens", "stage_updates")}
