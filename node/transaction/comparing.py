@@ -3,6 +3,8 @@
 A driver that tells two replicas different things would part them. Each sends the others what the
 driver has signed of the commit, and applies it when all have sent the same. Nobody waits for who
 is lost, nor for long for who says nothing; what the driver says meanwhile comes after the update.
+Of a driver that is gone the others may have heard something else, or nothing, so what isn't
+applied by then is what its successor finds that others have applied, or never happened.
 """
 
 from __future__ import annotations

@@ -156,6 +156,9 @@ class MemberSide:
             return [Rejoin(f"view {view.number} is without this node: {view.reason}")]
         self.decisions = {n: one for n, one in self.decisions.items() if n in self.beside}
         self.mute &= self.beside
+        if view.driver != self.driver:  # the next one finds out what others have applied
+            self.comparing = None
+            self.decisions.clear()
         return self._wait_no_more(self.replicas - self.beside)
 
     def received(self, peer: str, message: pb.Message) -> list[Effect]:

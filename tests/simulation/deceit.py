@@ -57,6 +57,21 @@ class Deceitful(Driver):
         return [Send(effect.to, message)]
 
 
+class Vanishing(Deceitful):
+    """Tells one replica of each stage of a commit, each of another one, and nobody else."""
+
+    lie = "another"
+
+    def _told(self, effect: Effect, deceived: set[str]) -> Sequence[Effect]:
+        if not isinstance(effect, Send) or effect.to == self.node:
+            return [effect]
+        if effect.to not in deceived:
+            return []
+        for _ in range(1 + self.members[effect.to]):
+            (effect,) = super()._told(effect, deceived)
+        return [effect]
+
+
 class Hurried(Driver):
     """Decides when one vote is still to come: without it, or with one that it makes up."""
 
@@ -129,6 +144,25 @@ class Deceived(Turning):
         assert isinstance(driver, Deceitful)
         driver.lie = self.random.choice(LIES)
         self.world.say(driver.node, f"deceives from now on: {driver.lie}")
+
+
+class Abandoned(Deceived):
+    """The driver dies when it has told one of each stage."""
+
+    def _begin(self, node: Node) -> None:
+        super()._begin(node)
+        self._look(node)
+
+    def _turn(self, driver: Driver) -> None:
+        driver.__class__ = Vanishing
+
+    def _look(self, node: Node) -> None:
+        drivers = [seat.driver for seat in node.seats.agents.values()]
+        if any(isinstance(driver, Vanishing) and driver.told for driver in drivers):
+            self.cluster.counts["vanished"] += 1
+            self.cluster.crash(node.process, "when it has told some of a commit")
+        elif not node.ended:
+            self.world.after(0.02, self._look, node)
 
 
 class Rushed(Deceived):

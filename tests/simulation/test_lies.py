@@ -17,7 +17,7 @@ from planaria.node.transaction.member import MemberSide
 from simulation.babbling import Babbling
 from simulation.byzantine import Dropping, Lying, Refusing, Slandering, Withholding
 from simulation.cluster import Machines, Trap
-from simulation.deceit import Accusing, Deceived, Rushed
+from simulation.deceit import Abandoned, Accusing, Deceived, Rushed
 from simulation.registry import Client
 from simulation.scenario import Scenario, ScenarioError, run
 from tests.bootstrap.conftest import identity
@@ -107,6 +107,26 @@ def test_one_that_believes_whatever_it_is_shown_is_caught(monkeypatch: pytest.Mo
 def test_a_driver_that_tells_replicas_different_things_parts_nobody() -> None:
     told = sum(run(seed, kind=Deceived).counts["deceits"] for seed in range(3))
     assert told >= 3
+
+
+def test_one_that_dies_when_it_has_told_stages_different_things_parts_nobody() -> None:
+    assert sum(run(seed, kind=Abandoned).counts["vanished"] for seed in range(4)) == 4
+
+
+class Faithful(MemberSide):
+    """Applies what a driver has told, whoever drives meanwhile, when its replicas say nothing."""
+
+    def viewed(self, view: registry.View) -> list[Effect]:
+        comparing, decisions = self.comparing, dict(self.decisions)
+        effects = super().viewed(view)
+        self.comparing, self.decisions = comparing, decisions
+        return effects
+
+
+def test_a_member_that_applies_what_a_driver_has_told_that_is_gone_is_caught() -> None:
+    with pytest.raises(ScenarioError, match=r"I2: .* others committed another thing"):
+        for seed in range(4):
+            run(seed, Machines(member=Faithful), kind=Abandoned)
 
 
 def test_a_driver_that_accuses_others_evicts_nobody() -> None:

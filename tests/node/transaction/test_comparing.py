@@ -25,13 +25,13 @@ SWARM = {"driver": 0, "self": 1, "other": 1, "third": 1}
 ATTEMPT, NEXT = Ballot(1, 1), Ballot(1, 2)
 
 
-def view(number: int, members: dict[str, int] = SWARM) -> registry.View:
+def view(number: int, members: dict[str, int] = SWARM, driver: str = "driver") -> registry.View:
     listed = [
         registry.Member(node=node, seats=[registry.Seat(stage=stage)])
         for node, stage in members.items()
     ]
     listed[0].key = DRIVER.public
-    return registry.View(run=RUN, number=number, members=listed, driver="driver")
+    return registry.View(run=RUN, number=number, members=listed, driver=driver)
 
 
 def commit(step: int = 1, after: pb.Commit | None = None, loss: float = 2.0) -> pb.Commit:
@@ -166,6 +166,32 @@ def test_who_says_nothing_is_waited_for_once() -> None:
     assert one.member.mute == {"other"}
     one.told("other", commit())
     assert not one.member.mute
+
+
+def test_what_a_driver_has_told_that_drives_no_more_waits_for_the_next_one() -> None:
+    """Two stages, each of which has heard of another commit, would apply them in the end."""
+    one = Replica("other")
+    one.decided(commit())
+    assert one.member.viewed(view(2, {"self": 1, "other": 1, "heir": 0}, "heir")) == []
+    assert one.member.tick(10.0) == one.member.tick(10.0 + UNHEARD) == []
+    assert one.member.link_lost("other") == []
+    query = pb.Message(ballot=Ballot(2, 1).message(), query=pb.Query())
+    (answer,) = one.member.received("heir", query)
+    assert isinstance(answer, Send)
+    status = answer.message.status
+    assert (status.committed, status.ready, Ballot.of(status.ready_ballot)) == (0, 1, ATTEMPT)
+    found = pb.Message(ballot=Ballot(2, 2).message(), step=pb.Step(commit=commit(loss=3.0)))
+    assert heard(one.member.received("heir", found)) == ["other"]
+    assert one.told("other", commit(loss=3.0)) == [Apply(commit(loss=3.0))]
+
+
+def test_what_replicas_have_told_of_it_comes_too_late_then() -> None:
+    one = Replica("other", "third")
+    one.decided(commit())
+    one.told("other", commit())
+    one.member.viewed(view(2, {"self": 1, "other": 1, "third": 1, "heir": 0}, "heir"))
+    assert one.told("third", commit()) == []
+    assert (one.member.committed, one.member.phase) == (0, MemberPhase.READY)
 
 
 def test_what_the_driver_says_meanwhile_comes_after_the_update() -> None:
