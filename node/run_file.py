@@ -330,8 +330,11 @@ class RelearnSection(Section):
 
 
 class SnapshotSection(Section):
-    """What policy = "snapshot" goes by."""
+    """What policy = "snapshot" goes by, and the first body stages by others that guess."""
 
+    first: int = Field(
+        default=1, ge=0, le=2**16, description="so many first body stages, where others are guessed"
+    )
     fraction: float = Field(default=0.125, ge=1e-4, le=1, description="r: blocks a time")
     period: int = Field(default=8, ge=1, le=10**6, description="steps in which all could be sent")
     codec: Literal["int8", "none"] = "int8"

@@ -214,7 +214,10 @@ _Answer = tuple[Rebuild | RollBack | None, str]
 
 def _checkfree(stage: int, left: Left) -> _Answer:
     """CheckFree, Algorithm 1: for 1 < stage < L only, the others lack a second body neighbour.
-    Stage 0 as CheckFree+ has it: its copies don't need swapped orders."""
+    Stage 0 as CheckFree+ has it: its copies don't need swapped orders. Not so a stage of which
+    there is a snapshot."""
+    if stage and left.freshest("snapshot", stage):
+        return _snapshot(stage, left)
     if left.adapters:
         return _begin_anew(stage, left, f"stage {stage} has no replica left"), ""
     if stage == 0:
@@ -254,7 +257,7 @@ def _checkfree_plus(stage: int, left: Left) -> _Answer:
     """CheckFree+ (its section 4.3): an end stage is a copy of the one that took its place in
     swapped order."""
     other = partner(stage, left.stages)
-    if stage == 0 or other is None or left.origin:
+    if stage == 0 or other is None or left.origin or left.freshest("snapshot", stage):
         return _checkfree(stage, left)
     if not _trained(other, left):
         return None, f"its weights would come from stage {other}, and {_name([other])} lost with it"

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planaria.recovery.decide import holder_stage
+from planaria.recovery.decide import Policy, holder_stage
 
 Choice = Literal["priority", "round", "random"]
 Codec = Literal["none", "int8"]
@@ -496,6 +496,21 @@ class HeldSnapshot:
 
 
 # Who holds what
+
+
+def sent_as(policy: Policy, stage: int, first: int) -> Literal["copy", "snapshot"] | None:
+    """As what the state of `stage` travels to peers by this policy; None: it doesn't.
+
+    Where stages are guessed, stage 0 can't be, and for the `first` body stages a guess is worst:
+    all others build on them.
+    """
+    if policy == "snapshot":
+        return "snapshot"
+    if policy not in ("checkfree", "checkfree+"):
+        return None
+    if stage == 0:
+        return "copy"
+    return "snapshot" if stage <= first else None
 
 
 class CopyRoute(NamedTuple):

@@ -21,8 +21,12 @@ FORMAT = 3
 """Grows when the same study gives other results than before: with a default that matters, too."""
 
 
-EXACT: Final = {"wire": {"activations": "none", "gradients": "none"}}
-"""What a study's run begins with, over a run file's defaults: boundaries as they are computed."""
+PUBLISHED: Final = {
+    "wire": {"activations": "none", "gradients": "none"},
+    "recovery": {"snapshot": {"first": 0}},
+}
+"""What a study's run begins with, over a run file's defaults: boundaries as they are computed, and
+stages guessed as the papers have it."""
 
 
 class StudyError(ValueError):
@@ -121,7 +125,7 @@ def jobs(study: Study) -> list[Job]:
     for seed in study.seeds:
         for variant in study.variants:
             try:
-                base = {**_merged(EXACT, study.run), "seed": seed}
+                base = {**_merged(PUBLISHED, study.run), "seed": seed}
                 run = from_fields(_merged(base, variant.run))
             except RunFileError as error:
                 raise StudyError(f"variant {variant.name!r}: {error}") from error

@@ -52,7 +52,7 @@ from planaria.recovery.decide import (
 from planaria.recovery.learner import ROUNDS, Learner, Muon, UpdateRule, orthogonalizing_flops
 from planaria.recovery.orders import all_orders, blocks, order, runs, window_orders
 from planaria.recovery.relearning import PULL, parts
-from planaria.recovery.snapshot import Group, HeldSnapshot, Layout, SentSnapshot
+from planaria.recovery.snapshot import Group, HeldSnapshot, Layout, SentSnapshot, sent_as
 from planaria.recovery.snapshot import decode as decode_update
 
 
@@ -259,10 +259,10 @@ class TrainingSwarm:
             )
         self.since = [0] * len(self.stages)  # the step after which each stage's node is there
         self.checkpoints: dict[tuple[int, int], list[State]] = {}
-        self.snapshots: dict[int, Running] = {}
-        if self.policy == "snapshot":
-            learning = [of for of, stage in enumerate(self.stages) if len(stage.optimizer.weights)]
-            self.snapshots = {stage: self._new_snapshot(stage) for stage in learning}
+        first = run.recovery.snapshot.first
+        learning = [of for of, stage in enumerate(self.stages) if len(stage.optimizer.weights)]
+        sent = [of for of in learning if sent_as(self.policy, of, first) == "snapshot"]
+        self.snapshots = {stage: self._new_snapshot(stage) for stage in sent}
 
     def _new(self, stage: int, seed: int | None = None) -> Stage:
         if seed is None:

@@ -31,9 +31,9 @@ from planaria.lab.simulator.swarm import (
 from planaria.lab.spare.endurance import availability
 from planaria.node.run_file import RunFile
 from planaria.node.state.handover import Handover
-from planaria.recovery.decide import Policy
 from planaria.recovery.orders import all_orders
 from planaria.recovery.relearning import time_for
+from planaria.recovery.snapshot import sent_as
 
 LEVELS: Final = 8
 """Replicas of a stage that may be missing at once, at most, of which a step's time is looked at."""
@@ -401,7 +401,7 @@ def _stage_cost(
     link, count = reach.farthest[stage], swarm.replicas(stage)
     waiting = (losing.replacement + losing.start) / count
     joining = (reaction.JOINING + reaction.DIALLING) * 2 * link.delay_ms / 1e3
-    method = _method(run.recovery.policy, stage)
+    method = _method(run, stage)
     if method == "checkpoint":
         stages = range(config.stages + 1)
         most = max(fetched_bytes(run, config, of, method) for of in stages)
@@ -415,17 +415,15 @@ def _stage_cost(
     return seconds + _relearning(swarm, stage, link, relearning) + 3 * _rounds(reach) + usual / 2
 
 
-def _method(policy: Policy, stage: int) -> str:
-    if policy in ("checkfree", "checkfree+"):
-        return policy if stage else "stage0-copy"
-    return policy
+def _method(run: RunFile, stage: int) -> str:
+    policy = run.recovery.policy
+    kind = sent_as(policy, stage, run.recovery.snapshot.first)
+    return "stage0-copy" if kind == "copy" else kind or policy
 
 
 def _relearning(swarm: Swarm, stage: int, link: Link, at_most: float) -> float:
     recovery, training = swarm.run.recovery, swarm.run.training
-    if recovery.policy not in ("checkfree", "checkfree+") or not (
-        stage and recovery.relearn.passes
-    ):
+    if _method(swarm.run, stage) not in ("checkfree", "checkfree+") or not recovery.relearn.passes:
         return 0.0
     values = training.batch * swarm.config.context * swarm.config.crossing
     pairs = transfer(reaction.BOUNDARY * recovery.relearn.steps * values, link)

@@ -27,7 +27,7 @@ from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.twin import next_stage
 from planaria.node.transaction.averaging import feeds_back
 from planaria.node.wire.frames import encoded_size
-from planaria.recovery.snapshot import Layout, held_at
+from planaria.recovery.snapshot import Layout, held_at, sent_as
 
 TAKEN = torch.int64.itemsize
 """Bytes for each row of a snapshot or copy: the step that it is of."""
@@ -216,20 +216,31 @@ def _policy(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
         widest = config.vocabulary if of == 0 else 3 * config.hidden
         forward = VALUE * run.training.microbatch * config.context * widest
         return {"redundant": Bytes(gradient + STATE * parameters(config, of) + forward, gradient)}
-    if policy == "snapshot":
-        snapshot, rows = run.recovery.snapshot, _rows(config, stage)
-        update = snapshot.fraction * snapshot_bytes(run, config, stage)
-        size = Bytes(VALUE * parameters(config, stage) + TAKEN * rows, update)
-        tensors = 3 if snapshot.moments else 1
-        for kind, of in held_at(stage, stages):
-            if kind == "snapshot":
-                held = VALUE * tensors * parameters(config, of) + TAKEN * _rows(config, of)
-                size += Bytes(host=held + snapshot.fraction * snapshot_bytes(run, config, of))
-        return {"snapshot": size}
-    copies = Bytes(host=copy_bytes(config) if stage == 0 else 0)
-    if ("copy", 0) in held_at(stage, stages):  # with one that is arriving
-        copies += Bytes(host=2 * copy_bytes(config) + TAKEN * _rows(config, 0))
-    return {"copies": copies}
+    first = run.recovery.snapshot.first
+    size = _sent(run, config, stage, sent_as(policy, stage, first))
+    for kind, of in held_at(stage, stages):
+        if kind == sent_as(policy, of, first):
+            size += _held(run, config, of, kind)
+    return {"snapshot" if policy == "snapshot" else "copies": size}
+
+
+def _sent(run: RunFile, config: ModelConfig, stage: int, kind: str | None) -> Bytes:
+    if kind == "copy":
+        return Bytes(host=copy_bytes(config))
+    if kind is None:
+        return Bytes()
+    update = run.recovery.snapshot.fraction * snapshot_bytes(run, config, stage)
+    return Bytes(VALUE * parameters(config, stage) + TAKEN * _rows(config, stage), update)
+
+
+def _held(run: RunFile, config: ModelConfig, of: int, kind: str) -> Bytes:
+    """With one that is arriving."""
+    taken = TAKEN * _rows(config, of)
+    if kind == "copy":
+        return Bytes(host=2 * copy_bytes(config) + taken)
+    snapshot = run.recovery.snapshot
+    held = VALUE * (3 if snapshot.moments else 1) * parameters(config, of) + taken
+    return Bytes(host=held + snapshot.fraction * snapshot_bytes(run, config, of))
 
 
 @cache

@@ -23,7 +23,7 @@ from planaria.lab.simulator.step import MeanStep, simulate_step
 from planaria.lab.simulator.swarm import Group, Swarm, SwarmFiguresError
 from planaria.recovery.decide import Decision, Held, Left, Rebuild, RollBack, Source, Stop, decide
 from planaria.recovery.relearning import time_for
-from planaria.recovery.snapshot import held_at
+from planaria.recovery.snapshot import held_at, sent_as
 
 Events = Generator[simpy.Event, object, None]
 IN_VAIN: Final = 10_000
@@ -622,16 +622,16 @@ class _Run:
         for place in sorted(at for at, node in self.nodes.items() if node.trains):
             if self.policy == "redundant" or self.nodes[place].since < self.committed:
                 first.setdefault(place.stage, place)
-        late = 0
-        if self.policy == "snapshot":
-            late = max(1, round(recovery.snapshot.fraction * recovery.snapshot.period))
+        snapshot = recovery.snapshot
+        due = max(1, round(snapshot.fraction * snapshot.period))
         for place in first.values():
             name = f"{place.stage}.{place.number}"
             if self.policy == "redundant":
                 of = (place.stage + 1) % (stages + 1)
                 yield Held("redundant", Source(name, of, self.committed))
             for kind, of in held_at(place.stage, stages):
-                if (kind == "snapshot") == (self.policy == "snapshot"):
+                if kind == sent_as(self.policy, of, snapshot.first):
+                    late = due if kind == "snapshot" else 0
                     yield Held(kind, Source(name, of, max(0, self.committed - late)))
 
     def _last_duration(self) -> float:

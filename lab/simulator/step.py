@@ -38,6 +38,7 @@ from planaria.node.wire.frames import KINDS
 from planaria.node.wire.stage_pb2 import Place
 from planaria.recovery.orders import window_orders
 from planaria.recovery.snapshot import route as route_of_copies
+from planaria.recovery.snapshot import sent_as
 
 URGENCY: Final = {kind: number for number, kind in enumerate(KINDS)}
 MOST_PIECES: Final = 8
@@ -262,13 +263,17 @@ class _Updates:
     which a holder has two at most to answer, at no more than a rate."""
 
     def __init__(
-        self, training: _Training, sender: _Node, holders: list[_Node], size: int, period: int
+        self,
+        training: _Training,
+        sender: _Node,
+        holders: list[_Node],
+        size: int,
+        period: int,
+        pace: float,
     ) -> None:
         self.training, self.sender, self.holders = training, sender, holders
         self.size, self.period = size, period
-        mbps = training.swarm.run.recovery.snapshot.mbps
-        snapshots = training.swarm.run.recovery.policy == "snapshot"
-        self.pace = 8 / (mbps * 1e6) if snapshots else 0.0  # seconds a byte
+        self.pace = pace  # seconds a byte
         self.started = {holder.name: -period for holder in holders}  # in which step
         self.rest = 0
         self.outstanding = 0
@@ -363,19 +368,20 @@ class _Training:
         run, config = self.swarm.run, self.swarm.config
         policy = run.recovery.policy
         members = [(node.name, node.stage) for node in self.nodes.values()]
-        kind: Literal["copy", "snapshot"] = "snapshot" if policy == "snapshot" else "copy"
-        senders = self.stages if policy == "snapshot" else [0]
-        for stage in senders if policy in ("checkfree", "checkfree+", "snapshot") else ():
-            way = route_of_copies(kind, stage, members, config.stages)
+        snapshot = run.recovery.snapshot
+        for stage in self.stages:
+            kind = sent_as(policy, stage, snapshot.first)
+            way = None if kind is None else route_of_copies(kind, stage, members, config.stages)
             if way is None or not way.holders:
                 continue
-            share = run.recovery.snapshot.fraction
-            size, period = copy_bytes(config), 1
+            size, period, pace = copy_bytes(config), 1, 0.0
             if kind == "snapshot":
-                size = round(share * snapshot_bytes(run, config, stage))
-                period = max(1, round(share * run.recovery.snapshot.period))
+                size = round(snapshot.fraction * snapshot_bytes(run, config, stage))
+                period = max(1, round(snapshot.fraction * snapshot.period))
+                pace = 8 / (snapshot.mbps * 1e6)
             holders = [self.nodes[name] for name in way.holders]
-            yield way.sender, _Updates(self, self.nodes[way.sender], holders, size, period)
+            sender = self.nodes[way.sender]
+            yield way.sender, _Updates(self, sender, holders, size, period, pace)
 
     def run(self, pooled: bool) -> MeanStep:
         self.begin()

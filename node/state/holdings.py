@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Final, Protocol
 
 from planaria.bootstrap.registry_pb2 import Cause
 from planaria.node.naming import node_of
@@ -29,7 +29,7 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
 from planaria.node.wire.frames import Frame
 from planaria.recovery.decide import Kind
-from planaria.recovery.snapshot import Layout, route
+from planaria.recovery.snapshot import Layout, route, sent_as
 
 log = logging.getLogger("planaria")
 
@@ -101,6 +101,7 @@ class Holdings:
             self.boundary = BoundaryKeeper(host.exchanges, host.tensors, steps)
         self.sender: Sender | None = None
         self.holder: Holder | None = None
+        self.sends = sent_as(policy, self.stage, run.recovery.snapshot.first)
         self._carry_copies(layout)
         self.files: list[Files] = []
         self._open_disk, self._closed = open_disk, False
@@ -111,22 +112,18 @@ class Holdings:
             self._add_files("checkpoint", checkpoint_dir, run.recovery.checkpoint.every, 4)
 
     def _carry_copies(self, layout: Callable[[int], Layout]) -> None:
-        """Copies of stage 0, or snapshots: what this node sends, and what it holds of others."""
-        kind: Literal["snapshot", "copy"] = "snapshot" if self.policy == "snapshot" else "copy"
-        if self.policy not in ("snapshot", "checkfree", "checkfree+"):
-            return
-        host, stages = self.host, self.config.stages
-        sent = [0] if kind == "copy" else list(range(stages + 1))
-        sent = [of for of in sent if self.config.trained[min(of, 1)]]
-        layouts = {(kind, of): layout(of) for of in sent if of != self.stage}
+        """Copies of stage 0, and snapshots: what this node sends, and what it holds of others."""
+        host, snapshot = self.host, self.run.recovery.snapshot
+        learning = [of for of in range(self.config.stages + 1) if self.config.trained[min(of, 1)]]
+        kinds = {of: sent_as(self.policy, of, snapshot.first) for of in learning}
+        layouts = {(kind, of): layout(of) for of, kind in kinds.items() if kind is not None}
+        own = layouts.pop((self.sends, self.stage), None) if self.sends is not None else None
         if layouts:
             self.holder = Holder(host.exchanges, layouts, host.send, host.accuse)
-        if self.stage in sent:
-            own = layout(self.stage)
-            if kind == "copy":
+        if own is not None:
+            if self.sends == "copy":
                 outgoing = Outgoing.copies(own)
             else:
-                snapshot = self.run.recovery.snapshot
                 outgoing = Outgoing.snapshots(self.stage, own, snapshot, self.run.seed)
             self.sender = Sender(host.exchanges, outgoing, host.own_state, self._send_at_once)
 
@@ -149,10 +146,9 @@ class Holdings:
 
     def follow(self, begin: pb.Begin) -> None:
         """These are the members: to whom this node sends."""
-        if self.sender is not None:
-            kind: Any = "snapshot" if self.policy == "snapshot" else "copy"
+        if self.sender is not None and self.sends is not None:
             members = [(place.node, place.stage) for place in begin.members]
-            way = route(kind, self.stage, members, self.config.stages, node_of)
+            way = route(self.sends, self.stage, members, self.config.stages, node_of)
             mine = way is not None and way.sender == self.host.node
             holders = way.holders if way is not None and mine else ()
             for holder in holders:

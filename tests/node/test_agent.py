@@ -268,6 +268,7 @@ def test_a_twins_gradient_that_was_lost_with_the_link_is_sent_again() -> None:
     seat.hears("a", ATTEMPT, step=begin())
     lost = [Frame("twin", ballot, {}, [], b"gradient") for ballot in (Ballot(1, 1), ATTEMPT)]
     seat.net.up.remove("c")
+    seat.net.demanded.clear()
     seat.agent.on_link_lost("c", "reset", lost, 1.0)
     assert seat.net.demanded == ["c"]
     seat.net.up.add("c")

@@ -112,6 +112,24 @@ def test_a_save_of_adapters_however_old_is_better_than_none():
     assert f"save of step {STEP - 30}" in decision.reason
 
 
+@pytest.mark.parametrize("policy", ["checkfree", "checkfree+"])
+def test_a_stage_that_would_be_guessed_comes_from_its_snapshot_where_there_is_one(policy):
+    held = (holds("snapshot", 1, 39), holds("snapshot", 2, 40))
+    for left in (without(1, held=held), without(0, 1, held=held), without(1, 2, held=held)):
+        decision = rebuild(1, left, policy)
+        assert (decision.method, nodes(decision), decision.fallback) == (
+            "snapshot",
+            ["holder"],
+            False,
+        )
+        assert "1 step old" in decision.reason
+    assert rebuild(1, without(1, held=held, origin=["n3"]), policy).method == "snapshot"
+    of_now = replace(of_adapters(1), held=held)
+    assert rebuild(1, of_now, "checkfree").method == "snapshot"
+    gone = rebuild(1, without(1), "checkfree")
+    assert (gone.method, gone.fallback) == ("interpolate", True)
+
+
 @pytest.mark.parametrize("policy", ["checkfree", "snapshot", "checkpoint", "redundant"])
 def test_beside_adapters_stage_0_is_always_that_of_the_checkpoint(policy):
     decision = rebuild(0, of_adapters(0), policy)

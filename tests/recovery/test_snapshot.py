@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from planaria.recovery.decide import holder_stage
+from planaria.recovery.decide import Policy, holder_stage
 from planaria.recovery.snapshot import (
     NEVER,
     PIECE,
@@ -29,6 +29,7 @@ from planaria.recovery.snapshot import (
     quantize,
     quantize_second_moment,
     route,
+    sent_as,
 )
 
 SHAPES = [(5, 3), (3,), (4, 7), (300,), (2, 2, 3), (6, 1), (1,)]
@@ -408,6 +409,23 @@ def test_no_neighbour_holds_a_snapshot(stages: int) -> None:
 @pytest.mark.parametrize(("stages", "expected"), [(1, [1, 0]), (2, [1, 2, 0])])
 def test_short_pipelines_take_another_stage(stages: int, expected: list[int]) -> None:
     assert [holder_stage(stage, stages) for stage in range(stages + 1)] == expected
+
+
+@pytest.mark.parametrize(
+    ("policy", "first", "expected"),
+    [
+        ("snapshot", 0, ["snapshot"] * 4),
+        ("checkfree", 1, ["copy", "snapshot", None, None]),
+        ("checkfree+", 2, ["copy", "snapshot", "snapshot", None]),
+        ("checkfree", 0, ["copy", None, None, None]),
+        ("redundant", 1, [None] * 4),
+        ("checkpoint", 1, [None] * 4),
+    ],
+)
+def test_what_travels_is_what_a_guess_would_be_worst_for(
+    policy: Policy, first: int, expected: list[str | None]
+) -> None:
+    assert [sent_as(policy, stage, first) for stage in range(4)] == expected
 
 
 def test_routes_go_from_first_replica_to_first_replica() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from planaria.node.naming import node_of, was_added
 from planaria.node.transaction.leaving import APPOINTMENT
 from planaria.recovery.decide import Policy
 from simulation.node import Node, Seat
@@ -119,7 +120,16 @@ class Ending(Shrinking):
 
     def on_event(self, seat: Seat, kind: str, fields: Mapping[str, Any] | None = None) -> None:
         if kind in ("serving", "rebuilding"):
-            self.taken.append(f"{seat.name} {kind}")
+            name = str((fields or {}).get("node", seat.name))
+            if self._was_known_to_leave(name):
+                self.taken.append(f"{name} {kind}")
+
+    def _was_known_to_leave(self, seat: str) -> bool:
+        """When it was given: what a node says takes a second when a packet is lost."""
+        if not was_added(seat):
+            return True
+        before = self.cluster.registry.issued[int(seat.rpartition(".")[2]) - 1]
+        return any(member.leaving for member in before.members if member.node == node_of(seat))
 
     def run(self) -> Result:
         while not self.told or self.cluster.nodes:

@@ -107,7 +107,8 @@ USED = {
         *("recovery.snapshot.moments", "recovery.snapshot.mbps"),
     ],
     "node/state/holdings.py": [
-        *("recovery.relearn.steps", "recovery.checkpoint.every", "saves.every", "saves.keep")
+        *("recovery.relearn.steps", "recovery.checkpoint.every", "saves.every", "saves.keep"),
+        "recovery.snapshot.first",
     ],
     "node/state/rebuild.py": [
         *("recovery.relearn.tokens", "recovery.relearn.passes"),

@@ -304,7 +304,7 @@ def test_what_adam_relearns_is_waited_for(corpus: Corpus) -> None:
 
 
 def test_the_first_stage_may_have_more_steps_in_place_of_passes(corpus: Corpus) -> None:
-    run = run_with(relearn__passes=2, relearn__steps=3)
+    run = run_with(relearn__passes=2, relearn__steps=3, snapshot__first=0)
     tokens = {}
     for more in (False, True):
         swarm = TrainingSwarm(run, corpus, Ablation(relearn_first_steps=more))
