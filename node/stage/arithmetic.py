@@ -28,6 +28,7 @@ from planaria.node.state.boundary import Fetched
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.state.twin import Twin, next_stage
 from planaria.node.transaction.effects import NEVER
+from planaria.node.transaction.scales import of_stage
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError, Exchanges
@@ -94,8 +95,8 @@ class TorchStage:
 
     def apply(self, commit: pb.Commit, lr: float, beside: Tensor | None = None) -> Learned:
         if not commit.skipped:
-            scale = commit.lr_scale[self.stage]
-            self.optimizer.step(lr * scale, commit.clip_scale[self.stage])
+            scale = of_stage(commit.lr_scale, self.stage)
+            self.optimizer.step(lr * scale, of_stage(commit.clip_scale, self.stage))
             self._omega = self._reduced_norm
         if beside is not None:
             self.optimizer.weights.add_(beside)

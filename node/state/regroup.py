@@ -18,6 +18,7 @@ import numpy as np
 from planaria.node.stage.shape import BETAS, ModelConfig
 from planaria.node.state.saves import Bytes, SaveFile, Saves, Values
 from planaria.node.state.stage_state import SaveError, StageState, StateId
+from planaria.node.transaction.scales import has_for, of_stage
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import Held, Resume, Source, resume
 
@@ -70,8 +71,8 @@ def regrouped(stage: int, stages: int, parts: Sequence[tuple[Piece, SaveFile]]) 
         (last.lr_scale, newest.last.lr_scale),
     ):
         del scales[:]
-        if newest.id.stage < len(those):
-            scales.extend([those[newest.id.stage]] * (stages + 1))
+        if has_for(those, newest.id.stage):
+            scales.append(of_stage(those, newest.id.stage))
     last.ClearField("signature")  # no driver has signed this one
     return StageState(
         id=StateId.after(last, stage, one.id.lineage + 1, one.id.step),

@@ -25,6 +25,7 @@ from planaria.bootstrap.registry_pb2 import NUMBERS, Cause
 from planaria.node.ports import Optimizer, Priority, Tensors
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.transaction.scales import of_stage
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import (
     OPEN_LIMIT,
@@ -221,7 +222,8 @@ class Twin:
         ballot, squared_norm = self._reduced
         assert ballot == Ballot.of(commit.ballot), f"{commit.step} without the gradient of {ballot}"
         if not commit.skipped:
-            self.optimizer.step(lr * commit.lr_scale[self.stage], commit.clip_scale[self.stage])
+            scale = of_stage(commit.lr_scale, self.stage)
+            self.optimizer.step(lr * scale, of_stage(commit.clip_scale, self.stage))
         self.state = replace(
             self.state,
             id=StateId.after(commit, self.stage, self.state.id.lineage, commit.step),

@@ -20,6 +20,7 @@ from planaria.node.transaction.gathering import Standing, unrecorded
 from planaria.node.transaction.overdue import Inquest
 from planaria.node.transaction.routing import Pair, paces, plan, share_out, stand_ins
 from planaria.node.transaction.rules import TransactionRules
+from planaria.node.transaction.scales import told_once
 from planaria.node.transaction.takeover import Takeover, holders, to_be_taken_over
 from planaria.node.transaction.telling import in_order
 from planaria.node.transaction.voting import norm
@@ -208,8 +209,8 @@ class Attempting:
             step=self.begin.step,
             ballot=ballot.message(),
             skipped=not finite,
-            clip_scale=[scale] * len(squared),
-            lr_scale=self.begin.lr_scale,
+            clip_scale=[scale],
+            lr_scale=told_once(self.begin.lr_scale),
             loss=self.mean_loss(),
             tokens=len(self.homes) * rules.tokens,
             gradient_norm=total,

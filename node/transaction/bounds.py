@@ -14,6 +14,7 @@ from planaria.bootstrap import votes
 from planaria.bootstrap.registry_pb2 import Cause
 from planaria.node.transaction.chain import hash_of_records
 from planaria.node.transaction.rules import TransactionRules
+from planaria.node.transaction.scales import has_for
 from planaria.node.transaction.standing_out import LOOKED_AT
 from planaria.node.wire import stage_pb2 as pb
 
@@ -190,17 +191,9 @@ def _commit(commit: pb.Commit) -> str:
         or _records(commit)
         or _votes(commit)
         or _first(_within("scale", scale, LARGEST) for scale in scales)
-        or (_relearned(commit) if commit.relearned else "")
         or _seconds("seconds of a step", commit.seconds)
         or ("" if commit.skipped else _within("gradient norm", commit.gradient_norm, LARGEST_NORM))
     )
-
-
-def _relearned(commit: pb.Commit) -> str:
-    stages = len(commit.lr_scale)
-    if len(commit.relearned) == stages:
-        return ""
-    return f"what {len(commit.relearned)} stages of {stages} have relearned"
 
 
 def _records(commit: pb.Commit) -> str:
@@ -217,7 +210,8 @@ def _votes(commit: pb.Commit) -> str:
 
 
 def _to_apply(commit: pb.Commit, stage: int) -> str:
-    if not commit.skipped and min(len(commit.clip_scale), len(commit.lr_scale)) <= stage:
+    scaled = has_for(commit.clip_scale, stage) and has_for(commit.lr_scale, stage)
+    if not (commit.skipped or scaled):
         return f"the commit of step {commit.step} has no scale for stage {stage}"
     return ""
 

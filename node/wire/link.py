@@ -73,7 +73,7 @@ from planaria.node.wire.session import (
 
 log = logging.getLogger(__name__)
 
-PROTOCOL: Final = 8
+PROTOCOL: Final = 9
 CHUNK_LIMIT: Final = 4 << 20  # bytes; gRPC slows down beyond
 MESSAGE_LIMIT: Final = CHUNK_LIMIT + HEAD_LIMIT + 1024  # bytes
 CARRIED: Final = 1024  # bytes that a message takes more when it is carried for two others

@@ -24,6 +24,7 @@ from planaria.node.state.twin import Twin
 from planaria.node.transaction.attempt import Done, Visit
 from planaria.node.transaction.chain import hash_of
 from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.transaction.scales import of_stage
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
 from planaria.node.wire.frames import (
@@ -218,8 +219,8 @@ class Stage:
         self.cluster.check_apply(self.seat, commit)
         chain = self.chain  # an update from wrong moments changes these weights, too
         if not commit.skipped:
-            scale = commit.lr_scale[self.stage]
-            self.optimizer.step(lr * scale, commit.clip_scale[self.stage])
+            scale = of_stage(commit.lr_scale, self.stage)
+            self.optimizer.step(lr * scale, of_stage(commit.clip_scale, self.stage))
             self.omega = self._reduced
         if self.misapplies and not commit.skipped:
             self.misapplies = False

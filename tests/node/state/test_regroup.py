@@ -127,8 +127,8 @@ def test_what_a_stage_knows_of_itself_goes_with_its_layers(tmp_path: Path) -> No
         Saves(tmp_path / "old", "old", one.id.stage, 9).write(one)
     _, found = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
     assert (found.omega, found.boosted_at, found.id.stage) == (7.0, 7, 1)
-    assert list(found.last.lr_scale) == [1.1, 1.1]  # a scale for each of the new stages
-    assert list(found.last.clip_scale) == [1.0, 1.0]
+    assert list(found.last.lr_scale) == [1.1]  # for each of the new stages
+    assert list(found.last.clip_scale) == [1.0]
     assert not found.last.signature
     halves = regrouped(find_saves(tmp_path / "new"), model(4, 4), tmp_path / "four", "third")
     assert [one.omega for one in halves[1:]] == [7.0 / 4] * 4
