@@ -67,6 +67,7 @@ from planaria.node.transaction.effects import (
     StartAttempt,
     Suspect,
 )
+from planaria.node.transaction.filling import Filling
 from planaria.node.transaction.following import feeders
 from planaria.node.transaction.gathering import active
 from planaria.node.transaction.member import Frames, MemberPhase, MemberSide
@@ -158,7 +159,7 @@ class Agent:
         self.workplace = Workplace(
             node=node,
             masking=run.recovery.masking,
-            in_flight=run.training.in_flight or config.stages + 1,
+            filling=Filling(run.training.in_flight, config.stages),
             work=self.arithmetic.work,
             compute=ports.compute,
             host=self,

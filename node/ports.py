@@ -66,6 +66,11 @@ class Compute(Protocol):
     priority in the order in which they were posted."""
 
     @property
+    def now(self) -> float:
+        """Seconds, by the clock of the events that an agent is told of."""
+        ...
+
+    @property
     def computed(self) -> int:
         """Works that are done."""
         ...

@@ -285,7 +285,7 @@ class TrainingSection(Section):
     precision: Literal["float32", "bf16"] = "float32"
     recompute: bool = False
     compile: bool = False
-    in_flight: int = Field(default=0, ge=0, le=2**14, description="0: number of stages + 1")
+    in_flight: int = Field(default=0, ge=0, le=2**14, description="0: by what is measured")
     validate_every: int = Field(default=0, ge=0, le=10**9, description="steps; 0: only at the end")
     validation_microbatches: int = Field(default=8, ge=0, le=2**14)
     sample_every: int = Field(default=0, ge=0, le=10**9, description="steps; 0: never")

@@ -327,6 +327,10 @@ class SeatCompute:
         self._seats, self._name, self._compute = seats, name, compute
 
     @property
+    def now(self) -> float:
+        return self._compute.now
+
+    @property
     def computed(self) -> int:
         return self._compute.computed
 

@@ -18,6 +18,7 @@ from planaria.node.transaction.attempt import Attempt, Done, StageWork, Visit, W
 from planaria.node.transaction.bounds import UNLIKE
 from planaria.node.transaction.checking import SpotChecks
 from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.transaction.filling import Filling
 from planaria.node.transaction.routing import stand_ins
 from planaria.node.transaction.telling import Heard, Telling
 from planaria.node.wire import stage_pb2 as pb
@@ -173,6 +174,7 @@ class Compute:
         self._tasks: list[tuple[Priority, int, Callable[[], Any], Callable[[Any], None]]] = []
         self._results: deque[tuple[Callable[[Any], None], Any]] = deque()
         self._count = 0
+        self.now = 0.0
 
     @property
     def moves(self) -> list[Callable[[], None]]:
@@ -215,7 +217,7 @@ class Node:
         self.workplace = Workplace(
             node=self.name,
             masking=self.swarm.masking,
-            in_flight=2,
+            filling=Filling(2, STAGES),
             work=self.work,
             compute=self.compute,
             host=self,

@@ -22,7 +22,7 @@ T = TypeVar("T")
 class AtOnce:
     """In place of the compute thread: works when it is asked to."""
 
-    computed, computing = 0, False
+    computed, computing, now = 0, False, 0.0
 
     def post(
         self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority

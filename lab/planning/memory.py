@@ -26,6 +26,7 @@ from planaria.node.stage.model import parameter_shapes
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.twin import next_stage
 from planaria.node.transaction.averaging import feeds_back
+from planaria.node.transaction.filling import most_out
 from planaria.node.wire.frames import encoded_size
 from planaria.recovery.snapshot import Layout, held_at, sent_as
 
@@ -119,7 +120,7 @@ def _share(run: RunFile, replicas: int) -> int:
 def under_way(run: RunFile, config: ModelConfig, stage: int, replicas: Sequence[int]) -> int:
     """Microbatches whose activations a node holds at a time, at most: all that sources have out may
     wait for their backward pass at one stage."""
-    out = replicas[0] * (run.training.in_flight or config.stages + 1)
+    out = replicas[0] * most_out(run.training.in_flight, config.stages)
     return min(_share(run, replicas[stage]), -(-out // replicas[stage]))
 
 

@@ -379,7 +379,8 @@ def _print_plan(question: Question, plan: Candidate, narrow: Candidate | None) -
     sheet.add_row(
         "microbatches", f"{training.microbatches}, samples in each: {training.microbatch}"
     )
-    sheet.add_row("in flight", f"{plan.swarm.in_flight} a source")
+    most = "" if training.in_flight else "at most "
+    sheet.add_row("in flight", f"{most}{plan.swarm.in_flight} a source")
     sheet.add_row("recomputation", "yes" if training.recompute else "no")
     simulated = simulate_step(plan.swarm, steps=2).seconds
     sheet.add_row("a step", f"{plan.estimate.step:.3g} s (simulated: {simulated:.3g} s)")

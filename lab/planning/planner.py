@@ -29,6 +29,7 @@ from planaria.lab.simulator.churn import HOUR
 from planaria.lab.simulator.swarm import Group, Seconds, Swarm, Transport, seconds_at
 from planaria.node.run_file import RunFile, override
 from planaria.node.stage.shape import model_config
+from planaria.node.transaction.filling import MOST
 from planaria.recovery.decide import Policy
 
 RESERVE: Final = 0.1
@@ -233,15 +234,24 @@ class _Shape:
             problems, fits = [], False
             for size in MICROBATCHES:
                 if batch % size == 0 and batch // size >= max(self.counts):
-                    for window in (0, 2 * (self.config.stages + 1)):
+                    for window in self._windows():
                         run, problem = self._fitting(policy, size, window)
                         if problem:
                             problems.append(problem)
-                        else:
-                            fits = True
-                            yield from self._settings(run)
+                            continue
+                        fits = True
+                        yield from self._settings(run)
+                        if not run.training.recompute:
+                            break  # narrower ones are no quicker
             if problems and not fits:
                 yield f"{len(self.counts)} x {min(self.counts)} nodes, {policy}: {problems[0]}"
+
+    def _windows(self) -> Iterator[int]:
+        """Microbatches out at a time, the most first: what a source finds out, which may be as many
+        as `MOST` says, and then less memory."""
+        yield 0
+        for times in range(MOST - 1, 0, -1):
+            yield times * (self.config.stages + 1)
 
     def _fitting(self, policy: Policy, size: int, window: int) -> tuple[RunFile, str]:
         """Without recomputation if it fits, since that is quicker, else with; or why not so."""

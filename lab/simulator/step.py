@@ -32,6 +32,7 @@ from planaria.node.ports import Priority
 from planaria.node.stage.shape import named_shapes
 from planaria.node.state.copies import FRAME, OUTSTANDING
 from planaria.node.transaction.averaging import PIECE, gradient_bytes
+from planaria.node.transaction.filling import Filling
 from planaria.node.transaction.routing import Route, plan, stand_ins
 from planaria.node.wire.chunks import BACKGROUND
 from planaria.node.wire.frames import KINDS
@@ -44,6 +45,8 @@ URGENCY: Final = {kind: number for number, kind in enumerate(KINDS)}
 MOST_PIECES: Final = 8
 """Of a replica's part of a gradient; those of a part of more than 64 MiB are larger here."""
 TWIN_PIECE: Final = 4 << 20  # bytes
+MOST_SETTLING: Final = 8
+"""Steps after which sources' numbers of microbatches out at a time count as settled."""
 POOLED: Final = 256
 """Nodes from which on one lane stands for all, where it may."""
 
@@ -84,7 +87,8 @@ class MeanStep:
 
 def simulate_step(swarm: Swarm, steps: int = 3, pooled: bool | None = None) -> MeanStep:
     """Simulate `steps` steps in a row, none of which fails: the first finds empty links, the others
-    what the one before has left on them.
+    what the one before has left on them. They begin when sources have found out how many
+    microbatches to have out at a time.
 
     `pooled`: one lane stands for all sources, and a pool with the sum of their speeds for the
     replicas of each stage; see `lane`. Left out: from `POOLED` nodes on, where it may be. Raises
@@ -193,7 +197,9 @@ def _pieces(swarm: Swarm, stage: int, replicas: int) -> tuple[int, int]:
 
 
 class _Node:
-    def __init__(self, name: str, group: Group, thread: Worker, loop: Worker) -> None:
+    def __init__(
+        self, name: str, group: Group, thread: Worker, loop: Worker, filling: Filling
+    ) -> None:
         self.name, self.stage, self.site = name, group.stage, group.site
         self.seconds: Seconds = group.seconds
         self.thread, self.loop = thread, loop
@@ -201,6 +207,7 @@ class _Node:
         self.held: list[Then] = []  # frames of the next one
         self.waiting: deque[Route] = deque()  # microbatches to be injected here
         self.out = 0  # injected, and not home
+        self.filling = filling  # how many may be
         self.twin = 0.0  # seconds of a microbatch's forward pass of the next stage
         self.twin_apply = 0.0
         self.lacking = 0  # of the twin's gradient and its own, before it is ready
@@ -331,6 +338,7 @@ class _Training:
                 group,
                 Worker(self.clock, cores, cast.occupied[group.stage]),
                 Worker(self.clock, cores),
+                Filling(swarm.run.training.in_flight, swarm.config.stages),
             )
             for name, group in cast.nodes.items()
         }
@@ -361,6 +369,7 @@ class _Training:
         self.updates = dict(self._updates())
         self.averages: dict[int, _Average] = {}
         self.homes = self.ready = 0
+        self.settling = 0  # steps since which sources' numbers might have settled
         self.decided: list[float] = []
         self.all_home: list[float] = []
 
@@ -391,8 +400,8 @@ class _Training:
         return self._measured(pooled)
 
     def _measured(self, pooled: bool) -> MeanStep:
-        count, whole = self.steps - 1, self.decided[-1]
-        seconds = (whole - self.decided[1]) / count
+        count, whole = self.steps - 1, self.decided[-1] - self.decided[0]
+        seconds = (self.decided[-1] - self.decided[1]) / count
         pipeline = sum(
             home - begun for home, begun in zip(self.all_home[1:], self.decided[1:], strict=False)
         )
@@ -458,6 +467,8 @@ class _Training:
 
     def begin(self) -> None:
         """The driver decides: commit, and begin the next step."""
+        if self._fills_anew():
+            self._count_from_here()
         self.decided.append(self.clock.now)
         if len(self.decided) > self.steps:
             return
@@ -468,6 +479,26 @@ class _Training:
         self.speak_to_others()
         for node in self.nodes.values():
             self.message(self.driver, node, partial(self.begun, node))
+
+    def _fills_anew(self) -> bool:
+        """A source has another number out than in the step before, and there may be such steps."""
+        before = [source.filling.out for source in self.by_stage[0]]
+        for source in self.by_stage[0]:
+            source.filling.begin()
+        self.settling += 1
+        changed = before != [source.filling.out for source in self.by_stage[0]]
+        return changed and self.settling <= MOST_SETTLING
+
+    def _count_from_here(self) -> None:
+        """What was until now doesn't count, but for what it has left on links and in threads."""
+        self.decided, self.all_home = [], []
+        self.sent_ahead = self.done_ahead = 0
+        for worker in (node.thread for node in self.nodes.values()):
+            worker.busy_seconds = 0.0
+        for wire in self.wires.values():
+            wire.busy_seconds, wire.sent = 0.0, 0
+        for uplink in self.uplinks.values():
+            uplink.busy_seconds = 0.0
 
     def begun(self, node: _Node) -> None:
         """A node applies the commit, and begins."""
@@ -484,10 +515,14 @@ class _Training:
             take()
 
     def inject(self, source: _Node) -> None:
-        while source.waiting and source.out < self.swarm.in_flight:
+        while source.waiting and source.out < source.filling.out:
             source.out += 1
-            then = partial(self.forward_done, source, source.waiting.popleft(), 0)
+            then = partial(self.embedded, source, source.waiting.popleft())
             source.thread.post(Priority.FORWARD, source.seconds.forward, then)
+
+    def embedded(self, source: _Node, route: Route) -> None:
+        source.filling.left(id(route), self.clock.now)
+        self.forward_done(source, route, 0)
 
     def forward_done(self, node: _Node, route: Route, position: int) -> None:
         self.pass_on("activation", node, route, position + 1)
@@ -496,7 +531,7 @@ class _Training:
 
     def backward_done(self, node: _Node, route: Route, position: int) -> None:
         if position == 0:
-            self.home(node)
+            self.home(node, route)
             return
         self.pass_on("gradient", node, route, position - 1)
 
@@ -544,8 +579,9 @@ class _Training:
             done = partial(self.forward_done, node, route, position)
             node.thread.post(Priority.FORWARD, seconds.forward, done)
 
-    def home(self, source: _Node) -> None:
+    def home(self, source: _Node, route: Route) -> None:
         source.out -= 1
+        source.filling.home(id(route), self.clock.now)
         self.message(source, self.driver, self.heard_of_home)
         self.inject(source)
 

@@ -17,6 +17,7 @@ from planaria.lab.emulation.links import Link, Network
 from planaria.node.run_file import Narrow, RunFile
 from planaria.node.stage.model import parameter_shapes
 from planaria.node.stage.shape import ModelConfig
+from planaria.node.transaction.filling import most_out
 from planaria.node.wire.frames import encoded_size
 from planaria.recovery.learner import orthogonalizing_flops
 from planaria.recovery.relearning import at_a_time
@@ -122,7 +123,7 @@ class Swarm:
     @property
     def in_flight(self) -> int:
         """Microbatches that a source has out at a time, at most."""
-        return self.run.training.in_flight or self.config.stages + 1
+        return most_out(self.run.training.in_flight, self.config.stages)
 
     @property
     def counts(self) -> tuple[int, ...]:

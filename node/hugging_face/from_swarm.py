@@ -50,6 +50,10 @@ class AtOnce:
         self._loop = loop
         self.computed, self.computing = 0, False
 
+    @property
+    def now(self) -> float:
+        return self._loop.time()
+
     def post(
         self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
     ) -> None:

@@ -60,6 +60,10 @@ class ComputeThread:
         self._thread.start()
 
     @property
+    def now(self) -> float:
+        return self.loop.time()
+
+    @property
     def computing(self) -> bool:
         return not self.watch.waits and (self.busy_since is not None or bool(self._tasks))
 

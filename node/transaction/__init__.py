@@ -7,10 +7,10 @@ beside it; rules.py is what the run file says to it, bounds.py what no message c
 what no member can have, blaming.py whose fault it is that attempts fail, diverging.py which of a
 stage's replicas is wrong when they differ, and doubting.py what becomes of those. checking.py has
 visits done twice, to see whether nodes compute what they should. attempt.py is one attempt at a
-node: which microbatches come, wait, go on and are sent again; doubles.py is what it does for those
-checks. standing_out.py finds replicas whose gradients are unlike the others', routing.py plans
-which node serves which microbatch, telling.py is what each member is told of it, overdue.py finds
-who holds up an attempt, hanging.py what becomes of who hangs, leaving.py how long who is told to go
+node: which microbatches come, wait, go on and are sent again, filling.py how many a source has out
+at a time; doubles.py is what it does for those checks. standing_out.py finds replicas whose
+gradients are unlike the others', routing.py plans which node serves which microbatch, telling.py is
+what each member is told of it, overdue.py finds who holds up an attempt, hanging.py what becomes of who hangs, leaving.py how long who is told to go
 waits for an heir, takeover.py what an attempt waits for whose stage has lost its last node.
 voting.py is what members sign when they are ready, and what is found in the votes for a commit,
 chain.py is what a driver signs of a commit, comparing.py how replicas find out that they have heard

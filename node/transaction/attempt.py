@@ -29,6 +29,7 @@ from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT, Cause
 from planaria.node.ports import Compute, Priority
 from planaria.node.transaction.doubles import DOUBLE, Neighbour, Pair, Second
 from planaria.node.transaction.effects import Ballot
+from planaria.node.transaction.filling import Filling
 from planaria.node.transaction.routing import Route, routes, stand_ins
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
@@ -194,7 +195,7 @@ class Workplace:
 
     node: str
     masking: Masking
-    in_flight: int  # microbatches of a source that are under way at a time
+    filling: Filling  # how many microbatches of this source are under way at a time
     work: StageWork
     compute: Compute
     host: AttemptHost
@@ -240,7 +241,7 @@ class AttemptPlan:
         self.mine = frozenset(m for m, route in told.items() if node in route.nodes)
         self.sourced = [m.id for m in begin.plan if m.source == node]
         self.microbatches = len(told) + begin.untold  # of the whole attempt
-        training = begin.kind == pb.Begin.TRAIN
+        training = self.trains = begin.kind == pb.Begin.TRAIN
         replicas = Counter(place.stage for place in begin.members)
         self.stages = {place.node: place.stage for place in begin.members}
         self.stage = self.stages.get(node, 0)
@@ -323,6 +324,7 @@ class Attempt:
             self.place.forgive()
         self._tell_work(partial(self.place.work.begin, self.began, self.begin))
         self._waiting.extend(self._plan.sourced)
+        self.place.filling.begin()
         self._inject()
 
     def go_on(self, ballot: Ballot, begin: pb.Begin) -> None:
@@ -429,7 +431,7 @@ class Attempt:
     # --- the source
 
     def _inject(self) -> None:
-        while self._waiting and len(self._out) < self.place.in_flight:
+        while self._waiting and len(self._out) < self.place.filling.out:
             microbatch = self._waiting.popleft()
             if (
                 microbatch not in self.applied
@@ -446,10 +448,16 @@ class Attempt:
             self._compute(priority, first, embed, partial(self._passed, visit, None))
 
     def _came_home(self, home: pb.Home) -> None:
+        if self._is_timed(home.microbatch):
+            self.place.filling.home(home.microbatch, self.place.compute.now)
         self._out.discard(home.microbatch)
         self._homes[home.microbatch] = home
         self._send_homes()
         self._inject()
+
+    def _is_timed(self, microbatch: int) -> bool:
+        """Not what is done ahead, nor what only goes forward."""
+        return self._plan.trains and microbatch in self._out
 
     def _send_homes(self) -> None:
         """Those that are this node's to send."""
@@ -538,6 +546,8 @@ class Attempt:
         self._gradients_kept = done.kept
         if done.seconds is not None:
             self._count(visit.microbatch, done.seconds)
+        if received is None and self._is_timed(visit.microbatch):
+            self.place.filling.left(visit.microbatch, self.place.compute.now)
         if made is not None:
             onward = visit.after(made.kind)
             self._send_or_withhold(Pass(onward.microbatch, onward.position, made.kind), made)

@@ -45,6 +45,10 @@ class Compute:
         self._busy = False
 
     @property
+    def now(self) -> float:
+        return self.process.world.now
+
+    @property
     def computing(self) -> bool:
         return self._busy or bool(self._posted)
 

@@ -274,7 +274,13 @@ async def test_what_is_kept_for_a_loss_is_what_the_daemon_accounts(
 
 def test_microbatches_under_way_are_bounded_by_the_window_and_by_the_share() -> None:
     run, config = made()
-    assert under_way(run, config, 1, [1, 1, 1, 1, 1]) == 5  # stages + 1
+    assert under_way(run, config, 1, [1, 1, 1, 1, 1]) == 12  # all of the step's
+    assert under_way(run, config, 1, [2, 4, 1, 1, 1]) == 3  # and all that are this node's
+    longer = override(run, training__batch=60)
+    assert under_way(longer, config, 1, [1, 1, 1, 1, 1]) == 15  # 3 (stages + 1)
+    assert under_way(longer, config, 1, [2, 3, 1, 1, 1]) == 10
+    run, config = made(training__in_flight=5)
+    assert under_way(run, config, 1, [1, 1, 1, 1, 1]) == 5
     assert under_way(run, config, 1, [2, 1, 1, 1, 1]) == 10
     assert under_way(run, config, 1, [2, 4, 1, 1, 1]) == 3
     run, config = made(training__in_flight=100)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -230,4 +229,4 @@ def test_a_calibrated_swarm_can_be_run_to_its_end() -> None:
     swarm = check.swarm_of(check.CASES[0], VOCABULARY, Transport(0.001, 0.001), 2, timed)
     outcome = simulate_run(swarm, check.Churn())
     assert outcome.seconds == pytest.approx(check.STEPS * simulate_step(swarm).seconds)
-    assert statistics.median([outcome.seconds_per_step]) > 0.8  # ten delays of 40 ms, twice
+    assert 0.4 < outcome.seconds_per_step < 0.8  # ten delays of 40 ms, once: all are out together

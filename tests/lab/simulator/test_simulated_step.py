@@ -218,8 +218,9 @@ def test_bytes_add_up(one: Swarm, policy: str) -> None:
 
 def test_copies_of_stage_0_get_through_when_links_have_time() -> None:
     for vocabulary, through in ((512, 2.0), (50_000, 0.09)):  # a step takes 0.2 s, a copy 2 s
+        given: dict[str, Any] = {"delay": 1, "model__vocabulary": vocabulary}
         plain, ready = (
-            simulate_step(swarm(policy=policy, delay=1, model__vocabulary=vocabulary), steps=20)
+            simulate_step(swarm(policy=policy, training__in_flight=5, **given), steps=20)
             for policy in (PLAIN, "checkfree")
         )
         one = swarm(policy="checkfree", model__vocabulary=vocabulary)
@@ -344,10 +345,11 @@ def test_one_lane_is_what_equal_lanes_do(replicas: int, links: dict[str, Any]) -
 def test_one_lane_is_near_what_unequal_lanes_do(
     counts: tuple[int, ...], links: dict[str, Any]
 ) -> None:
-    """It lacks the queues at nodes that serve several sources."""
+    """It lacks the queues at nodes that serve several sources, and the many links of a source to a
+    stage with more nodes than there are sources."""
     one = swarm(microbatches=8 * counts[0], **links).with_counts(counts)
     each, pooled = (simulate_step(one, pooled=pooled).seconds for pooled in (False, True))
-    assert 0.9 * each < pooled < 1.02 * each
+    assert 0.9 * each < pooled < 1.06 * each
 
 
 def test_a_stage_with_fewer_nodes_holds_up_the_others() -> None:

@@ -32,6 +32,7 @@ from planaria.node.state.boundary import (
 )
 from planaria.node.transaction.attempt import Attempt, Workplace
 from planaria.node.transaction.effects import Ballot
+from planaria.node.transaction.filling import Filling
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import Exchange
@@ -553,7 +554,7 @@ def test_a_stage_keeps_what_comes_in_and_goes_out(codec: Codec, kind: Any) -> No
     keeper, daemon = keeper_of(1), Daemon()
     cpu = torch.device("cpu")
     work = TorchWork("c", module, StageOptimizer(module, cpu), run, config, cpu)
-    place = Workplace("c", "reassign", 4, work, AtOnce(), daemon, boundary=keeper)
+    place = Workplace("c", "reassign", Filling(4, 3), work, AtOnce(), daemon, boundary=keeper)
     members = [pb.Place(node="abcd"[stage], stage=stage) for stage in range(4)]
     plan = [pb.Microbatch(id=4, source="a", order=[1, 2, 3], places=[1, 2, 3])]
     begin = pb.Begin(step=STEP, kind=kind, members=members, plan=plan)

@@ -28,6 +28,7 @@ from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.state.twin import Twin, next_stage, servers
 from planaria.node.transaction.attempt import Attempt, Workplace
 from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.transaction.filling import Filling
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError, Exchange, Exchanges, PeerLostError
@@ -638,7 +639,9 @@ async def pass_through(
                 *(node, module, StageOptimizer(module, CPU), run, config, CPU),
                 twin=twin if stage < 3 else None,
             )
-            place = Workplace(node, "reassign", 4, work, compute, outgoing, redundant=stage < 3)
+            place = Workplace(
+                node, "reassign", Filling(4, 3), work, compute, outgoing, redundant=stage < 3
+            )
             attempt = Attempt(place, BALLOT, begin)
             attempt.start()
             for frame in frames:

@@ -364,7 +364,7 @@ def test_a_source_has_so_many_microbatches_out_and_the_next_when_one_is_home() -
     source = swarm.nodes["0.0"]
     while swarm.moves():
         out = source.work.done["activation"] - len(source.homes)
-        assert out <= source.workplace.in_flight
+        assert out <= source.workplace.filling.out
     assert source.work.done["activation"] == len(source.homes) == MICROBATCHES
 
 
