@@ -26,12 +26,14 @@ from bench import (
     trust,
     unequal,
     views,
+    wan,
 )
 
 
 def main() -> None:
     for title, measure in (
         ("Swarm against one process", pipeline.main),
+        ("Links with delay against links without", wan.main),
         ("Checks of numbers against the step that they belong to", checks.main),
         ("Being ready for losses against not being ready", recovery.main),
         ("Frames on links against bare bytes on the same gRPC stream", link.main),

@@ -61,6 +61,7 @@ stages = 6
 layers = 6
 [training]
 batch = {2 * MICROBATCHES}
+in_flight = 7
 [recovery]
 policy = "checkpoint"
 """)

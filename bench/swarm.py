@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from planaria.node.local.processes import PLANARIA, Processes, Work
+from planaria.node.local.swarm import ProcessHome
 from planaria.node.naming import node_of
 from planaria.node.own_folders import said_here
 from planaria.node.run_file import RunFile, dumps
@@ -113,9 +114,10 @@ def swarm(
     nodes: Mapping[str, Sequence[str]],
     mortal: Collection[str] = (),
     tls: bool = False,
+    homes: Mapping[str, ProcessHome] | None = None,
 ) -> Iterator[Living]:
     """A registry and `nodes`, by slot with their arguments, but for those that say where to join
-    and to write. `tls`: they join by an invite."""
+    and to write. `tls`: they join by an invite. `homes`: of all of them, behind links."""
     logs = out / "logs"
     logs.mkdir(parents=True)
     (out / "run.toml").write_text(dumps(run))
@@ -125,16 +127,24 @@ def swarm(
         joined_by = authority / "node.invite" if tls else address
         registry = ["--run", str(out / "run.toml"), "--address-file", str(address)]
         registry += ["--authority", str(authority)] if tls else []
-        processes.start("registry", ["bootstrap", "--listen", "127.0.0.1:0", *registry])
+        listening, namespace = _at_home(homes, "registry")
+        processes.start("registry", ["bootstrap", *listening, *registry], namespace)
         while not joined_by.exists():
             time.sleep(0.05)
-        where = ["--join", f"@{joined_by}", "--listen", "127.0.0.1:0"]
-        where += [*said_here(run), "--out", str(logs)]
+        joining = ["--join", f"@{joined_by}", *said_here(run), "--out", str(logs)]
         for slot, arguments in nodes.items():
-            processes.start(slot, [*arguments, *where])
-        yield Living(processes, mortal, where)
+            listening, namespace = _at_home(homes, slot)
+            processes.start(slot, [*arguments, *joining, *listening], namespace)
+        yield Living(processes, mortal, [*joining, *_at_home(None, "")[0]])
     finally:
         processes.kill_all()
+
+
+def _at_home(homes: Mapping[str, ProcessHome] | None, slot: str) -> tuple[list[str], Path | None]:
+    """Arguments that say where it listens, and its network namespace."""
+    if homes is None:
+        return ["--listen", "127.0.0.1:0"], None
+    return ["--listen", f"{homes[slot].host}:0", "--insecure"], homes[slot].namespace
 
 
 def _ledger(logs: Path) -> Lines:
