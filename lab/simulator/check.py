@@ -94,6 +94,7 @@ class LiveCase:
             model__stages=self.stages,
             model__layers=preset.layers // preset.stages * self.stages,
             training__batch=self.batch,
+            training__in_flight=self.stages + 1,  # as when its results were measured
             swarm__replicas=self.replicas,
             wire__activations=self.codec,
             wire__gradients=self.codec,

@@ -59,6 +59,7 @@ preset = "medium"
 vocabulary = {VOCABULARY}
 [training]
 precision = "bf16"
+in_flight = 7  # one for each stage, as in 1F1B
 [recovery]
 checkpoint.every = 100
 relearn.passes = 0

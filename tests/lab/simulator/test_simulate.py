@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -229,4 +230,4 @@ def test_a_calibrated_swarm_can_be_run_to_its_end() -> None:
     swarm = check.swarm_of(check.CASES[0], VOCABULARY, Transport(0.001, 0.001), 2, timed)
     outcome = simulate_run(swarm, check.Churn())
     assert outcome.seconds == pytest.approx(check.STEPS * simulate_step(swarm).seconds)
-    assert 0.4 < outcome.seconds_per_step < 0.8  # ten delays of 40 ms, once: all are out together
+    assert statistics.median([outcome.seconds_per_step]) > 0.8  # ten delays of 40 ms, twice
