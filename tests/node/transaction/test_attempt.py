@@ -29,6 +29,7 @@ from planaria.node.ports import Priority
 from planaria.node.transaction.attempt import FORGIVEN, Attempt, Workplace
 from planaria.node.transaction.checking import SpotChecks
 from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.transaction.filling import Filling
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
 from planaria.node.wire.frames import Frame
@@ -366,6 +367,21 @@ def test_a_source_has_so_many_microbatches_out_and_the_next_when_one_is_home() -
         out = source.work.done["activation"] - len(source.homes)
         assert out <= source.workplace.filling.out
     assert source.work.done["activation"] == len(source.homes) == MICROBATCHES
+
+
+@pytest.mark.parametrize("kind", [pb.Begin.TRAIN, pb.Begin.EVALUATE])
+def test_a_source_finds_out_how_many_to_have_out_by_what_is_trained(kind: Any) -> None:
+    swarm = Swarm(1, random.Random(0))
+    source = swarm.nodes["0.0"]
+    filling = source.workplace.filling = Filling(0, STAGES)
+    swarm.starts(kind)
+    while swarm.moves():
+        source.compute.now += 0.1
+        assert len(source.attempt._out) <= STAGES + 1
+    assert len(source.homes) == MICROBATCHES
+    swarm.starts(kind)
+    assert (filling.out > STAGES + 1) == (kind == pb.Begin.TRAIN)
+    assert len(source.attempt._out) == min(filling.out, MICROBATCHES)
 
 
 def test_what_was_done_ahead_and_is_home_before_its_turn_holds_up_no_other() -> None:
