@@ -16,6 +16,6 @@ waits for whose stage has lost its last node. voting.py is what members sign whe
 and what is found in the votes for a commit, chain.py is what a driver signs of a commit,
 comparing.py how replicas find out that they have heard of the same, and noting.py who of them is
 told what became of each microbatch. following.py is a joiner that copies while the others train,
-averaging.py sums the gradients of replicas, held_back.py has what its codecs leave out, and
-tally.py counts what a stage relearns beside them.
+averaging.py sums the gradients of replicas, held_back.py has what its codecs leave out, scales.py
+is by what a commit multiplies them, and tally.py counts what a stage relearns beside them.
 """
