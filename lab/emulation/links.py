@@ -114,13 +114,17 @@ class Network:
         return found
 
 
-def all_alike(nodes: Iterable[str], delay_ms: float, mbps: float) -> Network:
-    """Each node at a site of its own, and the same link between any two. Raises LinkError."""
+def all_alike(
+    nodes: Iterable[str], delay_ms: float, mbps: float, uplink: float | None = None
+) -> Network:
+    """Each node at a site of its own, and the same link between any two; each sends `uplink` Mbit/s
+    at most to all the others together. Raises LinkError."""
     if not (delay_ms >= 0 and mbps > 0):
         raise LinkError(f"a delay of {delay_ms:g} ms and {mbps:g} Mbit/s are no figures of a link")
     names = list(nodes)
     links = [Link(a, b, delay_ms, mbps) for a, b in combinations(names, 2)]
-    return Network({name: name for name in names}, links)
+    uplinks = {} if uplink is None else dict.fromkeys(names, uplink)
+    return Network({name: name for name in names}, links, uplinks)
 
 
 class TokenBucket:

@@ -32,7 +32,10 @@ def live(
     ] = None,
     uplink: Annotated[
         float | None,
-        typer.Option(help="Mbit/s that the nodes of a site together send to other sites."),
+        typer.Option(
+            help="Mbit/s that the nodes of a site together send to other sites; without --site "
+            "each is at a site of its own."
+        ),
     ] = None,
     kill: Annotated[
         list[str] | None,
@@ -66,7 +69,7 @@ def live(
         if site:
             network = at_sites(nodes, site, read_links(table or WAN_LINKS), uplink)
         else:
-            network = all_alike(nodes, delay, mbps)
+            network = all_alike(nodes, delay, mbps, uplink)
         setting = Setting(run, network, tuple(kill or [KILL]))
         samples = measure_all(setting, policy or list(POLICIES), blocks, device, out)
         console.print(write_results(setting, samples, out), highlight=False, soft_wrap=True)

@@ -42,7 +42,9 @@ from planaria.node.local.processes import (
     PLANARIA,
     EndedProcess,
     Processes,
+    Work,
     describe_status,
+    run_planaria,
     stop_signals,
 )
 from planaria.node.local.processes import tail as end_of
@@ -182,6 +184,7 @@ class SwarmPlan(NamedTuple):
     price: float | None = None  # of a node hour
     track: str | None = None  # where the run is kept, too, of experiment.KINDS
     log: tuple[str, str] = ("info", "text")  # of its processes: from which level on, in which form
+    work: Work = run_planaria  # what they run
 
     @property
     def kept(self) -> Kept:
@@ -437,7 +440,7 @@ class _Swarm:
         nodes = (self.stages + 1) * self.replicas
         self.threads = max(1, len(os.sched_getaffinity(0)) // nodes)
         environment = {"OMP_NUM_THREADS": str(self.threads)}
-        self.processes = Processes(self.logs, environment, PLANARIA)
+        self.processes = Processes(self.logs, environment, PLANARIA, plan.work)
         self.events = EventLog(self.logs, "up")
         self.samples = SamplesFile(self.out, run.name)
         self.experiment: ExperimentPipe | None = None

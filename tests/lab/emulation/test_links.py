@@ -145,6 +145,14 @@ def test_nodes_of_a_site_share_its_uplink_to_other_sites_only():
     assert pipes["c", "a"].arrival(size, 0.0) == pytest.approx(0.01 + 0.01)
 
 
+def test_nodes_that_are_all_alike_may_have_an_uplink_each():
+    pipes = all_alike("abc", 10, 80, uplink=8).pipes()
+    size = 100_000
+    assert pipes["a", "b"].arrival(size, 0.0) == pytest.approx(0.1 + 0.01 + 0.01)
+    assert pipes["a", "c"].arrival(size, 0.0) == pytest.approx(0.2 + 0.01 + 0.01)
+    assert pipes["b", "c"].arrival(size, 0.0) == pytest.approx(0.1 + 0.01 + 0.01)
+
+
 def test_an_uplink_needs_bandwidth():
     with pytest.raises(LinkError, match="uplink of 0 Mbit/s at x"):
         Network({"a": "x"}, [], {"x": 0})

@@ -1,0 +1,61 @@
+"""`planaria node`, on a machine whose processor is emulated, as its links are.
+
+Nodes that share this machine's cores get in each other's way, and a task takes as long as the
+others let it. Here a pass over a microbatch takes as long as on a processor of so many FLOP/s that
+the node has for itself: what is left of that time, once the pass is computed, the compute thread
+waits. That holds as long as the cores are quicker than all these processors together; what took
+longer nevertheless is in the `wall` events, as computing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+    from planaria.node.stage.work import TorchWork
+    from planaria.node.transaction.attempt import Done
+
+
+class Pace(NamedTuple):
+    """Seconds of a microbatch's passes: through a body stage, and at the head, both ways at once.
+    Embedding is not waited for, nor what a step has to do once."""
+
+    forward: float
+    backward: float
+    head: float
+
+    def of(self, kind: str, position: int, at_head: bool) -> float:
+        """Of the pass that makes this kind of frame at that visit."""
+        if position == 0:
+            return 0.0
+        if at_head:
+            return self.head
+        return self.forward if kind == "activation" else self.backward
+
+
+def arm(pace: Pace, wrap: Callable[[Any, str, Any], None] = setattr) -> None:
+    """From here on this process computes like that."""
+    from planaria.node.stage.work import TorchWork
+
+    onward = TorchWork._onward
+
+    def paced(work: TorchWork, kind: str, visit: Any, tensor: torch.Tensor, started: float) -> Done:
+        due = started + pace.of(kind, visit.position, visit.at_head)
+        time.sleep(max(0.0, due - time.perf_counter()))
+        return onward(work, kind, visit, tensor, started)
+
+    wrap(TorchWork, "_onward", paced)
+
+
+def run_paced(pace: Pace, arguments: list[str]) -> None:
+    """`planaria ARGUMENTS...`, and if that is a node, at this pace. For `Processes`."""
+    from planaria.node.local.processes import run_planaria
+
+    if arguments[0] == "node":
+        arm(pace)
+        arguments = [*arguments, "--restart", "no"]  # another process would not be armed
+    run_planaria(arguments)
