@@ -166,7 +166,7 @@ class Wire:
         self.sent = 0  # bytes of frames
         self.busy_seconds = 0.0
         slowest = max(self.seconds_per_byte, uplink.seconds_per_byte if uplink else 0.0)
-        self._chunk = chunk_in_simulation(1 / slowest)  # of the background
+        self._chunk = chunk_in_simulation(1 / slowest, 2 * delay)  # of the background
         self._queue: list[tuple[int, int, float, Then | None]] = []
         self._asked = 0
         self._busy = False

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Final, Literal
 
 from planaria.lab.emulation.links import Link
-from planaria.lab.simulator.clock import Clock, Cores, Then, Uplink, Wire, Worker
+from planaria.lab.simulator.clock import ON_WIRE, Clock, Cores, Then, Uplink, Wire, Worker
 from planaria.lab.simulator.swarm import (
     HEAD,
     VALUE,
@@ -176,15 +176,15 @@ def averaging_seconds(swarm: Swarm, stage: int, link: Link | None = None) -> flo
         return 0.0
     groups = [group for group in swarm.groups if group.stage == stage and group.count]
     link = link or swarm.network.between(groups[0].site, groups[0].site)
-    pieces, size = _pieces(swarm, stage, replicas)
-    sending = 2 * pieces * size * 8 / (link.mbps * 1e6)
+    pieces, size = averaging_pieces(swarm, stage, replicas)
+    sending = 2 * pieces * size * ON_WIRE * 8 / (link.mbps * 1e6)
     computing = 3 * max(group.seconds.add for group in groups) * (replicas - 1) / replicas
     frames = 4 * (replicas - 1) * pieces * swarm.transport.frame
     short, _, long = sorted((sending, computing, frames))
     return 2 * link.delay_ms / 1e3 + long + short / pieces
 
 
-def _pieces(swarm: Swarm, stage: int, replicas: int) -> tuple[int, int]:
+def averaging_pieces(swarm: Swarm, stage: int, replicas: int) -> tuple[int, int]:
     """Of each replica's part: how many, and the bytes of each on a link."""
     shapes = named_shapes(swarm.config, min(stage, 1)).values()
     values = -(-parameters(swarm.config, stage) // replicas)
@@ -218,7 +218,7 @@ class _Average:
 
     def __init__(self, training: _Training, nodes: list[_Node]) -> None:
         self.training, self.nodes = training, nodes
-        self.pieces, self.size = _pieces(training.swarm, nodes[0].stage, len(nodes))
+        self.pieces, self.size = averaging_pieces(training.swarm, nodes[0].stage, len(nodes))
         self.contributions = {(n.name, k): len(nodes) - 1 for n in nodes for k in self._numbers}
         self.sums = {n.name: len(nodes) * self.pieces for n in nodes}  # that it lacks
 
@@ -354,7 +354,7 @@ class _Training:
         self.sizes = {
             kind: frame_bytes(swarm.run, swarm.config, kind) for kind in ("activation", "gradient")
         }
-        self.uplinks = {site: Uplink(mbps) for site, mbps in swarm.network.uplinks.items()}
+        self.uplinks = {site: Uplink(mbps) for site, mbps in swarm.uplinks.items()}
         self.wires: dict[tuple[str, str], Wire] = {}
         self.stand_ins: dict[str, str] = {}
         if swarm.run.recovery.masking == "spare":

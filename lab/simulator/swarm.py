@@ -26,6 +26,9 @@ VALUE = torch.float32.itemsize
 """Bytes of a weight, of a gradient's value, and of each of Adam's moments."""
 STATE = 3 * VALUE
 """Bytes of a parameter with Adam's moments."""
+HEARTBEAT = 700
+"""Bytes a second that a node sends to each other one to be known as there, and to acknowledge what
+that one sends; on a wire."""
 HEAD = 400
 """Bytes of a frame's head, with its route of some seven visits."""
 
@@ -129,6 +132,16 @@ class Swarm:
     def counts(self) -> tuple[int, ...]:
         """The number of nodes in each group."""
         return tuple(group.count for group in self.groups)
+
+    @property
+    def uplinks(self) -> dict[str, float]:
+        """Site -> Mbit/s that heartbeats leave of its uplink; a tenth of it at least."""
+        nodes = sum(self.counts)
+        left = {}
+        for site, mbps in self.network.uplinks.items():
+            here = sum(group.count for group in self.groups if group.site == site)
+            left[site] = max(mbps / 10, mbps - 8e-6 * HEARTBEAT * here * (nodes - here))
+        return left
 
     def with_counts(self, counts: Iterable[int]) -> Swarm:
         groups = zip(self.groups, counts, strict=True)

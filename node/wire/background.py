@@ -36,10 +36,12 @@ FASTEST: Final = 2.0
 """Times as large, or as small, as the window becomes in a round trip at most."""
 
 
-def chunk_in_simulation(bytes_per_second: float) -> int:
+def chunk_in_simulation(bytes_per_second: float, round_trip: float) -> int:
     """Bytes of a chunk behind which what is urgent waits, on average, as it does behind the
-    background on such a link: half of them are still to be sent."""
-    return round(max(FIRST, min(2 * TARGET * bytes_per_second, MOST)))
+    background on such a link: half of them are still to be sent. On a slow link that is what the
+    smallest window has more than fits into a round trip of seconds."""
+    queued = max(TARGET * bytes_per_second, LEAST - round_trip * bytes_per_second)
+    return round(max(FIRST, min(2 * queued, MOST)))
 
 
 class _Sent(NamedTuple):

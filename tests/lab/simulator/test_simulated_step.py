@@ -17,6 +17,7 @@ from planaria.lab.simulator.clock import ON_WIRE, Clock, Cores, Wire
 from planaria.lab.simulator.step import URGENCY, averaging_seconds, simulate_step
 from planaria.lab.simulator.swarm import (
     HEAD,
+    HEARTBEAT,
     Group,
     Seconds,
     Swarm,
@@ -270,6 +271,19 @@ def test_a_shared_uplink_is_the_bottleneck() -> None:
     assert (after.bottleneck.what, after.bottleneck.where) == ("uplink", "a")
     size = sum(size for (a, b), size in after.sent.items() if int(a[0]) % 2 == 0 and int(b[0]) % 2)
     assert after.seconds >= size * 8 / 2e6
+
+
+def test_heartbeats_to_all_others_take_of_an_uplink() -> None:
+    free = swarm()
+    places = [replace(g, site="ab"[g.stage % 2]) for g in free.groups]
+    shared = replace(
+        free, groups=tuple(places), network=sites([Link("a", "b", 1.0, 9.0)], {"a": 2.0})
+    )
+    here = sum(group.count for group in places if group.site == "a")
+    there = sum(group.count for group in places) - here
+    assert shared.uplinks == {"a": 2.0 - here * there * HEARTBEAT * 8e-6}
+    narrow = replace(shared, network=sites([Link("a", "b", 1.0, 9.0)], {"a": 1e-3}))
+    assert narrow.uplinks == {"a": 1e-4}  # something is left
 
 
 def test_the_bottleneck_is_a_thread_or_a_link_or_nothing() -> None:
