@@ -18,11 +18,12 @@ from planaria.lab.emulation.links import Link, Network
 from planaria.lab.simulator import reaction
 from planaria.lab.simulator.churn import HOUR
 from planaria.lab.simulator.clock import ON_WIRE
-from planaria.lab.simulator.step import averaging_seconds
+from planaria.lab.simulator.step import averaging_pieces, averaging_seconds
 from planaria.lab.simulator.swarm import (
     VALUE,
     Seconds,
     Swarm,
+    copy_bytes,
     fetched_bytes,
     frame_bytes,
     parameters,
@@ -31,6 +32,7 @@ from planaria.lab.simulator.swarm import (
 from planaria.lab.spare.endurance import availability
 from planaria.node.run_file import RunFile
 from planaria.node.state.handover import Handover
+from planaria.node.wire.background import chunk_in_simulation
 from planaria.recovery.orders import all_orders
 from planaria.recovery.relearning import time_for
 from planaria.recovery.snapshot import sent_as
@@ -98,8 +100,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Reach:
-    """The worst links between the nodes of two stages, or of one: the longest delay, the least
-    rate. And the worst of each stage's to any."""
+    """The worst links from the nodes of one stage to those of another, or of the same: the longest
+    delay, the least rate, which is an uplink's where that is less. And the worst between each stage
+    and any, in either direction."""
 
     between: tuple[tuple[Link, ...], ...]
     farthest: tuple[Link, ...]
@@ -109,9 +112,18 @@ class Reach:
         """`sites`: of each stage's nodes."""
         places = [frozenset(of) for of in sites]
         pairs = set(product(places, places))
-        known = {(a, b): _worst(network.between(x, y) for x in a for y in b) for a, b in pairs}
+        known = {(a, b): _worst(_alone_on(network, x, y) for x in a for y in b) for a, b in pairs}
         between = tuple(tuple(known[a, b] for b in places) for a in places)
-        return cls(between, tuple(map(_worst, between)))
+        both = zip(between, zip(*between, strict=True), strict=True)
+        return cls(between, tuple(_worst((*to, *fro)) for to, fro in both))
+
+
+def _alone_on(network: Network, here: str, there: str) -> Link:
+    """What a frame from one site to another finds, if nothing else leaves."""
+    link = network.between(here, there)
+    if here == there:
+        return link
+    return link._replace(mbps=min(link.mbps, network.uplinks.get(here, math.inf)))
 
 
 def _worst(links: Iterable[Link]) -> Link:
@@ -129,14 +141,15 @@ def _slowest(swarm: Swarm, stage: int) -> Seconds:
 
 def step_seconds(swarm: Swarm, reach: Reach) -> float:
     """Seconds from decision to decision: a microbatch alone, and then what takes longest of:
-    computing at the busiest stage, frames on the fullest link, rounds of the window; then
-    averaging."""
+    computing at the busiest stage, frames on the fullest link, rounds of the window, with those of
+    the last one that come behind its first; then averaging."""
     stages = range(swarm.config.stages + 1)
     replicas = [swarm.replicas(stage) for stage in stages]
     seconds = [_slowest(swarm, stage) for stage in stages]
     alone, frames = _alone(swarm, reach, seconds)
     count = swarm.run.training.microbatches
-    rounds = math.ceil(math.ceil(count / replicas[0]) / swarm.in_flight)
+    own = math.ceil(count / replicas[0])  # of a source
+    rounds, after = divmod(own - 1, swarm.in_flight)
     computing = max(
         _twice(swarm, s) * (math.ceil(count / replicas[s]) - 1) * seconds[s].microbatch
         + math.ceil(count / replicas[s]) * _twins_forward(swarm, seconds, s)
@@ -148,7 +161,9 @@ def step_seconds(swarm: Swarm, reach: Reach) -> float:
     )
     leaving = max(_uplinks(swarm, count), default=0.0)
     talking = max((math.ceil(count / of) - 1) * 4 * swarm.transport.frame for of in replicas)
-    pipeline = alone + max(computing, sending, talking, (rounds - 1) * alone, leaving - alone)
+    slot = max(computing / (own - 1), sending / (own - 1), leaving / own) if rounds else 0.0
+    windows = rounds * alone + after * slot
+    pipeline = alone + max(computing, sending, talking, windows, leaving - alone)
     far = reach.farthest[0].delay_ms / 1e3
     away = reach.between[0][0].delay_ms / 1e3 if replicas[0] > 1 else 0.0
     apply = max(of.apply for of in seconds) + _twins_apply(swarm, seconds)
@@ -156,8 +171,9 @@ def step_seconds(swarm: Swarm, reach: Reach) -> float:
         averaging_seconds(swarm, stage, reach.between[stage][stage]) + seconds[stage].norm
         for stage in stages
     )
+    sums = max(_uplinks_averaging(swarm, reach), default=0.0)
     twins = _twins_gradient(swarm, reach, replicas)
-    return apply + pipeline + 2 * away + 2 * far + reduce + twins
+    return apply + pipeline + 2 * away + 2 * far + max(reduce, sums) + twins
 
 
 def _alone(
@@ -173,8 +189,8 @@ def _alone(
         way = (0, *visits, 0)
         total = sum(of.microbatch for of in seconds)
         for a, b in pairwise(way):
-            link = reach.between[a][b]
             for pair, size in zip(((a, b), (b, a)), sizes, strict=True):
+                link = reach.between[pair[0]][pair[1]]
                 each = size * ON_WIRE * BITS / link.mbps
                 total += link.delay_ms / 1e3 + each + 2 * swarm.transport.frame
                 occupied[pair] = occupied.get(pair, 0.0) + each / len(orders)
@@ -183,17 +199,50 @@ def _alone(
 
 
 def _uplinks(swarm: Swarm, count: int) -> Iterator[float]:
-    """Seconds for which a site's uplink is occupied by a step's frames, in the natural order."""
+    """Seconds for which a site's uplink is occupied by a step's frames, in the natural order, and
+    by the copies that leave between them."""
     sizes = [frame_bytes(swarm.run, swarm.config, kind) for kind in ("activation", "gradient")]
     ring = swarm.config.stages + 1
-    for site, mbps in swarm.network.uplinks.items():
+    for site, mbps in swarm.uplinks.items():
         size = 0.0
         for stage in range(ring):
             onward = (stage + 1) % ring
             here, there = (_share_at(swarm, of, site) for of in (stage, onward))
             size += _twice(swarm, onward) * sizes[0] * here * (1 - there)
             size += _twice(swarm, stage) * sizes[1] * there * (1 - here)
-        yield count * size * ON_WIRE * BITS / mbps
+        chunk = chunk_in_simulation(mbps / BITS, 0.0)
+        copies = min(_copied(swarm, site), count * size * chunk / sum(sizes))
+        yield (count * size + copies) * ON_WIRE * BITS / mbps
+
+
+def _copied(swarm: Swarm, site: str) -> float:
+    """Bytes that those who speak for stages from this site send in the background, each step, if
+    there is time. A chunk of them leaves between two frames, at most."""
+    recovery, stages = swarm.run.recovery, range(swarm.config.stages + 1)
+    if recovery.policy in ("checkfree", "checkfree+") and swarm.site_of(0) == site:
+        return copy_bytes(swarm.config) * len({1, swarm.config.stages})
+    if recovery.policy != "snapshot":
+        return 0.0
+    period = max(1, round(recovery.snapshot.fraction * recovery.snapshot.period))
+    each = recovery.snapshot.fraction / period
+    sent = (s for s in stages if swarm.site_of(s) == site)
+    return each * sum(snapshot_bytes(swarm.run, swarm.config, stage) for stage in sent)
+
+
+def _uplinks_averaging(swarm: Swarm, reach: Reach) -> Iterator[float]:
+    """Seconds until a site's uplink has carried what all stages' nodes there send their replicas at
+    other sites: of the gradient as much as to those at their own, twice."""
+    for site, mbps in swarm.uplinks.items():
+        size, delay, norm = 0.0, 0.0, 0.0
+        for stage in range(swarm.config.stages + 1):
+            replicas = swarm.replicas(stage)
+            here = round(_share_at(swarm, stage, site) * replicas)
+            if 0 < here < replicas:
+                pieces, each = averaging_pieces(swarm, stage, replicas)
+                size += here * (replicas - here) * 2 * pieces * each
+                delay = max(delay, reach.between[stage][stage].delay_ms / 1e3)
+                norm = max(norm, _slowest(swarm, stage).norm)
+        yield 2 * delay + size * ON_WIRE * BITS / mbps + norm
 
 
 def _twice(swarm: Swarm, stage: int) -> int:
@@ -335,8 +384,7 @@ def transfer(size: float, link: Link) -> float:
 
 
 def handovers(swarm: Swarm, step: float) -> list[Handover]:
-    """Of each stage's last node, over its worst link to any other, or its site's uplink if that is
-    slower. `step`: seconds of one."""
+    """Of each stage's last node, over its worst link to any other. `step`: seconds of one."""
     network = swarm.network
     sites = [
         {group.site for group in swarm.groups if group.stage == stage}
@@ -344,9 +392,8 @@ def handovers(swarm: Swarm, step: float) -> list[Handover]:
     ]
     found = []
     for stage, link in enumerate(Reach.of(network, sites).farthest):
-        mbps = min(link.mbps, *(network.uplinks.get(site, math.inf) for site in sites[stage]))
         count = parameters(swarm.config, stage)
-        found.append(Handover(stage, count, step, 2 * link.delay_ms / 1e3, mbps / ON_WIRE))
+        found.append(Handover(stage, count, step, 2 * link.delay_ms / 1e3, link.mbps / ON_WIRE))
     return found
 
 

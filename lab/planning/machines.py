@@ -9,7 +9,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from planaria.lab.emulation.links import WAN_LINKS, Link, Network, read_links
+from planaria.lab.emulation.links import WAN_LINKS, Link, Network, all_alike, read_links
 from planaria.lab.planning.planner import Machine, PlanError
 from planaria.lab.simulator.swarm import one_site
 from planaria.lab.simulator.swarm import sites as network_of
@@ -58,11 +58,16 @@ def told(
     mbps: float,
     uplink: float | None,
 ) -> tuple[tuple[Machine, ...], Network]:
-    """Nodes that are alike, at sites in turn. Raises PlanError, LinkError."""
+    """Nodes that are alike, at sites in turn; or without sites, each at home if that has an uplink.
+    Raises PlanError, LinkError."""
     counts = _counts(hardware.nodes, sites)
     if sites:
         uplinks = {} if uplink is None else dict.fromkeys(counts, uplink)
         network = network_of(read_links(table or WAN_LINKS), uplinks, counts)
+    elif uplink is not None:
+        homes = [f"home {number}" for number in range(1, sum(counts.values()) + 1)]
+        counts = dict.fromkeys(homes, 1)
+        network = all_alike(homes, delay, mbps, uplink)
     else:
         network = one_site(delay, mbps)
     names = (name for name, count in counts.items() for _ in range(count))

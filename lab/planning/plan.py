@@ -68,7 +68,11 @@ def plan(
     delay: Annotated[float, typer.Option(help="Without --site: of all links, ms one way.")] = 40.0,
     mbps: Annotated[float, typer.Option(help="Without --site: of all links, Mbit/s.")] = 100.0,
     uplink: Annotated[
-        float | None, typer.Option(help="Mbit/s that a site's nodes together send to others.")
+        float | None,
+        typer.Option(
+            help="Mbit/s that a site's nodes together send to others; without --site each is at "
+            "a site of its own."
+        ),
     ] = None,
     probe: Annotated[
         Path | None,
@@ -115,13 +119,19 @@ def plan(
 
     from planaria.lab.emulation.links import LinkError
     from planaria.lab.planning.machines import Hardware, probed, told
-    from planaria.lab.planning.planner import PlanError, Question, answer, narrower
+    from planaria.lab.planning.planner import (
+        PlanError,
+        Question,
+        answer,
+        narrower,
+        with_codecs,
+    )
     from planaria.lab.simulator.swarm import SwarmFiguresError
     from planaria.node.local.losses import read_trace
     from planaria.node.run_file import RunFileError, dumps
 
     with refusing(RunFileError, LinkError, SwarmFiguresError, PlanError, OSError, ValueError):
-        run, wanted = _asked(run_file, preset, batch, tokens, vocabulary)
+        run, wanted, free = _asked(run_file, preset, batch, tokens, vocabulary)
         rows = read_trace(trace) if trace else ()
         if rows:
             mean, rate = figures(rows)
@@ -154,6 +164,7 @@ def plan(
             budget=math.inf if budget is None else budget,
             policies=_policies(policy),
         )
+        question, wider = with_codecs(question, free)
         found = answer(question)
         narrow = narrower(question, found.best)
         replayed = replay(question, rows) if rows else {}
@@ -162,9 +173,9 @@ def plan(
         if out is not None:
             out.write_text(dumps(found.best.run), encoding="utf-8")
     if as_json:
-        console.print_json(data=as_data(found, narrow, replayed))
+        console.print_json(data=as_data(found, wider, narrow, replayed))
         return
-    _print_plan(question, found.best, narrow)
+    _print_plan(question, found.best, wider, narrow)
     _print_others(found)
     if replayed:
         _print_replayed(replayed)
@@ -182,8 +193,9 @@ def _asked(
     batch: int | None,
     tokens: float | None,
     vocabulary: int,
-) -> tuple[RunFile, float]:
-    """What is trained, and on how many tokens. Raises RunFileError, PlanError, ValueError."""
+) -> tuple[RunFile, float, set[str]]:
+    """What is trained, on how many tokens, and the codecs that the run file doesn't name, which are
+    to be chosen. Raises RunFileError, PlanError, ValueError."""
     from planaria.lab.planning.planner import PlanError
     from planaria.node.hugging_face.taking_in import take_in
     from planaria.node.run_file import RunFile, load, override
@@ -191,8 +203,11 @@ def _asked(
 
     if (run_file is None) == (preset is None):
         raise PlanError("give a run file or else a --preset: that is what is planned for")
+    free = {*CODECS}
     if run_file is not None:
-        run = override(take_in(load(run_file)), training__batch=batch)
+        given = load(run_file)
+        free -= given.wire.model_fields_set
+        run = override(take_in(given), training__batch=batch)
     else:
         assert preset is not None
         if preset not in PRESETS:
@@ -208,7 +223,7 @@ def _asked(
         if tokens is None:
             raise PlanError("a preset says nothing of how much to train: give --tokens")
     config = model_config(run.model, run.model.vocabulary or vocabulary)
-    return run, tokens or float(run.steps * run.training.batch * config.context)
+    return run, tokens or float(run.steps * run.training.batch * config.context), free
 
 
 def _policies(names: list[str] | None) -> Any:
@@ -270,12 +285,17 @@ def replay(
 
 
 def as_data(
-    found: Answer, narrow: Candidate | None, replayed: Mapping[str, tuple[Candidate, RunOutcome]]
+    found: Answer,
+    wider: Candidate | None,
+    narrow: Candidate | None,
+    replayed: Mapping[str, tuple[Candidate, RunOutcome]],
 ) -> dict[str, Any]:
-    """The answer for machines to read: seconds, bytes; null: never. `narrow`: what narrower links
-    would make of it."""
+    """The answer for machines to read: seconds, bytes; null: never. `wider`: what it would be with
+    the codecs of [wire] that hold if nothing is said, where others were chosen; `narrow`: what
+    narrower ones than the run file's would make of it."""
     data: dict[str, Any] = {
         "plan": {**plan_data(found.best), "handover": handover_data(found.best)},
+        "wider": None if wider is None else plan_data(wider),
         "narrow": None if narrow is None else plan_data(narrow),
         "others": [{**plan_data(plan), "why": why} for plan, why in found.others],
         "refused": list(found.refused),
@@ -363,7 +383,9 @@ def behind(plan: Candidate, outcome: RunOutcome) -> float:
     return min(cost.behind * guessed, cost.most * outcome.steps)
 
 
-def _print_plan(question: Question, plan: Candidate, narrow: Candidate | None) -> None:
+def _print_plan(
+    question: Question, plan: Candidate, wider: Candidate | None, narrow: Candidate | None
+) -> None:
     from rich.table import Table
 
     from planaria.lab.planning.estimate import handovers
@@ -381,6 +403,7 @@ def _print_plan(question: Question, plan: Candidate, narrow: Candidate | None) -
     )
     most = "" if training.in_flight else "at most "
     sheet.add_row("in flight", f"{most}{plan.swarm.in_flight} a source")
+    sheet.add_row("on the wire", _told_codecs(plan, wider))
     sheet.add_row("recomputation", "yes" if training.recompute else "no")
     simulated = simulate_step(plan.swarm, steps=2).seconds
     sheet.add_row("a step", f"{plan.estimate.step:.3g} s (simulated: {simulated:.3g} s)")
@@ -410,16 +433,33 @@ def _print_plan(question: Question, plan: Candidate, narrow: Candidate | None) -
     console.print(sheet)
 
 
+def _told_codecs(plan: Candidate, wider: Candidate | None) -> str:
+    """Those of the plan, and why they were chosen, if they were."""
+    from planaria.lab.planning.planner import described
+
+    codecs = _codecs(plan)
+    if wider is None:
+        return codecs
+    return (
+        f"{codecs}; that costs nothing in learning that our lab would see (results/bandwidth, "
+        f"results/averaging). With {_codecs(wider)} a step would take {wider.estimate.step:.3g} s, "
+        f"and the run {_duration(wider.seconds)}, by {described(wider)}"
+    )
+
+
 def _told_narrow(plan: Candidate) -> str:
     from rich.markup import escape
 
     from planaria.lab.planning.planner import described
 
-    codecs = ", ".join(f'{name} = "{getattr(plan.run.wire, name)}"' for name in CODECS)
     return (
         f"a step takes {plan.estimate.step:.3g} s, and the run {_duration(plan.seconds)}, by "
-        f"{described(plan)}, if {escape('[wire]')} in the run file says {codecs}"
+        f"{described(plan)}, if {escape('[wire]')} in the run file says {_codecs(plan)}"
     )
+
+
+def _codecs(plan: Candidate) -> str:
+    return ", ".join(f'{name} = "{getattr(plan.run.wire, name)}"' for name in CODECS)
 
 
 def _print_others(found: Answer) -> None:

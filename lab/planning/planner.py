@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import Final
@@ -53,6 +53,8 @@ POLICIES: Final[tuple[Policy, ...]] = (
 NARROW: Final[Mapping[str, str]] = {"activations": "int8", "gradients": "int4", "averaging": "int8"}
 """Codecs that cost nothing in learning that three seeds would show (results/bandwidth and
 averaging)."""
+BOUNDARIES, AVERAGING = ("activations", "gradients"), ("averaging",)
+"""What they are for; each is narrowed as a whole, or not."""
 BYTES: Final = ("none", "fp16", "bf16", "int8", "int4", "topk", "lowrank")
 """Codecs, by how much they leave of a tensor."""
 WORTH: Final = 0.05
@@ -283,7 +285,8 @@ class _Shape:
             run = _with_recovery(run, snapshot=snapshot)
         swarm, losing = self._swarm(run), self.question.losing
         away = [missing(swarm, self.reach, losing, stage) for stage in range(len(self.counts))]
-        kind = recovery.policy if recovery.policy in ("redundant", "checkfree+") else "others"
+        apart = self.question.network.uplinks or recovery.policy in ("redundant", "checkfree+")
+        kind = recovery.policy if apart else "others"
         key = kind, training.microbatch, training.in_flight, training.recompute
         if key not in self.steps:
             step = step_seconds(swarm, self.reach)
@@ -357,16 +360,43 @@ def answer(question: Question) -> Answer:
     return Answer(best, told, refused)
 
 
+def with_codecs(question: Question, free: Collection[str]) -> tuple[Question, Candidate | None]:
+    """The question with codecs as in `NARROW` for those of [wire] that are `free`, where they save
+    `WORTH` of the time (or, with a deadline, of the money), and no more of them than that takes.
+    If there are any, the best plan with the run's own beside it, if one does it."""
+    codecs = _narrowed(question.run, free)
+    tried: list[tuple[Question, Candidate]] = []
+    own: Candidate | None = None
+    for kept in ((*NARROW,), BOUNDARIES, AVERAGING, ()):
+        few = {what: codec for what, codec in codecs.items() if what not in kept}
+        if few or kept == (*NARROW,):
+            wire = question.run.wire.model_copy(update=few)
+            asked = replace(question, run=question.run.model_copy(update={"wire": wire}))
+            plans = (one for one in candidates(asked) if isinstance(one, Candidate))
+            if (best := _best(asked, plans)) is not None:
+                tried.append((asked, best))
+                own = own if few else best
+    if not tried:
+        return question, None
+    least = min(_worth(question, best)[0] for _, best in tried)
+    asked, best = next(one for one in tried if (1 - WORTH) * _worth(question, one[1])[0] <= least)
+    return (question, None) if best is own else (asked, own)
+
+
+def _narrowed(run: RunFile, free: Collection[str]) -> dict[str, str]:
+    """Of these codecs, those of `NARROW` that leave less than the run's."""
+    return {
+        what: codec
+        for what, codec in NARROW.items()
+        if what in free and BYTES.index(codec) > BYTES.index(getattr(run.wire, what))
+    }
+
+
 def narrower(question: Question, best: Candidate) -> Candidate | None:
     """The best plan of that policy with codecs as in `NARROW`, where the run's own leave more;
     None: it is hardly quicker."""
-    wire = question.run.wire
-    codecs = {
-        what: codec
-        for what, codec in NARROW.items()
-        if BYTES.index(codec) > BYTES.index(getattr(wire, what))
-    }
-    run = question.run.model_copy(update={"wire": wire.model_copy(update=codecs)})
+    wire = question.run.wire.model_copy(update=_narrowed(question.run, NARROW))
+    run = question.run.model_copy(update={"wire": wire})
     found = candidates(replace(question, run=run, policies=(best.policy,)))
     plan = _best(question, (one for one in found if isinstance(one, Candidate)))
     return plan if plan and plan.seconds < (1 - WORTH) * best.seconds else None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from planaria.lab.planning.machines import Hardware, probed
+from planaria.lab.planning.machines import Hardware, probed, told
 from planaria.lab.planning.plan import curves, figures
 from planaria.lab.planning.planner import Machine, PlanError, Question
 from planaria.lab.simulator.swarm import one_site
@@ -78,6 +78,47 @@ def test_json_has_the_plan_and_what_loses(tmp_path: Path) -> None:
     assert plan["money"] == pytest.approx(plan["seconds"] / 3600 * price)
     assert {other["policy"] for other in found["others"]} > {"redundant"}
     assert all(other["why"] for other in found["others"])
+
+
+HOMES = ("--nodes", "8", "--delay", "35", "--mbps", "20", "--uplink", "2")
+
+
+def test_codecs_that_the_run_file_leaves_open_are_chosen_and_it_is_said_why(tmp_path: Path) -> None:
+    out = tmp_path / "plan.toml"
+    found = data(tmp_path, "RUN", *NODES, *HOMES, "--out", str(out))
+    narrow = {"activations": "int8", "gradients": "int4", "averaging": "int8"}
+    assert found["plan"]["wire"] == narrow
+    assert found["wider"]["wire"] == {
+        "activations": "bf16",
+        "gradients": "bf16",
+        "averaging": "none",
+    }
+    assert found["plan"]["step_seconds"] < found["wider"]["step_seconds"]
+    assert found["narrow"] is None  # there is nothing left to narrow
+    assert {name: getattr(load(out).wire, name) for name in narrow} == narrow
+    status, said = invoke(tmp_path, "RUN", *NODES, *HOMES)
+    assert status == 0
+    assert re.search(r"on the wire .*costs nothing in learning.*With activations", said, re.S)
+
+
+def test_codecs_of_the_run_file_are_kept(tmp_path: Path) -> None:
+    wire = '[wire]\nactivations = "none"\ngradients = "bf16"\naveraging = "none"\n'
+    status, said = invoke(tmp_path, "RUN", *NODES, *HOMES, "--json", run=RUN + wire)
+    assert status == 0, said
+    found = json.loads(said)
+    assert found["plan"]["wire"]["activations"] == "none"
+    assert found["wider"] is None
+    assert found["narrow"]["wire"]["activations"] == "int8"  # told of, not chosen
+
+
+def test_without_sites_each_node_with_an_uplink_is_at_home(tmp_path: Path) -> None:
+    hardware = NOTHING._replace(nodes=4, tflops=0.05, memory=1.0)
+    machines, network = told(hardware, [], None, 35.0, 20.0, 2.0)
+    assert len({machine.site for machine in machines}) == 4
+    assert set(network.uplinks.values()) == {2.0}
+    assert network.between(machines[0].site, machines[3].site)[2:] == (35.0, 20.0)
+    slow = data(tmp_path, "RUN", *NODES, *HOMES)["plan"]["tokens_per_second"]
+    assert slow < data(tmp_path, "RUN", *NODES, *HOMES[:-2])["plan"]["tokens_per_second"]
 
 
 def test_a_preset_and_a_kind_are_enough(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,12 @@ from planaria.lab.planning.planner import (
     candidates,
     narrower,
     spreads,
+    with_codecs,
 )
 from planaria.lab.simulator.churn import HOUR, Churn
 from planaria.lab.simulator.run import simulate_run
 from planaria.lab.simulator.step import simulate_step
-from planaria.lab.simulator.swarm import sites
+from planaria.lab.simulator.swarm import parameters, sites
 from planaria.node.run_file import dumps, loads, override
 
 RESULTS = Path(__file__).parents[3] / "results"
@@ -213,6 +215,106 @@ def test_no_codec_of_the_runs_own_is_replaced_by_a_wider_one(averaging: str) -> 
     assert narrow is not None
     wire = narrow.run.wire
     assert (wire.activations, wire.gradients, wire.averaging) == ("int4", "int4", averaging)
+
+
+# --- codecs
+
+FREE = ("activations", "gradients", "averaging")
+
+
+def codecs(asked: Question) -> tuple[str, str, str]:
+    wire = asked.run.wire
+    return wire.activations, wire.gradients, wire.averaging
+
+
+def test_codecs_are_chosen_where_they_save_time_and_cost_nothing() -> None:
+    slow = question(nodes=10, mbps=20.0, near=20.0, flops=1e12)
+    asked, wider = with_codecs(slow, FREE)
+    assert codecs(asked) == ("int8", "int4", "int8")
+    assert wider is not None
+    assert codecs(slow) == tuple(getattr(wider.run.wire, name) for name in FREE)
+    best = answer(asked).best
+    assert best.seconds < 0.95 * wider.seconds
+    assert wider.seconds == answer(slow).best.seconds
+    quick = question(nodes=10, delay=0.0, mbps=1e5, near=1e5, flops=1e9)
+    assert with_codecs(quick, FREE) == (quick, None)
+
+
+def test_only_codecs_that_are_free_are_chosen_and_no_more_than_it_takes() -> None:
+    slow = question(nodes=10, mbps=20.0, near=20.0, flops=1e12)
+    assert with_codecs(slow, ()) == (slow, None)
+    asked, _ = with_codecs(slow, ["averaging"])
+    assert codecs(asked) == ("bf16", "bf16", "int8")
+    alone = question(nodes=3, mbps=2.0, near=2.0, flops=1e12, run=RUN + "layers = 2\nstages = 2")
+    asked, _ = with_codecs(replace(alone, policies=("checkpoint",)), FREE)
+    best = answer(asked).best
+    assert (max(best.counts) > 1) == (asked.run.wire.averaging == "int8")
+
+
+def test_codecs_may_be_what_it_takes_to_meet_a_deadline() -> None:
+    slow = question(nodes=10, mbps=20.0, near=20.0, flops=1e12)
+    asked, _ = with_codecs(slow, FREE)
+    between = (answer(asked).best.seconds + answer(slow).best.seconds) / 2 / HOUR
+    late = replace(slow, deadline=between)
+    with pytest.raises(PlanError):
+        answer(late)
+    asked, wider = with_codecs(late, FREE)
+    assert wider is None
+    assert answer(asked).best.seconds <= between * HOUR
+
+
+# --- home links
+
+
+def homes(nodes: int = 12, slowest: float = 1.0, **more: Any) -> Question:
+    """Each node at home, with an uplink of its own from `slowest` Mbit/s on, three times that."""
+    away = {f"h{i}": 10.0 + 15.0 * (5 * i % nodes) / nodes for i in range(nodes)}
+    uplinks = {name: slowest * (1 + 2 * (7 * i % nodes) / nodes) for i, name in enumerate(away)}
+    links = [Link(a, b, away[a] + away[b], 16 * slowest) for a, b in combinations(away, 2)]
+    machines = tuple(Machine(name, name, 2e9, 4e9, shared=True) for name in away)
+    run = RUN.replace("batch = 16", "batch = 96")
+    return Question(loads(run), 512, machines, sites(links, uplinks), 1e6, **more)
+
+
+def test_more_of_an_uplink_is_never_slower() -> None:
+    for before, after in zip(plans(homes()), plans(homes(slowest=1.7)), strict=True):
+        assert after.seconds <= before.seconds * (1 + 1e-9)
+
+
+def test_averaging_and_copies_share_the_uplink() -> None:
+    """What replicas send each other, and the copies of stage 0, take as long as the uplink has it,
+    whatever the links behind it could carry."""
+    step = {
+        (plan.policy, plan.run.wire.averaging): plan.estimate.step
+        for codec in ("none", "int8")
+        for plan in plans(
+            replace(
+                homes(policies=("checkfree", "checkpoint")),
+                run=override(homes().run, wire__averaging=codec),
+            )
+        )
+        if plan.counts == (4, 4, 4) and plan.run.training.microbatch == 8
+    }
+    assert step["checkpoint", "int8"] < step["checkpoint", "none"]
+    assert step["checkpoint", "int8"] < step["checkfree", "int8"]
+    plan = next(p for p in plans(homes(policies=("checkpoint",))) if p.counts == (4, 4, 4))
+    gradient = 2 * 3 / 4 * 4 * parameters(plan.swarm.config, 0)  # each of two times, float32
+    uplink = min(plan.swarm.network.uplinks[machine.site] for machine in plan.nodes[0])
+    assert plan.estimate.step > gradient * 8e-6 / uplink
+
+
+def test_steps_at_home_are_near_the_simulators() -> None:
+    ratios = []
+    for asked in (homes(), homes(slowest=5.0)):
+        asked, _ = with_codecs(asked, FREE)
+        for plan in some(asked, 11):
+            simulated = simulate_step(plan.swarm, steps=3).seconds
+            ratios.append(plan.estimate.step / simulated)
+        best = answer(asked).best
+        assert 0.85 < best.estimate.step / simulate_step(best.swarm, 4).seconds < 1.15
+    assert len(ratios) > 20
+    assert 0.6 < min(ratios) <= max(ratios) < 1.7
+    assert 0.85 < statistics.median(ratios) < 1.15
 
 
 def test_what_cannot_be_says_why() -> None:
