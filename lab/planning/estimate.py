@@ -218,15 +218,18 @@ def _uplinks(swarm: Swarm, count: int) -> Iterator[float]:
 def _copied(swarm: Swarm, site: str) -> float:
     """Bytes that those who speak for stages from this site send in the background, each step, if
     there is time. A chunk of them leaves between two frames, at most."""
-    recovery, stages = swarm.run.recovery, range(swarm.config.stages + 1)
-    if recovery.policy in ("checkfree", "checkfree+") and swarm.site_of(0) == site:
-        return copy_bytes(swarm.config) * len({1, swarm.config.stages})
-    if recovery.policy != "snapshot":
-        return 0.0
-    period = max(1, round(recovery.snapshot.fraction * recovery.snapshot.period))
-    each = recovery.snapshot.fraction / period
-    sent = (s for s in stages if swarm.site_of(s) == site)
-    return each * sum(snapshot_bytes(swarm.run, swarm.config, stage) for stage in sent)
+    config, recovery = swarm.config, swarm.run.recovery
+    snapshot, size = recovery.snapshot, 0.0
+    for stage in range(config.stages + 1):
+        if swarm.site_of(stage) != site:
+            continue
+        kind = sent_as(recovery.policy, stage, snapshot.first)
+        if kind == "copy":
+            size += copy_bytes(config) * len({1, config.stages})
+        elif kind == "snapshot":
+            period = max(1, round(snapshot.fraction * snapshot.period))
+            size += snapshot.fraction * snapshot_bytes(swarm.run, config, stage) / period
+    return size
 
 
 def _uplinks_averaging(swarm: Swarm, reach: Reach) -> Iterator[float]:

@@ -228,7 +228,7 @@ def codecs(asked: Question) -> tuple[str, str, str]:
 
 
 def test_codecs_are_chosen_where_they_save_time_and_cost_nothing() -> None:
-    slow = question(nodes=10, mbps=20.0, near=20.0, flops=1e12)
+    slow = homes()
     asked, wider = with_codecs(slow, FREE)
     assert codecs(asked) == ("int8", "int4", "int8")
     assert wider is not None
@@ -241,18 +241,16 @@ def test_codecs_are_chosen_where_they_save_time_and_cost_nothing() -> None:
 
 
 def test_only_codecs_that_are_free_are_chosen_and_no_more_than_it_takes() -> None:
-    slow = question(nodes=10, mbps=20.0, near=20.0, flops=1e12)
+    slow = homes()
     assert with_codecs(slow, ()) == (slow, None)
     asked, _ = with_codecs(slow, ["averaging"])
     assert codecs(asked) == ("bf16", "bf16", "int8")
-    alone = question(nodes=3, mbps=2.0, near=2.0, flops=1e12, run=RUN + "layers = 2\nstages = 2")
-    asked, _ = with_codecs(replace(alone, policies=("checkpoint",)), FREE)
-    best = answer(asked).best
-    assert (max(best.counts) > 1) == (asked.run.wire.averaging == "int8")
+    asked, _ = with_codecs(question(nodes=2, mbps=2.0, near=2.0, flops=1e12), FREE)
+    assert codecs(asked) == ("int8", "int4", "none")  # there is nobody to average with
 
 
 def test_codecs_may_be_what_it_takes_to_meet_a_deadline() -> None:
-    slow = question(nodes=10, mbps=20.0, near=20.0, flops=1e12)
+    slow = question(nodes=10, mbps=20.0, near=20.0, flops=1e12, policies=("checkpoint",))
     asked, _ = with_codecs(slow, FREE)
     between = (answer(asked).best.seconds + answer(slow).best.seconds) / 2 / HOUR
     late = replace(slow, deadline=between)
