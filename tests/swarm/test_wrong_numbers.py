@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from rich.console import Console
 
 from planaria.lab.chaos.sick_node import run_sick, tell
 from planaria.node.local import swarm as local
-from planaria.node.local.processes import Processes
 from planaria.node.naming import node_of
 from planaria.node.resolve import resolve
 from planaria.node.run_file import override
@@ -325,9 +323,8 @@ async def test_planaria_up_ends_with_the_sentence_of_a_run_that_paused(
         return [*sick, *command(swarm, slot)]
 
     monkeypatch.setattr(local._Swarm, "_command", with_a_sick_one)
-    monkeypatch.setattr(local, "Processes", partial(Processes, work=run_sick))
     run = resolve(override(PAIRS, swarm__replicas=1, data__path=str(data)))
-    plan = local.SwarmPlan(run, out, None, "cpu")
+    plan = local.SwarmPlan(run, out, None, "cpu", work=run_sick)
     ending = await local.up(plan, [], Console(file=said, width=300))
     summary = json.loads((out / "summary.json").read_text())
     why = "3 steps in a row were skipped, since the gradient of stage "
