@@ -129,13 +129,15 @@ def swarm(
         registry += ["--authority", str(authority)] if tls else []
         listening, namespace = _at_home(homes, "registry")
         processes.start("registry", ["bootstrap", *listening, *registry], namespace)
-        while not joined_by.exists():
-            time.sleep(0.05)
         joining = ["--join", f"@{joined_by}", *said_here(run), "--out", str(logs)]
+        living = Living(processes, mortal, [*joining, *_at_home(None, "")[0]])
+        while not joined_by.exists():
+            living()  # unless the registry has ended
+            time.sleep(0.05)
         for slot, arguments in nodes.items():
             listening, namespace = _at_home(homes, slot)
             processes.start(slot, [*arguments, *joining, *listening], namespace)
-        yield Living(processes, mortal, [*joining, *_at_home(None, "")[0]])
+        yield living
     finally:
         processes.kill_all()
 
