@@ -498,6 +498,11 @@ class HeldSnapshot:
 # Who holds what
 
 
+def steps_between(fraction: float, period: int) -> int:
+    """Two updates of a running snapshot: of the fraction r of the blocks, every r C steps."""
+    return max(1, round(fraction * period))
+
+
 def sent_as(policy: Policy, stage: int, first: int) -> Literal["copy", "snapshot"] | None:
     """As what the state of `stage` travels to peers by this policy; None: it doesn't.
 

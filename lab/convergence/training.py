@@ -52,7 +52,14 @@ from planaria.recovery.decide import (
 from planaria.recovery.learner import ROUNDS, Learner, Muon, UpdateRule, orthogonalizing_flops
 from planaria.recovery.orders import all_orders, blocks, order, runs, window_orders
 from planaria.recovery.relearning import PULL, parts
-from planaria.recovery.snapshot import Group, HeldSnapshot, Layout, SentSnapshot, sent_as
+from planaria.recovery.snapshot import (
+    Group,
+    HeldSnapshot,
+    Layout,
+    SentSnapshot,
+    sent_as,
+    steps_between,
+)
 from planaria.recovery.snapshot import decode as decode_update
 
 
@@ -439,7 +446,7 @@ class TrainingSwarm:
             state = [State.of(stage) for stage in self.stages]
             self.checkpoints = {(self.lineage, self.committed): state}
         snapshot = recovery.snapshot
-        period = max(1, round(snapshot.fraction * snapshot.period))
+        period = steps_between(snapshot.fraction, snapshot.period)
         for number, running in self.snapshots.items():
             if running.taken_at < 0 or self.committed - running.taken_at >= period:
                 self._send(number, running)

@@ -35,7 +35,7 @@ from planaria.node.state.handover import Handover
 from planaria.node.wire.background import chunk_in_simulation
 from planaria.recovery.orders import all_orders
 from planaria.recovery.relearning import time_for
-from planaria.recovery.snapshot import sent_as
+from planaria.recovery.snapshot import sent_as, steps_between
 
 LEVELS: Final = 8
 """Replicas of a stage that may be missing at once, at most, of which a step's time is looked at."""
@@ -227,7 +227,7 @@ def _copied(swarm: Swarm, site: str) -> float:
         if kind == "copy":
             size += copy_bytes(config) * len({1, config.stages})
         elif kind == "snapshot":
-            period = max(1, round(snapshot.fraction * snapshot.period))
+            period = steps_between(snapshot.fraction, snapshot.period)
             size += snapshot.fraction * snapshot_bytes(swarm.run, config, stage) / period
     return size
 

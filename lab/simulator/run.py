@@ -23,7 +23,7 @@ from planaria.lab.simulator.step import MeanStep, simulate_step
 from planaria.lab.simulator.swarm import Group, Swarm, SwarmFiguresError
 from planaria.recovery.decide import Decision, Held, Left, Rebuild, RollBack, Source, Stop, decide
 from planaria.recovery.relearning import time_for
-from planaria.recovery.snapshot import held_at, sent_as
+from planaria.recovery.snapshot import held_at, sent_as, steps_between
 
 Events = Generator[simpy.Event, object, None]
 IN_VAIN: Final = 10_000
@@ -623,7 +623,7 @@ class _Run:
             if self.policy == "redundant" or self.nodes[place].since < self.committed:
                 first.setdefault(place.stage, place)
         snapshot = recovery.snapshot
-        due = max(1, round(snapshot.fraction * snapshot.period))
+        due = steps_between(snapshot.fraction, snapshot.period)
         for place in first.values():
             name = f"{place.stage}.{place.number}"
             if self.policy == "redundant":

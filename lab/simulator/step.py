@@ -39,7 +39,7 @@ from planaria.node.wire.frames import KINDS
 from planaria.node.wire.stage_pb2 import Place
 from planaria.recovery.orders import window_orders
 from planaria.recovery.snapshot import route as route_of_copies
-from planaria.recovery.snapshot import sent_as
+from planaria.recovery.snapshot import sent_as, steps_between
 
 URGENCY: Final = {kind: number for number, kind in enumerate(KINDS)}
 MOST_PIECES: Final = 8
@@ -386,7 +386,7 @@ class _Training:
             size, period, pace = copy_bytes(config), 1, 0.0
             if kind == "snapshot":
                 size = round(snapshot.fraction * snapshot_bytes(run, config, stage))
-                period = max(1, round(snapshot.fraction * snapshot.period))
+                period = steps_between(snapshot.fraction, snapshot.period)
                 pace = 8 / (snapshot.mbps * 1e6)
             holders = [self.nodes[name] for name in way.holders]
             sender = self.nodes[way.sender]

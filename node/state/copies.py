@@ -47,6 +47,7 @@ from planaria.recovery.snapshot import (
     SentSnapshot,
     UpdateError,
     ValuesError,
+    steps_between,
 )
 
 log = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ class Outgoing:
             snapshot.moments,
             (seed, stage),
         )
-        period = max(1, round(snapshot.fraction * snapshot.period))
+        period = steps_between(snapshot.fraction, snapshot.period)
         return cls("snapshot", stage, period, snapshot.mbps * 1e6 / 8, new_sent)
 
 
