@@ -6,11 +6,20 @@ sends the sum to all. The order of arrival changes nothing, and with a lossy cod
 goes on with the decoded bits: replicas stay bit-identical. What int8, topk and lowrank leave out,
 of a contribution and of a sum, is held back for the next step (held_back.py).
 
+More than eight replicas are laid out in rows (bootstrap/neighbours.py), so that none needs a link
+to each other one: about 2 sqrt(R) of them instead of R. In each row the same parts have an owner
+there, who adds up what its row contributes. The owners of a part, one a row, do the same with it
+once more: each makes the sum of a share of it, of the rows' sums in the order of the rows, and
+sends that to the others, who pass its very bytes on to their rows. So four hops, not two, and in
+all as many bytes. Where rows aren't of one length, the last one of a longer row owns nothing.
+
 A gradient is already a sum over tokens divided by the tokens of the whole window. So the replicas'
 gradients simply add up, whatever share of the window each of them has computed: no weights.
 
 The first piece of every contribution names the microbatches in it. Every replica owns a part, so
-every replica sees all the names and checks for itself that the stage applied each one once.
+every replica sees all the names and checks for itself that the stage applied each one once. Of
+several rows, one of each tells the others of its row's with a sum; who is in that row, and got
+other names itself, finds it out.
 
 What comes is finite, or its sender is named: a contribution before it is in any sum, a sum since
 all that is in it was.
@@ -20,14 +29,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import chain, pairwise
 from random import Random
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
+from planaria.bootstrap.neighbours import places, rows
 from planaria.bootstrap.registry_pb2 import NUMBERS
 from planaria.node.ports import Tensors
 from planaria.node.transaction.effects import NEVER, Ballot
@@ -41,6 +51,7 @@ from planaria.node.wire.frames import (
     Frame,
     NonFiniteError,
     WireError,
+    buffers_of,
     check_forms,
 )
 from planaria.node.wire.largest import row_bytes
@@ -56,6 +67,9 @@ log = logging.getLogger(__name__)
 PIECE: Final = 2 << 20  # values of a part that travel in one frame: 8 MiB of float32
 EARLY_LIMIT: Final = 2 << 30  # bytes kept of one peer that is ahead of this node
 NAMED: Final = 8  # microbatches, or characters of what is unknown, in an error message
+LATER: Final = 2.0
+"""Seconds by which, at each hop behind a row's contributions, it takes longer until somebody is
+accused: those behind whom it is stuck say so first."""
 
 LATE: Final = 1 << 62
 """A step after all that is otherwise in a run's first ones."""
@@ -127,18 +141,18 @@ class Coding:
         (row,) = self.tensors.decode(descriptors, payload, device)
         return row
 
-    def spans(self, size: int, replicas: int) -> list[list[tuple[int, int]]]:
-        """Of the parts of a gradient of that size, and their pieces."""
-        return spans(size, replicas, self.shapes if self.codec == "lowrank" else ())
+    def spans(self, size: int, parts: int) -> list[list[tuple[int, int]]]:
+        """Of so many parts of a gradient of that size, and their pieces."""
+        return spans(size, parts, self.shapes if self.codec == "lowrank" else ())
 
     def _cuts(self, row: Tensor, start: int) -> list[Cut]:
         return cuts(self.shapes, self.rank, start, row.numel())
 
 
-def spans(size: int, replicas: int, matrices: Sequence[Shape] = ()) -> list[list[tuple[int, int]]]:
-    """Where the pieces of each replica's part of a gradient begin and end; the rows of `matrices`
+def spans(size: int, parts: int, matrices: Sequence[Shape] = ()) -> list[list[tuple[int, int]]]:
+    """Where the pieces of each of so many parts of a gradient begin and end; the rows of `matrices`
     stay whole. An empty part is one empty piece, for the ids go with a piece."""
-    bounds = [*(row_start(matrices, size * i // replicas) for i in range(replicas)), size]
+    bounds = [*(row_start(matrices, size * i // parts) for i in range(parts)), size]
     firsts = [
         [row_start(matrices, first) for first in range(start, max(start + 1, stop), PIECE)]
         for start, stop in pairwise(bounds)
@@ -147,7 +161,8 @@ def spans(size: int, replicas: int, matrices: Sequence[Shape] = ()) -> list[list
 
 
 def gradient_bytes(wire: WireSection, shapes: Iterable[Shape], replicas: int) -> int:
-    """Of the whole gradient of parameters of these shapes, sent once, in so many parts."""
+    """Of the whole gradient of parameters of these shapes, sent once, in the parts that so many
+    replicas make of it."""
     if wire.averaging == "lowrank":
         return _factor_bytes(tuple(shapes), wire.rank, replicas)
     return row_bytes(sum(map(math.prod, shapes)), wire.averaging, wire.topk)
@@ -155,14 +170,22 @@ def gradient_bytes(wire: WireSection, shapes: Iterable[Shape], replicas: int) ->
 
 @lru_cache(maxsize=64)  # a search for a plan asks again and again
 def _factor_bytes(shapes: tuple[Shape, ...], rank: int, replicas: int) -> int:
-    parts = spans(sum(map(math.prod, shapes)), replicas, shapes)
+    some = rows([f"{rank:06}" for rank in range(replicas)])
+    parts = spans(sum(map(math.prod, shapes)), len(some) * places(some), shapes)
     return encoded_bytes(shapes, rank, chain.from_iterable(parts))
 
 
-def check_ids(shares: Mapping[str, Collection[int]], window: int) -> None:
-    """Each of the microbatches 0..window-1 is in exactly one replica's share, once.
+def check_ids(
+    shares: Mapping[str, Collection[int]],
+    window: int,
+    tellers: Mapping[str, str] | None = None,
+    whole: bool = True,
+) -> None:
+    """Each of the microbatches 0..window-1 is in exactly one replica's share, once; if these aren't
+    all of them, not `whole`, in none or one.
 
-    Raises ComplaintError that names the ids that are not, and accuses who holds them.
+    Raises ComplaintError that names the ids that are not, and accuses who holds them, or else, by
+    `tellers`, who has said so.
     """
     holders: dict[int, list[str]] = {}
     for node, ids in sorted(shares.items()):
@@ -170,7 +193,7 @@ def check_ids(shares: Mapping[str, Collection[int]], window: int) -> None:
             holders.setdefault(microbatch, []).append(node)
     unknown = sorted(i for i in holders if not 0 <= i < window)
     twice = sorted(i for i, nodes in holders.items() if len(nodes) > 1)
-    missing = [i for i in range(window) if i not in holders]
+    missing = [i for i in range(window) if whole and i not in holders]
     faults = []
     if unknown:
         faults.append(f"not of this window: {_name_ids(unknown, holders)}")
@@ -179,7 +202,8 @@ def check_ids(shares: Mapping[str, Collection[int]], window: int) -> None:
     if missing:
         faults.append(f"in nobody's gradient: {_name_ids(missing, holders)}")
     if faults:
-        accused = {node for i in unknown + twice for node in holders[i]}
+        told = tellers or {}
+        accused = {told.get(node, node) for i in unknown + twice for node in holders[i]}
         raise ComplaintError(
             f"the stage's gradient is not that of the window's {window} microbatches; "
             + "; ".join(faults),
@@ -269,13 +293,14 @@ class Averaging:
                 for number in range(reduction.pieces):
                     await self._compute(partial(reduction.contribute, number))
                 while awaited := reduction.awaited():
-                    phase, nodes = awaited
+                    phase, nodes, hops = awaited
+                    later = LATER * hops
                     try:
-                        peer, item = await inbox.take(until)
+                        peer, item = await inbox.take(until + later)
                     except TimeoutError:
+                        seconds, whose = deadline + later, ", ".join(nodes)
                         raise ComplaintError(
-                            f"after {deadline:g} s the {phase} of {', '.join(nodes)} is not there",
-                            nodes,
+                            f"after {seconds:g} s the {phase} of {whose} is not there", nodes
                         ) from None
                     await self._absorb(reduction, peer, item)
         finally:
@@ -303,7 +328,7 @@ class Averaging:
             if reduction.needs(peer):
                 why = f"lost {peer} before its sums were here: {item.reason}"
                 raise PeerLostError(why, [peer], item.cause)
-        elif peer in reduction.ranks:
+        elif peer in reduction.nodes:
             await self._compute(partial(reduction.absorb, peer, item))
         else:
             log.warning("dropped a gradient from %s, no replica of this stage", peer)
@@ -314,12 +339,45 @@ class Averaging:
                 raise PeerLostError(f"there is no link to {peer}", [peer])
 
 
+class Piece(NamedTuple):
+    """Of a gradient, from `start` to before `stop`."""
+
+    start: int
+    stop: int
+    home: int  # the row whose owner of it makes the sum
+    names: bool = False  # with its sum go the names of the microbatches in that row
+
+    def of(self, row: Tensor) -> Tensor:
+        return row[self.start : self.stop]
+
+
+class Awaited(NamedTuple):
+    phase: str
+    nodes: list[str]
+    hops: int  # behind contributions, where there are several rows
+
+
+Phase: TypeAlias = Literal["contribution", "row sum", "sum"]
+
+
+@dataclass
+class Total:
+    """Of what comes in any order, added in one."""
+
+    added: int = 0  # terms in it
+    value: Tensor | None = None
+    early: dict[str, Frame | Tensor] = field(default_factory=dict)  # by node
+
+
 class Reduction:
     """The arithmetic of one reduction at one node: frames in, frames out. All of it runs in the
     compute thread, but for the questions `awaited` and `needs`, asked between two of its tasks.
 
-    Frames, by `fields`: {"phase": "contribution", "piece": k}, to the owner of a part, the first
-    one with "ids"; {"phase": "sum", "piece": k}, from the owner to all.
+    Frames, by `fields`: {"phase": "contribution", "piece": k}, to the owner of a part in one's row,
+    the first one with "ids"; {"phase": "row sum", "piece": k}, from there to that owner who makes
+    the sum; {"phase": "sum", "piece": k}, from that one to its row and to the other owners, and
+    from these to their rows. Pieces are numbered as an owner has them: of the first two who gets
+    them, of sums who sends them.
     """
 
     def __init__(
@@ -347,79 +405,118 @@ class Reduction:
                 f"{gradient.dtype} {tuple(gradient.shape)}"
             )
         self.nodes = sorted(replicas)
-        self.ranks = {name: rank for rank, name in enumerate(self.nodes)}
-        if node not in self.ranks or len(self.ranks) < len(self.nodes):
+        if node not in self.nodes or len(set(self.nodes)) < len(self.nodes):
             raise ValueError(f"replicas {self.nodes} don't name {node} and each other once")
-        self.node, self.rank = node, self.ranks[node]
-        self.ballot, self.window = ballot, window
-        self.coding, self.non_finite = coding, non_finite
-        self.spans = coding.spans(gradient.numel(), len(self.nodes))
-        self.gradient, self.parts = gradient.detach(), self._split(gradient.detach())
+        self.node, self.ballot, self.window = node, ballot, window
+        self.gradient, self.coding, self.non_finite = gradient.detach(), coding, non_finite
         self.held_back = held_back if feeds_back(coding.codec) else None
-        self.owed: list[list[Tensor]] = []  # what is held back since the last commit; as `parts`
-        self.owing: list[list[Tensor]] = []  # ... and since the coming one
-        self.shares: dict[str, Collection[int]] = {node: sorted(ids)}
-        own = self.parts[self.rank]
-        self.totals: list[Tensor | None] = [None] * len(own)
-        self.added = [0] * len(own)  # replicas whose contribution is in the total
-        self.early: dict[tuple[int, int], Frame] = {}  # contributions by piece, rank
-        others = [rank for rank in self.ranks.values() if rank != self.rank]
-        self.contributions = {rank: set(range(len(own))) for rank in others}  # to come
-        self.sums = {rank: set(range(len(self.parts[rank]))) for rank in others}  # to come
+        self.owed: Tensor | None = None  # what is held back since the last commit
+        self.owing: Tensor | None = None  # ... and since the coming one
+        self._lay_out()
+        self._await_all()
+        self.totals: dict[tuple[Phase, int], Total] = defaultdict(Total)
+        self.shares: dict[str, list[int]] = {node: sorted(ids)}
+        self.tellers = {node: node}  # of whose shares who has told this node
         self.watched = -1  # a piece
-        self.kept: dict[int, Tensor] = {}  # by rank, what was given to it
+        self.kept: dict[str, Tensor] = {}  # by node, what was given to it
         self.contributions_seen: list[Contribution] = []
-        known = [name for name in self.nodes if name in comparable]
-        if chance is not None and len(known) >= COMPARABLE:
-            self.watched = chance.randrange(len(own))
-            self.looked_at = {self.ranks[name] for name in looked_at(node, known)}
-        if not others:
+        known = [name for name in self.row if name in comparable]
+        if chance is not None and self.own and len(known) >= COMPARABLE:
+            self.watched = chance.randrange(len(self.own))
+            self.looked_at = looked_at(node, known)
+        if len(self.nodes) == 1:
             check_ids(self.shares, window)
+
+    def _lay_out(self) -> None:
+        """Who owns what, of those that this node has to do with."""
+        self.rows = rows(self.nodes)
+        count, parts = len(self.rows), places(self.rows)
+        (self.home,) = (n for n, row in enumerate(self.rows) if self.node in row)
+        self.row = self.rows[self.home]  # this node among them, as in `column`
+        place = self.row.index(self.node)
+        self.column = [row[place] for row in self.rows] if place < parts else [self.node]
+        shares = self.coding.spans(self.gradient.numel(), parts * count)
+
+        def owned(row: int, place: int) -> list[Piece]:
+            """Those first whose sums it makes."""
+            return [
+                Piece(start, stop, home, count > 1 and first == 0 and home % parts == place)
+                for home in (*range(row, count), *range(row))
+                for first, (start, stop) in enumerate(shares[place * count + home])
+            ]
+
+        self.pieces_of = {name: owned(self.home, p) for p, name in enumerate(self.row[:parts])}
+        if place < parts:
+            self.pieces_of |= {name: owned(n, place) for n, name in enumerate(self.column)}
+        self.own = self.pieces_of.get(self.node, [])
+
+    def _await_all(self) -> None:
+        """What is to come, by node: numbers of pieces."""
+        mates, owners = self._others(self.row), self._others(self.column)
+        made_here = {number for number, one in enumerate(self.own) if one.home == self.home}
+        self.contributions = {node: set(range(len(self.own))) for node in mates}
+        self.row_sums = {node: set(made_here) for node in owners}
+        self.to_pass_on = {  # sums of this node's parts, by those who make them
+            node: {number for number, one in enumerate(self.pieces_of[node]) if one.home == home}
+            for home, node in enumerate(self.column)
+            if node in owners
+        }
+        self.sums = {node: set(range(len(self.pieces_of.get(node, [])))) for node in mates}
+
+    def _others(self, some: Iterable[str]) -> list[str]:
+        return [node for node in some if node != self.node]
 
     @property
     def pieces(self) -> int:
         """How many pieces the part has that has most of them."""
-        return max(map(len, self.parts)) if self.contributions else 0
+        return max(len(self.pieces_of.get(node, [])) for node in self.row) if self.sums else 0
 
-    def awaited(self) -> tuple[str, list[str]] | None:
+    def awaited(self) -> Awaited | None:
         """What is missing, and from whom; None: the gradient is the sum.
 
         Who waits for a contribution can't send its sums, so contributions are missed first."""
-        for phase, missing in (("contribution", self.contributions), ("sum", self.sums)):
-            if nodes := [self.nodes[rank] for rank, pieces in missing.items() if pieces]:
-                return phase, nodes
+        hops: Sequence[tuple[Phase, Mapping[str, set[int]]]] = (
+            ("contribution", self.contributions),
+            ("row sum", self.row_sums),
+            ("sum", self.to_pass_on),
+            ("sum", self.sums),
+        )
+        for hop, (phase, missing) in enumerate(hops):
+            if nodes := [node for node, pieces in missing.items() if pieces]:
+                return Awaited(phase, nodes, hop if len(self.rows) > 1 else 0)
         return None
 
     def needs(self, peer: str) -> bool:
         """Is anything from `peer` still missing?"""
-        rank = self.ranks.get(peer)
-        return rank in self.sums and bool(self.contributions[rank] or self.sums[rank])
+        missing = self.contributions, self.row_sums, self.to_pass_on, self.sums
+        return any(of.get(peer) for of in missing)
 
     def start(self) -> Outgoing:
         """Before all else in the compute thread."""
         if self.held_back is None:
             return []
-        if not self.contributions:
+        if len(self.nodes) == 1:
             self.held_back.begin_alone(self.ballot)
             return []
-        if self.held_back.row is not None:
-            self.owed = self._split(self.held_back.row)
-        self.owing = self._split(self.held_back.begin(self.ballot, self.gradient))
+        self.owed = self.held_back.row
+        self.owing = self.held_back.begin(self.ballot, self.gradient)
         return []
 
-    def contribute(self, piece: int) -> Outgoing:
-        """This node's values of the piece of every other part, to the part's owner."""
+    def contribute(self, number: int) -> Outgoing:
+        """This node's values of that piece of everybody else's in its row, to whose it is."""
         outgoing = []
+        place = self.row.index(self.node)
         # Everyone starts with its successor, so that not all send to the same owner at once.
-        for rank in (*range(self.rank + 1, len(self.nodes)), *range(self.rank)):
-            if piece >= len(self.parts[rank]):
+        for owner in (*self.row[place + 1 :], *self.row[:place]):
+            pieces = self.pieces_of.get(owner, [])
+            if number >= len(pieces):
                 continue
+            piece = pieces[number]
             # A copy: what waits to be sent must not change, whatever becomes of the gradient.
-            values = self._given(rank, piece).clone()
-            frame, _ = self._coded("contribution", piece, rank, values)
-            if piece == 0:
+            frame, _ = self._coded("contribution", number, piece, self._given(piece).clone())
+            if number == 0:
                 frame.fields["ids"] = self.shares[self.node]
-            outgoing.append((self.nodes[rank], frame))
+            outgoing.append((owner, frame))
         return outgoing
 
     def absorb(self, peer: str, frame: Frame) -> Outgoing:
@@ -427,101 +524,169 @@ class Reduction:
 
         Raises ComplaintError for a frame that can't be right, and for ids that aren't the window's.
         """
-        phase, piece, rank = frame.fields.get("phase"), frame.fields.get("piece"), self.ranks[peer]
-        missing = {"contribution": self.contributions, "sum": self.sums}.get(str(phase), {})
-        if type(piece) is not int or piece not in missing.get(rank, ()):
-            what = f"piece {str(piece)[:NAMED]} of phase {str(phase)[:NAMED]}"
+        phase, number = frame.fields.get("phase"), frame.fields.get("piece")
+        sums = self.to_pass_on if peer in self.to_pass_on else self.sums
+        due = {"contribution": self.contributions, "row sum": self.row_sums, "sum": sums}
+        missing = due.get(str(phase), {}).get(peer, set())
+        if type(number) is not int or number not in missing:
+            what = f"piece {str(number)[:NAMED]} of phase {str(phase)[:NAMED]}"
             raise ComplaintError(f"{peer} sent {what} unasked", [peer], NUMBERS)
-        missing[rank].discard(piece)
+        missing.discard(number)
         if phase == "sum":
-            self.parts[rank][piece].copy_(self._values(peer, frame, rank, piece))
-            return []
-        if piece == 0:
+            return self._take_sum(peer, self.pieces_of[peer][number], frame)
+        if phase == "row sum":
+            self.totals["row sum", number].early[peer] = frame
+            return self._add_rows(number)
+        if number == 0:
             self._note_ids(peer, frame.fields.get("ids"))
-        self.early[piece, rank] = frame
-        return self._add(piece)
+        self.totals["contribution", number].early[peer] = frame
+        return self._add(number)
+
+    # --- sums
+
+    def _add(self, number: int) -> Outgoing:
+        """What the row has contributed to a piece; once it is whole it goes to who makes the sum of
+        all rows."""
+        total = self._add_up("contribution", number, self.row)
+        if total is None:
+            return []
+        piece = self.own[number]
+        if number == self.watched:
+            self._look(piece, total)
+        if len(self.rows) == 1:
+            return self._tell(number, total)
+        if piece.home == self.home:
+            self.totals["row sum", number].early[self.node] = total
+            return self._add_rows(number)
+        owner = self.column[piece.home]
+        frame, _ = self._coded("row sum", self.pieces_of[owner].index(piece), piece, total)
+        return [(owner, frame)]
+
+    def _add_rows(self, number: int) -> Outgoing:
+        total = self._add_up("row sum", number, self.column)
+        return [] if total is None else self._tell(number, total)
+
+    def _add_up(
+        self, phase: Literal["contribution", "row sum"], number: int, nodes: Sequence[str]
+    ) -> Tensor | None:
+        """Add to a piece's total what is there in the order of the nodes; returns it when it is
+        whole."""
+        total = self.totals[phase, number]
+        for node in nodes[total.added :]:
+            if node == self.node and phase == "contribution":
+                values = self._given(self.own[number])
+            elif (term := total.early.pop(node, None)) is None:
+                return None
+            elif isinstance(term, Frame):
+                values = self._values(node, term, self.own[number])
+            else:
+                values = term
+            if phase == "contribution" and number == self.watched and node in self.looked_at:
+                self.kept[node] = values.clone()
+            total.value = values.clone() if total.value is None else total.value.add_(values)
+            total.added += 1
+        return self.totals.pop((phase, number)).value
+
+    def _tell(self, number: int, total: Tensor) -> Outgoing:
+        """The sum of a piece."""
+        piece = self.own[number]
+        frame, sent = self._coded("sum", number, piece, total)
+        piece.of(self.gradient).copy_(sent)  # with a lossy codec: what the others will have
+        if piece.names:
+            frame.fields["ids"] = {node: self.shares[node] for node in self.row}
+        return [(node, frame) for node in self._others((*self.row, *self.column))]
+
+    def _take_sum(self, peer: str, piece: Piece, frame: Frame) -> Outgoing:
+        """The gradient's; another owner's goes on to the row as it is."""
+        piece.of(self.gradient).copy_(self._values(peer, frame, piece))
+        fields = {"phase": "sum", "piece": frame.fields["piece"]}
+        if piece.names:
+            fields["ids"] = ids = frame.fields.get("ids")
+            self._note_row(peer, self.rows[piece.home], ids)
+        if peer in self.sums:
+            return []
+        fields["piece"] = self.own.index(piece)
+        coded = frame.descriptors, buffers_of(frame.payload)
+        passed_on = Frame("average", self.ballot, fields, *coded)
+        return [(node, passed_on) for node in self.sums]
+
+    def _given(self, piece: Piece) -> Tensor:
+        """What this node has for a piece, with what it has held back of it."""
+        values = piece.of(self.gradient)
+        return values if self.owed is None else values + piece.of(self.owed)
+
+    # --- names of microbatches
 
     def _note_ids(self, peer: str, ids: Any) -> None:
-        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        if not _are_ids(ids):
             what = f"a {type(ids).__name__}, no list of numbers"
             raise ComplaintError(f"{peer} names its microbatches by {what}", [peer], NUMBERS)
-        self.shares[peer] = ids
-        if len(self.shares) == len(self.nodes):
-            check_ids(self.shares, self.window)
+        self._note(peer, {peer: ids})
 
-    def _add(self, piece: int) -> Outgoing:
-        """Add to a piece's total what is there in the order of ranks."""
-        own = self.parts[self.rank][piece]
-        while (rank := self.added[piece]) < len(self.nodes):
-            if rank == self.rank:
-                values = self._given(rank, piece)
-            elif frame := self.early.pop((piece, rank), None):
-                values = self._values(self.nodes[rank], frame, self.rank, piece)
-            else:
-                return []
-            if piece == self.watched and rank in self.looked_at:
-                self.kept[rank] = values.clone()
-            total = self.totals[piece]
-            self.totals[piece] = values.clone() if total is None else total.add_(values)
-            self.added[piece] += 1
-        total, self.totals[piece] = self.totals[piece], None
-        assert total is not None
-        if piece == self.watched:
-            self._look(piece, total)
-        frame, sent = self._coded("sum", piece, self.rank, total)
-        own.copy_(sent)  # with a lossy codec: what the others will have
-        return [(self.nodes[rank], frame) for rank in self.sums]
+    def _note_row(self, peer: str, row: Collection[str], told: Any) -> None:
+        named = isinstance(told, dict) and told.keys() == set(row)
+        if not named or not all(map(_are_ids, told.values())):
+            what = f"a {type(told).__name__}, no list of numbers for each of {', '.join(row)}"
+            raise ComplaintError(f"{peer} names a row's microbatches by {what}", [peer], NUMBERS)
+        self._note(peer, told)
 
-    def _given(self, rank: int, piece: int) -> Tensor:
-        """What this node has for a piece, with what it has held back of it."""
-        values = self.parts[rank][piece]
-        return values + self.owed[rank][piece] if self.owed else values
+    def _note(self, teller: str, told: Mapping[str, list[int]]) -> None:
+        for node, ids in told.items():
+            if self.shares.setdefault(node, ids) != ids:
+                both = {teller, self.tellers[node]} - {self.node}
+                what = f"{' and '.join(sorted(both))} name other microbatches of {node}"
+                raise ComplaintError(f"{what}, where they are one node's", both, NUMBERS)
+            self.tellers.setdefault(node, teller)
+        whole = len(self.shares) == len(self.nodes)
+        if whole or len(self.rows) > 1:
+            check_ids(self.shares, self.window, self.tellers, whole)
 
-    def _look(self, piece: int, total: Tensor) -> None:
-        """At what each replica has added to this piece, as it comes from others: whole, what this
-        one adds would be no measure for what they send."""
-        if self.owing:
-            whole = self._given(self.rank, piece)
-            frame = self._frame("contribution", piece, self.rank, whole)
-            as_sent = self.coding.decode(frame, whole, self.spans[self.rank][piece][0])
+    # --- what is seen of contributions
+
+    def _look(self, piece: Piece, total: Tensor) -> None:
+        """At what each of the row has added to this piece, as it comes from others: whole, what
+        this one adds would be no measure for what they send."""
+        if self.owing is not None:
+            whole = self._given(piece)
+            frame = self._frame("contribution", self.watched, piece, whole)
+            as_sent = self.coding.decode(frame, whole, piece.start)
             total = total - whole + as_sent
-            if self.rank in self.kept:
-                self.kept[self.rank] = as_sent
-        counts = {rank: len(self.shares.get(node, ())) for node, rank in self.ranks.items()}
-        for rank, values in self.kept.items():
+            if self.node in self.kept:
+                self.kept[self.node] = as_sent
+        counts = {node: len(self.shares.get(node, ())) for node in self.row}
+        for node, values in self.kept.items():
             squared = float(values @ values)
             seen = Contribution(
-                node=self.nodes[rank],
+                node=node,
                 squared_norm=squared,
                 projection=float(values @ total) - squared,
-                microbatches=counts[rank],
-                others=sum(counts.values()) - counts[rank],
+                microbatches=counts[node],
+                others=sum(counts.values()) - counts[node],
             )
             self.contributions_seen.append(seen)
         self.kept.clear()
 
+    # --- coding
+
     def _coded(
-        self, phase: Literal["contribution", "sum"], piece: int, rank: int, values: Tensor
+        self, phase: Phase, number: int, piece: Piece, values: Tensor
     ) -> tuple[Frame, Tensor]:
         """And what those who get it will have; the rest is held back."""
-        frame = self._frame(phase, piece, rank, values)
-        if self.coding.codec == "none" or not (self.owing or phase == "sum"):
+        frame = self._frame(phase, number, piece, values)
+        if self.coding.codec == "none" or not (self.owing is not None or phase == "sum"):
             return frame, values
-        sent = self.coding.decode(frame, values, self.spans[rank][piece][0])
-        if self.owing:
-            self.owing[rank][piece].copy_(values).sub_(sent)
+        sent = self.coding.decode(frame, values, piece.start)
+        if self.owing is not None:
+            piece.of(self.owing).copy_(values).sub_(sent)
         return frame, sent
 
-    def _frame(self, phase: str, piece: int, rank: int, values: Tensor) -> Frame:
-        fields = {"phase": phase, "piece": piece}
-        coded = self.coding.encode(values, self.spans[rank][piece][0])
-        return Frame("average", self.ballot, fields, *coded)
+    def _frame(self, phase: Phase, number: int, piece: Piece, values: Tensor) -> Frame:
+        fields = {"phase": phase, "piece": number}
+        return Frame("average", self.ballot, fields, *self.coding.encode(values, piece.start))
 
-    def _values(self, peer: str, frame: Frame, rank: int, piece: int) -> Tensor:
-        """Of that piece of the part that this rank owns."""
+    def _values(self, peer: str, frame: Frame, piece: Piece) -> Tensor:
         try:
-            like = self.parts[rank][piece]
-            values = self.coding.decode(frame, like, self.spans[rank][piece][0])
+            values = self.coding.decode(frame, piece.of(self.gradient), piece.start)
             if not (self.non_finite or self.coding.tensors.finite(values)):
                 raise NonFiniteError("it is not finite")
         except WireError as error:
@@ -529,6 +694,6 @@ class Reduction:
             raise ComplaintError(reason, [peer], error.cause) from error
         return values
 
-    def _split(self, row: Tensor) -> list[list[Tensor]]:
-        """Views of each rank's pieces."""
-        return [[row[start:stop] for start, stop in of] for of in self.spans]
+
+def _are_ids(ids: Any) -> bool:
+    return isinstance(ids, list) and all(type(i) is int for i in ids)

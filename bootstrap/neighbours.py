@@ -1,0 +1,39 @@
+"""Who of a stage's replicas has anything to do with whom. Pure.
+
+Up to `ALL` replicas everybody has with everybody. More are laid out in rows of a square, and each
+has with those of its row, and with those at its place in the other rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from itertools import pairwise
+from typing import Final
+
+ALL: Final = 8
+"""Replicas of a stage up to which they are one row."""
+
+
+def rows(replicas: Collection[str]) -> list[list[str]]:
+    """In the order of their ids, and of lengths that differ by one at most."""
+    ids, count = sorted(replicas), 1
+    if len(ids) > ALL:
+        width = math.isqrt(len(ids) - 1) + 1
+        count = -(-len(ids) // width)
+    bounds = [len(ids) * row // count for row in range(count + 1)]
+    return [ids[start:stop] for start, stop in pairwise(bounds)]
+
+
+def places(some: Collection[Collection[str]]) -> int:
+    """That each of these rows has; who is behind them in a longer one has none in others."""
+    return min(map(len, some))
+
+
+def partners(node: str, replicas: Collection[str]) -> list[str]:
+    """Of this one of the replicas: those of its row, and those at its place in other rows."""
+    some = rows(replicas)
+    (own,) = (row for row in some if node in row)
+    place = own.index(node)
+    column = [row[place] for row in some] if place < places(some) else []
+    return sorted({*own, *column} - {node})
