@@ -30,10 +30,15 @@ def places(some: Collection[Collection[str]]) -> int:
     return min(map(len, some))
 
 
+def row_of(node: str, some: Collection[list[str]]) -> list[str]:
+    (own,) = (row for row in some if node in row)
+    return own
+
+
 def partners(node: str, replicas: Collection[str]) -> list[str]:
     """Of this one of the replicas: those of its row, and those at its place in other rows."""
     some = rows(replicas)
-    (own,) = (row for row in some if node in row)
+    own = row_of(node, some)
     place = own.index(node)
     column = [row[place] for row in some] if place < places(some) else []
     return sorted({*own, *column} - {node})

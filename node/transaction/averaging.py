@@ -37,7 +37,7 @@ from itertools import chain, pairwise
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
-from planaria.bootstrap.neighbours import places, rows
+from planaria.bootstrap.neighbours import places, row_of, rows
 from planaria.bootstrap.registry_pb2 import NUMBERS
 from planaria.node.ports import Tensors
 from planaria.node.transaction.effects import NEVER, Ballot
@@ -431,8 +431,8 @@ class Reduction:
         """Who owns what, of those that this node has to do with."""
         self.rows = rows(self.nodes)
         count, parts = len(self.rows), places(self.rows)
-        (self.home,) = (n for n, row in enumerate(self.rows) if self.node in row)
-        self.row = self.rows[self.home]  # this node among them, as in `column`
+        self.row = row_of(self.node, self.rows)  # this node among them, as in `column`
+        self.home = self.rows.index(self.row)
         place = self.row.index(self.node)
         self.column = [row[place] for row in self.rows] if place < parts else [self.node]
         shares = self.coding.spans(self.gradient.numel(), parts * count)

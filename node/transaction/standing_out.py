@@ -9,6 +9,10 @@ A norm that is far from all others' tells of what is large besides.
 Each replica looks at a piece of the gradients of some others, that it adds up, and keeps what it
 has seen; who stands out it tells the driver with its votes. So that costs the driver nothing as
 long as nobody does. Of two replicas nobody can tell which stands out.
+
+Where replicas are more than one row (bootstrap/neighbours.py), "all others" are those of the row,
+whose contributions a node sees, and so are those who look at one. Who stands out there is unlike its
+row: a row most of which is wrong isn't found.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final, NamedTuple
 
+from planaria.bootstrap.neighbours import places, row_of, rows
 from planaria.node.wire import stage_pb2 as pb
 
 STEPS: Final = 50
@@ -40,9 +45,9 @@ class Contribution(NamedTuple):
 
     node: str
     squared_norm: float
-    projection: float  # inner product with the sum of all others
+    projection: float  # inner product with the sum of all others of its row
     microbatches: int  # that are in it
-    others: int  # that are in all others
+    others: int  # that are in those of all others of its row
 
     @property
     def tells(self) -> bool:
@@ -94,7 +99,8 @@ class Gradients:
 
     def note(self, told: Iterable[Contribution], replicas: Collection[str]) -> None:
         """What was added up in a step that is committed, and who has a part in that."""
-        self._seen = {node: seen for node, seen in self._seen.items() if node in replicas}
+        row = row_of(self._node, rows({*replicas, self._node}))
+        self._seen = {node: seen for node, seen in self._seen.items() if node in row}
         told = [one for one in told if one.tells]
         if len(told) < COMPARABLE:
             return
@@ -142,9 +148,12 @@ def looked_at(node: str, replicas: Iterable[str]) -> list[str]:
 
 
 def who_looks_at(node: str, replicas: Iterable[str]) -> list[str]:
-    """The others that come before it in that ring."""
-    others = [one for one in replicas if one != node]
-    return sorted(others, key=lambda one: (one < node, one), reverse=True)[: LOOKED_AT - 1]
+    """The others of its row that come before it in that ring, and add something up."""
+    some = rows([*replicas])
+    row = row_of(node, some)
+    others = [one for one in row if one != node]
+    before = sorted(others, key=lambda one: (one < node, one), reverse=True)[: LOOKED_AT - 1]
+    return [one for one in before if one in row[: places(some)]]
 
 
 def _lengths(told: Sequence[Contribution]) -> list[float]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from typing import Any, Literal, get_args
@@ -12,7 +13,8 @@ from conversing import Nodes, Slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planaria.bootstrap.registry_pb2 import NONFINITE
+from planaria.bootstrap.neighbours import partners, rows
+from planaria.bootstrap.registry_pb2 import CHECKSUM, NONFINITE, NUMBERS
 from planaria.node.run_file import WireSection
 from planaria.node.transaction import averaging
 from planaria.node.transaction.averaging import (
@@ -710,3 +712,307 @@ def test_what_waits_to_be_sent_does_not_change_with_the_gradient() -> None:
     for frame, value in ((contribution, 1.0), (total, 2.0)):
         (values,) = decode(copied(frame).descriptors, copied(frame).payload)
         assert torch.equal(values, torch.full((4,), value))
+
+
+# More than eight: rows
+
+MANY = st.one_of(st.integers(9, 20), st.sampled_from([30, 31, 42]))
+
+
+def many(count: int) -> list[str]:
+    return [f"n{number:02}" for number in range(count)]
+
+
+def of_many(nodes: Sequence[str], length: int, seed: int = 0) -> list[torch.Tensor]:
+    """Such that the order of additions shows."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(length, generator=generator) * 10.0 ** (i % 4) for i, _ in enumerate(nodes)]
+
+
+def in_rows(nodes: Sequence[str], values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their sum: of each row in the order of its nodes, then of the rows in theirs."""
+    by_node = dict(zip(nodes, values, strict=True))
+    return reduce(torch.add, [reduce(torch.add, [by_node[n] for n in row]) for row in rows(nodes)])
+
+
+@given(MANY, st.integers(0, 400), st.integers(0, 2**32))
+@settings(max_examples=30, deadline=None)
+def test_the_sum_of_rows_in_their_order(count: int, length: int, seed: int) -> None:
+    """With partners only."""
+    nodes = many(count)
+    network, talks = Network(nodes, seed=seed), {node: partners(node, nodes) for node in nodes}
+
+    def passes(source: str, target: str, frame: Frame) -> bool:
+        assert target in talks[source]
+        return True
+
+    network.passes = passes
+    values = of_many(nodes, length)
+    expected = in_rows(nodes, values)
+    assert reduce_all(network, values) == [None] * count
+    for found in values:
+        assert torch.equal(found, expected)
+
+
+@given(st.integers(9, 17), st.sampled_from(CODECS), st.integers(0, 2**32))
+@settings(max_examples=20, deadline=None)
+def test_replicas_in_rows_are_bit_identical_whatever_comes_when(
+    count: int, codec: Averaged, seed: int
+) -> None:
+    nodes = many(count)
+    first, again = of_many(nodes, 144), of_many(nodes, 144)
+    expected = in_rows(nodes, first)
+    assert reduce_all(Network(nodes, codec, 0), first) == [None] * count
+    assert reduce_all(Network(nodes, codec, seed), again) == [None] * count
+    for found in (*first, *again):
+        assert torch.equal(found, first[0])
+    left = torch.linalg.vector_norm(first[0] - expected)
+    rounded = {"none": 0.0, "bf16": 0.01, "fp16": 0.003, "int8": 0.03, "int4": 0.5}
+    assert left <= rounded.get(codec, 1.0) * torch.linalg.vector_norm(expected)
+
+
+@given(
+    st.integers(9, 17),
+    st.integers(1, 200),
+    st.sampled_from(LOSSY),
+    st.lists(st.booleans(), min_size=1, max_size=4),
+)
+@settings(max_examples=25, deadline=None)
+def test_what_rows_leave_out_of_committed_sums_is_held_back(
+    count: int, length: int, codec: Averaged, committed: list[bool]
+) -> None:
+    nodes = many(count)
+    network = Network(nodes, codec)
+    wanted, applied = torch.zeros(length).double(), torch.zeros(length).double()
+    for step, commits in enumerate(committed, start=1):
+        values = of_many(nodes, length, seed=step)
+        whole = reduce(torch.add, [one.double() for one in values])
+        before = held_by(network)
+        found = one_step(network, values, step)
+        if commits:
+            commit(network, step)
+            wanted, applied = wanted + whole, applied + found
+        else:
+            assert torch.equal(torch.as_tensor(held_by(network)), torch.as_tensor(before))
+    assert torch.allclose(applied + held_by(network), wanted, atol=0.1)
+
+
+def test_who_is_left_of_nine_goes_on_with_what_it_holds() -> None:
+    """In one row then; and in rows again with a joiner."""
+    network = Network(many(9), "topk")
+    for step, count in enumerate((9, 9, 8, 10), start=1):
+        nodes = many(count)
+        for gone in network.nodes.keys() - set(nodes):
+            del network.nodes[gone]
+        for node in nodes:
+            if node not in network.nodes:
+                network.exchanges[node] = network.time.new(Slow(network.time, network.random))
+                network.nodes[node] = network._node(node, "topk", None)
+        before, values = held_by(network), of_many(nodes, 150, seed=step)
+        whole = reduce(torch.add, [one.double() for one in values])
+        found = one_step(network, values, step)
+        commit(network, step)
+        assert torch.allclose(found + held_by(network), before + whole, atol=0.1)
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16", "lowrank"])
+@pytest.mark.parametrize("count", [9, 10, 16])
+def test_in_rows_as_many_bytes_travel_in_all(
+    count: int, codec: Literal["none", "bf16", "lowrank"]
+) -> None:
+    """And of a node not many more than the mean."""
+    nodes, sent, came = many(count), Counter[str](), Counter[str]()
+    network = Network(nodes, codec)
+
+    def passes(source: str, target: str, frame: Frame) -> bool:
+        sent[source] += frame.size
+        came[target] += frame.size
+        return True
+
+    network.passes = passes
+    size = sum(map(math.prod, SHAPES))
+    assert reduce_all(network, of_many(nodes, size)) == [None] * count
+    wire = WireSection(averaging=codec, rank=1)
+    whole = gradient_bytes(wire, SHAPES, count)
+    assert sent.total() == 2 * (count - 1) * whole
+    assert max((sent | came).values()) <= (2.3 if codec != "lowrank" else 2.6) * whole
+
+
+def ids_of(nodes: Sequence[str], other: dict[str, list[int]]) -> list[list[int]]:
+    """One of six microbatches each, as far as they go, but for those that have others."""
+    return [other.get(node, [i] if i < 6 else []) for i, node in enumerate(nodes)]
+
+
+@pytest.mark.parametrize(
+    ("ids", "accused", "named"),
+    [
+        ({"n01": [1, 2]}, ["n01", "n02"], "more than once: 2 (n01, n02)"),  # of one row
+        ({"n05": [5, 6]}, ["n05"], "not of this window: 6 (n05)"),
+        ({"n00": [0, 3]}, None, "more than once: 3 (n00, n03)"),  # of two
+        ({"n04": []}, [], "in nobody's gradient: 4"),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_no_replica_in_rows_is_done_with_microbatches_that_are_not_the_window(
+    ids: dict[str, list[int]], accused: list[str] | None, named: str, seed: int
+) -> None:
+    """Of two rows, who has told of a microbatch is accused; of one it is who has it."""
+    nodes, complaints = many(10), 0
+    for outcome in reduce_all(Network(nodes, seed=seed), of_many(nodes, 200), ids_of(nodes, ids)):
+        assert isinstance(outcome, ComplaintError)
+        if outcome.cause == NUMBERS:
+            complaints += 1
+            assert named in str(outcome)
+            assert outcome.accused == accused or (accused is None and len(outcome.accused) == 2)
+    assert complaints
+
+
+def test_who_tells_of_its_row_what_is_not_so_is_found_by_its_row() -> None:
+    """n04 tells of n03, n04 and n05."""
+    nodes, teller = many(9), "n04"
+    network = Network(nodes)
+
+    def passes(source: str, target: str, frame: Frame) -> bool:
+        if source == teller and isinstance(ids := frame.fields.get("ids"), dict):
+            frame.fields["ids"] = ids | {"n05": []}
+        return True
+
+    network.passes = passes
+    found = reduce_all(network, of_many(nodes, 200), ids_of(nodes, {}))
+    for node, outcome in zip(nodes, found, strict=True):
+        if node in ("n03", "n05"):
+            assert isinstance(outcome, ComplaintError)
+            assert "other microbatches of n05" in str(outcome)
+            assert outcome.accused == (["n04", "n05"] if node == "n03" else ["n04"])
+        else:
+            assert node == teller or isinstance(outcome, ComplaintError)
+
+
+@pytest.mark.parametrize("told", [None, [], {"n03": [3]}, {"n03": [], "n04": [], "n05": ["5"]}])
+def test_a_row_that_is_named_by_something_else_accuses_who_names_it(told: object) -> None:
+    nodes = many(9)
+    network = Network(nodes)
+
+    def passes(source: str, target: str, frame: Frame) -> bool:
+        ids = frame.fields.get("ids")
+        if isinstance(ids, dict) and "n03" in ids and target == "n00":
+            frame.fields["ids"] = told
+            liars.add(source)
+        return True
+
+    liars: set[str] = set()
+    network.passes = passes
+    outcome = reduce_all(network, of_many(nodes, 200), ids_of(nodes, {}))[0]
+    assert isinstance(outcome, ComplaintError)
+    assert "names a row's microbatches by" in str(outcome)
+    assert outcome.accused == [*liars]
+
+
+@pytest.mark.parametrize("phase", ["contribution", "row sum", "sum"])
+@pytest.mark.parametrize("change", ["damaged", "twice", "by a stranger"])
+def test_in_rows_a_frame_that_cannot_be_right_accuses_its_sender(phase: str, change: str) -> None:
+    nodes, liars = many(10), list[str]()
+    network = Network(nodes, seed=3)
+
+    def passes(source: str, target: str, frame: Frame) -> bool:
+        if frame.fields["phase"] != phase or liars:
+            return True
+        liars.append(source)
+        if change == "damaged":
+            frame.payload = (bytearray(frame.size),)
+        elif change == "twice":
+            network.nodes[target].on_frame(source, copied(frame))
+        else:
+            others = {*nodes} - {*partners(target, nodes), target}
+            liars[:] = [min(others)]
+            network.nodes[target].on_frame(liars[0], copied(frame))
+        return True
+
+    network.passes = passes
+    error = first_failure(network, start_all(network, of_many(nodes, 700)))
+    assert isinstance(error, ComplaintError)
+    assert (error.accused, error.cause) == (liars, CHECKSUM if change == "damaged" else NUMBERS)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("who", [0, 3, 9])
+def test_in_rows_who_contributes_what_is_not_finite_is_named(
+    who: int, codec: Averaged, bad: float
+) -> None:
+    nodes = many(10)
+    for at in (0, 70, 143):
+        values = of_many(nodes, 144)
+        values[who][at] = bad
+        network = Network(nodes, codec)
+        error = first_failure(network, start_all(network, values))
+        assert isinstance(error, ComplaintError)
+        assert (error.accused, error.cause) == ([nodes[who]], NONFINITE)
+
+
+@pytest.mark.parametrize("phase", ["contribution", "row sum", "sum"])
+def test_in_rows_who_is_stuck_is_named_first_and_who_waits_behind_it_later(phase: str) -> None:
+    nodes, silent = many(9), "n04"
+    network = Network(nodes)
+    network.passes = lambda source, _, frame: source != silent or frame.fields["phase"] != phase
+    outcomes = dict(zip(nodes, reduce_all(network, of_many(nodes, 200)), strict=True))
+    of_partners = {}
+    for node, outcome in outcomes.items():
+        assert node == silent or isinstance(outcome, ComplaintError)
+        if isinstance(outcome, ComplaintError) and outcome.accused == [silent]:
+            of_partners[node] = str(outcome)
+    seconds = {"contribution": 60, "row sum": 62, "sum": 64}[phase]
+    column, row = ["n01", "n07"], ["n03", "n05"]
+    for node in row if phase == "contribution" else column:
+        assert of_partners[node] == f"after {seconds} s the {phase} of n04 is not there"
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("peer", ["n01", "n03"])  # of its column, of its row
+def test_in_rows_a_lost_partner_is_missed_while_something_of_it_is(peer: str, seed: int) -> None:
+    nodes = many(9)
+    for through in range(100):
+        network, came = Network(nodes, seed=seed), list[Frame]()
+        network.passes = partial(_passes_until, network, (peer, "n04"), through, came)
+        error = first_failure(network, start_all(network, of_many(nodes, 200)))
+        if len(came) <= through:
+            break
+        assert isinstance(error, PeerLostError)
+        assert error.accused == [peer]
+    assert error is None
+    assert through > 2
+
+
+def _passes_until(
+    network: Network,
+    link: tuple[str, str],
+    through: int,
+    came: list[Frame],
+    source: str,
+    target: str,
+    frame: Frame,
+) -> bool:
+    """The link is lost when so many frames have come through it."""
+    if (source, target) == link:
+        came.append(frame)
+        if len(came) == through + 1:
+            network.nodes[target].on_peer_lost(source, "connection reset")
+    return (source, target) != link or len(came) <= through
+
+
+def test_in_rows_who_is_no_partner_may_get_lost() -> None:
+    nodes = many(9)
+    network = Network(nodes)
+    exchanges = start_all(network, of_many(nodes, 200))
+    network.nodes["n04"].on_peer_lost("n08", "connection reset")
+    assert [network.time.error(one) for one in exchanges] == [None] * 9
+
+
+def test_in_rows_a_node_looks_at_its_row() -> None:
+    nodes = many(10)
+    told = told_in(Network(nodes, looks=True), of_many(nodes, 300), 1)
+    for node, seen in zip(nodes, told, strict=True):
+        (row,) = (row for row in rows(nodes) if node in row)
+        assert [one.node for one in seen] == (sorted(row) if node != "n09" else [])
+        shared = sum(one.microbatches for one in seen)
+        assert all(one.microbatches + one.others == shared for one in seen)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from planaria.bootstrap.neighbours import row_of, rows
 from planaria.node.transaction.standing_out import (
     LOOKED_AT,
     STEPS,
@@ -60,14 +61,15 @@ def steps(
             own = k * common + noise * k**0.5 * random.normal(size=SIZE) / SIZE**0.5
             made[node] = altered.get(node, lambda g, _: g)(own, random)
         seen: dict[str, list[Contribution]] = {}
-        total = sum(made.values())
         for by, piece in zip(shares, np.array_split(np.arange(SIZE), len(shares)), strict=True):
             seen[by] = []
-            for node in looked_at(by, shares):
+            row = row_of(by, rows(shares))
+            total = sum(made[node] for node in row)
+            for node in looked_at(by, row):
                 part, k = made[node][piece], shares[node]
                 squared = float(part @ part)
                 projection = float(part @ total[piece]) - squared
-                others = sum(shares.values()) - k
+                others = sum(shares[one] for one in row) - k
                 seen[by].append(Contribution(node, squared, projection, k, others))
         named |= stage.step(seen)
     return named
@@ -111,13 +113,19 @@ def test_who_sends_something_else_stands_out(
 
 
 def test_everybody_is_looked_at_by_as_many() -> None:
-    nodes = [*"hbdfacegji"]
-    looked = {node: looked_at(node, nodes) for node in nodes}
-    assert looked["e"] == [*"efghijab"]
-    for node in nodes:
-        by = {one for one, others in looked.items() if node in others and one != node}
-        assert by == {*who_looks_at(node, nodes)}
-        assert len(by) == LOOKED_AT - 1
+    ring = [*"hbdfacegji"]
+    assert looked_at("e", ring) == [*"efghijab"]
+    for count in (3, 8, 100, 101):
+        nodes = [f"{number:03}" for number in range(count)]
+        places = min(map(len, rows(nodes)))
+        looked = {
+            node: looked_at(node, row) for row in rows(nodes) for node in row[:places]
+        }  # who is behind those owns no part, and sees nothing
+        for node in nodes:
+            by = {one for one, others in looked.items() if node in others and one != node}
+            assert by == {*who_looks_at(node, nodes)}
+            least = min(LOOKED_AT, places) - 1
+            assert least - (count == 101) <= len(by) <= LOOKED_AT - 1
     assert {*who_looks_at("b", "abc")} == {*"ac"}
 
 
@@ -134,8 +142,20 @@ def test_who_does_not_look_at_a_replica_has_no_say() -> None:
     lie = [pb.StandsOut(node="n00", reason="I say so")]
     looking = who_looks_at("n00", nodes)
     others = [node for node in nodes if node not in looking]
-    assert not stage.heard(dict.fromkeys([*others, *looking[:3]], lie))
-    assert stage.heard(dict.fromkeys(looking[:4], lie))
+    half = len(looking) // 2
+    assert not stage.heard(dict.fromkeys([*others, *looking[:half]], lie))
+    assert stage.heard(dict.fromkeys(looking[: half + 1], lie))
+
+
+def test_who_is_in_another_row_now_is_forgotten() -> None:
+    """It is nobody's there to say what it does."""
+    nodes = [*"abcdefgh"]
+    stage, shares = Stage(nodes), dict.fromkeys(nodes, 4)
+    assert steps(stage, shares, {"h": lambda g, _: 10.0 * g}, STEPS, 1.0).keys() == {"h"}
+    stage.seen["a"].note([], {*nodes, "i"})
+    assert not stage.seen["a"].standing_out()
+    stage.seen["g"].note([], {*nodes, "i"})
+    assert [one.node for one in stage.seen["g"].standing_out()] == ["h"]
 
 
 def test_a_step_with_what_is_not_finite_is_not_looked_at() -> None:
