@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Final
 
 ALL: Final = 8
 """Replicas of a stage up to which they are one row."""
 
 
+def lengths(count: int) -> list[int]:
+    """Of the rows that so many replicas make; they differ by one at most."""
+    number = 1
+    if count > ALL:
+        width = math.isqrt(count - 1) + 1
+        number = -(-count // width)
+    bounds = [count * row // number for row in range(number + 1)]
+    return [stop - start for start, stop in pairwise(bounds)]
+
+
 def rows(replicas: Collection[str]) -> list[list[str]]:
-    """In the order of their ids, and of lengths that differ by one at most."""
-    ids, count = sorted(replicas), 1
-    if len(ids) > ALL:
-        width = math.isqrt(len(ids) - 1) + 1
-        count = -(-len(ids) // width)
-    bounds = [len(ids) * row // count for row in range(count + 1)]
-    return [ids[start:stop] for start, stop in pairwise(bounds)]
+    """In the order of their ids."""
+    ids = iter(sorted(replicas))
+    return [list(islice(ids, length)) for length in lengths(len(replicas))]
 
 
 def places(some: Collection[Collection[str]]) -> int:

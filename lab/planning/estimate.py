@@ -14,6 +14,7 @@ from itertools import pairwise, product
 from typing import Final, NamedTuple
 
 from planaria.bootstrap.membership import MembershipRules
+from planaria.bootstrap.neighbours import ALL
 from planaria.lab.emulation.links import Link, Network
 from planaria.lab.simulator import reaction
 from planaria.lab.simulator.churn import HOUR
@@ -32,6 +33,7 @@ from planaria.lab.simulator.swarm import (
 from planaria.lab.spare.endurance import availability
 from planaria.node.run_file import RunFile
 from planaria.node.state.handover import Handover
+from planaria.node.transaction.averaging import parts
 from planaria.node.wire.background import chunk_in_simulation
 from planaria.recovery.orders import all_orders
 from planaria.recovery.relearning import time_for
@@ -242,10 +244,12 @@ def _uplinks_averaging(swarm: Swarm, reach: Reach) -> Iterator[float]:
             here = round(_share_at(swarm, stage, site) * replicas)
             if 0 < here < replicas:
                 pieces, each = averaging_pieces(swarm, stage, replicas)
-                size += here * (replicas - here) * 2 * pieces * each
-                delay = max(delay, reach.between[stage][stage].delay_ms / 1e3)
+                all_parts = parts(replicas) / replicas * pieces * each
+                size += here * (replicas - here) * 2 * all_parts
+                hops = 2 if replicas <= ALL else 4
+                delay = max(delay, hops * reach.between[stage][stage].delay_ms / 1e3)
                 norm = max(norm, _slowest(swarm, stage).norm)
-        yield 2 * delay + size * ON_WIRE * BITS / mbps + norm
+        yield delay + size * ON_WIRE * BITS / mbps + norm
 
 
 def _twice(swarm: Swarm, stage: int) -> int:

@@ -9,11 +9,14 @@ What policies send competes for links and threads.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
+from random import Random
 from typing import Final, Literal
 
+from planaria.bootstrap.neighbours import lengths
 from planaria.lab.emulation.links import Link
 from planaria.lab.simulator.clock import ON_WIRE, Clock, Cores, Then, Uplink, Wire, Worker
 from planaria.lab.simulator.swarm import (
@@ -31,7 +34,7 @@ from planaria.lab.simulator.swarm import (
 from planaria.node.ports import Priority
 from planaria.node.stage.shape import named_shapes
 from planaria.node.state.copies import FRAME, OUTSTANDING
-from planaria.node.transaction.averaging import PIECE, gradient_bytes
+from planaria.node.transaction.averaging import PIECE, gradient_bytes, parts
 from planaria.node.transaction.filling import Filling
 from planaria.node.transaction.routing import Route, plan, stand_ins
 from planaria.node.wire.chunks import BACKGROUND
@@ -169,7 +172,8 @@ def averaging_seconds(swarm: Swarm, stage: int, link: Link | None = None) -> flo
     within the site of the first. If they aren't equal, as if all were like the slowest.
 
     Each sends (R-1)/R of the gradient twice, over R-1 links at once, and passes over it three
-    times; the shorter of sending and passing over is hidden behind the longer but for a piece.
+    times; the shorter of sending and passing over is hidden behind the longer but for a piece. In
+    rows a link carries a part of its row's twice, and what crosses between rows meanwhile is less.
     """
     replicas = swarm.replicas(stage)
     if replicas == 1:
@@ -177,20 +181,25 @@ def averaging_seconds(swarm: Swarm, stage: int, link: Link | None = None) -> flo
     groups = [group for group in swarm.groups if group.stage == stage and group.count]
     link = link or swarm.network.between(groups[0].site, groups[0].site)
     pieces, size = averaging_pieces(swarm, stage, replicas)
-    sending = 2 * pieces * size * ON_WIRE * 8 / (link.mbps * 1e6)
-    computing = 3 * max(group.seconds.add for group in groups) * (replicas - 1) / replicas
-    frames = 4 * (replicas - 1) * pieces * swarm.transport.frame
+    some = lengths(replicas)
+    row, owners, column = max(some), min(some), len(some)
+    once = pieces * size * ON_WIRE * 8 / (link.mbps * 1e6)
+    sending = 2 * column * once
+    passes = 2 * (owners - 1) + (row - 1) + (3 * column - 3) / column
+    computing = max(group.seconds.add for group in groups) * passes / owners
+    each_way = (owners - 1 + row - 1) * column + 2 * (column - 1)
+    frames = 2 * each_way * pieces * swarm.transport.frame
     short, _, long = sorted((sending, computing, frames))
-    return 2 * link.delay_ms / 1e3 + long + short / pieces
+    return (2 if column == 1 else 4) * link.delay_ms / 1e3 + long + short / (column * pieces)
 
 
 def averaging_pieces(swarm: Swarm, stage: int, replicas: int) -> tuple[int, int]:
-    """Of each replica's part: how many, and the bytes of each on a link."""
-    shapes = named_shapes(swarm.config, min(stage, 1)).values()
-    values = -(-parameters(swarm.config, stage) // replicas)
+    """Of each of the parts that they make: how many, and the bytes of each on a link."""
+    shapes, count = named_shapes(swarm.config, min(stage, 1)).values(), parts(replicas)
+    values = -(-parameters(swarm.config, stage) // count)
     pieces = min(MOST_PIECES, -(-values // PIECE))
     sent = gradient_bytes(swarm.run.wire, shapes, replicas)
-    return pieces, HEAD + -(-sent // (replicas * pieces))
+    return pieces, HEAD + -(-sent // (count * pieces))
 
 
 # --- a node's part
@@ -214,49 +223,77 @@ class _Node:
 
 
 class _Average:
-    """The reduction of one stage: counts what is where. A reduce-scatter, then an all-gather."""
+    """The reduction of one stage: counts what is where. A reduce-scatter, then an all-gather; in
+    rows, and between the owners of a part, as if names had nothing to do with groups."""
 
     def __init__(self, training: _Training, nodes: list[_Node]) -> None:
-        self.training, self.nodes = training, nodes
+        self.training, self.count = training, parts(len(nodes))
         self.pieces, self.size = averaging_pieces(training.swarm, nodes[0].stage, len(nodes))
-        self.contributions = {(n.name, k): len(nodes) - 1 for n in nodes for k in self._numbers}
-        self.sums = {n.name: len(nodes) * self.pieces for n in nodes}  # that it lacks
+        some = lengths(len(nodes))
+        drawn = iter(nodes if len(some) == 1 else Random(0).sample(nodes, len(nodes)))
+        self.rows = [list(islice(drawn, length)) for length in some]
+        self.owners = min(some)  # of a row
+        numbers = range(len(some) * self.pieces)  # of pieces of an owner; by row who makes the sum
+        self.contributions = {
+            (owner.name, k): len(row) - 1
+            for row in self.rows
+            for owner in row[: self.owners]
+            for k in numbers
+        }
+        self.row_sums = {(p, k): len(some) for p in range(self.owners) for k in numbers}
+        self.sums = {n.name: self.count * self.pieces for n in nodes}  # that it lacks
 
-    @property
-    def _numbers(self) -> range:
-        return range(self.pieces)
+    def _row(self, node: _Node) -> list[_Node]:
+        """From the node's successor on, without it."""
+        row = next(row for row in self.rows if node in row)
+        place = row.index(node)
+        return row[place + 1 :] + row[:place]
 
-    def _pass(self, node: _Node, parts: int) -> float:
+    def _is_owner(self, node: _Node) -> bool:
+        return any(node in row[: self.owners] for row in self.rows)
+
+    def _pass(self, node: _Node, some: int) -> float:
         """Seconds to go over a piece of so many parts."""
-        return node.seconds.add * parts / (len(self.nodes) * self.pieces)
+        return node.seconds.add * some / (self.count * self.pieces)
 
     def start(self, node: _Node) -> None:
-        others = len(self.nodes) - 1
-        for piece in self._numbers:
-            then = partial(self._contribute, node, piece)
-            node.thread.post(Priority.CONTROL, self._pass(node, others), then)
+        owners = [other for other in self._row(node) if self._is_owner(other)]
+        for number in range(len(self.rows) * self.pieces):
+            then = partial(self._contribute, node, owners, number)
+            node.thread.post(Priority.CONTROL, self._pass(node, len(owners)), then)
 
-    def _to_others(self, node: _Node, work: Callable[[_Node], None]) -> None:
-        rank = self.nodes.index(node)
-        for other in self.nodes[rank + 1 :] + self.nodes[:rank]:
-            self.training.frame("average", node, other, self.size, partial(work, other))
+    def _send(self, node: _Node, others: Iterable[_Node], work: Callable[[_Node], None]) -> None:
+        """Others go over it when it is there, and then do that."""
 
-    def _contribute(self, node: _Node, piece: int) -> None:
-        def come(owner: _Node) -> None:
-            seconds = self._pass(owner, 1)
-            owner.thread.post(Priority.CONTROL, seconds, partial(self._added, owner, piece))
+        def come(other: _Node) -> None:
+            other.thread.post(Priority.CONTROL, self._pass(other, 1), partial(work, other))
 
-        self._to_others(node, come)
+        for other in others:
+            self.training.frame("average", node, other, self.size, partial(come, other))
 
-    def _added(self, owner: _Node, piece: int) -> None:
-        self.contributions[owner.name, piece] -= 1
-        if self.contributions[owner.name, piece]:
+    def _contribute(self, node: _Node, owners: list[_Node], number: int) -> None:
+        self._send(node, owners, lambda owner: self._added(owner, number))
+
+    def _added(self, owner: _Node, number: int) -> None:
+        self.contributions[owner.name, number] -= 1
+        if self.contributions[owner.name, number]:
             return
+        place = next(row.index(owner) for row in self.rows if owner in row)
+        maker = self.rows[number // self.pieces][place]
+        if maker is owner:
+            self._row_added(place, number, owner)
+            return
+        then = partial(self._send, owner, [maker], partial(self._row_added, place, number))
+        owner.thread.post(Priority.CONTROL, self._pass(owner, 1), then)
 
-        def come(node: _Node) -> None:
-            node.thread.post(Priority.CONTROL, self._pass(node, 1), partial(self._has, node))
+    def _row_added(self, place: int, number: int, maker: _Node) -> None:
+        self.row_sums[place, number] -= 1
+        if not self.row_sums[place, number]:
+            self._send(maker, [row[place] for row in self.rows if maker not in row], self._pass_on)
+            self._pass_on(maker)
 
-        self._to_others(owner, come)
+    def _pass_on(self, owner: _Node) -> None:
+        self._send(owner, self._row(owner), self._has)
         self._has(owner)
 
     def _has(self, node: _Node) -> None:

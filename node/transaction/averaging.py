@@ -37,7 +37,7 @@ from itertools import chain, pairwise
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
-from planaria.bootstrap.neighbours import places, row_of, rows
+from planaria.bootstrap.neighbours import lengths, places, row_of, rows
 from planaria.bootstrap.registry_pb2 import NUMBERS
 from planaria.node.ports import Tensors
 from planaria.node.transaction.effects import NEVER, Ballot
@@ -170,9 +170,15 @@ def gradient_bytes(wire: WireSection, shapes: Iterable[Shape], replicas: int) ->
 
 @lru_cache(maxsize=64)  # a search for a plan asks again and again
 def _factor_bytes(shapes: tuple[Shape, ...], rank: int, replicas: int) -> int:
-    some = rows([f"{rank:06}" for rank in range(replicas)])
-    parts = spans(sum(map(math.prod, shapes)), len(some) * places(some), shapes)
-    return encoded_bytes(shapes, rank, chain.from_iterable(parts))
+    of = spans(sum(map(math.prod, shapes)), parts(replicas), shapes)
+    return encoded_bytes(shapes, rank, chain.from_iterable(of))
+
+
+def parts(replicas: int) -> int:
+    """In how many a gradient is cut: as many as a row has owners, times as many as there are
+    rows."""
+    some = lengths(replicas)
+    return len(some) * min(some)
 
 
 def check_ids(

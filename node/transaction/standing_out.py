@@ -11,8 +11,8 @@ has seen; who stands out it tells the driver with its votes. So that costs the d
 long as nobody does. Of two replicas nobody can tell which stands out.
 
 Where replicas are more than one row (bootstrap/neighbours.py), "all others" are those of the row,
-whose contributions a node sees, and so are those who look at one. Who stands out there is unlike its
-row: a row most of which is wrong isn't found.
+whose contributions a node sees, and those who look at one are, too. Who stands out then is unlike
+its row: a row most of which is wrong isn't found.
 """
 
 from __future__ import annotations

@@ -325,7 +325,7 @@ def test_cores_are_shared_evenly() -> None:
     ]
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 5])
+@pytest.mark.parametrize("replicas", [2, 3, 5, 9, 11, 25])
 def test_averaging_in_closed_form_is_near_what_is_simulated(replicas: int) -> None:
     for delay, mbps in ((40, 100), (1, 20), (0, 10_000)):
         one = swarm(replicas=replicas, microbatches=replicas, delay=delay, mbps=mbps)
