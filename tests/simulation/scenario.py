@@ -486,6 +486,18 @@ class Rounding(HoldingBack):
     averaging = "int8"
 
 
+class InRows(HoldingBack):
+    """More than eight average, and less when some are lost."""
+
+    def _rules(self, policy: Policy | None) -> TransactionRules:
+        rules = super()._rules(policy)
+        return replace(rules, stages=1, steps=min(rules.steps, 8), microbatches=12)
+
+    def _hosts(self, rules: TransactionRules) -> list[Host]:
+        stages = [0, 0] + [1] * self.random.choice([9, 10, 13])
+        return [Host(f"h{i:02}", stage, False) for i, stage in enumerate(stages)]
+
+
 class Orphaned(Scenario):
     """A commit that only the driver knows, and has saved: the others make the step again. Then
     everything is lost but files, of which both may be there."""

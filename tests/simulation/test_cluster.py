@@ -24,6 +24,7 @@ from simulation.scenario import (
     PART,
     Halved,
     HoldingBack,
+    InRows,
     Orphaned,
     Rounding,
     Scenario,
@@ -235,6 +236,12 @@ def test_what_is_held_back_is_what_the_sums_lack(kind: type[Scenario]) -> None:
         counts += run(seed, kind=kind).counts
     assert counts["owed"] > 50
     assert counts["aborted"] or counts["masked"]
+
+
+def test_in_rows_what_is_held_back_is_what_the_sums_lack_whoever_is_lost() -> None:
+    counts = run(0, policy="snapshot", kind=InRows).counts
+    assert counts["owed"] > 10
+    assert counts["masked"]
 
 
 def test_what_an_attempt_that_is_given_up_holds_back_is_missed(
