@@ -10,7 +10,8 @@ doorkeeper.py looks at those that a node's port has, and crowd.py decides for bo
 strangers stays; address.py reads HOST:PORT, spelling.py says what others may be called and makes
 what they say fit for a terminal, credentials.py says who may talk to whom, identity.py whose word
 something is, views.py which views are the registry's, votes.py whether a driver has decided without
-a member's vote, fitting.py what a message has room for, neighbours.py who of a stage's replicas has anything to do with whom.
+a member's vote, fitting.py what a message has room for, neighbours.py who of a stage's replicas
+has anything to do with whom.
 
 Where several registries share a run, turns.py has one of them lead, store.py is what they write
 into instead of a journal, and etcd.py how etcd is spoken to.
