@@ -19,6 +19,7 @@ from planaria.bootstrap.cuts import LOOKS, Cuts, Goes
 from planaria.bootstrap.fitting import fit
 from planaria.bootstrap.identity import Identity, instance_of
 from planaria.bootstrap.invites import is_instance
+from planaria.bootstrap.neighbours import Neighbours, related, stages_of
 from planaria.bootstrap.places import Place, is_block
 from planaria.bootstrap.progress import Age, Progress
 from planaria.bootstrap.quarantine import MOST_KEPT, Quarantine
@@ -235,45 +236,6 @@ class _Question:
     answered: dict[str, str] = field(default_factory=dict)  # who answered -> whom
 
 
-def related(a: int, b: int, stages: int, swapped: bool) -> bool:
-    """Whether nodes of stages a and b talk to each other in every step: replicas, neighbours, and
-    stage 0 with everybody, since it holds the driver and both ends of the pipeline. With orders
-    that swap the first two and the last two of the body stages, 1 and 3 are neighbours too, and
-    L-2 and L."""
-    if a == 0 or b == 0 or abs(a - b) <= 1:
-        return True
-    return swapped and {a, b} in ({1, 3}, {stages - 2, stages})
-
-
-def stages_of(member: Member) -> list[int]:
-    """The stages at which it has seats, in order; empty: it is a standby."""
-    return [seat.stage for seat in member.seats]
-
-
-def to_link(own: Member, view: View, stages: int, swapped: bool) -> list[str]:
-    """With whom `own` always keeps a link, in the view's order: who it needs in every step; all who
-    serve, if nobody can dial it when it is needed; whom it carries for, and who carries for it."""
-    carrying = set[str]()
-    for relay in view.relays:
-        if own.node == relay.via:
-            carrying |= {relay.a, relay.b}
-        elif own.node in (relay.a, relay.b):
-            carrying.add(relay.via)
-    return [
-        member.node
-        for member in view.members
-        if member.node != own.node
-        and (
-            member.node in carrying
-            or (own.seats and member.seats and not own.address)
-            or any(
-                related(a, b, stages, swapped)
-                for a, b in itertools.product(stages_of(own), stages_of(member))
-            )
-        )
-    ]
-
-
 class Membership:
     """Every effect must be carried out, in the order given, before the next event is fed in."""
 
@@ -287,6 +249,7 @@ class Membership:
         self._at: dict[str, _Node] = {}  # by address
         self._with: dict[bytes, list[_Node]] = {}  # by key
         self._staff_known: Staff | None = None  # None: it has to be counted anew
+        self._neighbours_known: Neighbours | None = None  # None: it has to be found anew
         self._number = 0
         self._issued = -math.inf  # the newest view
         self._joined = 0
@@ -564,7 +527,7 @@ class Membership:
         if problem:
             raise ValueError(f"view {view.number} can't be restored: {problem}")
         former, self._nodes = self._nodes, {}
-        self._at, self._with, self._staff_known = {}, {}, None
+        self._at, self._with, self._staff_known, self._neighbours_known = {}, {}, None, None
         for member in view.members:
             before = "a member before the restart"
             node = former.get(member.node) or _Node(member, before, now, now)
@@ -937,6 +900,7 @@ class Membership:
     def _enter(self, node: _Node) -> None:
         member = node.member
         self._nodes[member.node] = node
+        self._neighbours_known = None
         self._with.setdefault(member.key, []).append(node)
         if member.address:
             self._at[member.address] = node
@@ -976,6 +940,14 @@ class Membership:
                 if not node.leaving:
                     self._staff_known.add(node.stages, node.member.speed, _location(node.member))
         return self._staff_known
+
+    def _neighbours(self) -> Neighbours:
+        """As `_staffed`, but found anew for newcomers, too."""
+        if self._neighbours_known is None:
+            members, rules = (node.member for node in self._nodes.values()), self.rules
+            driver = self.view.driver
+            self._neighbours_known = Neighbours(members, driver, rules.stages, rules.swapped)
+        return self._neighbours_known
 
     def _is_held(self, stage: int) -> bool:
         """By one that stays, of a run that is under way."""
@@ -1200,7 +1172,7 @@ class Membership:
         self._with[member.key].remove(node)
         if not self._with[member.key]:
             del self._with[member.key]
-        self._staff_known = None
+        self._staff_known = self._neighbours_known = None
 
     # -- views -----------------------------------------------------------------------------------
 
@@ -1264,7 +1236,7 @@ class Membership:
         member = _copy(node.member)
         member.leaving = node.report.leaving
         node.become(member)
-        self._staff_known = None
+        self._staff_known = self._neighbours_known = None
         self._all_told = min(self._all_told, now + TOGETHER)
         how = "will leave soon" if node.leaving else "stays after all"
         self._changes.append(f"{node.member.node} ({place_of(node.member)}) {how}")
@@ -1276,7 +1248,7 @@ class Membership:
         del member.seats[:]
         member.seats.extend(had.get(s, Seat(stage=s, since=since)) for s in sorted(stages))
         node.become(member)
-        self._staff_known = None
+        self._staff_known = self._neighbours_known = None
         if node.holds is not None:
             node.holds &= had.keys()
 
@@ -1310,6 +1282,7 @@ class Membership:
         awaited = "" if self._started else self._awaited(now)
         driver = "" if awaited else self._driver()
         if driver != self.view.driver:
+            self._neighbours_known = None
             self._changes.append(f"{driver} drives" if driver else "no stage-0 member can drive")
         self._started = self._started or bool(driver)
         self._number += 1
@@ -1450,8 +1423,7 @@ class _Known:
         return any(self.machine._nodes[node].member.address for node in (a, b))
 
     def neighbours(self, a: str, b: str) -> bool:
-        one, other = (self.machine._nodes[node].stages for node in (a, b))
-        return _related(self.machine.rules, one, other)
+        return b in self.machine._neighbours().of(a)
 
     def believed(self, node: str) -> bool:
         one, lease = self.machine._nodes[node], self.machine.rules.lease

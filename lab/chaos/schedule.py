@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
-from planaria.bootstrap.membership import related
+from planaria.bootstrap.neighbours import related
 from planaria.lab.chaos.sick_node import KINDS as SICK
 
 REGISTRY: Final = "registry"

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, Self
 
 from planaria.bootstrap.address import EVERYWHERE, Reach
 from planaria.bootstrap.credentials import Credentials
-from planaria.bootstrap.membership import stages_of
+from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import Description, Member, View
 from planaria.node.hugging_face.export import ExportError
 from planaria.node.naming import seat_id, seat_name

@@ -22,7 +22,7 @@ from rich.console import Console
 from planaria.bootstrap.admission import AdmissionError
 from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
 from planaria.bootstrap.journal import JournalError
-from planaria.bootstrap.membership import stages_of
+from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import Description, View
 from planaria.node.data.mixture import index_of
 from planaria.node.extras import remedy

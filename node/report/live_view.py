@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from planaria.bootstrap.membership import stages_of
+from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import Description, Member, MemberDescription, SeatReport
 from planaria.node.naming import node_of
 from planaria.node.report.events import (

@@ -9,7 +9,7 @@ from typing import Any, Final
 from rich.table import Table
 
 from planaria.bootstrap.client import RegistryClient
-from planaria.bootstrap.membership import stages_of
+from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import Description
 
 LOOK: Final = 0.5  # seconds between two looks

@@ -20,7 +20,8 @@ from rich.text import Text
 
 from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
 from planaria.bootstrap.fitting import cut_from
-from planaria.bootstrap.membership import place_of, stages_of
+from planaria.bootstrap.membership import place_of
+from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import (
     Description,
     Member,

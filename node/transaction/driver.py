@@ -20,7 +20,7 @@ from typing import Any
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.membership import stages_of
+from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import HANG, NONFINITE, NUMBERS, SILENT, Votes
 from planaria.bootstrap.registry_pb2 import Vote as SignedVote
 from planaria.bootstrap.votes import hash_of as hash_of_votes

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.membership import stages_of
+from planaria.bootstrap.neighbours import stages_of
 from planaria.node.naming import node_of
 from planaria.node.wire import stage_pb2 as pb
 

@@ -13,6 +13,7 @@ from random import Random
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
+from planaria.bootstrap.neighbours import partners
 from planaria.bootstrap.registry_pb2 import (
     NONFINITE,
     NUMBERS,
@@ -109,6 +110,7 @@ class MemberSide:
         self.heard = Heard()
         self.decider, self.key = "", b""  # who decides the attempt, and its key
         self.replicas: frozenset[str] = frozenset()  # others of this stage in the attempt
+        self.partners: frozenset[str] = frozenset()  # those of them with whom it compares
         self.identity: Identity | None = None  # its votes aren't signed without
         self.chance = Random(0)  # which votes of others it looks at
         self.stages: dict[str, int] = {}  # of who takes part in the attempt
@@ -119,6 +121,7 @@ class MemberSide:
         self.decisions: dict[str, Decision] = {}  # that these have told of last
         self.mute: set[str] = set()  # who was waited for in vain
         self.comparing: Comparing | None = None
+        self.unapplied = pb.Commit()  # since replicas hadn't all told of it; its records count yet
         self.boosted_at = 0
         self.digest = b""
         self.changing = False  # the weights are, so nothing is said of them
@@ -157,9 +160,9 @@ class MemberSide:
         self.decisions = {n: one for n, one in self.decisions.items() if n in self.beside}
         self.mute &= self.beside
         if view.driver != self.driver:  # the next one finds out what others have applied
-            self.comparing = None
+            self._leave_unapplied()
             self.decisions.clear()
-        return self._wait_no_more(self.replicas - self.beside)
+        return self._wait_no_more(self.partners - self.beside)
 
     def received(self, peer: str, message: pb.Message) -> list[Effect]:
         """A control message for this machine has come from `peer`."""
@@ -559,20 +562,31 @@ class MemberSide:
         if not has_records(self.last) and has_records(commit) and self._is_last(commit):
             self.last = commit
             return [Note(commit)]
-        own = decision(commit)
+        commit, own = self._with_known_records(commit), decision(commit)
         if self._is_without_own_vote(own):
             return self._doubt(own)
         if commit.step != self.committed + 1 or not ready:
             return []  # a repetition, or not for this node: the next query finds out
         if not self._has_signed(own):
             return self._refuse_commit(f"step {own.step}, which {self.decider} hasn't signed")
-        tell = [self._tell(node, own) for node in sorted(self.replicas)]
+        tell = [self._tell(node, own) for node in sorted(self.partners)]
         # Others may have been told of another one.
         if why := self._is_no_link(commit) or self._is_not_offered(commit):
             return [*tell, *self._refuse_commit(why)]
         wrong = self._look_at(commit, votes) if votes.alike else []
-        self.comparing = Comparing(commit, own, {*self.replicas} - self.mute)
+        self.comparing = Comparing(commit, own, {*self.partners} - self.mute)
         return [*wrong, *tell, *self._compare(self.comparing)]
+
+    def _leave_unapplied(self) -> None:
+        if self.comparing is not None:
+            self.unapplied, self.comparing = self.comparing.commit, None
+
+    def _with_known_records(self, commit: pb.Commit) -> pb.Commit:
+        """Who has applied it may not have been told them, and so can't tell them any more."""
+        known = self.unapplied
+        if has_records(commit) or not has_records(known) or hash_of(known) != hash_of(commit):
+            return commit
+        return known
 
     def _is_last(self, commit: pb.Commit) -> bool:
         return commit.step == self.committed and hash_of(commit) == hash_of(self.last)
@@ -613,7 +627,7 @@ class MemberSide:
             self.following.applied(commit)
             self.phase = MemberPhase.FOLLOWING
         self.committed = commit.step
-        self.last = commit
+        self.last, self.unapplied = commit, pb.Commit()
         self.gradients.note(self.contributions, self.replicas)
         self.changing = True
         self.accused.clear()
@@ -680,7 +694,9 @@ class MemberSide:
         self.stages = {place.node: place.stage for place in begin.members}
         self.roll = roll_of(self.stages, ballot, begin.roll)
         there = {place.node for place in begin.members if place.stage == self.stage}
-        self.replicas = frozenset(there - {self.node} if self.node in there else ())
+        taking_part = self.node in there
+        self.replicas = frozenset(there - {self.node} if taking_part else ())
+        self.partners = frozenset(partners(self.node, there) if taking_part else ())
 
     def _tell(self, peer: str, own: Decision, answer: bool = False) -> Send:
         return self.attempt.send(peer, heard=pb.Heard(decision=own, answer=answer))
@@ -698,7 +714,7 @@ class MemberSide:
         for peer, other in comparing.look(self.decisions).items():
             effects += self._accuse_of_two(comparing.own, peer, other)
             if self._has_signed(other):
-                self.comparing = None
+                self._leave_unapplied()
                 return effects + self._answer_late()
             comparing.awaited.discard(peer)
         if comparing.awaited:

@@ -17,6 +17,7 @@ from itertools import islice, pairwise
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from planaria.bootstrap.neighbours import ALL, scattered
 from planaria.node.naming import node_of
 from planaria.node.wire import stage_pb2 as pb
 
@@ -106,6 +107,8 @@ def plan(
     served = [list(islice(turns(list(stage), stage), len(orders))) for stage in pace]
     if _share_nodes(replicas):
         served = _at_home(_evened_out([Counter(seats) for seats in served], pace), pace)
+    elif any(len(seats) > ALL for seats in replicas):
+        served = _along_lanes(served)
     visits = [(0, *order, 0) for order in orders]
     while apart and any(_untangle(served, stage, visits, apart) for stage in range(len(served))):
         pass  # each time there are fewer such hops
@@ -169,6 +172,21 @@ def _at_home(
         total = given.total()
         served.append([chosen.get(number) or next(turns) for number in range(total)])
     return served
+
+
+def _along_lanes(served: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Each node keeps as many at each stage, and has those of the nodes that are at the same place
+    in their lanes, to whom it has links."""
+
+    def place(seat: str) -> bytes:
+        return scattered(node_of(seat))
+
+    line = sorted(range(len(served[0])), key=lambda number: place(served[0][number]))
+    found = [[""] * len(line) for _ in served]
+    for seats, chosen in zip(served, found, strict=True):
+        for number, seat in zip(line, sorted(seats, key=place), strict=True):
+            chosen[number] = seat
+    return found
 
 
 def _untangle(

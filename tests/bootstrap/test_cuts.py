@@ -15,8 +15,8 @@ from planaria.bootstrap.membership import (
     Evict,
     Membership,
     MembershipRules,
-    related,
 )
+from planaria.bootstrap.neighbours import related
 from planaria.bootstrap.registry_pb2 import Complaint, JoinRequest, Renewal, Report, SeatReport
 
 LEASE, SILENCE, STEP = 5.0, 3.0, 1.0

@@ -21,9 +21,8 @@ from planaria.bootstrap.membership import (
     Probe,
     Refused,
     Settle,
-    stages_of,
-    to_link,
 )
+from planaria.bootstrap.neighbours import stages_of, to_link
 from planaria.bootstrap.registry_pb2 import (
     CHECKSUM,
     DIVERGENCE,

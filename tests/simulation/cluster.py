@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.membership import stages_of
+from planaria.bootstrap.neighbours import stages_of
 from planaria.node.naming import node_of, seated
 from planaria.node.run_file import RunFile, from_fields
 from planaria.node.stage.optimizer import StageOptimizer

@@ -15,6 +15,7 @@ from planaria.node.wire import stage_pb2 as pb
 from simulation.byzantine import Lying
 from simulation.cluster import Host, Trap
 from simulation.node import Node
+from simulation.scenario import Crowded
 
 LIES = ["another", "unsigned", "unchained", "nothing"]
 
@@ -55,6 +56,20 @@ class Deceitful(Driver):
             assert self.identity is not None
             seal(commit, self.identity, self.view.run)
         return [Send(effect.to, message)]
+
+
+class Dividing(Deceitful):
+    """Tells half of each stage of another commit."""
+
+    lie = "another"
+
+    def _deceived(self) -> set[str]:
+        stages = {
+            stage: sorted(n for n, at in self.members.items() if at == stage)
+            for stage in self.members.values()
+        }
+        halves = [nodes[: len(nodes) // 2] for nodes in stages.values()]
+        return {node for nodes in halves for node in nodes if node != self.node}
 
 
 class Vanishing(Deceitful):
@@ -144,6 +159,15 @@ class Deceived(Turning):
         assert isinstance(driver, Deceitful)
         driver.lie = self.random.choice(LIES)
         self.world.say(driver.node, f"deceives from now on: {driver.lie}")
+
+
+class DeceivedCrowd(Crowded, Deceived):
+    """Replicas that don't all compare what they have heard with each other."""
+
+
+class DividedCrowd(DeceivedCrowd):
+    def _turn(self, driver: Driver) -> None:
+        driver.__class__ = Dividing
 
 
 class Abandoned(Deceived):

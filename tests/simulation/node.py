@@ -11,7 +11,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.membership import to_link
+from planaria.bootstrap.neighbours import to_link
 from planaria.node import ports
 from planaria.node.agent import Agent
 from planaria.node.naming import node_of, seat_id

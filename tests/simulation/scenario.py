@@ -486,6 +486,19 @@ class Rounding(HoldingBack):
     averaging = "int8"
 
 
+class Crowded(Scenario):
+    """So many replicas of each stage that not all of them have to do with each other."""
+
+    def _rules(self, policy: Policy | None) -> TransactionRules:
+        rules = super()._rules(policy)
+        chosen = "checkfree" if rules.policy == "checkfree+" else rules.policy
+        return replace(rules, stages=1, microbatches=12, policy=chosen)
+
+    def _hosts(self, rules: TransactionRules) -> list[Host]:
+        replicas = self.random.choice([9, 10, 11])
+        return [Host(f"h{i}", i % (rules.stages + 1), False) for i in range(2 * replicas)]
+
+
 class InRows(HoldingBack):
     """More than eight average, and less when some are lost."""
 

@@ -22,6 +22,7 @@ from planaria.recovery.decide import Policy
 from simulation.cluster import Host, Machines, Trap
 from simulation.scenario import (
     PART,
+    Crowded,
     Halved,
     HoldingBack,
     InRows,
@@ -137,6 +138,11 @@ def test_invariants_hold_whatever_fails(seeds: range) -> None:
             run(seed)
         except ScenarioError as error:
             pytest.fail(str(error), pytrace=False)
+
+
+def test_they_hold_where_not_all_replicas_have_to_do_with_each_other() -> None:
+    for seed in range(1, 3):
+        assert run(seed, kind=Crowded).outcome == "finished"
 
 
 @pytest.mark.parametrize("seed", FOUND)

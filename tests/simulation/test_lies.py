@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 import pytest
 
 from planaria.bootstrap import membership
 from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.neighbours import row_of, rows
 from planaria.bootstrap.views import sign
 from planaria.bootstrap.words import Words
+from planaria.node.transaction import member
 from planaria.node.transaction.comparing import Comparing
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import Ballot, Effect
@@ -17,7 +20,14 @@ from planaria.node.transaction.member import MemberSide
 from simulation.babbling import Babbling
 from simulation.byzantine import Dropping, Lying, Refusing, Slandering, Withholding
 from simulation.cluster import Machines, Trap
-from simulation.deceit import Abandoned, Accusing, Deceived, Rushed
+from simulation.deceit import (
+    Abandoned,
+    Accusing,
+    Deceived,
+    DeceivedCrowd,
+    DividedCrowd,
+    Rushed,
+)
 from simulation.registry import Client
 from simulation.scenario import Scenario, ScenarioError, run
 from tests.bootstrap.conftest import identity
@@ -127,6 +137,23 @@ def test_a_member_that_applies_what_a_driver_has_told_that_is_gone_is_caught() -
     with pytest.raises(ScenarioError, match=r"I2: .* others committed another thing"):
         for seed in range(4):
             run(seed, Machines(member=Faithful), kind=Abandoned)
+
+
+def test_replicas_that_do_not_all_compare_with_each_other_are_parted_by_nobody() -> None:
+    kinds = [DeceivedCrowd, DividedCrowd]
+    assert sum(run(0, kind=kind).counts["deceits"] for kind in kinds) == 2
+
+
+def test_partners_that_two_have_not_in_common_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each compares within its row alone, rows apply what they have been told."""
+
+    def row(node: str, replicas: Collection[str]) -> list[str]:
+        return [other for other in row_of(node, rows(replicas)) if other != node]
+
+    monkeypatch.setattr(member, "partners", row)
+    with pytest.raises(ScenarioError, match=r"I2: .* others committed another thing"):
+        for seed in range(4):
+            run(seed, kind=DividedCrowd)
 
 
 def test_a_driver_that_accuses_others_evicts_nobody() -> None:

@@ -124,6 +124,20 @@ async def test_texts_and_conversations_are_trained_on_as_by_one_process(
     assert audit(tmp_path).exact
 
 
+async def test_where_a_stage_has_many_replicas_each_has_links_to_some(corpus, tmp_path):
+    run = small(stages=1, replicas=9, training__batch=18, steps=5)
+    async with LocalSwarm(run, corpus, tmp_path) as swarm:
+        await swarm.until(lambda: swarm.committed() >= 2)
+        needed = [len(node.needed) for (stage, _), (node, _) in swarm.nodes.items() if stage == 1]
+        assert max(needed) < len(swarm.nodes) - 1
+        await swarm.kill(1, 7)
+        await swarm.until(swarm.finished)
+        digests = {(stage, node.member.digest) for (stage, _), (node, _) in swarm.nodes.items()}
+        assert len(digests) == 2
+    assert losses(tmp_path) == pytest.approx(undisturbed(run, corpus, run.steps), rel=1e-5)
+    assert audit(tmp_path).exact
+
+
 @pytest.mark.parametrize("victim", [(0, 0), (1, 1)])
 async def test_a_killed_replica_costs_no_step(corpus, tmp_path, victim):
     run = small(replicas=2)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from planaria.bootstrap.client import RegistryClient
-from planaria.bootstrap.membership import stages_of
+from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import Description
 from planaria.node.local.processes import PLANARIA, Processes
 from planaria.node.own_folders import said_here

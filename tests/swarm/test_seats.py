@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from planaria.bootstrap.membership import stages_of
+from planaria.bootstrap.neighbours import stages_of
 from planaria.lab.convergence.training import train
 from planaria.node.data.corpus import Corpus
 from planaria.node.naming import node_of

@@ -5,7 +5,13 @@ from collections.abc import Sequence
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT
-from planaria.node.transaction.chain import decision, head, seal
+from planaria.node.transaction.chain import (
+    decision,
+    hash_of_records,
+    head,
+    seal,
+    without_records,
+)
 from planaria.node.transaction.comparing import UNHEARD
 from planaria.node.transaction.effects import (
     Apply,
@@ -183,6 +189,21 @@ def test_what_a_driver_has_told_that_drives_no_more_waits_for_the_next_one() -> 
     found = pb.Message(ballot=Ballot(2, 2).message(), step=pb.Step(commit=commit(loss=3.0)))
     assert heard(one.member.received("heir", found)) == ["other"]
     assert one.told("other", commit(loss=3.0)) == [Apply(commit(loss=3.0))]
+
+
+def test_the_records_of_it_are_known_when_the_next_one_tells_of_it_without() -> None:
+    """Others have applied it, and none of those who were told the records."""
+    one, homes = Replica("other"), [pb.Home(microbatch=0, loss=2.0, tokens=4)]
+    whole = commit()
+    whole.microbatches.extend(homes)
+    whole.records = hash_of_records(homes)
+    seal(whole, DRIVER, RUN)
+    one.decided(whole)
+    one.member.viewed(view(2, {"self": 1, "other": 1, "heir": 0}, "heir"))
+    one.member.received("heir", pb.Message(ballot=Ballot(2, 1).message(), query=pb.Query()))
+    found = pb.Message(ballot=Ballot(2, 2).message(), step=pb.Step(commit=without_records(whole)))
+    one.member.received("heir", found)
+    assert one.told("other", whole) == [Apply(whole)]
 
 
 def test_what_replicas_have_told_of_it_comes_too_late_then() -> None:

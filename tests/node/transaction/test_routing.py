@@ -1,12 +1,15 @@
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations, islice, pairwise
+from random import Random
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planaria.bootstrap.neighbours import Neighbours
+from planaria.bootstrap.registry_pb2 import Member, Seat
 from planaria.node.naming import node_of, seat_id
 from planaria.node.transaction.routing import (
     Pair,
@@ -235,3 +238,37 @@ def test_a_plan_that_sends_a_microbatch_to_the_wrong_stage_is_refused(places):
     microbatch = pb.Microbatch(id=3, source="a", order=[1, 2], places=places)
     with pytest.raises(ValueError, match="microbatch 3 is sent to nodes off its order"):
         routes(pb.Begin(members=MEMBERS, plan=[microbatch]))
+
+
+@pytest.mark.parametrize(("faster", "least"), [(1.0, 0.98), (4.0, 0.93)])
+def test_routes_go_along_links_where_nodes_have_a_few_each(faster: float, least: float):
+    drawn = Random(2)
+    members = [
+        Member(
+            node=f"{drawn.getrandbits(48):012x}",
+            seats=[Seat(stage=number % 10)],
+            speed=drawn.choice([1.0, 1.0, 1.0, faster]),
+        )
+        for number in range(1000)
+    ]
+    links = Neighbours(members, members[0].node, 9, swapped=False)
+    replicas = [[m.node for m in members if m.seats[0].stage == stage] for stage in range(10)]
+    seconds = {member.node: 1 / member.speed for member in members}
+    planned = plan([range(1, 10)] * 400, replicas, seconds)
+    hops = [hop for route in planned for hop in pairwise(route.nodes)]
+    assert sum(b in links.of(a) for a, b in hops) >= least * len(hops)
+
+
+@given(st.integers(9, 14), st.integers(1, 5), st.integers(1, 40), st.randoms())
+def test_in_lanes_each_has_as_many_as_by_turns(one, other, count, drawn):
+    replicas = [
+        [f"s{stage}n{i}" for i in range(size)] for stage, size in enumerate((one, other, 9))
+    ]
+    seconds = {seat: drawn.choice([0.5, 1.0, 2.0]) for seats in replicas for seat in seats}
+    planned = plan([(1, 2)] * count, replicas, seconds)
+    for place, seats in enumerate(replicas):
+        pace = paces(seats, seconds)
+        assert Counter(route.nodes[place] for route in planned) == Counter(
+            islice(turns(seats, pace), count)
+        )
+    assert all(route.nodes[0] == route.nodes[-1] for route in planned)
