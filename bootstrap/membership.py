@@ -295,12 +295,16 @@ class Membership:
         (answer,), effects = self.join_together([(request, block)], now)
         if isinstance(answer, Refused):
             raise answer
+        if answer.HasField("view"):
+            answer.view.CopyFrom(self.view)
         return answer, effects
 
     def join_together(
         self, asked: Iterable[tuple[JoinRequest, str]], now: float
     ) -> tuple[list[JoinReply | Refused], list[Effect]]:
-        """As `join`, of each request and its block, in one view; the answers are in that order."""
+        """As `join`, of each request and its block, in one view, the newest; the answers are in that
+        order, and have the view's number only: its members for each of thousands would be millions.
+        """
         found: list[_Node | JoinReply | Refused] = []
         for request, block in asked:
             try:
@@ -962,7 +966,7 @@ class Membership:
             return refused
         return JoinReply(
             run=self.rules.run,
-            view=self.view,
+            view=View(number=self._number),
             reason=node.why,
             lease=self.rules.lease,
             key=self.key.public,

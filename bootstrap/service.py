@@ -139,6 +139,7 @@ class RegistryServer(RegistryServicer):
         self._run_file, self._journal, self._limits, self._room = run_file, journal, limits, room
         self._recent: dict[bytes, View] = {}  # by signature, the newest last
         self._made: dict[tuple[bytes | None, bytes], bytes] = {}  # NewView of the newest
+        self._welcomed = b""  # made once for all who get into the newest
         self._joining: list[_Joining] = []
         self._waiting: set[asyncio.Future[None]] = set()  # watchers, for the next view
         self._due: deque[asyncio.Future[None]] = deque()  # those for whom there is one
@@ -262,7 +263,7 @@ class RegistryServer(RegistryServicer):
 
     # -- calls -----------------------------------------------------------------------------------
 
-    async def Join(self, request: JoinRequest, context: Context) -> JoinReply:  # noqa: N802
+    async def Join(self, request: JoinRequest, context: Context) -> bytes:  # noqa: N802
         for name in ("node", "address", "data", "host", "device", "run"):
             await _check_length(context, name, getattr(request, name), NAME_BYTES)
         caller = self._caller(context)
@@ -279,11 +280,11 @@ class RegistryServer(RegistryServicer):
             log.info("%s at %s is refused: %s", who, caller, readable(reply.reason))
             await _refuse(context, reply)
         await self._abort_if_over(context)
-        reply.run_file = self._run_file
-        return reply
+        return b"".join(reply)
 
-    async def _decided(self, joining: _Joining) -> JoinReply | Refused:
-        """At once, or together with others."""
+    async def _decided(self, joining: _Joining) -> tuple[bytes, bytes] | Refused:
+        """At once, or together with others: a JoinReply in two parts, since messages one behind the
+        other are one."""
         self._joining.append(joining)
         if len(self._joining) == 1:
             now = self._loop.time()
@@ -309,7 +310,18 @@ class RegistryServer(RegistryServicer):
                 one.answer.set_exception(error)
             return
         for one, answer in zip(there, answers, strict=True):
-            one.answer.set_result(answer)
+            if isinstance(answer, Refused):
+                one.answer.set_result(answer)
+            else:
+                rest = self._welcome() if answer.HasField("view") else b""
+                one.answer.set_result((answer.SerializeToString(), rest))
+
+    def _welcome(self) -> bytes:
+        """What all who are members by the newest view are told alike, as part of a JoinReply."""
+        if not self._welcomed:
+            alike = JoinReply(view=self._machine.view, run_file=self._run_file)
+            self._welcomed = alike.SerializeToString()
+        return self._welcomed
 
     async def KeepAlive(  # noqa: N802
         self, requests: AsyncIterator[Renewal], context: Context
@@ -381,6 +393,7 @@ class RegistryServer(RegistryServicer):
     def _remember(self, view: View) -> None:
         """What it differs in from views that others were told is made anew."""
         self._made.clear()
+        self._welcomed = b""
         if view.number:
             self._recent[view.signature] = view
         while len(self._recent) > MOST_RECENT:
@@ -681,7 +694,7 @@ class _Joining:
 
     def __init__(self, request: JoinRequest, block: str, loop: asyncio.AbstractEventLoop) -> None:
         self.request, self.block = request, block
-        self.answer: asyncio.Future[JoinReply | Refused] = loop.create_future()
+        self.answer: asyncio.Future[tuple[bytes, bytes] | Refused] = loop.create_future()
 
 
 class _Stream:
