@@ -9,6 +9,7 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +19,9 @@ import uvloop
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from bench.rows import keep
+from planaria.bootstrap import service
 from planaria.bootstrap.admission import Admission, folder_beside
+from planaria.bootstrap.client import OPTIONS
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.membership import MembershipRules
@@ -165,15 +168,18 @@ def _serve(journal: Path, connection: Connection) -> None:
 
 
 async def serve(rules: MembershipRules, journal: Path, connection: Connection) -> None:
-    admission = Admission(folder_beside(journal), certifies=False)
-    with Journal(journal, rules.run, admission.key) as file:
-        registry = RegistryServer(rules, "", file, admission=admission)
-        port = await registry.start("127.0.0.1:0")
+    @asynccontextmanager
+    async def answering(registry: RegistryServer) -> AsyncIterator[None]:
         asyncio.get_running_loop().add_reader(
             connection.fileno(), lambda: connection.send((connection.recv(), _cpu())[1])
         )
-        connection.send(port)
-        await registry.wait()
+        connection.send(registry.port)
+        yield
+
+    admission = Admission(folder_beside(journal), certifies=False)
+    with Journal(journal, rules.run, admission.key) as file:
+        registry = RegistryServer(rules, "", file, admission=admission)
+        await service.serve(registry, "127.0.0.1:0", beside=answering)
 
 
 def _cpu() -> float:
@@ -208,9 +214,8 @@ def _renew(port: int, half: int, connection: Connection) -> None:
 
     async def renew() -> None:
         for start in range(half, NODES, 2 * STREAMS_A_CONNECTION):
-            channel = grpc.aio.insecure_channel(
-                f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)]
-            )
+            options = [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options)
             stub = RegistryStub(channel)  # type: ignore[no-untyped-call]
             last = min(NODES, start + 2 * STREAMS_A_CONNECTION)
             opened = [stub.KeepAlive(renewals(index)) for index in range(start, last, 2)]

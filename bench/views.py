@@ -275,7 +275,7 @@ def _watch(port: int, known: bytes, count: int, connection: Connection) -> None:
                 await asyncio.sleep(AGAIN)
 
     async def watch() -> None:
-        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]
         reading, channels = [], []
         for index in range(count):
             channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options)

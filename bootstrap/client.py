@@ -384,7 +384,7 @@ class RegistryClient:
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
             self._channels[address] = channel(
-                address, self._credentials, _OPTIONS, whom=Role.REGISTRY
+                address, self._credentials, OPTIONS, whom=Role.REGISTRY
             )
         return self._channels[address]
 
@@ -603,7 +603,7 @@ class _Membership:
             log.info("the registry is back, at %s", self.client._address)
 
 
-_OPTIONS = (
+OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", int(1000 * FIRST_PAUSE)),
@@ -612,6 +612,7 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 2_000),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.bdp_probe", 0),  # else each view is answered with a ping
     ("grpc.enable_http_proxy", 0),
 )
 

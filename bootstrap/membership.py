@@ -302,9 +302,8 @@ class Membership:
     def join_together(
         self, asked: Iterable[tuple[JoinRequest, str]], now: float
     ) -> tuple[list[JoinReply | Refused], list[Effect]]:
-        """As `join`, of each request and its block, in one view, the newest; the answers are in that
-        order, and have the view's number only: its members for each of thousands would be millions.
-        """
+        """As `join`, of each request and its block, in one view; the answers are in that order, and
+        of the view they have the number: a copy of thousands of members for each takes too long."""
         found: list[_Node | JoinReply | Refused] = []
         for request, block in asked:
             try:

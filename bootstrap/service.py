@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,7 @@ log = logging.getLogger(__name__)
 
 SERVICE = DESCRIPTOR.services_by_name["Registry"].full_name
 TICK = 0.05  # seconds
+GARBAGE = 100_000, 20, 10  # thresholds of its collection, for which all open calls are gone through
 HELD_UP = 1.0  # seconds between two ticks from which the registry was held up
 JOURNAL_RETRY = 2.0  # seconds until a view that could not be written is tried again
 FAREWELL = 1.0  # seconds for calls to end when the registry stops
@@ -81,7 +83,7 @@ FIRST_RENEWAL = 30.0  # seconds to wait for it on a new stream; all may come at 
 MESSAGE_BYTES = 16 * 2**20  # a view of 10,000 nodes with long names is smaller
 BETWEEN_MEASUREMENTS = 10.0  # seconds: each loads every link
 RENEWAL_BYTES = 16 * 2**10  # after the first of a stream
-AT_A_TIME = 50  # watchers that are woken
+AT_A_TIME = 10  # of those that are told a view
 MOST_RECENT = 16  # views from which others are told as differences
 NAME_BYTES = 256  # ids, addresses, hashes, names for people
 WHY_BYTES = 2048
@@ -142,7 +144,7 @@ class RegistryServer(RegistryServicer):
         self._welcomed = b""  # made once for all who get into the newest
         self._joining: list[_Joining] = []
         self._waiting: set[asyncio.Future[None]] = set()  # watchers, for the next view
-        self._due: deque[asyncio.Future[None]] = deque()  # those for whom there is one
+        self._due: deque[asyncio.Future[None]] = deque()  # those that are to be told one
         self._streams: dict[str, _Stream] = {}  # newest of each node
         self._open_streams = self._watchers = self._logged = 0
         self._examinations = 0
@@ -209,7 +211,7 @@ class RegistryServer(RegistryServicer):
         for task in (self._ticking, *self._dialling):
             task.cancel()
         await self._health.enter_graceful_shutdown()
-        self._wake()
+        self._wake_watchers()
         for stream in self._streams.values():
             stream.close()
         await self._server.stop(FAREWELL)
@@ -293,28 +295,30 @@ class RegistryServer(RegistryServicer):
                 self._loop.call_at(due, self._let_in)
             else:
                 self._let_in()
-        return await joining.answer
+        await joining.decided
+        return joining.answer
 
     def _let_in(self) -> None:
         if self._due:  # the last view has not been told yet
             self._loop.call_later(TICK, self._let_in)
             return
         joining, self._joining = self._joining, []
-        there = [one for one in joining if not one.answer.done()]  # the others have hung up
+        there = [one for one in joining if not one.decided.done()]  # the others have hung up
         try:
             asked = ((one.request, one.block) for one in there)
             answers, effects = self._machine.join_together(asked, self._loop.time())
             self._carry_out(effects)
         except Exception as error:  # noqa: BLE001  each of the calls fails by it
             for one in there:
-                one.answer.set_exception(error)
+                one.decided.set_exception(error)
             return
         for one, answer in zip(there, answers, strict=True):
             if isinstance(answer, Refused):
-                one.answer.set_result(answer)
+                one.answer = answer
             else:
                 rest = self._welcome() if answer.HasField("view") else b""
-                one.answer.set_result((answer.SerializeToString(), rest))
+                one.answer = answer.SerializeToString(), rest
+        self._wake(one.decided for one in there)
 
     def _welcome(self) -> bytes:
         """What all who are members by the newest view are told alike, as part of a JoinReply."""
@@ -595,7 +599,7 @@ class RegistryServer(RegistryServicer):
             level = logging.WARNING if isinstance(error, NotLeading) else logging.CRITICAL
             log.log(level, "the registry can't go on: %s", error)
             self._failed.set_exception(error)
-            self._wake()
+            self._wake_watchers()
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -639,13 +643,16 @@ class RegistryServer(RegistryServicer):
             self._fail(error)
             return
         self._remember(view)
-        self._wake()
+        self._wake_watchers()
 
-    def _wake(self) -> None:
-        """All watchers look what there is to tell."""
+    def _wake_watchers(self) -> None:
+        watchers, self._waiting = self._waiting, set()
+        self._wake(watchers)
+
+    def _wake(self, those: Iterable[asyncio.Future[None]]) -> None:
+        """They look what there is to tell them, after those that were to look before."""
         idle = not self._due
-        self._due.extend(self._waiting)
-        self._waiting.clear()
+        self._due.extend(those)
         if idle:
             self._wake_some()
 
@@ -694,7 +701,8 @@ class _Joining:
 
     def __init__(self, request: JoinRequest, block: str, loop: asyncio.AbstractEventLoop) -> None:
         self.request, self.block = request, block
-        self.answer: asyncio.Future[tuple[bytes, bytes] | Refused] = loop.create_future()
+        self.answer: tuple[bytes, bytes] | Refused = b"", b""
+        self.decided: asyncio.Future[None] = loop.create_future()
 
 
 class _Stream:
@@ -727,6 +735,7 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),  # a node that was starved pings in bursts
+    ("grpc.http2.bdp_probe", 0),  # else each renewal is answered with a ping
 )
 
 
@@ -773,6 +782,7 @@ async def serve(
     """A process's main: serves until `stop`, by default SIGINT or SIGTERM. `address_file` gets
     HOST:PORT once it listens, whole or not at all; `beside` is what else there is while it does.
     Raises what `start`, `wait` and `beside` raise, and OSError."""
+    gc.set_threshold(*GARBAGE)
     stop = stop or stopped_by_signals()
     port = await registry.start(listen, credentials, insecure)
     address = Address.parse(listen)._replace(port=port)
