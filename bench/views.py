@@ -1,6 +1,7 @@
 """What one join costs the registry when it has 100, 1,000 or 10,000 members: bytes that it sends,
-and CPU seconds of its process, against the same when it tells everybody the whole view. And what a
-view costs who makes it, and a member.
+and CPU seconds of its process, against the same when it tells everybody the whole view, and against
+a bare gRPC server that tells as many streams as many bytes, and has no front door. And what a view
+costs who makes it, and a member.
 
 A real registry process; its members are streams of two other processes, over loopback, each with
 its own connection, which count what comes. With thousands of members some of them are there, and
@@ -15,8 +16,11 @@ import logging
 import resource
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from multiprocessing import Process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -46,6 +50,7 @@ MEMBERS = (100, 1_000, 10_000)
 JOINS = 5  # of which the mean is told
 TOGETHER = 20  # that come at a time
 THERE = 1_000  # members that are told differences
+TOLD = 400  # bytes of a difference by which one has joined
 THERE_FOR_WHOLE = 100  # members that are told whole views
 GOAL_BYTES, GOAL_SECONDS = 20e6, 0.5  # of a join at 10,000 members
 TIMES = 20  # that a view is made and checked
@@ -80,27 +85,32 @@ class JoinCost:
     alone: Cost
     together: Cost  # one of TOGETHER that come at a time
     whole: Cost  # alone, by whole views
+    bare: Cost  # of telling all, by a server that does nothing else
 
     def __str__(self) -> str:
         return (
             f"{self.members:,} members: a join costs {self.alone}, one of {TOGETHER} together "
             f"{self.together}; by whole views {self.whole}, "
             f"{self.whole.bytes / self.alone.bytes:,.0f} times the bytes and "
-            f"{self.whole.seconds / self.alone.seconds:,.1f} times the CPU"
+            f"{self.whole.seconds / self.alone.seconds:,.1f} times the CPU; a bare server takes "
+            f"{self.bare.seconds:.3f} CPU s to tell all, of which a join alone is "
+            f"{self.alone.seconds / self.bare.seconds:.1f} times"
         )
 
 
 def cost_of_a_join(members: int) -> JoinCost:
     """Raises RuntimeError when a process ends early, TimeoutError when one hangs."""
-    alone, together = reckoned(members, min(members, THERE))
-    whole, _ = reckoned(members, min(members, THERE_FOR_WHOLE), whole=True)
-    return JoinCost(members, alone, together, whole)
+    there, few = min(members, THERE), min(members, THERE_FOR_WHOLE)
+    alone, together = reckoned(members, there, partial(measured, members))
+    whole, _ = reckoned(members, few, partial(measured, members, whole=True))
+    (bare,) = reckoned(members, there, told_barely)
+    return JoinCost(members, alone, together, whole, bare)
 
 
-def reckoned(members: int, there: int, whole: bool = False) -> list[Cost]:
-    """As `measured`, for all members, of whom so many are there."""
+def reckoned(members: int, there: int, measure: Callable[[int], list[Cost]]) -> list[Cost]:
+    """What is measured by how many are there, for all members, of whom so many are there."""
     few = there // 10
-    pairs = zip(measured(members, few, whole), measured(members, there, whole), strict=True)
+    pairs = zip(measure(few), measure(there), strict=True)
     more = (members - there) / (there - few)
     return [
         Cost(b.bytes + more * (b.bytes - a.bytes), b.seconds + more * (b.seconds - a.seconds))
@@ -117,21 +127,44 @@ def measured(members: int, watching: int, whole: bool = False) -> list[Cost]:
         view = members_of(admission.key, members)
         with Journal(journal, LONG.run, admission.key) as file:
             file.append(view)
-        registry, to_registry = _start(_serve, journal, whole)
-        watchers = []
-        try:
-            port = int(_hear(to_registry))
-            for count in filter(None, (watching // 2, (watching + 1) // 2)):
-                watchers.append(_start(_watch, port, view.signature, count))
-            for _, connection in watchers:
-                _hear(connection)
+        registry = _start(_serve, journal, whole)
+        with _watching(registry, view.signature, watching) as (port, watchers):
             time.sleep(LONG.grace)
-            ends = [connection for _, connection in watchers]
-            return asyncio.run(_join_often(port, to_registry, ends))
-        finally:
-            for process, _ in [*watchers, (registry, to_registry)]:
-                process.kill()
-                process.join()
+            return asyncio.run(_join_often(port, registry[1], watchers))
+
+
+def told_barely(watching: int) -> list[Cost]:
+    """By a server that has no more to do."""
+    server = _start(_tell)
+    began = 0.0
+    with _watching(server, b"", watching) as (_, watchers):
+        for number in range(JOINS + 2):
+            cpu = float(_ask(server[1]))  # before it tells all
+            if number == 1:  # by the first one all streams are known to be open
+                began = cpu
+            while any(_told(one)[0] <= number for one in watchers):
+                time.sleep(LOOK)
+        sent = sum(_told(one)[1] for one in watchers) / (JOINS + 2)
+        return [Cost(sent, (cpu - began) / JOINS)]
+
+
+@contextmanager
+def _watching(
+    server: tuple[Process, Connection], known: bytes, count: int
+) -> Iterator[tuple[int, list[Connection]]]:
+    """Its port, and those who watch: so many, in two processes."""
+    watchers = []
+    try:
+        port = int(_hear(server[1]))
+        for share in filter(None, (count // 2, (count + 1) // 2)):
+            watchers.append(_start(_watch, port, known, share))
+        for _, connection in watchers:
+            _hear(connection)
+        yield port, [connection for _, connection in watchers]
+    finally:
+        for process, _ in [*watchers, server]:
+            process.kill()
+            process.join()
 
 
 async def _join_often(port: int, registry: Connection, watchers: list[Connection]) -> list[Cost]:
@@ -255,6 +288,44 @@ def _serve(journal: Path, whole: bool, connection: Connection) -> None:
     if whole:
         service.MOST_RECENT = 0
     uvloop.run(serve(LONG, journal, connection))
+
+
+def _tell(connection: Connection) -> None:
+    """Answers a question with the CPU seconds it has used, and then tells all something new."""
+    content, numbers = b"", itertools.count(1)
+    waiting: list[asyncio.Future[None]] = []
+
+    async def watch(request: bytes, context: object) -> AsyncIterator[bytes]:
+        told = b""
+        while True:
+            if told != content:
+                yield (told := content)
+            else:
+                waiting.append(asyncio.get_running_loop().create_future())
+                await waiting[-1]
+
+    def answer() -> None:
+        nonlocal content
+        connection.recv()
+        connection.send(time.process_time())
+        view = View(number=next(numbers), reason=TOLD * "x")
+        content = NewView(whole=view).SerializeToString()
+        for one in waiting:
+            one.set_result(None)
+        waiting.clear()
+
+    async def serve() -> None:
+        server = grpc.aio.server()
+        methods = {"Watch": grpc.unary_stream_rpc_method_handler(watch)}
+        handler = grpc.method_handlers_generic_handler(service.SERVICE, methods)
+        server.add_generic_rpc_handlers((handler,))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        asyncio.get_running_loop().add_reader(connection.fileno(), answer)
+        connection.send(port)
+        await server.wait_for_termination()
+
+    uvloop.run(serve())
 
 
 def _watch(port: int, known: bytes, count: int, connection: Connection) -> None:

@@ -1219,6 +1219,8 @@ class Membership:
         if self._finished() or now < self._all_told < math.inf:
             return
         self._all_told = math.inf
+        if all(self._staffed().count) and all(len(n.stages) == 1 for n in self._nodes.values()):
+            return  # nobody is to take a seat, or to give one back
         begun = self._started or now > self._joined_at + self.rules.start_grace
         sitters, rules = self._sitters(now), self.rules
         for change in assign(sitters, rules.stages, begun, rules.policy, rules.max_replicas):
