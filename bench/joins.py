@@ -13,7 +13,7 @@ import hashlib
 import logging
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from multiprocessing.connection import Connection
@@ -73,14 +73,12 @@ def join_all(nodes: int) -> Joined:
             for connection in ends:
                 _hear(connection)  # its requests are signed
             cpu, began = float(_ask(to_registry)), time.monotonic()
-            while (
-                not (told := [_Told(*map(int, _ask(one).split())) for one in ends])
-                or not all(one.oldest >= max(other.newest for other in told) for one in told)
-                or sum(one.members for one in told) < nodes
-            ):
+            told = [_told(one) for one in ends]
+            while not _all_have_joined(told, nodes):
                 if time.monotonic() > began + LATEST:
-                    raise TimeoutError(f"{told} of {nodes} nodes after {LATEST:g} s")
+                    raise TimeoutError(f"{told}: not all {nodes} nodes, after {LATEST:g} s")
                 time.sleep(LOOK)
+                told = [_told(one) for one in ends]
             seconds = time.monotonic() - began
             return Joined(
                 nodes,
@@ -103,6 +101,16 @@ def main() -> None:
         print(found, flush=True)
         keep("joins", **asdict(found))
     print(f"goal: under {GOAL:g} s; {LONG.joins_per_second:g} a second may join")
+
+
+def _told(end: Connection) -> _Told:
+    return _Told(*map(int, _ask(end).split()))
+
+
+def _all_have_joined(told: Sequence[_Told], nodes: int) -> bool:
+    """And each has a view with all of them."""
+    newest = max(one.newest for one in told)
+    return sum(one.members for one in told) == nodes and all(one.oldest >= newest for one in told)
 
 
 def _most_memory(process: int | None) -> int:

@@ -316,7 +316,7 @@ def _tell(connection: Connection) -> None:
 
     async def serve() -> None:
         server = grpc.aio.server()
-        methods = {"Watch": grpc.unary_stream_rpc_method_handler(watch)}
+        methods: Any = {"Watch": grpc.unary_stream_rpc_method_handler(watch)}
         handler = grpc.method_handlers_generic_handler(service.SERVICE, methods)
         server.add_generic_rpc_handlers((handler,))
         port = server.add_insecure_port("127.0.0.1:0")
