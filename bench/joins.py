@@ -39,7 +39,7 @@ LOOK = 0.1  # seconds between two looks whether all have joined
 AGAIN = 0.5  # seconds until who was refused asks again
 LATEST = 600.0  # seconds; more means that it hangs
 LONG = replace(RULES, lease=60.0, max_replicas=1_000)
-"""With the default, 5 s, what 10,000 nodes renew takes a core by itself: see bench/registry.py."""
+"""With the default, 5 s, what 10,000 nodes renew takes most of a core: see bench/registry.py."""
 
 
 @dataclass(frozen=True)
