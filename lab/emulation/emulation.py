@@ -1,4 +1,5 @@
-"""A network of machines, emulated on this one: real sockets behind links with delay and bandwidth.
+"""A network of machines, emulated on this one: real sockets behind links with delay and bandwidth,
+jitter and loss.
 
 Each machine is a network namespace; relay.py carries the packets between them. A process that is to
 be on a machine enters its namespace (`enter_network` of node/local/processes.py). All of it is gone
@@ -32,11 +33,13 @@ class EmulationError(Exception):
 
 
 class Emulation:
-    """A network that is up. `homes`: node -> its address and namespace."""
+    """A network that is up. `homes`: node -> its address and namespace. `congestion`: TCP's control
+    of it there."""
 
     def __init__(self, network: Network, relay: subprocess.Popen[str]) -> None:
         self.relay, self.nodes = relay, list(network.sites)
-        namespaces = self._ask(NETWORK.dump_json(network).decode())["namespaces"]
+        made = self._ask(NETWORK.dump_json(network).decode())
+        namespaces, self.congestion = made["namespaces"], str(made["congestion"])
         self.homes = {
             node: ProcessHome(address(number), Path(f"/proc/{relay.pid}/fd/{namespaces[number]}"))
             for number, node in enumerate(self.nodes)

@@ -22,6 +22,8 @@ def live(
     blocks: Annotated[int, typer.Option(min=1, help="Times that each policy has its turn.")] = 5,
     delay: Annotated[float, typer.Option(help="Of all links, ms one way.")] = 40.0,
     mbps: Annotated[float, typer.Option(help="Of all links, Mbit/s each way.")] = 100.0,
+    jitter: Annotated[float, typer.Option(help="Of all links, ms that the delay varies by.")] = 0.0,
+    loss: Annotated[float, typer.Option(help="Of all links, share of the packets.")] = 0.0,
     site: Annotated[
         list[str] | None,
         typer.Option(help="Repeatable: nodes are at these sites in turn; links by --table."),
@@ -69,7 +71,7 @@ def live(
         if site:
             network = at_sites(nodes, site, read_links(table or WAN_LINKS), uplink)
         else:
-            network = all_alike(nodes, delay, mbps, uplink)
+            network = all_alike(nodes, delay, mbps, uplink, loss=loss, jitter_ms=jitter)
         setting = Setting(run, network, tuple(kill or [KILL]))
         samples = measure_all(setting, policy or list(POLICIES), blocks, device, out)
         console.print(write_results(setting, samples, out), highlight=False, soft_wrap=True)

@@ -47,6 +47,11 @@ def test_the_table_that_comes_with_the_project():
         (f"{','.join(COLUMNS)}\nx,y,1\n", "row 1"),
         (f"{','.join(COLUMNS)}\nx,y,1,2\nx,z,-1,1\n", "row 2: a delay of -1 ms"),
         (f"{','.join(COLUMNS)}\nx,y,1,0\n", "0 GiB/s"),
+        (f"{','.join(COLUMNS)},loss\nx,y,1,1,much\n", "row 1: .* and loss are to be numbers"),
+        (f"{','.join(COLUMNS)},loss\nx,y,1,1,1\n", "row 1: a loss of 1: it is a share"),
+        (f"{','.join(COLUMNS)},jitter_ms\nx,y,1,1,2\n", "a jitter of 2 ms with a delay of 1 ms"),
+        (f"{','.join(COLUMNS)},lost\nx,y,1,1,0\n", "and maybe loss and jitter_ms"),
+        (f"{','.join(COLUMNS)},loss,loss\nx,y,1,1,0,0\n", "and maybe loss and jitter_ms"),
     ],
 )
 def test_a_bad_table_is_refused_with_what_is_wrong(tmp_path, text, words):
@@ -54,6 +59,19 @@ def test_a_bad_table_is_refused_with_what_is_wrong(tmp_path, text, words):
     path.write_text(text)
     with pytest.raises(LinkError, match=words):
         read_links(path)
+
+
+@pytest.mark.parametrize(
+    ("columns", "cells", "loss", "jitter"),
+    [("", "", 0, 0), (",loss", ",0.01", 0.01, 0), (",jitter_ms,loss", ",4,0.01", 0.01, 4)],
+)
+def test_a_table_may_say_loss_and_jitter(tmp_path, columns, cells, loss, jitter):
+    path = tmp_path / "sites.csv"
+    path.write_text(f"{','.join(COLUMNS)}{columns}\nx,y,5,1{cells}\n")
+    [link] = read_links(path)
+    assert (link.loss, link.jitter_ms) == (loss, jitter)
+    pipe = Network({"a": "x", "b": "y"}, [link]).pipes()["a", "b"]
+    assert (pipe.loss, pipe.jitter) == (loss, jitter / 1e3)
 
 
 def test_a_table_that_is_not_there(tmp_path):
@@ -64,7 +82,7 @@ def test_a_table_that_is_not_there(tmp_path):
 def test_nodes_are_linked_as_their_sites_are():
     network = Network({"a": "x", "b": "y", "c": "x"}, [Link("y", "x", 20, 50)])
     assert network.between("a", "b") == network.between("b", "c") == Link("y", "x", 20, 50)
-    assert network.between("a", "c") == ("x", "x", *WITHIN)
+    assert network.between("a", "c") == Link("x", "x", *WITHIN)
 
 
 def test_a_table_may_say_what_a_site_has_within():
@@ -79,7 +97,7 @@ def test_a_link_that_the_table_lacks_is_named():
 
 def test_all_alike_puts_each_node_at_a_site_of_its_own():
     network = all_alike(["a", "b", "c"], 40, 100)
-    assert {network.between(*pair)[2:] for pair in network.pipes()} == {(40, 100)}
+    assert {network.between(*pair)[2:4] for pair in network.pipes()} == {(40, 100)}
     with pytest.raises(LinkError, match="0 Mbit/s"):
         all_alike(["a", "b"], 40, 0)
 
@@ -113,15 +131,44 @@ def test_a_rest_refills_the_bucket():
     assert bucket.passes(1000, 1.0) == 1.0
 
 
-@given(RATES, SENT, st.floats(0, 0.5))
-def test_packets_arrive_in_order_after_the_delay(mbps, sent, delay):
-    pipe, now, last = Pipe([TokenBucket(mbps)], delay), 0.0, 0.0
+@given(RATES, SENT, st.floats(0, 0.5), st.floats(0, 1), st.text(max_size=3))
+def test_packets_arrive_in_order_after_the_delay(mbps, sent, delay, share, seed):
+    pipe, now, last = Pipe([TokenBucket(mbps)], delay, 0.0, share * delay, seed), 0.0, 0.0
+    same = Pipe([TokenBucket(mbps)], delay, 0.0, share * delay, seed)
     for gap, size in sent:
         now += gap
         arrival = pipe.arrival(size, now)
+        assert same.arrival(size, now) == arrival
         if arrival is not None:
-            assert arrival >= max(last, now + delay + size * 8 / (mbps * 1e6) - 1e-9)
+            soonest = now + (1 - share) * delay + size * 8 / (mbps * 1e6)
+            assert arrival >= max(last, soonest - 1e-9)
             last = arrival
+
+
+def test_a_delay_with_jitter_is_on_average_what_it_is_without():
+    pipe = Pipe([TokenBucket(1e6)], 0.05, 0.0, 0.01)
+    took = []
+    for number in range(20_000):
+        arrival = pipe.arrival(1, number * 1e-3)
+        assert arrival is not None
+        took.append(arrival - number * 1e-3)
+    assert 0.04 <= min(took) < 0.042
+    assert 0.058 < max(took) <= 0.06 + 1e-6
+    assert sum(took) / len(took) == pytest.approx(0.05, abs=1e-3)
+
+
+@given(st.lists(st.integers(1, 45), min_size=1, max_size=60), st.floats(0.001, 0.9), st.text())
+def test_which_segments_are_lost_does_not_depend_on_how_many_come_at_once(counts, loss, seed):
+    at_once, one_by_one = (Pipe([], 0.0, loss, seed=seed) for _ in range(2))
+    for count in counts:
+        lost = at_once.lost(count)
+        assert lost == [number for number in range(count) if one_by_one.lost(1)]
+
+
+def test_so_many_are_lost_as_the_link_says():
+    pipe = Pipe([], 0.0, 0.001)
+    assert len(pipe.lost(10_000_000)) == pytest.approx(10_000, rel=0.05)
+    assert Pipe([], 0.0).lost(10_000_000) == []
 
 
 def test_a_full_queue_drops_until_it_has_drained():

@@ -8,9 +8,11 @@ import struct
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from planaria.lab.emulation.links import Pipe, TokenBucket
-from planaria.lab.emulation.relay import PacketRelay, address, wire_bytes
+from planaria.lab.emulation.relay import PacketRelay, address, segments, wire_bytes, without
 
 HEADER = bytes(10)
 
@@ -98,6 +100,66 @@ def test_a_packet_counts_as_the_segments_that_a_card_would_cut_it_into():
     assert wire_bytes(HEADER + bytes(1500)) == 1500
     assert wire_bytes(tcp + bytes(40 + 1448)) == 1488
     assert wire_bytes(tcp + bytes(40 + 3 * 1448 + 1)) == 3 * 1488 + 41
+
+
+TCP = struct.Struct(">BBHHHBBH4s4sHHIIBBHHH")  # IPv4 and TCP, without options
+BEGINS, ENDS = 0x80, 0x01 | 0x08  # flags: CWR; FIN and PSH
+
+
+def tcp_packet(size: int, segment: int, sequence: int = 7, number: int = 9) -> bytes:
+    """As a kernel hands it to a card that cuts it and adds it up."""
+    card = struct.pack("<BBHHHH", 1, 1 if size > segment else 0, 40, segment, 20, 16)
+    addresses = bytes((10, 77, 0, 1)), bytes((10, 77, 0, 2))
+    ip = 0x45, 0, 40 + size, number, 0x4000, 64, 6, 0, *addresses
+    tcp = 1, 2, sequence, 0, 0x50, 0x10 | BEGINS | ENDS, 100, 0, 0
+    body = bytes(index // segment % 256 for index in range(size))
+    return card + TCP.pack(*ip, *tcp) + body
+
+
+def added_up(data: bytes) -> int:
+    """RFC 1071; what has its own checksum in it comes to 0xFFFF."""
+    total = sum(struct.unpack(f">{len(data) // 2}H", data))
+    return (total - 1) % 0xFFFF + 1
+
+
+@given(st.integers(1, 45), st.integers(1, 1448), st.integers(0, 2**32 - 1), st.data())
+def test_what_is_left_of_a_packet_is_whole_packets(count, rest, sequence, data):
+    whole = tcp_packet((count - 1) * 1448 + rest, 1448, sequence, number=0xFFFF)
+    assert segments(whole) == count
+    lost = data.draw(st.lists(st.integers(0, count - 1), unique=True).map(sorted))
+    kept, found = [number for number in range(count) if number not in lost], []
+    for piece in without(whole, lost):
+        card = struct.unpack_from("<BBHHHH", piece)
+        ip = TCP.unpack_from(piece, 10)
+        length, number, at, flags, pseudo = ip[2], ip[3], ip[12], ip[15], ip[17]
+        body = piece[10 + TCP.size :]
+        assert length == len(piece) - 10
+        assert card[1:4] == ((1, 40, 1448) if len(body) > 1448 else (0, 40, 0)) or not lost
+        if lost:
+            assert added_up(piece[10:30]) == 0xFFFF
+            summed = piece[22:30] + struct.pack(">HH", 6, length - 20)
+            assert pseudo == added_up(summed)
+        first = (at - sequence) % 2**32 // 1448
+        assert number == (0xFFFF + first) % 2**16
+        here = list(range(first, first + segments(piece)))
+        assert body == b"".join(whole[10 + TCP.size + one * 1448 :][:1448] for one in here)
+        assert bool(flags & BEGINS) == (first == 0)
+        assert flags & ENDS == (ENDS if here[-1] == count - 1 else 0)
+        found += here
+    assert found == kept
+
+
+def test_a_link_that_loses_packets_counts_them(machines):
+    (a, b), devices = machines(2)
+    relay = PacketRelay(devices, {(0, 1): Pipe([TokenBucket(1e6)], 0.0, loss=0.5)})
+    for _ in range(100):
+        a.send(packet(address(1), b"body"))
+        relay.take(devices[0], 0.0)
+        relay.deliver(1.0)
+    [(_, _, traffic)] = relay.traffic()
+    assert 0 < traffic.lost < 100
+    assert (traffic.packets, traffic.dropped) == (100, 0)
+    assert len(received(b)) == 100 - traffic.lost
 
 
 def test_a_receiver_that_takes_no_more_loses_packets_and_nothing_else(machines):

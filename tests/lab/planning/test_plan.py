@@ -116,7 +116,7 @@ def test_without_sites_each_node_with_an_uplink_is_at_home(tmp_path: Path) -> No
     machines, network = told(hardware, [], None, 35.0, 20.0, 2.0)
     assert len({machine.site for machine in machines}) == 4
     assert set(network.uplinks.values()) == {2.0}
-    assert network.between(machines[0].site, machines[3].site)[2:] == (35.0, 20.0)
+    assert network.between(machines[0].site, machines[3].site)[2:4] == (35.0, 20.0)
     slow = data(tmp_path, "RUN", *NODES, *HOMES)["plan"]["tokens_per_second"]
     assert slow < data(tmp_path, "RUN", *NODES, *HOMES[:-2])["plan"]["tokens_per_second"]
 
@@ -157,8 +157,8 @@ def test_a_probe_says_what_nodes_and_links_are(tmp_path: Path) -> None:
     assert [machine.name for machine in machines] == ["n0", "n2", "n1", "n3"]  # by nearness
     assert machines[1].flops == pytest.approx(0.03e12)
     assert (machines[0].memory, machines[0].price, machines[0].shared) == (2e9, 0.25, True)
-    assert network.between("n0", "n2")[2:] == (1.0, 900.0)
-    assert network.between("n2", "n3")[2:] == (40.0, 50.0)  # not measured: as the worst
+    assert network.between("n0", "n2")[2:4] == (1.0, 900.0)
+    assert network.between("n2", "n3")[2:4] == (40.0, 50.0)  # not measured: as the worst
     found = data(tmp_path, "RUN", "--probe", str(path))
     assert found["plan"]["nodes"][0] == ["n0"]
 
