@@ -3,7 +3,8 @@
 Pure: chunks in, chunks out. A frame gets its number when its first chunk leaves, so at the other
 end new numbers come one after the other. A more urgent kind overtakes between two chunks; within a
 kind frames keep their order, so at most one frame of each kind is under way. A new connection goes
-on where the inbox says that it is: chunks that were lost on the old one are sent again.
+on where the inbox says that it is: chunks that were lost on the old one are sent again. Each chunk
+has its place in the order in which they left, since they may come by several streams (ordering.py).
 
 Copies travel in the background: their chunks leave when background.py says that there is room, and
 are acknowledged at once, which tells it how long they have queued.
@@ -28,9 +29,14 @@ from planaria.node.wire.frames import (
     check_payload_size,
     pack_chunk,
 )
+from planaria.node.wire.ordering import HEAD, HEADS
+from planaria.node.wire.streams import Streams
 
 ACKNOWLEDGE_EVERY: Final = 2  # chunks, and at each frame's end; a window holds at least as many
 BACKGROUND: Final = "copy"
+PIECES: Final = 16 << 10, 128 << 10
+"""Bytes of a chunk, the least and the most, where several streams are to have their share of a
+frame. They are slow, and what has come late by one of them holds up what came by the others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +54,11 @@ class _Sending:
     def in_background(self) -> bool:
         return self.frame.kind == BACKGROUND
 
+    @property
+    def beside(self) -> int:
+        """Bytes that it takes at the other end, beside its payload."""
+        return len(self.head) + HEAD
+
 
 class Outbox:
     """Frames to send, in chunks of at most `chunk` bytes, at most `window` bytes unacknowledged;
@@ -61,7 +72,9 @@ class Outbox:
         self._queues: dict[str, deque[_Sending]] = {kind: deque() for kind in KINDS}
         self._started: dict[int, _Sending] = {}
         self._last = 0
-        self._in_flight = 0
+        self._in_flight = self._beside = 0
+        self._order = 0  # of the last chunk
+        self._streams = Streams()
         self.unacknowledged = 0  # bytes of payload, queued ones too
         self.frames = 0  # that these are of
 
@@ -75,13 +88,22 @@ class Outbox:
         self.unacknowledged += sending.size
         self.frames += 1
 
-    def next(self, now: float) -> bytes | None:
-        """The next chunk to send; None while nothing is queued or the window is full."""
+    @property
+    def streams(self) -> int:
+        """By how many it would have its chunks carried."""
+        return self._streams.wanted
+
+    def next(self, now: float, streams: int = 1) -> bytes | None:
+        """The next chunk to send, by any of so many `streams`; None while nothing is queued or the
+        window is full."""
         queue = next((queue for queue in self._queues.values() if queue), None)
         if queue is None:
             return None
         sending = queue[0]
         length, most = sending.size - sending.sent, self._chunk
+        if streams > 1:
+            least, largest = PIECES
+            most = min(most, largest, max(least, -(-sending.size // streams)))
         if sending.in_background:
             most = min(most, self._background.room(self._in_flight, now))
             if not most:
@@ -89,11 +111,17 @@ class Outbox:
         length = min(length, most)
         if self._in_flight and self._in_flight + length > self._window:
             return None
-        if first := sending.number == 0:
+        first = sending.number == 0
+        if first and self._started and self._beside + sending.beside > HEADS:
+            return None
+        if first:
+            self._beside += sending.beside
             self._last += 1
             sending.number = self._last
             self._started[sending.number] = sending
+        self._order += 1
         chunk = pack_chunk(
+            order=self._order,
             frame=sending.number,
             offset=sending.sent,
             size=sending.size,
@@ -107,14 +135,17 @@ class Outbox:
             self._background.sent(*at, self._in_flight, now)
         if sending.sent == sending.size:
             queue.popleft()
+        self._streams.look(self._in_flight, 0, now)
         return chunk
 
     def acknowledge(self, number: int, received: int, now: float) -> None:
         """The peer has so many bytes of this frame. Raises WireError when that can't be."""
-        self._acknowledge(number, received)
+        more = self._acknowledge(number, received)
         self._background.acknowledged(number, received, now)
+        self._streams.look(self._in_flight, more, now)
 
-    def _acknowledge(self, number: int, received: int) -> None:
+    def _acknowledge(self, number: int, received: int) -> int:
+        """How many bytes more these are."""
         sending = self._started.get(number)
         if sending is None or not sending.acknowledged <= received <= sending.sent:
             raise WireError(f"{received} bytes of frame {number} acknowledged, which can't be")
@@ -125,8 +156,10 @@ class Outbox:
         if received == sending.size:
             del self._started[number]
             self.frames -= 1
+            self._beside -= sending.beside
             if sending.arrived is not None:
                 sending.arrived()
+        return more
 
     def rewind(self, begun: int, partial: Mapping[int, int]) -> None:
         """The peer has the first `begun` frames, but of those in `partial` only so many bytes; what
@@ -142,6 +175,7 @@ class Outbox:
             self._acknowledge(sending.number, partial.get(sending.number, sending.size))
         waiting = {k: [s for s in queue if not s.number] for k, queue in self._queues.items()}
         for sending in unbegun:
+            self._beside -= sending.beside
             del self._started[sending.number]
             sending.number = 0
         again = [*self._started.values(), *unbegun]
@@ -153,8 +187,8 @@ class Outbox:
             queue.extend(sending for sending in again if sending.frame.kind == kind)
             queue.extend(waiting[kind])
         self._last = begun
-        self._in_flight = 0
-        self._background = self._new_background()  # by another way, maybe
+        self._in_flight = self._order = 0
+        self._background, self._streams = self._new_background(), Streams()  # by another way, maybe
 
     def unfinished(self) -> list[Frame]:
         """Those not acknowledged to their end: started ones first, then queued ones by urgency."""

@@ -3,6 +3,8 @@
 Who dials signs its hello (session.py) for whom it dials, who answers signs both hellos. Signed are
 the run and both ids, too, so what was said to one can't be shown to another. A hello that is shown
 again is older than one that was taken, unless the node that took it has begun anew.
+
+A stream that is added to a connection (link.py) has its number signed, with both hellos of that.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Final
 
 from planaria.bootstrap.identity import Identity, is_signed
 
-DIAL, ANSWER = "planaria link dial", "planaria link answer"
+DIAL, ANSWER, ADD = "planaria link dial", "planaria link answer", "planaria link stream"
 LONGEST: Final = 1200
 """Characters of a hello with its signature."""
 
@@ -43,6 +45,14 @@ class Greetings:
     def answered(self, peer: str, key: bytes, dialled: str, text: str) -> str:
         """The hello of who was dialled. Raises ForgedError."""
         return self._verified(ANSWER, peer, key, text, dialled)
+
+    def to_add(self, peer: str, number: int, dialled: str, answered: str) -> str:
+        """`dialled`, `answered`: what the connection has begun with, with signatures."""
+        return self._signed(ADD, peer, str(number), dialled, answered)
+
+    def added(self, peer: str, key: bytes, text: str, dialled: str, answered: str) -> str:
+        """The number. Raises ForgedError."""
+        return self._verified(ADD, peer, key, text, dialled, answered)
 
     def _signed(self, purpose: str, peer: str, hello: str, *more: str) -> str:
         signature = self.identity.sign(purpose, *_parts(self.run, self.node, peer, hello, *more))

@@ -1,10 +1,12 @@
 """Links: messages and frames from node to node.
 
 A link is a session (session.py) over connections that come and go. A connection is two gRPC
-streams, each on a TCP connection of its own, so that a vote never queues behind a weight. Either
-side may have dialled it; once up, both sides are alike. When it breaks, the link sleeps until one
-of them has dialled again, and goes on where it was; it is lost when that takes too long. Two that
-can't reach each other have a connection by way of a third member (relays.py), until they can.
+streams, each on a TCP connection of its own, so that a vote never queues behind a weight; and more
+of the second kind where one TCP connection can't carry what the link could (streams.py). Either
+side may have dialled it; once up, both sides are alike, but that who dialled adds streams. When one
+of them breaks, the link sleeps until one of both sides has dialled again, and goes on where it was;
+it is lost when that takes too long. Two that can't reach each other have a connection by way of a
+third member (relays.py), until they can.
 
 `Links` keeps those up that the newest view asks for, and accepts those that members of that view
 dial.
@@ -26,7 +28,7 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final, Protocol
 from urllib.parse import quote, unquote
 
@@ -70,10 +72,11 @@ from planaria.node.wire.session import (
     Session,
     Silence,
 )
+from planaria.node.wire.streams import MOST as MOST_STREAMS
 
 log = logging.getLogger(__name__)
 
-PROTOCOL: Final = 9
+PROTOCOL: Final = 10
 CHUNK_LIMIT: Final = 4 << 20  # bytes; gRPC slows down beyond
 MESSAGE_LIMIT: Final = CHUNK_LIMIT + HEAD_LIMIT + 1024  # bytes
 CARRIED: Final = 1024  # bytes that a message takes more when it is carried for two others
@@ -87,6 +90,7 @@ FAREWELL: Final = 1.0  # seconds for a peer to read why a link is closed
 
 SERVICE: Final = "planaria.node.Stage"
 _STREAMS: Final = ("Control", "Bulk")
+_CLOSES: Final = pack_chunk()  # the last one of a stream that was added
 _NO_LINK_THERE: Final = (  # what a peer answers that has none to go on with
     StatusCode.DATA_LOSS,
     StatusCode.NOT_FOUND,
@@ -259,16 +263,39 @@ class _Link:
                     self.connection.beat()
 
 
+@dataclass(slots=True, eq=False)
+class _Bulk:
+    """A stream for chunks; acknowledgements go by the one with number 0."""
+
+    number: int
+    stream: _Stream
+    ours: bool = False  # added by this side, which closes it
+    closing: bool = False  # nothing more leaves by it
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class _Connection:
-    """Two streams to a peer that carry a link, from the handshake until they break."""
+    """The streams to a peer that carry a link, from the handshake until one of them breaks."""
 
     def __init__(
-        self, links: Links, link: _Link, streams: Mapping[str, _Stream], via: str = ""
+        self,
+        links: Links,
+        link: _Link,
+        streams: Mapping[str, _Stream],
+        via: str = "",
+        heard: tuple[str, str] | None = None,
     ) -> None:
+        """`heard`: what the peer has said that dialled it, and the answer, with signatures."""
         self._links, self._link, self._session = links, link, link.session
         self.via = via
         self._traffic = Traffic() if via else link.traffic  # what is carried counts on that link
-        self._control, self._bulk = streams["Control"], streams["Bulk"]
+        self.heard = heard
+        self._control = streams["Control"]
+        self._bulks = {0: _Bulk(0, streams["Bulk"])}
+        self._numbers: set[int] = set()  # of the newest streams that were added
+        self._adding = 0
+        self._told_streams = self._peers_streams = 1  # that either side would have
+        self._other_streams = asyncio.Event()  # are wanted than there are
         self._something_to_say, self._something_to_carry = asyncio.Event(), asyncio.Event()
         self._heartbeat = True  # is due
         self._farewell: bytes | None = None
@@ -278,9 +305,20 @@ class _Connection:
     def start(self) -> None:
         """The tasks end by themselves once the connection is over and its streams are closed: gRPC
         does not free what a cancelled read would have returned."""
-        for work in (self._speak, self._listen, self._carry, self._collect):
-            name = f"{work.__name__.strip('_')} on the link to {self._link.peer}"
-            self._links.spawn(self._until_over(work), name)
+        for work in (self._speak, self._listen):
+            self._spawn(work.__name__, work)
+        self._use(self._bulks[0])
+
+    def _use(self, bulk: _Bulk) -> None:
+        self._spawn("_carry", partial(self._carry, bulk), bulk)
+        self._spawn("_collect", partial(self._collect, bulk), bulk)
+
+    def _spawn(
+        self, name: str, work: Callable[[], Coroutine[Any, Any, None]], bulk: _Bulk | None = None
+    ) -> None:
+        name = name.strip("_")
+        name_of_task = f"{name} on the link to {self._link.peer}"
+        self._links.spawn(self._until_over(name, work, bulk), name_of_task)
 
     def wake(self) -> None:
         self._something_to_say.set()
@@ -297,6 +335,9 @@ class _Connection:
         self.reason = reason
         self.over.set()
         self.wake()
+        self._other_streams.set()
+        for bulk in self._bulks.values():
+            bulk.over.set()
         if lost:
             self._link.end(reason)
         self._link.broke(self)
@@ -317,6 +358,64 @@ class _Connection:
         """Of the link, which is over."""
         return self._link.over.is_set()
 
+    # Streams that are added
+
+    def add(self, number: int, stream: _Stream, ours: bool) -> _Bulk:
+        bulk = self._bulks[number] = _Bulk(number, stream, ours)
+        if self.over.is_set():
+            bulk.over.set()
+        else:
+            self._use(bulk)
+        return bulk
+
+    def may_add(self, number: int) -> bool:
+        """Whether there is room for a stream that the peer gives this number, and the number new;
+        those that are dialled together may come in any order. If so, it is being added."""
+        oldest = max(self._numbers, default=0) - 4 * MOST_STREAMS
+        full = len(self._bulks) + self._adding >= MOST_STREAMS
+        if full or number in self._numbers or number <= max(0, oldest):
+            return False
+        self._numbers = {one for one in self._numbers if one > oldest} | {number}
+        self._adding += 1
+        return True
+
+    async def other_streams(self) -> list[int]:
+        """Waits until other streams are wanted than there are, or the connection is over. Returns
+        the numbers of those to add; those that aren't wanted any more are being closed."""
+        await self._other_streams.wait()
+        self._other_streams.clear()
+        if self.over.is_set():
+            return []
+        there = self._carrying()
+        wanted = min(max(self._told_streams, self._peers_streams), MOST_STREAMS)
+        for bulk in there[wanted:]:
+            bulk.closing = True
+        self.wake()
+        last = max(self._numbers, default=0)
+        new = [*range(last + 1, last + 1 + wanted - len(there) - self._adding)]
+        self._numbers = {last, *new}
+        self._adding += len(new)
+        return new
+
+    def added(self) -> None:
+        """One that was to be, or it has come to nothing."""
+        self._adding -= 1
+
+    def _carrying(self) -> list[_Bulk]:
+        return [bulk for bulk in self._bulks.values() if not bulk.closing]
+
+    def _note_streams(self) -> None:
+        """How many this side would have may be another number."""
+        if self._told_streams != self._session.outbox.streams:
+            self._told_streams = self._session.outbox.streams
+            self._other_streams.set()
+            self.beat()
+
+    def _gone(self, bulk: _Bulk) -> None:
+        """It was closed, and has carried all that left by it."""
+        del self._bulks[bulk.number]
+        bulk.over.set()
+
     async def _close(self) -> None:
         try:
             async with asyncio.timeout(FAREWELL):
@@ -325,11 +424,14 @@ class _Connection:
             log.info("%s did not close the link when told why", self._link.peer)
             self.end(self._link.reason)
 
-    async def _until_over(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _until_over(
+        self, name: str, work: Callable[[], Coroutine[Any, Any, None]], bulk: _Bulk | None
+    ) -> None:
         peer, mine = self._link.peer, self._links.node
         try:
             await work()
-            self.end(f"{peer} closed the connection")
+            if bulk is None or not bulk.closing:
+                self.end(f"{peer} closed the connection")
         except _LinkOver as over:
             self.end(f"{peer} closed the link: {over}", lost=True)
         except WireError as error:
@@ -340,7 +442,7 @@ class _Connection:
         except (grpc.aio.BaseError, asyncio.InvalidStateError, asyncio.CancelledError):
             self.end("the connection broke")
         except Exception:
-            self._link.end(f"{work.__name__.strip('_')} crashed in {mine}, see its log")
+            self._link.end(f"{name} crashed in {mine}, see its log")
             raise
 
     async def _read(self, stream: _Stream) -> bytes | None:
@@ -357,13 +459,14 @@ class _Connection:
         self._traffic.bytes_out += len(data)
         await stream.write(data)
 
-    # The four tasks
+    # The tasks: two, and two for each stream of chunks
 
     async def _speak(self) -> None:
         while not self.over.is_set():
             if self._heartbeat or self._session.acknowledgement_due:
                 self._heartbeat = False
-                heartbeat = self._links.heartbeat(self._session.acknowledgement())
+                received = self._session.acknowledgement()
+                heartbeat = self._links.heartbeat(received, self._told_streams)
                 await self._write(self._control, heartbeat)
             elif not self._link.over.is_set() and (message := self._session.next_message()):
                 await self._write(self._control, message)
@@ -381,40 +484,68 @@ class _Connection:
                 raise WireError(f"a message that is not one of stage.proto's: {error}") from error
             if message.WhichOneof("body") == "heartbeat":
                 self._session.acknowledge_messages(message.heartbeat.received)
+                if message.heartbeat.streams != self._peers_streams:
+                    self._peers_streams = message.heartbeat.streams
+                    self._other_streams.set()
                 continue
             self._session.message_came()
             if self._session.acknowledgement_due:
                 self._something_to_say.set()
             self._links.message_came(self._link.peer, message)
 
-    async def _carry(self) -> None:
-        session = self._session
-        while not self.over.is_set():
-            chunk = self._farewell
+    async def _carry(self, bulk: _Bulk) -> None:
+        while not (self.over.is_set() or bulk.closing):
+            chunk = None if bulk.number else self._farewell
             if not self._link.over.is_set():
-                now = self._link.now
-                chunk = session.inbox.acknowledgement() or session.outbox.next(now)
+                chunk = None if bulk.number else self._session.inbox.acknowledgement()
+                chunk = chunk or self._next_chunk(bulk)
             if chunk is not None:
                 self._farewell = None
-                await self._write(self._bulk, chunk)
+                await self._write(bulk.stream, chunk)
             else:
                 self._something_to_carry.clear()
                 await self._something_to_carry.wait()
+        if self.over.is_set():
+            return
+        if bulk.ours:
+            await self._write(bulk.stream, _CLOSES)
+        else:
+            self._gone(bulk)
 
-    async def _collect(self) -> None:
-        while (data := await self._read(self._bulk)) is not None:
+    def _next_chunk(self, bulk: _Bulk) -> bytes | None:
+        """By the first streams, as many as this side would have: the others are the peer's."""
+        there, outbox = self._carrying(), self._session.outbox
+        streams = min(outbox.streams, len(there))
+        chunk = outbox.next(self._link.now, streams) if bulk in there[:streams] else None
+        self._note_streams()
+        return chunk
+
+    async def _collect(self, bulk: _Bulk) -> None:
+        while (data := await self._read(bulk.stream)) is not None:
             chunk = parse_chunk(data)
             chunk.verify()
             if not (chunk.frame or chunk.acknowledged):
+                if bulk.number and not (bulk.ours or chunk.head):
+                    bulk.closing = True
+                    self.wake()
+                    return
                 raise _LinkOver(chunk.head.decode(errors="replace"))
             if self._link.over.is_set():
                 continue
-            if chunk.acknowledged:
+            if not chunk.acknowledged:
+                for frame in self._session.chunk_came(chunk):
+                    self._links.frame_came(self._link.peer, frame)
+                    if self._link.over.is_set() or self.over.is_set():
+                        break
+            elif not bulk.number:
                 received = chunk.acknowledged - 1
                 self._session.outbox.acknowledge(chunk.frame, received, self._link.now)
-            elif (frame := self._session.inbox.receive(chunk)) is not None:
-                self._links.frame_came(self._link.peer, frame)
+                self._note_streams()
+            else:
+                raise WireError(f"an acknowledgement by stream {bulk.number}, which is for chunks")
             self._something_to_carry.set()
+        if bulk.closing and not self.over.is_set():
+            self._gone(bulk)
 
 
 @dataclass(slots=True, eq=False)
@@ -480,6 +611,7 @@ class Links:
         handlers: dict[str, Any] = {
             "Control": grpc.stream_stream_rpc_method_handler(self._accept_control),
             "Bulk": grpc.stream_stream_rpc_method_handler(self._accept_bulk),
+            "More": grpc.stream_stream_rpc_method_handler(self._accept_more),
         }
         if self._onlookers is not None:
             handlers["Ask"] = grpc.stream_stream_rpc_method_handler(self._accept_onlooker)
@@ -624,8 +756,8 @@ class Links:
 
     # For _Link and _Connection
 
-    def heartbeat(self, received: int) -> bytes:
-        heartbeat = stage_pb2.Heartbeat(view=self._view, received=received)
+    def heartbeat(self, received: int, streams: int) -> bytes:
+        heartbeat = stage_pb2.Heartbeat(view=self._view, received=received, streams=streams)
         return seal(stage_pb2.Message(heartbeat=heartbeat).SerializeToString())
 
     def forget(self, link: _Link, report: bool) -> None:
@@ -731,21 +863,19 @@ class Links:
                 session = self._session(peer.node)
                 hello = session.hello()
                 said = self._greetings.to_dial(peer.node, hello.pack())
-                own = peer.address, self._credentials, self._options(), instance_of(peer.key)
-                channels += [open_channel(*own) for _ in _STREAMS]
-                calls |= self._call(peer, said, channels)
+                channels += [self._channel(peer) for _ in _STREAMS]
+                for name, channel in zip(_STREAMS, channels, strict=True):
+                    calls[name] = self._call(name, peer, said, channel)
                 try:
                     async with asyncio.timeout(patience):
-                        answer, _ = [
-                            self._answer(peer.node, said, await _accepted(call, peer.node))
-                            for call in calls.values()
-                        ]
+                        texts = [await _accepted(call, peer.node) for call in calls.values()]
+                    answer, _ = [self._answer(peer.node, said, text) for text in texts]
                 except (grpc.aio.AioRpcError, _Refused) as error:
                     self._dialled_in_vain(peer.node, session, error)
                     raise
                 connection = self._go_on(peer.node, session, hello, answer, calls)
                 self._returning.discard(peer.node)
-            await connection.over.wait()
+            await self._keep_wide(peer, connection, said, texts[0])
         except TimeoutError:
             raise _Refused(
                 StatusCode.DEADLINE_EXCEEDED, f"no answer from {peer.address} in {patience} s"
@@ -828,8 +958,12 @@ class Links:
         except ForgedError as why:
             raise _Refused(StatusCode.UNAUTHENTICATED, str(why)) from None
 
-    def _call(self, peer: Peer, said: str, channels: Iterable[grpc.aio.Channel]) -> dict[str, Any]:
-        """The streams of a new connection, each on one of its own to the network."""
+    def _channel(self, peer: Peer) -> grpc.aio.Channel:
+        """Of its own to the network."""
+        own = self._credentials, self._options(), instance_of(peer.key)
+        return open_channel(peer.address, *own)
+
+    def _call(self, name: str, peer: Peer, said: str, channel: grpc.aio.Channel) -> Any:
         metadata = (
             ("planaria-run", quote(self.run)),
             ("planaria-node", self.node),
@@ -838,10 +972,45 @@ class Links:
             ("planaria-link", said),
             *self._credentials.metadata,
         )
-        return {
-            name: channel.stream_stream(f"/{SERVICE}/{name}")(metadata=metadata)
-            for name, channel in zip(_STREAMS, channels, strict=True)
-        }
+        return channel.stream_stream(f"/{SERVICE}/{name}")(metadata=metadata)
+
+    async def _keep_wide(
+        self, peer: Peer, connection: _Connection, said: str, answered: str
+    ) -> None:
+        """Adds the streams that either side would have, until the connection is over."""
+        adding = []
+        try:
+            while not connection.over.is_set():
+                for number in await connection.other_streams():
+                    work = self._add_stream(peer, connection, number, said, answered)
+                    adding.append(self.spawn(work, f"stream {number} on the link to {peer.node}"))
+                adding = [task for task in adding if not task.done()]
+        finally:
+            for task in adding:
+                task.cancel()
+            await asyncio.gather(*adding, return_exceptions=True)
+
+    async def _add_stream(
+        self, peer: Peer, connection: _Connection, number: int, said: str, answered: str
+    ) -> None:
+        """Without one the connection is as it was. Returns when it is over."""
+        channel = self._channel(peer)
+        text = self._greetings.to_add(peer.node, number, said, answered)
+        call = self._call("More", peer, text, channel)
+        try:
+            try:
+                async with asyncio.timeout(self.settings.handshake):
+                    told = await _accepted(call, peer.node)
+                self._greetings.answered(peer.node, peer.key, text, told)
+            finally:
+                connection.added()
+            await connection.add(number, call, ours=True).over.wait()
+        except (grpc.aio.AioRpcError, _Refused, ForgedError, TimeoutError) as error:
+            why = _describe(error) if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            log.info("no stream %d on the link to %s: %s", number, peer.node, why or "no answer")
+        finally:
+            call.cancel()
+            await channel.close()
 
     @asynccontextmanager
     async def _after_own_dial(self, dialler: str) -> AsyncIterator[None]:
@@ -869,7 +1038,12 @@ class Links:
         return _Refused(StatusCode.ABORTED, f"{self.node} stops")
 
     def _adopt(
-        self, node: str, session: Session, streams: Mapping[str, _Stream], via: str = ""
+        self,
+        node: str,
+        session: Session,
+        streams: Mapping[str, _Stream],
+        via: str = "",
+        heard: tuple[str, str] | None = None,
     ) -> _Connection:
         """A connection that goes on with this session."""
         link = self._links.get(node)
@@ -878,7 +1052,7 @@ class Links:
             del self._begun[node]
             link.start()
         assert link is not None
-        connection = _Connection(self, link, streams, via)
+        connection = _Connection(self, link, streams, via, heard)
         link.carry_by(connection)
         again, carried = "" if new else " again", f", carried by {via}" if via else ""
         log.info("the link to %s is up%s%s", node, again, carried)
@@ -995,6 +1169,9 @@ class Links:
     async def _accept_bulk(self, _: Any, context: Any) -> None:
         await self._accept("Bulk", context)
 
+    async def _accept_more(self, _: Any, context: Any) -> None:
+        await self._accept("More", context)
+
     async def _accept_onlooker(self, _: Any, context: Any) -> None:
         assert self._onlookers is not None
         try:
@@ -1009,7 +1186,12 @@ class Links:
     async def _accept(self, name: str, context: Any) -> None:
         self._handshakes += 1
         try:
-            connection = await self._shake_hands(name, context)
+            if name == "More":
+                connection, bulk = await self._take_more(context)
+                name, over = f"{name} {bulk.number}", bulk.over
+            else:
+                connection = await self._shake_hands(name, context)
+                over = connection.over
         except _Refused as refused:
             forged = refused.code is StatusCode.UNAUTHENTICATED
             level = logging.WARNING if forged else logging.INFO
@@ -1022,21 +1204,17 @@ class Links:
             now = asyncio.get_running_loop().time()
             self._doorkeeper.belong(context.peer(), f"{connection.peer} {name}", now)
         try:
-            await connection.over.wait()
-            code = StatusCode.ABORTED if connection.is_last else StatusCode.UNAVAILABLE
-            await context.abort(code, connection.reason)
+            await over.wait()
+            if connection.over.is_set():
+                code = StatusCode.ABORTED if connection.is_last else StatusCode.UNAVAILABLE
+                await context.abort(code, connection.reason)
         finally:  # cancelled: that is how gRPC tells that the dialler is gone
-            connection.end("the connection broke")
+            if not over.is_set():
+                connection.end("the connection broke")
 
     async def _shake_hands(self, name: str, context: Any) -> _Connection:
         """The connection, once both of its streams are here. Raises _Refused."""
-        if self._handshakes > HANDSHAKE_LIMIT:
-            raise _Refused(
-                StatusCode.RESOURCE_EXHAUSTED, f"{self.node} is in {HANDSHAKE_LIMIT} handshakes"
-            )
-        metadata = {key: str(value) for key, value in context.invocation_metadata()}
-        dialler = await self._admit(metadata)
-        key = dialler, metadata.get("planaria-link", "")
+        key = dialler, _ = await self._said_by(context)
         hello = self._heard(*key)
         if (link := self._links.get(dialler)) is not None:
             link.heard()
@@ -1058,6 +1236,40 @@ class Links:
         else:
             half.both.set_result(connection)
         return connection
+
+    async def _said_by(self, context: Any) -> tuple[str, str]:
+        """A dialler that may have a link, and what it says. Raises _Refused."""
+        if self._handshakes > HANDSHAKE_LIMIT:
+            raise _Refused(
+                StatusCode.RESOURCE_EXHAUSTED, f"{self.node} is in {HANDSHAKE_LIMIT} handshakes"
+            )
+        metadata = {key: str(value) for key, value in context.invocation_metadata()}
+        return await self._admit(metadata), metadata.get("planaria-link", "")
+
+    async def _take_more(self, context: Any) -> tuple[_Connection, _Bulk]:
+        """A stream that who dialled adds to the connection. Raises _Refused."""
+        dialler, text = await self._said_by(context)
+        link, peer = self._links.get(dialler), self._peers[dialler]
+        connection = link.connection if link is not None else None
+        if connection is None or connection.heard is None:
+            why = f"{self.node} has no connection that {dialler} has dialled"
+            raise _Refused(StatusCode.FAILED_PRECONDITION, why)
+        try:
+            number = int(self._greetings.added(dialler, peer.key, text, *connection.heard))
+        except ForgedError as why:
+            raise _Refused(StatusCode.UNAUTHENTICATED, str(why)) from None
+        if not connection.may_add(number):
+            raise _Refused(
+                StatusCode.RESOURCE_EXHAUSTED,
+                f"stream {number} was there before, or is one more than {MOST_STREAMS}",
+            )
+        answer = self._greetings.to_answer(dialler, text, "taken")
+        metadata = (("planaria-node", self.node), ("planaria-link", answer))
+        try:
+            await context.send_initial_metadata(metadata)
+        finally:
+            connection.added()
+        return connection, connection.add(number, context, ours=False)
 
     async def _wait_for_second(self, key: tuple[str, str], half: _Half) -> _Connection:
         self._halves[key] = half
@@ -1093,7 +1305,7 @@ class Links:
             await stream.send_initial_metadata(metadata)
         if session is not self._session(dialler) or not session.is_newest(answer):
             raise _Refused(StatusCode.ALREADY_EXISTS, "another connection has come up")
-        return self._adopt(dialler, session, streams)
+        return self._adopt(dialler, session, streams, heard=(said, text))
 
     def _resume(self, dialler: str, hello: Hello) -> Session:
         """Raises _Refused, and WireError."""

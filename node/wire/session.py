@@ -7,15 +7,16 @@ frame comes once and in order. Messages are numbered by counting them, frames by
 Each side numbers its sessions and its hellos, growing. A hello that is older than one that was
 taken is of a dial that others have overtaken, and changes nothing: dials may cross, and come late.
 
-Pure: a connection, here, is whatever takes `next_message` and `outbox.next` in order until it
-breaks. On a new one both sides `resume`; what comes on an older one must be dropped from then on.
+Pure: a connection, here, is whatever takes `next_message` and acknowledgements of chunks in order,
+and `outbox.next` in any, until it breaks. On a new one both sides `resume`; what comes on an older
+one must be dropped from then on.
 """
 
 from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -24,7 +25,8 @@ from xxhash import xxh3_64_hexdigest
 from planaria.node.wire.background import Background
 from planaria.node.wire.budget import ITEM
 from planaria.node.wire.chunks import Inbox, Outbox
-from planaria.node.wire.frames import KINDS, UINT64, DamagedError, Frame, WireError
+from planaria.node.wire.frames import KINDS, UINT64, Chunk, DamagedError, Frame, WireError
+from planaria.node.wire.ordering import Ordering
 
 ACKNOWLEDGE_EVERY: Final = 64
 """Messages, after which the next heartbeat is due at once."""
@@ -130,6 +132,7 @@ class Session:
         self.number, self.other = number, 0
         self.outbox = Outbox(bounds.chunk, bounds.window, background)
         self.inbox = Inbox(bounds.payload)
+        self._ordering = Ordering(bounds.window)
         self._bounds = bounds
         self._sent: deque[_Sending] = deque()  # on this connection, and not acknowledged
         self._waiting: deque[_Sending] = deque()
@@ -175,6 +178,12 @@ class Session:
     def message_came(self) -> None:
         self._received += 1
 
+    def chunk_came(self, chunk: Chunk) -> Iterator[Frame]:
+        """By whichever stream. The frames that are whole with it. Raises WireError."""
+        for due in self._ordering.take(chunk):
+            if (frame := self.inbox.receive(due)) is not None:
+                yield frame
+
     def acknowledge_messages(self, count: int) -> None:
         """The peer has so many. Raises WireError when that can't be."""
         if not 0 <= count - self._acknowledged <= len(self._sent):
@@ -201,6 +210,7 @@ class Session:
         """What to say on a new connection. Nothing that comes on an older one may be taken after
         that, and no answer to an older hello."""
         self._said += 1
+        self._ordering.begin_anew()
         frames, partial = self.inbox.told()
         return Hello(self.number, self.other, self._said, self.acknowledgement(), frames, partial)
 

@@ -766,15 +766,17 @@ class Relearn(_message.Message):
     def __init__(self, round: _Optional[int] = ..., work: _Optional[_Union[Relearn.Work, str]] = ..., pairs: _Optional[_Iterable[_Union[BoundaryPair, _Mapping]]] = ..., first: _Optional[int] = ..., count: _Optional[int] = ..., squared_error: _Optional[float] = ..., squared_norm: _Optional[float] = ..., result: _Optional[_Union[Relearned, _Mapping]] = ..., time_gone: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("view", "received")
+    __slots__ = ("view", "received", "streams")
     VIEW_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    STREAMS_FIELD_NUMBER: _ClassVar[int]
     view: int
     received: int
-    def __init__(self, view: _Optional[int] = ..., received: _Optional[int] = ...) -> None: ...
+    streams: int
+    def __init__(self, view: _Optional[int] = ..., received: _Optional[int] = ..., streams: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("frame", "offset", "size", "head", "data", "acknowledged", "checksum")
+    __slots__ = ("frame", "offset", "size", "head", "data", "acknowledged", "checksum", "order")
     FRAME_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -782,6 +784,7 @@ class Chunk(_message.Message):
     DATA_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     frame: int
     offset: int
     size: int
@@ -789,4 +792,5 @@ class Chunk(_message.Message):
     data: bytes
     acknowledged: int
     checksum: int
-    def __init__(self, frame: _Optional[int] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., head: _Optional[bytes] = ..., data: _Optional[bytes] = ..., acknowledged: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+    order: int
+    def __init__(self, frame: _Optional[int] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., head: _Optional[bytes] = ..., data: _Optional[bytes] = ..., acknowledged: _Optional[int] = ..., checksum: _Optional[int] = ..., order: _Optional[int] = ...) -> None: ...

@@ -49,6 +49,11 @@ class StageStub:
                 request_serializer=planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.SerializeToString,
                 response_deserializer=planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.FromString,
                 _registered_method=True)
+        self.More = channel.stream_stream(
+                '/planaria.node.Stage/More',
+                request_serializer=planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.SerializeToString,
+                response_deserializer=planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.FromString,
+                _registered_method=True)
         self.Ask = channel.stream_stream(
                 '/planaria.node.Stage/Ask',
                 request_serializer=planaria_dot_node_dot_wire_dot_stage__pb2.Message.SerializeToString,
@@ -76,6 +81,15 @@ class StageServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def More(self, request_iterator, context):
+        """Another one like Bulk, of the connection that its dialler has up. planaria-link is its number in the
+        connection and a signature of that and of what both have said to begin the connection; the answer is
+        signed, too. Who dialled ends it, with a chunk that has nothing in it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Ask(self, request_iterator, context):
         """Of an onlooker, who is no member: it pins the weights of a step at seats of any node to which this
         one has a link, and fetches them as a joiner would. What it sends and gets is sealed as on a link;
@@ -96,6 +110,11 @@ def add_StageServicer_to_server(servicer, server):
             ),
             'Bulk': grpc.stream_stream_rpc_method_handler(
                     servicer.Bulk,
+                    request_deserializer=planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.FromString,
+                    response_serializer=planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.SerializeToString,
+            ),
+            'More': grpc.stream_stream_rpc_method_handler(
+                    servicer.More,
                     request_deserializer=planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.FromString,
                     response_serializer=planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.SerializeToString,
             ),
@@ -162,6 +181,33 @@ class Stage:
             request_iterator,
             target,
             '/planaria.node.Stage/Bulk',
+            planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.SerializeToString,
+            planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def More(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/planaria.node.Stage/More',
             planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.SerializeToString,
             planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.FromString,
             options,

@@ -48,7 +48,6 @@ from planaria.node.transaction.bounds import told_to_driver, told_to_member
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import largest, lowrank
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chunks import Inbox, Outbox
 from planaria.node.wire.frames import (
     HEAD_LIMIT,
     Descriptor,
@@ -146,19 +145,19 @@ def text_of(data: bytes) -> str:
 
 def chunks(data: bytes) -> None:
     """Of a link whose peer sends what it likes, with checksums that are right."""
-    inbox, outbox = Inbox(BOUNDS.payload), Outbox(BOUNDS.chunk, BOUNDS.window)
-    outbox.push(Frame("state", (1, 1), {}, [], bytes(500)))
+    session = Session(1, BOUNDS)
+    session.send_frame(Frame("state", (1, 1), {}, [], bytes(500)))
     with suppress(WireError):
         for piece in pieces(data):
-            outbox.next(0.0)
+            session.outbox.next(0.0)
             chunk = parse_chunk(piece)
             with suppress(WireError):
                 chunk.verify()
             if chunk.acknowledged:
-                outbox.acknowledge(chunk.frame, chunk.acknowledged - 1, 0.0)
+                session.outbox.acknowledge(chunk.frame, chunk.acknowledged - 1, 0.0)
             else:
-                inbox.receive(chunk)
-            inbox.acknowledgement()
+                list(session.chunk_came(chunk))
+            session.inbox.acknowledgement()
 
 
 def frames(data: bytes) -> None:

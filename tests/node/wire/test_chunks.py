@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.node.wire.background import Background
-from planaria.node.wire.chunks import Inbox, Outbox
+from planaria.node.wire.chunks import PIECES, Inbox, Outbox
 from planaria.node.wire.frames import (
     KINDS,
     PAYLOAD_LIMIT,
@@ -19,6 +19,8 @@ from planaria.node.wire.frames import (
     buffers_of,
     parse_chunk,
 )
+from planaria.node.wire.ordering import HEAD as BESIDE
+from planaria.node.wire.ordering import HEADS
 from planaria.node.wire.tensors import encode
 
 
@@ -200,6 +202,39 @@ def test_copies_leave_when_there_is_room_and_nothing_else_to_send() -> None:
     assert outbox.next(0.0) is None
     outbox.acknowledge(3, 15, 0.0)
     assert chunk_of(outbox).offset == 30
+
+
+def test_a_frame_that_goes_by_several_streams_has_a_chunk_for_each() -> None:
+    least, most = PIECES
+    for size, streams, expected in (
+        (4 * most, 2, [most] * 4),
+        (most, 4, [most // 4] * 4),
+        (least + 1, 4, [least, 1]),
+        (most, 1, [most]),
+    ):
+        outbox = Outbox(chunk=2 << 20, window=16 << 20)
+        outbox.push(frame(size))
+        sent = []
+        while (message := outbox.next(0.0, streams)) is not None:
+            sent.append(parse_chunk(message))
+        assert [len(chunk.data) for chunk in sent] == expected
+        assert [chunk.order for chunk in sent] == list(range(1, len(sent) + 1))
+
+
+def test_so_many_frames_are_under_way_as_the_other_end_keeps_heads_of() -> None:
+    outbox = Outbox(chunk=10, window=1000)
+    for number in range(HEADS // BESIDE + 2):
+        outbox.push(frame(0, number=number))
+    count = 0
+    while outbox.next(0.0) is not None:
+        count += 1
+    assert count * BESIDE <= HEADS < (count + 1) * (BESIDE + 100)
+    outbox.acknowledge(1, 0, 0.0)
+    assert outbox.next(0.0) is not None
+    assert outbox.next(0.0) is None
+    outbox.rewind(count, {})
+    outbox.push(frame(0))
+    assert outbox.next(0.0) is not None, "nothing is under way any more"
 
 
 class Room(Background):

@@ -304,6 +304,7 @@ CHUNKS = st.fixed_dictionaries(
         "head": st.binary(max_size=300),
         "data": st.binary(max_size=300),
         "acknowledged": UINT64,
+        "order": UINT64,
     }
 )
 
@@ -332,7 +333,7 @@ def test_any_flipped_bit_of_a_chunk_beside_its_data_is_noticed(
     """The checksums of the data are in the head."""
     data = fields["data"]
     packed = pack_chunk(**fields | {"data": [data]})
-    behind = pack_chunk(acknowledged=fields["acknowledged"])
+    behind = pack_chunk(acknowledged=fields["acknowledged"], order=fields["order"])
     start = len(packed) - len(behind) - len(data)
     bits = [bit for bit in range(8 * len(packed)) if not 0 <= bit // 8 - start < len(data)]
     with pytest.raises(WireError):
@@ -370,6 +371,7 @@ def same(found: frames.Chunk, expected: ProtobufChunk) -> bool:
         expected.data,
         expected.acknowledged,
         expected.checksum,
+        expected.order,
     )
 
 
@@ -380,12 +382,12 @@ def field(number: int, wire_type: int, content: bytes) -> bytes:
 FIELDS = st.one_of(
     st.builds(
         lambda n, v: field(n, 0, frames._pack_varint(v)),
-        st.integers(1, 2**29 - 1) | st.integers(1, 6),
+        st.integers(1, 2**29 - 1) | st.integers(1, 8),
         UINT64,
     ),
     st.builds(
         lambda n, v: field(n, 2, frames._pack_varint(len(v)) + v),
-        st.integers(1, 2**29 - 1) | st.integers(1, 6),
+        st.integers(1, 2**29 - 1) | st.integers(1, 8),
         st.binary(max_size=200),
     ),
     st.builds(lambda n, v: field(n, 1, v), st.integers(1, 9), st.binary(min_size=8, max_size=8)),

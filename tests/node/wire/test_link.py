@@ -6,6 +6,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -341,7 +342,7 @@ async def farewell(call: Any) -> str:
         ({"node": "x"}, "PERMISSION_DENIED", "'x' is no member of view 7, the newest that b knows"),
         ({"run": "other"}, "PERMISSION_DENIED", "b is in run run, not 'other'"),
         ({"peer": "c"}, "NOT_FOUND", "this is node b, not 'c'"),
-        ({"protocol": "1"}, "FAILED_PRECONDITION", "b speaks protocol 9, the dialler 1"),
+        ({"protocol": "1"}, "FAILED_PRECONDITION", "b speaks protocol 10, the dialler 1"),
         ({"link": "x"}, "INVALID_ARGUMENT", "'x' is no hello of a link"),
         ({"link": hello(other=9)}, "DATA_LOSS", "b has no such link: its session 9 is over"),
         (
@@ -413,14 +414,17 @@ async def test_two_nodes_cannot_share_a_port() -> None:
 
 # What comes in malformed
 
+piece = partial(pack_chunk, order=1)
+
 
 @pytest.mark.parametrize(
     ("stream", "sent", "why", "cause"),
     [
         ("Bulk", b"\x08", "a chunk that ends inside a number", SHAPE),
-        ("Bulk", pack_chunk(frame=2, size=1, data=[b"a"]), "a new frame would be 1", SHAPE),
-        ("Bulk", pack_chunk(frame=1, size=1, data=[b"a"]), "head of a frame", SHAPE),
-        ("Bulk", pack_chunk(frame=1, size=2**60), "a payload of 1152921504606846976", SHAPE),
+        ("Bulk", piece(frame=2, size=1, data=[b"a"]), "a new frame would be 1", SHAPE),
+        ("Bulk", piece(frame=1, size=1, data=[b"a"]), "head of a frame", SHAPE),
+        ("Bulk", piece(frame=1, size=2**60), "a payload of 1152921504606846976", SHAPE),
+        ("Bulk", piece(frame=1, size=1, order=0), "in place 0, which is taken", SHAPE),
         ("Bulk", pack_chunk(frame=9, acknowledged=5), "4 bytes of frame 9", SHAPE),
         ("Bulk", pack_chunk(frame=1)[:-1] + b"\0", "checksum of a chunk of frame 1", CHECKSUM),
         ("Control", seal(b"\xff"), "not one of stage.proto's", SHAPE),
@@ -498,6 +502,138 @@ async def test_what_answers_in_another_ones_name_gets_no_link() -> None:
         with pytest.raises(link._Refused, match="in the name of c is not signed by the key"):
             await a.links._dial(peer_at("c", b.address))
         assert a.links.peers == []
+
+
+# Several streams
+
+
+async def carried_by(count: int, *nodes: Node) -> None:
+    """Each of these nodes has so many streams for chunks on the one link that it has."""
+    async with asyncio.timeout(DEADLINE):
+        for node in nodes:
+            while True:
+                [only] = node.links._links.values()
+                if only.connection is not None and len(only.connection._bulks) == count:
+                    break
+                await asyncio.sleep(0.001)
+
+
+def want(node: Node, count: int) -> None:
+    """It would have so many, as if it had measured that."""
+    [only] = node.links._links.values()
+    only.session.outbox._streams.wanted = count
+    assert only.connection is not None
+    only.connection._note_streams()
+
+
+@pytest.mark.parametrize("who", ["a", "b"])
+async def test_frames_keep_their_order_by_streams_that_come_and_go(who: str) -> None:
+    """Whichever side would have them: a has dialled."""
+    a, b = Node("a"), Node("b")
+    async with started(a, b):
+        view(1, a, b)
+        await up(a, b)
+        number = 0
+        for count in (1, 4, 16, 2, 1, 3):
+            want(a if who == "a" else b, count)
+            for _ in range(2):  # while they come and go, and by those that there are
+                for one, other in ((a, b), (b, a)):
+                    for size in (0, 100_000, 7):
+                        assert one.links.send(other.name, frame(size, number=number, length=size))
+                        number += 1
+                for one, first in ((b, number - 6), (a, number - 3)):
+                    for due in range(first, first + 3):
+                        _, found = await one.events.next("frame")
+                        assert found.fields["number"] == due
+                        [tensor] = decode(found.descriptors, found.payload)
+                        expected = torch.arange(found.fields["length"], dtype=torch.uint8)
+                        assert torch.equal(tensor, expected)
+                await carried_by(count, a, b)
+        for one, other in ((a, b), (b, a)):
+            await one.links.deliver(other.name, frame())
+            await other.events.next("frame")
+            assert one.links.unacknowledged == 0
+
+
+async def test_a_link_goes_on_when_a_stream_that_was_added_breaks() -> None:
+    a, b = Node("a"), Node("b")
+    async with started(a, b), Wire(b.address) as wire:
+        b.address = wire.address
+        view(1, a, b)
+        await up(a, b)
+        want(a, 4)
+        await carried_by(4, a, b)
+        for number in range(9):
+            assert a.links.send("b", frame(30_000, number=number))
+        await asyncio.sleep(0)
+        wire.writers[-1].transport.abort()
+        for number in range(9):
+            peer, found = await b.events.next("frame")
+            assert (peer, found.fields["number"], found.size) == ("a", number, 30_000)
+        assert a.events.queue.empty()
+
+
+@asynccontextmanager
+async def adding(node: Node, dialler: str, said: str, heard: str, **how: Any) -> AsyncIterator[Any]:
+    """A stream that who calls itself `dialler` adds to the connection that began with these."""
+    greetings = Greetings("run", dialler, identity(how.get("key", dialler)))
+    pairs = dict(metadata(node, dialler))
+    pairs["planaria-link"] = greetings.to_add(node.name, how.get("number", 1), said, heard)
+    own = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(node.address, own) as channel:
+        call: Any = channel.stream_stream("/planaria.node.Stage/More")(
+            metadata=tuple(pairs.items())
+        )
+        async with asyncio.timeout(DEADLINE):
+            if not await call.initial_metadata():
+                await call.read()
+        yield call
+
+
+async def test_a_stream_is_added_by_who_has_dialled_alone_and_once() -> None:
+    b = Node("b")
+    async with started(b):
+        b.links.set_peers(1, [peer_at("c", ""), peer_at("d", ""), b.peer()], [])
+        refused = partial(pytest.raises, grpc.aio.AioRpcError)
+        with refused(match="b has no connection that c has dialled"):
+            async with adding(b, "c", "", ""):
+                pass
+        async with dialled(b, "c") as calls, dialled(b, "d"):
+            [begun] = [o.connection for o in b.links._links.values() if o.peer == "c"]
+            assert begun is not None
+            assert begun.heard is not None
+            for dialler, heard, how in (
+                ("c", begun.heard, {"key": "d"}),
+                ("d", begun.heard, {}),
+                ("c", (begun.heard[0], "another"), {}),
+            ):
+                with refused(match="is not signed by the key") as error:
+                    async with adding(b, dialler, *heard, **how):
+                        pass
+                assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            with refused(match="no member of view 1"):
+                async with adding(b, "x", *begun.heard):
+                    pass
+            async with AsyncExitStack() as stack:
+                for number in range(1, link.MOST_STREAMS):
+                    more = adding(b, "c", *begun.heard, number=number)
+                    call = await stack.enter_async_context(more)
+                with refused(match="or is one more than 16"):
+                    async with adding(b, "c", *begun.heard, number=99):
+                        pass
+                await call.write(pack_chunk())
+                assert await call.read() is grpc.aio.EOF
+                for number in (5, link.MOST_STREAMS - 1):
+                    with refused(match=f"stream {number} was there before"):
+                        async with adding(b, "c", *begun.heard, number=number):
+                            pass
+                async with adding(b, "c", *begun.heard, number=100) as call:
+                    head = frame(0).head()
+                    await call.write(pack_chunk(frame=1, size=1, head=head, data=[b"a"], order=2))
+                    await call.write(pack_chunk(frame=1, acknowledged=1))
+                    last = await farewell(call)
+                assert "an acknowledgement by stream 100" in last
+                calls["Bulk"].cancel()
 
 
 # Loss

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 
@@ -58,14 +59,18 @@ def test_an_old_hello_that_comes_to_a_newer_session_leaves_neither_end_stuck() -
         Session(2, BOUNDS).resume(one.hello())
 
 
+STREAMS = 3
+
+
 class Connection:
-    """Two ordered pipes in each direction, which lose what is in them when they break."""
+    """Ordered pipes in each direction, which lose what is in them when they break: one for
+    messages, and several for chunks, of which the first has the acknowledgements."""
 
     def __init__(self, dialler: int) -> None:
         self.dialler = dialler
         self.broken = False
         self.control: list[deque[bytes | int]] = [deque(), deque()]  # to each end; int: heartbeat
-        self.bulk: list[deque[bytes]] = [deque(), deque()]
+        self.bulk: list[list[deque[bytes]]] = [[deque() for _ in range(STREAMS)] for _ in range(2)]
 
 
 class Dial:
@@ -159,16 +164,17 @@ class TwoEnds(RuleBasedStateMachine):
         elif (message := end.session.next_message()) is not None:
             pipe.append(message)
 
-    @rule(which=st.integers(0, 1), chunks=st.integers(1, 4))
-    def carry(self, which: int, chunks: int) -> None:
+    @rule(which=st.integers(0, 1), streams=st.lists(st.integers(0, STREAMS - 1), max_size=5))
+    def carry(self, which: int, streams: list[int]) -> None:
         end = self.ends[which]
-        for _ in range(chunks):
+        for stream in streams:
             if end.connection is None or end.connection.broken:
                 return
             session = end.session
-            chunk = session.inbox.acknowledgement() or session.outbox.next(now=0.0)
+            chunk = None if stream else session.inbox.acknowledgement()
+            chunk = chunk or session.outbox.next(now=0.0)
             if chunk is not None:
-                end.connection.bulk[1 - which].append(chunk)
+                end.connection.bulk[1 - which][stream].append(chunk)
 
     @rule(which=st.integers(0, 1), count=st.integers(1, 5))
     def listen(self, which: int, count: int) -> None:
@@ -183,17 +189,17 @@ class TwoEnds(RuleBasedStateMachine):
                 end.session.message_came()
                 end.life.messages.append(item)
 
-    @rule(which=st.integers(0, 1), count=st.integers(1, 5))
-    def collect(self, which: int, count: int) -> None:
+    @rule(which=st.integers(0, 1), streams=st.lists(st.integers(0, STREAMS - 1), max_size=7))
+    def collect(self, which: int, streams: list[int]) -> None:
         end = self.ends[which]
-        for _ in range(count):
-            if end.connection is None or not end.connection.bulk[which]:
-                return
-            chunk = parse_chunk(end.connection.bulk[which].popleft())
+        for stream in streams:
+            if end.connection is None or not (pipe := end.connection.bulk[which][stream]):
+                continue
+            chunk = parse_chunk(pipe.popleft())
             if chunk.acknowledged:
                 end.session.outbox.acknowledge(chunk.frame, chunk.acknowledged - 1, now=0.0)
-            elif (found := end.session.inbox.receive(chunk)) is not None:
-                end.life.frames.append(found)
+            else:
+                end.life.frames += end.session.chunk_came(chunk)
 
     # --- what happens to connections
 
@@ -204,10 +210,9 @@ class TwoEnds(RuleBasedStateMachine):
         if end.connection is None:
             return
         end.connection.broken = True
-        for pipes in (end.connection.control, end.connection.bulk):
-            for pipe in pipes:
-                while len(pipe) > left:
-                    pipe.pop()
+        for pipe in itertools.chain(end.connection.control, *end.connection.bulk):
+            while len(pipe) > left:
+                pipe.pop()
         end.connection = None
         self.lose_if_overfull(end)
 
@@ -318,9 +323,9 @@ class TwoEnds(RuleBasedStateMachine):
             for which in (0, 1):
                 for heartbeat in (False, False, True):
                     self.speak(which, heartbeat)
-                self.carry(which, 4)
+                self.carry(which, [0, 1, 0, 2])
                 self.listen(1 - which, 5)
-                self.collect(1 - which, 5)
+                self.collect(1 - which, [0, 1, 2, 0, 0, 1, 2])
         self.nothing_comes_twice_or_out_of_order()
         for which, end in enumerate(self.ends):
             life, other = end.life, self.ends[1 - which].life

@@ -1,0 +1,75 @@
+"""Streams over a link that is figures: what one of them carries, what all together do."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planaria.node.wire.streams import BACKLOG, MOST, REST, Streams
+
+TICK = 0.05  # seconds
+
+
+class LossyLink:
+    """`each` bytes a second by a stream, `most` by all; it varies by the share `noise`."""
+
+    def __init__(self, each: float, most: float, noise: float = 0.0) -> None:
+        self.each, self.most, self.noise = each, most, noise
+        self.streams, self.now = Streams(), 0.0
+        self.seen = [1]
+        self._drawn = random.Random(1)
+
+    def run(self, seconds: float, under_way: int = BACKLOG) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now += TICK
+            rate = min(self.each * self.streams.wanted, self.most)
+            rate *= self._drawn.uniform(1 - self.noise, 1 + self.noise)
+            self.streams.look(under_way, round(rate * TICK), self.now)
+            if self.streams.wanted != self.seen[-1]:
+                self.seen.append(self.streams.wanted)
+
+
+@given(st.floats(1e4, 1e9), st.floats(0.0, 0.4))
+def test_a_link_that_one_stream_fills_keeps_one(rate: float, noise: float) -> None:
+    link = LossyLink(rate, rate, noise)
+    link.run(60.0)
+    assert link.seen == [1, 2, 1], "it was tried once"
+
+
+@pytest.mark.parametrize(
+    ("fill", "seen"),
+    [(1.1, [1, 2, 1]), (1.9, [1, 2, 4, 2]), (8, [1, 2, 4, 8, 16, 8]), (99, [1, 2, 4, 8, 16])],
+)
+def test_there_are_more_while_they_bring_more(fill: float, seen: list[int]) -> None:
+    """`fill`: so many streams fill the link."""
+    link = LossyLink(1.2e6, fill * 1.2e6, noise=0.2)
+    link.run(60.0)
+    assert link.seen == seen
+    assert max(seen) <= MOST
+
+
+def test_what_is_quickly_gone_asks_for_none() -> None:
+    link = LossyLink(1e6, 1e9)
+    link.run(600.0, BACKLOG - 1)
+    assert link.seen == [1]
+
+
+def test_a_stream_that_only_begins_is_not_judged() -> None:
+    link = LossyLink(1e5, 1e9)
+    for _ in range(9):  # twice as fast with every measure
+        link.run(2.0)
+        link.each *= 2
+    assert link.seen == [1]
+
+
+def test_it_is_tried_again_after_a_rest() -> None:
+    link = LossyLink(1e6, 1e6)
+    link.run(REST)
+    assert link.seen == [1, 2, 1]
+    link.most = 1e9
+    link.run(REST)
+    assert link.seen[:6] == [1, 2, 1, 2, 4, 8]
