@@ -92,9 +92,10 @@ class Processes:
         return float(seconds)
 
     def _await(self, steps: int) -> int:
-        while len(self._living()) < steps:
+        """How many there are, when there are so many: at first they aren't waited for."""
+        while (there := len(self._living())) < steps:
             time.sleep(LOOK)
-        return steps
+        return there
 
 
 def turns(those: dict[str, Trains]) -> Iterator[dict[str, float]]:

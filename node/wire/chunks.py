@@ -188,7 +188,8 @@ class Outbox:
             queue.extend(waiting[kind])
         self._last = begun
         self._in_flight = self._order = 0
-        self._background, self._streams = self._new_background(), Streams()  # by another way, maybe
+        self._background = self._new_background()  # by another way, maybe
+        self._streams.begin_anew()
 
     def unfinished(self) -> list[Frame]:
         """Those not acknowledged to their end: started ones first, then queued ones by urgency."""

@@ -26,7 +26,7 @@ from collections.abc import (
     Iterable,
     Mapping,
 )
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Final, Protocol
@@ -408,6 +408,7 @@ class _Connection:
         """How many this side would have may be another number."""
         if self._told_streams != self._session.outbox.streams:
             self._told_streams = self._session.outbox.streams
+            log.info("%d streams for what goes to %s", self._told_streams, self._link.peer)
             self._other_streams.set()
             self.beat()
 
@@ -508,7 +509,9 @@ class _Connection:
         if self.over.is_set():
             return
         if bulk.ours:
-            await self._write(bulk.stream, _CLOSES)
+            # Whoever reads is told of an error, too, unless the peer has only been quick.
+            with suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
+                await self._write(bulk.stream, _CLOSES)
         else:
             self._gone(bulk)
 

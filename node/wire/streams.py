@@ -19,18 +19,20 @@ from typing import Final
 MOST: Final = 16
 BACKLOG: Final = 64 << 10
 """Bytes under way from which on a link's rate is what carries it, not what there is to send."""
-SETTLING: Final = 0.5
+SETTLING: Final = 0.25
 """Seconds of backlog in which a new stream finds its speed."""
 MEASURING: Final = 2.0
 """Seconds of backlog for which the rate is measured then."""
-GAIN: Final = 1.25
+GAIN: Final = 1.15
 """Times as fast as half the streams that so many have to be, to stay."""
+GAP: Final = 1.0
+"""Seconds without news after which a measure begins anew: one of both ends was stopped."""
 REST: Final = 60.0
 """Seconds from streams that brought nothing to the next try."""
 
 
 class Streams:
-    """Of one direction of one connection."""
+    """Of one direction of a link."""
 
     def __init__(self) -> None:
         self.wanted = 1
@@ -42,13 +44,23 @@ class Streams:
 
     def look(self, under_way: int, acknowledged: int, now: float) -> None:
         """So many bytes are under way, and so many more have arrived since the last look."""
-        if self._backlog:
+        if self._backlog and now - self._since > GAP:
+            self._change(self.wanted)
+        elif self._backlog:
             self._seconds += now - self._since
             if self._seconds > 0:
                 self._bytes += acknowledged
         self._backlog, self._since = under_way >= BACKLOG, now
         if self._seconds >= MEASURING:
             self._decide(self._bytes / self._seconds, now)
+
+    def begin_anew(self) -> None:
+        """The connection broke, and there is another, by another way maybe. Half of the streams are
+        wanted at once: where it is their number that breaks connections, it doesn't go on so."""
+        self.wanted = max(1, self.wanted // 2)
+        self._rate, self._trying = 0.0, False
+        self._backlog = False
+        self._change(self.wanted)
 
     def _decide(self, rate: float, now: float) -> None:
         faster = rate >= GAIN * self._rate
@@ -62,5 +74,5 @@ class Streams:
         self._change(2 * self.wanted if self._trying else self.wanted)
 
     def _change(self, wanted: int) -> None:
-        self._seconds = -SETTLING if wanted != self.wanted else 0.0
-        self.wanted, self._bytes = wanted, 0
+        self.wanted = wanted
+        self._seconds, self._bytes = -SETTLING, 0

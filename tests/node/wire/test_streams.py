@@ -73,3 +73,24 @@ def test_it_is_tried_again_after_a_rest() -> None:
     link.most = 1e9
     link.run(REST)
     assert link.seen[:6] == [1, 2, 1, 2, 4, 8]
+
+
+def test_after_a_break_half_of_them_are_wanted_at_once() -> None:
+    link = LossyLink(1e6, 1e9)
+    link.run(30.0)
+    assert link.streams.wanted == MOST
+    link.streams.begin_anew()
+    assert link.streams.wanted == MOST // 2
+    link.run(30.0)
+    assert link.streams.wanted == MOST
+    for _ in range(5):
+        link.streams.begin_anew()
+    assert link.streams.wanted == 1
+
+
+def test_a_node_that_was_stopped_takes_no_link_for_slow() -> None:
+    link = LossyLink(1e6, 1e6)
+    for _ in range(30):
+        link.run(1.0)
+        link.now += 10.0
+    assert link.seen == [1]
