@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from planaria.node.wire.background import Background
+from planaria.node.wire.background import FIRST, Background
 from planaria.node.wire.frames import (
     KINDS,
     Chunk,
@@ -34,9 +34,11 @@ from planaria.node.wire.streams import Streams
 
 ACKNOWLEDGE_EVERY: Final = 2  # chunks, and at each frame's end; a window holds at least as many
 BACKGROUND: Final = "copy"
-PIECES: Final = 16 << 10, 128 << 10
+PIECES: Final = FIRST, 128 << 10
 """Bytes of a chunk, the least and the most, where several streams are to have their share of a
-frame. They are slow, and what has come late by one of them holds up what came by the others."""
+frame, which is two chunks for each if they aren't too small: streams aren't equally fast, and what
+comes late by one of them holds up what came by the others. The least is what TCP begins with, after
+a pause too: more takes two round trips."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +105,7 @@ class Outbox:
         length, most = sending.size - sending.sent, self._chunk
         if streams > 1:
             least, largest = PIECES
-            most = min(most, largest, max(least, -(-sending.size // streams)))
+            most = min(most, largest, max(least, -(-sending.size // (2 * streams))))
         if sending.in_background:
             most = min(most, self._background.room(self._in_flight, now))
             if not most:

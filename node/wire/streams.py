@@ -18,7 +18,8 @@ from typing import Final
 
 MOST: Final = 16
 BACKLOG: Final = 64 << 10
-"""Bytes under way from which on a link's rate is what carries it, not what there is to send."""
+"""Bytes under way from which on, until they all have arrived, a link's rate is what carries it, not
+what there is to send."""
 SETTLING: Final = 0.25
 """Seconds of backlog in which a new stream finds its speed."""
 MEASURING: Final = 2.0
@@ -27,8 +28,9 @@ GAIN: Final = 1.15
 """Times as fast as half the streams that so many have to be, to stay."""
 GAP: Final = 1.0
 """Seconds without news after which a measure begins anew: one of both ends was stopped."""
-REST: Final = 60.0
-"""Seconds from streams that brought nothing to the next try."""
+REST: Final = 10.0
+LONGEST_REST: Final = 640.0
+"""Seconds from streams that brought nothing to the next try; twice as many with each in a row."""
 
 
 class Streams:
@@ -36,9 +38,9 @@ class Streams:
 
     def __init__(self) -> None:
         self.wanted = 1
-        self._rate = 0.0  # bytes a second of the last measure with so many, or with half of them
+        self._rate = 0.0  # bytes a second with so many, or with half of them; the mean of late
         self._trying = False  # `wanted` is twice what has proven to be worth it
-        self._rested = 0.0  # when the next try may be
+        self._rest, self._rested = REST, 0.0  # the next one; when the next try may be
         self._seconds, self._bytes = -SETTLING, 0  # of this measure
         self._backlog, self._since = False, 0.0
 
@@ -50,7 +52,8 @@ class Streams:
             self._seconds += now - self._since
             if self._seconds > 0:
                 self._bytes += acknowledged
-        self._backlog, self._since = under_way >= BACKLOG, now
+        self._backlog = under_way >= BACKLOG or (self._backlog and under_way > 0)
+        self._since = now
         if self._seconds >= MEASURING:
             self._decide(self._bytes / self._seconds, now)
 
@@ -58,19 +61,25 @@ class Streams:
         """The connection broke, and there is another, by another way maybe. Half of the streams are
         wanted at once: where it is their number that breaks connections, it doesn't go on so."""
         self.wanted = max(1, self.wanted // 2)
-        self._rate, self._trying = 0.0, False
+        self._rate, self._trying, self._rest = 0.0, False, REST
         self._backlog = False
         self._change(self.wanted)
 
     def _decide(self, rate: float, now: float) -> None:
         faster = rate >= GAIN * self._rate
         if self._trying and not faster:
-            self._trying, self._rested = False, now + REST
+            self._trying, self._rested = False, now + self._rest
+            self._rest = min(2 * self._rest, LONGEST_REST)
             self._change(self.wanted // 2)
             return
-        levelled = self._trying or not faster  # else it has only begun, or been slow for a while
-        self._rate = rate
-        self._trying = levelled and self.wanted < MOST and now >= self._rested
+        if self._trying:
+            self._rest = REST
+        elif faster:  # it has only begun, or was slow for a while
+            self._rate = rate
+            self._change(self.wanted)
+            return
+        self._rate = rate if self._trying else (self._rate + rate) / 2
+        self._trying = self.wanted < MOST and now >= self._rested
         self._change(2 * self.wanted if self._trying else self.wanted)
 
     def _change(self, wanted: int) -> None:

@@ -204,11 +204,11 @@ def test_copies_leave_when_there_is_room_and_nothing_else_to_send() -> None:
     assert chunk_of(outbox).offset == 30
 
 
-def test_a_frame_that_goes_by_several_streams_has_a_chunk_for_each() -> None:
+def test_a_frame_that_goes_by_several_streams_has_chunks_for_each() -> None:
     least, most = PIECES
     for size, streams, expected in (
-        (4 * most, 2, [most] * 4),
-        (most, 4, [most // 4] * 4),
+        (9 * most, 2, [most] * 9),
+        (most, 4, [most // 8] * 8),
         (least + 1, 4, [least, 1]),
         (most, 1, [most]),
     ):

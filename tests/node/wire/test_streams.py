@@ -36,8 +36,9 @@ class LossyLink:
 @given(st.floats(1e4, 1e9), st.floats(0.0, 0.4))
 def test_a_link_that_one_stream_fills_keeps_one(rate: float, noise: float) -> None:
     link = LossyLink(rate, rate, noise)
-    link.run(60.0)
-    assert link.seen == [1, 2, 1], "it was tried once"
+    link.run(3600.0)
+    assert {*link.seen} == {1, 2}
+    assert len(link.seen) < 25, "it is tried less and less"
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_a_link_that_one_stream_fills_keeps_one(rate: float, noise: float) -> No
 def test_there_are_more_while_they_bring_more(fill: float, seen: list[int]) -> None:
     """`fill`: so many streams fill the link."""
     link = LossyLink(1.2e6, fill * 1.2e6, noise=0.2)
-    link.run(60.0)
+    link.run(15.0)
     assert link.seen == seen
     assert max(seen) <= MOST
 
@@ -68,11 +69,11 @@ def test_a_stream_that_only_begins_is_not_judged() -> None:
 
 def test_it_is_tried_again_after_a_rest() -> None:
     link = LossyLink(1e6, 1e6)
-    link.run(REST)
+    link.run(15.0)
     assert link.seen == [1, 2, 1]
     link.most = 1e9
-    link.run(REST)
-    assert link.seen[:6] == [1, 2, 1, 2, 4, 8]
+    link.run(REST + 15.0)
+    assert link.seen == [1, 2, 1, 2, 4, 8, 16]
 
 
 def test_after_a_break_half_of_them_are_wanted_at_once() -> None:
