@@ -74,7 +74,7 @@ class Outbox:
         self._queues: dict[str, deque[_Sending]] = {kind: deque() for kind in KINDS}
         self._started: dict[int, _Sending] = {}
         self._last = 0
-        self._in_flight = self._beside = 0
+        self._in_flight = self._copying = self._beside = 0  # `_copying` of those in flight
         self._order = 0  # of the last chunk
         self._streams = Streams()
         self.unacknowledged = 0  # bytes of payload, queued ones too
@@ -133,27 +133,31 @@ class Outbox:
         sending.sent += length
         self._in_flight += length
         if sending.in_background:
+            self._copying += length
             at = sending.number, sending.sent, length
             self._background.sent(*at, self._in_flight, now)
         if sending.sent == sending.size:
             queue.popleft()
-        self._streams.look(self._in_flight, 0, now)
+        self._streams.look(self._in_flight - self._copying, 0, now)
         return chunk
 
     def acknowledge(self, number: int, received: int, now: float) -> None:
         """The peer has so many bytes of this frame. Raises WireError when that can't be."""
-        more = self._acknowledge(number, received)
+        others = self._acknowledge(number, received)
         self._background.acknowledged(number, received, now)
-        self._streams.look(self._in_flight, more, now)
+        self._streams.look(self._in_flight - self._copying, others, now)
 
     def _acknowledge(self, number: int, received: int) -> int:
-        """How many bytes more these are."""
+        """How many bytes more these are; 0 for a copy: its window, not its streams, says how fast
+        it is."""
         sending = self._started.get(number)
         if sending is None or not sending.acknowledged <= received <= sending.sent:
             raise WireError(f"{received} bytes of frame {number} acknowledged, which can't be")
         more = received - sending.acknowledged
         sending.acknowledged = received
         self._in_flight -= more
+        if sending.in_background:
+            self._copying -= more
         self.unacknowledged -= more
         if received == sending.size:
             del self._started[number]
@@ -161,7 +165,7 @@ class Outbox:
             self._beside -= sending.beside
             if sending.arrived is not None:
                 sending.arrived()
-        return more
+        return 0 if sending.in_background else more
 
     def rewind(self, begun: int, partial: Mapping[int, int]) -> None:
         """The peer has the first `begun` frames, but of those in `partial` only so many bytes; what
@@ -189,7 +193,7 @@ class Outbox:
             queue.extend(sending for sending in again if sending.frame.kind == kind)
             queue.extend(waiting[kind])
         self._last = begun
-        self._in_flight = self._order = 0
+        self._in_flight = self._copying = self._order = 0
         self._background = self._new_background()  # by another way, maybe
         self._streams.begin_anew()
 

@@ -221,6 +221,21 @@ def test_a_frame_that_goes_by_several_streams_has_chunks_for_each() -> None:
         assert [chunk.order for chunk in sent] == list(range(1, len(sent) + 1))
 
 
+@pytest.mark.parametrize(("kind", "streams"), [("state", 2), ("copy", 1)])
+def test_a_backlog_of_anything_but_copies_asks_for_streams(kind: str, streams: int) -> None:
+    outbox, inbox, now = Outbox(1 << 20, 16 << 20), Inbox(PAYLOAD_LIMIT), 0.0
+    while now < 6.0:
+        if not outbox.frames:
+            outbox.push(frame(1 << 20, kind))
+        while (message := outbox.next(now)) is not None:
+            inbox.receive(parse_chunk(message))
+        now += 0.1
+        while (answer := inbox.acknowledgement()) is not None:
+            received = parse_chunk(answer)
+            outbox.acknowledge(received.frame, received.acknowledged - 1, now)
+    assert outbox.streams == streams
+
+
 def test_so_many_frames_are_under_way_as_the_other_end_keeps_heads_of() -> None:
     outbox = Outbox(chunk=10, window=1000)
     for number in range(HEADS // BESIDE + 2):
