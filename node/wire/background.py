@@ -30,8 +30,8 @@ PERIOD: Final = 10.0
 """Seconds after which the shortest time is measured anew, with nothing of the background under way;
 that of the period before counts, too. A path that has become longer isn't a queue."""
 PROOF: Final = 0.2
-"""Seconds in which no chunk may have been quick, for the window to become smaller: a peer that has
-something else to do answers late now and then."""
+"""Seconds from the first answer to the last, of which none may have been quick, for the window to
+become smaller: a peer that has something else to do answers late now and then."""
 FASTEST: Final = 2.0
 """Times as large, or as small, as the window becomes in a round trip at most."""
 
@@ -62,7 +62,8 @@ class Background:
         self._anew = -math.inf  # when the next one begins
         self._answered = -math.inf  # when something has been acknowledged
         self._changed = -math.inf  # when the window was last thought over
-        self._best = math.inf  # seconds that a chunk has taken since
+        self._first = math.inf  # when the first chunk came that has left since
+        self._best = math.inf  # seconds that the quickest of these has taken
         self._met = False  # it has been as large as the link allows
 
     def room(self, flight: int, now: float) -> int:
@@ -104,20 +105,21 @@ class Background:
         self._shortest = min(self._shortest, took)
         if chunk.at < self._changed:  # it tells of the window that was
             return
+        self._first = min(self._first, now)
         self._best = min(self._best, took)
         shortest = min(self._shortest, self._former)
         wanted = shortest + max(TARGET, shortest / 4)
         full = chunk.flight + self._chunk > self.window  # else there is no telling of a larger one
         if took <= wanted and full:
             self._change(min(wanted / took, FASTEST) if self._met else FASTEST, now)
-        elif now - self._changed >= PROOF:
+        elif now - self._first >= PROOF:
             self._met = self._met or self._best > wanted
             self._change(min(1.0, wanted / self._best), now)
 
     def _change(self, times: float, now: float) -> None:
         window = round(self.window * max(times, 1 / FASTEST))
         self.window = min(MOST, max(window, min(self.window, LEAST)))
-        self._changed, self._best = now, math.inf
+        self._changed, self._first, self._best = now, math.inf, math.inf
 
     @property
     def _chunk(self) -> int:

@@ -981,31 +981,46 @@ class Links:
         self, peer: Peer, connection: _Connection, said: str, answered: str
     ) -> None:
         """Adds the streams that either side would have, until the connection is over."""
-        adding = []
+        adding: list[asyncio.Task[None]] = []
+        calls: set[Any] = set()  # that nobody has accepted yet
         try:
             while not connection.over.is_set():
                 for number in await connection.other_streams():
-                    work = self._add_stream(peer, connection, number, said, answered)
+                    work = self._add_stream(peer, connection, number, (said, answered), calls)
                     adding.append(self.spawn(work, f"stream {number} on the link to {peer.node}"))
                 adding = [task for task in adding if not task.done()]
         finally:
-            for task in adding:
-                task.cancel()
+            for call in calls:
+                call.cancel()
+            if not connection.over.is_set():  # this node ends in the middle of it
+                for task in adding:
+                    task.cancel()
             await asyncio.gather(*adding, return_exceptions=True)
 
     async def _add_stream(
-        self, peer: Peer, connection: _Connection, number: int, said: str, answered: str
+        self,
+        peer: Peer,
+        connection: _Connection,
+        number: int,
+        begun: tuple[str, str],
+        calls: set[Any],
     ) -> None:
-        """Without one the connection is as it was. Returns when it is over."""
+        """Without one the connection is as it was. `begun`: what it has begun with. Returns when
+        the stream is over."""
+        if await resolved_not_to_dial(peer.address, self._reach) or connection.over.is_set():
+            connection.added()
+            return
         channel = self._channel(peer)
-        text = self._greetings.to_add(peer.node, number, said, answered)
+        text = self._greetings.to_add(peer.node, number, *begun)
         call = self._call("More", peer, text, channel)
+        calls.add(call)
         try:
             try:
                 async with asyncio.timeout(self.settings.handshake):
                     told = await _accepted(call, peer.node)
                 self._greetings.answered(peer.node, peer.key, text, told)
             finally:
+                calls.remove(call)
                 connection.added()
             await connection.add(number, call, ours=True).over.wait()
         except (grpc.aio.AioRpcError, _Refused, ForgedError, TimeoutError) as error:

@@ -183,6 +183,19 @@ def test_only_answers_that_are_late_for_a_while_make_the_window_smaller() -> Non
     assert LEAST == late[-1] < late[10] < MOST
 
 
+def test_a_single_late_answer_proves_nothing_however_long_the_path() -> None:
+    background, now, end = Background(), 0.0, 0
+    for seconds in [0.4] * 12 + [0.8] + [0.4] * 3:
+        flight = background.window
+        end += flight
+        background.sent(1, end, flight, flight, now)
+        now += seconds
+        background.acknowledged(1, end, now)
+        largest = max(flight, background.window)
+        assert background.window == largest
+    assert largest == MOST
+
+
 def test_a_path_that_has_become_longer_is_no_queue_for_ever() -> None:
     link = SlowLink(2.5e6, 0.01)
     link.run(5.0)
