@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 from collections import defaultdict
 from collections.abc import (
     AsyncIterator,
@@ -1273,13 +1274,14 @@ class Links:
             why = f"{self.node} has no connection that {dialler} has dialled"
             raise _Refused(StatusCode.FAILED_PRECONDITION, why)
         try:
-            number = int(self._greetings.added(dialler, peer.key, text, *connection.heard))
+            said = self._greetings.added(dialler, peer.key, text, *connection.heard)
         except ForgedError as why:
             raise _Refused(StatusCode.UNAUTHENTICATED, str(why)) from None
+        number = int(said) if re.fullmatch("[0-9]{1,9}", said) else 0
         if not connection.may_add(number):
             raise _Refused(
                 StatusCode.RESOURCE_EXHAUSTED,
-                f"stream {number} was there before, or is one more than {MOST_STREAMS}",
+                f"stream {said[:80]} was there before, or is one more than {MOST_STREAMS}",
             )
         answer = self._greetings.to_answer(dialler, text, "taken")
         metadata = (("planaria-node", self.node), ("planaria-link", answer))

@@ -623,7 +623,7 @@ async def test_a_stream_is_added_by_who_has_dialled_alone_and_once() -> None:
                         pass
                 await call.write(pack_chunk())
                 assert await call.read() is grpc.aio.EOF
-                for number in (5, link.MOST_STREAMS - 1):
+                for number in (5, link.MOST_STREAMS - 1, 0, -1, "seven", "9" * 80):
                     with refused(match=f"stream {number} was there before"):
                         async with adding(b, "c", *begun.heard, number=number):
                             pass
