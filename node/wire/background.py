@@ -17,21 +17,22 @@ from typing import Final, NamedTuple
 
 TARGET: Final = 0.025
 """Seconds that what is urgent may wait for the background on a link that is otherwise empty; on one
-with a long round trip a quarter of that, since times vary with it."""
+with a long round trip an eighth of that, since times vary with it."""
 FIRST: Final = 12 << 10
 """Bytes of the window at first, and of the smallest chunk: what TCP begins with (RFC 6928). With
 more, its own slow start would look like a queue."""
 LEAST, MOST = 48 << 10, 2 << 20
 """Bytes that the window doesn't fall below again, and doesn't exceed; MOST is what copies.py has
 under way."""
-PARTS: Final = 8
+PARTS: Final = 16
 """Chunks in a window, unless they would be too small."""
 PERIOD: Final = 10.0
 """Seconds after which the shortest time is measured anew, with nothing of the background under way;
 that of the period before counts, too. A path that has become longer isn't a queue."""
 PROOF: Final = 0.2
-"""Seconds from the first answer to the last, of which none may have been quick, for the window to
-become smaller: a peer that has something else to do answers late now and then."""
+"""Seconds since the window was last changed in which no chunk may have been quick, for it to become
+smaller: a peer that has something else to do answers late now and then. In a quarter of them chunks
+have to come: with a long round trip there is no answer before all of them are over."""
 FASTEST: Final = 2.0
 """Times as large, or as small, as the window becomes in a round trip at most."""
 
@@ -108,11 +109,11 @@ class Background:
         self._first = min(self._first, now)
         self._best = min(self._best, took)
         shortest = min(self._shortest, self._former)
-        wanted = shortest + max(TARGET, shortest / 4)
+        wanted = shortest + max(TARGET, shortest / 8)
         full = chunk.flight + self._chunk > self.window  # else there is no telling of a larger one
         if took <= wanted and full:
             self._change(min(wanted / took, FASTEST) if self._met else FASTEST, now)
-        elif now - self._first >= PROOF:
+        elif now - self._changed >= PROOF and now - self._first >= PROOF / 4:
             self._met = self._met or self._best > wanted
             self._change(min(1.0, wanted / self._best), now)
 

@@ -95,7 +95,7 @@ def test_urgent_frames_wait_tens_of_milliseconds_and_the_link_is_full(
     rate: float, delay: float, gap: float
 ) -> None:
     link = SlowLink(rate, delay)
-    round_trip, wait = 2 * delay, max(TARGET, delay / 2)
+    round_trip, wait = 2 * delay, max(TARGET, delay / 4)
     begun = 20 * (round_trip + wait + FIRST / rate)
     link.run(begun)
     before = link.carried
