@@ -74,7 +74,7 @@ class Streams:
             return
         if self._trying:
             self._rest = REST
-        elif faster:  # it has only begun, or was slow for a while
+        elif faster or rate < self._rate / GAIN:  # it has only begun: up to a first loss, say
             self._rate = rate
             self._change(self.wanted)
             return

@@ -67,6 +67,15 @@ def test_a_stream_that_only_begins_is_not_judged() -> None:
     assert link.seen == [1]
 
 
+def test_what_a_stream_carries_up_to_its_first_loss_is_no_measure() -> None:
+    link = LossyLink(4e6, 1e9)
+    for each in (4e6, 2e6, 1e6):
+        link.each = each
+        link.run(2.25)
+    link.run(15.0)
+    assert link.seen == [1, 2, 4, 8, 16]
+
+
 def test_it_is_tried_again_after_a_rest() -> None:
     link = LossyLink(1e6, 1e6)
     link.run(15.0)
