@@ -504,7 +504,9 @@ class InRows(HoldingBack):
 
     def _rules(self, policy: Policy | None) -> TransactionRules:
         rules = super()._rules(policy)
-        return replace(rules, stages=1, steps=min(rules.steps, 8), microbatches=12)
+        chosen = "checkfree" if rules.policy == "checkfree+" else rules.policy
+        steps = min(rules.steps, 8)
+        return replace(rules, stages=1, steps=steps, microbatches=12, policy=chosen)
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:
         stages = [0, 0] + [1] * self.random.choice([9, 10, 13])
