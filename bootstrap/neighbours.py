@@ -22,7 +22,7 @@ import hashlib
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
-from functools import cache
+from functools import lru_cache
 from itertools import accumulate, islice, pairwise, product
 from typing import Final
 
@@ -74,8 +74,6 @@ class Lane:
 
     def near(self, other: Lane, node: str) -> list[str]:
         """Those of the other lane that are near this one's node."""
-        if len(self.nodes) <= ALL and len(other.nodes) <= ALL:
-            return other.nodes
         here = self._at[node]
         first = bisect_left(other.middles, here)
         around = range(max(0, first - NEAR), min(len(other.nodes), first + NEAR))
@@ -84,7 +82,7 @@ class Lane:
         return [other.nodes[place] for place in nearest[: min(NEAR, max(FEW, chosen))]]
 
 
-@cache
+@lru_cache(maxsize=1 << 15)  # of the nodes that a run has, and not of all that it ever had
 def scattered(node: str) -> bytes:
     """Puts nodes into an order that has nothing to do with whose they are."""
     return hashlib.sha256(node.encode()).digest()
