@@ -36,6 +36,7 @@ class Vote:
     """All is home, and who trains is asked to reduce; so are joiners that have caught up."""
 
     stages: Mapping[str, int]  # of those who train
+    keepers: frozenset[str] = frozenset()  # of these, who has been told the step's records
     ready: dict[str, pb.Ready] = field(default_factory=dict)
     cast: dict[str, SignedVote] = field(default_factory=dict)  # by all, as they have signed them
     complete: float = 0.0  # when the last of them was ready
@@ -195,6 +196,10 @@ class Attempting:
         if self.vote is not None:
             self.vote.joiners.pop(joiner, None)
 
+    def records(self) -> list[pb.Home]:
+        """What became of each microbatch, once all are home."""
+        return [self.homes[identity] for identity in sorted(self.homes)]
+
     def commit(
         self, vote: Vote, ballot: Ballot, rules: TransactionRules, at: Standing, now: float
     ) -> pb.Commit:
@@ -202,7 +207,7 @@ class Attempting:
         squared = {vote.stages[node]: vote.ready[node].squared_norm for node in sorted(vote.ready)}
         total = norm(squared) if finite else math.nan
         scale = min(1.0, rules.clip / (total + 1e-6)) if finite else 0.0
-        records = [self.homes[identity] for identity in sorted(self.homes)]
+        records = self.records()
         relearned = vote.relearned(len(squared)) if finite else []
         votes = gathered(cast for node, cast in vote.cast.items() if node in vote.ready)
         return pb.Commit(

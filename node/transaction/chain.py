@@ -44,6 +44,13 @@ def without_records(commit: pb.Commit) -> pb.Commit:
     return bare
 
 
+def with_records(commit: pb.Commit, microbatches: Iterable[pb.Home]) -> pb.Commit:
+    whole = pb.Commit()
+    whole.CopyFrom(commit)
+    whole.microbatches.extend(microbatches)
+    return whole
+
+
 def without_votes(commit: pb.Commit) -> pb.Commit:
     bare = pb.Commit()
     bare.CopyFrom(commit)

@@ -133,6 +133,7 @@ class Driver:
         self.keys: dict[str, bytes] = {}  # by which members sign their votes
         self.votes = Votes()  # for the last commit that was decided here
         self.witnesses = frozenset[str]()  # who is told those of the attempt
+        self.recorded = frozenset[str]()  # who has that commit's records since before it voted
         self.coming: Coming | None = None
         self.members: dict[str, int] = {}  # active members of the ballot's view: node -> stage
         self.ballot = NEVER
@@ -364,6 +365,7 @@ class Driver:
         if self.rebuilds.stalled is None:
             self.rebuilds.stalled = now
         self.checks.over()
+        self.recorded = frozenset()
         if self.coming is not None:
             self.view, self.coming = self.coming.view, None
             self.members = dict(sorted(active(self.view).items()))
@@ -746,9 +748,17 @@ class Driver:
                 *self._spoilt(attempt.begin),
                 *self._after_step(attempt, pb.Step(), now),
             ]
-        attempt.vote = Vote(self._training())
+        attempt.vote = self._put_to_the_vote()
         asked = attempt.vote.stages.keys() | self.joining.caught_up().keys()
-        return [*self.ballot.send_all(sorted(asked), reduce=pb.Reduce())]
+        whole = self.ballot.says(reduce=pb.Reduce(microbatches=attempt.records()))
+        bare, keep = self.ballot.says(reduce=pb.Reduce()), attempt.vote.keepers
+        return [Send.copy(node, whole if node in keep else bare) for node in sorted(asked)]
+
+    def _put_to_the_vote(self) -> Vote:
+        """Who keeps the records has them when it votes, so whoever knows of the commit, and dies,
+        there are others who know what it was made of."""
+        stages = self._training()
+        return Vote(stages, frozenset(keepers(stages, self.ledgers)))
 
     def _if_all_ready(self, now: float) -> list[Effect]:
         """Decide when all who train are ready, and, for a short while, who would like to enter.
@@ -784,6 +794,7 @@ class Driver:
         if self.identity is not None:
             seal(commit, self.identity, self.view.run)
         self.votes, commit = commit.votes, without_votes(commit)
+        self.recorded = vote.keepers
         self.standing = replace(self.standing, committed=commit.step, last=commit)
         self.failures = Failures()
         self.charges.committed()
@@ -1387,15 +1398,14 @@ class Driver:
         return sends
 
     def _commit_for(self, nodes: Iterable[str]) -> dict[str, pb.Commit]:
-        """The last one, as each of these is told of it; first come those who keep its records, lest
-        they are lost with the driver while others know of the commit."""
+        """The last one, as each of these is told of it."""
         whole, bare = self.standing.last, without_records(self.standing.last)
-        keep = keepers(self._rest(), self.ledgers)
+        keep = keepers(self._rest(), self.ledgers) - self.recorded
         told = {node: whole if node in keep else bare for node in nodes}
         if hash_of_votes(self.votes) == whole.voted:
             for node in self.witnesses & told.keys():
                 told[node] = with_votes(told[node], self.votes)
-        return dict(sorted(told.items(), key=lambda item: item[0] not in keep))
+        return told
 
     def _to_note(self) -> list[str]:
         """Who is to be told the last step's records once more."""

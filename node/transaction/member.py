@@ -31,8 +31,10 @@ from planaria.node.transaction.chain import (
     decision,
     has_records,
     hash_of,
+    hash_of_records,
     head,
     is_sealed,
+    with_records,
     without_votes,
 )
 from planaria.node.transaction.comparing import UNHEARD, Comparing, same_attempt
@@ -121,7 +123,7 @@ class MemberSide:
         self.decisions: dict[str, Decision] = {}  # that these have told of last
         self.mute: set[str] = set()  # who was waited for in vain
         self.comparing: Comparing | None = None
-        self.unapplied = pb.Commit()  # since replicas hadn't all told of it; its records count yet
+        self.records: Sequence[pb.Home] = ()  # of the attempt, if this node is to keep them
         self.boosted_at = 0
         self.digest = b""
         self.changing = False  # the weights are, so nothing is said of them
@@ -160,7 +162,7 @@ class MemberSide:
         self.decisions = {n: one for n, one in self.decisions.items() if n in self.beside}
         self.mute &= self.beside
         if view.driver != self.driver:  # the next one finds out what others have applied
-            self._leave_unapplied()
+            self.comparing = None
             self.decisions.clear()
         return self._wait_no_more(self.partners - self.beside)
 
@@ -194,7 +196,7 @@ class MemberSide:
             case "sync":
                 return self._synced(peer, ballot, message.sync)
             case "reduce":
-                return self._reduce(ballot)
+                return self._reduce(ballot, message.reduce)
             case "halt":
                 self._promise(peer, ballot)
                 return self._halt(message.halt)
@@ -574,19 +576,23 @@ class MemberSide:
         if why := self._is_no_link(commit) or self._is_not_offered(commit):
             return [*tell, *self._refuse_commit(why)]
         wrong = self._look_at(commit, votes) if votes.alike else []
+        wrong += self._look_at_records(commit)
         self.comparing = Comparing(commit, own, {*self.partners} - self.mute)
         return [*wrong, *tell, *self._compare(self.comparing)]
 
-    def _leave_unapplied(self) -> None:
-        if self.comparing is not None:
-            self.unapplied, self.comparing = self.comparing.commit, None
-
     def _with_known_records(self, commit: pb.Commit) -> pb.Commit:
-        """Who has applied it may not have been told them, and so can't tell them any more."""
-        known = self.unapplied
-        if has_records(commit) or not has_records(known) or hash_of(known) != hash_of(commit):
+        """Those that were told before the vote, if they are its records."""
+        if has_records(commit) or hash_of_records(self.records) != commit.records:
             return commit
-        return known
+        return with_records(commit, self.records)
+
+    def _look_at_records(self, commit: pb.Commit) -> list[Effect]:
+        """As with votes, that is no reason to stay behind."""
+        if not self.records or has_records(commit):
+            return []
+        what = f"step {commit.step} of other microbatches than it had told before"
+        told = MessageRefused(peer=self.decider, body="step", why=what)
+        return [told, Suspect(self.decider, f"{self.decider} has committed {what}", NUMBERS)]
 
     def _is_last(self, commit: pb.Commit) -> bool:
         return commit.step == self.committed and hash_of(commit) == hash_of(self.last)
@@ -627,7 +633,7 @@ class MemberSide:
             self.following.applied(commit)
             self.phase = MemberPhase.FOLLOWING
         self.committed = commit.step
-        self.last, self.unapplied = commit, pb.Commit()
+        self.last, self.records = commit, ()
         self.gradients.note(self.contributions, self.replicas)
         self.changing = True
         self.accused.clear()
@@ -714,7 +720,7 @@ class MemberSide:
         for peer, other in comparing.look(self.decisions).items():
             effects += self._accuse_of_two(comparing.own, peer, other)
             if self._has_signed(other):
-                self._leave_unapplied()
+                self.comparing = None
                 return effects + self._answer_late()
             comparing.awaited.discard(peer)
         if comparing.awaited:
@@ -740,13 +746,13 @@ class MemberSide:
         (peer, ballot), self.unanswered = self.unanswered, None
         return self._answer(peer, ballot) if ballot == self.promised else []
 
-    def _reduce(self, ballot: Ballot) -> list[Effect]:
+    def _reduce(self, ballot: Ballot, reduce: pb.Reduce) -> list[Effect]:
         if self.following is not None:
             self.following.vote = ballot
             return self._follow_on()
         if self.phase is not MemberPhase.RUNNING or ballot != self.attempt:
             return []
-        self.phase = MemberPhase.REDUCING
+        self.phase, self.records = MemberPhase.REDUCING, reduce.microbatches
         return [AverageGradient(ballot, self.step)]
 
     def _synced(self, peer: str, ballot: Ballot, sync: pb.Sync) -> list[Effect]:

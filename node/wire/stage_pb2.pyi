@@ -460,8 +460,10 @@ class Home(_message.Message):
     def __init__(self, microbatch: _Optional[int] = ..., loss: _Optional[float] = ..., tokens: _Optional[int] = ..., samples: _Optional[int] = ..., samples_hash: _Optional[bytes] = ...) -> None: ...
 
 class Reduce(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("microbatches",)
+    MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
+    microbatches: _containers.RepeatedCompositeFieldContainer[Home]
+    def __init__(self, microbatches: _Optional[_Iterable[_Union[Home, _Mapping]]] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("step", "squared_norm", "finite", "digest", "seconds_per_microbatch", "applied", "recording", "relearned", "relearning", "signature", "standing_out")

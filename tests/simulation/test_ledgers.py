@@ -11,7 +11,8 @@ from planaria.node.agent import Agent
 from planaria.node.transaction import noting
 from planaria.node.transaction.attempting import Vote
 from planaria.node.transaction.driver import Driver
-from simulation.scenario import Scenario, ScenarioError, run
+from simulation.cluster import Trap
+from simulation.scenario import InRows, Scenario, ScenarioError, run
 
 
 class Stalling(Scenario):
@@ -80,3 +81,39 @@ def test_a_step_that_nobody_is_told_once_more_is_caught() -> None:
     with few_are_told(), never, pytest.raises(ScenarioError, match="I7: no ledger has"):
         for seed in FEW:
             run(seed, kind=Stalling)
+
+
+class Bereft(InRows):
+    """All of stage 0 dies just when its driver has committed a step. Of stage 1 those hear of it
+    who don't keep records; the word to the others is on the way for long."""
+
+    def _plan_faults(self) -> float:
+        self.merciful = False
+        self.cluster.traps.append(Trap("committed", self.random.randint(2, 4), self._bereave))
+        return 20.0
+
+    def _bereave(self) -> None:
+        if (driver := self._driver()) is None:
+            return
+        self.cluster.counts["bereaved"] += 1
+        there = [node for node in self._some() if 1 in node.stages]
+        for node in there[: noting.OF_A_STAGE]:
+            self.cluster.network.latency[driver.process.host, node.process.host] = 9.0
+        self.world.after(0.5, self._strike, self._crash_stage_0)
+        self.world.after(4.0, self.cluster.network.latency.clear)
+
+
+BEREFT = (19, 0, 1)
+"""In 19 who keeps the records hears of the commit from the next driver alone, who hasn't them."""
+
+
+def test_a_commit_of_which_those_hear_who_keep_no_records_has_them_all_the_same() -> None:
+    for seed in BEREFT:
+        assert run(seed, policy="redundant", kind=Bereft).counts["bereaved"]
+
+
+def test_records_that_are_told_with_the_commit_are_told_too_late() -> None:
+    late = patch.object(Driver, "_put_to_the_vote", lambda driver: Vote(driver._training()))
+    with late, pytest.raises(ScenarioError, match="I7: no ledger has"):
+        for seed in (*BEREFT, *range(40)):
+            run(seed, policy="redundant", kind=Bereft)

@@ -132,7 +132,7 @@ def test_the_run_goes_on_from_what_the_newcomers_have(seed: int) -> None:
     assert struck(seed, Newcomers).counts["memory"] == 3
 
 
-@pytest.mark.parametrize("seed", [2, 6, 9])
+@pytest.mark.parametrize("seed", [2, 5, 7])
 def test_who_has_not_heard_of_it_before_their_driver_died_goes_back_too(seed: int) -> None:
     assert struck(seed, TheirDriverToo).counts["memory"] >= 3
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import pytest
+
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT
@@ -57,13 +59,13 @@ def commit(step: int = 1, after: pb.Commit | None = None, loss: float = 2.0) -> 
 class Replica:
     """One of a stage's, with or without a third one, ready for step 1."""
 
-    def __init__(self, *replicas: str) -> None:
+    def __init__(self, *replicas: str, keeps: Sequence[pb.Home] = ()) -> None:
         self.member = MemberSide("self", 1)
         members = {node: at for node, at in SWARM.items() if at == 0 or node in (*replicas, "self")}
         self.member.viewed(view(1, members))
         places = [pb.Place(node=node, stage=stage) for node, stage in members.items()]
         self.hears(ATTEMPT, step=pb.Step(begin=pb.Begin(step=1, members=places)))
-        self.hears(ATTEMPT, reduce=pb.Reduce())
+        self.hears(ATTEMPT, reduce=pb.Reduce(microbatches=keeps))
         self.member.reduced(ATTEMPT, 1.0, True, 0.1)
 
     def hears(self, ballot: Ballot, **body: object) -> list[Effect]:
@@ -191,14 +193,17 @@ def test_what_a_driver_has_told_that_drives_no_more_waits_for_the_next_one() -> 
     assert one.told("other", commit(loss=3.0)) == [Apply(commit(loss=3.0))]
 
 
-def test_the_records_of_it_are_known_when_the_next_one_tells_of_it_without() -> None:
-    """Others have applied it, and none of those who were told the records."""
-    one, homes = Replica("other"), [pb.Home(microbatch=0, loss=2.0, tokens=4)]
-    whole = commit()
+@pytest.mark.parametrize("in_time", [True, False])
+def test_the_records_of_it_are_known_when_the_next_one_tells_of_it_without(in_time: bool) -> None:
+    """Others have applied it, and none of those who keep the records, whether they have heard of
+    the commit or not."""
+    homes = [pb.Home(microbatch=0, loss=2.0, tokens=4)]
+    one, whole = Replica("other", keeps=homes), commit()
     whole.microbatches.extend(homes)
     whole.records = hash_of_records(homes)
     seal(whole, DRIVER, RUN)
-    one.decided(whole)
+    if in_time:
+        one.decided(without_records(whole))
     one.member.viewed(view(2, {"self": 1, "other": 1, "heir": 0}, "heir"))
     one.member.received("heir", pb.Message(ballot=Ballot(2, 1).message(), query=pb.Query()))
     found = pb.Message(ballot=Ballot(2, 2).message(), step=pb.Step(commit=without_records(whole)))

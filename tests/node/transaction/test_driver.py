@@ -1703,7 +1703,7 @@ def test_it_is_committed_once_the_registry_has_dropped_the_node_and_not_before()
     steps = sent(told.waits(0.1), "step")
     assert steps.keys() == left.keys()
     commit = steps["a"].step.commit
-    assert (commit.step, len(commit.microbatches)) == (1, 4)
+    assert (commit.step, len(told.driver.standing.last.microbatches)) == (1, 4)
     assert told.driver.phase is DriverPhase.GATHERING  # for the view without it
 
 

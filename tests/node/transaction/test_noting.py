@@ -8,6 +8,8 @@ from unittest.mock import patch
 
 import pytest
 
+from planaria.bootstrap.registry_pb2 import NUMBERS
+from planaria.node.report.events import MessageRefused
 from planaria.node.transaction import noting
 from planaria.node.transaction.attempting import Attempting
 from planaria.node.transaction.bounds import told_to_member
@@ -19,7 +21,7 @@ from planaria.node.transaction.chain import (
     without_records,
     without_votes,
 )
-from planaria.node.transaction.effects import Apply, Effect, Note
+from planaria.node.transaction.effects import Apply, Effect, Note, Suspect
 from planaria.node.transaction.gathering import Gathering
 from planaria.node.transaction.noting import LEDGERS, MEMORIES, OF_A_STAGE, keepers, to_note
 from planaria.node.transaction.resting import DriverPhase
@@ -132,18 +134,24 @@ def votes(told: Told, ledger: pb.Recording) -> list[Effect]:
     return effects
 
 
-def test_commits_have_records_for_those_alone_who_keep_them() -> None:
+def test_those_alone_who_keep_the_records_are_told_them_before_they_vote() -> None:
     told = Told(members=THREE_ENDS)
     told.begins()
+    asked = sent(told.comes_home(), "reduce")
+    assert asked.keys() == {*THREE_ENDS}
+    assert {node for node in asked if asked[node].reduce.microbatches} == {*SWARM}
     steps = told.commits()
-    assert {node for node in steps if has_records(steps[node].step.commit)} == {*SWARM}
-    assert list(steps)[-2:] == ["y", "z"], "who keeps them comes first"
-    hashes = {hash_of(message.step.commit) for message in steps.values()}
-    assert hashes == {hash_of(told.driver.standing.last)}
+    assert not any(has_records(message.step.commit) for message in steps.values())
+    last = told.driver.standing.last
+    assert {hash_of(message.step.commit) for message in steps.values()} == {hash_of(last)}
+    assert asked["a"].reduce.microbatches == last.microbatches
+
+
+def test_who_keeps_them_instead_of_one_whose_ledger_is_gone_is_told_them_with_the_commit() -> None:
     told = Told(members=THREE_ENDS)
     told.begins()
     steps = sent(votes(told, pb.LEDGER_WRITTEN), "step")
-    assert has_records(steps["y"].step.commit) and not has_records(steps["a"].step.commit)
+    assert {node for node in steps if has_records(steps[node].step.commit)} == {"y"}
 
 
 def test_a_step_that_is_in_no_ledger_any_more_is_told_once_more_and_only_once() -> None:
@@ -181,3 +189,21 @@ def test_a_member_that_lacks_the_records_notes_them_when_it_is_told_once_more() 
     assert one.decided(made) == [Note(made)]
     assert one.member.last == made
     assert one.decided(made) == [], "a repetition"
+
+
+def test_a_commit_has_the_records_that_were_told_before_the_vote() -> None:
+    made = recorded()
+    one = Replica(keeps=made.microbatches)
+    assert one.decided(without_records(made)) == [Apply(made)]
+    assert one.member.last == made
+
+
+def test_a_commit_of_other_records_than_were_told_is_applied_and_its_driver_accused() -> None:
+    """Others have applied it, since they were told none."""
+    bare = without_records(recorded())
+    one = Replica(keeps=[pb.Home(microbatch=7, loss=4.0, tokens=2)])
+    refused, suspect, apply = one.decided(bare)
+    assert isinstance(refused, MessageRefused) and "other microbatches" in refused.why
+    assert isinstance(suspect, Suspect)
+    assert (suspect.node, suspect.cause) == ("driver", NUMBERS)
+    assert apply == Apply(bare)
