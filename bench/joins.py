@@ -28,9 +28,17 @@ from bench.registry import RULES, STREAMS_A_CONNECTION, _ask, _hear, _name, _sta
 from bench.rows import keep
 from planaria.bootstrap import service
 from planaria.bootstrap.client import ATTEMPT, OPTIONS, RENEWALS
-from planaria.bootstrap.identity import SIGNATURE_BYTES, Identity
+from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.membership import PROTOCOL
-from planaria.bootstrap.registry_pb2 import JoinReply, JoinRequest, NewView, Renewal, WatchRequest
+from planaria.bootstrap.registry_pb2 import (
+    JoinReply,
+    JoinRequest,
+    NewView,
+    Renewal,
+    View,
+    WatchRequest,
+)
+from planaria.bootstrap.views import unpack, unpacked
 
 SIZES = (1_000, 10_000)
 GOAL = 60.0  # seconds, for the largest
@@ -166,12 +174,8 @@ def _join(port: int, nodes: range, connection: Connection) -> None:
                 break
             except grpc.aio.AioRpcError:  # it is busy, or as many have joined as may in a second
                 await asyncio.sleep(AGAIN)
-        signature = answer[-SIGNATURE_BYTES:]
-        if signature not in numbers:
-            view = JoinReply.FromString(answer).view
-            assert view.signature == signature
-            numbers[signature] = view.number
-        have[index] = numbers[signature]
+        reply = JoinReply.FromString(answer)
+        have[index], signature = reply.view.number, _signature(reply.packed)
         all_told.members += 1
         all_told.newest = max(all_told.newest, have[index])
         all_told.answered += len(answer)
@@ -221,14 +225,18 @@ def _join(port: int, nodes: range, connection: Connection) -> None:
         connection.send(str(all_told))
 
     tasks: list[asyncio.Task[None]] = []
-    numbers: dict[bytes, int] = {}  # of views, by their signatures
     go = asyncio.Event()
     uvloop.run(join_in_turn())
 
 
+@lru_cache(maxsize=2)  # many are told the same
+def _signature(packed: bytes) -> bytes:
+    return View.FromString(unpack(packed)).signature
+
+
 @lru_cache(maxsize=64)  # thousands are told the same
 def _number(content: bytes) -> int:
-    told = NewView.FromString(content)
+    told = unpacked(NewView.FromString(content))
     return told.difference.view.number if told.HasField("difference") else told.whole.number
 
 

@@ -44,7 +44,7 @@ from planaria.bootstrap.registry_pb2 import (
     View,
     WatchRequest,
 )
-from planaria.bootstrap.views import apply, difference, follows, is_genuine, sign
+from planaria.bootstrap.views import apply, difference, follows, is_genuine, pack, sign, unpacked
 
 MEMBERS = (100, 1_000, 10_000)
 JOINS = 5  # of which the mean is told
@@ -179,7 +179,9 @@ async def _join_often(port: int, registry: Connection, watchers: list[Connection
         )
         reply = await client.join(request, Identity.generate(), START)
         await client.close()
-        return reply.view.number, reply.ByteSize()
+        number, came = reply.view.number, pack(reply.view.SerializeToString())
+        reply.view.Clear()
+        return number, len(came) + reply.ByteSize()
 
     async def cost(times: int, together: int) -> Cost:
         cpu, sent, got = float(_ask(registry)), sum(_told(one)[1] for one in watchers), 0
@@ -264,7 +266,6 @@ def members_of(key: Identity, nodes: int) -> View:
             seats=[Seat(stage=i % stages)],
             joined=i + 1,
             key=KEY.public,
-            instance=KEY.instance,
             speed=1.0,
             room=1,
             host=f"host-{i:05}",
@@ -339,7 +340,7 @@ def _watch(port: int, known: bytes, count: int, connection: Connection) -> None:
         while True:
             try:
                 async for content in method(request, wait_for_ready=True):
-                    told, size = NewView.FromString(content), size + len(content)
+                    told, size = unpacked(NewView.FromString(content)), size + len(content)
                     view = told.difference.view if told.HasField("difference") else told.whole
                     have[index], request.known = view.number, view.signature
             except grpc.aio.AioRpcError:  # more came at once than gRPC can take

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from grpc import StatusCode
 
 from planaria.bootstrap.address import Address, Reach, reach_by
@@ -43,7 +43,7 @@ from planaria.bootstrap.registry_pb2 import (
     WatchRequest,
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
-from planaria.bootstrap.views import follows, is_genuine, told_view
+from planaria.bootstrap.views import follows, is_genuine, told_view, unpack, unpacked
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +134,7 @@ class RegistryClient:
             )
             if reply.quarantine:
                 raise InQuarantine(reply.reason, reply.quarantine)
+            _unpack(reply)
             if wrong := first_misspelt([*reply.view.members, *reply.unheard]):
                 raise JoinRefused(f"what the registry says can't be: {wrong}")
             if not reply.question:
@@ -557,6 +558,7 @@ class _Membership:
         try:
             async for told in call:
                 try:
+                    told = unpacked(told)
                     last = view = told_view(told, last)
                 except ValueError as error:
                     raise _Misfit(f"a difference between views can't be: {error}") from error
@@ -615,6 +617,17 @@ OPTIONS = (
     ("grpc.http2.bdp_probe", 0),  # else each view is answered with a ping
     ("grpc.enable_http_proxy", 0),
 )
+
+
+def _unpack(reply: JoinReply) -> None:
+    """The view that it has. Raises JoinRefused."""
+    if not reply.packed:
+        return
+    try:
+        reply.view.ParseFromString(unpack(reply.packed))
+    except (ValueError, DecodeError) as error:
+        raise JoinRefused(f"what the registry says can't be: {error}") from error
+    reply.ClearField("packed")
 
 
 def _news(report: Report) -> tuple[object, ...]:

@@ -5,7 +5,8 @@ the record's number as uint64, the content's length as uint32 and its CRC-32, an
 that. Record 0 is a JSON header that names the run; the others are `View` messages, the newest last.
 Header and first view are written as one file, which replaces the old one at once or not at all;
 what comes later is appended. Views are signed by the run's key (views.py), so nobody who can write
-the file makes one; those of formats 1 and 2 were not, and the newest is signed when it is read.
+the file makes one. Those of formats 1 and 2 were not, and those of 3 said more of members than is
+read today: the newest of such a file is signed when it is read.
 
 A crash can leave the last appended record incomplete, and a power cut zeros behind it. That tail is
 cut. Whatever else is wrong is damage: the newest view that is whole counts, wherever it stands, and
@@ -36,9 +37,9 @@ from planaria.bootstrap.views import is_genuine, sign
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3
-UNSIGNED = (1, 2)
-"""Formats whose views nobody has signed."""
+FORMAT = 4
+FORMER = (1, 2, 3)
+"""Formats whose views nobody has signed as they are read today."""
 MARKER = b"\xb6plJ"
 VIEWS_UNREAD = 2**20
 """More views than a damaged journal can have lacked."""
@@ -172,7 +173,7 @@ class Journal:
         if header is None:  # what a view says of its run is all there is to go by
             header = {} if found.view is None else {"run": found.view.run}
             expected = {key: expected[key] for key in header}
-        elif header.get("format") in UNSIGNED:
+        elif header.get("format") in FORMER:
             expected["format"] = header["format"]
         wrong = [key for key, value in expected.items() if header.get(key) != value]
         if wrong == ["format"]:
@@ -192,7 +193,8 @@ class Journal:
         view, format = found.view, (found.header or {}).get("format")
         if view is None or is_genuine(view, self._key.public, self._run):
             return
-        if format in UNSIGNED and not view.signature:
+        if format in FORMER:
+            view.DiscardUnknownFields()
             sign(view, self._key, View())
             return
         raise JournalError(
@@ -285,7 +287,7 @@ def _found(path: Path, content: bytes) -> _Found:
 
 
 def _read(content: bytes) -> _Found:
-    """Of formats 2 and 3."""
+    """Of formats 2 to 4."""
     whole: list[_Record] = []
     beyond: list[_Record] = []  # the damage
     for record in _intact(content):

@@ -46,7 +46,7 @@ from planaria.bootstrap.views import is_genuine, sign
 from planaria.bootstrap.words import WHY_LENGTH, Guilty, Words, evidence
 from planaria.recovery.decide import Policy
 
-PROTOCOL = 9
+PROTOCOL = 10
 DECISIONS_KEPT = 200
 DECISION_LENGTH = 4000  # characters of a decision, or of a view's reason
 EVICTED_KEPT = 10_000
@@ -555,8 +555,9 @@ class Membership:
         self._deadlines = []
         self._cuts.restore(view.relays, now)
         self._quarantine.restore(view.quarantined, now)
+        allowed = self.rules.allowed
         for name, node in self._nodes.items():
-            if self.rules.allowed is not None and node.member.instance not in self.rules.allowed:
+            if allowed is not None and instance_of(node.member.key) not in allowed:
                 node.doomed = "it is not among those that this run takes any more"
             self._schedule(name, node)
         self._note(
@@ -606,6 +607,7 @@ class Membership:
                     suspected=bool(node.accusers),
                     reached_by=node.reached_by,
                     why=[node.reasons.get(s, node.why) for s in node.stages] or [node.why],
+                    instance=instance_of(node.member.key),
                 )
                 for node in self._nodes.values()
             ],
@@ -760,7 +762,7 @@ class Membership:
             return
         others = (node for node in self._nodes.values() if node not in replaced)
         there = [node for node in others if node.member.block == block]
-        again = any(n.member.instance == instance and not n.streaming for n in there)
+        again = any(instance_of(n.member.key) == instance and not n.streaming for n in there)
         if len(there) - again >= most:
             raise Refused(
                 "RESOURCE_EXHAUSTED",
@@ -887,7 +889,6 @@ class Membership:
             device=request.device,
             data=request.data,
             key=request.key,
-            instance=instance_of(request.key),
             block=block,
             standby=request.standby,
         )
@@ -1160,7 +1161,8 @@ class Membership:
             told = Eviction(member=node.member, reason=reason[:DECISION_LENGTH])
             self._evictions.append((now, told))
         if node.cause != SILENT:
-            self._quarantine.add(node.member.instance, name, node.cause, reason, now)
+            instance = instance_of(node.member.key)
+            self._quarantine.add(instance, name, node.cause, reason, now)
         self._cuts.gone(name)
         self._words.gone(name)
         self._changes.append(f"{name} ({place_of(node.member)}) is gone: {reason}")
@@ -1532,10 +1534,6 @@ def misspelt_member(member: Member | JoinRequest) -> str:
     """What is wrong with how it calls itself; empty: nothing."""
     wrong = member.address and not_to_dial(member.address, EVERYWHERE)
     wrong = wrong or misspelt("node id", member.node)
-    if isinstance(member, Member) and member.instance:
-        wrong = wrong or misspelt("instance", member.instance)
-        if member.key and member.instance != instance_of(member.key):
-            wrong = wrong or f"the instance {member.instance} is not that of its node's key"
     wrong = wrong or (member.data and misspelt("content of data", member.data))
     for what, text in (("host", member.host), ("device", member.device)):
         wrong = wrong or ("" if text.isprintable() else f"the {what} {text[:40]!r} isn't printable")

@@ -33,7 +33,7 @@ class Seat(_message.Message):
     def __init__(self, stage: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("node", "address", "joined", "speed", "host", "device", "data", "instance", "seats", "room", "leaving", "key", "block", "standby")
+    __slots__ = ("node", "address", "joined", "speed", "host", "device", "data", "seats", "room", "leaving", "key", "block", "standby")
     NODE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
@@ -41,7 +41,6 @@ class Member(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
-    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     SEATS_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
@@ -55,14 +54,13 @@ class Member(_message.Message):
     host: str
     device: str
     data: str
-    instance: str
     seats: _containers.RepeatedCompositeFieldContainer[Seat]
     room: int
     leaving: bool
     key: bytes
     block: str
     standby: bool
-    def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., joined: _Optional[int] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., data: _Optional[str] = ..., instance: _Optional[str] = ..., seats: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., room: _Optional[int] = ..., leaving: _Optional[bool] = ..., key: _Optional[bytes] = ..., block: _Optional[str] = ..., standby: _Optional[bool] = ...) -> None: ...
+    def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., joined: _Optional[int] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., data: _Optional[str] = ..., seats: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., room: _Optional[int] = ..., leaving: _Optional[bool] = ..., key: _Optional[bytes] = ..., block: _Optional[str] = ..., standby: _Optional[bool] = ...) -> None: ...
 
 class View(_message.Message):
     __slots__ = ("run", "number", "members", "driver", "reason", "committed", "lineage", "relays", "quarantined", "before", "signature", "banned")
@@ -93,12 +91,14 @@ class View(_message.Message):
     def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., driver: _Optional[str] = ..., reason: _Optional[str] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ..., relays: _Optional[_Iterable[_Union[Relay, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., before: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., banned: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class NewView(_message.Message):
-    __slots__ = ("whole", "difference")
+    __slots__ = ("whole", "difference", "packed")
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    PACKED_FIELD_NUMBER: _ClassVar[int]
     whole: View
     difference: Difference
-    def __init__(self, whole: _Optional[_Union[View, _Mapping]] = ..., difference: _Optional[_Union[Difference, _Mapping]] = ...) -> None: ...
+    packed: bytes
+    def __init__(self, whole: _Optional[_Union[View, _Mapping]] = ..., difference: _Optional[_Union[Difference, _Mapping]] = ..., packed: _Optional[bytes] = ...) -> None: ...
 
 class Difference(_message.Message):
     __slots__ = ("former", "view", "members", "relays", "quarantined", "banned")
@@ -191,7 +191,7 @@ class JoinRequest(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., stage: _Optional[int] = ..., data: _Optional[str] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., question: _Optional[int] = ..., answered: _Optional[_Iterable[str]] = ..., room: _Optional[int] = ..., standby: _Optional[bool] = ..., saved: _Optional[bool] = ..., run: _Optional[str] = ..., key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("run", "run_file", "view", "reason", "question", "unheard", "dial_seconds", "lease", "quarantine", "key")
+    __slots__ = ("run", "run_file", "view", "reason", "question", "unheard", "dial_seconds", "lease", "quarantine", "key", "packed")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RUN_FILE_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
@@ -202,6 +202,7 @@ class JoinReply(_message.Message):
     LEASE_FIELD_NUMBER: _ClassVar[int]
     QUARANTINE_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
+    PACKED_FIELD_NUMBER: _ClassVar[int]
     run: str
     run_file: str
     view: View
@@ -212,7 +213,8 @@ class JoinReply(_message.Message):
     lease: float
     quarantine: float
     key: bytes
-    def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., reason: _Optional[str] = ..., question: _Optional[int] = ..., unheard: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., dial_seconds: _Optional[float] = ..., lease: _Optional[float] = ..., quarantine: _Optional[float] = ..., key: _Optional[bytes] = ...) -> None: ...
+    packed: bytes
+    def __init__(self, run: _Optional[str] = ..., run_file: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., reason: _Optional[str] = ..., question: _Optional[int] = ..., unheard: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., dial_seconds: _Optional[float] = ..., lease: _Optional[float] = ..., quarantine: _Optional[float] = ..., key: _Optional[bytes] = ..., packed: _Optional[bytes] = ...) -> None: ...
 
 class SeatReport(_message.Message):
     __slots__ = ("stage", "committed", "lineage", "phase", "loss", "microbatches", "tokens_per_second", "message", "stopped", "finished")
@@ -483,20 +485,22 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class MemberDescription(_message.Message):
-    __slots__ = ("member", "report", "since_renewal", "suspected", "reached_by", "why")
+    __slots__ = ("member", "report", "since_renewal", "suspected", "reached_by", "why", "instance")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     SINCE_RENEWAL_FIELD_NUMBER: _ClassVar[int]
     SUSPECTED_FIELD_NUMBER: _ClassVar[int]
     REACHED_BY_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     member: Member
     report: Report
     since_renewal: float
     suspected: bool
     reached_by: str
     why: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., since_renewal: _Optional[float] = ..., suspected: _Optional[bool] = ..., reached_by: _Optional[str] = ..., why: _Optional[_Iterable[str]] = ...) -> None: ...
+    instance: str
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., since_renewal: _Optional[float] = ..., suspected: _Optional[bool] = ..., reached_by: _Optional[str] = ..., why: _Optional[_Iterable[str]] = ..., instance: _Optional[str] = ...) -> None: ...
 
 class Description(_message.Message):
     __slots__ = ("run", "run_file", "view", "members", "decisions", "uptime", "protocol", "cuts", "quarantined", "evictions", "trouble", "rebuilds", "page", "shortened", "unlisted")

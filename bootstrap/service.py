@@ -27,7 +27,7 @@ from planaria.bootstrap.enrolment import OperatorServer
 from planaria.bootstrap.enrolment_pb2_grpc import add_OperatorServicer_to_server
 from planaria.bootstrap.front_door import FrontDoor, may_open, room_within
 from planaria.bootstrap.gate import Gate, host_of, who_calls
-from planaria.bootstrap.identity import is_message_signed
+from planaria.bootstrap.identity import instance_of, is_message_signed
 from planaria.bootstrap.journal import JournalError
 from planaria.bootstrap.membership import (
     PROTOCOL,
@@ -68,7 +68,7 @@ from planaria.bootstrap.registry_pb2 import (
 from planaria.bootstrap.registry_pb2_grpc import RegistryServicer, add_RegistryServicer_to_server
 from planaria.bootstrap.spelling import readable
 from planaria.bootstrap.store import NotLeading
-from planaria.bootstrap.views import difference
+from planaria.bootstrap.views import difference, pack, packed
 
 log = logging.getLogger(__name__)
 
@@ -246,7 +246,8 @@ class RegistryServer(RegistryServicer):
 
     def instance_of(self, node: str) -> str | None:
         """Of a member; None: it is none."""
-        return next((m.instance for m in self._machine.view.members if m.node == node), None)
+        key = self._machine.key_of(node)
+        return None if key is None else instance_of(key)
 
     def evict(self, node: str, why: str) -> None:
         """It hears of it at once, and the others by the next view."""
@@ -259,7 +260,7 @@ class RegistryServer(RegistryServicer):
     def cut(self, instance: str, why: str) -> None:
         """Evicts whatever the instance is a member as, and ends its calls."""
         for member in list(self._machine.view.members):
-            if member.instance == instance:
+            if instance_of(member.key) == instance:
                 self.evict(member.node, why)
         self._loop.call_later(FAREWELL, self._gate.cut, instance)
 
@@ -323,7 +324,8 @@ class RegistryServer(RegistryServicer):
     def _welcome(self) -> bytes:
         """What all who are members by the newest view are told alike, as part of a JoinReply."""
         if not self._welcomed:
-            alike = JoinReply(view=self._machine.view, run_file=self._run_file)
+            view = pack(self._machine.view.SerializeToString())
+            alike = JoinReply(packed=view, run_file=self._run_file)
             self._welcomed = alike.SerializeToString()
         return self._welcomed
 
@@ -382,7 +384,7 @@ class RegistryServer(RegistryServicer):
         """A NewView for who was told the view with that signature last: made once for all."""
         found = self._made.get((told, view.signature))
         if found is None:
-            found = self._new_view(told, view).SerializeToString()
+            found = packed(self._new_view(told, view)).SerializeToString()
             self._made[told, view.signature] = found
         return found
 

@@ -25,7 +25,7 @@ import grpc
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import View, WatchRequest
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
-from planaria.bootstrap.views import told_view
+from planaria.bootstrap.views import told_view, unpacked
 from planaria.lab.chaos.proxy import Proxy, Way
 from planaria.lab.chaos.schedule import BLINKS, REGISTRY, Fault, Shape
 from planaria.lab.chaos.sick_node import KINDS as SICK
@@ -361,7 +361,7 @@ class SickSwarm:
                     stub = RegistryStub(channel)  # type: ignore[no-untyped-call]
                     view = View()
                     async for told in stub.Watch(WatchRequest(), wait_for_ready=True):
-                        view = told_view(told, view)
+                        view = told_view(unpacked(told), view)
                         self.quarantined = {one.instance for one in view.quarantined}
                         members = list(active(seated(view)).items())
                         fields = {"number": view.number, "reason": view.reason, "members": members}

@@ -120,7 +120,7 @@ def members_command(
     async def show(client: RegistryClient) -> None:
         found = await client.command("ListEnrolled", ListEnrolledRequest())
         described = await client.describe()
-        members = {one.instance: one for one in (m.member for m in described.members)}
+        members = {one.instance: one.member for one in described.members}
         came = {one.instance: one for one in found.enrolled}
         table = Table("instance", "as", "node", "address", "invite")
         for instance in dict.fromkeys([*members, *came, *found.banned]):

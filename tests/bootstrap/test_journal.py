@@ -196,10 +196,17 @@ def test_a_journal_of_an_older_planaria_is_read(tmp_path: Path) -> None:
         Journal(path, "other", KEY)
 
 
-def test_the_newest_view_of_an_older_planaria_which_signed_none_is_signed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", [2, 3])
+def test_the_newest_view_of_an_older_planaria_is_signed(tmp_path: Path, format: int) -> None:
+    """That of 2 signed none, that of 3 had a field more in each member."""
     path = tmp_path / "journal"
-    header = json.dumps({"journal": module.KIND, "format": 2, "run": "r", "view": 1}).encode()
-    views = [unsigned(number).SerializeToString() for number in (1, 2)]
+    header = json.dumps({"journal": module.KIND, "format": format, "run": "r", "view": 1}).encode()
+    former = [unsigned(number) for number in (1, 2)]
+    if format == 3:
+        for one in former:
+            one.members[0].MergeFromString(b"\x52\x01i")
+            one.signature = b"of all that"
+    views = [one.SerializeToString() for one in former]
     path.write_bytes(b"".join(module._record(n, r) for n, r in enumerate([header, *views])))
     found = read(path)
     assert found is not None
@@ -243,9 +250,9 @@ def test_an_old_journal_that_is_not_whole_is_kept(tmp_path: Path) -> None:
 def test_of_a_newer_planaria_it_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     write(path, 1)
-    newer = json.dumps({"format": 4, "run": "r", "run_file": sha256(b"toml").hexdigest()})
+    newer = json.dumps({"format": 5, "run": "r", "run_file": sha256(b"toml").hexdigest()})
     path.write_bytes(module._record(0, newer.encode()))
-    with pytest.raises(JournalError, match=r"has format 4, this planaria reads formats 1 to 3; .*"):
+    with pytest.raises(JournalError, match=r"has format 5, this planaria reads formats 1 to 4; .*"):
         read(path)
     assert not damaged(path)
 

@@ -57,7 +57,7 @@ from planaria.bootstrap.service import (
     Limits,
     RegistryServer,
 )
-from planaria.bootstrap.views import sign, told_view
+from planaria.bootstrap.views import sign, told_view, unpack, unpacked
 from tests.bootstrap.conftest import KEY, identity, joining, signed
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
@@ -243,7 +243,7 @@ async def test_who_has_a_view_is_told_in_what_the_next_one_differs(place: Any) -
         await place.node(name)
     newest = place.registry._machine.view
     late = stub.Watch(WatchRequest(known=held.signature))
-    assert await late.read() == NewView(whole=newest)
+    assert unpacked(await late.read()) == NewView(whole=newest)
     await channel.close()
 
 
@@ -319,7 +319,7 @@ async def test_joins_that_come_together_wait_for_one_view(
     registry._let_in()
     replies = await asyncio.wait_for(asyncio.gather(*calls[:4]), TIMEOUT)
     assert {reply.view.number for reply in replies} == {a.reply.view.number + 1}
-    assert names(replies[0].view) == set("abcde")
+    assert names(View.FromString(unpack(replies[0].packed))) == set("abcde")
     with pytest.raises(grpc.aio.AioRpcError, match="stage 9 does not exist"):
         await calls[4]
     await a.sees(lambda view: names(view) == set("abcde"))

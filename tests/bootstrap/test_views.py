@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planaria.bootstrap import views as module
 from planaria.bootstrap.registry_pb2 import (
     DIVERGENCE,
     Difference,
@@ -22,7 +24,18 @@ from planaria.bootstrap.registry_pb2 import (
     Splice,
     View,
 )
-from planaria.bootstrap.views import apply, difference, follows, is_genuine, sign, told_view
+from planaria.bootstrap.views import (
+    apply,
+    difference,
+    follows,
+    is_genuine,
+    pack,
+    packed,
+    sign,
+    told_view,
+    unpack,
+    unpacked,
+)
 from tests.bootstrap.conftest import identity
 
 KEY = identity("registry")
@@ -66,7 +79,7 @@ def issued(number: int, former: View | None = None, **fields: Any) -> View:
 
 def whole() -> View:
     """With something in each field."""
-    names = ("node", "address", "host", "device", "data", "instance", "block")
+    names = ("node", "address", "host", "device", "data", "block")
     member = Member(joined=1, speed=2.5, room=2, leaving=True, key=b"k", standby=True)
     for name in names:
         setattr(member, name, name)
@@ -208,6 +221,35 @@ def test_a_view_and_what_the_next_one_differs_in_give_that_one_to_the_byte(
     assert (serialized(former), serialized(later)) == before
     assert serialized(told_view(NewView(difference=told), former)) == serialized(later)
     assert told_view(NewView(whole=later), former).number == later.number
+
+
+@given(VIEWS, VIEWS)
+def test_what_is_told_comes_out_as_it_was_packed(former: View, later: View) -> None:
+    for told in (NewView(whole=later), NewView(difference=difference(former, later))):
+        sent = packed(told)
+        assert serialized(unpacked(sent)) == serialized(told)
+        assert sent.ByteSize() <= told.ByteSize() + 64
+        assert unpack(pack(serialized(told))) == serialized(told)
+
+
+@given(VIEWS, st.integers(0), st.integers(0, 7))
+def test_no_bit_of_what_was_packed_is_flipped_without_notice(view: View, at: int, bit: int) -> None:
+    damaged = bytearray(pack(serialized(view)))
+    damaged[at % len(damaged)] ^= 1 << bit
+    with suppress(ValueError):
+        assert unpack(bytes(damaged)) == serialized(view)
+
+
+def test_no_more_comes_of_what_was_packed_than_a_message_may_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MOST_UNPACKED", 1000)
+    assert unpack(pack(bytes(1000))) == bytes(1000)
+    for wrong in (pack(bytes(1001)), pack(b"x")[:-1], pack(b"x") + b"x", b"", b"x"):
+        with pytest.raises(ValueError, match="packed"):
+            unpack(wrong)
+    with pytest.raises(ValueError, match="what was packed is no view"):
+        unpacked(NewView(packed=pack(b"\xff")))
 
 
 @given(changes(), st.integers(0), st.integers(0, 7))

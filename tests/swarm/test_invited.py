@@ -95,7 +95,8 @@ async def joined_by_invite_and_banned(machines: Machines) -> None:
         await a_reader_has_the_page_and_figures(machines, operator)
         [banned] = [name for name, one in members.items() if not one["seats"][0].get("stage")]
         said = await machines.command("ban", members[banned]["node"], join=operator)
-        assert f"{members[banned]['instance']} is banned" in said
+        instances = {one["member"]["node"][0]: one["instance"] for one in described["members"]}
+        assert f"{instances[banned]} is banned" in said
         async with asyncio.timeout(DEADLINE):
             while not (ended := machines.processes.ended()):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)

@@ -189,7 +189,7 @@ def forged(view: View, liar: Identity, signed: bool) -> View:
     made.CopyFrom(view)
     made.number += 1_000_000
     made.driver = "x"
-    own = Member(node="x", joined=10**6, instance=liar.instance, key=liar.public)
+    own = Member(node="x", joined=10**6, key=liar.public)
     own.seats.append(Seat(stage=0))
     made.members.append(own)
     if signed:
