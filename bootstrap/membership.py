@@ -530,7 +530,8 @@ class Membership:
         if problem:
             raise ValueError(f"view {view.number} can't be restored: {problem}")
         former, self._nodes = self._nodes, {}
-        self._at, self._with, self._staff_known, self._neighbours_known = {}, {}, None, None
+        self._at, self._with = {}, {}
+        self._find_anew()
         for member in view.members:
             before = "a member before the restart"
             node = former.get(member.node) or _Node(member, before, now, now)
@@ -953,6 +954,10 @@ class Membership:
             self._neighbours_known = Neighbours(members, driver, rules.stages, rules.swapped)
         return self._neighbours_known
 
+    def _find_anew(self) -> None:
+        """Others have other seats than when staff and neighbours were found."""
+        self._staff_known = self._neighbours_known = None
+
     def _is_held(self, stage: int) -> bool:
         """By one that stays, of a run that is under way."""
         staying = (node for node in self._nodes.values() if not node.leaving)
@@ -1177,7 +1182,7 @@ class Membership:
         self._with[member.key].remove(node)
         if not self._with[member.key]:
             del self._with[member.key]
-        self._staff_known = self._neighbours_known = None
+        self._find_anew()
 
     # -- views -----------------------------------------------------------------------------------
 
@@ -1243,7 +1248,7 @@ class Membership:
         member = _copy(node.member)
         member.leaving = node.report.leaving
         node.become(member)
-        self._staff_known = self._neighbours_known = None
+        self._find_anew()
         self._all_told = min(self._all_told, now + TOGETHER)
         how = "will leave soon" if node.leaving else "stays after all"
         self._changes.append(f"{node.member.node} ({place_of(node.member)}) {how}")
@@ -1255,7 +1260,7 @@ class Membership:
         del member.seats[:]
         member.seats.extend(had.get(s, Seat(stage=s, since=since)) for s in sorted(stages))
         node.become(member)
-        self._staff_known = self._neighbours_known = None
+        self._find_anew()
         if node.holds is not None:
             node.holds &= had.keys()
 
