@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from bench.registry import RULES, STREAMS_A_CONNECTION, _ask, _hear, _name, _start, serve
 from bench.rows import keep
 from planaria.bootstrap import service
-from planaria.bootstrap.client import ATTEMPT, OPTIONS, RENEWALS
+from planaria.bootstrap.client import JOIN, OPTIONS, RENEWALS
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.membership import PROTOCOL
 from planaria.bootstrap.registry_pb2 import (
@@ -170,7 +170,7 @@ def _join(port: int, nodes: range, connection: Connection) -> None:
         await asyncio.sleep(index / LONG.joins_per_second)
         while True:
             try:
-                answer: bytes = await join(ask, timeout=ATTEMPT)
+                answer: bytes = await join(ask, timeout=JOIN)
                 break
             except grpc.aio.AioRpcError:  # it is busy, or as many have joined as may in a second
                 await asyncio.sleep(AGAIN)

@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two attempts
 RENEWALS = 5  # in a lease, so that some may be late
 ATTEMPT = 5.0  # seconds that one attempt may take
+JOIN = 15.0  # ... to join: where thousands do, each waits for its turn
 SUSPECT_DEADLINE = 2.0  # seconds
 LEAVE_DEADLINE = 2.0  # seconds
 MESSAGE_BYTES = 16 * 2**20  # as the service's
@@ -131,6 +132,7 @@ class RegistryClient:
                     asked, timeout=timeout, metadata=self._credentials.metadata
                 ),
                 end - clock(),
+                JOIN,
             )
             if reply.quarantine:
                 raise InQuarantine(reply.reason, reply.quarantine)
@@ -398,14 +400,17 @@ class RegistryClient:
         self._at = (self._at + 1) % len(self._addresses)
 
     async def _retry(
-        self, call: Callable[[RegistryStub, float], Awaitable[T]], deadline: float
+        self,
+        call: Callable[[RegistryStub, float], Awaitable[T]],
+        deadline: float,
+        attempt: float = ATTEMPT,
     ) -> T:
         """Asks at one address after the other until one answers or refuses."""
         clock = asyncio.get_running_loop().time
         end, pause, told = clock() + deadline, FIRST_PAUSE, ""
         while True:
             try:
-                answer = await call(self._stub(), min(ATTEMPT, max(0.1, end - clock())))
+                answer = await call(self._stub(), min(attempt, max(0.1, end - clock())))
                 self._heard = True
                 return answer
             except grpc.aio.AioRpcError as error:

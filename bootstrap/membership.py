@@ -13,6 +13,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from planaria.bootstrap.address import EVERYWHERE, not_to_dial
 from planaria.bootstrap.cuts import LOOKS, Cuts, Goes
@@ -167,6 +168,14 @@ class Dial:
 Effect = Issue | Probe | Evict | Settle | Contradict | Dial
 
 
+class Asked(NamedTuple):
+    """A request to join, from which block of addresses (places.py) it came, and when."""
+
+    request: JoinRequest
+    block: str
+    came: float
+
+
 @dataclass(eq=False)
 class _Claim:
     """Somebody with another key joins from a member's address."""
@@ -292,7 +301,7 @@ class Membership:
         its place, with the same key at once, and else when it is gone; elsewhere a key is one
         member's at a time. The reply leaves `run_file` to the shell. Raises Refused.
         """
-        (answer,), effects = self.join_together([(request, block)], now)
+        (answer,), effects = self.join_together([Asked(request, block, now)], now)
         if isinstance(answer, Refused):
             raise answer
         if answer.HasField("view"):
@@ -300,18 +309,27 @@ class Membership:
         return answer, effects
 
     def join_together(
-        self, asked: Iterable[tuple[JoinRequest, str]], now: float
+        self, asked: Iterable[Asked], now: float
     ) -> tuple[list[JoinReply | Refused], list[Effect]]:
-        """As `join`, of each request and its block, in one view; the answers are in that order, and
-        of the view they have the number: a copy of thousands of members for each takes too long."""
+        """As `join`, of each request, in one view; the answers are in that order, and of the view
+        they have the number: a copy of thousands of members for each takes too long."""
         found: list[_Node | JoinReply | Refused] = []
-        for request, block in asked:
+        for one in asked:
             try:
-                found.append(self._let_in(request, block, now))
+                found.append(self._let_in(one, now))
             except Refused as refused:
                 found.append(refused)
         effects = self._finish(now)
-        return [self._reply(one) if isinstance(one, _Node) else one for one in found], effects
+        replies = [
+            self.reply_to(one.member.node) if isinstance(one, _Node) else one for one in found
+        ]
+        return replies, effects
+
+    def wait(self, names: Iterable[str], now: float) -> None:
+        """They have joined and wait for the answer, without which nobody can renew anything."""
+        for name in names:
+            if (node := self._nodes.get(name)) is not None:
+                node.renewed = now
 
     def joins_due(self, now: float) -> float:
         """When a join that comes now is to be decided, together with all that come until then. At
@@ -656,8 +674,9 @@ class Membership:
 
     # -- joining ---------------------------------------------------------------------------------
 
-    def _let_in(self, request: JoinRequest, block: str, now: float) -> _Node | JoinReply:
+    def _let_in(self, asked: Asked, now: float) -> _Node | JoinReply:
         """Or what it is answered instead. Raises Refused."""
+        request, block, came = asked
         self._check_request(request)
         known = self._nodes.get(request.node)
         if known is not None:
@@ -688,7 +707,7 @@ class Membership:
             others = [node for node in self._nodes.values() if node not in replaced]
             return self._ask(request, others, now)
         self._check_block(instance, block, replaced)
-        self._check_limits(request, len(replaced), now)
+        self._check_limits(len(replaced), came)
         if _is_bound(request):
             self._check_stage(request)
         for node in replaced:
@@ -698,11 +717,7 @@ class Membership:
 
     def _check_evicted(self, name: str) -> None:
         if name in self._evicted:
-            raise Refused(
-                "ALREADY_EXISTS",
-                f"node {name} is a member no longer ({self._evicted[name]}); "
-                "join again under a new node id",
-            )
+            raise _gone(name, self._evicted[name])
 
     def _check_request(self, request: JoinRequest) -> None:
         if request.protocol != PROTOCOL:
@@ -771,7 +786,7 @@ class Membership:
                 "block of addresses; end one, or ask its operator to raise --most-per-block",
             )
 
-    def _check_limits(self, request: JoinRequest, replaces: int, now: float) -> None:
+    def _check_limits(self, replaces: int, came: float) -> None:
         if len(self._nodes) - replaces >= self.rules.max_nodes:
             raise Refused(
                 "RESOURCE_EXHAUSTED",
@@ -779,9 +794,9 @@ class Membership:
                 "try again when one has left, or raise max_nodes",
             )
         rate = self.rules.joins_per_second
-        since = 0.0 if self._allowance_at is None else now - self._allowance_at
+        since = 0.0 if self._allowance_at is None else came - self._allowance_at
         self._join_allowance = min(max(1.0, rate), self._join_allowance + since * rate)
-        self._allowance_at = now
+        self._allowance_at = came
         if self._join_allowance < 1:
             raise Refused(
                 "RESOURCE_EXHAUSTED",
@@ -963,12 +978,13 @@ class Membership:
         staying = (node for node in self._nodes.values() if not node.leaving)
         return self._started and any(node.holds and stage in node.holds for node in staying)
 
-    def _reply(self, node: _Node) -> JoinReply | Refused:
-        """Refused: another one, who came together with it, has taken its place."""
-        try:
-            self._check_evicted(node.member.node)
-        except Refused as refused:
-            return refused
+    def reply_to(self, name: str) -> JoinReply | Refused:
+        """What a node that was let in is told, by the newest view. Refused: it isn't a member any
+        more, as when another one, who came together with it, has taken its place."""
+        node = self._nodes.get(name)
+        if node is None:
+            reason = self._evicted.get(name, "not a member of the current view")
+            return _gone(name, reason)
         return JoinReply(
             run=self.rules.run,
             view=View(number=self._number),
@@ -1510,6 +1526,11 @@ def _choose_among(fits: list[int], staff: Staff, place: Place) -> tuple[int, str
 
 def _location(member: Member) -> Place:
     return Place(member.block, member.host)
+
+
+def _gone(name: str, reason: str) -> Refused:
+    why = f"node {name} is a member no longer ({reason}); join again under a new node id"
+    return Refused("ALREADY_EXISTS", why)
 
 
 def _is_bound(request: JoinRequest) -> bool:

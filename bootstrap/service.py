@@ -19,6 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from planaria.bootstrap.address import PORTS, Address, Reach, not_to_dial
 from planaria.bootstrap.admission import Admission
+from planaria.bootstrap.answers import Answers
 from planaria.bootstrap.authority import Role
 from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
 from planaria.bootstrap.crowd import Room
@@ -31,6 +32,7 @@ from planaria.bootstrap.identity import instance_of, is_message_signed
 from planaria.bootstrap.journal import JournalError
 from planaria.bootstrap.membership import (
     PROTOCOL,
+    Asked,
     Contradict,
     Dial,
     Effect,
@@ -78,6 +80,9 @@ GARBAGE = 100_000, 20, 10  # thresholds of its collection, for which all open ca
 HELD_UP = 1.0  # seconds between two ticks from which the registry was held up
 JOURNAL_RETRY = 2.0  # seconds until a view that could not be written is tried again
 FAREWELL = 1.0  # seconds for calls to end when the registry stops
+OF_WAITING = 0.9  # of the time that who joins would wait, after which it hears for whom it does
+LONGEST_WAIT = 60.0  # seconds, of who doesn't say how long it would
+LONGEST_ANSWER = 20.0  # seconds; one that takes longer holds nobody up any more
 FIRST_RENEWAL = 30.0  # seconds to wait for it on a new stream; all may come at once
 
 MESSAGE_BYTES = 16 * 2**20  # a view of 10,000 nodes with long names is smaller
@@ -102,6 +107,7 @@ class Limits:
     streams: int = 20_000  # KeepAlive
     watchers: int = 20_000
     joins: int = 1_000  # that wait for a view
+    answers: int = 128 * 2**20  # bytes of those to joins that are on their way
     suspicions: int = 10_000
     examinations: int = 16
 
@@ -143,6 +149,8 @@ class RegistryServer(RegistryServicer):
         self._made: dict[tuple[bytes | None, bytes], bytes] = {}  # NewView of the newest
         self._welcomed = b""  # made once for all who get into the newest
         self._joining: list[_Joining] = []
+        self._answers = Answers(limits.answers)
+        self._turns: dict[int, asyncio.Future[None]] = {}  # of calls that wait for theirs
         self._waiting: set[asyncio.Future[None]] = set()  # watchers, for the next view
         self._due: deque[asyncio.Future[None]] = deque()  # those that are to be told one
         self._streams: dict[str, _Stream] = {}  # newest of each node
@@ -277,17 +285,47 @@ class RegistryServer(RegistryServicer):
             await _abort_if(context, self._unproved_join(request, caller))
         if len(self._joining) >= self._limits.joins:
             await _abort(context, "RESOURCE_EXHAUSTED", "too many wait to be let in; join again")
-        reply = await self._decided(_Joining(request, block_of(host_of(caller)), self._loop))
+        asked = Asked(request, block_of(host_of(caller)), self._loop.time())
+        reply = await self._decided(_Joining(asked, self._loop))
+        if isinstance(reply, JoinReply) and reply.HasField("view"):
+            await self._turn(request.node, context)
+            reply = self._machine.reply_to(request.node)  # by what is the newest view now
         if isinstance(reply, Refused):
             who = readable(request.node)
             log.info("%s at %s is refused: %s", who, caller, readable(reply.reason))
             await _refuse(context, reply)
         await self._abort_if_over(context)
-        return b"".join(reply)
+        rest = self._welcome() if reply.HasField("view") else b""
+        return reply.SerializeToString() + rest  # messages one behind the other are one
 
-    async def _decided(self, joining: _Joining) -> tuple[bytes, bytes] | Refused:
-        """At once, or together with others: a JoinReply in two parts, since messages one behind the
-        other are one."""
+    async def _turn(self, node: str, context: Context) -> None:
+        """Until the registry has room for its answer."""
+        call, turn = self._answers.ask(node), self._loop.create_future()
+        self._turns[call] = turn
+        context.add_done_callback(lambda _: self._answered(call))  # type: ignore[arg-type]
+        self._answer_next()
+        try:
+            async with asyncio.timeout(OF_WAITING * (context.time_remaining() or LONGEST_WAIT)):
+                await turn
+        except TimeoutError:
+            reason = f"{self._answers.before(node)}: join again"
+            await _abort(context, "RESOURCE_EXHAUSTED", reason)
+        self._loop.call_later(LONGEST_ANSWER, self._answered, call)
+
+    def _answered(self, call: int) -> None:
+        """It has arrived, or nobody waits for it any more."""
+        self._turns.pop(call, None)
+        self._answers.end(call)
+        self._answer_next()
+
+    def _answer_next(self) -> None:
+        for call in self._answers.go(len(self._welcome())) if self._turns else ():
+            turn = self._turns.pop(call)
+            if not turn.done():
+                turn.set_result(None)
+
+    async def _decided(self, joining: _Joining) -> JoinReply | Refused:
+        """At once, or together with others."""
         self._joining.append(joining)
         if len(self._joining) == 1:
             now = self._loop.time()
@@ -306,7 +344,7 @@ class RegistryServer(RegistryServicer):
         joining, self._joining = self._joining, []
         there = [one for one in joining if not one.decided.done()]  # the others have hung up
         try:
-            asked = ((one.request, one.block) for one in there)
+            asked = [one.asked for one in there]
             answers, effects = self._machine.join_together(asked, self._loop.time())
             self._carry_out(effects)
         except Exception as error:  # noqa: BLE001  each of the calls fails by it
@@ -314,11 +352,7 @@ class RegistryServer(RegistryServicer):
                 one.decided.set_exception(error)
             return
         for one, answer in zip(there, answers, strict=True):
-            if isinstance(answer, Refused):
-                one.answer = answer
-            else:
-                rest = self._welcome() if answer.HasField("view") else b""
-                one.answer = answer.SerializeToString(), rest
+            one.answer = answer
         self._wake(one.decided for one in there)
 
     def _welcome(self) -> bytes:
@@ -590,6 +624,7 @@ class RegistryServer(RegistryServicer):
             last = now
             if self._unwritten and now >= self._retry_at:
                 self._write(self._machine.view)
+            self._machine.wait(self._answers.waiting, now)
             self._carry_out(self._machine.tick(now))
 
     def _tick_ended(self, ticking: asyncio.Task[None]) -> None:
@@ -701,9 +736,9 @@ class RegistryServer(RegistryServicer):
 class _Joining:
     """Who waits to be let in."""
 
-    def __init__(self, request: JoinRequest, block: str, loop: asyncio.AbstractEventLoop) -> None:
-        self.request, self.block = request, block
-        self.answer: tuple[bytes, bytes] | Refused = b"", b""
+    def __init__(self, asked: Asked, loop: asyncio.AbstractEventLoop) -> None:
+        self.asked = asked
+        self.answer: JoinReply | Refused = JoinReply()
         self.decided: asyncio.Future[None] = loop.create_future()
 
 

@@ -11,6 +11,7 @@ from planaria.bootstrap.membership import (
     PROTOCOL,
     TELLING,
     TOGETHER,
+    Asked,
     Contradict,
     Dial,
     Effect,
@@ -315,6 +316,29 @@ def request(name: str, key: str = "", **fields: Any) -> JoinRequest:
     return JoinRequest(protocol=PROTOCOL, node=name, key=(key or name).encode(), **fields)
 
 
+def test_of_those_who_join_together_as_many_may_as_when_they_came() -> None:
+    swarm = Swarm(joins_per_second=5)
+    asked = [Asked(request(f"n{i}"), "", swarm.now + i / 5) for i in range(40)]
+    answers, effects = swarm.machine.join_together(asked, swarm.now + 8)
+    assert all(isinstance(one, JoinReply) for one in answers)
+    swarm.after(effects)
+    more = [Asked(request(f"m{i}"), "", swarm.now + 8.1) for i in range(7)]
+    answers, effects = swarm.machine.join_together(more, swarm.now + 9)
+    swarm.after(effects)
+    assert sum(isinstance(one, Refused) for one in answers) == 2
+
+
+def test_who_waits_for_its_answer_is_no_silent_member() -> None:
+    swarm = Swarm(lease=5, start_grace=0)
+    for name in "ab":
+        swarm.join(name)
+    for now in range(1, 20):
+        swarm.machine.wait(["a", "nobody"], swarm.now + now)
+        swarm.after(swarm.machine.tick(swarm.now + now))
+    described = swarm.machine.describe(swarm.now + 19).members
+    assert [(one.since_renewal, one.reached_by) for one in described] == [(0, ""), (19, "a")]
+
+
 def test_those_who_join_together_are_in_one_view() -> None:
     swarm = Swarm(joins_per_second=5)
     asked = [
@@ -326,7 +350,9 @@ def test_those_who_join_together_are_in_one_view() -> None:
         request("e"),
         request("f"),
     ]
-    answers, effects = swarm.machine.join_together([(one, "") for one in asked], swarm.now)
+    answers, effects = swarm.machine.join_together(
+        [Asked(one, "", swarm.now) for one in asked], swarm.now
+    )
     swarm.after(effects)
     assert [effect.view for effect in effects if isinstance(effect, Issue)] == [swarm.view]
     assert (swarm.view.number, {m.node for m in swarm.view.members}) == (1, {"a", "d", "e"})
@@ -348,7 +374,9 @@ def test_one_by_one_or_together_the_same_is_decided() -> None:
     ]
     for one in asked:
         alone.after(alone.machine.join(one, 0.0, "192.0.2.0/24")[1])
-    _, effects = together.machine.join_together([(one, "192.0.2.0/24") for one in asked], 0.0)
+    _, effects = together.machine.join_together(
+        [Asked(one, "192.0.2.0/24", 0.0) for one in asked], 0.0
+    )
     together.after(effects)
     assert list(together.view.members) == list(alone.view.members)
     assert (together.view.number, alone.view.number) == (1, 12)

@@ -326,6 +326,34 @@ async def test_joins_that_come_together_wait_for_one_view(
     await channel.close()
 
 
+async def test_of_answers_there_are_only_so_many_bytes_on_their_way(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = MembershipRules(run="r", stages=2, lease=1000)
+    async with serve(rules, limits=Limits(answers=1)) as place:  # one at a time
+        registry = place.registry
+        held = registry._answers.ask("x")  # as if it took its time
+        assert registry._answers.go(1) == [held]
+        channel, stub = raw(place)
+        gone = stub.Join(joining("a", "a:1"))
+        await until(lambda: "a" in registry._answers.waiting)
+        gone.cancel()
+        await until(lambda: not registry._answers.waiting)
+        second = asyncio.ensure_future(stub.Join(joining("b", "b:1")))
+        await until(lambda: "b" in registry._answers.waiting)
+        with pytest.raises(grpc.aio.AioRpcError, match=r"first that to x, and 0 are .* before a,"):
+            await stub.Join(joining("a", "a:1"), timeout=1)
+        first = asyncio.ensure_future(stub.Join(joining("a", "a:1")))
+        await until(lambda: list(registry._answers.waiting) == ["b", "a"])
+        registry.evict("b", "a test")
+        registry._answered(held)
+        view = View.FromString(unpack((await asyncio.wait_for(first, TIMEOUT)).packed))
+        assert names(view) == {"a"}, "the newest view when its turn had come"
+        with pytest.raises(grpc.aio.AioRpcError, match="b is a member no longer"):
+            await asyncio.wait_for(second, TIMEOUT)
+        await channel.close()
+
+
 async def test_no_more_joins_wait_than_there_is_room_for(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
