@@ -28,6 +28,7 @@ from planaria.bootstrap.identity import INSTANCE_LETTERS, Identity
 from planaria.bootstrap.votes import is_cast
 from planaria.node.agent import rules
 from planaria.node.run_file import loads
+from planaria.node.serve import collect_often
 from planaria.node.stage.shape import model_config
 from planaria.node.transaction.attempting import Attempting
 from planaria.node.transaction.driver import Driver
@@ -194,6 +195,7 @@ validation_microbatches = 0
 
 
 def main() -> None:
+    collect_often()  # as a node does when it begins
     heads = f"{'nodes':>6} {'s':>8} {'checking':>8} {'MB sent':>8} {'MB got':>7}"
     print(f"{heads}   a node, over the smallest")
     first: list[float] = []
