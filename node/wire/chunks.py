@@ -77,6 +77,7 @@ class Outbox:
         self._in_flight = self._copying = self._beside = 0  # `_copying` of those in flight
         self._order = 0  # of the last chunk
         self._streams = Streams()
+        self.round_trip = 0.0  # seconds, of this connection; 0: not known
         self.unacknowledged = 0  # bytes of payload, queued ones too
         self.frames = 0  # that these are of
 
@@ -138,14 +139,18 @@ class Outbox:
             self._background.sent(*at, self._in_flight, now)
         if sending.sent == sending.size:
             queue.popleft()
-        self._streams.look(self._in_flight - self._copying, 0, now)
+        self._look(0, now)
         return chunk
 
     def acknowledge(self, number: int, received: int, now: float) -> None:
         """The peer has so many bytes of this frame. Raises WireError when that can't be."""
         others = self._acknowledge(number, received)
         self._background.acknowledged(number, received, now)
-        self._streams.look(self._in_flight - self._copying, others, now)
+        self._look(others, now)
+
+    def _look(self, acknowledged: int, now: float) -> None:
+        under_way = self._in_flight - self._copying
+        self._streams.look(under_way, acknowledged, now, self.round_trip)
 
     def _acknowledge(self, number: int, received: int) -> int:
         """How many bytes more these are; 0 for a copy: its window, not its streams, says how fast
@@ -195,6 +200,7 @@ class Outbox:
         self._last = begun
         self._in_flight = self._copying = self._order = 0
         self._background = self._new_background()  # by another way, maybe
+        self.round_trip = 0.0
         self._streams.begin_anew()
 
     def unfinished(self) -> list[Frame]:

@@ -64,6 +64,7 @@ from planaria.node.wire.greetings import ForgedError, Greetings
 from planaria.node.wire.onlookers import Onlookers
 from planaria.node.wire.relays import KINDS as RELAYED
 from planaria.node.wire.relays import Call, CallRefusedError, Relay, Relays
+from planaria.node.wire.round_trip import RoundTrip
 from planaria.node.wire.session import (
     Begun,
     Bounds,
@@ -299,6 +300,7 @@ class _Connection:
         self._other_streams = asyncio.Event()  # are wanted than there are
         self._something_to_say, self._something_to_carry = asyncio.Event(), asyncio.Event()
         self._heartbeat = True  # is due
+        self._round_trip = RoundTrip()
         self._farewell: bytes | None = None
         self.over = asyncio.Event()
         self.reason = ""
@@ -468,7 +470,8 @@ class _Connection:
             if self._heartbeat or self._session.acknowledgement_due:
                 self._heartbeat = False
                 received = self._session.acknowledgement()
-                heartbeat = self._links.heartbeat(received, self._told_streams)
+                sent, echo = self._round_trip.say(self._link.now)
+                heartbeat = self._links.heartbeat(received, self._told_streams, sent, echo)
                 await self._write(self._control, heartbeat)
             elif not self._link.over.is_set() and (message := self._session.next_message()):
                 await self._write(self._control, message)
@@ -486,6 +489,8 @@ class _Connection:
                 raise WireError(f"a message that is not one of stage.proto's: {error}") from error
             if message.WhichOneof("body") == "heartbeat":
                 self._session.acknowledge_messages(message.heartbeat.received)
+                self._round_trip.hear(message.heartbeat, self._link.now)
+                self._session.outbox.round_trip = self._round_trip.seconds
                 if message.heartbeat.streams != self._peers_streams:
                     self._peers_streams = message.heartbeat.streams
                     self._other_streams.set()
@@ -760,8 +765,10 @@ class Links:
 
     # For _Link and _Connection
 
-    def heartbeat(self, received: int, streams: int) -> bytes:
-        heartbeat = stage_pb2.Heartbeat(view=self._view, received=received, streams=streams)
+    def heartbeat(self, received: int, streams: int, sent: int, echo: int) -> bytes:
+        heartbeat = stage_pb2.Heartbeat(
+            view=self._view, received=received, streams=streams, sent=sent, echo=echo
+        )
         return seal(stage_pb2.Message(heartbeat=heartbeat).SerializeToString())
 
     def forget(self, link: _Link, report: bool) -> None:

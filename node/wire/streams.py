@@ -9,11 +9,19 @@ several carry as many times that. Where the link is full, more of them carry no 
 So it is tried: twice as many, while a backlog lasts and the last doubling has paid. Doubling, since
 of eight streams a ninth brings less than what a link's rate varies by.
 
+Where a round trip is long, pauses are what one connection can't make up for: after one of a few
+hundred milliseconds Linux has ten packets under way again (RFC 2861), and with cubic it takes a
+round trip for each doubling. That is known, and needn't be tried, which takes long where bursts
+differ: a link on which bursts come after pauses has as many streams as have a burst under way at
+once, or as much of it as the path holds.
+
 Pure; `now` in seconds of any one clock.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from typing import Final
 
 MOST: Final = 16
@@ -31,6 +39,51 @@ GAP: Final = 1.0
 REST: Final = 10.0
 LONGEST_REST: Final = 640.0
 """Seconds from streams that brought nothing to the next try; twice as many with each in a row."""
+FIRST: Final = 12 << 10
+"""Bytes that TCP has under way at first, and after a pause (RFC 6928), less what frames take
+beside."""
+LONG: Final = 0.02
+"""Seconds of a round trip from which on it counts how many of them a burst takes."""
+LEAST_TIMEOUT: Final = 0.2
+"""Seconds that Linux waits longer for an answer than a round trip, and after which a pause is
+one."""
+BURSTS: Final = 3
+"""In a row have to want more streams than there are."""
+
+
+class Bursts:
+    """Of one direction of a link: how many streams those would have that come after a pause."""
+
+    def __init__(self) -> None:
+        self._wanted: deque[int] = deque(maxlen=BURSTS)  # by the last ones
+        self._under_way = False
+        self._cold = False  # the one that is under way came after a pause
+        self._began, self._ended, self._bytes = 0.0, -math.inf, 0
+
+    @property
+    def wanted(self) -> int:
+        """A power of two, as `Streams` has."""
+        least = min(self._wanted) if len(self._wanted) == BURSTS else 1
+        return min(1 << (least - 1).bit_length(), MOST)
+
+    def look(self, under_way: int, acknowledged: int, round_trip: float, now: float) -> None:
+        """As that of `Streams`. `round_trip` in seconds; 0: not known."""
+        if self._under_way:
+            self._bytes += acknowledged
+            if not under_way:
+                self._under_way, self._ended = False, now
+                if self._cold and round_trip:
+                    self._note(round_trip, now - self._began - round_trip)
+        elif under_way:
+            self._under_way, self._began, self._bytes = True, now, 0
+            self._cold = now - self._ended > round_trip + LEAST_TIMEOUT
+
+    def _note(self, round_trip: float, more: float) -> None:
+        """The last one took so many seconds more than a round trip."""
+        held = self._bytes
+        if more > 0:
+            held = min(held, round(self._bytes / more * round_trip))  # the path's rate is no less
+        self._wanted.append(max(1, -(-held // FIRST)) if round_trip >= LONG else 1)
 
 
 class Streams:
@@ -38,14 +91,20 @@ class Streams:
 
     def __init__(self) -> None:
         self.wanted = 1
+        self._bursts = Bursts()
         self._rate = 0.0  # bytes a second with so many, or with half of them; the mean of late
         self._trying = False  # `wanted` is twice what has proven to be worth it
         self._rest, self._rested = REST, 0.0  # the next one; when the next try may be
         self._seconds, self._bytes = -SETTLING, 0  # of this measure
         self._backlog, self._since = False, 0.0
 
-    def look(self, under_way: int, acknowledged: int, now: float) -> None:
-        """So many bytes are under way, and so many more have arrived since the last look."""
+    def look(self, under_way: int, acknowledged: int, now: float, round_trip: float = 0.0) -> None:
+        """So many bytes are under way, and so many more have arrived since the last look.
+        `round_trip` in seconds; 0: not known."""
+        self._bursts.look(under_way, acknowledged, round_trip, now)
+        if self._bursts.wanted > self.wanted:
+            self._rate, self._trying = 0.0, False
+            self._change(self._bursts.wanted)
         if self._backlog and now - self._since > GAP:
             self._change(self.wanted)
         elif self._backlog:
@@ -62,7 +121,7 @@ class Streams:
         wanted at once: where it is their number that breaks connections, it doesn't go on so."""
         self.wanted = max(1, self.wanted // 2)
         self._rate, self._trying, self._rest = 0.0, False, REST
-        self._backlog = False
+        self._backlog, self._bursts = False, Bursts()
         self._change(self.wanted)
 
     def _decide(self, rate: float, now: float) -> None:
