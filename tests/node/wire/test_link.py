@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
@@ -16,7 +17,8 @@ import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from planaria.bootstrap.address import Address, Reach
-from planaria.bootstrap.credentials import Credentials
+from planaria.bootstrap.authority import Authority, Pair, Request, Role, Who
+from planaria.bootstrap.credentials import Certified, Credentials
 from planaria.bootstrap.crowd import Room
 from planaria.bootstrap.registry_pb2 import CHECKSUM, SHAPE, Cause
 from planaria.node.wire import link
@@ -30,6 +32,7 @@ from planaria.node.wire.tensors import decode, encode
 from tests.bootstrap.conftest import identity
 
 DEADLINE = 120.0  # seconds; reached only when a test fails
+TLS_HANDSHAKE = b"\x16\x03"
 QUICK = LinkSettings(view_wait=0.05, handshake=10.0, chunk=1024, window=4096)
 
 
@@ -555,6 +558,33 @@ async def test_frames_keep_their_order_by_streams_that_come_and_go(who: str) -> 
             assert one.links.unacknowledged == 0
 
 
+async def test_streams_that_are_added_have_tls_as_the_others_have() -> None:
+    authority = Authority.make(time.time())
+
+    def certified(name: str) -> Credentials:
+        request = Request.of(identity(name))
+        who = Who(Role.NODE, identity(name).instance)
+        issued = authority.issue(request.request, who, time.time())
+        return Credentials.of(Certified(Pair(request.key, issued, authority.certificate)))
+
+    a, b = (Node(name, credentials=certified(name)) for name in "ab")
+    async with started(a, b), Wire(b.address) as wire:
+        b.address = wire.address
+        view(1, a, b)
+        await up(a, b)
+        want(a, 4)
+        await carried_by(4, a, b)
+        for number in range(9):
+            assert a.links.send("b", frame(30_000, number=number))
+        for number in range(9):
+            peer, found = await b.events.next("frame")
+            assert (peer, found.fields["number"], found.size) == ("a", number, 30_000)
+        assert len(wire.begun) == 2 * 5, "both ways, and messages have a connection of their own"
+        assert all(begun[:2] == TLS_HANDSHAKE for begun in wire.begun)
+        want(a, 1)
+        await carried_by(1, a, b)
+
+
 async def test_a_link_goes_on_when_a_stream_that_was_added_breaks() -> None:
     a, b = Node("a"), Node("b")
     async with started(a, b), Wire(b.address) as wire:
@@ -649,6 +679,7 @@ class Wire:
         self.passing.set()
         self.writers: list[asyncio.StreamWriter] = []
         self.tasks: set[asyncio.Task[None]] = set()
+        self.begun: list[bytes] = []  # what each connection has begun with, each way
 
     async def __aenter__(self) -> Wire:
         self.server = await asyncio.start_server(self.accept, "127.0.0.1", 0)
@@ -671,9 +702,12 @@ class Wire:
 
     async def relay(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         try:
-            while data := await source.read(65536):
+            data = await source.read(65536)
+            self.begun.append(data)
+            while data:
                 await self.passing.wait()
                 sink.write(data)
+                data = await source.read(65536)
         except ConnectionError:
             pass
         sink.close()
