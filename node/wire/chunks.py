@@ -96,14 +96,18 @@ class Outbox:
         """By how many it would have its chunks carried."""
         return self._streams.wanted
 
-    def next(self, now: float, streams: int = 1) -> bytes | None:
-        """The next chunk to send, by any of so many `streams`; None while nothing is queued or the
-        window is full."""
+    def next(self, now: float, streams: int = 1, place: int = 0) -> bytes | None:
+        """The next chunk to send by the stream at this place among so many `streams`; None while
+        nothing is queued for it or the window is full."""
         queue = next((queue for queue in self._queues.values() if queue), None)
         if queue is None:
             return None
         sending = queue[0]
         length, most = sending.size - sending.sent, self._chunk
+        if sending.in_background:  # a stream that begins slowly would look like a queue
+            streams = min(streams, self._streams.steady)
+            if place >= streams:
+                return None
         if streams > 1:
             least, largest = PIECES
             most = min(most, largest, max(least, -(-sending.size // (2 * streams))))

@@ -525,7 +525,8 @@ class _Connection:
         """By the first streams, as many as this side would have: the others are the peer's."""
         there, outbox = self._carrying(), self._session.outbox
         streams = min(outbox.streams, len(there))
-        chunk = outbox.next(self._link.now, streams) if bulk in there[:streams] else None
+        place = there.index(bulk) if bulk in there else streams
+        chunk = outbox.next(self._link.now, streams, place) if place < streams else None
         self._note_streams()
         return chunk
 

@@ -12,8 +12,8 @@ of eight streams a ninth brings less than what a link's rate varies by.
 Where a round trip is long, pauses are what one connection can't make up for: after one of a few
 hundred milliseconds Linux has ten packets under way again (RFC 2861), and with cubic it takes a
 round trip for each doubling. That is known, and needn't be tried, which takes long where bursts
-differ: a link on which bursts come after pauses has as many streams as have a burst under way at
-once, or as much of it as the path holds.
+differ: a long link on which bursts come after pauses has as many streams as have a burst under way
+at once, or as much of it as the path holds.
 
 Pure; `now` in seconds of any one clock.
 """
@@ -42,8 +42,9 @@ LONGEST_REST: Final = 640.0
 FIRST: Final = 12 << 10
 """Bytes that TCP has under way at first, and after a pause (RFC 6928), less what frames take
 beside."""
-LONG: Final = 0.02
-"""Seconds of a round trip from which on it counts how many of them a burst takes."""
+LONG: Final = 0.1
+"""Seconds of a round trip from which on it counts how many of them a burst takes. With 0.05 the
+processors' time that so many chunks take is more than what they gain."""
 LEAST_TIMEOUT: Final = 0.2
 """Seconds that Linux waits longer for an answer than a round trip, and after which a pause is
 one."""
@@ -91,6 +92,7 @@ class Streams:
 
     def __init__(self) -> None:
         self.wanted = 1
+        self.steady = 1  # of those, that have made faster what goes on without a pause
         self._bursts = Bursts()
         self._rate = 0.0  # bytes a second with so many, or with half of them; the mean of late
         self._trying = False  # `wanted` is twice what has proven to be worth it
@@ -119,7 +121,7 @@ class Streams:
     def begin_anew(self) -> None:
         """The connection broke, and there is another, by another way maybe. Half of the streams are
         wanted at once: where it is their number that breaks connections, it doesn't go on so."""
-        self.wanted = max(1, self.wanted // 2)
+        self.wanted, self.steady = max(1, self.wanted // 2), max(1, self.steady // 2)
         self._rate, self._trying, self._rest = 0.0, False, REST
         self._backlog, self._bursts = False, Bursts()
         self._change(self.wanted)
@@ -132,7 +134,7 @@ class Streams:
             self._change(self.wanted // 2)
             return
         if self._trying:
-            self._rest = REST
+            self._rest, self.steady = REST, self.wanted
         elif faster or rate < self._rate / GAIN:  # it has only begun: up to a first loss, say
             self._rate = rate
             self._change(self.wanted)

@@ -221,6 +221,18 @@ def test_a_frame_that_goes_by_several_streams_has_chunks_for_each() -> None:
         assert [chunk.order for chunk in sent] == list(range(1, len(sent) + 1))
 
 
+def test_a_copy_goes_by_the_streams_that_make_it_faster() -> None:
+    outbox = Outbox(chunk=10, window=1000, background=partial(Room, 30))
+    outbox.push(frame(45, "copy"))
+    assert outbox.next(0.0, 4, 1) is None
+    assert outbox.next(0.0, 4, 0) is not None
+    outbox._streams.steady = 2
+    assert outbox.next(0.0, 4, 2) is None
+    assert outbox.next(0.0, 4, 1) is not None
+    outbox.push(frame(15, "gradient"))
+    assert outbox.next(0.0, 4, 3) is not None
+
+
 @pytest.mark.parametrize(("kind", "streams"), [("state", 2), ("copy", 1)])
 def test_a_backlog_of_anything_but_copies_asks_for_streams(kind: str, streams: int) -> None:
     outbox, inbox, now = Outbox(1 << 20, 16 << 20), Inbox(PAYLOAD_LIMIT), 0.0
