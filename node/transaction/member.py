@@ -747,12 +747,13 @@ class MemberSide:
         return self._answer(peer, ballot) if ballot == self.promised else []
 
     def _reduce(self, ballot: Ballot, reduce: pb.Reduce) -> list[Effect]:
+        self.records = reduce.microbatches
         if self.following is not None:
             self.following.vote = ballot
             return self._follow_on()
         if self.phase is not MemberPhase.RUNNING or ballot != self.attempt:
             return []
-        self.phase, self.records = MemberPhase.REDUCING, reduce.microbatches
+        self.phase = MemberPhase.REDUCING
         return [AverageGradient(ballot, self.step)]
 
     def _synced(self, peer: str, ballot: Ballot, sync: pb.Sync) -> list[Effect]:

@@ -9,7 +9,7 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import SHAPE
 from planaria.node.report.events import MessageRefused
 from planaria.node.transaction import standing_out
-from planaria.node.transaction.chain import head
+from planaria.node.transaction.chain import hash_of_records, head
 from planaria.node.transaction.effects import (
     NEVER,
     Adopt,
@@ -482,6 +482,19 @@ def test_who_has_caught_up_votes_when_asked_and_enters_with_the_commit():
     assert isinstance(start, StartAttempt)
     assert told.member.following is None
     assert told.member.phase is MemberPhase.RUNNING
+
+
+def test_records_of_an_attempt_before_it_followed_are_none_of_one_that_it_enters():
+    told = Follows()
+    told.member.records = [pb.Home(microbatch=7)]
+    told.arrives()
+    told.begun(2, 8)
+    told.hears(Ballot(1, 2), reduce=pb.Reduce())
+    told.gradient(2)
+    told.member.reduced(Ballot(1, 2), 2.0, True, 0.0)
+    made = commit(8, Ballot(1, 2), told.member.last)
+    made.records = hash_of_records([pb.Home(microbatch=1)])
+    assert told.hears(Ballot(1, 3), step=pb.Step(commit=made)) == [Apply(made)], "no accusation"
 
 
 @pytest.mark.parametrize("ready", [False, True])
