@@ -5,8 +5,8 @@ the record's number as uint64, the content's length as uint32 and its CRC-32, an
 that. Record 0 is a JSON header that names the run; the others are `View` messages, the newest last.
 Header and first view are written as one file, which replaces the old one at once or not at all;
 what comes later is appended. Views are signed by the run's key (views.py), so nobody who can write
-the file makes one. Those of formats 1 and 2 were not, and those of 3 said more of members than is
-read today: the newest of such a file is signed when it is read.
+the file makes one. Those of formats 1 and 2 were not, and the newest is signed when it is read; so
+is that of format 3, without what it said more of members, if its own signature is right.
 
 A crash can leave the last appended record incomplete, and a power cut zeros behind it. That tail is
 cut. Whatever else is wrong is damage: the newest view that is whole counts, wherever it stands, and
@@ -38,8 +38,10 @@ from planaria.bootstrap.views import is_genuine, sign
 log = logging.getLogger(__name__)
 
 FORMAT = 4
-FORMER = (1, 2, 3)
-"""Formats whose views nobody has signed as they are read today."""
+UNSIGNED = (1, 2)
+"""Formats whose views nobody has signed."""
+FORMER = (*UNSIGNED, 3)
+"""Those that are read, too."""
 MARKER = b"\xb6plJ"
 VIEWS_UNREAD = 2**20
 """More views than a damaged journal can have lacked."""
@@ -191,10 +193,14 @@ class Journal:
 
     def _check_signed(self, found: _Found) -> None:
         view, format = found.view, (found.header or {}).get("format")
-        if view is None or is_genuine(view, self._key.public, self._run):
+        if view is None:
             return
-        if format in FORMER:
-            view.DiscardUnknownFields()
+        genuine = is_genuine(view, self._key.public, self._run)
+        if genuine and format not in FORMER:
+            return
+        if genuine or (format in UNSIGNED and not view.signature):
+            for member in view.members:
+                member.ClearField("former_instance")
             sign(view, self._key, View())
             return
         raise JournalError(

@@ -204,8 +204,8 @@ def test_the_newest_view_of_an_older_planaria_is_signed(tmp_path: Path, format: 
     former = [unsigned(number) for number in (1, 2)]
     if format == 3:
         for one in former:
-            one.members[0].MergeFromString(b"\x52\x01i")
-            one.signature = b"of all that"
+            one.members[0].former_instance = "i"
+            sign(one, KEY, View())
     views = [one.SerializeToString() for one in former]
     path.write_bytes(b"".join(module._record(n, r) for n, r in enumerate([header, *views])))
     found = read(path)
@@ -213,6 +213,20 @@ def test_the_newest_view_of_an_older_planaria_is_signed(tmp_path: Path, format: 
     assert is_genuine(found, KEY.public, "r")
     assert (found.number, list(found.members)) == (2, list(unsigned(2).members))
     assert read(path) == found, "which is on disk"
+
+
+@pytest.mark.parametrize("format", [2, 3])
+def test_one_that_somebody_else_has_signed_is_refused_there_too(
+    tmp_path: Path, format: int
+) -> None:
+    path = tmp_path / "journal"
+    header = json.dumps({"journal": module.KIND, "format": format, "run": "r", "view": 1}).encode()
+    forged = unsigned(1)
+    sign(forged, identity("somebody"), View())
+    records = [header, forged.SerializeToString()]
+    path.write_bytes(b"".join(module._record(n, r) for n, r in enumerate(records)))
+    with pytest.raises(JournalError, match="is not signed by the run's key"):
+        read(path)
 
 
 @pytest.mark.parametrize("forger", [None, identity("somebody")])
