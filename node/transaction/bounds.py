@@ -176,7 +176,7 @@ def _standing_out(ready: pb.Ready) -> str:
     told = ready.standing_out
     if len(told) >= LOOKED_AT:
         return f"{len(told)} replicas that stand out; it looks at {LOOKED_AT - 1}"
-    return _first(_words("why one stands out", one.reason) for one in told)
+    return _first(_words("why one stands out", one.reason) for one in told) if told else ""
 
 
 def _commit(commit: pb.Commit) -> str:

@@ -92,9 +92,10 @@ class SpotChecks:
         for place in begin.members:
             replicas[place.stage].append(place.node)
         may = {stage for stage, alike in replicas.items() if len(alike) > 1}
+        share, chance = self.share, self._chance.random
         for microbatch in begin.plan:
             for position, stage in enumerate(microbatch.order, 1):
-                if stage in may and self._chance.random() < self.share:
+                if stage in may and chance() < share:
                     way = route(begin, microbatch)
                     self._check(microbatch.id, position, replicas[stage], way, told)
         return told

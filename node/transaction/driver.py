@@ -161,12 +161,12 @@ class Driver:
     @property
     def phase(self) -> DriverPhase:
         match self.current:
+            case Attempting(vote=vote):
+                return DriverPhase.RUNNING if vote is None else DriverPhase.REDUCING
             case Gathering():
                 return DriverPhase.GATHERING
             case Syncing():
                 return DriverPhase.SYNCING
-            case Attempting(vote=vote):
-                return DriverPhase.RUNNING if vote is None else DriverPhase.REDUCING
             case Resting(phase):
                 return phase
 

@@ -13,7 +13,7 @@ from collections.abc import (
     Sequence,
 )
 from heapq import heapify, heapreplace
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -178,13 +178,11 @@ def _along_lanes(served: Sequence[Sequence[str]]) -> list[list[str]]:
     """Each node keeps as many at each stage, and has those of the nodes that are at the same place
     in their lanes, to whom it has links."""
 
-    def place(seat: str) -> bytes:
-        return scattered(node_of(seat))
-
-    line = sorted(range(len(served[0])), key=lambda number: place(served[0][number]))
+    place = {seat: scattered(node_of(seat)) for seat in set(chain.from_iterable(served))}
+    line = sorted(range(len(served[0])), key=lambda number: place[served[0][number]])
     found = [[""] * len(line) for _ in served]
     for seats, chosen in zip(served, found, strict=True):
-        for number, seat in zip(line, sorted(seats, key=place), strict=True):
+        for number, seat in zip(line, sorted(seats, key=place.__getitem__), strict=True):
             chosen[number] = seat
     return found
 

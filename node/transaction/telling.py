@@ -61,9 +61,11 @@ class Telling:
         self._tell_changes(rest, members)
         for node, part in to.items():
             part.MergeFrom(rest if node in self._told else new)
-            part.plan.extend(visits[node])
-            part.untold = len(begin.plan) - len(visits[node])
-            part.joining.extend(joiners[stages[node]])
+            mine = visits.get(node, ())
+            part.plan.extend(mine)
+            part.untold = len(begin.plan) - len(mine)
+            if joiners:
+                part.joining.extend(joiners[stages[node]])
         self._last, self._told, self._members = ballot, frozenset(stages), members
 
     def _tell_changes(self, part: pb.Begin, members: Members) -> None:
@@ -83,17 +85,18 @@ def _without_lists(begin: pb.Begin) -> pb.Begin:
     return part
 
 
-def _visits(begin: pb.Begin, spare: bool) -> defaultdict[str, list[pb.Microbatch]]:
-    """By node, the microbatches that come to it, or that it does ahead."""
-    found: defaultdict[str, list[pb.Microbatch]] = defaultdict(list)
-    ahead = stand_ins(begin.members) if spare else {}
-    nodes = [place.node for place in begin.members]
-    number = {node: number for number, node in enumerate(nodes)}
+def _visits(begin: pb.Begin, spare: bool) -> dict[str, list[pb.Microbatch]]:
+    """By node, the microbatches that come to it, once each, or that it does ahead."""
+    found: dict[str, list[pb.Microbatch]] = {place.node: [] for place in begin.members}
+    number = {node: number for number, node in enumerate(found)}
+    by_number = [*found.values()]
     for microbatch in begin.plan:
         told = _in_numbers(microbatch, number[microbatch.source])
-        there = {microbatch.source, *(nodes[place] for place in microbatch.places)}
-        for node in there | {ahead[node] for node in there & ahead.keys()}:
-            found[node].append(told)
+        for place in told.places:
+            by_number[place].append(told)
+    ahead = stand_ins(begin.members) if spare else {}
+    for node, those in [(ahead[node], [*found[node]]) for node in ahead]:
+        found[node] = sorted(found[node] + those, key=attrgetter("id"))
     return found
 
 
