@@ -90,9 +90,9 @@ def run_all(
             except TimeoutError:
                 tell(counter.value, runs)
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
         for process in multiprocessing.active_children():
             process.terminate()
+        pool.shutdown(cancel_futures=True)
 
 
 def run_all_over_dask(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
 
@@ -59,13 +60,13 @@ class Telling:
         new.members.extend(begin.members)
         members = {place.node: place.stage for place in begin.members}
         self._tell_changes(rest, members)
+        to_new, to_told = new.SerializeToString(), rest.SerializeToString()
         for node, part in to.items():
-            part.MergeFrom(rest if node in self._told else new)
             mine = visits.get(node, ())
-            part.plan.extend(mine)
+            # The bytes of messages end to end are those of what they are merged.
+            part.MergeFromString(b"".join((to_told if node in self._told else to_new, *mine)))
             part.untold = len(begin.plan) - len(mine)
-            if joiners:
-                part.joining.extend(joiners[stages[node]])
+            part.joining.extend(joiners[stages[node]])
         self._last, self._told, self._members = ballot, frozenset(stages), members
 
     def _tell_changes(self, part: pb.Begin, members: Members) -> None:
@@ -85,18 +86,19 @@ def _without_lists(begin: pb.Begin) -> pb.Begin:
     return part
 
 
-def _visits(begin: pb.Begin, spare: bool) -> dict[str, list[pb.Microbatch]]:
-    """By node, the microbatches that come to it, once each, or that it does ahead."""
-    found: dict[str, list[pb.Microbatch]] = {place.node: [] for place in begin.members}
+def _visits(begin: pb.Begin, spare: bool) -> dict[str, list[bytes]]:
+    """By node, the microbatches that come to it, once each, or that it does ahead: of each a
+    `Begin` with it, serialised once for all who are told it."""
+    found: dict[str, list[bytes]] = {place.node: [] for place in begin.members}
     number = {node: number for number, node in enumerate(found)}
     by_number = [*found.values()]
+    pairs = stand_ins(begin.members) if spare else {}
+    ahead = {number[node]: number[stand_in] for node, stand_in in pairs.items()}
     for microbatch in begin.plan:
         told = _in_numbers(microbatch, number[microbatch.source])
-        for place in told.places:
-            by_number[place].append(told)
-    ahead = stand_ins(begin.members) if spare else {}
-    for node, those in [(ahead[node], [*found[node]]) for node in ahead]:
-        found[node] = sorted(found[node] + those, key=attrgetter("id"))
+        alone = pb.Begin(plan=[told]).SerializeToString()
+        for place in chain(told.places, (ahead[one] for one in told.places if one in ahead)):
+            by_number[place].append(alone)
     return found
 
 
