@@ -3,9 +3,9 @@
 proto/planaria/node/wire/stage.proto has the messages, frames.py the frames that carry tensors,
 tensors.py their payloads, largest.py those of a sum's largest values, lowrank.py those of factors
 of its matrices. link.py is a link: messages and frames in order over gRPC streams that come and go.
-session.py is what outlives them, greetings.py how its ends prove who they are, chunks.py the frames
-in pieces, streams.py says by how many streams these go, ordering.py puts them in order again,
-round_trip.py has heartbeats say how long an answer takes,
+session.py is what outlives them, idle.py says when nobody needs any, greetings.py how its ends
+prove who they are, chunks.py the frames in pieces, streams.py says by how many streams these go,
+ordering.py puts them in order again, round_trip.py has heartbeats say how long an answer takes,
 background.py says how much of what can wait is under way, relays.py carries for two that can't
 reach each other. outbox.py holds what waits for a link to come up, missing.py tells the
 registry which doesn't. exchange.py is for conversations that wait for answers, looped.py runs them

@@ -6,7 +6,8 @@ of the second kind where one TCP connection can't carry what the link could (str
 side may have dialled it; once up, both sides are alike, but that who dialled adds streams. When one
 of them breaks, the link sleeps until one of both sides has dialled again, and goes on where it was;
 it is lost when that takes too long. Two that can't reach each other have a connection by way of a
-third member (relays.py), until they can.
+third member (relays.py), until they can. One that neither side needs rests (idle.py): it has no
+connection, and nobody dials before there is something to send.
 
 `Links` keeps those up that the newest view asks for, and accepts those that members of that view
 dial.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import re
 from collections import defaultdict
 from collections.abc import (
@@ -61,6 +63,7 @@ from planaria.node.wire.frames import (
     unseal,
 )
 from planaria.node.wire.greetings import ForgedError, Greetings
+from planaria.node.wire.idle import Idle
 from planaria.node.wire.onlookers import Onlookers
 from planaria.node.wire.relays import KINDS as RELAYED
 from planaria.node.wire.relays import Call, CallRefusedError, Relay, Relays
@@ -107,6 +110,7 @@ class LinkSettings:
 
     heartbeat: float = 0.5
     silence: float = 3.0  # after which a link counts as lost
+    rest: float = 60.0  # without use, after which a link rests that no view asks for
     view_wait: float = 2.0  # for the view that makes an unknown dialler a member
     handshake: float = 5.0
     chunk: int = 2 << 20
@@ -141,7 +145,8 @@ class Peer:
 
 class LinkEvents(Protocol):
     """Told on the event loop, in order; must not block. A link is told of as up, then at most once
-    as lost; the messages and frames of its peer come between. That it slept nobody is told."""
+    as lost; the messages and frames of its peer come between. That it slept, or rested, nobody is
+    told."""
 
     def on_message(self, peer: str, message: stage_pb2.Message) -> None: ...
 
@@ -188,11 +193,16 @@ class _Link:
     def __init__(self, links: Links, peer: str, session: Session) -> None:
         self._links, self.settings = links, links.settings
         self.peer, self.session = peer, session
-        self.connection: _Connection | None = None  # None: it sleeps
+        self.connection: _Connection | None = None  # None: it sleeps, or rests
+        self.rests = False
         self.via = ""  # who carries it, or did last; empty: it is direct
         self.traffic = links.traffic.setdefault(peer, Traffic())
         self._loop = asyncio.get_running_loop()
-        self._silence = Silence(self.settings.silence, self.settings.heartbeat, self._loop.time())
+        self._silence = Silence(self.settings.silence, self.settings.heartbeat, self.now)
+        self._idle = Idle(self.settings.rest, self.now)
+        self._reached = False  # by a dial of this side, so that it can be waked from here
+        self._look = -math.inf  # when that was looked at last
+        self._stirs = asyncio.Event()  # it rests no more
         self.over = asyncio.Event()
         self.reason, self.cause = "", SILENT
 
@@ -208,16 +218,59 @@ class _Link:
         self._sent()
 
     def _sent(self) -> None:
+        self.used()
         self._links.bound_what_is_held(self)
         if self.connection is not None:
             self.connection.wake()
+        elif not self.over.is_set():
+            self.wake()
 
     def carry_by(self, connection: _Connection) -> None:
         """Which has begun with hellos of this session."""
-        self.heard()
+        self._stir()
         self.via = connection.via
+        self._reached = self._reached or connection.dialled
         self.connection = connection
         connection.start()
+
+    # When nobody needs it
+
+    def used(self) -> None:
+        self._idle.used(self.now)
+
+    def say_idle(self) -> int:
+        return self._idle.say(self._is_spare(), self.now)
+
+    def hear_idle(self, said: int) -> None:
+        if self._idle.hear(said, self._is_spare(), self.now):
+            self._rest("neither side needs it")
+
+    def _is_spare(self) -> bool:
+        return self._reached and self._has_no_use()
+
+    def _has_no_use(self) -> bool:
+        return not (self.session.held or self.via or self._links.asks_for(self.peer))
+
+    def _rest(self, why: str) -> None:
+        """Until this side has something to send, or the other one dials."""
+        log.info("the link to %s rests: %s", self.peer, why)
+        self.rests = True
+        self._stirs.clear()
+        self.detach(why)
+
+    def wake(self) -> None:
+        if self.rests:
+            self._stir()
+            self._links.dial_soon(self.peer, first=True)
+
+    def _stir(self) -> None:
+        self.heard()
+        self.rests = False
+        self._stirs.set()
+
+    async def _look_for(self) -> None:
+        """Whether this side could dial the one that has dialled it."""
+        self._reached = bool(await self._links.look_for(self.peer))
 
     def detach(self, why: str) -> None:
         """Nothing more comes by the connection that it has."""
@@ -231,6 +284,9 @@ class _Link:
             return
         self.connection = None
         if self.over.is_set():
+            return
+        if self._idle.rests(self._is_spare(), self.now):
+            self._rest(connection.reason)
             return
         log.info("the link to %s sleeps: %s", self.peer, connection.reason)
         self._links.dial_soon(self.peer)
@@ -248,21 +304,41 @@ class _Link:
             return
         self.reason, self.cause = reason, cause
         self.over.set()
+        self._stirs.set()
         if self.connection is not None:
             self.connection.say_farewell(reason)
         self._links.forget(self, report)
 
     async def _watch(self) -> None:
         while not self.over.is_set():
+            if self.rests:
+                await self._stirs.wait()
+                continue
             try:
                 async with asyncio.timeout(self.settings.heartbeat):
                     await self.over.wait()
             except TimeoutError:
-                silent = self._silence.tick(self.now)
-                if silent is not None:
-                    self.end(f"silent for {silent:.1f} s")
-                elif self.connection is not None:
-                    self.connection.beat()
+                if not self.rests:
+                    self._mind()
+
+    def _mind(self) -> None:
+        """Once in a heartbeat."""
+        silent = self._silence.tick(self.now)
+        if silent is not None and self._idle.rests(self._is_spare(), self.now):
+            self._rest(f"silent for {silent:.1f} s")  # it may have hung up, and isn't needed
+        elif silent is not None:
+            self.end(f"silent for {silent:.1f} s")
+        elif self.connection is not None:
+            self.connection.beat()
+            self._mind_whether_reached()
+
+    def _mind_whether_reached(self) -> None:
+        """A link rests only where either side can wake it, and who was dialled may not be able to
+        dial."""
+        idle = self._idle.is_spare(self._has_no_use(), self.now)
+        if idle and not self._reached and self.now - self._look >= self.settings.rest:
+            self._look = self.now
+            self._links.spawn(self._look_for(), f"look for {self.peer} on the link to it")
 
 
 @dataclass(slots=True, eq=False)
@@ -292,6 +368,7 @@ class _Connection:
         self.via = via
         self._traffic = Traffic() if via else link.traffic  # what is carried counts on that link
         self.heard = heard
+        self.dialled = heard is None and not via  # by this side
         self._control = streams["Control"]
         self._bulks = {0: _Bulk(0, streams["Bulk"])}
         self._numbers: set[int] = set()  # of the newest streams that were added
@@ -471,7 +548,8 @@ class _Connection:
                 self._heartbeat = False
                 received = self._session.acknowledgement()
                 sent, echo = self._round_trip.say(self._link.now)
-                heartbeat = self._links.heartbeat(received, self._told_streams, sent, echo)
+                idle = self._link.say_idle()
+                heartbeat = self._links.heartbeat(received, self._told_streams, sent, echo, idle)
                 await self._write(self._control, heartbeat)
             elif not self._link.over.is_set() and (message := self._session.next_message()):
                 await self._write(self._control, message)
@@ -494,7 +572,9 @@ class _Connection:
                 if message.heartbeat.streams != self._peers_streams:
                     self._peers_streams = message.heartbeat.streams
                     self._other_streams.set()
+                self._link.hear_idle(message.heartbeat.idle)
                 continue
+            self._link.used()
             self._session.message_came()
             if self._session.acknowledgement_due:
                 self._something_to_say.set()
@@ -542,6 +622,7 @@ class _Connection:
                 raise _LinkOver(chunk.head.decode(errors="replace"))
             if self._link.over.is_set():
                 continue
+            self._link.used()
             if not chunk.acknowledged:
                 for frame in self._session.chunk_came(chunk):
                     self._links.frame_came(self._link.peer, frame)
@@ -595,7 +676,7 @@ class Links:
         self._linked: frozenset[str] = frozenset()
         self._demanded: set[str] = set()
         self._view_changed = asyncio.Event()
-        self._links: dict[str, _Link] = {}  # that are up, those that sleep too
+        self._links: dict[str, _Link] = {}  # that are up, those that sleep or rest too
         self._begun: dict[str, Session] = {}  # of those that aren't up yet
         self._returning: set[str] = set()  # dialled directly, after somebody had carried for them
         self._relays = Relays(node, self._send_relayed, self._called)
@@ -668,8 +749,8 @@ class Links:
 
     def set_peers(self, view: int, peers: Iterable[Peer], linked: Collection[str]) -> None:
         """The members of the newest view (own node included or not), and those of them that need a
-        link kept up. Links to others end, those that sleep as lost, the others unreported. An older
-        view than the last has no effect."""
+        link kept up. Links to others end, those that sleep or rest as lost, the others unreported.
+        An older view than the last has no effect."""
         if view < self._view or self._stopping:
             return
         self._view = view
@@ -684,6 +765,8 @@ class Links:
         for node in self._linked:
             if not self._dialable and not self._peers[node].address and node not in self._links:
                 log.info("neither this node nor %s can be dialled: somebody has to carry", node)
+            if node in self._links:
+                self._links[node].wake()
             self.dial_soon(node)
         self._view_changed.set()
         self._view_changed = asyncio.Event()
@@ -695,8 +778,8 @@ class Links:
             self.dial_soon(peer)
 
     def demand(self, node: str) -> None:
-        """Dial a member that `set_peers` asked for no link with, whoever has the smaller id. The
-        link stays until it is lost; from the next view on it isn't dialled again."""
+        """Dial a member that `set_peers` asked for no link with, whoever has the smaller id. Once
+        neither has used it for a while, the link rests."""
         if node in self._peers and node not in self._links and self._peers[node].address:
             self._demanded.add(node)
             self.dial_soon(node)
@@ -735,10 +818,11 @@ class Links:
 
     @property
     def peers(self) -> list[str]:
-        """Those to which there is a link, awake or asleep."""
-        return sorted(self._links)
+        """Those to which there is a link, awake or asleep, that doesn't rest."""
+        return sorted(peer for peer, link in self._links.items() if not link.rests)
 
     def linked(self, peer: str) -> bool:
+        """Whether there is a link, which may rest."""
         return peer in self._links
 
     def carrier(self, peer: str) -> str | None:
@@ -766,9 +850,9 @@ class Links:
 
     # For _Link and _Connection
 
-    def heartbeat(self, received: int, streams: int, sent: int, echo: int) -> bytes:
+    def heartbeat(self, received: int, streams: int, sent: int, echo: int, idle: int) -> bytes:
         heartbeat = stage_pb2.Heartbeat(
-            view=self._view, received=received, streams=streams, sent=sent, echo=echo
+            view=self._view, received=received, streams=streams, sent=sent, echo=echo, idle=idle
         )
         return seal(stage_pb2.Message(heartbeat=heartbeat).SerializeToString())
 
@@ -780,6 +864,19 @@ class Links:
             unfinished = link.session.outbox.unfinished()
             self.events.on_link_lost(link.peer, link.reason, unfinished, link.cause)
 
+    def asks_for(self, peer: str) -> bool:
+        """Whether there is always to be a connection: the view says so, or who would have something
+        to send could not dial."""
+        member = self._peers.get(peer)
+        dialable = member is not None and bool(member.address) and self._dialable
+        return peer in self._linked or not dialable or bool(self._relays.via(peer))
+
+    async def look_for(self, peer: str) -> bool | None:
+        """Whether a member answers at its address."""
+        if (member := self._peers.get(peer)) is None:
+            return None
+        return await is_there(peer, member.address, self._credentials, LOOK, self._reach)
+
     def bound_what_is_held(self, link: _Link) -> None:
         """Something more waits on this one. Together they may have what `PEERS` of them may; beyond
         that, the one that has most is lost."""
@@ -789,12 +886,13 @@ class Links:
             greedy = max(self._links.values(), key=lambda one: one.session.held)
             greedy.end(f"{greedy.peer} has not taken the last {greedy.session.held} bytes")
 
-    def dial_soon(self, node: str) -> None:
-        """If it is for this node to do."""
+    def dial_soon(self, node: str, first: bool = False) -> None:
+        """If it is for this node to do. `first`: before the other side, which doesn't know that it
+        is needed."""
         if self._is_to_call(node) and node not in self._calling:
             self._calling[node] = self.spawn(self._keep_calling(node), f"call {node}")
         if self._is_to_dial(node) and node not in self._dialling:
-            late = node in self._links and not self._dials(node)
+            late = node in self._links and not (first or self._dials(node))
             work = self._keep_dialling(node, HEAD_START if late else 0.0)
             self._dialling[node] = self.spawn(work, f"dial {node}")
 
@@ -821,7 +919,7 @@ class Links:
         if self._stopping or node not in self._peers or not self._peers[node].address:
             return False
         if (link := self._links.get(node)) is not None:
-            return link.connection is None or bool(link.via)
+            return (link.connection is None and not link.rests) or bool(link.via)
         return node in self._demanded or (node in self._linked and self._dials(node))
 
     async def _keep_dialling(self, node: str, wait: float) -> None:
@@ -853,8 +951,7 @@ class Links:
         link = self._links.get(peer.node)
         if link is None or link.connection is None:
             return True
-        found = is_there(peer.node, peer.address, self._credentials, LOOK, self._reach)
-        return bool(await found)
+        return bool(await self.look_for(peer.node))
 
     async def _dial(self, peer: Peer) -> None:
         """Returns when the connection has been up and is over, or at once when there is one by the

@@ -768,18 +768,20 @@ class Relearn(_message.Message):
     def __init__(self, round: _Optional[int] = ..., work: _Optional[_Union[Relearn.Work, str]] = ..., pairs: _Optional[_Iterable[_Union[BoundaryPair, _Mapping]]] = ..., first: _Optional[int] = ..., count: _Optional[int] = ..., squared_error: _Optional[float] = ..., squared_norm: _Optional[float] = ..., result: _Optional[_Union[Relearned, _Mapping]] = ..., time_gone: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("view", "received", "streams", "sent", "echo")
+    __slots__ = ("view", "received", "streams", "sent", "echo", "idle")
     VIEW_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     STREAMS_FIELD_NUMBER: _ClassVar[int]
     SENT_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
+    IDLE_FIELD_NUMBER: _ClassVar[int]
     view: int
     received: int
     streams: int
     sent: int
     echo: int
-    def __init__(self, view: _Optional[int] = ..., received: _Optional[int] = ..., streams: _Optional[int] = ..., sent: _Optional[int] = ..., echo: _Optional[int] = ...) -> None: ...
+    idle: int
+    def __init__(self, view: _Optional[int] = ..., received: _Optional[int] = ..., streams: _Optional[int] = ..., sent: _Optional[int] = ..., echo: _Optional[int] = ..., idle: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("frame", "offset", "size", "head", "data", "acknowledged", "checksum", "order")

@@ -2,8 +2,8 @@
 
 What crosses is bytes: messages, and frames in chunks. A connection begins with hellos, whoever
 dials, and however dials cross; when it breaks, the link sleeps until one of the two has dialled
-again, and is lost when that takes too long. Where the view names a relay, a connection goes by way
-of a third node.
+again, and is lost when that takes too long; or it rests, since neither needs it. Where the view
+names a relay, a connection goes by way of a third node.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from planaria.node.wire.frames import (
     seal,
     unseal,
 )
+from planaria.node.wire.idle import Idle
 from planaria.node.wire.link import (
     DIRECTLY,
     FAREWELL,
@@ -125,7 +126,9 @@ class Link:
 
     def __init__(self, links: Links, peer: str, session: Session) -> None:
         self.links, self.node, self.peer, self.session = links, links.node, peer, session
-        self.connection: Carrier | None = None  # None: it sleeps
+        self.connection: Carrier | None = None  # None: it sleeps, or rests
+        self.rests = False
+        self._idle = Idle(SETTINGS.rest, self.node.world.now)
         self.via = ""  # who carries it, or did last; empty: it is direct
         self.over = False
         self._silence: Silence | None = None  # None: all is well
@@ -135,7 +138,9 @@ class Link:
             self.session.send_frame(item)
         else:
             self.session.send(seal(item.SerializeToString()))
+        self._idle.used(self.node.world.now)
         self._pump()
+        self.wake()
 
     def _pump(self) -> None:
         if self.connection is None:
@@ -176,14 +181,22 @@ class Link:
             raise WireError(f"a message that is not one of stage.proto's: {error}") from error
         if message.WhichOneof("body") == "heartbeat":
             self.session.acknowledge_messages(message.heartbeat.received)
+            if self._idle.hear(message.heartbeat.idle, self._is_spare(), self.node.world.now):
+                self._rest()
             return
+        self._idle.used(self.node.world.now)
         self.session.message_came()
         if self.session.acknowledgement_due:  # others change nothing that could be seen
-            heartbeat = pb.Heartbeat(received=self.session.acknowledgement())
-            self._write("control", seal(pb.Message(heartbeat=heartbeat).SerializeToString()))
+            self._beat()
         self.node.on_message(self.peer, message)
 
+    def _beat(self) -> None:
+        idle = self._idle.say(self._is_spare(), self.node.world.now)
+        heartbeat = pb.Heartbeat(received=self.session.acknowledgement(), idle=idle)
+        self._write("control", seal(pb.Message(heartbeat=heartbeat).SerializeToString()))
+
     def _collect(self, chunk: Chunk) -> None:
+        self._idle.used(self.node.world.now)
         if not (chunk.frame or chunk.acknowledged):
             self.end(f"{self.peer} closed the link: {chunk.head.decode(errors='replace')}")
         elif chunk.acknowledged:
@@ -196,8 +209,31 @@ class Link:
             if frame is not None:
                 self.node.on_frame(self.peer, frame)
 
+    def _is_spare(self) -> bool:
+        return not self.session.held and self._has_no_use()
+
+    def _has_no_use(self) -> bool:
+        """Where both say where they are, each reaches the other."""
+        addresses = self.node.address, self.links.addresses.get(self.peer)
+        asked_for = self.peer in self.links.kept or self.peer in self.links.vias
+        return all(addresses) and not (self.via or asked_for)
+
+    def _rest(self) -> None:
+        self.node.cluster.counts["rested"] += 1
+        self.rests = True
+        if self.connection is not None:
+            connection, self.connection = self.connection, None
+            connection.break_off()
+
+    def wake(self) -> None:
+        if self.rests:
+            self.heard()
+            self.rests = False
+            self.links.dial_soon(self.peer, first=True)
+
     def carry_by(self, connection: Carrier) -> None:
         self.heard()
+        self.rests = False
         self.connection = connection
         self.via = connection.via.name if connection.via is not None else ""
         self._pump()
@@ -207,16 +243,24 @@ class Link:
         if self.connection is not None:
             connection, self.connection = self.connection, None
             connection.break_off()
+            if self._idle.rests(self._is_spare(), self.node.world.now):
+                self._rest()
             self.links.dial_soon(self.peer)
 
     def look(self) -> None:
         """Every `WATCH` seconds, unless the node is frozen."""
         now = self.node.world.now
-        if self.connection is not None and self.connection.feeds(self.node):
+        if self.connection is not None and self._idle.is_spare(self._has_no_use(), now):
+            self._beat()
+        if self.rests or (self.connection is not None and self.connection.feeds(self.node)):
             self._silence = None
         elif self._silence is None:
             self._silence = Silence(SILENCE, WATCH, now)
-        elif (silent := self._silence.tick(now)) is not None:
+        elif (silent := self._silence.tick(now)) is None:
+            pass
+        elif self._idle.rests(self._is_spare(), now):
+            self._rest()
+        else:
             self.end(f"silent for {silent:.1f} s")
 
     def heard(self) -> None:
@@ -320,6 +364,8 @@ class Links:
                 report = link.connection is None
                 link.end(f"{peer} is no member of view {view.number}", report)
         for peer in sorted(self.kept):
+            if peer in self.links:
+                self.links[peer].wake()
             self.dial_soon(peer)
         self._set_relays(view)
 
@@ -370,14 +416,14 @@ class Links:
             ):
                 connection.break_off()
 
-    def dial_soon(self, peer: str) -> None:
-        """If it is for this node to do."""
+    def dial_soon(self, peer: str, first: bool = False) -> None:
+        """If it is for this node to do. `first`: before the other one."""
         if self._is_to_call(peer) and peer not in self.calling:
             self.calling.add(peer)
             self.process.after(0.0, self._keep_calling, peer, FIRST_PAUSE)
         if self._is_to_dial(peer) and peer not in self.dialling:
             self.dialling.add(peer)
-            late = peer in self.links and not self._dials(peer)
+            late = peer in self.links and not (first or self._dials(peer))
             self.process.after(HEAD_START if late else 0.0, self._keep_dialling, peer, FIRST_PAUSE)
 
     # --- dialling
@@ -389,7 +435,7 @@ class Links:
         if self.node.ended or not self.addresses.get(peer):
             return False
         if (link := self.links.get(peer)) is not None:
-            return link.connection is None or bool(link.via)
+            return (link.connection is None and not link.rests) or bool(link.via)
         return peer in self.demanded or (peer in self.kept and self._dials(peer))
 
     def _keep_dialling(self, peer: str, pause: float) -> None:

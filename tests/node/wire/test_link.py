@@ -4,7 +4,7 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -825,6 +825,115 @@ async def test_a_link_that_sleeps_is_dialled_by_whoever_can() -> None:
         wire.cut()
         a.links.send("b", message(1))
         assert await b.events.next("message") == ("a", message(1))
+
+
+# What neither side needs
+
+SOON = replace(QUICK, heartbeat=0.02, silence=DEADLINE, rest=0.1)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while not holds():  # noqa: ASYNC110  it tells nobody
+            await asyncio.sleep(0.01)
+
+
+def rest(node: Node, peer: str) -> bool:
+    return node.links.linked(peer) and peer not in node.links.peers
+
+
+@asynccontextmanager
+async def on_demand(**addresses: str) -> AsyncIterator[tuple[Node, Node]]:
+    """`addresses`: where the two are said to be."""
+    a, b = Node("a", settings=SOON), Node("b", settings=SOON)
+    async with started(a, b):
+        a.address, b.address = addresses.get("a", a.address), addresses.get("b", b.address)
+        for node in (a, b):
+            node.links.set_peers(1, [a.peer(), b.peer()], [])
+        b.links.demand("a")
+        await up(a, b)
+        yield a, b
+        assert a.events.queue.empty() and b.events.queue.empty()
+
+
+@pytest.mark.parametrize("sender", ["a", "b"])
+async def test_a_link_that_neither_side_needs_rests_until_one_has_something_to_send(
+    sender: str,
+) -> None:
+    async with on_demand() as ends:
+        one, other = ends if sender == "a" else ends[::-1]
+        for number in range(2):
+            one.links.send(other.name, message(number))
+            one.links.send(other.name, frame(5000, number=number))
+            for _ in range(2):
+                async with asyncio.timeout(DEADLINE):
+                    came = await other.events.queue.get()
+                found = came[2].ready.step if came[0] == "message" else came[2].fields["number"]
+                assert found == number
+            await until(lambda: rest(one, other.name) and rest(other, one.name))
+            await until(lambda: not any(end.links._dialling for end in ends))
+
+
+async def test_a_link_rests_only_when_no_view_asks_for_it() -> None:
+    async with on_demand() as (a, b):
+        await until(lambda: rest(a, "b") and rest(b, "a"))
+        a.links.set_peers(2, [a.peer(), b.peer()], ["b"])
+        await until(lambda: not (rest(a, "b") or rest(b, "a")))
+        said = b.links._links["a"].connection
+        await until(lambda: b.links._links["a"].say_idle() == 1)
+        assert b.links._links["a"].connection is said
+        a.links.set_peers(3, [a.peer(), b.peer()], [])
+        await until(lambda: rest(a, "b") and rest(b, "a"))
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:1"])
+async def test_a_link_does_not_rest_that_one_side_could_not_wake(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = asyncio.Event()
+
+    async def look_for(links: Links, peer: str) -> bool | None:
+        found = await whether(links, peer)
+        looked.set()
+        return found
+
+    whether = Links.look_for
+    monkeypatch.setattr(Links, "look_for", look_for)
+    async with on_demand(b=address) as (a, b):
+        if address:
+            async with asyncio.timeout(DEADLINE):
+                await looked.wait()
+        before = b.links.bytes_in
+        await until(lambda: b.links.bytes_in > before + 500)  # of heartbeats
+        assert not (rest(a, "b") or rest(b, "a"))
+
+
+async def test_who_sends_what_the_other_has_hung_up_on_dials() -> None:
+    async with on_demand() as (a, b):
+        link = a.links._links["b"]
+        await until(lambda: link.say_idle() == 2)
+        b.links.send("a", message(1))
+        link._rest("it had agreed before that was sent")
+        assert await a.events.next("message") == ("b", message(1))
+
+
+async def test_who_dies_while_the_link_rests_is_lost_to_the_other_by_the_view() -> None:
+    async with on_demand() as (a, b):
+        await until(lambda: rest(a, "b") and rest(b, "a"))
+        await b.links.stop()
+        assert rest(a, "b")
+        a.links.set_peers(2, [a.peer()], [])
+        assert await a.events.next("lost") == ("b", "b is no member of view 2", [])
+
+
+async def test_who_has_died_is_lost_when_something_is_sent_on_a_link_that_rests() -> None:
+    async with on_demand() as (a, b):
+        await until(lambda: rest(a, "b") and rest(b, "a"))
+        await b.links.stop()
+        a.links._links["b"]._silence = Silence(0.2, SOON.heartbeat, a.links._links["b"].now)
+        a.links.send("b", frame(10))
+        peer, reason, unacknowledged = await a.events.next("lost")
+        assert (peer, "silent" in reason, len(unacknowledged)) == ("b", True, 1)
 
 
 async def test_no_more_than_the_bound_waits_for_a_link_that_sleeps() -> None:

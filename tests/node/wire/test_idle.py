@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+from collections import deque
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from planaria.node.wire.budget import ITEM
+from planaria.node.wire.idle import AGREED, NEEDED, SPARE, Idle
+from planaria.node.wire.session import Bounds, Session
+
+PATIENCE = 10.0
+BOUNDS = Bounds(chunk=10, window=30, payload=100, messages=1000 * ITEM, held=2000 * ITEM)
+
+
+def test_who_is_in_use_or_asked_for_is_needed() -> None:
+    end = Idle(PATIENCE, now=0.0)
+    assert end.say(spare=True, now=9.0) == NEEDED
+    assert end.say(spare=True, now=10.0) == SPARE
+    assert end.say(spare=False, now=10.0) == NEEDED
+    end.used(11.0)
+    assert end.say(spare=True, now=20.0) == NEEDED
+    assert end.say(spare=True, now=21.0) == SPARE
+
+
+def test_only_who_knows_that_the_other_knows_hangs_up() -> None:
+    one, other = Idle(PATIENCE, 0.0), Idle(PATIENCE, 5.0)
+    assert not other.hear(one.say(True, 10.0), True, 10.0)
+    assert not one.hear(other.say(True, 10.0), True, 10.0)
+    assert not one.rests(True, 10.0)
+    assert other.say(True, 15.0) == AGREED
+    assert one.hear(AGREED, True, 15.0)
+    assert other.rests(True, 15.0)
+
+
+@given(st.integers(0, 3) | st.integers(0, 2**32 - 1))
+def test_whatever_a_peer_says_who_needs_it_does_not_hang_up(said: int) -> None:
+    end = Idle(PATIENCE, 0.0)
+    assert not end.hear(said, spare=False, now=99.0)
+    assert not end.rests(spare=False, now=99.0)
+
+
+class Connection:
+    """What is on its way to each end: messages, and heartbeats as how many of them have come, and
+    what they say of need."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self.pipes: tuple[deque[bytes | tuple[int, int]], ...] = deque(), deque()
+
+
+class End:
+    """As `_Link` in link.py."""
+
+    def __init__(self) -> None:
+        self.session, self.idle = Session(1, BOUNDS), Idle(PATIENCE, 0.0)
+        self.connection: Connection | None = None
+        self.rests, self.wanted = False, False
+        self.sent: list[bytes] = []
+        self.came: list[bytes] = []
+
+    @property
+    def spare(self) -> bool:
+        return not (self.session.held or self.wanted)
+
+    def hang_up(self) -> None:
+        if self.connection is not None:
+            self.connection.over = True
+        self.connection, self.rests = None, True
+
+    def broke(self, now: float) -> None:
+        self.connection, self.rests = None, self.idle.rests(self.spare, now)
+
+    def carry_by(self, connection: Connection) -> None:
+        if self.connection is not None:
+            self.connection.over = True
+        self.connection, self.rests = connection, False
+
+
+class TwoEnds(RuleBasedStateMachine):
+    """Whatever is sent, asked for, lost or breaks while they agree, all that is sent comes once and
+    in order, no end of a connection that both have agreed to is a fault, and in the end both rest
+    or neither does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.ends = End(), End()
+        self.dial(0)
+        self.now = PATIENCE
+
+    def on_its_way(self) -> bool:
+        there = [end.connection for end in self.ends]
+        return any(any(one.pipes) for one in there if one is not None)
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, PATIENCE]))
+    def pass_time(self, seconds: float) -> None:
+        if seconds < PATIENCE or not self.on_its_way():  # which takes much less
+            self.now += seconds
+
+    @rule(which=st.integers(0, 1))
+    def send(self, which: int) -> None:
+        end = self.ends[which]
+        message = bytes([len(end.sent) % 256])
+        end.sent.append(message)
+        end.session.send(message)
+        end.idle.used(self.now)
+        end.rests = False
+
+    @rule(which=st.integers(0, 1), wanted=st.booleans())
+    def view(self, which: int, wanted: bool) -> None:
+        end = self.ends[which]
+        end.wanted, end.rests = wanted, end.rests and not wanted
+
+    @rule(which=st.integers(0, 1))
+    def speak(self, which: int) -> None:
+        end = self.ends[which]
+        while end.connection is not None and (message := end.session.next_message()) is not None:
+            end.connection.pipes[1 - which].append(message)
+
+    @rule(which=st.integers(0, 1))
+    def beat(self, which: int) -> None:
+        end = self.ends[which]
+        if end.connection is not None:
+            self.speak(which)
+            said = end.idle.say(end.spare, self.now)
+            end.connection.pipes[1 - which].append((end.session.acknowledgement(), said))
+
+    @rule(which=st.integers(0, 1), count=st.integers(1, 4))
+    def listen(self, which: int, count: int) -> None:
+        end = self.ends[which]
+        for _ in range(count):
+            if end.connection is None or not end.connection.pipes[which]:
+                return
+            item = end.connection.pipes[which].popleft()
+            if isinstance(item, bytes):
+                end.session.message_came()
+                end.came.append(item)
+                end.idle.used(self.now)
+                continue
+            received, said = item
+            end.session.acknowledge_messages(received)
+            if end.idle.hear(said, end.spare, self.now):
+                end.hang_up()
+
+    @rule(which=st.integers(0, 1), left=st.integers(0, 3))
+    def notice(self, which: int, left: int) -> None:
+        """That the other one has hung up; some of what was on its way has come."""
+        end = self.ends[which]
+        if end.connection is not None and end.connection.over:
+            pipe = end.connection.pipes[which]
+            while len(pipe) > left:
+                pipe.pop()
+            self.listen(which, left + 1)
+            end.broke(self.now)
+
+    @rule(which=st.integers(0, 1))
+    def hear_nothing(self, which: int) -> None:
+        """Nor that the other has hung up. It is a fault only if there is something to send, or the
+        connection is asked for."""
+        end, other = self.ends[which], self.ends[1 - which]
+        if end.connection is None or not end.connection.over or end.connection.pipes[which]:
+            return
+        if other.rests and end.spare:
+            assert end.idle.rests(end.spare, self.now) or self.now - end.idle._used < PATIENCE
+        if end.idle.rests(end.spare, self.now):
+            end.broke(self.now)
+
+    @rule(which=st.integers(0, 1), left=st.integers(0, 3))
+    def break_off(self, which: int, left: int) -> None:
+        """Nobody has wanted that."""
+        end = self.ends[which]
+        if end.connection is not None:
+            end.connection.over = True
+            self.notice(which, left)
+
+    @rule(which=st.integers(0, 1))
+    def dial(self, which: int) -> None:
+        """Where dials cross or are late: test_session.py."""
+        end, other = self.ends[which], self.ends[1 - which]
+        if end.connection is not None or end.rests:
+            return
+        hello = end.session.hello()
+        other.session.resume(hello)
+        end.session.resume(other.session.hello(), hello)
+        connection = Connection()
+        for one in (other, end):
+            one.carry_by(connection)
+
+    @invariant()
+    def all_comes_once_and_in_order(self) -> None:
+        for end, other in (self.ends, self.ends[::-1]):
+            assert end.came == other.sent[: len(end.came)]
+
+    @invariant()
+    def who_rests_has_nothing_to_send(self) -> None:
+        assert all(end.spare and end.connection is None for end in self.ends if end.rests)
+
+    def go_on(self) -> None:
+        for _ in range(60):
+            for which in (0, 1):
+                self.notice(which, 3)
+                self.dial(which)
+                self.speak(which)
+                self.beat(which)
+                for end in (0, 1):
+                    self.listen(end, 4)
+            self.now += 0.5
+
+    def teardown(self) -> None:
+        self.go_on()
+        for end, other in (self.ends, self.ends[::-1]):
+            assert end.came == other.sent
+        asked_for = any(end.wanted for end in self.ends)
+        one, other = self.ends
+        if asked_for:
+            assert one.connection is other.connection is not None
+        else:
+            assert one.rests and other.rests
+        for end in self.ends:
+            end.wanted = False
+        self.go_on()
+        assert one.rests and other.rests
+
+
+TestTwoEnds = TwoEnds.TestCase
+TestTwoEnds.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)

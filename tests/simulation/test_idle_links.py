@@ -1,0 +1,37 @@
+"""Whole clusters whose links are mostly dialled on demand, and rest soon after."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from planaria.bootstrap import neighbours
+from planaria.bootstrap.registry_pb2 import Member, View
+from simulation import links, node
+from simulation.scenario import run
+
+
+def few(own: Member, view: View, stages: int, swapped: bool) -> list[str]:
+    """With the driver all, with others half of those with whom it has to do in a step."""
+    needed = neighbours.to_link(own, view, stages, swapped)
+    carrying = {one for relay in view.relays for one in (relay.a, relay.b, relay.via)}
+    return [
+        peer
+        for peer in needed
+        if view.driver in (own.node, peer)
+        or not own.address
+        or peer in carrying
+        or Random(" ".join(sorted((own.node, peer)))).random() < 0.5
+    ]
+
+
+@pytest.mark.parametrize("seeds", [range(0, 6), range(6, 12)])
+def test_invariants_hold_where_links_rest_all_the_time(
+    seeds: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "SETTINGS", replace(links.SETTINGS, rest=0.6))
+    monkeypatch.setattr(node, "to_link", few)
+    rested = [run(seed).counts["rested"] for seed in seeds]
+    assert sum(rested) > 100
