@@ -184,7 +184,8 @@ class Agent:
         self.averaging = Averaging(self.node, exchanges, send, coding, some, chance=chance)
         self.pins, self.taken = Pins(tensors), Taken(tensors)
         self.gradients = Gradients(self.arithmetic.gradient, tensors)
-        self.states = StateClient(exchanges, tensors, send, self.accuse)
+        linked = self.net.linked
+        self.states = StateClient(exchanges, tensors, send, self.accuse, linked=linked)
         self.state_server = StateServer(exchanges, tensors, send, self._served, self._hangs)
         parse, crossing = self.arithmetic.boundary_tensor, self.crossing
         self.crossings = BoundaryClient(exchanges, send, parse, self.accuse, crossing)

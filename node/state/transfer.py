@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 from bisect import insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 SHARD: Final = 4 << 20  # bytes
 SHARD_LIMIT: Final = 16 << 20  # bytes that a source serves at a time
 SILENCE: Final = 15.0  # seconds in which a source that was asked has to answer
+SOURCES: Final = 8  # of one transfer that are asked at a time; a node has no link to all
 OUTSTANDING: Final = 2  # shards asked of a source and not there yet
 FAILURES: Final = 3  # that a source may have; with the last one it is dropped
 REQUESTS: Final = 16  # of one joiner that a source works on at a time
@@ -418,7 +419,7 @@ _Answer: TypeAlias = pb.StateManifest | pb.ShardRefusal | Frame
 
 class StateClient:
     """Fetches states, several at a time if need be. `accuse` gets who has sent what can't be right,
-    why, and of what it is to be accused."""
+    why, and of what it is to be accused; `linked` says to whom there is a link already."""
 
     def __init__(
         self,
@@ -429,9 +430,10 @@ class StateClient:
         *,
         shard_size: int = SHARD,
         silence: float = SILENCE,
+        linked: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self.exchanges, self.tensors, self.send = exchanges, tensors, send
-        self.accuse = accuse
+        self.accuse, self.linked = accuse, linked
         self.shard_size = shard_size
         self.silence = silence
         self._numbers = count(1)
@@ -615,7 +617,8 @@ class _Fetch:
     """One transfer at the joiner.
 
     The first good manifest is the one that the others have to agree with; shards are asked for from
-    then on, and a source whose manifest comes later joins in.
+    then on, and a source whose manifest comes later joins in. Of more than SOURCES the others are
+    asked as some are given up, those last to whom a link would have to be dialled.
     """
 
     def __init__(
@@ -632,20 +635,21 @@ class _Fetch:
         self.deadline = deadline
         self.on_progress = on_progress
         self.started = client.exchanges.now
-        self.silent: list[str] = list(sources)  # no manifest yet
+        if len(sources) > SOURCES:
+            sources = sorted(sources, key=lambda source: not client.linked(source))
+        self.unasked = deque(sources)
+        self.silent: dict[str, float] = {}  # no manifest yet; since when it is asked
         self.given_up: dict[str, str] = {}  # by source: why, before the plan knew it
         self.arriving: Arriving | None = None  # since the first manifest
         self.plan = ShardPlan([], client.silence)
         self.served = dict.fromkeys(sources, 0)
 
     async def run(self, inbox: ExchangeInbox[_Answer]) -> Delivery:
-        for source in list(self.silent):
-            if not self.client.send(source, self.request.manifest()):
-                self._give_up(source, "there is no link to it")
         while self.arriving is None or not self.plan.done:
             if inbox.empty:  # else who seems silent may just be unheard
                 self._expire(self._now)
             self._ask_shards()
+            self._ask_sources()
             if not (self.silent or self.plan.sources):
                 raise ComplaintError(f"{self._what()} is not to be had: {self._complaints()}")
             try:
@@ -669,12 +673,12 @@ class _Fetch:
         return "; ".join(f"{source}: {why}" for source, why in said.items()) or "no source is named"
 
     def _wake(self) -> float:
-        patience = self.started + self.client.silence if self.silent else math.inf
+        patience = min(self.silent.values(), default=math.inf) + self.client.silence
         return min(self.started + self.deadline, patience, self.plan.wake)
 
     def _check_deadline(self) -> None:
         if self._now >= self.started + self.deadline:
-            waited_for = ", ".join(self.silent + self.plan.sources)
+            waited_for = ", ".join([*self.silent, *self.plan.sources])
             missing = f"{self.plan.missing} shards" if self.arriving else "every manifest"
             gone = self.given_up or self.plan.dropped
             raise ComplaintError(
@@ -685,7 +689,7 @@ class _Fetch:
     def _give_up(self, source: str, reason: str) -> None:
         log.warning("no more of %s from %s: %s", self._what(), source, reason)
         if source in self.silent:
-            self.silent.remove(source)
+            del self.silent[source]
             self.given_up[source] = reason
         else:
             self.plan.drop(source, reason)
@@ -695,9 +699,16 @@ class _Fetch:
 
     def _expire(self, now: float) -> None:
         self.plan.expire(now)
-        if now >= self.started + self.client.silence:
-            for source in list(self.silent):
+        for source, asked in list(self.silent.items()):
+            if now >= asked + self.client.silence:
                 self._give_up(source, f"no manifest in {self.client.silence:g} s")
+
+    def _ask_sources(self) -> None:
+        while self.unasked and len(self.silent) + len(self.plan.sources) < SOURCES:
+            source = self.unasked.popleft()
+            self.silent[source] = self._now
+            if not self.client.send(source, self.request.manifest()):
+                self._give_up(source, "there is no link to it")
 
     def _ask_shards(self) -> None:
         while asked := self.plan.ask(self._now):
@@ -738,7 +749,7 @@ class _Fetch:
         elif manifest != self.arriving.manifest:
             self._give_up(peer, "its manifest is not that of the others")
             return
-        self.silent.remove(peer)
+        del self.silent[peer]
         self.plan.add(peer)
 
     async def _take_shard(self, peer: str, frame: Frame) -> None:

@@ -172,6 +172,31 @@ def test_the_state_comes_bit_equal_from_all_sources(count: int, optimizer: bool)
     assert offsets == [shard.offset for shard in shards_of(found.state)], "weights come first"
 
 
+def many() -> tuple[Network, list[str]]:
+    """Thirty sources; the joiner has a link to the last five."""
+    names = [f"s{number:02}" for number in range(30)]
+    network = Network(sources=names)
+    network.client.linked = lambda source: source >= "s25"
+    return network, names
+
+
+def test_of_many_sources_a_few_are_asked_those_first_that_are_linked() -> None:
+    network, names = many()
+    found = network.fetch(names)
+    assert_equal(found, state())
+    asked = {source for source, _ in network.asked}
+    assert asked <= {*names[:3], *names[25:]} and len(asked) == 8
+
+
+def test_of_many_sources_others_take_the_place_of_those_that_fail() -> None:
+    network, names = many()
+    for name in names[2:]:
+        network.states[name] = None
+    found = network.fetch(names)
+    assert_equal(found, state())
+    assert {source for source, _ in network.asked} == {"s00", "s01"}
+
+
 def test_special_values_keep_their_bits() -> None:
     network = Network()
     bits = torch.tensor([0x7FC00001, 0x7F800000, -(2**31), 1], dtype=torch.int32)

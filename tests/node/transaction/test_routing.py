@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.bootstrap.neighbours import Neighbours
+from planaria.bootstrap.neighbours import DRIVERS, Neighbours
 from planaria.bootstrap.registry_pb2 import Member, Seat
 from planaria.node.naming import node_of, seat_id
+from planaria.node.state.transfer import SOURCES
 from planaria.node.transaction.routing import (
     Pair,
     Route,
@@ -25,6 +26,7 @@ from planaria.node.transaction.routing import (
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery import masking
 from planaria.recovery.orders import window_orders
+from planaria.recovery.snapshot import route as copied
 
 
 def test_a_node_half_as_fast_is_given_half_as_many():
@@ -257,6 +259,46 @@ def test_routes_go_along_links_where_nodes_have_a_few_each(faster: float, least:
     planned = plan([range(1, 10)] * 400, replicas, seconds)
     hops = [hop for route in planned for hop in pairwise(route.nodes)]
     assert sum(b in links.of(a) for a, b in hops) >= least * len(hops)
+
+
+@pytest.mark.parametrize("faster", [1.0, 4.0])
+def test_a_thousand_nodes_that_come_and_go_have_at_most_fifty_links_for_tensors(faster: float):
+    """Besides those to who may drive. Views come half a minute after each other, each with two
+    losses and two joins, and what was used in the one before doesn't rest yet: links that were
+    asked for, hops off the lane, ways of copies, and sources of the states that joiners copy."""
+    drawn = Random(3)
+
+    def member(stage: int) -> Member:
+        speed = drawn.choice([1.0, 1.0, 1.0, faster])
+        node = f"{drawn.getrandbits(48):012x}"
+        return Member(node=node, seats=[Seat(stage=stage)], speed=speed)
+
+    members = [member(number % 10) for number in range(1000)]
+    drivers = {one.node for one in members[: 10 * DRIVERS : 10]}
+    joined: list[Member] = []
+    before: set[frozenset[str]] = set()
+    for _ in range(3):
+        links = Neighbours(members, members[0].node, 9, swapped=False)
+        replicas = [[m.node for m in members if m.seats[0].stage == stage] for stage in range(10)]
+        planned = plan([range(1, 10)] * 400, replicas, {one.node: 1 / one.speed for one in members})
+        used = {frozenset(hop) for route in planned for hop in pairwise(route.nodes)}
+        used |= {frozenset((m.node, other)) for m in members for other in links.of(m.node)}
+        for one in joined:
+            there = replicas[one.seats[0].stage]
+            linked = sorted(there, key=lambda node: node not in links.of(one.node))
+            used |= {frozenset((one.node, source)) for source in linked[:SOURCES]}
+        places = [(one.node, one.seats[0].stage) for one in members]
+        for stage in range(10):
+            way = copied("copy" if stage == 0 else "snapshot", stage, places, 9)
+            assert way is not None
+            used |= {frozenset((way.sender, holder)) for holder in way.holders}
+        living = {one.node for one in members} - drivers
+        count = Counter(node for pair in used | before if pair <= living for node in pair)
+        assert max(count.values()) <= 50
+        lost = {one.node for one in drawn.sample(members[10 * DRIVERS :], 2)}
+        joined = [member(one.seats[0].stage) for one in members if one.node in lost]
+        members = [one for one in members if one.node not in lost] + joined
+        before = used
 
 
 @given(st.integers(9, 14), st.integers(1, 5), st.integers(1, 40), st.randoms())
