@@ -477,7 +477,7 @@ class _Membership:
         self.on_view, self.on_measure = on_view, on_measure
         self.evicted = ""  # why
         self.connected = True  # as far as anyone has noticed
-        self.shows = False  # its view, to a registry: who has just got it from there need not
+        self.shows = False  # its view, to a registry that has asked for it
         self.probe = 0  # to be answered with the next renewal
 
     async def connect(self) -> str:
@@ -517,6 +517,11 @@ class _Membership:
                 if notice.probe:
                     self.probe = notice.probe
                     self.client._due.set()
+        except grpc.aio.AioRpcError as error:
+            # Thousands call again when their registry is started anew, and hardly ever has it lost
+            # what it knew.
+            self.shows = error.code() is StatusCode.OUT_OF_RANGE
+            raise
         finally:
             call.cancel()
         return "it ended the stream"
@@ -530,7 +535,6 @@ class _Membership:
             view=self.view if self.shows else None,
             shown=self.view.number,
         )
-        self.shows = True
         self.client.sign(first)
         yield first
         while True:

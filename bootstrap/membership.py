@@ -47,7 +47,7 @@ from planaria.bootstrap.views import is_genuine, sign
 from planaria.bootstrap.words import WHY_LENGTH, Guilty, Words, evidence
 from planaria.recovery.decide import Policy
 
-PROTOCOL = 10
+PROTOCOL = 11
 DECISIONS_KEPT = 200
 DECISION_LENGTH = 4000  # characters of a decision, or of a view's reason
 EVICTED_KEPT = 10_000
@@ -1383,7 +1383,7 @@ class Membership:
         view, known = renewal.view, renewal.node in self._nodes
         if renewal.shown > max(view.number, self._number):
             raise Refused(
-                "UNAVAILABLE",
+                "OUT_OF_RANGE",
                 f"{renewal.node} knows view {renewal.shown}, and this registry none after view "
                 f"{self._number}: call again, and show it",
             )
