@@ -30,7 +30,7 @@ from planaria.bootstrap.credentials import Credentials, CredentialsError
 from planaria.bootstrap.gate import host_of
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.journal import Journal
-from planaria.bootstrap.membership import PROTOCOL, MembershipRules
+from planaria.bootstrap.membership import PROTOCOL, Effect, Membership, MembershipRules
 from planaria.bootstrap.registry_pb2 import (
     NONFINITE,
     Complaint,
@@ -586,6 +586,33 @@ async def test_a_registry_without_journal_learns_from_the_nodes(serve: Serve) ->
         c = await place.node("c")
         assert c.reply.view.number > before
         await a.sees(lambda view: names(view) == {"a", "b", "c"})
+
+
+async def test_a_view_is_shown_to_a_registry_that_has_none_as_new_and_to_no_other(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[int] = []
+    opened = Membership.stream_opened
+
+    def noted(machine: Membership, renewal: Renewal, now: float) -> list[Effect]:
+        shown.append(renewal.view.number)
+        return opened(machine, renewal, now)
+
+    monkeypatch.setattr(Membership, "stream_opened", noted)
+    with Journal(tmp_path / "journal", "r", KEY) as journal:
+        async with serve(journal=journal) as place:
+            a = await place.node("a")
+            await until_described(place, lambda _: len(shown) > 0)
+            nodes, port, place.nodes = place.nodes, place.port, []
+    with Journal(tmp_path / "journal", "r", KEY) as journal:
+        async with serve(port=port, journal=journal) as place:
+            before = len(shown)
+            await until_described(place, lambda _: len(shown) > before)
+            assert not any(shown)
+    async with serve(port=port) as place:
+        place.nodes = nodes
+        await until_described(place, lambda d: names(d.view) == {"a"})
+    assert {*shown} == {0, a.view.number}
 
 
 async def test_a_forged_view_is_refused_though_a_registry_without_journal_sees_it_first(
