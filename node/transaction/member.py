@@ -448,7 +448,8 @@ class MemberSide:
     def _answer(self, peer: str, ballot: Ballot, attempting: int = 0) -> list[Effect]:
         if self.changing or self.comparing is not None:
             self.unanswered = (peer, ballot)
-            return []
+            hang = pb.Account(hang=self.hang[:LONGEST_WORDS])  # so that nobody waits for ever
+            return [ballot.send(peer, account=hang)] if self.hang else []
         is_ready = self.phase is MemberPhase.READY
         status = pb.Status(
             committed=self.committed,

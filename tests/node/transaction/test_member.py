@@ -350,6 +350,19 @@ def test_a_query_while_applying_is_answered_afterwards(told: Told):
     assert told.member.applied(b"new") == [], "once"
 
 
+def test_who_hangs_while_applying_says_so_to_each_driver_that_asks(told: Told):
+    told.make_ready(1, Ballot(1, 2))
+    told.commits(1, Ballot(1, 2))
+    told.member.hang = "its compute thread hangs"
+    for view_number, driver in ((2, "b"), (3, "c")):
+        told.member.viewed(view(view_number, driver=driver))
+        (said,) = told.hears(Ballot(view_number, 1), peer=driver, query=pb.Query())
+        assert isinstance(said, Send)
+        assert (said.to, said.message.account.hang) == (driver, "its compute thread hangs")
+    answer = told.member.applied(b"new")
+    assert bodies(answer) == ["status"], "it has gone on"
+
+
 # --- state from peers
 
 
