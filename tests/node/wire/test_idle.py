@@ -47,6 +47,7 @@ class Connection:
 
     def __init__(self) -> None:
         self.over = False
+        self.agreed = False  # that it was to be over
         self.pipes: tuple[deque[bytes | tuple[int, int]], ...] = deque(), deque()
 
 
@@ -66,7 +67,7 @@ class End:
 
     def hang_up(self) -> None:
         if self.connection is not None:
-            self.connection.over = True
+            self.connection.over = self.connection.agreed = True
         self.connection, self.rests = None, True
 
     def broke(self, now: float) -> None:
@@ -159,10 +160,10 @@ class TwoEnds(RuleBasedStateMachine):
     def hear_nothing(self, which: int) -> None:
         """Nor that the other has hung up. It is a fault only if there is something to send, or the
         connection is asked for."""
-        end, other = self.ends[which], self.ends[1 - which]
+        end = self.ends[which]
         if end.connection is None or not end.connection.over or end.connection.pipes[which]:
             return
-        if other.rests and end.spare:
+        if end.connection.agreed and end.spare:
             assert end.idle.rests(end.spare, self.now) or self.now - end.idle._used < PATIENCE
         if end.idle.rests(end.spare, self.now):
             end.broke(self.now)
