@@ -274,12 +274,10 @@ class Inbox:
         del self._partial[chunk.frame]
         return receiving.frame
 
-    def acknowledgement(self) -> bytes | None:
-        """The next one to send, if one is due."""
-        if not self._due:
-            return None
-        number, received = self._due.popitem()
-        return pack_chunk(frame=number, acknowledged=received + 1)
+    def acknowledged(self) -> dict[int, int]:
+        """What is to be said to the peer: bytes of payload so far, by frame."""
+        due, self._due = self._due, {}
+        return due
 
     def told(self) -> tuple[int, dict[int, int]]:
         """How many frames have begun, and how many bytes of those have come that aren't whole. Says

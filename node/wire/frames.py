@@ -307,24 +307,23 @@ class Chunk(NamedTuple):
     size: int
     head: bytes
     data: memoryview
-    acknowledged: int
     checksum: int = 0
     order: int = 0
 
     def verify(self) -> None:
         """Raises DamagedError unless all of it but `data` is what was sent; the checksums of that
         are in the frame's head."""
-        numbers = self.frame, self.offset, self.size, len(self.data), self.acknowledged, self.order
+        numbers = self.frame, self.offset, self.size, len(self.data), self.order
         if self.checksum != _checksum(*numbers, head=self.head):
             raise DamagedError(f"the checksum of a chunk of frame {self.frame} is not that sent")
 
 
 def _checksum(*numbers: int, head: bytes) -> int:
-    """Of frame, offset, size, bytes of data, acknowledged, order; and the head."""
+    """Of frame, offset, size, bytes of data, order; and the head."""
     return xxh3_64_intdigest(_NUMBERS.pack(*numbers) + head)
 
 
-_NUMBERS: Final = struct.Struct("<6Q")
+_NUMBERS: Final = struct.Struct("<5Q")
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
@@ -335,7 +334,6 @@ def pack_chunk(
     size: int = 0,
     head: bytes = b"",
     data: Sequence[Buffer] = (),
-    acknowledged: int = 0,
     order: int = 0,
 ) -> bytes:
     """As protobuf would, with its checksum; the pieces of `data` are copied once."""
@@ -347,9 +345,7 @@ def pack_chunk(
         parts += (bytes((4 << 3 | _BYTES,)) + _pack_varint(len(head)), head)
     if length := sum(map(len, data)):
         parts += (bytes((5 << 3 | _BYTES,)) + _pack_varint(length), *data)
-    if acknowledged:
-        parts.append(bytes((6 << 3 | _VARINT,)) + _pack_varint(acknowledged))
-    checksum = _checksum(frame, offset, size, length, acknowledged, order, head=head)
+    checksum = _checksum(frame, offset, size, length, order, head=head)
     parts.append(bytes((7 << 3 | _FIXED64,)) + checksum.to_bytes(8, "little"))
     if order:
         parts.append(bytes((8 << 3 | _VARINT,)) + _pack_varint(order))
@@ -358,7 +354,7 @@ def pack_chunk(
 
 def parse_chunk(message: bytes) -> Chunk:
     """As protobuf would, but groups are refused; not verified. Raises WireError."""
-    numbers = {1: 0, 2: 0, 3: 0, 6: 0, 8: 0}
+    numbers = {1: 0, 2: 0, 3: 0, 8: 0}
     checksum = 0
     contents = {4: memoryview(b""), 5: memoryview(b"")}
     view = memoryview(message)
@@ -389,9 +385,9 @@ def parse_chunk(message: bytes) -> Chunk:
         elif field == 7 and wire_type == _FIXED64:
             checksum = int.from_bytes(view[position : position + length], "little")
         position += length
-    frame, offset, size, acknowledged, order = numbers.values()
+    frame, offset, size, order = numbers.values()
     head, data = bytes(contents[4]), contents[5]
-    return Chunk(frame, offset, size, head, data, acknowledged, checksum, order)
+    return Chunk(frame, offset, size, head, data, checksum, order)
 
 
 def _pack_varint(value: int) -> bytes:

@@ -1,13 +1,14 @@
 """Links: messages and frames from node to node.
 
-A link is a session (session.py) over connections that come and go. A connection is two gRPC
-streams, each on a TCP connection of its own, so that a vote never queues behind a weight; and more
-of the second kind where one TCP connection can't carry what the link could (streams.py). Either
-side may have dialled it; once up, both sides are alike, but that who dialled adds streams. When one
-of them breaks, the link sleeps until one of both sides has dialled again, and goes on where it was;
-it is lost when that takes too long. Two that can't reach each other have a connection by way of a
-third member (relays.py), until they can. One that neither side needs rests (idle.py): it has no
-connection, and nobody dials before there is something to send.
+A link is a session (session.py) over connections that come and go. A connection is a gRPC stream
+for messages, Control, and Bulk streams for frames, each on a TCP connection of its own, so that a
+vote never queues behind a weight: none where no frames go, one where they do, and more where one
+TCP connection can't carry what the link could (streams.py). Either side may have dialled it; once
+up, both sides are alike, but that who dialled adds streams. When one of them breaks, the link
+sleeps until one of both sides has dialled again, and goes on where it was; it is lost when that
+takes too long. Two that can't reach each other have a connection by way of a third member
+(relays.py), until they can. One that neither side needs rests (idle.py): it has no connection, and
+nobody dials before there is something to send.
 
 `Links` keeps those up that the newest view asks for, and accepts those that members of that view
 dial.
@@ -27,7 +28,6 @@ from collections.abc import (
     Collection,
     Coroutine,
     Iterable,
-    Mapping,
 )
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -81,7 +81,7 @@ from planaria.node.wire.streams import MOST as MOST_STREAMS
 
 log = logging.getLogger(__name__)
 
-PROTOCOL: Final = 11
+PROTOCOL: Final = 12
 CHUNK_LIMIT: Final = 4 << 20  # bytes; gRPC slows down beyond
 MESSAGE_LIMIT: Final = CHUNK_LIMIT + HEAD_LIMIT + 1024  # bytes
 CARRIED: Final = 1024  # bytes that a message takes more when it is carried for two others
@@ -94,8 +94,8 @@ IDLE: Final = 60_000  # milliseconds that a connection stays by which nobody cal
 FAREWELL: Final = 1.0  # seconds for a peer to read why a link is closed
 
 SERVICE: Final = "planaria.node.Stage"
-_STREAMS: Final = ("Control", "Bulk")
-_CLOSES: Final = pack_chunk()  # the last one of a stream that was added
+_CLOSES: Final = pack_chunk()  # the last one of a stream for frames
+LONGEST_REASON: Final = 1000  # characters that a farewell has
 _NO_LINK_THERE: Final = (  # what a peer answers that has none to go on with
     StatusCode.DATA_LOSS,
     StatusCode.NOT_FOUND,
@@ -110,7 +110,7 @@ class LinkSettings:
 
     heartbeat: float = 0.5
     silence: float = 3.0  # after which a link counts as lost
-    rest: float = 60.0  # without use, after which a link rests that no view asks for
+    rest: float = 60.0  # unused, after which a link that no view asks for, or a Bulk, is given up
     view_wait: float = 2.0  # for the view that makes an unknown dialler a member
     handshake: float = 5.0
     chunk: int = 2 << 20
@@ -199,7 +199,9 @@ class _Link:
         self.traffic = links.traffic.setdefault(peer, Traffic())
         self._loop = asyncio.get_running_loop()
         self._silence = Silence(self.settings.silence, self.settings.heartbeat, self.now)
+        self._stuck = Silence(self.settings.handshake, self.settings.heartbeat, self.now)
         self._idle = Idle(self.settings.rest, self.now)
+        self._framed = -math.inf  # when a frame was last sent
         self._reached = False  # by a dial of this side, so that it can be waked from here
         self._look = -math.inf  # when that was looked at last
         self._stirs = asyncio.Event()  # it rests no more
@@ -215,6 +217,7 @@ class _Link:
 
     def send_frame(self, frame: Frame, arrived: Callable[[], None] | None = None) -> None:
         self.session.send_frame(frame, arrived)
+        self._framed = self.now
         self._sent()
 
     def _sent(self) -> None:
@@ -232,6 +235,13 @@ class _Link:
         self._reached = self._reached or connection.dialled
         self.connection = connection
         connection.start()
+
+    @property
+    def streams(self) -> int:
+        """By how many this side would have its frames carried."""
+        outbox = self.session.outbox
+        needed = outbox.frames or self.now - self._framed < self.settings.rest
+        return outbox.streams if needed else 0
 
     # When nobody needs it
 
@@ -330,7 +340,16 @@ class _Link:
             self.end(f"silent for {silent:.1f} s")
         elif self.connection is not None:
             self.connection.beat()
+            self._mind_whether_carried(self.connection)
             self._mind_whether_reached()
+
+    def _mind_whether_carried(self, connection: _Connection) -> None:
+        """Messages may come and go for ever where frames can't."""
+        connection.note_streams()
+        if connection.carries or not self.session.outbox.frames:
+            self._stuck.heard(self.now)
+        if (stuck := self._stuck.tick(self.now)) is not None:
+            self.end(f"no stream for frames came up in {stuck:.1f} s")
 
     def _mind_whether_reached(self) -> None:
         """A link rests only where either side can wake it, and who was dialled may not be able to
@@ -343,7 +362,7 @@ class _Link:
 
 @dataclass(slots=True, eq=False)
 class _Bulk:
-    """A stream for chunks; acknowledgements go by the one with number 0."""
+    """A stream for chunks."""
 
     number: int
     stream: _Stream
@@ -359,26 +378,28 @@ class _Connection:
         self,
         links: Links,
         link: _Link,
-        streams: Mapping[str, _Stream],
+        control: _Stream,
+        bulk: _Stream | None = None,
         via: str = "",
         heard: tuple[str, str] | None = None,
     ) -> None:
-        """`heard`: what the peer has said that dialled it, and the answer, with signatures."""
+        """`bulk`: the only one that there will be. `heard`: what the peer has said that dialled it,
+        and the answer, with signatures."""
         self._links, self._link, self._session = links, link, link.session
         self.via = via
         self._traffic = Traffic() if via else link.traffic  # what is carried counts on that link
         self.heard = heard
         self.dialled = heard is None and not via  # by this side
-        self._control = streams["Control"]
-        self._bulks = {0: _Bulk(0, streams["Bulk"])}
+        self._control = control
+        self._bulks = {0: _Bulk(0, bulk)} if bulk is not None else {}
         self._numbers: set[int] = set()  # of the newest streams that were added
         self._adding = 0
-        self._told_streams = self._peers_streams = 1  # that either side would have
+        self._told_streams = self._peers_streams = 0  # that either side would have
         self._other_streams = asyncio.Event()  # are wanted than there are
         self._something_to_say, self._something_to_carry = asyncio.Event(), asyncio.Event()
         self._heartbeat = True  # is due
         self._round_trip = RoundTrip()
-        self._farewell: bytes | None = None
+        self._farewell = ""
         self.over = asyncio.Event()
         self.reason = ""
 
@@ -387,7 +408,9 @@ class _Connection:
         does not free what a cancelled read would have returned."""
         for work in (self._speak, self._listen):
             self._spawn(work.__name__, work)
-        self._use(self._bulks[0])
+        for bulk in self._bulks.values():
+            self._use(bulk)
+        self.note_streams()
 
     def _use(self, bulk: _Bulk) -> None:
         self._spawn("_carry", partial(self._carry, bulk), bulk)
@@ -401,6 +424,7 @@ class _Connection:
         self._links.spawn(self._until_over(name, work, bulk), name_of_task)
 
     def wake(self) -> None:
+        self.note_streams()
         self._something_to_say.set()
         self._something_to_carry.set()
 
@@ -425,7 +449,7 @@ class _Connection:
     def say_farewell(self, reason: str) -> None:
         """The link is over; the peer closes the connection when it has read why."""
         if not self.over.is_set():
-            self._farewell = pack_chunk(head=reason.encode()[:HEAD_LIMIT] or b"no reason")
+            self._farewell = reason[:LONGEST_REASON] or "no reason"
             self.wake()
             self._links.spawn(self._close(), f"farewell on the link to {self._link.peer}")
 
@@ -439,6 +463,11 @@ class _Connection:
         return self._link.over.is_set()
 
     # Streams that are added
+
+    @property
+    def carries(self) -> bool:
+        """Whether frames can go."""
+        return bool(self._carrying())
 
     def add(self, number: int, stream: _Stream, ours: bool) -> _Bulk:
         bulk = self._bulks[number] = _Bulk(number, stream, ours)
@@ -481,14 +510,19 @@ class _Connection:
         """One that was to be, or it has come to nothing."""
         self._adding -= 1
 
+    def not_added(self, why: str) -> None:
+        """It has come to nothing. With no other there is only to dial anew."""
+        if not (self._carrying() or self._adding):
+            self.end(why)
+
     def _carrying(self) -> list[_Bulk]:
         return [bulk for bulk in self._bulks.values() if not bulk.closing]
 
-    def _note_streams(self) -> None:
+    def note_streams(self) -> None:
         """How many this side would have may be another number."""
-        if self._told_streams != self._session.outbox.streams:
-            self._told_streams = self._session.outbox.streams
-            log.info("%d streams for what goes to %s", self._told_streams, self._link.peer)
+        if self._told_streams != self._link.streams and not self.over.is_set():
+            self._told_streams = self._link.streams
+            log.info("%d streams for frames to %s", self._told_streams, self._link.peer)
             self._other_streams.set()
             self.beat()
 
@@ -516,8 +550,7 @@ class _Connection:
         except _LinkOver as over:
             self.end(f"{peer} closed the link: {over}", lost=True)
         except WireError as error:
-            cause = SILENT if self.via else error.cause  # who carries may have changed it
-            self._link.end(f"{peer} sent what can't be: {error}", cause=cause)
+            self._refuse(error)
         except grpc.aio.AioRpcError as error:
             self.end(_describe(error), lost=error.code() is StatusCode.ABORTED)
         except (grpc.aio.BaseError, asyncio.InvalidStateError, asyncio.CancelledError):
@@ -525,6 +558,10 @@ class _Connection:
         except Exception:
             self._link.end(f"{name} crashed in {mine}, see its log")
             raise
+
+    def _refuse(self, error: WireError) -> None:
+        cause = SILENT if self.via else error.cause  # who carries may have changed it
+        self._link.end(f"{self._link.peer} sent what can't be: {error}", cause=cause)
 
     async def _read(self, stream: _Stream) -> bytes | None:
         """None: the stream has ended."""
@@ -544,50 +581,85 @@ class _Connection:
 
     async def _speak(self) -> None:
         while not self.over.is_set():
-            if self._heartbeat or self._session.acknowledgement_due:
+            over = self._link.over.is_set()
+            if self._farewell:
+                farewell, self._farewell = stage_pb2.Farewell(reason=self._farewell), ""
+                await self._write(self._control, _sealed(farewell=farewell))
+            elif self._heartbeat or self._session.acknowledgement_due:
                 self._heartbeat = False
-                received = self._session.acknowledgement()
-                sent, echo = self._round_trip.say(self._link.now)
-                idle = self._link.say_idle()
-                heartbeat = self._links.heartbeat(received, self._told_streams, sent, echo, idle)
-                await self._write(self._control, heartbeat)
-            elif not self._link.over.is_set() and (message := self._session.next_message()):
+                await self._write(self._control, _sealed(heartbeat=self._say_heartbeat()))
+            elif not over and (received := self._session.inbox.acknowledged()):
+                pairs = (
+                    stage_pb2.Received(frame=one, bytes=size) for one, size in received.items()
+                )
+                acknowledged = stage_pb2.Acknowledged(received=pairs)
+                await self._write(self._control, _sealed(acknowledged=acknowledged))
+            elif not over and (message := self._session.next_message()):
                 await self._write(self._control, message)
             else:
                 self._something_to_say.clear()
                 await self._something_to_say.wait()
 
     async def _listen(self) -> None:
+        """Until the peer has closed it, also when the link is over."""
         while (data := await self._read(self._control)) is not None:
-            if self._link.over.is_set():
-                continue  # until the peer has closed it, too
             try:
-                message = stage_pb2.Message.FromString(unseal(data))
-            except DecodeError as error:
-                raise WireError(f"a message that is not one of stage.proto's: {error}") from error
-            if message.WhichOneof("body") == "heartbeat":
-                self._session.acknowledge_messages(message.heartbeat.received)
-                self._round_trip.hear(message.heartbeat, self._link.now)
-                self._session.outbox.round_trip = self._round_trip.seconds
-                if message.heartbeat.streams != self._peers_streams:
-                    self._peers_streams = message.heartbeat.streams
-                    self._other_streams.set()
-                self._link.hear_idle(message.heartbeat.idle)
-                continue
-            self._link.used()
-            self._session.message_came()
-            if self._session.acknowledgement_due:
-                self._something_to_say.set()
-            self._links.message_came(self._link.peer, message)
+                self._hear(data)
+            except WireError as error:
+                self._refuse(error)
+
+    def _hear(self, data: bytes) -> None:
+        try:
+            message = stage_pb2.Message.FromString(unseal(data))
+        except DecodeError as error:
+            raise WireError(f"a message that is not one of stage.proto's: {error}") from error
+        body = message.WhichOneof("body")
+        if body == "farewell":
+            raise _LinkOver(message.farewell.reason[:LONGEST_REASON])
+        if self._link.over.is_set():
+            return
+        if body == "heartbeat":
+            self._hear_heartbeat(message.heartbeat)
+            return
+        self._link.used()
+        if body == "acknowledged":
+            self._hear_acknowledged(message.acknowledged)
+            return
+        self._session.message_came()
+        if self._session.acknowledgement_due:
+            self._something_to_say.set()
+        self._links.message_came(self._link.peer, message)
+
+    def _say_heartbeat(self) -> stage_pb2.Heartbeat:
+        sent, echo = self._round_trip.say(self._link.now)
+        return stage_pb2.Heartbeat(
+            view=self._links.view,
+            received=self._session.acknowledgement(),
+            streams=self._told_streams,
+            sent=sent,
+            echo=echo,
+            idle=self._link.say_idle(),
+        )
+
+    def _hear_heartbeat(self, heartbeat: stage_pb2.Heartbeat) -> None:
+        self._session.acknowledge_messages(heartbeat.received)
+        self._round_trip.hear(heartbeat, self._link.now)
+        self._session.outbox.round_trip = self._round_trip.seconds
+        if heartbeat.streams != self._peers_streams:
+            self._peers_streams = heartbeat.streams
+            self._other_streams.set()
+        self._link.hear_idle(heartbeat.idle)
+
+    def _hear_acknowledged(self, acknowledged: stage_pb2.Acknowledged) -> None:
+        for one in acknowledged.received:
+            self._session.outbox.acknowledge(one.frame, one.bytes, self._link.now)
+        self.note_streams()
+        self._something_to_carry.set()
 
     async def _carry(self, bulk: _Bulk) -> None:
         while not (self.over.is_set() or bulk.closing):
-            chunk = None if bulk.number else self._farewell
-            if not self._link.over.is_set():
-                chunk = None if bulk.number else self._session.inbox.acknowledgement()
-                chunk = chunk or self._next_chunk(bulk)
+            chunk = None if self._link.over.is_set() else self._next_chunk(bulk)
             if chunk is not None:
-                self._farewell = None
                 await self._write(bulk.stream, chunk)
             else:
                 self._something_to_carry.clear()
@@ -607,45 +679,27 @@ class _Connection:
         streams = min(outbox.streams, len(there))
         place = there.index(bulk) if bulk in there else streams
         chunk = outbox.next(self._link.now, streams, place) if place < streams else None
-        self._note_streams()
+        self.note_streams()
         return chunk
 
     async def _collect(self, bulk: _Bulk) -> None:
         while (data := await self._read(bulk.stream)) is not None:
             chunk = parse_chunk(data)
             chunk.verify()
-            if not (chunk.frame or chunk.acknowledged):
-                if bulk.number and not (bulk.ours or chunk.head):
-                    bulk.closing = True
-                    self.wake()
-                    return
-                raise _LinkOver(chunk.head.decode(errors="replace"))
             if self._link.over.is_set():
                 continue
+            if not chunk.frame and not bulk.ours:
+                bulk.closing = True
+                self.wake()
+                return
             self._link.used()
-            if not chunk.acknowledged:
-                for frame in self._session.chunk_came(chunk):
-                    self._links.frame_came(self._link.peer, frame)
-                    if self._link.over.is_set() or self.over.is_set():
-                        break
-            elif not bulk.number:
-                received = chunk.acknowledged - 1
-                self._session.outbox.acknowledge(chunk.frame, received, self._link.now)
-                self._note_streams()
-            else:
-                raise WireError(f"an acknowledgement by stream {bulk.number}, which is for chunks")
-            self._something_to_carry.set()
+            for frame in self._session.chunk_came(chunk):
+                self._links.frame_came(self._link.peer, frame)
+                if self._link.over.is_set() or self.over.is_set():
+                    break
+            self._something_to_say.set()
         if bulk.closing and not self.over.is_set():
             self._gone(bulk)
-
-
-@dataclass(slots=True, eq=False)
-class _Half:
-    """The first stream of a connection that is being dialled, waiting for the second."""
-
-    name: str
-    stream: Any
-    both: asyncio.Future[_Connection] = field(default_factory=asyncio.Future)
 
 
 class Links:
@@ -671,7 +725,7 @@ class Links:
         self._onlookers = onlookers  # None: nobody but members is answered
         self.traffic: dict[str, Traffic] = {}  # by peer, of all its links so far
         self._server: Any = None
-        self._view = 0
+        self.view = 0
         self._peers: dict[str, Peer] = {}
         self._linked: frozenset[str] = frozenset()
         self._demanded: set[str] = set()
@@ -683,7 +737,6 @@ class Links:
         self._numbers = itertools.count(1)
         self._doorkeeper: Doorkeeper | None = None  # None: nobody can connect, or be looked at
         self._keeping: asyncio.Task[None] | None = None
-        self._halves: dict[tuple[str, str], _Half] = {}
         self._handshakes = 0
         self._settling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by peer
         self._stopping = False
@@ -702,7 +755,6 @@ class Links:
         handlers: dict[str, Any] = {
             "Control": grpc.stream_stream_rpc_method_handler(self._accept_control),
             "Bulk": grpc.stream_stream_rpc_method_handler(self._accept_bulk),
-            "More": grpc.stream_stream_rpc_method_handler(self._accept_more),
         }
         if self._onlookers is not None:
             handlers["Ask"] = grpc.stream_stream_rpc_method_handler(self._accept_onlooker)
@@ -726,9 +778,6 @@ class Links:
         if self._onlookers is not None:
             self._onlookers.close(f"{self.node} stops")
         self._view_changed.set()
-        for half in self._halves.values():
-            if not half.both.done():
-                half.both.set_exception(self._stops())
         connections = [link.connection for link in self._links.values() if link.connection]
         for link in list(self._links.values()):
             link.end(f"{self.node} stops", report=False)
@@ -751,9 +800,9 @@ class Links:
         """The members of the newest view (own node included or not), and those of them that need a
         link kept up. Links to others end, those that sleep or rest as lost, the others unreported.
         An older view than the last has no effect."""
-        if view < self._view or self._stopping:
+        if view < self.view or self._stopping:
             return
-        self._view = view
+        self.view = view
         self._peers = {peer.node: peer for peer in peers}
         self._linked = frozenset(linked) & self._peers.keys() - {self.node}
         self._demanded.clear()
@@ -849,12 +898,6 @@ class Links:
         return link.session.outbox.unacknowledged if link is not None else 0
 
     # For _Link and _Connection
-
-    def heartbeat(self, received: int, streams: int, sent: int, echo: int, idle: int) -> bytes:
-        heartbeat = stage_pb2.Heartbeat(
-            view=self._view, received=received, streams=streams, sent=sent, echo=echo, idle=idle
-        )
-        return seal(stage_pb2.Message(heartbeat=heartbeat).SerializeToString())
 
     def forget(self, link: _Link, report: bool) -> None:
         del self._links[link.peer]
@@ -957,8 +1000,8 @@ class Links:
         """Returns when the connection has been up and is over, or at once when there is one by the
         other side's dial. Raises AioRpcError, _Refused or WireError."""
         patience = self.settings.handshake
-        calls: dict[str, Any] = {}
-        channels: list[grpc.aio.Channel] = []
+        call: Any = None
+        channel: grpc.aio.Channel | None = None
         try:
             async with self._settling[peer.node]:
                 if not self._is_to_dial(peer.node):
@@ -972,19 +1015,18 @@ class Links:
                 session = self._session(peer.node)
                 hello = session.hello()
                 said = self._greetings.to_dial(peer.node, hello.pack())
-                channels += [self._channel(peer) for _ in _STREAMS]
-                for name, channel in zip(_STREAMS, channels, strict=True):
-                    calls[name] = self._call(name, peer, said, channel)
+                channel = self._channel(peer)
+                call = self._call("Control", peer, said, channel)
                 try:
                     async with asyncio.timeout(patience):
-                        texts = [await _accepted(call, peer.node) for call in calls.values()]
-                    answer, _ = [self._answer(peer.node, said, text) for text in texts]
+                        text = await _accepted(call, peer.node)
+                    answer = self._answer(peer.node, said, text)
                 except (grpc.aio.AioRpcError, _Refused) as error:
                     self._dialled_in_vain(peer.node, session, error)
                     raise
-                connection = self._go_on(peer.node, session, hello, answer, calls)
+                connection = self._go_on(peer.node, session, hello, answer, call)
                 self._returning.discard(peer.node)
-            await self._keep_wide(peer, connection, said, texts[0])
+            await self._keep_wide(peer, connection, said, text)
         except TimeoutError:
             raise _Refused(
                 StatusCode.DEADLINE_EXCEEDED, f"no answer from {peer.address} in {patience} s"
@@ -993,9 +1035,8 @@ class Links:
             if peer.node in self._returning:  # in vain
                 self._returning.remove(peer.node)
                 self.dial_soon(peer.node)
-            for call in calls.values():
+            if channel is not None:
                 call.cancel()
-            for channel in channels:
                 await channel.close()
 
     def _session(self, node: str) -> Session:
@@ -1034,7 +1075,8 @@ class Links:
         session: Session,
         said: Hello,
         answer: Hello,
-        streams: Mapping[str, _Stream],
+        control: _Stream,
+        bulk: _Stream | None = None,
         via: str = "",
     ) -> _Connection:
         """By the connection that was dialled with a hello. Raises _Refused; WireError for an answer
@@ -1047,7 +1089,7 @@ class Links:
             raise _Refused(StatusCode.CANCELLED, str(why)) from None
         except (Begun, Forgotten) as why:
             raise WireError(f"{node} answers for another link: {why}") from None
-        return self._adopt(node, session, streams, via)
+        return self._adopt(node, session, control, bulk, via)
 
     def _answer(self, node: str, said: str, text: str) -> Hello:
         """What the node answers to what was said. Raises _Refused when that is another one, and
@@ -1118,7 +1160,7 @@ class Links:
             return
         channel = self._channel(peer)
         text = self._greetings.to_add(peer.node, number, *begun)
-        call = self._call("More", peer, text, channel)
+        call = self._call("Bulk", peer, text, channel)
         calls.add(call)
         try:
             try:
@@ -1131,7 +1173,9 @@ class Links:
             await connection.add(number, call, ours=True).over.wait()
         except (grpc.aio.AioRpcError, _Refused, ForgedError, TimeoutError) as error:
             why = _describe(error) if isinstance(error, grpc.aio.AioRpcError) else str(error)
-            log.info("no stream %d on the link to %s: %s", number, peer.node, why or "no answer")
+            why = f"no stream {number} on the link to {peer.node}: {why or 'no answer'}"
+            log.info("%s", why)
+            connection.not_added(why)
         finally:
             call.cancel()
             await channel.close()
@@ -1156,7 +1200,7 @@ class Links:
             lock.release()
 
     def _is_no_member(self, node: str) -> _Refused:
-        return _Refused(StatusCode.PERMISSION_DENIED, f"{node} is no member of view {self._view}")
+        return _Refused(StatusCode.PERMISSION_DENIED, f"{node} is no member of view {self.view}")
 
     def _stops(self) -> _Refused:
         return _Refused(StatusCode.ABORTED, f"{self.node} stops")
@@ -1165,7 +1209,8 @@ class Links:
         self,
         node: str,
         session: Session,
-        streams: Mapping[str, _Stream],
+        control: _Stream,
+        bulk: _Stream | None = None,
         via: str = "",
         heard: tuple[str, str] | None = None,
     ) -> _Connection:
@@ -1176,7 +1221,7 @@ class Links:
             del self._begun[node]
             link.start()
         assert link is not None
-        connection = _Connection(self, link, streams, via, heard)
+        connection = _Connection(self, link, control, bulk, via, heard)
         link.carry_by(connection)
         again, carried = "" if new else " again", f", carried by {via}" if via else ""
         log.info("the link to %s is up%s%s", node, again, carried)
@@ -1245,7 +1290,8 @@ class Links:
         try:
             async with asyncio.timeout(self.settings.handshake):
                 answer = self._answer(node, said, await call.answer)
-            connection = self._go_on(node, session, hello, answer, call.streams, via)
+            streams = call.streams["Control"], call.streams["Bulk"]
+            connection = self._go_on(node, session, hello, answer, *streams, via)
             await connection.over.wait()
         except CallRefusedError as error:
             code = StatusCode.__members__.get(error.code, StatusCode.UNKNOWN)
@@ -1277,8 +1323,8 @@ class Links:
             return
         answer = self._greetings.to_answer(call.peer, said, session.hello().pack())
         self._relays.answer(call, answer)
-        via = self._relays.via(call.peer)
-        connection = self._adopt(call.peer, session, call.streams, via)
+        streams, via = (call.streams["Control"], call.streams["Bulk"]), self._relays.via(call.peer)
+        connection = self._adopt(call.peer, session, *streams, via)
         self.spawn(self._until_hung_up(call, connection), f"call of {call.peer}")
 
     async def _until_hung_up(self, call: Call, connection: _Connection) -> None:
@@ -1292,9 +1338,6 @@ class Links:
 
     async def _accept_bulk(self, _: Any, context: Any) -> None:
         await self._accept("Bulk", context)
-
-    async def _accept_more(self, _: Any, context: Any) -> None:
-        await self._accept("More", context)
 
     async def _accept_onlooker(self, _: Any, context: Any) -> None:
         assert self._onlookers is not None
@@ -1310,11 +1353,11 @@ class Links:
     async def _accept(self, name: str, context: Any) -> None:
         self._handshakes += 1
         try:
-            if name == "More":
-                connection, bulk = await self._take_more(context)
+            if name == "Bulk":
+                connection, bulk = await self._take_bulk(context)
                 name, over = f"{name} {bulk.number}", bulk.over
             else:
-                connection = await self._shake_hands(name, context)
+                connection = await self._shake_hands(context)
                 over = connection.over
         except _Refused as refused:
             forged = refused.code is StatusCode.UNAUTHENTICATED
@@ -1336,30 +1379,14 @@ class Links:
             if not over.is_set():
                 connection.end("the connection broke")
 
-    async def _shake_hands(self, name: str, context: Any) -> _Connection:
-        """The connection, once both of its streams are here. Raises _Refused."""
-        key = dialler, _ = await self._said_by(context)
-        hello = self._heard(*key)
+    async def _shake_hands(self, context: Any) -> _Connection:
+        """Raises _Refused."""
+        dialler, said = await self._said_by(context)
+        hello = self._heard(dialler, said)
         if (link := self._links.get(dialler)) is not None:
             link.heard()
-        half = self._halves.pop(key, None)
-        if half is None:
-            return await self._wait_for_second(key, _Half(name, context))
-        try:
-            if half.name == name:
-                raise _Refused(StatusCode.INVALID_ARGUMENT, f"a second {name} stream for one link")
-            async with self._after_own_dial(dialler):
-                streams = {half.name: half.stream, name: context}
-                connection = await self._welcome(dialler, hello, key[1], streams)
-        except _Refused as refused:
-            if not half.both.done():
-                half.both.set_exception(refused)
-            raise
-        if half.both.done():  # cancelled: the dialler is gone already
-            connection.end("the connection broke")
-        else:
-            half.both.set_result(connection)
-        return connection
+        async with self._after_own_dial(dialler):
+            return await self._welcome(dialler, hello, said, context)
 
     async def _said_by(self, context: Any) -> tuple[str, str]:
         """A dialler that may have a link, and what it says. Raises _Refused."""
@@ -1370,7 +1397,7 @@ class Links:
         metadata = {key: str(value) for key, value in context.invocation_metadata()}
         return await self._admit(metadata), metadata.get("planaria-link", "")
 
-    async def _take_more(self, context: Any) -> tuple[_Connection, _Bulk]:
+    async def _take_bulk(self, context: Any) -> tuple[_Connection, _Bulk]:
         """A stream that who dialled adds to the connection. Raises _Refused."""
         dialler, text = await self._said_by(context)
         link, peer = self._links.get(dialler), self._peers[dialler]
@@ -1396,23 +1423,7 @@ class Links:
             connection.added()
         return connection, connection.add(number, context, ours=False)
 
-    async def _wait_for_second(self, key: tuple[str, str], half: _Half) -> _Connection:
-        self._halves[key] = half
-        try:
-            async with asyncio.timeout(self.settings.handshake):
-                return await half.both
-        except TimeoutError:
-            raise _Refused(
-                StatusCode.DEADLINE_EXCEEDED,
-                f"only a {half.name} stream came in {self.settings.handshake} s; a link is two",
-            ) from None
-        finally:
-            if self._halves.get(key) is half:
-                del self._halves[key]
-
-    async def _welcome(
-        self, dialler: str, hello: str, said: str, streams: dict[str, Any]
-    ) -> _Connection:
+    async def _welcome(self, dialler: str, hello: str, said: str, control: Any) -> _Connection:
         """Goes on with the session that the dialler names in its hello, or begins one; `said` is
         the hello with its signature. Raises _Refused."""
         if self._stopping:
@@ -1426,11 +1437,10 @@ class Links:
         answer = session.hello()
         text = self._greetings.to_answer(dialler, said, answer.pack())
         metadata = (("planaria-node", self.node), ("planaria-link", text))
-        for stream in streams.values():
-            await stream.send_initial_metadata(metadata)
+        await control.send_initial_metadata(metadata)
         if session is not self._session(dialler) or not session.is_newest(answer):
             raise _Refused(StatusCode.ALREADY_EXISTS, "another connection has come up")
-        return self._adopt(dialler, session, streams, heard=(said, text))
+        return self._adopt(dialler, session, control, heard=(said, text))
 
     def _resume(self, dialler: str, hello: Hello) -> Session:
         """Raises _Refused, and WireError."""
@@ -1492,7 +1502,7 @@ class Links:
         except TimeoutError:
             raise _Refused(
                 StatusCode.PERMISSION_DENIED,
-                f"{dialler!r} is no member of view {self._view}, the newest that {self.node} "
+                f"{dialler!r} is no member of view {self.view}, the newest that {self.node} "
                 f"knows; waited {self.settings.view_wait} s for a newer one",
             ) from None
         if self._stopping:
@@ -1539,6 +1549,10 @@ def _teach_malloc() -> None:
     M_MMAP_THRESHOLD; at most 32 MiB counts), so this one, never touched, teaches it. Only once: the
     next one would be of the memory that it keeps, and touch all of it."""
     bytes(31 << 20)
+
+
+def _sealed(**body: Any) -> bytes:
+    return seal(stage_pb2.Message(**body).SerializeToString())
 
 
 async def _accepted(call: Any, node: str) -> str:

@@ -30,7 +30,7 @@ class Ballot(_message.Message):
     def __init__(self, view: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("ballot", "query", "status", "sync", "synced", "step", "home", "reduce", "ready", "failed", "stale", "halt", "state_request", "state_manifest", "shard_request", "shard_refusal", "heartbeat", "kept", "boundary_request", "boundary_manifest", "relearn", "cut", "inquiry", "account", "carried", "pin_request", "pinned", "log_request", "log_lines", "heard", "check", "compared", "votes_request", "votes_shown", "seat", "sender", "checksum")
+    __slots__ = ("ballot", "query", "status", "sync", "synced", "step", "home", "reduce", "ready", "failed", "stale", "halt", "state_request", "state_manifest", "shard_request", "shard_refusal", "heartbeat", "kept", "boundary_request", "boundary_manifest", "relearn", "cut", "inquiry", "account", "carried", "pin_request", "pinned", "log_request", "log_lines", "heard", "check", "compared", "votes_request", "votes_shown", "acknowledged", "farewell", "seat", "sender", "checksum")
     BALLOT_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +65,8 @@ class Message(_message.Message):
     COMPARED_FIELD_NUMBER: _ClassVar[int]
     VOTES_REQUEST_FIELD_NUMBER: _ClassVar[int]
     VOTES_SHOWN_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
+    FAREWELL_FIELD_NUMBER: _ClassVar[int]
     SEAT_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
@@ -102,10 +104,12 @@ class Message(_message.Message):
     compared: Compared
     votes_request: VotesRequest
     votes_shown: VotesShown
+    acknowledged: Acknowledged
+    farewell: Farewell
     seat: str
     sender: str
     checksum: int
-    def __init__(self, ballot: _Optional[_Union[Ballot, _Mapping]] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., sync: _Optional[_Union[Sync, _Mapping]] = ..., synced: _Optional[_Union[Synced, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., home: _Optional[_Union[Home, _Mapping]] = ..., reduce: _Optional[_Union[Reduce, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., halt: _Optional[_Union[Halt, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_manifest: _Optional[_Union[StateManifest, _Mapping]] = ..., shard_request: _Optional[_Union[ShardRequest, _Mapping]] = ..., shard_refusal: _Optional[_Union[ShardRefusal, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ..., boundary_request: _Optional[_Union[BoundaryRequest, _Mapping]] = ..., boundary_manifest: _Optional[_Union[BoundaryManifest, _Mapping]] = ..., relearn: _Optional[_Union[Relearn, _Mapping]] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ..., inquiry: _Optional[_Union[Inquiry, _Mapping]] = ..., account: _Optional[_Union[Account, _Mapping]] = ..., carried: _Optional[_Union[Carried, _Mapping]] = ..., pin_request: _Optional[_Union[PinRequest, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., log_request: _Optional[_Union[LogRequest, _Mapping]] = ..., log_lines: _Optional[_Union[LogLines, _Mapping]] = ..., heard: _Optional[_Union[Heard, _Mapping]] = ..., check: _Optional[_Union[Check, _Mapping]] = ..., compared: _Optional[_Union[Compared, _Mapping]] = ..., votes_request: _Optional[_Union[VotesRequest, _Mapping]] = ..., votes_shown: _Optional[_Union[VotesShown, _Mapping]] = ..., seat: _Optional[str] = ..., sender: _Optional[str] = ..., checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, ballot: _Optional[_Union[Ballot, _Mapping]] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., sync: _Optional[_Union[Sync, _Mapping]] = ..., synced: _Optional[_Union[Synced, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., home: _Optional[_Union[Home, _Mapping]] = ..., reduce: _Optional[_Union[Reduce, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., halt: _Optional[_Union[Halt, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_manifest: _Optional[_Union[StateManifest, _Mapping]] = ..., shard_request: _Optional[_Union[ShardRequest, _Mapping]] = ..., shard_refusal: _Optional[_Union[ShardRefusal, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ..., boundary_request: _Optional[_Union[BoundaryRequest, _Mapping]] = ..., boundary_manifest: _Optional[_Union[BoundaryManifest, _Mapping]] = ..., relearn: _Optional[_Union[Relearn, _Mapping]] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ..., inquiry: _Optional[_Union[Inquiry, _Mapping]] = ..., account: _Optional[_Union[Account, _Mapping]] = ..., carried: _Optional[_Union[Carried, _Mapping]] = ..., pin_request: _Optional[_Union[PinRequest, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., log_request: _Optional[_Union[LogRequest, _Mapping]] = ..., log_lines: _Optional[_Union[LogLines, _Mapping]] = ..., heard: _Optional[_Union[Heard, _Mapping]] = ..., check: _Optional[_Union[Check, _Mapping]] = ..., compared: _Optional[_Union[Compared, _Mapping]] = ..., votes_request: _Optional[_Union[VotesRequest, _Mapping]] = ..., votes_shown: _Optional[_Union[VotesShown, _Mapping]] = ..., acknowledged: _Optional[_Union[Acknowledged, _Mapping]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., seat: _Optional[str] = ..., sender: _Optional[str] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Carried(_message.Message):
     __slots__ = ("head", "payload")
@@ -783,14 +787,33 @@ class Heartbeat(_message.Message):
     idle: int
     def __init__(self, view: _Optional[int] = ..., received: _Optional[int] = ..., streams: _Optional[int] = ..., sent: _Optional[int] = ..., echo: _Optional[int] = ..., idle: _Optional[int] = ...) -> None: ...
 
+class Acknowledged(_message.Message):
+    __slots__ = ("received",)
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    received: _containers.RepeatedCompositeFieldContainer[Received]
+    def __init__(self, received: _Optional[_Iterable[_Union[Received, _Mapping]]] = ...) -> None: ...
+
+class Received(_message.Message):
+    __slots__ = ("frame", "bytes")
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    frame: int
+    bytes: int
+    def __init__(self, frame: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class Farewell(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
 class Chunk(_message.Message):
-    __slots__ = ("frame", "offset", "size", "head", "data", "acknowledged", "checksum", "order")
+    __slots__ = ("frame", "offset", "size", "head", "data", "checksum", "order")
     FRAME_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
-    ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     frame: int
@@ -798,7 +821,6 @@ class Chunk(_message.Message):
     size: int
     head: bytes
     data: bytes
-    acknowledged: int
     checksum: int
     order: int
-    def __init__(self, frame: _Optional[int] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., head: _Optional[bytes] = ..., data: _Optional[bytes] = ..., acknowledged: _Optional[int] = ..., checksum: _Optional[int] = ..., order: _Optional[int] = ...) -> None: ...
+    def __init__(self, frame: _Optional[int] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., head: _Optional[bytes] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ..., order: _Optional[int] = ...) -> None: ...

@@ -26,11 +26,11 @@ if _version_not_supported:
 
 
 class StageStub:
-    """A link joins two nodes. It is a session over connections that come and go, each one Control and
-    one Bulk stream, dialled by whichever side can reach the other. The handshake travels as call
-    metadata: planaria-run, planaria-node (who dials), planaria-peer (who is dialled),
-    planaria-protocol, planaria-link (Hello of session.py as text: which session, and what has come;
-    the same for both streams); who accepts answers with planaria-node and planaria-link.
+    """A link joins two nodes. It is a session over connections that come and go, each one Control stream,
+    dialled by whichever side can reach the other, and as many Bulk streams as its frames need. The
+    handshake travels as call metadata: planaria-run, planaria-node (who dials), planaria-peer (who is
+    dialled), planaria-protocol, planaria-link (Hello of session.py as text: which session, and what has
+    come); who accepts answers with planaria-node and planaria-link.
     """
 
     def __init__(self, channel):
@@ -49,11 +49,6 @@ class StageStub:
                 request_serializer=planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.SerializeToString,
                 response_deserializer=planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.FromString,
                 _registered_method=True)
-        self.More = channel.stream_stream(
-                '/planaria.node.Stage/More',
-                request_serializer=planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.SerializeToString,
-                response_deserializer=planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.FromString,
-                _registered_method=True)
         self.Ask = channel.stream_stream(
                 '/planaria.node.Stage/Ask',
                 request_serializer=planaria_dot_node_dot_wire_dot_stage__pb2.Message.SerializeToString,
@@ -62,11 +57,11 @@ class StageStub:
 
 
 class StageServicer:
-    """A link joins two nodes. It is a session over connections that come and go, each one Control and
-    one Bulk stream, dialled by whichever side can reach the other. The handshake travels as call
-    metadata: planaria-run, planaria-node (who dials), planaria-peer (who is dialled),
-    planaria-protocol, planaria-link (Hello of session.py as text: which session, and what has come;
-    the same for both streams); who accepts answers with planaria-node and planaria-link.
+    """A link joins two nodes. It is a session over connections that come and go, each one Control stream,
+    dialled by whichever side can reach the other, and as many Bulk streams as its frames need. The
+    handshake travels as call metadata: planaria-run, planaria-node (who dials), planaria-peer (who is
+    dialled), planaria-protocol, planaria-link (Hello of session.py as text: which session, and what has
+    come); who accepts answers with planaria-node and planaria-link.
     """
 
     def Control(self, request_iterator, context):
@@ -76,15 +71,9 @@ class StageServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Bulk(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def More(self, request_iterator, context):
-        """Another one like Bulk, of the connection that its dialler has up. planaria-link is its number in the
-        connection and a signature of that and of what both have said to begin the connection; the answer is
-        signed, too. Who dialled ends it, with a chunk that has nothing in it.
+        """Of the connection that its dialler has up. planaria-link is its number there and a signature of that
+        and of what both have said to begin the connection; the answer is signed, too. Who dialled ends it,
+        with a chunk that has nothing in it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,11 +102,6 @@ def add_StageServicer_to_server(servicer, server):
                     request_deserializer=planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.FromString,
                     response_serializer=planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.SerializeToString,
             ),
-            'More': grpc.stream_stream_rpc_method_handler(
-                    servicer.More,
-                    request_deserializer=planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.FromString,
-                    response_serializer=planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.SerializeToString,
-            ),
             'Ask': grpc.stream_stream_rpc_method_handler(
                     servicer.Ask,
                     request_deserializer=planaria_dot_node_dot_wire_dot_stage__pb2.Message.FromString,
@@ -132,11 +116,11 @@ def add_StageServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Stage:
-    """A link joins two nodes. It is a session over connections that come and go, each one Control and
-    one Bulk stream, dialled by whichever side can reach the other. The handshake travels as call
-    metadata: planaria-run, planaria-node (who dials), planaria-peer (who is dialled),
-    planaria-protocol, planaria-link (Hello of session.py as text: which session, and what has come;
-    the same for both streams); who accepts answers with planaria-node and planaria-link.
+    """A link joins two nodes. It is a session over connections that come and go, each one Control stream,
+    dialled by whichever side can reach the other, and as many Bulk streams as its frames need. The
+    handshake travels as call metadata: planaria-run, planaria-node (who dials), planaria-peer (who is
+    dialled), planaria-protocol, planaria-link (Hello of session.py as text: which session, and what has
+    come); who accepts answers with planaria-node and planaria-link.
     """
 
     @staticmethod
@@ -181,33 +165,6 @@ class Stage:
             request_iterator,
             target,
             '/planaria.node.Stage/Bulk',
-            planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.SerializeToString,
-            planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def More(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/planaria.node.Stage/More',
             planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.SerializeToString,
             planaria_dot_node_dot_wire_dot_stage__pb2.Chunk.FromString,
             options,

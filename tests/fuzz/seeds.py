@@ -67,7 +67,7 @@ def _chunks() -> list[bytes]:
     sent = []
     while (chunk := outbox.next(0.0)) is not None:
         sent.append(chunk)
-    return [_joined(sent), _joined([pack_chunk(frame=1, acknowledged=65)])]
+    return [_joined(sent), _joined([pack_chunk(frame=1, offset=64)])]
 
 
 def _frames() -> list[bytes]:

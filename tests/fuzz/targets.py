@@ -153,11 +153,11 @@ def chunks(data: bytes) -> None:
             chunk = parse_chunk(piece)
             with suppress(WireError):
                 chunk.verify()
-            if chunk.acknowledged:
-                session.outbox.acknowledge(chunk.frame, chunk.acknowledged - 1, 0.0)
-            else:
+            if chunk.order:
                 list(session.chunk_came(chunk))
-            session.inbox.acknowledgement()
+            else:  # what an acknowledgement could say
+                session.outbox.acknowledge(chunk.frame, chunk.offset, 0.0)
+            session.inbox.acknowledged()
 
 
 def frames(data: bytes) -> None:

@@ -41,6 +41,8 @@ CAREFUL: Final = (0.0, 0.9, 1.0)
 TRIES: Final = 20
 """To draw one of those."""
 
+OF_CONNECTIONS: Final = "heartbeat", "acknowledged", "farewell"
+
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
@@ -148,7 +150,7 @@ class Babbling(Lying):
 
     def _can_be(self, message: pb.Message) -> bool:
         """Whether no bound tells that it is a lie."""
-        if message.WhichOneof("body") == "heartbeat":  # as good as all of which end a link
+        if message.WhichOneof("body") in OF_CONNECTIONS:  # as good as all of which end a link
             return False
         rules = self.cluster.rules
         return not (told_to_driver(message, rules) or told_to_member(message, rules.stages))

@@ -76,8 +76,12 @@ class OneChunk(Background):
 
 def unpacked(data: Sequence[Buffer] = (), **fields: Any) -> Chunk:
     """In place of node/wire/frames.py's `pack_chunk`: bytes would take as long as all else."""
-    chunk = Chunk(0, 0, 0, b"", memoryview(b"".join(data)), 0)
+    chunk = Chunk(0, 0, 0, b"", memoryview(b"".join(data)))
     return chunk._replace(**fields)
+
+
+def sealed(**body: Any) -> bytes:
+    return seal(pb.Message(**body).SerializeToString())
 
 
 def packed(chunk: Chunk) -> bytes:
@@ -104,7 +108,7 @@ class Carrier(Connection):
 
     def say_farewell(self, by: Node, reason: str) -> None:
         if self.intact:
-            self.send(self.other(by), "bulk", pack_chunk(head=reason.encode() or b"no reason"))
+            self.send(self.other(by), "control", sealed(farewell={"reason": reason or "no reason"}))
             self.world.after(FAREWELL, self.break_off)
 
     def _deliver(self, to: Node, channel: str, data: bytes | Chunk) -> None:  # type: ignore[override]
@@ -148,7 +152,10 @@ class Link:
         session, now = self.session, self.node.world.now
         while (message := session.next_message()) is not None:
             self._write("control", message)
-        while (chunk := session.inbox.acknowledgement() or session.outbox.next(now)) is not None:
+        if received := session.inbox.acknowledged():
+            pairs = [{"frame": frame, "bytes": size} for frame, size in received.items()]
+            self._write("control", sealed(acknowledged={"received": pairs}))
+        while (chunk := session.outbox.next(now)) is not None:
             self._write("bulk", chunk)
 
     def _write(self, channel: str, data: bytes | Chunk) -> None:
@@ -179,12 +186,21 @@ class Link:
             message = pb.Message.FromString(unseal(data))
         except DecodeError as error:
             raise WireError(f"a message that is not one of stage.proto's: {error}") from error
-        if message.WhichOneof("body") == "heartbeat":
+        body = message.WhichOneof("body")
+        if body == "heartbeat":
             self.session.acknowledge_messages(message.heartbeat.received)
             if self._idle.hear(message.heartbeat.idle, self._is_spare(), self.node.world.now):
                 self._rest()
             return
         self._idle.used(self.node.world.now)
+        if body == "farewell":
+            self.end(f"{self.peer} closed the link: {message.farewell.reason}")
+            return
+        if body == "acknowledged":
+            for one in message.acknowledged.received:
+                self.session.outbox.acknowledge(one.frame, one.bytes, self.node.world.now)
+            self._pump()
+            return
         self.session.message_came()
         if self.session.acknowledgement_due:  # others change nothing that could be seen
             self._beat()
@@ -193,21 +209,14 @@ class Link:
     def _beat(self) -> None:
         idle = self._idle.say(self._is_spare(), self.node.world.now)
         heartbeat = pb.Heartbeat(received=self.session.acknowledgement(), idle=idle)
-        self._write("control", seal(pb.Message(heartbeat=heartbeat).SerializeToString()))
+        self._write("control", sealed(heartbeat=heartbeat))
 
     def _collect(self, chunk: Chunk) -> None:
         self._idle.used(self.node.world.now)
-        if not (chunk.frame or chunk.acknowledged):
-            self.end(f"{self.peer} closed the link: {chunk.head.decode(errors='replace')}")
-        elif chunk.acknowledged:
-            now = self.node.world.now
-            self.session.outbox.acknowledge(chunk.frame, chunk.acknowledged - 1, now)
-            self._pump()
-        else:
-            frame = self.session.inbox.receive(chunk)
-            self._pump()
-            if frame is not None:
-                self.node.on_frame(self.peer, frame)
+        frame = self.session.inbox.receive(chunk)
+        self._pump()
+        if frame is not None:
+            self.node.on_frame(self.peer, frame)
 
     def _is_spare(self) -> bool:
         return not self.session.held and self._has_no_use()

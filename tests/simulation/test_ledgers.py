@@ -103,8 +103,8 @@ class Bereft(InRows):
         self.world.after(4.0, self.cluster.network.latency.clear)
 
 
-BEREFT = (19, 0, 1)
-"""In 19 who keeps the records hears of the commit from the next driver alone, who hasn't them."""
+BEREFT = (74, 0, 1)
+"""In 74 who keeps the records hears of the commit from the next driver alone, who hasn't them."""
 
 
 def test_a_commit_of_which_those_hear_who_keep_no_records_has_them_all_the_same() -> None:

@@ -81,9 +81,8 @@ class SlowLink:
         frame = self.inbox.receive(chunk)
         if frame is not None and frame.kind == "copy":
             self.carried += frame.size
-        while (answer := self.inbox.acknowledgement()) is not None:
-            got = parse_chunk(answer)
-            self.at(self.now + self.delay, partial(self._answered, got.frame, got.acknowledged - 1))
+        for number, received in self.inbox.acknowledged().items():
+            self.at(self.now + self.delay, partial(self._answered, number, received))
 
     def _answered(self, frame: int, received: int) -> None:
         self.outbox.acknowledge(frame, received, self.now)

@@ -49,13 +49,12 @@ def test_every_frame_arrives_whole_whatever_the_timing(
     frames = [frame(size, kind, number) for number, (kind, size) in enumerate(sizes)]
     to_push, arrived = deque(frames), []
     there: deque[bytes] = deque()  # on the way to the inbox, and back
-    back: deque[bytes] = deque()
+    back: deque[tuple[int, int]] = deque()
     while True:
         moves = []
         if to_push:
             moves.append("push")
-        if (acknowledgement := inbox.acknowledgement()) is not None:
-            back.append(acknowledgement)
+        back.extend(inbox.acknowledged().items())
         if there:
             moves.append("deliver")
         if back:
@@ -72,8 +71,7 @@ def test_every_frame_arrives_whole_whatever_the_timing(
                 if (found := inbox.receive(parse_chunk(there.popleft()))) is not None:
                     arrived.append(found)
             case "acknowledge":
-                received = parse_chunk(back.popleft())
-                outbox.acknowledge(received.frame, received.acknowledged - 1, 0.0)
+                outbox.acknowledge(*back.popleft(), 0.0)
     assert outbox.unacknowledged == 0
     assert outbox.unfinished() == []
     assert len(arrived) == len(frames)
@@ -242,9 +240,8 @@ def test_a_backlog_of_anything_but_copies_asks_for_streams(kind: str, streams: i
         while (message := outbox.next(now)) is not None:
             inbox.receive(parse_chunk(message))
         now += 0.1
-        while (answer := inbox.acknowledgement()) is not None:
-            received = parse_chunk(answer)
-            outbox.acknowledge(received.frame, received.acknowledged - 1, now)
+        for number, received in inbox.acknowledged().items():
+            outbox.acknowledge(number, received, now)
     assert outbox.streams == streams
 
 
@@ -280,12 +277,11 @@ def test_each_chunk_of_a_copy_is_acknowledged_at_once() -> None:
     for kind, size in (("state", 30), ("copy", 25)):
         outbox.push(frame(size, kind))
     assert inbox.receive(chunk_of(outbox)) is None
-    assert inbox.acknowledgement() is None
+    assert inbox.acknowledged() == {}
     arrived = []
     while (message := outbox.next(0.0)) is not None:
         arrived.append(inbox.receive(parse_chunk(message)))
-        while (answer := inbox.acknowledgement()) is not None:
-            received = parse_chunk(answer)
-            outbox.acknowledge(received.frame, received.acknowledged - 1, 0.0)
+        for number, received in inbox.acknowledged().items():
+            outbox.acknowledge(number, received, 0.0)
     assert [found.kind for found in arrived if found] == ["state", "copy"]
     assert outbox.unacknowledged == 0

@@ -303,7 +303,6 @@ CHUNKS = st.fixed_dictionaries(
         "size": UINT64,
         "head": st.binary(max_size=300),
         "data": st.binary(max_size=300),
-        "acknowledged": UINT64,
         "order": UINT64,
     }
 )
@@ -333,7 +332,7 @@ def test_any_flipped_bit_of_a_chunk_beside_its_data_is_noticed(
     """The checksums of the data are in the head."""
     data = fields["data"]
     packed = pack_chunk(**fields | {"data": [data]})
-    behind = pack_chunk(acknowledged=fields["acknowledged"], order=fields["order"])
+    behind = pack_chunk(order=fields["order"])
     start = len(packed) - len(behind) - len(data)
     bits = [bit for bit in range(8 * len(packed)) if not 0 <= bit // 8 - start < len(data)]
     with pytest.raises(WireError):
@@ -369,7 +368,6 @@ def same(found: frames.Chunk, expected: ProtobufChunk) -> bool:
         expected.size,
         expected.head,
         expected.data,
-        expected.acknowledged,
         expected.checksum,
         expected.order,
     )

@@ -27,7 +27,7 @@ from planaria.node.wire.frames import Frame, WireError, pack_chunk, seal
 from planaria.node.wire.greetings import Greetings
 from planaria.node.wire.link import Links, LinkSettings, Peer
 from planaria.node.wire.session import Hello, Silence
-from planaria.node.wire.stage_pb2 import Chunk, Message
+from planaria.node.wire.stage_pb2 import Message
 from planaria.node.wire.tensors import decode, encode
 from tests.bootstrap.conftest import identity
 
@@ -150,8 +150,7 @@ async def both_ways() -> None:
             )
             (tensor,) = decode(found.descriptors, found.payload)
             assert torch.equal(tensor, torch.arange(10_000, dtype=torch.uint8))
-        # b's acknowledgement came before its frame, on the same stream
-        assert a.links.unacknowledged == 0
+        await until(lambda: a.links.unacknowledged == 0)
         assert a.links.bytes_out > 10_000 < a.links.bytes_in
         assert a.links.traffic["b"].bytes_out == a.links.bytes_out
 
@@ -236,7 +235,7 @@ async def test_if_both_dial_one_link_comes_up_and_none_is_lost() -> None:
         a.links.set_peers(1, [a.peer(), peer_at("b", wire.address)], ["b"])
         b.links.set_peers(1, [a.peer(), peer_at("b", "")], ["a"])  # thinks that it has to dial
         async with asyncio.timeout(DEADLINE):
-            while a.links._handshakes < 2 and a.events.queue.empty():  # noqa: ASYNC110
+            while not a.links._handshakes and a.events.queue.empty():  # noqa: ASYNC110
                 await asyncio.sleep(0)
         wire.passing.set()
         await up(a, b)
@@ -252,7 +251,7 @@ async def test_if_the_other_side_cannot_be_reached_its_dial_is_taken() -> None:
         a.links.set_peers(1, [a.peer(), peer_at("b", wire.address)], ["b"])
         b.links.set_peers(1, [a.peer(), peer_at("b", "")], ["a"])
         async with asyncio.timeout(DEADLINE):
-            while a.links._handshakes < 2:  # noqa: ASYNC110
+            while not a.links._handshakes:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             while a.events.queue.empty():
                 wire.cut()
@@ -272,21 +271,21 @@ async def test_who_has_lost_the_link_gets_a_new_one() -> None:
                 why = "c has lost the link, and dialled anew"
                 assert await b.events.next("lost") == ("c", why, [])
                 await b.events.next("up")
-                assert why in await farewell(first["Control"])
+                assert why in await farewell(first)
 
 
 async def test_a_dial_that_others_have_overtaken_changes_nothing() -> None:
     b = Node("b")
     async with started(b):
         b.links.set_peers(1, [peer_at("c", "")], [])
-        async with dialled(b, "c", link=hello(3, 7)) as calls:
+        async with dialled(b, "c", link=hello(3, 7)) as control:
             await b.events.next("up")
             for link in (hello(3, 6), hello(2, 9)):
                 with pytest.raises(grpc.aio.AioRpcError, match="b has a newer connection") as error:
                     async with dialled(b, "c", link=link):
                         pass
                 assert error.value.code() is grpc.StatusCode.ALREADY_EXISTS
-            await calls["Control"].write(seal(message(1).SerializeToString()))
+            await control.write(seal(message(1).SerializeToString()))
             assert await b.events.next("message") == ("c", message(1))
 
 
@@ -313,20 +312,25 @@ def metadata(node: Node, dialler: str, /, **changes: str) -> tuple[tuple[str, st
 
 
 @asynccontextmanager
-async def dialled(node: Node, dialler: str, /, **changes: str) -> AsyncIterator[dict[str, Any]]:
-    """The two streams of a link, without Links at this end."""
+async def dialled(node: Node, dialler: str, /, **changes: str) -> AsyncIterator[Any]:
+    """A connection, which is a Control stream, without Links at this end."""
     pairs = metadata(node, dialler, **changes)
     own = [("grpc.use_local_subchannel_pool", 1)]  # a connection, as Links has
     channels = grpc.aio.insecure_channel(node.address, own)
     async with channels as channel, asyncio.timeout(DEADLINE):
-        calls: dict[str, Any] = {
-            name: channel.stream_stream(f"/planaria.node.Stage/{name}")(metadata=pairs)
-            for name in ("Control", "Bulk")
-        }
-        for call in calls.values():
-            if not await call.initial_metadata():
-                await call.read()
-        yield calls
+        call: Any = channel.stream_stream("/planaria.node.Stage/Control")(metadata=pairs)
+        if not await call.initial_metadata():
+            await call.read()
+        yield call
+
+
+async def last_words(call: Any) -> str:
+    """Why the peer closes the link, as it says on Control."""
+    async with asyncio.timeout(DEADLINE):
+        while True:
+            said = Message.FromString(await call.read())
+            if said.WhichOneof("body") == "farewell":
+                return str(said.farewell.reason)
 
 
 async def farewell(call: Any) -> str:
@@ -345,7 +349,7 @@ async def farewell(call: Any) -> str:
         ({"node": "x"}, "PERMISSION_DENIED", "'x' is no member of view 7, the newest that b knows"),
         ({"run": "other"}, "PERMISSION_DENIED", "b is in run run, not 'other'"),
         ({"peer": "c"}, "NOT_FOUND", "this is node b, not 'c'"),
-        ({"protocol": "1"}, "FAILED_PRECONDITION", "b speaks protocol 11, the dialler 1"),
+        ({"protocol": "1"}, "FAILED_PRECONDITION", "b speaks protocol 12, the dialler 1"),
         ({"link": "x"}, "INVALID_ARGUMENT", "'x' is no hello of a link"),
         ({"link": hello(other=9)}, "DATA_LOSS", "b has no such link: its session 9 is over"),
         (
@@ -383,17 +387,6 @@ async def test_a_dialler_that_a_newer_view_admits_has_only_to_wait() -> None:
         assert b.links.linked("a")
 
 
-async def test_half_a_link_is_refused() -> None:
-    b = Node("b", settings=replace(QUICK, handshake=0.05))
-    async with started(b):
-        b.links.set_peers(1, [peer_at("a", "")], [])
-        async with grpc.aio.insecure_channel(b.address) as channel:
-            call: Any = channel.stream_stream("/planaria.node.Stage/Bulk")(
-                metadata=metadata(b, "a")
-            )
-            assert "only a Bulk stream came" in await farewell(call)
-
-
 async def test_nobody_is_dialled_where_the_registry_is_not_near(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -420,6 +413,14 @@ async def test_two_nodes_cannot_share_a_port() -> None:
 piece = partial(pack_chunk, order=1)
 
 
+def acknowledged(number: int, received: int) -> bytes:
+    return seal(
+        Message(
+            acknowledged={"received": [{"frame": number, "bytes": received}]}
+        ).SerializeToString()
+    )
+
+
 @pytest.mark.parametrize(
     ("stream", "sent", "why", "cause"),
     [
@@ -428,8 +429,8 @@ piece = partial(pack_chunk, order=1)
         ("Bulk", piece(frame=1, size=1, data=[b"a"]), "head of a frame", SHAPE),
         ("Bulk", piece(frame=1, size=2**60), "a payload of 1152921504606846976", SHAPE),
         ("Bulk", piece(frame=1, size=1, order=0), "in place 0, which is taken", SHAPE),
-        ("Bulk", pack_chunk(frame=9, acknowledged=5), "4 bytes of frame 9", SHAPE),
         ("Bulk", pack_chunk(frame=1)[:-1] + b"\0", "checksum of a chunk of frame 1", CHECKSUM),
+        ("Control", acknowledged(9, 4), "4 bytes of frame 9", SHAPE),
         ("Control", seal(b"\xff"), "not one of stage.proto's", SHAPE),
         ("Control", message(1).SerializeToString(), "checksum of a message", CHECKSUM),
     ],
@@ -443,12 +444,12 @@ async def test_malformed_input_ends_its_link_and_no_other(
         a.links.set_peers(1, peers, ["b"])
         b.links.set_peers(1, peers, ["a"])
         await up(a, b)
-        async with dialled(b, "c") as calls:
+        async with dialled(b, "c") as control:
             assert await b.events.next("up") == ("c",)
-            await calls[stream].write(sent)
-            last = Chunk.FromString(await calls["Bulk"].read())
-            assert why in last.head.decode()
-            calls["Bulk"].cancel()
+            async with adding(b, "c", *begun(b, "c")) as bulk:
+                await (bulk if stream == "Bulk" else control).write(sent)
+                assert why in await last_words(control)
+            control.cancel()
             peer, reason, _ = await b.events.next("lost")
             assert peer == "c"
             assert why in reason
@@ -467,21 +468,14 @@ async def test_a_dialler_says_what_was_malformed_too() -> None:
         return ("planaria-node", "b"), ("planaria-link", text)
 
     async def control(_: Any, context: Any) -> None:
-        await context.send_initial_metadata(accepted(context))
-        await said
-
-    async def bulk(_: Any, context: Any) -> None:
         if said.done():
             await context.abort(grpc.StatusCode.UNAVAILABLE, "once is enough")
         await context.send_initial_metadata(accepted(context))
-        await context.write(b"\x08")
-        said.set_result(Chunk.FromString(await context.read()).head.decode())
+        await context.write(seal(b"\xff"))
+        said.set_result(await last_words(context))
 
     server = grpc.aio.server()
-    handlers: dict[str, Any] = {
-        "Control": grpc.stream_stream_rpc_method_handler(control),
-        "Bulk": grpc.stream_stream_rpc_method_handler(bulk),
-    }
+    handlers = {"Control": grpc.stream_stream_rpc_method_handler(control)}
     handler = grpc.method_handlers_generic_handler("planaria.node.Stage", handlers)
     server.add_generic_rpc_handlers((handler,))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -491,7 +485,7 @@ async def test_a_dialler_says_what_was_malformed_too() -> None:
         a.links.set_peers(1, [peer_at("b", f"127.0.0.1:{port}")], ["b"])
         await a.events.next("up")
         _, reason, _ = await a.events.next("lost")
-        assert reason == "b sent what can't be: a chunk that ends inside a number"
+        assert reason.startswith("b sent what can't be: a message that is not one of stage.proto's")
         assert await said == reason
     await server.stop(None)
 
@@ -524,9 +518,68 @@ async def carried_by(count: int, *nodes: Node) -> None:
 def want(node: Node, count: int) -> None:
     """It would have so many, as if it had measured that."""
     [only] = node.links._links.values()
+    only._framed = only.now
     only.session.outbox._streams.wanted = count
     assert only.connection is not None
-    only.connection._note_streams()
+    only.connection.note_streams()
+
+
+@pytest.mark.parametrize("sender", ["a", "b"])
+async def test_only_where_frames_go_there_is_a_stream_for_them(sender: str) -> None:
+    a, b = Node("a", settings=SOON), Node("b", settings=SOON)
+    async with started(a, b), Wire(b.address) as wire:
+        b.address = wire.address
+        view(1, a, b)
+        await up(a, b)
+        one, other = (a, b) if sender == "a" else (b, a)
+        for number in range(2):
+            for step in range(200):
+                one.links.send(other.name, message(step))
+            for step in range(200):
+                assert await other.events.next("message") == (one.name, message(step))
+            await carried_by(0, a, b)
+            assert len(wire.writers) == 2 * (1 + number), "both ways"
+            one.links.send(other.name, frame(100_000, number=number))
+            assert (await other.events.next("frame"))[1].fields == {"number": number}
+            assert len(wire.writers) == 2 * (2 + number)
+            await carried_by(0, a, b)
+
+
+async def test_a_link_by_which_no_frame_can_go_is_lost() -> None:
+    """Its dialler adds no stream, whoever asks for one."""
+    b = Node("b", settings=replace(SOON, handshake=0.2))
+    async with started(b):
+        b.links.set_peers(1, [peer_at("c", ""), b.peer()], [])
+        async with dialled(b, "c") as control:
+            await b.events.next("up")
+            b.links.send("c", message(1))
+            sent = frame(10)
+            b.links.send("c", sent)
+            why = await last_words(control)
+            assert why.startswith("no stream for frames came up in 0.")
+            assert await b.events.next("lost") == ("c", why, [sent])
+
+
+async def test_a_peer_that_takes_no_stream_for_frames_is_dialled_anew() -> None:
+    dials = asyncio.Event()
+
+    async def refused(_: Any, context: Any) -> None:
+        dials.set()
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "one is enough")
+
+    a, b = Node("a"), Node("b")
+    b.links._accept_bulk = refused  # type: ignore[method-assign]
+    async with started(a, b):
+        view(1, a, b)
+        await up(a, b)
+        first = a.links._links["b"].connection
+        a.links.send("b", frame(10, number=1))
+        async with asyncio.timeout(DEADLINE):
+            await dials.wait()
+        await until(lambda: a.links._links["b"].connection not in (first, None))
+        a.links.send("b", message(1))
+        assert await b.events.next("message") == ("a", message(1))
+        assert a.events.queue.empty()
 
 
 @pytest.mark.parametrize("who", ["a", "b"])
@@ -579,7 +632,7 @@ async def test_streams_that_are_added_have_tls_as_the_others_have() -> None:
         for number in range(9):
             peer, found = await b.events.next("frame")
             assert (peer, found.fields["number"], found.size) == ("a", number, 30_000)
-        assert len(wire.begun) == 2 * 5, "both ways, and messages have a connection of their own"
+        assert len(wire.begun) == 2 * 5, "both ways, and messages have one of their own"
         assert all(begun[:2] == TLS_HANDSHAKE for begun in wire.begun)
         want(a, 1)
         await carried_by(1, a, b)
@@ -611,13 +664,21 @@ async def adding(node: Node, dialler: str, said: str, heard: str, **how: Any) ->
     pairs["planaria-link"] = greetings.to_add(node.name, how.get("number", 1), said, heard)
     own = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(node.address, own) as channel:
-        call: Any = channel.stream_stream("/planaria.node.Stage/More")(
+        call: Any = channel.stream_stream("/planaria.node.Stage/Bulk")(
             metadata=tuple(pairs.items())
         )
         async with asyncio.timeout(DEADLINE):
             if not await call.initial_metadata():
                 await call.read()
         yield call
+
+
+def begun(node: Node, dialler: str) -> tuple[str, str]:
+    """What the connection has begun with that this one has dialled."""
+    connection = node.links._links[dialler].connection
+    assert connection is not None
+    assert connection.heard is not None
+    return connection.heard
 
 
 async def test_a_stream_is_added_by_who_has_dialled_alone_and_once() -> None:
@@ -628,42 +689,39 @@ async def test_a_stream_is_added_by_who_has_dialled_alone_and_once() -> None:
         with refused(match="b has no connection that c has dialled"):
             async with adding(b, "c", "", ""):
                 pass
-        async with dialled(b, "c") as calls, dialled(b, "d"):
-            [begun] = [o.connection for o in b.links._links.values() if o.peer == "c"]
-            assert begun is not None
-            assert begun.heard is not None
+        async with dialled(b, "c") as control, dialled(b, "d"):
+            said, answered = begun(b, "c")
             for dialler, heard, how in (
-                ("c", begun.heard, {"key": "d"}),
-                ("d", begun.heard, {}),
-                ("c", (begun.heard[0], "another"), {}),
+                ("c", (said, answered), {"key": "d"}),
+                ("d", (said, answered), {}),
+                ("c", (said, "another"), {}),
             ):
                 with refused(match="is not signed by the key") as error:
                     async with adding(b, dialler, *heard, **how):
                         pass
                 assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
             with refused(match="no member of view 1"):
-                async with adding(b, "x", *begun.heard):
+                async with adding(b, "x", said, answered):
                     pass
             async with AsyncExitStack() as stack:
-                for number in range(1, link.MOST_STREAMS):
-                    more = adding(b, "c", *begun.heard, number=number)
+                for number in range(1, link.MOST_STREAMS + 1):
+                    more = adding(b, "c", said, answered, number=number)
                     call = await stack.enter_async_context(more)
                 with refused(match="or is one more than 16"):
-                    async with adding(b, "c", *begun.heard, number=99):
+                    async with adding(b, "c", said, answered, number=99):
                         pass
                 await call.write(pack_chunk())
                 assert await call.read() is grpc.aio.EOF
-                for number in (5, link.MOST_STREAMS - 1, 0, -1, "seven", "9" * 80):
+                for number in (5, link.MOST_STREAMS, 0, -1, "seven", "9" * 80):
                     with refused(match=f"stream {number} was there before"):
-                        async with adding(b, "c", *begun.heard, number=number):
+                        async with adding(b, "c", said, answered, number=number):
                             pass
-                async with adding(b, "c", *begun.heard, number=100) as call:
+                async with adding(b, "c", said, answered, number=100) as call:
                     head = frame(0).head()
                     await call.write(pack_chunk(frame=1, size=1, head=head, data=[b"a"], order=2))
-                    await call.write(pack_chunk(frame=1, acknowledged=1))
-                    last = await farewell(call)
-                assert "an acknowledgement by stream 100" in last
-                calls["Bulk"].cancel()
+                    await call.write(pack_chunk(frame=1, order=2))
+                    assert "in place 2, which is taken" in await last_words(control)
+                control.cancel()
 
 
 # Loss
@@ -776,8 +834,7 @@ async def test_a_link_that_does_not_come_back_tells_what_may_be_lost(
         await up(a, b)
         a.links.send("b", frame(5000, number=0))
         assert (await b.events.next("frame"))[1].fields == {"number": 0}
-        b.links.send("a", frame())  # behind the acknowledgement
-        await a.events.next("frame")
+        await until(lambda: a.links.unacknowledged == 0)
 
         wire.passing.clear()
         for number in range(1, 9):

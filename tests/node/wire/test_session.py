@@ -64,12 +64,13 @@ STREAMS = 3
 
 class Connection:
     """Ordered pipes in each direction, which lose what is in them when they break: one for
-    messages, and several for chunks, of which the first has the acknowledgements."""
+    messages and acknowledgements, and several for chunks."""
 
     def __init__(self, dialler: int) -> None:
         self.dialler = dialler
         self.broken = False
-        self.control: list[deque[bytes | int]] = [deque(), deque()]  # to each end; int: heartbeat
+        # To each end; an int is a heartbeat, a map an acknowledgement.
+        self.control: list[deque[bytes | int | dict[int, int]]] = [deque(), deque()]
         self.bulk: list[list[deque[bytes]]] = [[deque() for _ in range(STREAMS)] for _ in range(2)]
 
 
@@ -161,6 +162,8 @@ class TwoEnds(RuleBasedStateMachine):
         pipe = end.connection.control[1 - which]
         if heartbeat or end.session.acknowledgement_due:
             pipe.append(end.session.acknowledgement())
+        elif received := end.session.inbox.acknowledged():
+            pipe.append(received)
         elif (message := end.session.next_message()) is not None:
             pipe.append(message)
 
@@ -170,10 +173,7 @@ class TwoEnds(RuleBasedStateMachine):
         for stream in streams:
             if end.connection is None or end.connection.broken:
                 return
-            session = end.session
-            chunk = None if stream else session.inbox.acknowledgement()
-            chunk = chunk or session.outbox.next(now=0.0)
-            if chunk is not None:
+            if (chunk := end.session.outbox.next(now=0.0)) is not None:
                 end.connection.bulk[1 - which][stream].append(chunk)
 
     @rule(which=st.integers(0, 1), count=st.integers(1, 5))
@@ -185,6 +185,9 @@ class TwoEnds(RuleBasedStateMachine):
             item = end.connection.control[which].popleft()
             if isinstance(item, int):
                 end.session.acknowledge_messages(item)
+            elif isinstance(item, dict):
+                for number, received in item.items():
+                    end.session.outbox.acknowledge(number, received, now=0.0)
             else:
                 end.session.message_came()
                 end.life.messages.append(item)
@@ -196,10 +199,7 @@ class TwoEnds(RuleBasedStateMachine):
             if end.connection is None or not (pipe := end.connection.bulk[which][stream]):
                 continue
             chunk = parse_chunk(pipe.popleft())
-            if chunk.acknowledged:
-                end.session.outbox.acknowledge(chunk.frame, chunk.acknowledged - 1, now=0.0)
-            else:
-                end.life.frames += end.session.chunk_came(chunk)
+            end.life.frames += end.session.chunk_came(chunk)
 
     # --- what happens to connections
 
