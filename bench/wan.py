@@ -8,10 +8,16 @@ many, or, where packets are lost, one with no more than one TCP connection for w
 and one behind links of the same bandwidth without delay. A turn is two steps, of which the first
 has TCP find out again what its links can do; where packets are lost, some come before the first
 turn, in which links find out how many connections they take. It takes root.
+
+Emulated links take of the same cores what real ones don't, and those with delay three times what
+the others do: packets come one by one. So each ratio is given twice, as it was, and without the
+seconds of processors that passing packets on has taken, divided by the cores, which are busy
+throughout.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from functools import partial
@@ -37,28 +43,31 @@ FAR, FIXED, ONE, NEAR = "far", "far, stages + 1 out", "far, one connection", "ne
 
 
 class Links(NamedTuple):
-    """`delay` in ms there and back, `jitter` one way; `loss`: a share. `goal`: of the ratio."""
+    """`delay` in ms there and back, `jitter` one way; `loss`: a share. `goal`: of the ratio.
+    `batch`: samples of a step."""
 
     delay: float
     mbps: float
     goal: float
     jitter: float = 0.0
     loss: float = 0.0
+    batch: int = 24
 
     def __str__(self) -> str:
         more = f", {self.jitter:g} ms jitter, {self.loss:.1%} lost" if self.loss else ""
-        return f"{self.delay:g} ms, {self.mbps:g} Mbit/s{more}"
+        return f"{self.delay:g} ms, {self.mbps:g} Mbit/s{more}, {self.batch} samples a step"
 
 
 LINKS: Final = (
     Links(50.0, 100.0, 0.9),
     Links(200.0, 50.0, 0.8),
     Links(50.0, 100.0, 0.7, jitter=10.0, loss=0.001),
+    Links(50.0, 100.0, 0.9, batch=96),
+    Links(200.0, 50.0, 0.8, batch=96),
 )
 FIRST: Final = 16
 """Steps in which links that lose packets find out what they take."""
 CHANGES: Final[dict[str, Any]] = {
-    "training__batch": 24,
     "training__microbatch": 2,
     "wire__activations": "int8",
     "wire__gradients": "int8",
@@ -73,18 +82,28 @@ class WarmedUp(Processes):
         super().__init__(living)
         self._links = links
         self.bytes: list[int] = []  # of each step, as on a wire, in all
+        self.emulating: list[float] = []  # seconds of each step that the links took of each core
         for _ in range(first):
             super().step()
 
     def step(self) -> float:
         super().step()
-        before = self._carried()
+        before, processors = self._carried(), processor_seconds(self._links.relay.pid)
         seconds = super().step()
         self.bytes.append(self._carried() - before)
+        took = processor_seconds(self._links.relay.pid) - processors
+        self.emulating.append(took / len(os.sched_getaffinity(0)))
         return seconds
 
     def _carried(self) -> int:
         return sum(way.bytes for way in self._links.traffic().values())
+
+
+def processor_seconds(process: int) -> float:
+    """That it has taken so far, of all cores."""
+    after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    user, system = after_name[11:13]  # proc_pid_stat(5)
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def run_with_one(arguments: list[str]) -> None:
@@ -93,9 +112,15 @@ def run_with_one(arguments: list[str]) -> None:
         run_planaria(arguments)
 
 
-def compare(run: RunFile, how: Links, out: Path) -> tuple[list[dict[str, float]], float, str]:
-    """Seconds of a step of each, by turns; bytes of one behind `how`; TCP's congestion control.
-    Raises EmulationError."""
+class Compared(NamedTuple):
+    rounds: list[dict[str, float]]  # seconds of a step of each, by turns
+    alone: list[dict[str, float]]  # ... without those that emulation took
+    bytes: float  # of a step behind these links
+    congestion: str  # TCP's control of it
+
+
+def compare(run: RunFile, how: Links, out: Path) -> Compared:
+    """Raises EmulationError."""
     names = machines(run)
     nodes = {
         slot: ["node", "--stage", slot[0], "--threads", "1", "--cloud", "none"]
@@ -112,20 +137,26 @@ def compare(run: RunFile, how: Links, out: Path) -> tuple[list[dict[str, float]]
         swarm(other, work, out / "other", nodes, homes=farther.homes) as others,
         swarm(run, run_planaria, out / "near", nodes, homes=near.homes) as here,
     ):
-        begun: list[WarmedUp] = []
+        begun: dict[str, WarmedUp] = {}
 
-        def begin(living: Living, links: Emulation, first: int) -> WarmedUp:
-            begun.append(WarmedUp(living, links, first))
-            return begun[-1]
+        def begin(name: str, living: Living, links: Emulation, first: int) -> WarmedUp:
+            begun[name] = WarmedUp(living, links, first)
+            return begun[name]
 
+        other_name = ONE if how.loss else FIXED
         rounds = measure(
             {
-                NEAR: partial(begin, here, near, 0),
-                ONE if how.loss else FIXED: partial(begin, others, farther, first),
-                FAR: partial(begin, ours, far, first),
+                NEAR: partial(begin, NEAR, here, near, 0),
+                other_name: partial(begin, other_name, others, farther, first),
+                FAR: partial(begin, FAR, ours, far, first),
             }
         )
-        return rounds, median(begun[-1].bytes), far.congestion
+        took = {name: one.emulating[-len(rounds) :] for name, one in begun.items()}
+        alone = [
+            {name: seconds - took[name][turn] for name, seconds in one.items()}
+            for turn, one in enumerate(rounds)
+        ]
+        return Compared(rounds, alone, median(begun[FAR].bytes), far.congestion)
 
 
 def main() -> None:
@@ -133,21 +164,28 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory)
         prepare(Recipe([str(TEXT)]), out / "data")
-        run = resolve(override(loads(RUN), data__path=str(out / "data"), **CHANGES))
-        tokens = run.training.batch * CONTEXT
+        data = str(out / "data")
         for number, how in enumerate(chosen):
+            changes = CHANGES | {"training__batch": how.batch}
+            run = resolve(override(loads(RUN), data__path=data, **changes))
             try:
-                rounds, size, control = compare(run, how, out / str(number))
+                rounds, alone, size, control = compare(run, how, out / str(number))
             except EmulationError as error:
                 print(error)
                 return
-            rates = [{name: tokens / s for name, s in one.items()} for one in rounds]
-            keep("wan", **how._asdict(), control=control, bytes=size, tokens_per_second=rates)
+            tokens = how.batch * CONTEXT
+            rates, rates_alone = (
+                [{name: tokens / seconds for name, seconds in one.items()} for one in those]
+                for those in (rounds, alone)
+            )
+            rows = {"tokens_per_second": rates, "without_emulation": rates_alone}
+            keep("wan", **how._asdict(), control=control, bytes=size, **rows)
             other = ONE if how.loss else FIXED
             print(
-                f"{how}, {control}: ratio far / near: {ratio(rounds, FAR, NEAR):.2f} (goal "
-                f"{how.goal}), {size / 1e6:.1f} MB a step; far / {other}: "
-                f"{ratio(rounds, FAR, other):.2f} (goal {'more' if how.loss else '1.00'})"
+                f"{how}, {control}: ratio far / near: {ratio(rounds, FAR, NEAR):.2f}, without "
+                f"emulation {ratio(alone, FAR, NEAR):.2f} (goal {how.goal}), {size / 1e6:.1f} MB "
+                f"a step; far / {other}: {ratio(rounds, FAR, other):.2f} "
+                f"(goal {'more' if how.loss else '1.00'})"
             )
 
 
