@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
@@ -14,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 import virtual_time
+from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -947,3 +949,30 @@ async def test_a_view_of_another_history_or_of_another_key_is_not_taken(place: A
     assert not told
     place.registry._machine.view = own
     await client.close()
+
+
+@pytest.mark.parametrize(
+    ("then", "error", "why"),
+    [
+        (StatusCode.DEADLINE_EXCEEDED, JoinRefused, "a has the same key"),
+        (StatusCode.UNAVAILABLE, RegistryUnreachable, "can't be reached"),
+    ],
+)
+def test_who_was_told_to_wait_hears_why_though_a_last_try_had_no_time_for_it(
+    then: StatusCode, error: type[Exception], why: str
+) -> None:
+    answers = itertools.chain(
+        [(StatusCode.ABORTED, "a has the same key")], itertools.repeat((then, "no answer"))
+    )
+
+    async def call(stub: object, timeout: float) -> None:
+        code, details = next(answers)
+        raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+
+    async def ask() -> None:
+        client = RegistryClient(["127.0.0.1:1"])
+        with pytest.raises(error, match=why):
+            await client._retry(call, deadline=1.0)
+        await client.close()
+
+    virtual_time.run(ask())
