@@ -11,8 +11,8 @@ turn, in which links find out how many connections they take. It takes root.
 
 Emulated links take of the same cores what real ones don't, and those with delay three times what
 the others do: packets come one by one. So each ratio is given twice, as it was, and without the
-seconds of processors that passing packets on has taken, divided by the cores, which are busy
-throughout.
+seconds of processors that passing packets on has taken, divided by the cores, which are busy for
+most of it.
 """
 
 from __future__ import annotations

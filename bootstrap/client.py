@@ -408,9 +408,7 @@ class RegistryClient:
         """Asks at one address after the other until one answers or refuses."""
         clock = asyncio.get_running_loop().time
         end, pause, told = clock() + deadline, FIRST_PAUSE, ""
-        answered: grpc.aio.AioRpcError | None = (
-            None  # to wait; a last try may have no time for that
-        )
+        refusal: grpc.aio.AioRpcError | None = None  # the newest answer, if that was to wait
         while True:
             try:
                 answer = await call(self._stub(), min(attempt, max(0.1, end - clock())))
@@ -420,9 +418,9 @@ class RegistryClient:
                 if error.code() not in _RETRIED:
                     raise JoinRefused(_refusal(error, self._address)) from error
                 if error.code() is not StatusCode.DEADLINE_EXCEEDED:
-                    answered = error if error.code() is StatusCode.ABORTED else None
-                if clock() + pause >= end:
-                    self._give_up(answered or error, deadline)
+                    refusal = error if error.code() is StatusCode.ABORTED else None
+                if clock() + pause >= end:  # a last try may have had no time for an answer
+                    self._give_up(refusal or error, deadline)
                 why = error.details() or ""
                 if error.code() is StatusCode.ABORTED and why != told:
                     told = why
