@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import msgpack
+from google.protobuf.message import DecodeError
 from xxhash import xxh3_64_intdigest
 
 from planaria.bootstrap.registry_pb2 import CHECKSUM, NONFINITE, NUMBERS, SHAPE, Cause
@@ -294,6 +295,14 @@ def unseal(data: bytes) -> bytes:
     if seal(message) != data:
         raise DamagedError("the checksum of a message is not that sent")
     return message
+
+
+def parse_message(data: bytes) -> pb.Message:
+    """Of what was sealed. Raises WireError."""
+    try:
+        return pb.Message.FromString(unseal(data))
+    except DecodeError as error:
+        raise WireError(f"a message that is not one of stage.proto's: {error}") from error
 
 
 # Chunks

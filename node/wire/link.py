@@ -36,7 +36,6 @@ from typing import Any, Final, Protocol
 from urllib.parse import quote, unquote
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc import StatusCode
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
@@ -59,8 +58,8 @@ from planaria.node.wire.frames import (
     WireError,
     pack_chunk,
     parse_chunk,
+    parse_message,
     seal,
-    unseal,
 )
 from planaria.node.wire.greetings import ForgedError, Greetings
 from planaria.node.wire.idle import Idle
@@ -609,10 +608,7 @@ class _Connection:
                 self._refuse(error)
 
     def _hear(self, data: bytes) -> None:
-        try:
-            message = stage_pb2.Message.FromString(unseal(data))
-        except DecodeError as error:
-            raise WireError(f"a message that is not one of stage.proto's: {error}") from error
+        message = parse_message(data)
         body = message.WhichOneof("body")
         if body == "farewell":
             raise _LinkOver(message.farewell.reason[:LONGEST_REASON])

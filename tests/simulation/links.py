@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
-from google.protobuf.message import DecodeError
-
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.seats import SenselessError
@@ -27,8 +25,8 @@ from planaria.node.wire.frames import (
     WireError,
     pack_chunk,
     parse_chunk,
+    parse_message,
     seal,
-    unseal,
 )
 from planaria.node.wire.idle import Idle
 from planaria.node.wire.link import (
@@ -182,10 +180,7 @@ class Link:
             self.end(f"{self.peer} sent what can't be: {error}", cause=cause)
 
     def _listen(self, data: bytes) -> None:
-        try:
-            message = pb.Message.FromString(unseal(data))
-        except DecodeError as error:
-            raise WireError(f"a message that is not one of stage.proto's: {error}") from error
+        message = parse_message(data)
         body = message.WhichOneof("body")
         if body == "heartbeat":
             self.session.acknowledge_messages(message.heartbeat.received)
