@@ -43,8 +43,8 @@ FAR, FIXED, ONE, NEAR = "far", "far, stages + 1 out", "far, one connection", "ne
 
 
 class Links(NamedTuple):
-    """`delay` in ms there and back, `jitter` one way; `loss`: a share. `goal`: of the ratio.
-    `batch`: samples of a step."""
+    """`delay` in ms there and back, `jitter` one way; `loss`: a share. `goal`: of the ratio; 0:
+    none. `batch`: samples of a step, each of `context` tokens."""
 
     delay: float
     mbps: float
@@ -52,10 +52,13 @@ class Links(NamedTuple):
     jitter: float = 0.0
     loss: float = 0.0
     batch: int = 24
+    microbatch: int = 2
+    context: int = CONTEXT
 
     def __str__(self) -> str:
         more = f", {self.jitter:g} ms jitter, {self.loss:.1%} lost" if self.loss else ""
-        return f"{self.delay:g} ms, {self.mbps:g} Mbit/s{more}, {self.batch} samples a step"
+        size = f"{self.batch // self.microbatch} x {self.microbatch} x {self.context} tokens a step"
+        return f"{self.delay:g} ms, {self.mbps:g} Mbit/s{more}, {size}"
 
 
 LINKS: Final = (
@@ -64,15 +67,13 @@ LINKS: Final = (
     Links(50.0, 100.0, 0.7, jitter=10.0, loss=0.001),
     Links(50.0, 100.0, 0.9, batch=96),
     Links(200.0, 50.0, 0.8, batch=96),
+    Links(200.0, 50.0, 0.0, batch=64, microbatch=1, context=64),
 )
 FIRST: Final = 16
 """Steps in which links that lose packets find out what they take."""
-CHANGES: Final[dict[str, Any]] = {
-    "training__microbatch": 2,
-    "wire__activations": "int8",
-    "wire__gradients": "int8",
-}
-"""Of bench/pipeline.py's run: less to compute, so that there is less to hide delays behind."""
+CHANGES: Final = {"wire__activations": "int8", "wire__gradients": "int8"}
+"""Of bench/pipeline.py's run; and microbatches are smaller, so that there is less to hide delays
+behind."""
 
 
 class WarmedUp(Processes):
@@ -166,14 +167,18 @@ def main() -> None:
         prepare(Recipe([str(TEXT)]), out / "data")
         data = str(out / "data")
         for number, how in enumerate(chosen):
-            changes = CHANGES | {"training__batch": how.batch}
-            run = resolve(override(loads(RUN), data__path=data, **changes))
+            sizes: dict[str, Any] = {
+                "training__batch": how.batch,
+                "training__microbatch": how.microbatch,
+                "model__context": how.context,
+            }
+            run = resolve(override(loads(RUN), data__path=data, **CHANGES, **sizes))
             try:
                 rounds, alone, size, control = compare(run, how, out / str(number))
             except EmulationError as error:
                 print(error)
                 return
-            tokens = how.batch * CONTEXT
+            tokens = how.batch * how.context
             rates, rates_alone = (
                 [{name: tokens / seconds for name, seconds in one.items()} for one in those]
                 for those in (rounds, alone)
@@ -181,9 +186,10 @@ def main() -> None:
             rows = {"tokens_per_second": rates, "without_emulation": rates_alone}
             keep("wan", **how._asdict(), control=control, bytes=size, **rows)
             other = ONE if how.loss else FIXED
+            goal = f" (goal {how.goal})" if how.goal else ""
             print(
                 f"{how}, {control}: ratio far / near: {ratio(rounds, FAR, NEAR):.2f}, without "
-                f"emulation {ratio(alone, FAR, NEAR):.2f} (goal {how.goal}), {size / 1e6:.1f} MB "
+                f"emulation {ratio(alone, FAR, NEAR):.2f}{goal}, {size / 1e6:.1f} MB "
                 f"a step; far / {other}: {ratio(rounds, FAR, other):.2f} "
                 f"(goal {'more' if how.loss else '1.00'})"
             )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-MOST: Final = 3
+MOST: Final = 6
 """Times stages + 1."""
 
 
