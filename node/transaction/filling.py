@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-MOST: Final = 6
+MOST: Final = 4
 """Times stages + 1."""
 
 

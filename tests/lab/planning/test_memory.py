@@ -277,8 +277,8 @@ def test_microbatches_under_way_are_bounded_by_the_window_and_by_the_share() -> 
     assert under_way(run, config, 1, [1, 1, 1, 1, 1]) == 12  # all of the step's
     assert under_way(run, config, 1, [2, 4, 1, 1, 1]) == 3  # and all that are this node's
     longer = override(run, training__batch=120)
-    assert under_way(longer, config, 1, [1, 1, 1, 1, 1]) == 30  # 6 (stages + 1)
-    assert under_way(longer, config, 1, [2, 3, 1, 1, 1]) == 20
+    assert under_way(longer, config, 1, [1, 1, 1, 1, 1]) == 20  # 4 (stages + 1)
+    assert under_way(longer, config, 1, [2, 3, 1, 1, 1]) == 14
     run, config = made(training__in_flight=5)
     assert under_way(run, config, 1, [1, 1, 1, 1, 1]) == 5
     assert under_way(run, config, 1, [2, 1, 1, 1, 1]) == 10
