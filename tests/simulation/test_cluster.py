@@ -155,7 +155,7 @@ def test_they_hold_where_they_once_did_not(seed: int) -> None:
     [
         (Machines(member=DoubleCounting), None, "I1|I3", 0),
         (Machines(member=Muddled), "checkfree", "I[12]", 14),
-        (Machines(member=Forgetful), None, "stopped without need|but .* had it|I3", 18),
+        (Machines(member=Forgetful), None, "stopped without need|but .* had it|I3", 57),
         (Machines(driver=Oblivious), None, "stopped without need|but .* had it|I3", 6),
         (Machines(driver=Presumptuous), None, "I[234]", 25),
         (Machines(holder=Hasty), "checkfree+", "I5: .* announces a copy", 0),

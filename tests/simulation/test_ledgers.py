@@ -46,7 +46,7 @@ async def votes_at_once(agent: Agent) -> None:
 
 @pytest.mark.parametrize(
     ("of", "name", "faulty", "first"),
-    [(Agent, "_is_noted", votes_at_once, 1), (Vote, "unrecorded", lambda vote: "", 18)],
+    [(Agent, "_is_noted", votes_at_once, 1), (Vote, "unrecorded", lambda vote: "", 53)],
 )
 def test_a_step_that_is_in_no_ledger_is_caught(
     of: type, name: str, faulty: object, first: int
