@@ -74,6 +74,7 @@ from planaria.node.stage.architecture import Architecture
 from planaria.node.stage.arithmetic import TorchStage, layout_of, make_twin
 from planaria.node.stage.compute import ComputeThread
 from planaria.node.stage.device import memory_of
+from planaria.node.stage.room import Room
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.stage.watch import COMPILING, FLOOR, Hang, Watch
 from planaria.node.state.handover import FAREWELL
@@ -221,7 +222,7 @@ class Node:
         self.carriers: dict[str, str] = {}  # who carries the links that aren't direct, by peer
         self.seats: Seats[Agent] = Seats(self.node, self.links, self.onlookers.tell, self.read_log)
         self.exchanges: dict[str, LoopedExchanges] = {}  # of each seat
-        self.memory = memory_of(place.device)
+        self.memory, self.room = memory_of(place.device), Room(place.device)
         self.rehearsing: asyncio.Task[None] | None = None  # since it has no seat
         self.leaving = self.retiring = False
         self.leaves_by = 0.0  # on the loop's clock; 0: it wasn't told to go
@@ -476,7 +477,7 @@ class Node:
             begun = self.view.committed > 1
             checkpoint, device = place.checkpoint, place.device
             arithmetic = TorchStage(
-                own, stage, run, config, device, corpus, checkpoint, place.own, begun
+                own, stage, run, config, device, corpus, checkpoint, place.own, begun, self.room
             )
             net, compute = SeatNet(self.seats, name), SeatCompute(self.seats, name, self.compute)
             chance, identity = SystemRandom(), place.identity

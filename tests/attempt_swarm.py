@@ -286,8 +286,11 @@ class Swarm:
         chance: random.Random,
         masking: Masking = "reassign",
         make_work: Callable[[str, int], StageWork] = VirtualWork,
+        swapped: bool = True,
     ) -> None:
+        """`swapped`: every other microbatch goes through the stages the other way round."""
         self.chance, self.masking, self.make_work = chance, masking, make_work
+        self.swapped = swapped
         self.under_way: list[tuple[str, str, Frame]] = []
         self.plans: list[tuple[str, Ballot, pb.Begin]] = []
         self.nodes = {
@@ -314,7 +317,7 @@ class Swarm:
         names = [member.node for member in members]
         begin = pb.Begin(step=1, kind=kind, members=members)
         for microbatch in range(MICROBATCHES):
-            order = [1, 2] if microbatch % 2 == 0 else [2, 1]
+            order = [2, 1] if self.swapped and microbatch % 2 else [1, 2]
             places = [names.index(self.served[microbatch, stage]) for stage in order]
             source = self.served[microbatch, 0]
             begin.plan.add(id=microbatch, source=source, order=order, places=places)
@@ -461,9 +464,11 @@ class Swarm:
             assert self.nodes[self.served[microbatch, 0]].homes[microbatch] == home
 
 
-def undisturbed(make_work: Callable[[str, int], StageWork] = VirtualWork) -> Swarm:
+def undisturbed(
+    make_work: Callable[[str, int], StageWork] = VirtualWork, swapped: bool = True
+) -> Swarm:
     """One node a stage, and all has been computed."""
-    swarm = Swarm(1, random.Random(0), make_work=make_work)
+    swarm = Swarm(1, random.Random(0), make_work=make_work, swapped=swapped)
     swarm.starts()
     swarm.ends()
     swarm.check_everything_is_there_once()

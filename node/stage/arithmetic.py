@@ -22,6 +22,7 @@ from planaria.node.stage.lora import Frozen, copied
 from planaria.node.stage.model import BodyStage, EmbeddingStage, Stage, with_weights
 from planaria.node.stage.next_stage import build as build_next_stage
 from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.stage.room import Room
 from planaria.node.stage.shape import ModelConfig, trained_shapes
 from planaria.node.stage.work import TorchWork
 from planaria.node.state.boundary import Fetched
@@ -57,7 +58,9 @@ class TorchStage:
         checkpoint: Checkpoint | None = None,
         own: Architecture | None = None,
         begun: bool = False,
+        room: Room | None = None,
     ) -> None:
+        """`room`: for all stages of a node."""
         self.stage, self.run, self.config = stage, run, config
         self._device = device
         self._beginning = Beginning(run, config, checkpoint, own)
@@ -71,7 +74,9 @@ class TorchStage:
         self.optimizer = StageOptimizer.of_run(self._module, device, run)
         self.tensors = dict(self.optimizer.state(optimizer=True))
         self.gradient = self.optimizer.gradient
-        self.work = TorchWork(node, self._module, self.optimizer, run, config, device, corpus)
+        self.work = TorchWork(
+            node, self._module, self.optimizer, run, config, device, corpus, room=room
+        )
         self._reduced_norm = self._omega = 0.0
         self._other: tuple[weakref.ref[Tensor], Stage] | None = None  # that was looked with
 

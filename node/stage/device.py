@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import time
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -32,3 +35,25 @@ def memory_of(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_memory(root: Path = Path("/")) -> float:
+    """Bytes of the machine's memory that may still be taken without swapping (proc(5)), and within
+    a container's limit, where one is set (cgroups, version 2); infinite where nothing says so.
+    `root`: of the files."""
+    found = re.search(r"MemAvailable: *(\d+) kB", _read(root / "proc/meminfo"))
+    machine = 1024 * float(found[1]) if found else math.inf
+    group = root / "sys/fs/cgroup"
+    limit = _read(group / "memory.max").strip()
+    if not limit.isdecimal():
+        return machine
+    cache = re.search(r"^inactive_file (\d+)", _read(group / "memory.stat"), re.MULTILINE)
+    taken = int(_read(group / "memory.current") or 0) - (int(cache[1]) if cache else 0)
+    return min(machine, int(limit) - taken)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

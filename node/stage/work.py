@@ -22,12 +22,14 @@ from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION
 from planaria.node.data.mixture import Data, beginnings, count_scored, inputs_and_targets, windows
 from planaria.node.data.windows import microbatch_ids, samples_hash
 from planaria.node.run_file import RunFile
+from planaria.node.stage.activations import saved, working
 from planaria.node.stage.compute import waiting_for_disk
 from planaria.node.stage.model import BodyStage, EmbeddingStage
 from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.stage.room import Room
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.twin import Twin
-from planaria.node.transaction.attempt import Done, Visit
+from planaria.node.transaction.attempt import Done, NoRoomError, Visit
 from planaria.node.transaction.bounds import UNLIKE
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
@@ -88,7 +90,9 @@ class TorchWork:
         device: torch.device,
         corpus: Data | None = None,
         twin: Twin | None = None,
+        room: Room | None = None,
     ) -> None:
+        """`room`: for all that compute on the device."""
         self.node, self.optimizer = node, optimizer
         self.run, self.config, self.device = run, config, device
         self.corpus, self.twin = corpus, twin
@@ -98,6 +102,9 @@ class TorchWork:
             "gradient": Form("float32", shape, run.wire.gradients),
         }
         self._begun = _Begun(NEVER, pb.Begin())
+        self._room = room or Room(device)
+        stage = 0 if isinstance(module, EmbeddingStage) else 1
+        self._needs = saved(run, config, stage) + (working(run, config, stage) if stage else 0)
         compiled: Callable[..., Any] = torch.compile if run.training.compile else _as_it_is
         if isinstance(module, EmbeddingStage):
             self._embed, self._loss = compiled(module.embed), compiled(module.loss)
@@ -147,35 +154,56 @@ class TorchWork:
         self._begun.touched.add(visit.microbatch)
         return True
 
+    @contextmanager
+    def _room_for(self, visit: Visit) -> Iterator[None]:
+        """For a pass that keeps something. Raises NoRoomError."""
+        kept = len(self._begun.saved)
+        try:
+            if visit.waits:
+                self._room.look(kept, self._needs)
+            with self._room.taken(kept, visit.waits):
+                yield
+        except NoRoomError:
+            self._begun.touched.discard(visit.microbatch)  # others may have it
+            raise
+
     def embed(self, ballot: Ballot, visit: Visit) -> Done | None:
         if not self._takes_up(ballot, visit):
             return None
-        started = time.perf_counter()
-        ids, targets, inputs = self._samples(visit.microbatch)
-        self._begun.homes[visit.microbatch] = pb.Home(
-            microbatch=visit.microbatch, samples=len(ids), samples_hash=samples_hash(ids)
-        )
-        with self._mode():
-            x = self._embed(*inputs)
+        with self._room_for(visit):
+            started = time.perf_counter()
+            ids, targets, inputs = self._samples(visit.microbatch)
+            self._begun.homes[visit.microbatch] = pb.Home(
+                microbatch=visit.microbatch, samples=len(ids), samples_hash=samples_hash(ids)
+            )
+            with self._mode():
+                x = self._embed(*inputs)
+            done = self._onward("activation", visit, x, started)
         self._save(visit, targets, x)
-        return self._onward("activation", visit, x, started)
+        return done
 
     def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
         if not self._takes_up(ballot, visit):
             return None
-        x = self._decoded(visit, peer, frame)
         if visit.at_head:
-            return self._head(visit, x)
-        started = time.perf_counter()
-        with self._mode():
-            y = self._blocks(x.requires_grad_(not self._evaluating))
+            with self._room.taken(len(self._begun.saved), waits=False):
+                return self._head(visit, self._decoded(visit, peer, frame))
+        with self._room_for(visit):
+            x = self._decoded(visit, peer, frame)
+            started = time.perf_counter()
+            with self._mode():
+                y = self._blocks(x.requires_grad_(not self._evaluating))
+            done = self._onward("activation", visit, y, started)
         self._save(visit, x, y)
-        return self._onward("activation", visit, y, started)
+        return done
 
     def backward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
         if not self._takes_up(ballot, visit):
             return None
-        gradient = self._decoded(visit, peer, frame)
+        with self._room.taken(len(self._begun.saved), waits=False):
+            return self._backward(visit, self._decoded(visit, peer, frame))
+
+    def _backward(self, visit: Visit, gradient: Tensor) -> Done:
         started = time.perf_counter()
         into, out = self._begun.saved.pop((visit.microbatch, visit.position))
         with self._into_gradient_of(visit):

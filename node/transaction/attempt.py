@@ -51,6 +51,16 @@ FORGIVEN: Final = 0.8
 slow once is tried again."""
 
 
+class NoRoomError(Exception):
+    """There is no memory for a pass."""
+
+    def __init__(self, reason: str, waits: bool = False, ends: bool = False) -> None:
+        """`waits`: nothing has changed, and there is more once a backward pass is made here.
+        `ends`: there never will be. Neither: another attempt takes less."""
+        super().__init__(reason)
+        self.waits, self.ends = waits, ends
+
+
 class Pass(NamedTuple):
     """What a visit makes of an activation, or of a gradient."""
 
@@ -66,6 +76,8 @@ class Visit:
     microbatch: int
     position: int
     route: Route
+    waits: bool = True
+    """Whether its forward pass may be made later, when there is room for it."""
 
     def after(self, kind: str) -> Visit:
         """The next one of an activation, or of a gradient."""
@@ -121,7 +133,7 @@ class StageWork(Protocol):
 
     A pass of another attempt than the one that began last is not done any more, nor one of a
     microbatch that was given up: None. A pass in another node's place adds to a gradient of its
-    own, until that node's are inherited.
+    own, until that node's are inherited. `embed`, `forward` and `backward` raise NoRoomError.
     """
 
     twin: Twin | None
@@ -279,6 +291,7 @@ class Attempt:
         self.place, self.node = place, place.node
         self.began = ballot
         self._plan = self._plan_of(ballot, begin)
+        self._own = self._plan.mine  # before anybody was lost
         self.applied: set[int] = set()  # ids whose gradient is in the stage's
         self.over = False  # nothing of it has an effect any more
         self._waiting: deque[int] = deque()  # to be injected here
@@ -286,6 +299,7 @@ class Attempt:
         self._seen: set[Pass] = set()
         self._done: set[Pass] = set()
         self._early: dict[Pass, dict[Pass, tuple[str, Frame]]] = {}  # by what comes before them
+        self._held: deque[Callable[[], None]] = deque()  # passes that there is no room for yet
         self._sent: dict[Pass, Frame] = {}  # to replaceable nodes
         self._done_ahead: set[int] = set()  # microbatches that were others' when they were done
         self._withheld: dict[Pass, Frame] = {}  # made in another's place
@@ -357,6 +371,9 @@ class Attempt:
             if node != before.routes[sent.microbatch].nodes[sent.position]:
                 self._send(node, sent, frame)
         self._release()
+        held, self._held = self._held, deque()
+        for work in held:
+            work()
         self._waiting.extend(m for m in plan.sourced if m not in before.sourced)
         self._inject()
 
@@ -444,8 +461,8 @@ class Attempt:
         if first not in self._seen:  # else it was done ahead
             self._seen.add(first)
             visit = Visit(microbatch, 0, self._plan.routes[microbatch])
-            embed = partial(self.place.work.embed, self.began, visit)
-            self._compute(priority, first, embed, partial(self._passed, visit, None))
+            passed = partial(self._passed, visit, None)
+            self._compute(priority, visit, "activation", self.place.work.embed, passed)
 
     def _came_home(self, home: pb.Home) -> None:
         if self._is_timed(home.microbatch):
@@ -493,13 +510,12 @@ class Attempt:
             return
         self._seen.add(this)
         self._compare(visit.sender(frame.kind), peer, frame)
-        work = self.place.work
         forward = frame.kind == "activation"
         priority = Priority.FORWARD if forward and not visit.at_head else Priority.BACKWARD
         priority = Priority.BACKGROUND if ahead else priority
-        compute = partial(work.forward if forward else work.backward, self.began, visit)
+        work = self.place.work.forward if forward else self.place.work.backward
         passed = partial(self._passed, visit, frame)
-        self._compute(priority, this, partial(compute, peer, frame), passed, peer)
+        self._compute(priority, visit, frame.kind, work, passed, (peer, frame))
 
     def _visit(self, peer: str, frame: Frame) -> Visit | None:
         """None: who follows an older plan may send what nobody here is told of by now. Raises
@@ -663,13 +679,17 @@ class Attempt:
     def _compute(
         self,
         priority: Priority,
-        this: Pass,
-        work: Callable[[], Done | None],
+        visit: Visit,
+        kind: str,
+        work: Callable[..., Done | None],
         passed: Callable[[Done], None],
-        peer: str = "",
+        received: tuple[()] | tuple[str, Frame] = (),
     ) -> None:
         """In the compute thread; then, if it is still wanted, go on with what has come of it.
-        `peer`: who has sent what it is of."""
+        `received`: who has sent what it is of, and that."""
+        this = Pass(visit.microbatch, visit.position, kind)
+        peer = received[0] if received else ""
+        again = partial(self._compute, priority, visit, kind, work, passed, received)
 
         def then(done: Done | Exception | None) -> None:
             match done:
@@ -678,6 +698,15 @@ class Attempt:
                     self._complain(done)
                 case Exception() if peer and self.over:
                     pass  # whatever it was of, nobody waits for it
+                case NoRoomError(waits=True) if self._may_wait(visit):
+                    self._held.append(again)
+                case NoRoomError(waits=True):
+                    again()
+                case NoRoomError(ends=False):
+                    reason = f"no memory for the {this.kind} of microbatch {this.microbatch}"
+                    self.place.host.attempt_failed(self.ballot, f"{reason}: {done}", [])
+                case NoRoomError():
+                    self.place.host.crashed(done)
                 case Exception() if peer and self.begin.step > self.place.blameless_until:
                     self._blame(peer, this, done)
                 case Done() if not self.over:
@@ -685,10 +714,21 @@ class Attempt:
                     self._done.add(this)
                     for early, frame in self._early.pop(this, {}).values():
                         self.take(early, frame)
+                    if self._held and (this.kind == "gradient" or done.home is not None):
+                        self._held.popleft()()
                 case _:
                     self._raise_error(done)
 
-        self.place.compute.post(work, then, priority)
+        visit = replace(visit, waits=self._may_wait(visit))
+        self.place.compute.post(partial(work, self.began, visit, *received), then, priority)
+
+    def _may_wait(self, visit: Visit) -> bool:
+        """Who waits must hold nothing, at another stage, that what is done here needs: neither what
+        comes here from a later stage, nor what was done at later ones before a loss. And of two
+        stand-ins each would wait for what the other does ahead."""
+        order = visit.route.stages[1:-1]
+        in_order = visit.position <= 1 or list(order) == sorted(order)
+        return in_order and visit.microbatch in self._own and not self._plan.stand_ins
 
     def _blame(self, peer: str, this: Pass, error: Exception) -> None:
         """What has come from a peer is what was due, and still can't be computed on. That is its

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from attempt_swarm import BEGAN, STAGES, Swarm, undisturbed
+from attempt_swarm import BEGAN, MICROBATCHES, STAGES, Swarm, undisturbed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +25,13 @@ from planaria.node.stage.model import build_stage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.shape import model_config
 from planaria.node.stage.work import TorchWork
-from planaria.node.transaction.attempt import Attempt, StageWork, Visit, Workplace
+from planaria.node.transaction.attempt import (
+    Attempt,
+    NoRoomError,
+    StageWork,
+    Visit,
+    Workplace,
+)
 from planaria.node.transaction.bounds import UNLIKE
 from planaria.node.transaction.checking import SpotChecks
 from planaria.node.transaction.effects import Ballot
@@ -203,6 +209,56 @@ def test_a_gradient_that_was_reduced_in_vain_is_the_nodes_own_again(corpus):
     swarm.ends()
     check_gradients(swarm, undisturbed(make))
     assert not torch.equal(swarm.nodes["1.0"].gradient, own)
+
+
+class Small(TorchWork):
+    """On a device that has room for the activations of two microbatches."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        if self.corpus is None:
+            blocks = self._blocks
+            self._blocks = lambda x: blocks(x if len(self._begun.saved) < 2 else _too_large())
+
+
+def _too_large() -> torch.Tensor:
+    return torch.empty(1 << 48)
+
+
+def test_a_device_that_runs_out_of_memory_does_the_rest_when_it_has_some(corpus):
+    swarm = Swarm(
+        1, random.Random(3), make_work=partial(make_work, corpus, kind=Small), swapped=False
+    )
+    for node in swarm.nodes.values():
+        node.workplace.filling.out = MICROBATCHES
+    swarm.starts()
+    swarm.ends()
+    swarm.check_everything_is_there_once()
+    check_gradients(swarm, undisturbed(partial(make_work, corpus), swapped=False))
+    assert swarm.nodes["1.0"].work._room.most == 2
+
+
+def test_a_backward_pass_that_runs_out_of_memory_leaves_less_for_the_next_attempt(corpus):
+    work = make_work(corpus, "1.0", 1)
+    blocks, route = work._blocks, Route(("0.0", "1.0", "2.0", "0.0"), (0, 1, 2, 0))
+
+    def runs_out_later(x: torch.Tensor) -> torch.Tensor:
+        y = blocks(x)
+        y.register_hook(lambda _: _too_large())
+        return y
+
+    work._blocks = runs_out_later
+    work.begin(BEGAN, pb.Begin(step=1))
+    descriptors, payload = encode([torch.ones(2, 4, 8)], "none")
+    for microbatch in range(4):
+        fields = {"microbatch": microbatch, "position": 1}
+        frame = Frame("activation", BEGAN, fields, descriptors, payload)
+        work.forward(BEGAN, Visit(microbatch, 1, route), "0.0", frame)
+    frame = Frame("gradient", BEGAN, {"microbatch": 3, "position": 1}, descriptors, payload)
+    with pytest.raises(NoRoomError, match="out of memory") as failure:
+        work.backward(BEGAN, Visit(3, 1, route), "2.0", frame)
+    assert not (failure.value.waits or failure.value.ends)
+    assert work._room.most == 2
 
 
 def test_bytes_that_are_kept_are_those_of_gradients(corpus):

@@ -6,6 +6,7 @@ import math
 import random
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,14 @@ from hypothesis import strategies as st
 
 from planaria.bootstrap.registry_pb2 import CHECKSUM, NUMBERS
 from planaria.node.ports import Priority
-from planaria.node.transaction.attempt import FORGIVEN, Attempt, Workplace
+from planaria.node.transaction.attempt import (
+    FORGIVEN,
+    Attempt,
+    Done,
+    NoRoomError,
+    Visit,
+    Workplace,
+)
 from planaria.node.transaction.checking import SpotChecks
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.filling import Filling
@@ -144,6 +152,80 @@ def test_what_a_slow_node_has_not_begun_others_do_once(
     expected = undisturbed()
     assert same_gradients(swarm, expected)
     swarm.check_homes_are_those_of(expected)
+
+
+class Cramped(VirtualWork):
+    """Has room for so many microbatches at a time."""
+
+    def __init__(self, room: int, node: str, stage: int) -> None:
+        super().__init__(node, stage)
+        self.room, self.most = room, 0
+
+    def embed(self, ballot: Ballot, visit: Visit) -> Done | None:
+        self._look(visit)
+        return super().embed(ballot, visit)
+
+    def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
+        if not visit.at_head:
+            self._look(visit)
+        return super().forward(ballot, visit, peer, frame)
+
+    def _look(self, visit: Visit) -> None:
+        if visit.waits and len(self.saved) >= self.room:
+            raise NoRoomError("full", waits=True)
+        self.most = max(self.most, len(self.saved) + 1)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    replicas=st.integers(1, 3),
+    room=st.integers(1, 3),
+    swapped=st.booleans(),
+    masking=st.sampled_from(["reassign", "spare"]),
+    losses=LOSSES,
+)
+@settings(max_examples=300)
+def test_what_there_is_no_room_for_waits_and_is_done(
+    seed: int,
+    replicas: int,
+    room: int,
+    swapped: bool,
+    masking: Any,
+    losses: list[tuple[int, int, bool]],
+) -> None:
+    """Whoever is lost meanwhile."""
+    chance = random.Random(seed)
+    work: Any = partial(Cramped, room)
+    swarm = Swarm(replicas, chance, masking, work, swapped)
+    swarm.starts()
+    for after, count, mute in losses if replicas > 1 else ():
+        for _ in range(after):
+            swarm.moves()
+        swarm.loses(set(chance.sample(sorted(swarm.left()), count)), mute)
+    swarm.ends()
+    swarm.check_everything_is_there_once()
+    assert same_gradients(swarm, undisturbed(swapped=swapped))
+    if not (swapped or swarm.lost or masking == "spare"):
+        assert all(node.work.most <= room for node in swarm.nodes.values())
+
+
+def test_what_there_is_no_memory_for_is_no_peers_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another attempt takes less, it fails; where none ever will, the node ends."""
+
+    def lacks(ends: bool, *_: object) -> None:
+        raise NoRoomError("out of memory", ends=ends)
+
+    monkeypatch.setattr(VirtualWork, "forward", partial(lacks, False))
+    swarm = Swarm(1, random.Random(0))
+    swarm.starts()
+    with pytest.raises(AssertionError, match="no memory for the activation of micro") as failure:
+        swarm.ends()
+    assert failure.value.args[1] == []
+    monkeypatch.setattr(VirtualWork, "forward", partial(lacks, True))
+    swarm = Swarm(1, random.Random(0))
+    swarm.starts()
+    with pytest.raises(NoRoomError, match="out of memory"):
+        swarm.ends()
 
 
 def test_what_is_given_up_is_all_that_was_not_begun() -> None:

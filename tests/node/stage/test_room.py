@@ -1,0 +1,107 @@
+"""How many microbatches a stage keeps, by what its device turns out to have."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from planaria.node.stage import room as module
+from planaria.node.stage.device import available_memory
+from planaria.node.stage.room import SMALL, Room
+from planaria.node.transaction.attempt import NoRoomError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Room:
+    monkeypatch.setattr(module, "available_memory", lambda: math.inf)
+    return Room(CPU)
+
+
+def runs_out(room: Room, kept: int, waits: bool) -> NoRoomError:
+    with pytest.raises(NoRoomError) as failure, room.taken(kept, waits):
+        torch.empty(1 << 48)  # more than there are addresses
+    return failure.value
+
+
+def goes_well(room: Room, *kept: int) -> None:
+    for count in kept:
+        room.look(count, SMALL)
+        with room.taken(count, waits=True):
+            pass
+
+
+def test_a_pass_that_may_be_made_later_waits_and_no_more_are_begun(room: Room) -> None:
+    goes_well(room, 0, 1, 2)
+    lacking = runs_out(room, kept=3, waits=True)
+    assert lacking.waits
+    assert room.most == 3
+    goes_well(room, 2)
+    with pytest.raises(NoRoomError, match="room for 3 microbatches at a time") as failure:
+        room.look(3, 0)
+    assert failure.value.waits
+
+
+def test_after_a_pass_that_cannot_wait_the_next_attempt_keeps_half_as_many(room: Room) -> None:
+    goes_well(room, *range(5))
+    for most in (2, 1):
+        lacking = runs_out(room, kept=5, waits=False)
+        assert not (lacking.waits or lacking.ends)
+        assert room.most == most
+    lacking = runs_out(room, kept=1, waits=False)
+    assert lacking.ends
+    assert "set training.microbatch lower" in str(lacking).lower()
+
+
+def test_alone_there_is_nothing_to_wait_for(room: Room) -> None:
+    """Of this seat: others of the node may have taken what there is."""
+    goes_well(room, 0, 1, 2, 3)
+    lacking = runs_out(room, kept=0, waits=True)
+    assert not (lacking.waits or lacking.ends)
+    assert room.most == 2
+    assert runs_out(Room(CPU), kept=0, waits=True).ends, "it was the first one of all"
+
+
+def test_a_gpu_says_it_by_an_error_of_its_own_and_other_errors_are_others(room: Room) -> None:
+    with pytest.raises(NoRoomError, match="Tried to allocate"), room.taken(2, waits=True):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
+    with pytest.raises(RuntimeError, match="shapes"), room.taken(2, waits=True):
+        raise RuntimeError("shapes don't match")
+
+
+def test_a_machine_is_asked_before_its_memory_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is learned for later: others may have taken it for a while."""
+    there: Any = 2.5 * SMALL
+    monkeypatch.setattr(module, "available_memory", lambda: there)
+    room = Room(CPU)
+    room.look(1, 2 * SMALL)
+    room.look(0, 3 * SMALL)
+    with pytest.raises(
+        NoRoomError, match=r"takes 50,331,648 bytes, and the machine has"
+    ) as failure:
+        room.look(1, 3 * SMALL)
+    assert failure.value.waits
+    assert room.most == math.inf
+    there = 0.0
+    room.look(1, SMALL - 1)
+
+
+def test_what_a_machine_has_left_is_what_its_kernel_and_its_container_say(tmp_path: Path) -> None:
+    assert available_memory(tmp_path) == math.inf
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 900 kB\nMemAvailable:     500 kB\n")
+    assert available_memory(tmp_path) == 500 * 1024
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("max\n")
+    assert available_memory(tmp_path) == 500 * 1024
+    (group / "memory.max").write_text("300000\n")
+    (group / "memory.current").write_text("250000\n")
+    (group / "memory.stat").write_text("anon 100\ninactive_file 50000\n")
+    assert available_memory(tmp_path) == 100_000
+    assert available_memory() > 0
