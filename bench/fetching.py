@@ -1,12 +1,13 @@
 """How fast a joiner's copy of its state comes from all of its sources at once, against what plain
 TCP connections from the same machines bring together.
 
-    python -m bench.fetching [MBPS] [ROUND_TRIP_MS] [SOURCES] [ROUNDS]
+    python -m bench.fetching [MBPS] [ROUND_TRIP_MS] [SOURCES] [ROUNDS] [MIB]
 
 Each process is in a network namespace of its own. The joiner's own link is what is narrow: 50
-Mbit/s and 50 ms there and back, if nothing else is said, which three sources share. It takes root.
-In a turn `STATE` bytes come by node/state/transfer.py over node/wire/link.py, and as many, in equal
-parts, by one connection from each source. Goal: 0.9.
+Mbit/s and 50 ms there and back, if nothing else is said, which three sources share; then 200 ms and
+256 MiB. It takes root. In a turn a state, of 64 MiB if nothing else is said, comes by
+node/state/transfer.py over node/wire/link.py, and as many bytes, in equal parts, by one connection
+from each source. Goal: 0.9.
 """
 
 from __future__ import annotations
@@ -42,9 +43,8 @@ from planaria.node.wire.link import Links, Peer
 from planaria.node.wire.looped import LoopedExchanges
 
 JOINER: Final = "joiner"
-STATE: Final = 64 << 20  # bytes
 AGE: Final = Age(0, 1)
-DUE: Final = {WEIGHTS: STATE // 4}
+VALUE: Final = torch.float32.itemsize
 WIDE: Final = 1000.0  # Mbit/s, of every other link
 DEADLINE: Final = 300.0  # seconds
 GOAL: Final = 0.9
@@ -93,9 +93,9 @@ def _accuse(peer: str, reason: str, _: Cause) -> None:
     raise RuntimeError(f"{peer}: {reason}")
 
 
-async def _serve(name: str, host: str, share: int, pipe: Connection) -> None:
+async def _serve(name: str, host: str, size: int, share: int, pipe: Connection) -> None:
     node = _Node(name)
-    weights = torch.randn(DUE[WEIGHTS], generator=torch.Generator().manual_seed(0))
+    weights = torch.randn(size // VALUE, generator=torch.Generator().manual_seed(0))
     made = StateId(1, *AGE, NEVER)
     node.state = StageState(made, {WEIGHTS: weights}, 0.0, 0, pb.Commit(), 0, digest=b"same")
     port = await node.links.start(f"{host}:0")
@@ -120,7 +120,9 @@ async def _pour_in(host: str, port: int) -> None:
     writer.close()
 
 
-async def _fetch(sources: dict[str, tuple[str, int, int]], rounds: int, pipe: Connection) -> None:
+async def _fetch(
+    sources: dict[str, tuple[str, int, int]], size: int, rounds: int, pipe: Connection
+) -> None:
     node = _Node(JOINER)
     peers = [Peer(name, f"{host}:{port}", KEY.public) for name, (host, port, _) in sources.items()]
     node.links.set_peers(1, peers, list(sources))
@@ -130,12 +132,12 @@ async def _fetch(sources: dict[str, tuple[str, int, int]], rounds: int, pipe: Co
             missing = set(sources) - set(node.links.peers)
             raise TimeoutError(f"no link to {missing} in {DEADLINE:g} s")
         await asyncio.sleep(0.05)
-    found = []
+    found, due = [], {WEIGHTS: size // VALUE}
     for _ in range(rounds):
         began = time.monotonic()
         await asyncio.gather(*(_pour_in(host, port) for host, _, port in sources.values()))
         plain = time.monotonic() - began
-        work = node.client.fetch(1, AGE, list(sources), DUE, False, DEADLINE)
+        work = node.client.fetch(1, AGE, list(sources), due, False, DEADLINE)
         delivery = await node.exchanges.outcome(work)
         found.append((plain, delivery.seconds, dict(delivery.served)))
         node.client.forget()
@@ -150,7 +152,7 @@ def _in(namespace: Path, work: Callable[..., Any], *given: Any) -> None:
 
 
 def measure(
-    mbps: float, round_trip_ms: float, count: int, rounds: int
+    mbps: float, round_trip_ms: float, count: int, rounds: int, size: int
 ) -> Sequence[tuple[float, float, dict[str, int]]]:
     """Of each turn: seconds by plain TCP, seconds of the copy, and who has served how many bytes of
     it. Raises EmulationError."""
@@ -176,13 +178,13 @@ def measure(
             for name in names:
                 host = links.homes[name].host
                 pipe, other = context.Pipe()
-                start(name, _serve, name, host, STATE // count, other)
+                start(name, _serve, name, host, size, size // count, other)
                 pipes.append(pipe)
                 if not pipe.poll(60):
                     raise TimeoutError(f"{name} did not start in 60 s")
                 sources[name] = (host, *pipe.recv())
             told, tell = context.Pipe(duplex=False)
-            start(JOINER, _fetch, sources, rounds, tell)
+            start(JOINER, _fetch, sources, size, rounds, tell)
             found: Sequence[tuple[float, float, dict[str, int]]] = told.recv()
             return found
         finally:
@@ -194,25 +196,35 @@ def measure(
                     process.kill()
 
 
-def main() -> None:
-    given = [float(word) for word in sys.argv[1:]]
-    mbps, round_trip_ms, sources, rounds = (*given, *(50.0, 50.0, 3.0, 3.0)[len(given) :])
-    try:
-        found = measure(mbps, round_trip_ms, int(sources), int(rounds))
-    except EmulationError as error:
-        print(error)
-        return
+def compare(mbps: float, round_trip_ms: float, sources: int, rounds: int, mib: int) -> None:
+    """Raises EmulationError."""
+    size = mib << 20
+    found = measure(mbps, round_trip_ms, sources, rounds, size)
     for plain, copy, served in found:
-        shares = ", ".join(f"{size / STATE:.2f}" for size in served.values())
-        rates = f"plain {STATE * 8e-6 / plain:.1f} Mbit/s   copy {STATE * 8e-6 / copy:.1f} Mbit/s"
+        shares = ", ".join(f"{part / size:.2f}" for part in served.values())
+        rates = f"plain {size * 8e-6 / plain:.1f} Mbit/s   copy {size * 8e-6 / copy:.1f} Mbit/s"
         print(f"{rates}   shares {shares}")
     ratio = median(plain / copy for plain, copy, _ in found)
-    of_link = median(STATE * 8e-6 / copy / mbps for _, copy, _ in found)
+    of_link = median(size * 8e-6 / copy / mbps for _, copy, _ in found)
     print(
-        f"{int(sources)} sources, {mbps:g} Mbit/s, {round_trip_ms:g} ms there and back: "
-        f"ratio copy / plain: {ratio:.2f} (goal {GOAL}), {of_link:.2f} of the link"
+        f"{sources} sources, {mbps:g} Mbit/s, {round_trip_ms:g} ms there and back, {mib} MiB: "
+        f"ratio copy / plain: {ratio:.2f}, {of_link:.2f} of the link (goal {GOAL})",
+        flush=True,
     )
-    keep("fetching", mbps=mbps, round_trip_ms=round_trip_ms, sources=int(sources), turns=found)
+    said = {"mbps": mbps, "round_trip_ms": round_trip_ms, "sources": sources, "mib": mib}
+    keep("fetching", **said, turns=found)
+
+
+def main() -> None:
+    given = sys.argv[1:]
+    usual = "50", "50", "3", "3", "64"
+    long = "50", "200", "3", "2", "256"
+    try:
+        for words in [(*given, *usual[len(given) :])] if given else [usual, long]:
+            mbps, round_trip_ms, *counts = words
+            compare(float(mbps), float(round_trip_ms), *map(int, counts))
+    except EmulationError as error:
+        print(error)
 
 
 if __name__ == "__main__":
