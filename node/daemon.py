@@ -30,6 +30,7 @@ from planaria.bootstrap.membership import PROTOCOL
 from planaria.bootstrap.neighbours import to_link
 from planaria.bootstrap.spelling import readable
 from planaria.node.agent import Agent, frame_bytes, held_bytes
+from planaria.node.begin import NodeError
 from planaria.node.data.mixture import Data
 from planaria.node.data.windows import AnyWindows
 from planaria.node.hugging_face.checkpoint import Checkpoint
@@ -80,6 +81,7 @@ from planaria.node.stage.watch import COMPILING, FLOOR, Hang, Watch
 from planaria.node.state.handover import FAREWELL
 from planaria.node.state.holdings import CLOSE, Holdings
 from planaria.node.state.saves import Contents, saves_on_disk
+from planaria.node.transaction.attempt import NoRoomError
 from planaria.node.transaction.chain import has_records
 from planaria.node.transaction.effects import (
     NEVER,
@@ -329,6 +331,8 @@ class Node:
             self.over.set_result(why)
 
     def crashed(self, error: BaseException) -> None:
+        if isinstance(error, NoRoomError):  # another process wouldn't have more
+            error = NodeError(str(error))
         if not self.over.done():
             self.over.set_exception(error)
 
