@@ -38,24 +38,27 @@ def test_every_kind_of_kill_heals(up):
     """The driver, a replica, and a whole body stage, in one run, in which others fill in until
     those who replace them are there."""
     swarm = up(
-        small(stages=4, steps=30),
+        # Who replaces a node comes some eight steps later, before the driver is killed and the end.
+        small(stages=4, steps=60),
         *("--policy", "checkfree", "--replicas", "2"),
-        *("--kill", "2@8", "--kill", "3.1@15", "--kill", "0.0@22"),
+        *("--kill", "2@8", "--kill", "3.1@20", "--kill", "0.0@40"),
     )
     status, output = swarm.finish()
     assert status == 0, output
     summary = swarm.summary()
-    assert_clean(summary, 30)
-    methods = [(row["stage"], row["method"]) for row in summary["rebuilds"]]
+    assert_clean(summary, 60)
+    methods = {(row["stage"], row["method"]) for row in summary["rebuilds"]}
     expected = {(2, "checkfree"), (2, "replica"), (3, "replica"), (0, "replica")}
     # Who moved to stage 2 has left a stage to its other node, which may be killed later.
     left = {event["stage"] for event in swarm.events("given back")}
     guessed = {(0, "stage0-copy"), (3, "checkfree")}
-    assert expected <= set(methods) <= expected | {one for one in guessed if one[0] in left}
+    assert expected <= methods
+    possible = expected | {one for one in guessed if one[0] in left}
+    assert {one for one in methods if one[1] != "replica"} <= possible
     for row in summary["rebuilds"]:
         assert row["bytes"] > 0
         assert row["sources"]
-    assert summary["attempts"]["committed"] == 30
+    assert summary["attempts"]["committed"] == 60
     assert summary["attempts"]["aborted"] >= 1
     assert (swarm.out / "loss.png").stat().st_size > 10_000
 
