@@ -11,10 +11,10 @@ from typing import NamedTuple
 from planaria.bootstrap.address import Address
 from planaria.node.begin import NodeError, check_module
 from planaria.node.run_file import RunFile
+from planaria.node.stage.crossing import crossing_bytes
 from planaria.node.stage.shape import COMPUTED, trained_shapes
 from planaria.node.state.handover import VALUE
 from planaria.node.transaction.averaging import gradient_bytes
-from planaria.node.wire.frames import encoded_size
 
 CLOCKS_DIFFER, CERTIFICATES_FAIL = 2.0, 300.0
 """Seconds between two clocks from which logs of several machines are hard to read side by side, and
@@ -284,11 +284,8 @@ def bytes_a_step(run: RunFile) -> float:
     run begins with: what crosses its two boundaries, and its part of the stage's gradient, which
     each replica sends twice."""
     config, training, replicas = run.config, run.training, run.swarm.replicas
-    crossing = round(training.batch / replicas * config.context * config.crossing)
-    passes = sum(
-        encoded_size(crossing, "float32", codec)
-        for codec in (run.wire.activations, run.wire.gradients)
-    )
+    tokens = round(training.batch / replicas * config.context)
+    passes = sum(crossing_bytes(config, tokens, run.wire))
     share = 2 * (replicas - 1) / replicas
     shapes = [trained_shapes(config, stage).values() for stage in (0, 1)]
     return passes + share * max(gradient_bytes(run.wire, of, replicas) for of in shapes)

@@ -525,14 +525,6 @@ class RunFile(Section):
                 f"{config.context} and model.dim = {config.dim} a microbatch is {boundary} bytes "
                 f"between two stages, and {MOST_PAYLOAD} can be sent: choose a smaller microbatch"
             )
-        codec = self.wire.activations
-        if codec in ("int8", "int4") and (config.block_causal or config.subspace):
-            what = "where documents begin" if config.block_causal else "tokens' ids"
-            key = "attn_mask_type = block_causal" if config.block_causal else "subspace"
-            raise ValueError(
-                f"wire.activations = {codec} rounds {what}, which stages have to know with "
-                f"model.{key}: use bf16"
-            )
         nodes = (config.stages + 1) * replicas
         if nodes > MOST_NODES:
             raise ValueError(

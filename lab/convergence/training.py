@@ -26,7 +26,8 @@ from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION
 from planaria.node.data.mixture import Data, beginnings, count_scored, inputs_and_targets, windows
 from planaria.node.data.windows import microbatch_ids
 from planaria.node.hugging_face.checkpoint import Checkpoint
-from planaria.node.run_file import RunFile, Section
+from planaria.node.run_file import RunFile, Section, WireSection
+from planaria.node.stage.crossing import put_together, taken_apart
 from planaria.node.stage.initial import Beginning
 from planaria.node.stage.learning_rate import boost, of_run
 from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
@@ -180,14 +181,19 @@ class Crossing(torch.autograd.Function):
     """A boundary between two stages: what comes is what the codecs leave of it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, activations: Codec, gradients: Codec) -> Tensor:
-        ctx.gradients = gradients
-        return as_received(x, activations)
+    def forward(ctx: Any, x: Tensor, wire: WireSection, config: ModelConfig) -> Tensor:
+        ctx.wire, ctx.config = wire, config
+        return _as_received(x, "activation", wire.activations, config)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
-        return as_received(gradient, ctx.gradients), None, None
+        return _as_received(gradient, "gradient", ctx.wire.gradients, ctx.config), None, None
+
+
+def _as_received(x: Tensor, kind: str, codec: Codec, config: ModelConfig) -> Tensor:
+    figures, *beside = taken_apart(x, config, kind)
+    return put_together([as_received(figures, codec), *beside], config)
 
 
 class Crossings(NamedTuple):
@@ -381,8 +387,7 @@ class TrainingSwarm:
             return ends.loss(x, targets), crossed
 
     def _crosses(self, x: Tensor, crossed: list[Tensor]) -> Tensor:
-        wire = self.run.wire
-        received: Tensor = Crossing.apply(x, wire.activations, wire.gradients)  # type: ignore[no-untyped-call]
+        received: Tensor = Crossing.apply(x, self.run.wire, self.config)  # type: ignore[no-untyped-call]
         crossed.append(self._packed(received))
         return received
 

@@ -19,16 +19,15 @@ from planaria.lab.simulator.swarm import (
     copy_bytes,
     parameters,
     snapshot_bytes,
-    values_sent,
 )
 from planaria.node.run_file import RunFile
 from planaria.node.stage.activations import HALF, saved, working
+from planaria.node.stage.crossing import crossing_bytes
 from planaria.node.stage.model import parameter_shapes
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.twin import next_stage
 from planaria.node.transaction.averaging import feeds_back
 from planaria.node.transaction.filling import most_out
-from planaria.node.wire.frames import encoded_size
 from planaria.recovery.snapshot import Layout, held_at, sent_as
 
 TAKEN = torch.int64.itemsize
@@ -143,18 +142,15 @@ def _frames_kept(run: RunFile, config: ModelConfig, stage: int, replicas: Sequen
 
 def _crossing(run: RunFile, config: ModelConfig) -> tuple[int, int]:
     """Bytes of an activation and of a gradient, as they cross."""
-    values = values_sent(run, config)
-    codecs = run.wire.activations, run.wire.gradients
-    activation, gradient = (encoded_size(values, "float32", codec) for codec in codecs)
-    return activation, gradient
+    return crossing_bytes(config, run.training.microbatch * config.context, run.wire)
 
 
 def _boundary(run: RunFile, config: ModelConfig, microbatches: int) -> int:
     """Both sides of what crossed (node/state/boundary.py): in two bytes a value at most of the last
     steps, as it crossed of the step under way."""
-    values = values_sent(run, config)
+    tokens = run.training.microbatch * config.context
     crossed, _ = _crossing(run, config)
-    kept = min(crossed, HALF * values)
+    kept = min(crossed, tokens * (HALF * config.written + config.beside))
     return 2 * microbatches * (run.recovery.relearn.steps * kept + crossed)
 
 

@@ -14,11 +14,11 @@ from math import prod
 import torch
 
 from planaria.lab.emulation.links import Link, Network
-from planaria.node.run_file import Narrow, RunFile
+from planaria.node.run_file import RunFile
+from planaria.node.stage.crossing import crossing_bytes
 from planaria.node.stage.model import parameter_shapes
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.transaction.filling import most_out
-from planaria.node.wire.frames import encoded_size
 from planaria.recovery.learner import orthogonalizing_flops
 from planaria.recovery.relearning import at_a_time
 
@@ -227,8 +227,9 @@ def values_sent(run: RunFile, config: ModelConfig) -> int:
 def frame_bytes(run: RunFile, config: ModelConfig, kind: str) -> int:
     """Bytes of an activation or gradient of a microbatch, head included. The residual stream is
     float32, with autocast too: four bytes a value in codec none."""
-    codec: Narrow = run.wire.activations if kind == "activation" else run.wire.gradients
-    return HEAD + encoded_size(values_sent(run, config), "float32", codec)
+    tokens = run.training.microbatch * config.context
+    activation, gradient = crossing_bytes(config, tokens, run.wire)
+    return HEAD + (activation if kind == "activation" else gradient)
 
 
 def forward_flops(config: ModelConfig, stage: int, tokens: int) -> float:

@@ -93,8 +93,8 @@ class StageLesson:
 
 
 def boundary_tensor(frame: Frame) -> torch.Tensor:
-    """bf16 on the CPU. Raises WireError when it is damaged, or not finite."""
-    (tensor,) = decode(frame.descriptors, frame.payload)
-    if not torch.isfinite(tensor).all():
+    """bf16 [B, T, crossing] on the CPU. Raises WireError when it is damaged, or not finite."""
+    parts = decode(frame.descriptors, frame.payload)
+    if not all(torch.isfinite(part).all() for part in parts):
         raise NonFiniteError("it is not finite")
-    return tensor.to(torch.bfloat16)
+    return torch.cat([part.to(torch.bfloat16) for part in parts], dim=-1)

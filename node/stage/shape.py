@@ -202,11 +202,16 @@ class ModelConfig:
         return self.subspace or self.dim
 
     @property
+    def beside(self) -> int:
+        """Features of a token between two stages that are whole numbers, up to 255, and no figures:
+        in a subspace the digits of its id (subspace.py); with block-causal attention the last one
+        is 1 where a document begins, and else 0."""
+        return (DIGITS if self.subspace else 0) + self.block_causal
+
+    @property
     def crossing(self) -> int:
-        """Features of a token between two stages: what was written into the stream; in a subspace
-        the digits of its id (subspace.py); with block-causal attention the last one is 1 where a
-        document begins, and else 0."""
-        return self.written + (DIGITS if self.subspace else 0) + self.block_causal
+        """Features of a token between two stages: what was written into the stream, and beside."""
+        return self.written + self.beside
 
     @property
     def qkv_biases(self) -> bool:

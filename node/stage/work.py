@@ -24,6 +24,7 @@ from planaria.node.data.windows import microbatch_ids, samples_hash
 from planaria.node.run_file import RunFile
 from planaria.node.stage.activations import saved, working
 from planaria.node.stage.compute import waiting_for_disk
+from planaria.node.stage.crossing import forms, put_together, taken_apart
 from planaria.node.stage.model import BodyStage, EmbeddingStage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.room import Room
@@ -36,7 +37,6 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
 from planaria.node.wire.frames import (
     FiguresError,
-    Form,
     Frame,
     NonFiniteError,
     WireError,
@@ -96,10 +96,10 @@ class TorchWork:
         self.node, self.optimizer = node, optimizer
         self.run, self.config, self.device = run, config, device
         self.corpus, self.twin = corpus, twin
-        shape = run.training.microbatch, config.context, config.crossing
+        codecs = {"activation": run.wire.activations, "gradient": run.wire.gradients}
         self._forms = {
-            "activation": Form("float32", shape, run.wire.activations),
-            "gradient": Form("float32", shape, run.wire.gradients),
+            kind: forms(config, run.training.microbatch, codec, kind)
+            for kind, codec in codecs.items()
         }
         self._begun = _Begun(NEVER, pb.Begin())
         self._room = room or Room(device)
@@ -140,7 +140,7 @@ class TorchWork:
 
     def rehearse(self) -> None:
         """A body stage's passes for one microbatch, of nothing."""
-        shape = self._forms["activation"].shape
+        shape = self.run.training.microbatch, self.config.context, self.config.crossing
         with self._mode():
             y = self._blocks(torch.zeros(shape, device=self.device, requires_grad=True))
         y.backward(torch.zeros_like(y))  # type: ignore[no-untyped-call]
@@ -232,11 +232,11 @@ class TorchWork:
 
     def difference(self, one: Frame, other: Frame) -> float:
         try:
-            for frame in (one, other):
-                check_forms(frame.descriptors, [self._forms[frame.kind]])
-            (x,) = decode(one.descriptors, one.payload, self.device)
-            (y,) = decode(other.descriptors, other.payload, self.device)
+            x, *beside = self._parts(one)
+            y, *others = self._parts(other)
         except WireError:
+            return UNLIKE
+        if not all(map(torch.equal, beside, others)):
             return UNLIKE
         larger = max(x.norm().item(), y.norm().item())
         found = (x - y).norm().item() / larger if larger else 0.0
@@ -290,23 +290,26 @@ class TorchWork:
     def _decoded(self, visit: Visit, peer: str, frame: Frame) -> Tensor:
         """Raises ComplaintError."""
         try:
-            check_forms(frame.descriptors, [self._forms[frame.kind]])
-            (tensor,) = decode(frame.descriptors, frame.payload, self.device)
-            if not (self._begun.begin.non_finite or finite(tensor)):
+            figures, *beside = self._parts(frame)
+            if not (self._begun.begin.non_finite or finite(figures)):
                 raise NonFiniteError("it is not finite")
-            if self.config.block_causal and frame.kind == "activation":
-                begins = tensor[..., -1]
-                if not ((begins == 0) | (begins == 1)).all():
-                    raise FiguresError("where documents begin is neither 0 nor 1")
+            if self.config.block_causal and beside and (beside[0][..., -1] > 1).any():
+                raise FiguresError("where documents begin is neither 0 nor 1")
         except WireError as error:
             reason = f"{frame.kind} of microbatch {visit.microbatch} from {peer}: {error}"
             raise ComplaintError(reason, [peer], error.cause) from error
-        return tensor
+        return put_together([figures, *beside], self.config)
+
+    def _parts(self, frame: Frame) -> list[Tensor]:
+        """Raises WireError."""
+        check_forms(frame.descriptors, self._forms[frame.kind])
+        return decode(frame.descriptors, frame.payload, self.device)
 
     def _onward(self, kind: str, visit: Visit, tensor: Tensor, started: float) -> Done:
         wire = self.run.wire
         codec = wire.activations if kind == "activation" else wire.gradients
-        descriptors, buffers = encode([tensor.detach()], codec)
+        parts = taken_apart(tensor.detach(), self.config, kind)
+        descriptors, buffers = encode(parts, codec)
         onward = visit.after(kind)
         fields = {"microbatch": onward.microbatch, "position": onward.position}
         frame = Frame(kind, self._begun.ballot, fields, descriptors, buffers)
@@ -371,7 +374,7 @@ class TorchWork:
             return
         if self.twin.state.id.step != begun.begin.step - 1:  # it is stale
             return
-        (x,) = decode(frame.descriptors, frame.payload, self.device)
+        x = put_together(decode(frame.descriptors, frame.payload, self.device), self.config)
         with self._mode():
             self.twin.forward(x)
 

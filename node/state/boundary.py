@@ -23,7 +23,15 @@ from planaria.node.ports import Priority, Tensors
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import OPEN_LIMIT, ExchangeInbox, Exchanges, Inboxes, Lost
-from planaria.node.wire.frames import Descriptor, FiguresError, Frame, Payload, WireError
+from planaria.node.wire.frames import (
+    Descriptor,
+    FiguresError,
+    Form,
+    Frame,
+    Payload,
+    WireError,
+    check_forms,
+)
 from planaria.recovery.orders import runs
 
 if TYPE_CHECKING:
@@ -259,7 +267,8 @@ class Wanted:
     stage: int  # its own
     lost: frozenset[int]
     microbatches: int  # of a window
-    shape: tuple[int, int, int]  # of each tensor: samples, tokens, dim
+    shape: tuple[int, int, int]  # of each tensor: samples, tokens, features
+    beside: int = 0  # of these, the last ones, which come as bytes
 
 
 @dataclass
@@ -460,8 +469,16 @@ class _Fetch:
         twice = len(set(stages)) < len(stages)
         if twice or not wanted.lost.issuperset(stages) or stages[at] != wanted.stage:
             raise FiguresError(f"the {side} of stages {stages[:9]} is not wanted here")
-        if len(frame.descriptors) != 1 or not _is_narrow(frame.descriptors[0]):
-            raise WireError("it is not one tensor of at most two bytes a value")
-        if frame.descriptors[0].shape != wanted.shape:
-            raise WireError(f"its shape is {frame.descriptors[0].shape}, not {wanted.shape}")
+        _check_due(frame.descriptors, wanted)
         return pair, side
+
+
+def _check_due(descriptors: Sequence[Descriptor], wanted: Wanted) -> None:
+    """Raises WireError."""
+    if not descriptors or not _is_narrow(figures := descriptors[0]):
+        raise WireError("it is not one tensor of at most two bytes a value")
+    samples, tokens, features = wanted.shape
+    due = [figures.form._replace(shape=(samples, tokens, features - wanted.beside))]
+    if wanted.beside:
+        due.append(Form("uint8", (samples, tokens, wanted.beside)))
+    check_forms(descriptors, due)

@@ -265,6 +265,7 @@ class Rebuilding:
             lost=frozenset(joiners),
             microbatches=training.microbatches,
             shape=(training.microbatch, self.config.context, self.config.crossing),
+            beside=self.config.beside,
         )
         neighbours = [place.node for place in sync.neighbours]
         fetched = await self.boundary.fetch(ballot, wanted, neighbours, BOUNDARY_PATIENCE)

@@ -107,6 +107,10 @@ class Descriptor(NamedTuple):
     def values(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def form(self) -> Form:
+        return Form(self.dtype, self.shape, self.codec)
+
     @classmethod
     def parse(cls, raw: Any) -> Descriptor:
         """Raises WireError."""
@@ -139,7 +143,7 @@ class Descriptor(NamedTuple):
 
 def check_forms(descriptors: Sequence[Descriptor], forms: Sequence[Form]) -> None:
     """Raises WireError unless the tensors are those that are due."""
-    found = [Form(d.dtype, d.shape, d.codec) for d in descriptors]
+    found = [descriptor.form for descriptor in descriptors]
     if found != list(forms):
         raise WireError(f"{_name(found)}, where {_name(forms)} is due")
 

@@ -150,6 +150,8 @@ def test_lossy_codecs_and_replicas_change_what_a_step_sends() -> None:
     assert bytes_a_step(RUN) == 4 * crossing
     half = loads("[model]\npreset='small'\nvocabulary=2048\n[wire]\nactivations='none'\n")
     assert bytes_a_step(half) == 6 * crossing
+    narrow = override(RUN, model__subspace=64, wire__activations="int8")
+    assert bytes_a_step(narrow) == 16 * 512 * (64 + 64 / 256 * 4 + 3 + 2 * 64)
     two = loads("[model]\npreset='small'\nvocabulary=2048\n[swarm]\nreplicas=2\n")
     assert bytes_a_step(two) == 2 * crossing + 4 * max(FIRST, BODY)
     sparse = override(two, wire__averaging="topk", wire__topk=0.01)

@@ -138,11 +138,7 @@ OUT_OF_BOUNDS = {
         ("rope_theta = nan", "model.rope_theta: .*finite"),
         ("module = 'a:b'\nattn_mask_type = 'block_causal'", "is LLaMA's, and a:b sees a sample as"),
         ("attn_mask_type = 'full'", "model.attn_mask_type: .*'causal' or 'block_causal'"),
-        (
-            "attn_mask_type = 'block_causal'\n[wire]\nactivations = 'int8'",
-            "wire.activations = int8 rounds where documents begin, .*: use bf16",
-        ),
-        ("attn_mask_type = 'block_causal'\n[wire]\nactivations = 'bf16'", None),
+        ("attn_mask_type = 'block_causal'\n[wire]\nactivations = 'int4'", None),
     ],
     "training": [
         ("lr = inf", "training.lr: Input should be a finite number .value: inf"),

@@ -399,7 +399,8 @@ async def test_every_loss_is_survived_by_its_policy(
     corpus, conversations, tmp_path, policy, lost, methods, steps
 ):
     """With `steps` steps' boundary tensors to relearn from. The losses are those of the lab. Some
-    are of many short documents that are kept apart, some of models that write into a subspace."""
+    are of many short documents that are kept apart, some of models that write into a subspace; with
+    both, little is left of what crosses besides."""
     apart = len(lost) > 1 or policy == "redundant"
     if apart:
         corpus = Mixture([corpus, Corpus.open(conversations)], [1, 3])
@@ -407,6 +408,8 @@ async def test_every_loss_is_survived_by_its_policy(
         stages=4,
         model__attn_mask_type="block_causal" if apart else "causal",
         model__subspace=8 if len(lost) > 1 or lost == [0] else None,
+        wire__activations="int8" if len(lost) > 1 else "none",
+        wire__gradients="int4" if len(lost) > 1 else "none",
         recovery__policy=policy,
         recovery__checkpoint__dir="checkpoints",
         recovery__checkpoint__every=3,

@@ -154,8 +154,10 @@ def test_a_gradient_is_of_the_mean_over_all_that_is_scored_in_the_window(corpus,
 
 
 def test_where_documents_begin_is_said_and_checked(conversations):
-    """A frame that says something else than yes or no is its sender's fault."""
+    """Exactly, in every codec. A frame that says something else than yes or no is its sender's
+    fault."""
     section = SECTION.model_copy(update={"attn_mask_type": "block_causal"})
+    run = RUN.model_copy(update={"wire": WireSection(activations="int4", gradients="int4")})
     chat = Corpus.open(conversations)
     config = model_config(section, chat.vocabulary)
     planned = windows(chat, RUN.seed, 4, RUN.training.batch)
@@ -166,7 +168,7 @@ def test_where_documents_begin_is_said_and_checked(conversations):
         module = build_stage(config, stage, 0)
         data = None if stage else chat
         works.append(
-            TorchWork("n", module, StageOptimizer(module, CPU), RUN, config, CPU, corpus=data)
+            TorchWork("n", module, StageOptimizer(module, CPU), run, config, CPU, corpus=data)
         )
         works[-1].begin(BEGAN, pb.Begin(step=step))
     first, second = works
@@ -174,15 +176,20 @@ def test_where_documents_begin_is_said_and_checked(conversations):
     said = []
     for microbatch in range(RUN.training.microbatches):
         frame = first.embed(BEGAN, Visit(microbatch, 0, route)).frame
-        (x,) = decode(frame.descriptors, frame.payload)
-        assert x.shape == (2, 4, section.dim + 1)
-        said.append(x[..., -1])
-    assert torch.cat(said).tolist() == begin[step].astype(float).tolist()
+        x, begins = decode(frame.descriptors, frame.payload)
+        assert x.shape == (2, 4, section.dim)
+        said.append(begins[..., 0])
+    assert torch.equal(torch.cat(said), torch.from_numpy(begin[step]).byte())
     onward = second.forward(BEGAN, Visit(4, 1, route), "0.0", frame).frame
-    (y,) = decode(onward.descriptors, onward.payload)
-    assert torch.equal(y[..., -1], x[..., -1])
-    x[0, 2, -1] = 0.5
-    wrong = Frame("activation", BEGAN, frame.fields, *encode([x], "none"))
+    _, passed_on = decode(onward.descriptors, onward.payload)
+    assert torch.equal(passed_on, begins)
+    back = Frame("gradient", BEGAN, {}, *encode([torch.ones_like(x)], "int4"))
+    done = second.backward(BEGAN, Visit(4, 1, route), "0.0", back)
+    assert [one.form.shape for one in done.frame.descriptors] == [x.shape]
+    begins[0, 2] = 2
+    wrong = Frame("activation", BEGAN, frame.fields, *encode([x, begins], "int4"))
+    assert second.difference(wrong, wrong) == 0
+    assert second.difference(frame, wrong) == UNLIKE
     with pytest.raises(ComplaintError, match="neither 0 nor 1") as failure:
         second.forward(BEGAN, Visit(4, 1, route), "0.0", wrong)
     assert failure.value.accused == ["0.0"]

@@ -63,6 +63,12 @@ def values(microbatch: int, position: int, version: int = 0) -> torch.Tensor:
     return torch.randn(SHAPE, generator=generator)
 
 
+def bytes_beside(microbatch: int, features: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(microbatch)
+    shape = *SHAPE[:-1], features
+    return torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+
+
 def crossing(
     microbatch: int,
     position: int,
@@ -70,8 +76,11 @@ def crossing(
     codec: Codec = "none",
     ballot: Ballot = BALLOT,
     version: int = 0,
+    beside: int = 0,
 ) -> Frame:
-    descriptors, payload = encode([values(microbatch, position, version)], codec)
+    parts = [values(microbatch, position, version)]
+    parts += [bytes_beside(microbatch, beside)] if beside else []
+    descriptors, payload = encode(parts, codec)
     fields = {"microbatch": microbatch, "position": position, "stages": list(stages)}
     return Frame("activation", ballot, fields, descriptors, payload)
 
@@ -111,7 +120,9 @@ class Network:
     """A joiner and its neighbours; what is sent has arrived. `faults` map a neighbour's answers to
     what arrives instead; None: nothing. At most a request's batch is ever on its way."""
 
-    def __init__(self, nodes: dict[str, BoundaryKeeper]) -> None:
+    def __init__(self, nodes: dict[str, BoundaryKeeper], beside: int = 0) -> None:
+        """`beside`: features of what is wanted that come as bytes."""
+        self.beside = beside
         self.nodes = Nodes()
         self.exchanges = self.nodes.new()
         accuse = lambda node, why, cause: self.accused.append((node, cause))  # noqa: E731
@@ -144,7 +155,8 @@ class Network:
 
     def fetch(self, stage: int, lost: set[int], neighbours: Sequence[str]) -> Fetched:
         """With no time for what isn't there at once."""
-        wanted = Wanted(STEP, STEPS, stage, frozenset(lost), MICROBATCHES, SHAPE)
+        shape = *SHAPE[:-1], SHAPE[-1] + self.beside
+        wanted = Wanted(STEP, STEPS, stage, frozenset(lost), MICROBATCHES, shape, self.beside)
         fetching = self.client.fetch(BALLOT, wanted, neighbours, 0.0)
         return self.nodes.run(self.exchanges, fetching)
 
@@ -393,6 +405,26 @@ def test_few_frames_are_under_way_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     check_values(fetched, 3, swapped=False)
 
 
+@pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4"])
+def test_whole_numbers_beside_the_figures_come_as_they_are(codec: Codec) -> None:
+    """Kept wide or narrow; and where they are due, figures alone aren't taken."""
+    keeper = keeper_of(1)
+    keeper.start(BALLOT, STEP)
+    for microbatch, beside in enumerate([3, 3, 0]):
+        keep(keeper, "sent", crossing(microbatch, 2, codec=codec, beside=beside))
+    keeper.commit(STEP, 0)
+    network = Network({"1.a": keeper}, beside=3)
+    fetched = network.fetch(2, {2}, ["1.a"])
+    assert [pair.microbatch for pair in fetched.inputs] == [0, 1]
+    for pair, tensor in fetched.inputs.items():
+        assert torch.equal(tensor[..., 4:].byte(), bytes_beside(pair.microbatch, 3))
+        if codec in ("none", "bf16"):
+            assert torch.equal(tensor[..., :4], bf16(values(pair.microbatch, 2)))
+    (said,) = fetched.complaints
+    assert "uint8 [2, 3, 3] in codec none is due" in said
+    assert network.accused == [("1.a", WRONG_SHAPE)]
+
+
 def part(replica: str) -> list[tuple[int, int]]:
     """Step and microbatch of what went through the replicas of this name."""
     return [
@@ -436,9 +468,12 @@ def damage(**changes: Any) -> Callable[[Frame], Frame]:
     return change
 
 
-def content(tensor: torch.Tensor, codec: Codec = "bf16") -> Callable[[Frame], Frame]:
+def content(
+    tensor: torch.Tensor, codec: Codec = "bf16", beside: int = 0
+) -> Callable[[Frame], Frame]:
     def change(frame: Frame) -> Frame:
-        return Frame(frame.kind, frame.ballot, frame.fields, *encode([tensor], codec))
+        parts = [tensor, *([bytes_beside(0, beside)] if beside else [])]
+        return Frame(frame.kind, frame.ballot, frame.fields, *encode(parts, codec))
 
     return change
 
@@ -466,7 +501,8 @@ def flip_a_bit(frame: Frame) -> Frame:
         (damage(step=STEP - STEPS), NUMBERS, "step 6 is none of the 2 up to 8"),
         (damage(step="8"), NUMBERS, "are not those of a pair"),
         (content(torch.zeros(SHAPE), "none"), WRONG_SHAPE, "not one tensor of at most two bytes"),
-        (content(torch.zeros(1, 3, 4)), WRONG_SHAPE, r"its shape is \(1, 3, 4\), not \(2, 3, 4\)"),
+        (content(torch.zeros(1, 3, 4)), WRONG_SHAPE, r"\[1, 3, 4\].* where .*\[2, 3, 4\].* is due"),
+        (content(torch.zeros(SHAPE), "bf16", 2), WRONG_SHAPE, r"\[2, 3, 2\].*, where .* is due"),
         (content(torch.full(SHAPE, torch.nan)), SILENT, "it is not finite"),
     ],
 )
