@@ -249,6 +249,15 @@ def test_only_codecs_that_are_free_are_chosen_and_no_more_than_it_takes() -> Non
     assert codecs(asked) == ("int8", "int4", "none")  # there is nobody to average with
 
 
+def test_what_is_proposed_for_a_subspace_is_a_run_file_too() -> None:
+    run = RUN.replace("[training]", "subspace = 16\n[training]")
+    slow = question(nodes=4, mbps=2.0, near=2.0, flops=1e12, run=run)
+    asked, wider = with_codecs(slow, FREE)
+    assert codecs(asked)[:2] == ("int8", "int4")
+    assert wider is not None
+    assert loads(dumps(asked.run)) == asked.run
+
+
 def test_codecs_may_be_what_it_takes_to_meet_a_deadline() -> None:
     slow = question(nodes=10, mbps=20.0, near=20.0, flops=1e12, policies=("checkpoint",))
     asked, _ = with_codecs(slow, FREE)
