@@ -1,10 +1,10 @@
 """`planaria node`, on a machine whose processor is emulated, as its links are.
 
 Nodes that share this machine's cores get in each other's way, and a task takes as long as the
-others let it. Here a pass over a microbatch takes as long as on a processor of so many FLOP/s that
-the node has for itself: what is left of that time, once the pass is computed, the compute thread
-waits. That holds as long as the cores are quicker than all these processors together; what took
-longer nevertheless is in the `wall` events, as computing.
+others let it. Here a pass over a microbatch, decoding and encoding included, takes as long as on a
+processor of so many FLOP/s that the node has for itself: what is left of that time the compute
+thread waits. That holds as long as the cores are quicker than all these processors together; what
+took longer nevertheless is in the `wall` events, as computing.
 """
 
 from __future__ import annotations
@@ -41,13 +41,22 @@ def arm(pace: Pace, wrap: Callable[[Any, str, Any], None] = setattr) -> None:
     """From here on this process computes like that."""
     from planaria.node.stage.work import TorchWork
 
-    onward = TorchWork._onward
+    decoded, onward, began = TorchWork._decoded, TorchWork._onward, 0.0
+
+    def beginning(work: TorchWork, *given: Any) -> torch.Tensor:
+        nonlocal began
+        began = time.perf_counter()
+        return decoded(work, *given)
 
     def paced(work: TorchWork, kind: str, visit: Any, tensor: torch.Tensor, started: float) -> Done:
-        due = started + pace.of(kind, visit.position, visit.at_head)
-        time.sleep(max(0.0, due - time.perf_counter()))
-        return onward(work, kind, visit, tensor, started)
+        done = onward(work, kind, visit, tensor, started)
+        ready = time.perf_counter()
+        due = began + pace.of(kind, visit.position, visit.at_head)
+        time.sleep(max(0.0, due - ready))
+        work._spend(visit, ready)
+        return done
 
+    wrap(TorchWork, "_decoded", beginning)
     wrap(TorchWork, "_onward", paced)
 
 

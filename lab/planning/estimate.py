@@ -19,7 +19,7 @@ from planaria.lab.emulation.links import Link, Network
 from planaria.lab.simulator import reaction
 from planaria.lab.simulator.churn import HOUR
 from planaria.lab.simulator.clock import ON_WIRE
-from planaria.lab.simulator.step import averaging_pieces, averaging_seconds
+from planaria.lab.simulator.step import averaging_pieces, averaging_seconds, compares
 from planaria.lab.simulator.swarm import (
     VALUE,
     Seconds,
@@ -142,9 +142,10 @@ def _slowest(swarm: Swarm, stage: int) -> Seconds:
 
 
 def step_seconds(swarm: Swarm, reach: Reach) -> float:
-    """Seconds from decision to decision: a microbatch alone, and then what takes longest of:
-    computing at the busiest stage, frames on the fullest link, rounds of the window, with those of
-    the last one that come behind its first; then averaging."""
+    """Seconds from decision to decision: replicas compare which one they have heard; a microbatch
+    alone, and then what takes longest of: computing at the busiest stage, frames on the fullest
+    link, rounds of the window, with those of the last one that come behind its first; then
+    averaging."""
     stages = range(swarm.config.stages + 1)
     replicas = [swarm.replicas(stage) for stage in stages]
     seconds = [_slowest(swarm, stage) for stage in stages]
@@ -175,7 +176,8 @@ def step_seconds(swarm: Swarm, reach: Reach) -> float:
     )
     sums = max(_uplinks_averaging(swarm, reach), default=0.0)
     twins = _twins_gradient(swarm, reach, replicas)
-    return apply + pipeline + 2 * away + 2 * far + max(reduce, sums) + twins
+    comparing = away if compares(replicas[0], 0) else 0.0
+    return comparing + apply + pipeline + 2 * away + 2 * far + max(reduce, sums) + twins
 
 
 def _alone(

@@ -30,24 +30,31 @@ def test_a_pass_has_the_seconds_of_its_kind(
 
 
 def test_what_is_left_of_a_pass_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, slept, sent = 100.0, [], []
+    """Of decoding, computing and encoding; what is waited is told as the pass's time, too."""
+    now, slept, spent, sent = 100.0, [], [], []
+
+    def takes(seconds: float) -> None:
+        nonlocal now
+        now += seconds
 
     def sleep(seconds: float) -> None:
         slept.append(round(seconds, 9))
+        takes(seconds)
 
     clock = SimpleNamespace(perf_counter=lambda: now, sleep=sleep)
     monkeypatch.setattr(paced_node, "time", clock)
-    monkeypatch.setattr(TorchWork, "_onward", lambda work, *given: sent.append(given))
+    monkeypatch.setattr(TorchWork, "_decoded", lambda work, *given: takes(0.02))
+    monkeypatch.setattr(TorchWork, "_onward", lambda _, *given: takes(0.01) or sent.append(given))
     arm(PACE, monkeypatch.setattr)
-    onward: Any = TorchWork._onward
+    work: Any = SimpleNamespace(_spend=lambda visit, since: spent.append(round(now - since, 9)))
     visit = SimpleNamespace(position=1, at_head=False)
-    onward(None, "activation", visit, "tensor", 99.97)
-    onward(None, "gradient", visit, "tensor", 99.5)  # it has taken longer than it should
-    assert slept == [0.07, 0.0]
-    assert sent == [
-        ("activation", visit, "tensor", 99.97),
-        ("gradient", visit, "tensor", 99.5),
-    ]
+    for kind, computing in (("activation", 0.03), ("gradient", 0.5)):  # the latter takes too long
+        TorchWork._decoded(work, visit, "peer", None)
+        started = now
+        takes(computing)
+        TorchWork._onward(work, kind, visit, "tensor", started)
+        assert sent.pop() == (kind, visit, "tensor", started)
+    assert slept == spent == [0.04, 0.0]
 
 
 def test_only_nodes_are_paced(monkeypatch: pytest.MonkeyPatch) -> None:
