@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from planaria.node.stage.architecture import Architecture
+from planaria.node.stage.random_state import kept_random_state
 from planaria.node.stage.shape import ModelConfig, named_shapes
 from planaria.node.stage.subspace import subspace_of
 
@@ -153,6 +154,9 @@ def within_documents(begins: Tensor) -> Tensor:
 class BodyStage(nn.Module):
     """Blocks of one body stage. All body stages have the same names and shapes."""
 
+    draws = True
+    """Whether blocks may draw random numbers (dropout), which recomputing has to draw again."""
+
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(blocks)
@@ -165,7 +169,9 @@ class BodyStage(nn.Module):
     def _through(self, x: Tensor, *beside: Any) -> Tensor:
         for block in self.layers:
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, *beside, use_reentrant=False)
+                x = checkpoint(
+                    block, x, *beside, use_reentrant=False, preserve_rng_state=self.draws
+                )
             else:
                 x = block(x, *beside)
         return x.float()  # under autocast an own block's may be of fewer bits
@@ -176,6 +182,8 @@ class BodyStage(nn.Module):
 
 
 class LlamaBody(BodyStage):
+    draws = False
+
     def __init__(self, config: ModelConfig) -> None:
         kind = Block if config.subspace is None else SubspaceBlock
         super().__init__(kind(config) for _ in range(config.layers_per_stage))
@@ -314,7 +322,7 @@ def empty_stage(config: ModelConfig, stage: int, own: Architecture | None = None
     if own is None:
         size = sum(shape.numel() for shape in parameter_shapes(config, stage))
         return with_weights(config, stage, torch.zeros(size)).requires_grad_()
-    with torch.random.fork_rng(devices=[]):  # layers draw initial weights of theirs
+    with kept_random_state():  # layers draw initial weights of theirs
         module = _stage(config, stage, own)
     for parameter in module.parameters():
         parameter.data.zero_()
@@ -330,8 +338,7 @@ def build_stage(
     are as the module's constructor has made them. Every replica makes the same ones; the global
     random state is neither used nor changed. Raises ValueError for a stage that isn't there.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(_seed(seed, stage, config.layers))
+    with kept_random_state(_seed(seed, stage, config.layers)):
         module = _stage(config, stage, own)
     deviation = partial(_deviation, config) if own is None else own.deviation
     parts = module.layers if isinstance(module, BodyStage) else [module]

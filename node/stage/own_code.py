@@ -20,6 +20,7 @@ import xxhash
 from torch import Tensor, nn
 
 from planaria.node.run_file import RunFile, RunFileError, dumps, loads, override
+from planaria.node.stage.random_state import kept_random_state
 
 if TYPE_CHECKING:
     from planaria.node.stage.architecture import Architecture
@@ -89,7 +90,7 @@ def shapes(architecture: Architecture, config: ModelConfig) -> tuple[Shapes, Sha
     assert config.own is not None
     name = config.own.module
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad():
+        with kept_random_state(), torch.device("meta"), torch.no_grad():
             ends = architecture.ends()
             blocks = [architecture.block(layer) for layer in range(config.layers)]
             found = _parameters(f"the ends of {name}", ends)
