@@ -306,10 +306,9 @@ class TorchWork:
         return decode(frame.descriptors, frame.payload, self.device)
 
     def _onward(self, kind: str, visit: Visit, tensor: Tensor, started: float) -> Done:
-        wire = self.run.wire
-        codec = wire.activations if kind == "activation" else wire.gradients
+        figures, *_ = self._forms[kind]
         parts = taken_apart(tensor.detach(), self.config, kind)
-        descriptors, buffers = encode(parts, codec)
+        descriptors, buffers = encode(parts, figures.codec)
         onward = visit.after(kind)
         fields = {"microbatch": onward.microbatch, "position": onward.position}
         frame = Frame(kind, self._begun.ballot, fields, descriptors, buffers)
