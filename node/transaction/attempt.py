@@ -450,11 +450,12 @@ class Attempt:
     def _inject(self) -> None:
         while self._waiting and len(self._out) < self.place.filling.out:
             microbatch = self._waiting.popleft()
-            if (
-                microbatch not in self.applied
-            ):  # else it was done ahead, and is home before its turn
-                self._out.add(microbatch)
-                self._embed_soon(microbatch, Priority.FORWARD)
+            if microbatch not in self.applied:  # else it was done ahead, and is home already
+                self._inject_now(microbatch)
+
+    def _inject_now(self, microbatch: int) -> None:
+        self._out.add(microbatch)
+        self._embed_soon(microbatch, Priority.FORWARD)
 
     def _embed_soon(self, microbatch: int, priority: Priority) -> None:
         first = Pass(microbatch, 0, "activation")
@@ -507,6 +508,9 @@ class Attempt:
             self._early.setdefault(before, {})[this] = peer, frame
             if ahead and before.position == 0:
                 self._embed_soon(visit.microbatch, Priority.BACKGROUND)
+            elif visit.microbatch in self._waiting:  # it began at a source that was lost
+                self._waiting.remove(visit.microbatch)
+                self._inject_now(visit.microbatch)
             return
         self._seen.add(this)
         self._compare(visit.sender(frame.kind), peer, frame)
@@ -724,8 +728,9 @@ class Attempt:
 
     def _may_wait(self, visit: Visit) -> bool:
         """Who waits must hold nothing, at another stage, that what is done here needs: neither what
-        comes here from a later stage, nor what was done at later ones before a loss. And of two
-        stand-ins each would wait for what the other does ahead."""
+        comes here from a later stage, nor what was done at later ones before a loss; nor does a
+        source keep what comes to its head waiting for its turn. And of two stand-ins each would
+        wait for what the other does ahead."""
         order = visit.route.stages[1:-1]
         in_order = visit.position <= 1 or list(order) == sorted(order)
         return in_order and visit.microbatch in self._own and not self._plan.stand_ins

@@ -22,7 +22,7 @@ from attempt_swarm import (
     undisturbed,
 )
 from conversing import Nodes
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planaria.bootstrap.registry_pb2 import CHECKSUM, NUMBERS
@@ -183,6 +183,14 @@ class Cramped(VirtualWork):
     swapped=st.booleans(),
     masking=st.sampled_from(["reassign", "spare"]),
     losses=LOSSES,
+)
+@example(  # what began at the lost source is at the head, and its successor has enough out
+    seed=346,
+    replicas=3,
+    room=1,
+    swapped=True,
+    masking="reassign",
+    losses=[(29, 1, False), (0, 1, False)],
 )
 @settings(max_examples=300)
 def test_what_there_is_no_room_for_waits_and_is_done(
