@@ -15,10 +15,11 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from random import Random
 from typing import Final
 
@@ -70,6 +71,9 @@ class Drive:
     received: int = 0
     waiting: list[Send] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.ends = frozenset(self.seats[0])
+
     def begin(self) -> None:
         """A view with all seats; all are asked, and the first step begins."""
         members = [
@@ -99,10 +103,10 @@ class Drive:
             wired = [(send.to, _wired(send.message)) for send in self.waiting]
         self.sent += sum(len(data) for to, data in wired if to != self.driver.node)
         self.waiting = []
-        answers = (
-            (node, answer)
-            for node, data in wired
-            for answer in self._answers(node, pb.Message.FromString(unseal(data)))
+        told = [(node, pb.Message.FromString(unseal(data))) for node, data in wired]
+        answers = chain(
+            ((node, answer) for node, message in told for answer in self._answers(node, message)),
+            self._homeward() if any(message.HasField("records") for _, message in told) else (),
         )
         while lot := list(islice(answers, LOT)):
             self._check(lot)
@@ -135,21 +139,39 @@ class Drive:
         self.waiting += [effect for effect in effects if isinstance(effect, Send)]
 
     def _answers(self, node: str, told: pb.Message) -> Iterator[pb.Message]:
+        """Sources tell of their losses; who isn't one votes, once it has the records, if it is to
+        keep them."""
         match told.WhichOneof("body"):
             case "query":
                 status = pb.Status(digest=DIGEST, seconds_per_microbatch=0.1, trained=True)
                 yield pb.Message(ballot=told.ballot, status=status)
-            case "step":
-                assert isinstance(self.driver.current, Attempting)
-                members = self.driver.current.begin.members
-                for microbatch in told.step.begin.plan:
-                    if members[microbatch.places[0]].node == node:
-                        home = _home(microbatch.id, self.driver.rules.tokens)
-                        yield pb.Message(ballot=told.ballot, home=home)
-            case "reduce":
-                ready = self._ready(node)
-                sign(ready, node, Ballot.of(told.ballot), self.identities[node], "")
-                yield pb.Message(ballot=told.ballot, ready=ready)
+            case "step" if node in self.ends:
+                if homes := self._homes()[node]:
+                    yield pb.Message(ballot=told.ballot, scored=pb.Scored(microbatches=homes))
+            case "step" if not told.step.begin.keeps:
+                yield self._vote(node)
+            case "records" if node not in self.ends:
+                yield self._vote(node)
+
+    def _homeward(self) -> Iterator[tuple[str, pb.Message]]:
+        """The last gradients are back, and sources vote."""
+        homes, ballot = self._homes(), self.driver.ballot.message()
+        for node in self.seats[0]:
+            yield from ((node, pb.Message(ballot=ballot, home=home)) for home in homes[node])
+            yield node, self._vote(node)
+
+    def _homes(self) -> Mapping[str, Sequence[pb.Home]]:
+        """By source; as many microbatches of each are out at a time as it has."""
+        assert isinstance(self.driver.current, Attempting)
+        found = defaultdict[str, list[pb.Home]](list)
+        for microbatch in self.driver.current.begin.plan:
+            found[microbatch.source].append(_home(microbatch.id, self.driver.rules.tokens))
+        return found
+
+    def _vote(self, node: str) -> pb.Message:
+        ready, ballot = self._ready(node), self.driver.ballot
+        sign(ready, node, ballot, self.identities[node], "")
+        return pb.Message(ballot=ballot.message(), ready=ready)
 
     def _ready(self, node: str) -> pb.Ready:
         return pb.Ready(

@@ -53,8 +53,8 @@ from planaria.node.transaction.bounds import LONGEST_WORDS
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import (
     Adopt,
+    AllHome,
     Apply,
-    AverageGradient,
     Ballot,
     DropAttempt,
     Effect,
@@ -77,7 +77,7 @@ from planaria.node.transaction.standing_out import Contribution
 from planaria.node.transaction.tally import company, entering
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.budget import ITEM, Budget
-from planaria.node.wire.exchange import ComplaintError, Exchange, PeerLostError
+from planaria.node.wire.exchange import ComplaintError, Exchange, Outcome, PeerLostError
 from planaria.node.wire.frames import Descriptor, Frame, WireError
 from planaria.node.wire.measuring import LARGEST
 from planaria.node.wire.outbox import NodeOutbox
@@ -93,9 +93,9 @@ log = logging.getLogger("planaria")
 SLACK = 16 << 20
 """Bytes for heads, and for what is small."""
 TO_DRIVER = frozenset(
-    ["status", "synced", "home", "ready", "failed", "cut", "account", "stale", "compared"]
+    ["status", "synced", "scored", "home", "ready", "failed", "cut", "account", "stale", "compared"]
 )
-TO_MEMBER = frozenset(["query", "sync", "step", "reduce", "halt"])
+TO_MEMBER = frozenset(["query", "sync", "step", "records", "reduce", "halt"])
 NOTING = 0.02
 """Seconds between two looks whether the ledger is written."""
 ASKED_AGAIN = 30.0
@@ -134,6 +134,7 @@ class Agent:
         self.looking: set[str] = set()  # onlookers, whose tensors are computed with
         self.attempt: Attempt | None = None
         self.reducing: tuple[Ballot, Exchange[None]] | None = None
+        self.all_home: Outcome[None] = Outcome(self.exchanges)  # of the attempt
         self.fetching: Exchange[None] | None = None
         self.homework: Homework | None = None  # what is left to be relearned
         self.learning: Exchange[None] | None = None  # in the gaps of the attempt
@@ -371,6 +372,9 @@ class Agent:
 
     # --- what the attempt says
 
+    def all_scored(self, ballot: Ballot, scored: pb.Scored) -> None:
+        self._carry_out([ballot.send(self.member.driver, scored=scored)])
+
     def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None:
         self._carry_out([ballot.send(self.member.driver, home=home)])
 
@@ -419,9 +423,12 @@ class Agent:
                 if self.attempt is not None:
                     self.attempt.drop()
                     self.attempt = None
-            case AverageGradient(ballot, _):
-                assert self.attempt is not None
-                self.reducing = ballot, self.exchanges.start(self._reduce(ballot, self.attempt))
+            case AllHome(ballot) if self.attempt is not None:
+                self.attempt.hurry(self.exchanges.now + self.run.swarm.progress)
+                self.averaging.hurry(ballot)
+                if self.holdings.twin is not None:
+                    self.holdings.twin.hurry(ballot)
+                self.all_home.fulfil(None)
             case Apply(commit):
                 # Posts at once: what comes next must find it before itself in the thread.
                 self.exchanges.start(self._apply(commit))
@@ -464,6 +471,9 @@ class Agent:
         except ValueError as error:
             self.attempt_failed(ballot, str(error), [])
             return
+        if begin.kind == pb.Begin.TRAIN and self.attempt is not None:
+            self.all_home = Outcome(self.exchanges)
+            self.reducing = ballot, self.exchanges.start(self._reduce(ballot, self.attempt))
         held, self.held = self.held, []
         self.holding.clear()
         self.flooding.clear()
@@ -548,7 +558,7 @@ class Agent:
         begin, progress = attempt.begin, self.run.swarm.progress
         gradient = self.arithmetic.gradient
         replicas = sorted(place.node for place in begin.members if place.stage == self.stage)
-        await attempt.complete(self.exchanges, progress)
+        await attempt.complete(self.exchanges)
         seen = await self.averaging.reduce(
             ballot,
             replicas,
@@ -588,6 +598,7 @@ class Agent:
         homework = self.homework
         if homework is None:
             return 0, 0
+        await self.all_home  # until then there are gaps
         while await self.exchanges.compute(homework.update_if_due):
             pass
         offered = await self.exchanges.compute(homework.offer)
@@ -930,7 +941,8 @@ class Agent:
     def doing(self) -> str:
         """What holds it up when the compute thread has nothing to do; empty: nothing that it
         knows."""
-        if self.reducing is not None and not self.reducing[1].done:
+        reducing = self.reducing is not None and not self.reducing[1].done
+        if reducing and self.attempt is not None and self.attempt.is_complete:
             return "average"
         syncing = DriverPhase.SYNCING
         rebuilding = self.member.phase is MemberPhase.SYNCING or self.driver.phase is syncing
@@ -975,9 +987,8 @@ class Agent:
             assert attempt.began == member.began, f"{attempt.began} began, not {member.began}"
             assert attempt.ballot == member.attempt, f"at {attempt.ballot}, not {member.attempt}"
         if self.reducing is not None and not self.reducing[1].done:
-            assert member.phase is MemberPhase.REDUCING, (
-                f"reduces {self.reducing[0]} in {member.phase}"
-            )
+            voting = member.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING)
+            assert voting, f"reduces {self.reducing[0]} in {member.phase}"
         assert self.holding.used == sum(frame.size + ITEM for _, frame in self.held)
 
 

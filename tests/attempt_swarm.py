@@ -85,12 +85,12 @@ class VirtualWork:
         x = self._decoded(peer, frame)
         if not visit.at_head:
             return self._onward("activation", visit, x)
-        home = self.homes[visit.microbatch]
+        home = self.homes.pop(visit.microbatch)
         home.loss, home.tokens = float(vector("loss", x)[0]), 1
         if self.evaluating:
-            return Done(home=self.homes.pop(visit.microbatch))
+            return Done(home=home)
         self._add(visit, "head", x)
-        return self._onward("gradient", visit, bytes(vector("loss's", x)))
+        return self._onward("gradient", visit, bytes(vector("loss's", x)))._replace(home=home)
 
     def backward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
         if not self._takes_up(ballot, visit):
@@ -101,7 +101,7 @@ class VirtualWork:
         if visit.position > 0:
             into = bytes(vector("backward", self.stage, x, gradient))
             return self._onward("gradient", visit, into)._replace(seconds=1.0)
-        return Done(home=self.homes.pop(visit.microbatch), seconds=1.0, kept=self.kept)
+        return Done(seconds=1.0, kept=self.kept)
 
     def double(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
         if ballot != self.ballot:
@@ -208,6 +208,7 @@ class Node:
     swarm: Swarm
     name: str
     stage: int
+    scored: Sequence[pb.Home] = ()
     homes: dict[int, pb.Home] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -248,7 +249,7 @@ class Node:
         self.exchanges.run(0.0)
 
     def _completes(self) -> None:
-        self.reducing = self.exchanges.start(self.attempt.complete(self.exchanges, 1.0))
+        self.reducing = self.exchanges.start(self.attempt.complete(self.exchanges))
 
     def _spoil(self) -> None:
         """It is half summed with those of other replicas."""
@@ -258,6 +259,10 @@ class Node:
         payload = bytearray().join(buffers_of(item.payload))
         self.swarm.under_way.append((self.name, peer, replace(item, payload=payload)))
         return True
+
+    def all_scored(self, ballot: Ballot, scored: pb.Scored) -> None:
+        self.scored = scored.microbatches
+        assert not {home.microbatch for home in self.scored} & self.homes.keys()
 
     def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None:
         assert home.microbatch not in self.homes

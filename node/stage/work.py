@@ -58,7 +58,7 @@ class _Begun:
     """Input and output, by microbatch and position: what the backward pass needs; at position 0
     targets and output."""
     homes: dict[int, pb.Home] = field(default_factory=dict)
-    """Of the microbatches that are out, as far as they are known."""
+    """Of the microbatches whose loss isn't known yet."""
     spent: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds, by microbatch."""
     ahead: dict[str, Tensor] = field(default_factory=dict)
@@ -211,7 +211,7 @@ class TorchWork:
                 out.backward(gradient)  # type: ignore[no-untyped-call]
         if visit.position == 0:
             self._spend(visit, started)
-            done = Done(home=self._begun.homes.pop(visit.microbatch), kept=self._kept)
+            done = Done(kept=self._kept)
         else:
             assert into.grad is not None
             done = self._onward("gradient", visit, into.grad, started)
@@ -248,17 +248,17 @@ class TorchWork:
         targets, _ = self._begun.saved[visit.microbatch, 0]
         with self._mode():
             loss = self._loss(x.requires_grad_(not self._evaluating), targets)
-        home = self._begun.homes[visit.microbatch]
+        home = self._begun.homes.pop(visit.microbatch)
         home.loss, home.tokens = loss.item(), int((targets != UNSCORED).sum())
         if self._evaluating:
             del self._begun.saved[visit.microbatch, 0]
-            return Done(home=self._begun.homes.pop(visit.microbatch))
+            return Done(home=home)
         # Each scored token weighs the same in the window, whoever computes it: gradients simply add
         # up.
         with self._into_gradient_of(visit):
             (loss / max(1, scored)).backward()
         assert x.grad is not None
-        return self._onward("gradient", visit, x.grad, started)
+        return self._onward("gradient", visit, x.grad, started)._replace(home=home)
 
     def _scored_in_window(self) -> int:
         """The same wherever it is counted: it follows from the step and the data."""

@@ -132,12 +132,13 @@ class Twin:
         members: Sequence[pb.Place],
         gradient: Tensor,
         squared_norm: float,
-        deadline: float,
+        patience: float,
     ) -> None:
         """Send this stage's reduced `gradient` to who holds its twin, get the next stage's, and let
         the redundant forwards finish. Only then may the node answer Ready.
 
-        `squared_norm` is the gradient's, `deadline` the seconds that each frame is waited for.
+        `squared_norm` is the gradient's, `patience` the seconds that each frame is waited for,
+        once there is `hurry`.
         Raises ComplaintError, and PeerLostError when a holder can't be reached.
         """
         started = self._exchanges.now
@@ -146,7 +147,7 @@ class Twin:
         try:
             with self._inboxes.open(ballot) as inbox:
                 await self._serve(ballot, members, gradient, squared_norm)
-                await self._gather(inbox, gathering, deadline)
+                await self._gather(inbox, gathering, patience)
                 whole = partial(self._hold, ballot, gathering)
                 await self._exchanges.compute(whole, Priority.BACKGROUND)
         finally:
@@ -179,13 +180,13 @@ class Twin:
         return Frame("twin", ballot, fields, *self._tensors.encode_sum(part.clone()))
 
     async def _gather(
-        self, inbox: ExchangeInbox[Frame], gathering: _Gathering, deadline: float
+        self, inbox: ExchangeInbox[Frame], gathering: _Gathering, patience: float
     ) -> None:
         while gathering.missing:
             try:
-                peer, frame = await inbox.take(self._exchanges.now + deadline)
+                peer, frame = await inbox.take(patience=patience)
             except TimeoutError:
-                raise gathering.did_not_come(deadline) from None
+                raise gathering.did_not_come(patience) from None
             if isinstance(frame, Lost):
                 continue  # what was on its way is sent again
             if peer != gathering.server:
@@ -207,6 +208,10 @@ class Twin:
         """A frame of kind "twin" has come. It waits for its exchange if that is to start yet; if it
         is over or void, the frame has no effect."""
         self._inboxes.put(Ballot(*frame.ballot), peer, frame, frame.size)
+
+    def hurry(self, ballot: Ballot) -> None:
+        """All microbatches are home, so the gradient is not to be waited for long."""
+        self._inboxes.hurry(ballot)
 
     def forget(self, before: Ballot) -> None:
         """Ballots older than `before` are void: what comes for them has no effect."""
@@ -252,10 +257,10 @@ class _Gathering:
         self.missing = set(range(len(self.parts)))
         self.squared_norm = 0.0
 
-    def did_not_come(self, deadline: float) -> ComplaintError:
+    def did_not_come(self, seconds: float) -> ComplaintError:
         return ComplaintError(
             f"{len(self.missing)} of {len(self.parts)} pieces of stage {self.stage}'s gradient for "
-            f"its twin from {self.server} did not come for {deadline:g} s",
+            f"its twin from {self.server} did not come for {seconds:g} s",
             [self.server],
         )
 

@@ -17,6 +17,7 @@ it has nothing else to do: what it makes is withheld until the node is lost.
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -121,7 +122,7 @@ class Done(NamedTuple):
     frame: Frame | None = None
     """For the next visit, under the ballot that the attempt began under."""
     home: pb.Home | None = None
-    """Of a microbatch that is back at its source."""
+    """Of a microbatch whose loss is known."""
     seconds: float | None = None
     """Spent on the microbatch at this node in all, once its gradient is there; else None."""
     kept: int = 0
@@ -156,14 +157,15 @@ class StageWork(Protocol):
         ...
 
     def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
-        """The activation from `peer` leaves as an activation; at the head as a gradient, or, in an
-        evaluation, it is home. Raises ComplaintError for a frame that is damaged or of another form
-        than is due: then nothing has changed, and the same may come from another node."""
+        """The activation from `peer` leaves as an activation; at the head its loss is known, and it
+        leaves as a gradient, but for an evaluation. Raises ComplaintError for a frame that is
+        damaged or of another form than is due: then nothing has changed, and the same may come from
+        another node."""
         ...
 
     def backward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
-        """The gradient from `peer` leaves as a gradient, or is home. Raises ComplaintError as
-        `forward` does."""
+        """The gradient from `peer` leaves as a gradient, unless it is back at the source. Raises
+        ComplaintError as `forward` does."""
         ...
 
     def keep_gradient(self) -> int:
@@ -194,6 +196,7 @@ class AttemptHost(Protocol):
     """What a node does for its attempt; all called on the event loop."""
 
     def send(self, peer: str, item: Frame) -> bool: ...
+    def all_scored(self, ballot: Ballot, scored: pb.Scored) -> None: ...
     def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None: ...
     def cut_off(self, ballot: Ballot, node: str, reason: str, cause: Cause = SILENT) -> None: ...
     def compared(self, ballot: Ballot, compared: pb.Compared) -> None: ...
@@ -303,9 +306,11 @@ class Attempt:
         self._sent: dict[Pass, Frame] = {}  # to replaceable nodes
         self._done_ahead: set[int] = set()  # microbatches that were others' when they were done
         self._withheld: dict[Pass, Frame] = {}  # made in another's place
-        self._homes: dict[int, pb.Home] = {}  # come home, and not sent
+        self._scored: dict[int, pb.Home] = {}  # whose loss is known, until they are sent as home
+        self._homes: set[int] = set()  # of these, those that are back
         self._gradients_kept = 0  # bytes
         self._completed: Outcome[None] | None = None  # whoever waits for it
+        self._until = math.inf  # how long
         self._given_up: set[int] = set()  # microbatches that others may have
         self._neighbour, self._second = Neighbour(begin.checks), Second()
 
@@ -358,7 +363,7 @@ class Attempt:
                 raise ValueError(f"microbatch {microbatch} is not given to the lost one's stand-in")
         if again := self._given_up & plan.mine - before.mine:
             raise ValueError(f"microbatches {sorted(again)} were given up here before")
-        self._plan = plan
+        self._plan, self._until = plan, math.inf
         self._neighbour.forget(
             (m, at)
             for m, at in self._neighbour.visits()
@@ -376,6 +381,7 @@ class Attempt:
             work()
         self._waiting.extend(m for m in plan.sourced if m not in before.sourced)
         self._inject()
+        self._tell_if_scored()
 
     def passes_done(self) -> list[pb.Pass]:
         """At this node."""
@@ -424,25 +430,34 @@ class Attempt:
         self.end()
         self._tell_work(self.place.work.drop)
 
-    async def complete(self, exchanges: Exchanges, deadline: float) -> None:
+    async def complete(self, exchanges: Exchanges) -> None:
         """The gradient is of all of this node's microbatches; those that it does in place of a lost
         node may come home long before. It may be reduced in vain, so a copy is kept while another
-        loss may do that. One exchange at a time waits for it. Raises ComplaintError after
-        `deadline` seconds."""
-        until = exchanges.now + deadline
+        loss may do that. One exchange at a time waits for it. Raises ComplaintError at the time
+        that `hurry` has said."""
         while missing := self._plan.mine - self.applied:
             self._completed = Outcome(exchanges)
             try:
-                await self._completed.within(until)
+                await self._completed.within(self._until)
             except TimeoutError:
-                raise ComplaintError(
-                    f"after {deadline:g} s microbatches {sorted(missing)} are not computed"
-                ) from None
+                what = f"microbatches {sorted(missing)} are not computed, and all are home"
+                raise ComplaintError(what) from None
         if self.node in self._plan.maskable:
             self._gradients_kept = await exchanges.compute(self.place.work.keep_gradient)
 
+    def hurry(self, until: float) -> None:
+        """All microbatches are home: who waits for this node's gradient does so until then."""
+        self._until = until
+        if self._completed is not None:
+            self._completed.fulfil(None)
+
+    @property
+    def is_complete(self) -> bool:
+        """This node has done all of it that is its own."""
+        return self.applied >= self._plan.mine
+
     def _note_if_complete(self) -> None:
-        if self._completed is not None and self.applied >= self._plan.mine:
+        if self._completed is not None and self.is_complete:
             self._completed.fulfil(None)
 
     # --- the source
@@ -465,11 +480,26 @@ class Attempt:
             passed = partial(self._passed, visit, None)
             self._compute(priority, visit, "activation", self.place.work.embed, passed)
 
-    def _came_home(self, home: pb.Home) -> None:
-        if self._is_timed(home.microbatch):
-            self.place.filling.home(home.microbatch, self.place.compute.now)
-        self._out.discard(home.microbatch)
-        self._homes[home.microbatch] = home
+    def _is_scored(self, home: pb.Home) -> None:
+        self._scored[home.microbatch] = home
+        if not self._plan.trains:
+            self._came_home(home.microbatch)
+        elif home.microbatch in self._plan.sourced:
+            self._tell_if_scored()
+
+    def _tell_if_scored(self) -> None:
+        """That the losses of all that begins here are known, as long as some of it isn't back."""
+        sourced, scored = self._plan.sourced, self._scored
+        out = [m for m in sourced if m not in self.applied]
+        if out and all(m in scored for m in out):
+            told = pb.Scored(microbatches=[scored[m] for m in out])
+            self.place.host.all_scored(self.ballot, told)
+
+    def _came_home(self, microbatch: int) -> None:
+        if self._is_timed(microbatch):
+            self.place.filling.home(microbatch, self.place.compute.now)
+        self._out.discard(microbatch)
+        self._homes.add(microbatch)
         self._send_homes()
         self._inject()
 
@@ -480,7 +510,8 @@ class Attempt:
     def _send_homes(self) -> None:
         """Those that are this node's to send."""
         for microbatch in [m for m in self._homes if self._plan.routes[m].nodes[0] == self.node]:
-            self.place.host.microbatch_home(self.ballot, self._homes.pop(microbatch))
+            self._homes.discard(microbatch)
+            self.place.host.microbatch_home(self.ballot, self._scored.pop(microbatch))
 
     # --- frames
 
@@ -575,7 +606,9 @@ class Attempt:
                 twin = partial(self.place.work.forward_twin, self.began, made)
                 self._tell_work(twin, Priority.BACKGROUND)
         if done.home is not None:
-            self._came_home(done.home)
+            self._is_scored(done.home)
+        elif made is None:
+            self._came_home(visit.microbatch)
 
     def _keep(self, side: Side, visit: Visit, frame: Frame) -> None:
         boundary = self.place.boundary
@@ -718,7 +751,7 @@ class Attempt:
                     self._done.add(this)
                     for early, frame in self._early.pop(this, {}).values():
                         self.take(early, frame)
-                    if self._held and (this.kind == "gradient" or done.home is not None):
+                    if self._held and (this.kind == "gradient" or done.frame is None):
                         self._held.popleft()()
                 case _:
                     self._raise_error(done)

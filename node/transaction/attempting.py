@@ -33,10 +33,13 @@ given up."""
 
 @dataclass
 class Vote:
-    """All is home, and who trains is asked to reduce; so are joiners that have caught up."""
+    """By one plan: who trains votes once its stage's gradient is the sum; when all is home, so may
+    joiners that have caught up."""
 
     stages: Mapping[str, int]  # of those who train
-    keepers: frozenset[str] = frozenset()  # of these, who has been told the step's records
+    keepers: frozenset[str] = frozenset()  # of these, who is told the records before it votes
+    records: Sequence[pb.Home] = ()  # those, once they have been told
+    hurried: bool = False  # whoever hasn't voted knows that all is home
     ready: dict[str, pb.Ready] = field(default_factory=dict)
     cast: dict[str, SignedVote] = field(default_factory=dict)  # by all, as they have signed them
     complete: float = 0.0  # when the last of them was ready
@@ -110,10 +113,11 @@ class Attempting:
     began: float
     progressed: float
     masked: frozenset[str]  # lost members without which it goes on
+    vote: Vote
     unreached: dict[str, tuple[float, str, str]] = field(default_factory=dict)
     """By some member: since when, and why."""
-    homes: dict[int, pb.Home] = field(default_factory=dict)
-    vote: Vote | None = None
+    scored: dict[int, pb.Home] = field(default_factory=dict)  # whose loss is known
+    homes: dict[int, pb.Home] = field(default_factory=dict)  # of these, those that are back
     inquest: Inquest = field(default_factory=Inquest)
     held_up: dict[str, str] = field(default_factory=dict)  # by whom, and why
     regather: str = ""  # why to gather when it is over
@@ -125,7 +129,7 @@ class Attempting:
     def explain(self) -> str:
         held_up = "".join(f"; held up by {who}" for who in self._held_up().values())
         held_up += f"; waiting for {self.takeover}" if self.takeover is not None else ""
-        if self.vote is not None:
+        if self.is_home():
             return f"step {self.begin.step}: waiting for {', '.join(self.awaited)}{held_up}"
         home = f"step {self.begin.step}: {len(self.homes)} of {len(self.begin.plan)} home{held_up}"
         return home + "".join(f"; {joiner.node} follows" for joiner in self.begin.joining)
@@ -141,31 +145,43 @@ class Attempting:
         """Whose turn it is, and with what, as far as that is known: a sentence for each node."""
         if found := self._held_up():
             return found
-        if self.vote is not None:
+        if self.is_home():
             return {node: node for node in self.vote.awaited}
         awaited = self.inquest.awaited(self.begin, self.homes)
         return {one.node: str(one) for one in reversed(awaited)}  # the first of each
 
     def missing(self) -> set[frozenset[str]]:
         """Between which nodes something has got lost, as far as members have been asked."""
-        return set() if self.vote is not None else self.inquest.missing(self.begin, self.homes)
+        return set() if self.is_home() else self.inquest.missing(self.begin, self.homes)
 
     @property
     def awaited(self) -> list[str]:
         if self.takeover is not None and self.takeover.seat:
             return [self.takeover.seat]
-        return self.vote.awaited if self.vote is not None else []
+        return self.vote.awaited if self.is_home() else []
 
     @property
     def lost(self) -> frozenset[str]:
         """Members that are, with those that others don't stand in for yet."""
         return self.masked | ({self.takeover.lost} if self.takeover is not None else set())
 
-    def came_home(self, peer: str, home: pb.Home, now: float) -> None:
+    def is_source(self, peer: str, home: pb.Home) -> bool:
+        """Whether it is the one of that microbatch: another one may be, by now. Raises ValueError
+        if it has told something else of it before."""
         plan, identity = self.begin.plan, home.microbatch
-        if identity < len(plan) and plan[identity].source == peer:
-            self.homes[home.microbatch] = home  # else it is another's by now
-            self.progressed = now
+        if identity >= len(plan) or plan[identity].source != peer:
+            return False
+        told = self.scored.setdefault(identity, home)
+        if told is not home and told.SerializeToString() != home.SerializeToString():  # NaN != NaN
+            raise ValueError(f"two results of microbatch {identity} in one attempt")
+        return True
+
+    def came_home(self, home: pb.Home, now: float) -> None:
+        self.homes[home.microbatch] = home
+        self.progressed = now
+
+    def is_scored(self) -> bool:
+        return len(self.scored) == len(self.begin.plan)
 
     def is_home(self) -> bool:
         return len(self.homes) == len(self.begin.plan)
@@ -175,14 +191,14 @@ class Attempting:
         scored = sum(home.tokens for home in self.homes.values())
         return math.fsum(home.loss for home in self.homes.values()) / max(1, scored)
 
-    def heard(self, vote: Vote, peer: str, ready: pb.Ready, now: float) -> None:
-        if peer not in vote.stages:
-            vote.joiners[peer] = ready
+    def heard(self, peer: str, ready: pb.Ready, now: float) -> None:
+        if peer not in self.vote.stages:
+            self.vote.joiners[peer] = ready
             return
-        vote.ready[peer] = ready
+        self.vote.ready[peer] = ready
         self.progressed = now
-        if vote.is_complete:
-            vote.complete = vote.complete or now
+        if self.vote.is_complete:
+            self.vote.complete = self.vote.complete or now
 
     def has_work_for(self, node: str) -> bool:
         """Whether it has a microbatch, by the plan."""
@@ -193,12 +209,11 @@ class Attempting:
         )
 
     def forget(self, joiner: str) -> None:
-        if self.vote is not None:
-            self.vote.joiners.pop(joiner, None)
+        self.vote.joiners.pop(joiner, None)
 
     def records(self) -> list[pb.Home]:
-        """What became of each microbatch, once all are home."""
-        return [self.homes[identity] for identity in sorted(self.homes)]
+        """What became of each microbatch, once all are scored."""
+        return [self.scored[identity] for identity in sorted(self.scored)]
 
     def commit(
         self, vote: Vote, ballot: Ballot, rules: TransactionRules, at: Standing, now: float
@@ -207,7 +222,7 @@ class Attempting:
         squared = {vote.stages[node]: vote.ready[node].squared_norm for node in sorted(vote.ready)}
         total = norm(squared) if finite else math.nan
         scale = min(1.0, rules.clip / (total + 1e-6)) if finite else 0.0
-        records = self.records()
+        records = vote.records
         relearned = vote.relearned(len(squared)) if finite else []
         votes = gathered(cast for node, cast in vote.cast.items() if node in vote.ready)
         return pb.Commit(
@@ -259,12 +274,10 @@ class Attempting:
         between which as few go as can be."""
         masked = self.masked.union(nodes)
         begin, moved = self._plan_without(masked, rules, seconds, apart)
-        homes = {
-            identity: home
-            for identity, home in self.homes.items()
-            if begin.plan[identity].source == self.begin.plan[identity].source
-        }
-        kept = replace(self, begin=begin, masked=masked, homes=homes, progressed=now, vote=None)
+        there = [a.source == b.source for a, b in zip(begin.plan, self.begin.plan, strict=True)]
+        scored = {identity: home for identity, home in self.scored.items() if there[identity]}
+        homes = {identity: home for identity, home in self.homes.items() if there[identity]}
+        kept = replace(self, begin=begin, masked=masked, scored=scored, homes=homes, progressed=now)
         return kept, moved
 
     def to_be_taken_over(self, nodes: Collection[str], rules: TransactionRules) -> str | None:
@@ -275,8 +288,8 @@ class Attempting:
         return to_be_taken_over(self.begin, nodes, rules)
 
     def waiting_for(self, takeover: Takeover) -> Attempting:
-        """Who was ready has to reduce again."""
-        return replace(self, takeover=takeover, vote=None, progressed=takeover.since)
+        """Nobody else is committed without whoever has the seat."""
+        return replace(self, takeover=takeover, progressed=takeover.since)
 
     def vacant(self, now: float) -> str:
         """Why a seat that nobody has taken is waited for no longer; empty: it is, or none is."""

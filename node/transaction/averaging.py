@@ -257,16 +257,17 @@ class Averaging:
         gradient: Tensor,
         ids: Collection[int],
         window: int,
-        deadline: float,
+        patience: float,
         non_finite: bool = False,
         step: int = LATE,
     ) -> list[Contribution]:
         """Replace `gradient` (float32 [n]) by its sum over `replicas`, in place.
 
         `replicas` are the stage's members, this node among them; `ids` the microbatches that this
-        node's gradient is of; `window` their number over all replicas. `deadline` bounds, in
-        seconds, how long frames of others are waited for. With `non_finite`, gradients need not be
-        finite: that is the model's doing then. `step`: of the run, a late one by default.
+        node's gradient is of; `window` their number over all replicas. `patience`: seconds that
+        the next frame is waited for, once there is `hurry`; until then others may be at their
+        microbatches. With `non_finite`, gradients need not be finite: that is the model's doing
+        then. `step`: of the run, a late one by default.
 
         Returns what is to be said of the replicas' contributions, as seen in one piece.
 
@@ -276,7 +277,6 @@ class Averaging:
         accused, and ValueError for arguments that can't be meant. Once it has failed or is
         cancelled the gradient's contents are void.
         """
-        until = self._exchanges.now + deadline
         coding = self._coding.at(step)
         settled = coding.codec != "topk" or step - coding.after >= coding.settles
         together = {n for n in replicas if self._together[n] >= coding.settles}
@@ -300,11 +300,11 @@ class Averaging:
                     await self._compute(partial(reduction.contribute, number))
                 while awaited := reduction.awaited():
                     phase, nodes, hops = awaited
-                    later = LATER * hops
+                    seconds = patience + LATER * hops
                     try:
-                        peer, item = await inbox.take(until + later)
+                        peer, item = await inbox.take(patience=seconds)
                     except TimeoutError:
-                        seconds, whose = deadline + later, ", ".join(nodes)
+                        whose = ", ".join(nodes)
                         raise ComplaintError(
                             f"after {seconds:g} s the {phase} of {whose} is not there", nodes
                         ) from None
@@ -318,6 +318,10 @@ class Averaging:
         """A frame of kind "average" has come. It waits for its reduction if that is to start yet;
         if it is over or void, the frame has no effect."""
         self._inboxes.put(Ballot(*frame.ballot), peer, frame, frame.size)
+
+    def hurry(self, ballot: Ballot) -> None:
+        """All that the reduction is of has been computed, so nobody is to be waited for long."""
+        self._inboxes.hurry(ballot)
 
     def on_peer_lost(self, peer: str, reason: str) -> None:
         """The link to `peer` is gone: the reduction fails if it still needs something from there.

@@ -50,6 +50,11 @@ def told_to_driver(message: pb.Message, rules: TransactionRules) -> str:
             return _synced(message.synced)
         case "home":
             return _home(message.home, rules)
+        case "scored":
+            told = message.scored.microbatches
+            if len(told) > rules.microbatches:
+                return f"{len(told)} losses; a step has {rules.microbatches} microbatches"
+            return _first(_home(one, rules) for one in told)
         case "ready":
             return _ready(message.ready)
         case "account":

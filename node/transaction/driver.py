@@ -102,6 +102,7 @@ from planaria.recovery.decide import COPIED, Rebuild, Resume, RollBack, Source, 
 from planaria.recovery.orders import window_orders
 from planaria.recovery.relearning import time_for
 
+INACTIVE = Resting(DriverPhase.INACTIVE)
 UNRECORDED_PAUSE = 2.0
 """Seconds between two looks whether a ledger can be written again."""
 UNWRITTEN_PAUSE = 0.05
@@ -111,6 +112,9 @@ SKIPS = 3
 EVICTED = 3.0
 """Seconds that an attempt that goes on without a lost node waits, once it is complete, for the view
 without that node; then the node isn't lost, and the attempt is given up."""
+COMPLAINED = 2.0
+"""Seconds for which votes are waited for longer than members wait for each other: who waits in vain
+says for whom."""
 DRIVERS = 32
 """Views of which it is known who drove."""
 REPLACED = 2.0
@@ -127,12 +131,13 @@ class Driver:
         self.checks = SpotChecks(rules.spot_check, rules.tolerance, chance)
         self.telling = Telling()
         self.identity: Identity | None = None  # what it decides isn't signed without
-        self.current: Gathering | Syncing | Attempting | Resting = Resting(DriverPhase.INACTIVE)
+        self.current: Gathering | Syncing | Attempting | Resting = INACTIVE
         self.view = registry.View()
         self.drivers: dict[int, registry.Member] = {}  # by view, of the last ones
         self.keys: dict[str, bytes] = {}  # by which members sign their votes
         self.votes = Votes()  # for the last commit that was decided here
         self.witnesses = frozenset[str]()  # who is told those of the attempt
+        self.keepers = frozenset[str]()  # who is told the attempt's records before it votes
         self.recorded = frozenset[str]()  # who has that commit's records since before it voted
         self.coming: Coming | None = None
         self.members: dict[str, int] = {}  # active members of the ballot's view: node -> stage
@@ -161,8 +166,8 @@ class Driver:
     @property
     def phase(self) -> DriverPhase:
         match self.current:
-            case Attempting(vote=vote):
-                return DriverPhase.RUNNING if vote is None else DriverPhase.REDUCING
+            case Attempting() as attempt:
+                return DriverPhase.REDUCING if attempt.is_home() else DriverPhase.RUNNING
             case Gathering():
                 return DriverPhase.GATHERING
             case Syncing():
@@ -179,14 +184,14 @@ class Driver:
         self._note_who_drives(view)
         self.keys |= {member.node: member.key for member in view.members}
         if view.driver != self.node:
-            self.current, self.view, self.coming = Resting(DriverPhase.INACTIVE), view, None
+            self.current, self.view, self.coming = INACTIVE, view, None
             self.knows = False
             return []
         if isinstance(self.current, Attempting | Syncing):
             effects = self._adopt_later(view, now)
             if effects is not None:
                 return effects
-        taken_over = self.phase is DriverPhase.INACTIVE
+        taken_over = self.current == INACTIVE
         self.coming = Coming(view, now, set())
         return self._gather(f"view {view.number}: {view.reason}", now, taken_over)
 
@@ -196,7 +201,7 @@ class Driver:
         ballot = Ballot.of(message.ballot)
         if body == "status" and self.coming is not None:
             self.coming.unanswered.discard(peer)
-        if self.phase is DriverPhase.INACTIVE or peer not in self.members:
+        if self.current == INACTIVE or peer not in self.members:
             return []
         if peer in self._lost() and body != "stale":
             return []
@@ -207,20 +212,22 @@ class Driver:
         is_current = ballot == self.ballot
         joiner = self.joining.joiners.get(peer)
         match body, self.current:
-            case "home", Attempting(vote=None) as attempt if attempt.since <= ballot:
-                if not (math.isfinite(message.home.loss) or attempt.begin.non_finite):
-                    why = f"its loss in microbatch {message.home.microbatch} is not finite"
-                    return self._not_finite(attempt, peer, peer, why, now)
-                attempt.came_home(peer, message.home, now)
+            case "scored", Attempting() as attempt if attempt.since <= ballot:
+                told = self._scored(attempt, peer, message.scored.microbatches, now)
+                return self._if_all_scored(attempt) if told is None else told
+            case "home", Attempting() as attempt if attempt.since <= ballot:
+                if (told := self._scored(attempt, peer, [message.home], now)) is not None:
+                    return told
+                attempt.came_home(message.home, now)
                 return self._if_all_home(attempt, now)
-            case "ready", Attempting(vote=Vote() as vote) as attempt if is_current:
+            case "ready", Attempting(vote=vote) as attempt if is_current:
                 cast = vote_of(peer, self.ballot, message.ready)
                 if wrong := self._is_no_vote(cast, message.ready, attempt.begin.step):
                     return self._nonsense(peer, wrong, now)
                 vote.cast[peer] = cast
                 if joiner is None:
                     self.seconds[peer] = message.ready.seconds_per_microbatch
-                attempt.heard(vote, peer, message.ready, now)
+                attempt.heard(peer, message.ready, now)
                 return self._if_all_ready(now)
             case "status" | "synced" | "failed", Attempting() as attempt if (
                 peer == attempt.awaited_seat() and attempt.since <= ballot
@@ -259,7 +266,7 @@ class Driver:
 
     def link_lost(self, peer: str, reason: str, now: float) -> list[Effect]:
         """Messages to or from `peer` may be lost: nothing that waits for it can be trusted."""
-        if self.phase is DriverPhase.INACTIVE:
+        if self.current == INACTIVE:
             return []
         if self.coming is not None and peer in self.coming.unanswered:
             return [self.coming.greeting(peer)]  # its link may only have been dialled anew
@@ -295,7 +302,7 @@ class Driver:
             case Resting(DriverPhase.PAUSING, why) if now >= self.pause_until:
                 again = why if self.hanging.why else self.unrecorded
                 return self._gather(again, now) if again else self._next(now)
-            case Attempting(vote=Vote(awaited=[])):
+            case Attempting() as attempt if attempt.is_home() and attempt.vote.is_complete:
                 return self._if_all_ready(now)
             case Attempting() as attempt:
                 effects: list[Effect] = []
@@ -726,7 +733,9 @@ class Driver:
         self.ballot = self.ballot.next()
         effects = self._tell_step(step, self.checks.draw(step.begin))
         if step.HasField("begin"):
-            self.current = Attempting(step.begin, self.ballot, now, now, self._masked())
+            self.current = Attempting(
+                step.begin, self.ballot, now, now, self._masked(), self._put_to_the_vote()
+            )
             effects += self._report_rebuilds(now)
         return effects
 
@@ -736,9 +745,38 @@ class Driver:
             self.trains_since = now
         return rebuilds.told(now)
 
+    def _scored(
+        self, attempt: Attempting, peer: str, scored: Iterable[pb.Home], now: float
+    ) -> list[Effect] | None:
+        """A source tells of losses. None: there is nothing wrong with them, nor is any of them
+        another's by now."""
+        for home in scored:
+            if not (math.isfinite(home.loss) or attempt.begin.non_finite):
+                why = f"its loss in microbatch {home.microbatch} is not finite"
+                return self._not_finite(attempt, peer, peer, why, now)
+            try:
+                if not attempt.is_source(peer, home):
+                    return []
+            except ValueError as error:
+                return self._nonsense(peer, f"it tells of {error}", now)
+        return None
+
+    def _if_all_scored(self, attempt: Attempting) -> list[Effect]:
+        """Who keeps the step's records is told them while gradients are still on their way, and a
+        joiner that it may vote."""
+        vote, training = attempt.vote, attempt.begin.kind == pb.Begin.TRAIN
+        if not training or attempt.takeover is not None or vote.records or not attempt.is_scored():
+            return []
+        vote.records = attempt.records()
+        told = pb.Records(microbatches=vote.records)
+        return [
+            *self.ballot.send_all(sorted(vote.keepers), records=told),
+            *self.ballot.send_all(sorted(self.joining.caught_up()), reduce=pb.Reduce()),
+        ]
+
     def _if_all_home(self, attempt: Attempting, now: float) -> list[Effect]:
         if attempt.takeover is not None or not attempt.is_home():
-            return []
+            return self._if_all_scored(attempt)
         if attempt.begin.kind == pb.Begin.EVALUATE:
             step, loss = self.standing.committed, attempt.mean_loss()
             self.validated = step, loss
@@ -748,17 +786,15 @@ class Driver:
                 *self._spoilt(attempt.begin),
                 *self._after_step(attempt, pb.Step(), now),
             ]
-        attempt.vote = self._put_to_the_vote()
-        asked = attempt.vote.stages.keys() | self.joining.caught_up().keys()
-        whole = self.ballot.says(reduce=pb.Reduce(microbatches=attempt.records()))
-        bare, keep = self.ballot.says(reduce=pb.Reduce()), attempt.vote.keepers
-        return [Send.copy(node, whole if node in keep else bare) for node in sorted(asked)]
+        effects = self._if_all_scored(attempt)
+        if not attempt.vote.hurried:
+            attempt.vote.hurried = True
+            asked = {*attempt.vote.awaited, *self.joining.caught_up()}
+            effects += self.ballot.send_all(sorted(asked), reduce=pb.Reduce())
+        return effects + self._if_all_ready(now)
 
     def _put_to_the_vote(self) -> Vote:
-        """Who keeps the records has them when it votes, so whoever knows of the commit, and dies,
-        there are others who know what it was made of."""
-        stages = self._training()
-        return Vote(stages, frozenset(keepers(stages, self.ledgers)))
+        return Vote(self._training(), self.keepers)
 
     def _if_all_ready(self, now: float) -> list[Effect]:
         """Decide when all who train are ready, and, for a short while, who would like to enter.
@@ -766,10 +802,12 @@ class Driver:
         Not while somebody without whom the attempt goes on is still a member: others may train with
         that node, and without this one, in a view that this node doesn't know."""
         match self.current:
-            case Attempting(vote=Vote(is_complete=True) as vote) as attempt:
+            case Attempting(vote=vote, takeover=None) as attempt if attempt.is_home():
                 pass
             case _:
                 return []
+        if not vote.is_complete:
+            return []
         if (effects := self._diverging(vote, now)) is not None:
             return effects
         self.ledgers = vote.ledgers()
@@ -933,13 +971,16 @@ class Driver:
     ) -> list[Effect]:
         """The attempt goes on, by a plan in which others have the microbatches of these nodes."""
         attempt, moved = attempt.without(nodes, self.rules, self.seconds, self._apart(), now)
+        step, names = attempt.begin.step, tuple(sorted(nodes))
+        told = AttemptMasked(step=step, nodes=names, microbatches=moved, reason=why)
+        return [told, *self._go_on(attempt, now)]
+
+    def _go_on(self, attempt: Attempting, now: float) -> list[Effect]:
+        """By a new plan, by which nobody has voted yet."""
         self.current, self.ballot = attempt, self.ballot.next()
         self.checks.over()
-        step, names = attempt.begin.step, tuple(sorted(nodes))
-        effects: list[Effect] = [
-            AttemptMasked(step=step, nodes=names, microbatches=moved, reason=why)
-        ]
-        effects += self._tell_step(pb.Step(begin=attempt.begin))
+        effects = self._tell_step(pb.Step(begin=attempt.begin))
+        attempt.vote = self._put_to_the_vote()
         return effects + self._if_all_home(attempt, now)
 
     def _cut(self, attempt: Attempting, peer: str, cut: pb.Cut, now: float) -> list[Effect]:
@@ -1020,8 +1061,6 @@ class Driver:
         assert attempt.takeover is not None
         takeover = attempt.takeover
         attempt, moved = attempt.taken_over(self.rules, self.seconds, self._apart(), now)
-        self.current, self.ballot = attempt, self.ballot.next()
-        self.checks.over()
         told = SeatTaken(
             step=attempt.begin.step,
             stage=takeover.stage,
@@ -1031,8 +1070,7 @@ class Driver:
             seconds=now - takeover.since,
             reason=takeover.why,
         )
-        effects = self._tell_step(pb.Step(begin=attempt.begin))
-        return [told, *effects, *self._if_all_home(attempt, now)]
+        return [told, *self._go_on(attempt, now)]
 
     # --- what is said of nodes beside the attempt
 
@@ -1080,15 +1118,13 @@ class Driver:
         """Others of its stage do what a slow node has not begun. It won't any more, so where there
         are no such others by now, the step is tried again."""
         step, stage = attempt.begin.step, self.members[node]
-        relieved = attempt.relieved(node, given_up, self.rules, self.seconds, self._apart())
-        if relieved is None:
+        others = attempt.relieved(node, given_up, self.rules, self.seconds, self._apart())
+        if others is None:
             why = f"{node} of stage {stage} is slow, and nobody is left to do what it has given up"
             return self._gather(why, now)
-        self.current, moved = relieved
-        self.ballot = self.ballot.next()
-        self.checks.over()
+        relieved, moved = others
         told = Relieved(step=step, node=node, stage=stage, microbatches=moved)
-        return [told, *self._tell_step(pb.Step(begin=self.current.begin))]
+        return [told, *self._go_on(relieved, now)]
 
     def _held_up(self, node: str, why: str, now: float) -> list[Effect]:
         """The attempt goes on without a node that hangs, or a new one begins; where nobody else has
@@ -1286,7 +1322,8 @@ class Driver:
 
     def _out_of_patience(self, current: Attempting | Syncing, now: float) -> list[Effect]:
         seconds = now - current.progressed
-        if seconds < self.rules.progress:
+        voting = isinstance(current, Attempting) and current.is_home()
+        if seconds < self.rules.progress + (COMPLAINED if voting else 0):
             return []
         self.failures.count += 1
         held_up: Mapping[str, str] = self.hanging.why
@@ -1299,7 +1336,7 @@ class Driver:
         for node in sorted({*current.awaited, *held_up} - {self.node}):
             if node not in held_up:
                 effects.append(Suspect(node, waited))
-                if isinstance(current, Attempting) and current.vote is not None:
+                if isinstance(current, Attempting) and current.is_home():
                     effects += self._alone(node, waited, HELD_UP // UNVOTED)
             elif isinstance(current, Syncing) or node not in self.hanging.why:
                 effects.append(Suspect(node, held_up[node], HANG))  # else it may be copied first
@@ -1364,6 +1401,7 @@ class Driver:
         if not step.HasField("begin"):
             return self._tell_commit(self._rest())
         rest, spare = self._rest(), self.rules.masking == "spare"
+        self.keepers = frozenset(keepers(self._training(), self.ledgers))
         if step.HasField("commit"):
             sends = self._send_commit(rest)
         else:
@@ -1373,6 +1411,8 @@ class Driver:
         self._call_roll(step.begin, begins)
         for node in checks.keys() & begins.keys():
             begins[node].checks.extend(checks[node])
+        for node in self.keepers & begins.keys():
+            begins[node].keeps = True
         return [*sends]
 
     def _call_roll(self, begin: pb.Begin, begins: Mapping[str, pb.Begin]) -> None:

@@ -60,7 +60,9 @@ class Send:
 
 @dataclass(frozen=True)
 class StartAttempt:
-    """Zero the gradient, forget older work, inject the microbatches that start here."""
+    """Zero the gradient, forget older work, inject the microbatches that start here; once the
+    gradient is of all that come here, average it with the stage's other replicas.
+    `Member.reduced` gets the result."""
 
     ballot: Ballot
     begin: pb.Begin
@@ -68,7 +70,8 @@ class StartAttempt:
 
 @dataclass(frozen=True)
 class GoOn:
-    """The attempt goes on by a new plan, without nodes that were lost; it is not reduced yet."""
+    """The attempt goes on by a new plan, without nodes that were lost; what was averaged is so no
+    more."""
 
     ballot: Ballot
     begin: pb.Begin
@@ -82,11 +85,11 @@ class DropAttempt:
 
 
 @dataclass(frozen=True)
-class AverageGradient:
-    """Average the gradient with the stage's other replicas; `Member.reduced` gets the result."""
+class AllHome:
+    """All microbatches of the attempt are: who waits for a gradient does so no longer than it may
+    take."""
 
     ballot: Ballot
-    step: int
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ Effect = (
     | StartAttempt
     | GoOn
     | DropAttempt
-    | AverageGradient
+    | AllHome
     | Apply
     | Note
     | Adopt

@@ -41,8 +41,8 @@ from planaria.node.transaction.comparing import UNHEARD, Comparing, same_attempt
 from planaria.node.transaction.effects import (
     NEVER,
     Adopt,
+    AllHome,
     Apply,
-    AverageGradient,
     Ballot,
     DropAttempt,
     Effect,
@@ -123,7 +123,9 @@ class MemberSide:
         self.decisions: dict[str, Decision] = {}  # that these have told of last
         self.mute: set[str] = set()  # who was waited for in vain
         self.comparing: Comparing | None = None
-        self.records: Sequence[pb.Home] = ()  # of the attempt, if this node is to keep them
+        self.keeps = False  # the attempt's records
+        self.records: Sequence[pb.Home] = ()  # those, once they are told
+        self.ready: pb.Ready | None = None  # its vote, until it may cast it
         self.boosted_at = 0
         self.digest = b""
         self.changing = False  # the weights are, so nothing is said of them
@@ -180,7 +182,7 @@ class MemberSide:
         if wrong := told_to_member(message, self.stage):
             refused = MessageRefused(peer=peer, body=body, why=f"it tells of {wrong}")
             return [refused, Suspect(peer, f"{peer}, which drives, tells of {wrong}", NUMBERS)]
-        if self.comparing is not None and body in ("step", "reduce", "halt"):
+        if self.comparing is not None and body in ("step", "records", "reduce", "halt"):
             self._promise(peer, ballot)
             self._put_off(self.comparing, peer, ballot, message)
             return []
@@ -195,8 +197,10 @@ class MemberSide:
                 return self._stepped(peer, ballot, message.step)
             case "sync":
                 return self._synced(peer, ballot, message.sync)
+            case "records":
+                return self._recorded(ballot, message.records)
             case "reduce":
-                return self._reduce(ballot, message.reduce)
+                return self._all_home(ballot)
             case "halt":
                 self._promise(peer, ballot)
                 return self._halt(message.halt)
@@ -231,12 +235,11 @@ class MemberSide:
         """The stage's gradient is averaged and every microbatch is in it once. `digest`: of the
         weights, taken anew; empty: it wasn't. `contributions`: of replicas, as far as seen.
         `relearned`: updates of a lesson that may enter with it, so that `relearning` are left."""
-        if self.phase is not MemberPhase.REDUCING or ballot != self.attempt:
+        if not self._is_voting() or ballot != self.attempt:
             return []
-        self.phase = MemberPhase.READY
         self.seconds_per_microbatch = seconds_per_microbatch
         self.offered, self.contributions = relearned, contributions
-        ready = pb.Ready(
+        self.ready = pb.Ready(
             step=self.step,
             squared_norm=squared_norm,
             finite=finite,
@@ -248,6 +251,15 @@ class MemberSide:
             relearned=relearned,
             relearning=relearning,
         )
+        return self._vote()
+
+    def _vote(self) -> list[Effect]:
+        """Who is to keep the step's records has them first: so there are others who know what a
+        commit was made of, whoever hears of it and dies."""
+        if self.ready is None or (self.keeps and not self.records):
+            return []
+        ready, self.ready = self.ready, None
+        self.phase = MemberPhase.READY
         if self.identity is not None:
             sign(ready, self.node, self.attempt, self.identity, self.view.run)
         return [self._to_driver(pb.Message(ready=ready))]
@@ -297,9 +309,7 @@ class MemberSide:
         told = [one for node in accused for one in self._tell_registry(node, reason, cause)]
         if self.following is not None:
             return told + self._unfollow(failed) if ballot == self.following.ballot else []
-        running = self.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING) and self._is_of_attempt(
-            ballot
-        )
+        running = self._is_voting() and self._is_of_attempt(ballot)
         syncing = self.phase is MemberPhase.SYNCING and ballot == self.promised
         if not running and not syncing:
             return []
@@ -311,9 +321,10 @@ class MemberSide:
         self, ballot: Ballot, node: str, reason: str, cause: Cause = SILENT
     ) -> list[Effect]:
         """What the attempt needs of `node`, or has for it, can't get through or can't be used. The
-        driver decides whether the attempt can do without that node."""
-        running = self.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING)
-        if not running or not self._is_of_attempt(ballot):
+        driver decides whether the attempt can do without that node. What others need may be lost
+        when this node has voted."""
+        over = not self._attempting() or self.comparing is not None
+        if over or not self._is_of_attempt(ballot):
             return []
         told = self._tell_registry(node, reason, cause)
         return [*told, self._to_driver(pb.Message(cut=_cut(node, reason, cause)))]
@@ -395,10 +406,7 @@ class MemberSide:
 
     def frames(self, ballot: Ballot) -> Frames:
         """What to do with a frame that was sent by the plan of `ballot`."""
-        if self._is_of_attempt(ballot) and self.phase in (
-            MemberPhase.RUNNING,
-            MemberPhase.REDUCING,
-        ):
+        if self._is_of_attempt(ballot) and self._attempting():  # others may be at it yet
             return Frames.TAKE
         if self.comparing is not None:  # what follows the commit may have begun elsewhere
             return Frames.HOLD if ballot > self.attempt else Frames.DROP
@@ -423,7 +431,7 @@ class MemberSide:
             self.heard.asked(ballot.view, active(self.view))
         self.halt = None  # the driver looks again
         effects: list[Effect] = []
-        if self.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING):
+        if self._is_voting():
             effects.append(DropAttempt(self.attempt))
         if self.comparing is not None:
             self.comparing.later.clear()
@@ -442,8 +450,12 @@ class MemberSide:
     def _is_of_attempt(self, ballot: Ballot) -> bool:
         return self.began <= ballot <= self.attempt
 
+    def _is_voting(self) -> bool:
+        """It has yet to."""
+        return self.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING)
+
     def _attempting(self) -> bool:
-        return self.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING, MemberPhase.READY)
+        return self._is_voting() or self.phase is MemberPhase.READY
 
     def _answer(self, peer: str, ballot: Ballot, attempting: int = 0) -> list[Effect]:
         if self.changing or self.comparing is not None:
@@ -663,8 +675,7 @@ class MemberSide:
     def _is_without_own_vote(self, told: Decision) -> bool:
         """Whether that is a commit of the attempt in which this node takes part, and has yet to
         vote."""
-        voting = self.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING)
-        taking_part = voting and self.node in self.stages and self.following is None
+        taking_part = self._is_voting() and self.node in self.stages and self.following is None
         return taking_part and (told.view, told.attempt) == self.attempt and self._has_signed(told)
 
     def _doubt(self, told: Decision) -> list[Effect]:
@@ -700,6 +711,7 @@ class MemberSide:
         self.key = next((m.key for m in self.view.members if m.node == self.driver), b"")
         self.stages = {place.node: place.stage for place in begin.members}
         self.roll = roll_of(self.stages, ballot, begin.roll)
+        self.keeps, self.records, self.ready = begin.keeps, (), None
         there = {place.node for place in begin.members if place.stage == self.stage}
         taking_part = self.node in there
         self.replicas = frozenset(there - {self.node} if taking_part else ())
@@ -747,15 +759,20 @@ class MemberSide:
         (peer, ballot), self.unanswered = self.unanswered, None
         return self._answer(peer, ballot) if ballot == self.promised else []
 
-    def _reduce(self, ballot: Ballot, reduce: pb.Reduce) -> list[Effect]:
-        self.records = reduce.microbatches
+    def _recorded(self, ballot: Ballot, records: pb.Records) -> list[Effect]:
+        if not self._is_voting() or ballot != self.attempt:
+            return []
+        self.records = records.microbatches
+        return self._vote()
+
+    def _all_home(self, ballot: Ballot) -> list[Effect]:
         if self.following is not None:
             self.following.vote = ballot
             return self._follow_on()
         if self.phase is not MemberPhase.RUNNING or ballot != self.attempt:
             return []
         self.phase = MemberPhase.REDUCING
-        return [AverageGradient(ballot, self.step)]
+        return [AllHome(ballot)]
 
     def _synced(self, peer: str, ballot: Ballot, sync: pb.Sync) -> list[Effect]:
         self._promise(peer, ballot)

@@ -315,6 +315,7 @@ class ExchangeInbox(Generic[T]):
         self._budget = Budget(limit)
         self._ignored: set[str] = set()  # peers that have sent too much
         self._news: Outcome[None] | None = None
+        self._hurried = math.inf  # when
 
     @property
     def empty(self) -> bool:
@@ -341,12 +342,20 @@ class ExchangeInbox(Generic[T]):
         self._budget.drop(peer)
         self._ignored.add(peer)
 
-    async def take(self, until: float = math.inf) -> Letter[T]:
-        """The next one. Raises TimeoutError at the time `until`."""
+    def hurry(self) -> None:
+        """From now on the patience of who waits for the next one is limited."""
+        self._hurried = min(self._hurried, self._exchanges.now)
+        if self._news is not None:
+            self._news.fulfil(None)
+
+    async def take(self, until: float = math.inf, patience: float = math.inf) -> Letter[T]:
+        """The next one. Raises TimeoutError at the time `until`, and after so many seconds of
+        patience, which count once there is hurry."""
+        asked = self._exchanges.now
         while not self._letters:  # what has come may be of one who is ignored by now
             self._news = Outcome(self._exchanges)
             try:
-                await self._news.within(until)
+                await self._news.within(min(until, max(asked, self._hurried) + patience))
             finally:
                 self._news = None
         letter, size = self._letters.popleft()
@@ -381,6 +390,7 @@ class Inboxes(Generic[Key, T]):
         self._early_limit, self._open_limit = early_limit, open_limit
         self._open: dict[Key, ExchangeInbox[T]] = {}
         self._early: dict[str, _Early[Key, T]] = {}
+        self._hurried: Key | None = None  # not open yet
 
     @contextmanager
     def open(self, key: Key) -> Iterator[ExchangeInbox[T]]:
@@ -391,6 +401,8 @@ class Inboxes(Generic[Key, T]):
                 for item, size in zip(early.items, early.sizes, strict=True):
                     inbox.put(peer, item, size)
                 del self._early[peer]
+        if key == self._hurried:
+            inbox.hurry()
         try:
             yield inbox
         finally:
@@ -419,6 +431,13 @@ class Inboxes(Generic[Key, T]):
             return
         early.items.append(item)
         early.sizes.append(size)
+
+    def hurry(self, key: Key) -> None:
+        """The exchange about `key`, which may have yet to begin."""
+        if (inbox := self._open.get(key)) is not None:
+            inbox.hurry()
+        else:
+            self._hurried = key
 
     def lost(self, peer: str, reason: str) -> None:
         """The link to `peer` is gone. What has come from it before is still good."""

@@ -30,7 +30,7 @@ class Ballot(_message.Message):
     def __init__(self, view: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("ballot", "query", "status", "sync", "synced", "step", "home", "reduce", "ready", "failed", "stale", "halt", "state_request", "state_manifest", "shard_request", "shard_refusal", "heartbeat", "kept", "boundary_request", "boundary_manifest", "relearn", "cut", "inquiry", "account", "carried", "pin_request", "pinned", "log_request", "log_lines", "heard", "check", "compared", "votes_request", "votes_shown", "acknowledged", "farewell", "seat", "sender", "checksum")
+    __slots__ = ("ballot", "query", "status", "sync", "synced", "step", "home", "reduce", "ready", "failed", "stale", "halt", "state_request", "state_manifest", "shard_request", "shard_refusal", "heartbeat", "kept", "boundary_request", "boundary_manifest", "relearn", "cut", "inquiry", "account", "carried", "pin_request", "pinned", "log_request", "log_lines", "heard", "check", "compared", "votes_request", "votes_shown", "acknowledged", "farewell", "scored", "records", "seat", "sender", "checksum")
     BALLOT_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,8 @@ class Message(_message.Message):
     VOTES_SHOWN_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
     FAREWELL_FIELD_NUMBER: _ClassVar[int]
+    SCORED_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
     SEAT_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
@@ -106,10 +108,12 @@ class Message(_message.Message):
     votes_shown: VotesShown
     acknowledged: Acknowledged
     farewell: Farewell
+    scored: Scored
+    records: Records
     seat: str
     sender: str
     checksum: int
-    def __init__(self, ballot: _Optional[_Union[Ballot, _Mapping]] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., sync: _Optional[_Union[Sync, _Mapping]] = ..., synced: _Optional[_Union[Synced, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., home: _Optional[_Union[Home, _Mapping]] = ..., reduce: _Optional[_Union[Reduce, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., halt: _Optional[_Union[Halt, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_manifest: _Optional[_Union[StateManifest, _Mapping]] = ..., shard_request: _Optional[_Union[ShardRequest, _Mapping]] = ..., shard_refusal: _Optional[_Union[ShardRefusal, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ..., boundary_request: _Optional[_Union[BoundaryRequest, _Mapping]] = ..., boundary_manifest: _Optional[_Union[BoundaryManifest, _Mapping]] = ..., relearn: _Optional[_Union[Relearn, _Mapping]] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ..., inquiry: _Optional[_Union[Inquiry, _Mapping]] = ..., account: _Optional[_Union[Account, _Mapping]] = ..., carried: _Optional[_Union[Carried, _Mapping]] = ..., pin_request: _Optional[_Union[PinRequest, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., log_request: _Optional[_Union[LogRequest, _Mapping]] = ..., log_lines: _Optional[_Union[LogLines, _Mapping]] = ..., heard: _Optional[_Union[Heard, _Mapping]] = ..., check: _Optional[_Union[Check, _Mapping]] = ..., compared: _Optional[_Union[Compared, _Mapping]] = ..., votes_request: _Optional[_Union[VotesRequest, _Mapping]] = ..., votes_shown: _Optional[_Union[VotesShown, _Mapping]] = ..., acknowledged: _Optional[_Union[Acknowledged, _Mapping]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., seat: _Optional[str] = ..., sender: _Optional[str] = ..., checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, ballot: _Optional[_Union[Ballot, _Mapping]] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., sync: _Optional[_Union[Sync, _Mapping]] = ..., synced: _Optional[_Union[Synced, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., home: _Optional[_Union[Home, _Mapping]] = ..., reduce: _Optional[_Union[Reduce, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., halt: _Optional[_Union[Halt, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_manifest: _Optional[_Union[StateManifest, _Mapping]] = ..., shard_request: _Optional[_Union[ShardRequest, _Mapping]] = ..., shard_refusal: _Optional[_Union[ShardRefusal, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ..., boundary_request: _Optional[_Union[BoundaryRequest, _Mapping]] = ..., boundary_manifest: _Optional[_Union[BoundaryManifest, _Mapping]] = ..., relearn: _Optional[_Union[Relearn, _Mapping]] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ..., inquiry: _Optional[_Union[Inquiry, _Mapping]] = ..., account: _Optional[_Union[Account, _Mapping]] = ..., carried: _Optional[_Union[Carried, _Mapping]] = ..., pin_request: _Optional[_Union[PinRequest, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., log_request: _Optional[_Union[LogRequest, _Mapping]] = ..., log_lines: _Optional[_Union[LogLines, _Mapping]] = ..., heard: _Optional[_Union[Heard, _Mapping]] = ..., check: _Optional[_Union[Check, _Mapping]] = ..., compared: _Optional[_Union[Compared, _Mapping]] = ..., votes_request: _Optional[_Union[VotesRequest, _Mapping]] = ..., votes_shown: _Optional[_Union[VotesShown, _Mapping]] = ..., acknowledged: _Optional[_Union[Acknowledged, _Mapping]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., scored: _Optional[_Union[Scored, _Mapping]] = ..., records: _Optional[_Union[Records, _Mapping]] = ..., seat: _Optional[str] = ..., sender: _Optional[str] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Carried(_message.Message):
     __slots__ = ("head", "payload")
@@ -296,7 +300,7 @@ class Microbatch(_message.Message):
     def __init__(self, id: _Optional[int] = ..., source: _Optional[str] = ..., order: _Optional[_Iterable[int]] = ..., places: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("step", "kind", "plan", "lr_scale", "members", "joining", "since", "non_finite", "entering", "checks", "untold", "members_of", "left", "roll")
+    __slots__ = ("step", "kind", "plan", "lr_scale", "members", "joining", "since", "non_finite", "entering", "checks", "untold", "members_of", "left", "keeps", "roll")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         TRAIN: _ClassVar[Begin.Kind]
@@ -316,6 +320,7 @@ class Begin(_message.Message):
     UNTOLD_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_OF_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_FIELD_NUMBER: _ClassVar[int]
     ROLL_FIELD_NUMBER: _ClassVar[int]
     step: int
     kind: Begin.Kind
@@ -330,8 +335,9 @@ class Begin(_message.Message):
     untold: int
     members_of: Ballot
     left: _containers.RepeatedScalarFieldContainer[str]
+    keeps: bool
     roll: bytes
-    def __init__(self, step: _Optional[int] = ..., kind: _Optional[_Union[Begin.Kind, str]] = ..., plan: _Optional[_Iterable[_Union[Microbatch, _Mapping]]] = ..., lr_scale: _Optional[_Iterable[float]] = ..., members: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., joining: _Optional[_Iterable[_Union[Joiner, _Mapping]]] = ..., since: _Optional[_Union[Ballot, _Mapping]] = ..., non_finite: _Optional[bool] = ..., entering: _Optional[_Iterable[str]] = ..., checks: _Optional[_Iterable[_Union[Check, _Mapping]]] = ..., untold: _Optional[int] = ..., members_of: _Optional[_Union[Ballot, _Mapping]] = ..., left: _Optional[_Iterable[str]] = ..., roll: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., kind: _Optional[_Union[Begin.Kind, str]] = ..., plan: _Optional[_Iterable[_Union[Microbatch, _Mapping]]] = ..., lr_scale: _Optional[_Iterable[float]] = ..., members: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., joining: _Optional[_Iterable[_Union[Joiner, _Mapping]]] = ..., since: _Optional[_Union[Ballot, _Mapping]] = ..., non_finite: _Optional[bool] = ..., entering: _Optional[_Iterable[str]] = ..., checks: _Optional[_Iterable[_Union[Check, _Mapping]]] = ..., untold: _Optional[int] = ..., members_of: _Optional[_Union[Ballot, _Mapping]] = ..., left: _Optional[_Iterable[str]] = ..., keeps: _Optional[bool] = ..., roll: _Optional[bytes] = ...) -> None: ...
 
 class Check(_message.Message):
     __slots__ = ("microbatch", "position", "double")
@@ -463,11 +469,21 @@ class Home(_message.Message):
     samples_hash: bytes
     def __init__(self, microbatch: _Optional[int] = ..., loss: _Optional[float] = ..., tokens: _Optional[int] = ..., samples: _Optional[int] = ..., samples_hash: _Optional[bytes] = ...) -> None: ...
 
-class Reduce(_message.Message):
+class Scored(_message.Message):
     __slots__ = ("microbatches",)
     MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
     microbatches: _containers.RepeatedCompositeFieldContainer[Home]
     def __init__(self, microbatches: _Optional[_Iterable[_Union[Home, _Mapping]]] = ...) -> None: ...
+
+class Records(_message.Message):
+    __slots__ = ("microbatches",)
+    MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
+    microbatches: _containers.RepeatedCompositeFieldContainer[Home]
+    def __init__(self, microbatches: _Optional[_Iterable[_Union[Home, _Mapping]]] = ...) -> None: ...
+
+class Reduce(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("step", "squared_norm", "finite", "digest", "seconds_per_microbatch", "applied", "recording", "relearned", "relearning", "signature", "standing_out")

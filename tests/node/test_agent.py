@@ -322,9 +322,8 @@ def test_nobody_votes_for_a_step_before_the_last_one_is_in_its_ledger() -> None:
     seat = Seat("b")
     nothing_to_do = begin()
     del nothing_to_do.begin.plan[:]
-    seat.hears("a", ATTEMPT, step=nothing_to_do)
     seat.record.notes = True
-    seat.hears("a", ATTEMPT, reduce=pb.Reduce())
+    seat.hears("a", ATTEMPT, step=nothing_to_do)
     seat.nodes.sleep(2.0)
     assert "ready" not in seat.sent_to("a")
     seat.record.notes = False

@@ -113,7 +113,8 @@ def test_a_commit_of_which_those_hear_who_keep_no_records_has_them_all_the_same(
 
 
 def test_records_that_are_told_with_the_commit_are_told_too_late() -> None:
-    late = patch.object(Driver, "_put_to_the_vote", lambda driver: Vote(driver._training()))
+    nobody = property(lambda driver: frozenset(), lambda driver, keepers: None)
+    late = patch.object(Driver, "keepers", nobody, create=True)
     with late, pytest.raises(ScenarioError, match="I7: no ledger has"):
         for seed in (*BEREFT, *range(40)):
             run(seed, policy="redundant", kind=Bereft)

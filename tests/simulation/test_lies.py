@@ -185,7 +185,7 @@ def test_a_member_that_applies_what_its_replicas_do_not_know_of_is_caught() -> N
 
 def test_a_driver_that_does_without_a_vote_is_shown_to_the_registry() -> None:
     found: Counter[str] = Counter()
-    for seed in (0, 3):  # in the first one it does without the vote
+    for seed in (0, 5):  # in the first one it does without the vote
         found += run(seed, kind=Rushed).counts
     assert found["hurried"] == 2
     assert found["without"] and found["forged"]

@@ -18,6 +18,10 @@ def test_what_is_merely_sick_costs_steps_at_most(kind: type[Scenario]) -> None:
         run(seed, kind=kind)
 
 
+def test_who_has_voted_tells_of_a_gradient_that_was_lost_on_its_way_on() -> None:
+    run(51, kind=Sick)
+
+
 def test_who_computes_wrongly_is_found_and_has_to_go() -> None:
     for seed in (1, 2):
         counts = run(seed, kind=Miscomputing).counts

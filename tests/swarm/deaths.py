@@ -117,7 +117,7 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
     from planaria.node.transaction.attempt import Attempt
     from planaria.node.transaction.averaging import Averaging
     from planaria.node.transaction.driver import Driver
-    from planaria.node.transaction.member import MemberPhase, MemberSide
+    from planaria.node.transaction.member import MemberSide
     from planaria.node.transaction.resting import DriverPhase
     from planaria.node.wire import stage_pb2 as pb
 
@@ -135,8 +135,8 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
         return 0 if drives else trained(attempt.begin)
 
     def averaged(averaging: Any, peer: str, frame: Any) -> int:
-        member = averaging._send.__self__.member
-        return member.step if member.phase is MemberPhase.REDUCING else 0
+        agent = averaging._send.__self__
+        return agent.member.step if agent.attempt and agent.attempt.is_complete else 0
 
     def saved(seat: Any, *_: Any) -> int:
         (files,) = seat.holdings.files

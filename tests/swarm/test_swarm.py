@@ -49,10 +49,13 @@ def test_every_kind_of_kill_heals(up):
     assert_clean(summary, 60)
     methods = [(row["stage"], row["method"]) for row in summary["rebuilds"]]
     expected = {(2, "checkfree"), (2, "replica"), (3, "replica"), (0, "replica")}
-    # Who moved to stage 2 has left a stage to its other node, which may be killed later.
+    # Who moved to stage 2 has left a stage to its other node, which may be killed later, and be
+    # the only one that is replaced before the end.
     left = {event["stage"] for event in swarm.events("given back")}
-    guessed = {(0, "stage0-copy"), (3, "checkfree")}
-    assert expected <= set(methods) <= expected | {one for one in guessed if one[0] in left}
+    guessed = {one for one in ((0, "stage0-copy"), (3, "checkfree")) if one[0] in left}
+    assert set(methods) <= expected | guessed
+    assert expected - {(stage, "replica") for stage, _ in guessed} <= set(methods)
+    assert {stage for stage, _ in methods} == {0, 2, 3}
     for row in summary["rebuilds"]:
         assert row["bytes"] > 0
         assert row["sources"]

@@ -181,6 +181,7 @@ class Swarm:
             optimizer.gradient.copy_(gradients[self.stage_of[node]])
             norm = optimizer.squared_norm()
             self.norms[self.stage_of[node]] = norm
+            self.twins[node].hurry(self.ballot)
             work = self.twins[node].exchange(
                 self.ballot, self.members, optimizer.gradient, norm, 60.0
             )
@@ -280,6 +281,7 @@ class Holder:
         self.on_frame = self.twin.on_frame
 
     def exchange(self, *arguments: Any) -> None:
+        self.twin.hurry(arguments[0])
         self.time.run(self.exchanges, self.twin.exchange(*arguments))
 
     def gather(self, ballot: Ballot = BALLOT, replicas: int = 1) -> None:
@@ -300,6 +302,7 @@ def frames_of(
     )
     gradient = torch.full_like(node.optimizer.gradient, value)
     norm = float(gradient.double().square().sum())
+    node.hurry(ballot)
     with pytest.raises(ComplaintError):  # it is alone, too
         time.run(exchanges, node.exchange(ballot, places(*[replicas] * 4), gradient, norm, 0))
     return [copied(frame) for peer, frame in sent if peer == "1.0"]

@@ -440,10 +440,24 @@ def test_a_new_plan_of_other_microbatches_is_refused() -> None:
 def test_who_lacks_a_microbatch_says_so_in_time() -> None:
     swarm, clock = Swarm(1, random.Random(0)), Nodes()
     swarm.starts()
-    exchanges = clock.new()
-    with pytest.raises(ComplaintError, match=r"after 7 s microbatches \[0, 1, 2, 3, 4\] are not"):
-        clock.run(exchanges, swarm.nodes["1.0"].attempt.complete(exchanges, 7.0))
-    assert clock.now == 7.0
+    exchanges, attempt = clock.new(), swarm.nodes["1.0"].attempt
+    completing = exchanges.start(attempt.complete(exchanges))
+    clock.sleep(1000.0)
+    assert not completing.done, "they may be on their way"
+    attempt.hurry(1007.0)
+    with pytest.raises(ComplaintError, match=r"microbatches \[0, 1, 2, 3, 4\] are not computed"):
+        clock.outcome(completing)
+    assert clock.now == 1007.0
+
+
+def test_a_source_tells_of_its_losses_before_the_last_gradient_is_back() -> None:
+    swarm = Swarm(2, random.Random(0))
+    swarm.starts()
+    swarm.ends()
+    for name in ("0.0", "0.1"):
+        source = swarm.nodes[name]
+        assert source.scored
+        assert all(source.homes[home.microbatch] == home for home in source.scored)
 
 
 # --- what goes before what, and how much at a time

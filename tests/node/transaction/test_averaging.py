@@ -85,6 +85,7 @@ class Network:
             self.nodes[target].on_frame(source, copied(frame))
 
     def start(self, node: str, *arguments: Any) -> Exchange[None]:
+        self.nodes[node].hurry(arguments[0])
         return self.exchanges[node].start(self.nodes[node].reduce(*arguments))
 
     def reduce(self, node: str, *arguments: Any) -> None:
@@ -490,7 +491,21 @@ class Alone:
         return self.exchanges.start(self.averaging.reduce(*arguments))
 
     def reduce(self, *arguments: Any) -> None:
+        self.averaging.hurry(arguments[0])
         self.time.outcome(self.start(*arguments))
+
+
+def test_others_are_waited_for_as_long_as_they_may_be_at_their_microbatches() -> None:
+    member = Alone()
+    reducing = member.start(BALLOT, ["a", "b"], torch.ones(8), [0, 1], 4, 60.0)
+    member.averaging.hurry(Ballot(BALLOT.view, BALLOT.attempt - 1))
+    member.time.sleep(1000.0)
+    assert not reducing.done
+    member.averaging.hurry(BALLOT)
+    member.time.sleep(59.0)
+    assert not reducing.done
+    with pytest.raises(ComplaintError, match="after 60 s the contribution of b is not there"):
+        member.time.outcome(reducing)
 
 
 def test_the_deadline_names_who_did_not_contribute() -> None:

@@ -198,6 +198,8 @@ def test_nonsense_changes_nothing_but_its_senders_fate(message: pb.Message) -> N
         {"home": pb.Home(microbatch=0, loss=1.0, tokens=0)},
         {"home": pb.Home(microbatch=0, loss=1.0, tokens=3)},
         {"home": pb.Home(microbatch=9, loss=1.0, tokens=1)},
+        {"scored": pb.Scored(microbatches=[pb.Home(loss=1.0, tokens=1)] * 9)},
+        {"scored": pb.Scored(microbatches=[pb.Home(loss=1.0, tokens=0)])},
         {"status": pb.Status(committed=1 << 60)},
         {"status": pb.Status(seconds_per_microbatch=math.inf)},
         {"status": pb.Status(holdings=[pb.Holding(stage=9)])},

@@ -16,6 +16,7 @@ from planaria.node.transaction.chain import (
 )
 from planaria.node.transaction.comparing import UNHEARD
 from planaria.node.transaction.effects import (
+    AllHome,
     Apply,
     Ballot,
     Effect,
@@ -64,8 +65,9 @@ class Replica:
         members = {node: at for node, at in SWARM.items() if at == 0 or node in (*replicas, "self")}
         self.member.viewed(view(1, members))
         places = [pb.Place(node=node, stage=stage) for node, stage in members.items()]
-        self.hears(ATTEMPT, step=pb.Step(begin=pb.Begin(step=1, members=places)))
-        self.hears(ATTEMPT, reduce=pb.Reduce(microbatches=keeps))
+        begin = pb.Begin(step=1, members=places, keeps=bool(keeps))
+        self.hears(ATTEMPT, step=pb.Step(begin=begin))
+        self.hears(ATTEMPT, records=pb.Records(microbatches=keeps))
         self.member.reduced(ATTEMPT, 1.0, True, 0.1)
 
     def hears(self, ballot: Ballot, **body: object) -> list[Effect]:
@@ -227,11 +229,11 @@ def test_what_the_driver_says_meanwhile_comes_after_the_update() -> None:
     assert one.hears(Ballot(1, 3), step=pb.Step(begin=begin)) == []
     assert one.member.frames(Ballot(1, 3)) is Frames.HOLD
     assert one.hears(Ballot(1, 3), reduce=pb.Reduce()) == []
-    apply, start, average = one.told("other", commit())
+    apply, start, home = one.told("other", commit())
     assert apply == Apply(commit())
     assert start == StartAttempt(Ballot(1, 3), begin), "the one before it is void"
     assert one.member.phase is MemberPhase.REDUCING
-    assert average.__class__.__name__ == "AverageGradient"
+    assert home == AllHome(Ballot(1, 3))
 
 
 def test_who_takes_part_is_known_though_the_plan_that_told_of_it_has_had_no_turn() -> None:

@@ -49,7 +49,7 @@ from planaria.node.transaction.blaming import (
     Failures,
 )
 from planaria.node.transaction.chain import hash_of, seal
-from planaria.node.transaction.driver import EVICTED, REPLACED, Driver
+from planaria.node.transaction.driver import COMPLAINED, EVICTED, REPLACED, Driver
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.gathering import ANSWER, QUERY_AGAIN, Gathering
 from planaria.node.transaction.hanging import HEIR
@@ -286,6 +286,73 @@ def test_reduce_waits_for_the_last_microbatch_and_a_repeated_one_is_not_another(
     assert told.hears("a", home=home) == []
     reduces = sent(told.hears("a", home=pb.Home(microbatch=1, loss=1.0, tokens=1)), "reduce")
     assert reduces.keys() == SWARM.keys()
+
+
+def scored(told: Told, peer: str) -> list[Effect]:
+    """It knows the losses of all its microbatches."""
+    mine = [m.id for m in told.attempt.begin.plan if m.source == peer]
+    homes = [pb.Home(microbatch=m, loss=4.0, tokens=2) for m in mine]
+    return told.hears(peer, scored=pb.Scored(microbatches=homes))
+
+
+def test_once_all_losses_are_known_the_records_are_told_and_votes_come_before_all_is_home():
+    told = Told(members=TWO_ENDS)
+    begins = told.begins()
+    assert {n for n in begins if begins[n].step.begin.keeps} == {*TWO_ENDS}, "few as they are"
+    assert scored(told, "a") == []
+    noted = sent(scored(told, "z"), "records")
+    assert noted.keys() == {*TWO_ENDS}
+    assert [home.loss for home in noted["b"].records.microbatches] == [4.0] * RULES.microbatches
+    assert scored(told, "a") == [], "that is known"
+    for node in TWO_ENDS.keys() - {"z"}:
+        assert told.ready(node) == []
+    assert told.driver.phase is DriverPhase.RUNNING
+    assert sent(told.comes_home(), "reduce").keys() == {"z"}, "who hasn't voted is told to hurry"
+    steps = sent(told.ready("z"), "step")
+    assert steps["b"].step.commit.step == 1
+
+
+def test_a_step_is_committed_with_the_last_gradient_home_when_all_have_voted():
+    told = Told()
+    told.begins()
+    scored(told, "a")
+    for node in SWARM:
+        assert told.ready(node) == [], "it isn't home by the sources' word"
+    steps = sent(told.comes_home(), "step")
+    assert steps["e"].step.commit.step == 1
+
+
+def test_a_source_that_tells_two_results_of_a_microbatch_is_accused():
+    told = Told(members=TWO_ENDS)
+    told.begins()
+    scored(told, "z")
+    mine = next(m.id for m in told.attempt.begin.plan if m.source == "z")
+    told.hears("z", home=pb.Home(microbatch=mine, loss=4.0, tokens=2))
+    other = told.hears("z", home=pb.Home(microbatch=mine, loss=4.5, tokens=2))
+    (accused,) = events(other, Accused)
+    assert (accused.node, accused.reason) == (
+        "z",
+        f"it tells of two results of microbatch {mine} in one attempt",
+    )
+
+
+def test_what_is_not_finite_is_the_same_when_it_is_told_twice():
+    told = Told()
+    told.begins()
+    told.attempt.begin.non_finite = True
+    home = pb.Home(microbatch=0, loss=math.nan, tokens=2)
+    told.hears("a", scored=pb.Scored(microbatches=[home]))
+    assert not events(told.hears("a", home=home), Accused)
+    assert 0 in told.attempt.homes
+
+
+def test_who_had_voted_does_so_anew_once_others_do_what_a_slow_node_has_given_up():
+    told = late()
+    mine = [m.id for m in told.attempt.begin.plan if m.source == "z"]
+    told.ready("b")
+    told.hears("z", account=pb.Account(given_up=mine[1:], computing=True))
+    asked = sent(told.comes_home(), "reduce")
+    assert asked.keys() == PAIRED.keys()
 
 
 def test_a_commit_needs_ready_from_every_member_each_counted_once():
@@ -1064,8 +1131,8 @@ def test_who_is_not_ready_in_time_is_suspected():
     told.comes_home()
     for node in "abde":
         told.ready(node)
-    assert suspected(told.waits(RULES.progress - 1)) == []
-    effects = told.waits(1)
+    assert suspected(told.waits(RULES.progress)) == [], "others are to say so first"
+    effects = told.waits(COMPLAINED)
     assert suspected(effects) == ["c"]
     assert "waiting for c" in events(effects, Aborted)[0].reason
 
@@ -1968,7 +2035,7 @@ def test_who_never_votes_goes_after_the_second_time():
         told.comes_home()
         for node in SWARM.keys() - {"c"}:
             told.ready(node)
-        effects = told.waits(RULES.progress)
+        effects = told.waits(RULES.progress + COMPLAINED)
         assert charges(effects)[0] == ("c", SILENT)
         assert (("c", NUMBERS) in charges(effects)) == (times == 2)
         told.statuses()

@@ -13,8 +13,8 @@ from planaria.node.transaction.chain import hash_of_records, head
 from planaria.node.transaction.effects import (
     NEVER,
     Adopt,
+    AllHome,
     Apply,
-    AverageGradient,
     Ballot,
     DropAttempt,
     Effect,
@@ -210,7 +210,7 @@ def test_an_attempt_from_begin_to_commit(told: Told):
     ballot = Ballot(1, 2)
     (start,) = told.hears(ballot, step=begin(1))
     assert isinstance(start, StartAttempt)
-    assert told.hears(ballot, reduce=pb.Reduce()) == [AverageGradient(ballot, 1)]
+    assert told.hears(ballot, reduce=pb.Reduce()) == [AllHome(ballot)]
     (send,) = told.member.reduced(ballot, 2.0, True, 0.1)
     assert isinstance(send, Send)
     assert (send.message.ready.step, send.message.ready.squared_norm) == (1, 2.0)
@@ -219,6 +219,41 @@ def test_an_attempt_from_begin_to_commit(told: Told):
     assert isinstance(apply, Apply), "the weights change before the next step begins"
     assert isinstance(start, StartAttempt)
     assert (told.member.committed, told.member.step) == (1, 2)
+
+
+def test_who_keeps_the_records_votes_once_it_has_them(told: Told):
+    ballot, records = Ballot(1, 2), pb.Records(microbatches=[pb.Home(microbatch=0)])
+    step = begin(1)
+    step.begin.keeps = True
+    told.hears(ballot, step=step)
+    assert told.member.reduced(ballot, 2.0, True, 0.1) == []
+    assert told.member.phase is MemberPhase.RUNNING
+    assert bodies(told.hears(ballot, records=records)) == ["ready"]
+    assert told.hears(ballot, reduce=pb.Reduce()) == []
+    told.queried(Ballot(1, 3))
+    again = Ballot(1, 4)
+    told.hears(again, step=step)
+    assert told.hears(ballot, records=records) != [], "that is stale"
+    assert told.member.reduced(again, 2.0, True, 0.1) == [], "they are another attempt's"
+    assert bodies(told.hears(again, records=records)) == ["ready"]
+
+
+def test_who_has_voted_still_says_whom_it_cannot_reach_until_it_hears_the_commit(told: Told):
+    paired = {**SWARM, "other": 1}
+    told.member.viewed(view(2, paired))
+    ballot = Ballot(2, 1)
+    members = [pb.Place(node=node, stage=stage) for node, stage in paired.items()]
+    told.hears(ballot, step=begin(1, members=members))
+    told.member.reduced(ballot, 2.0, True, 0.1)
+    assert bodies(told.member.cut_off(ballot, "driver", "the link broke")) == ["cut"]
+    told.commits(1, ballot)
+    assert told.member.comparing is not None
+    assert told.member.cut_off(ballot, "driver", "the link broke") == []
+
+
+def test_others_vote_as_soon_as_their_stage_has_reduced(told: Told):
+    told.hears(Ballot(1, 2), step=begin(1))
+    assert bodies(told.member.reduced(Ballot(1, 2), 2.0, True, 0.1)) == ["ready"]
 
 
 def test_a_commit_is_applied_once(told: Told):
@@ -722,7 +757,7 @@ def test_an_attempt_goes_on_from_wherever_it_stands(told: Told, phase: MemberPha
     assert (
         told.member.reduced(Ballot(1, 1), 2.0, True, 0.1) == []
     )  # of the sum that came to nothing
-    assert told.hears(Ballot(1, 2), reduce=pb.Reduce()) == [AverageGradient(Ballot(1, 2), 1)]
+    assert told.hears(Ballot(1, 2), reduce=pb.Reduce()) == [AllHome(Ballot(1, 2))]
     assert bodies(told.member.reduced(Ballot(1, 2), 3.0, True, 0.1)) == ["ready"]
     assert told.commits(1, Ballot(1, 1)) == []  # it is ready for another one
     assert Apply(commit(1, Ballot(1, 2))) in told.hears(

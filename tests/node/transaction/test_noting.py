@@ -137,14 +137,13 @@ def votes(told: Told, ledger: pb.Recording) -> list[Effect]:
 def test_those_alone_who_keep_the_records_are_told_them_before_they_vote() -> None:
     told = Told(members=THREE_ENDS)
     told.begins()
-    asked = sent(told.comes_home(), "reduce")
-    assert asked.keys() == {*THREE_ENDS}
-    assert {node for node in asked if asked[node].reduce.microbatches} == {*SWARM}
+    noted = sent(told.comes_home(), "records")
+    assert noted.keys() == {*SWARM}
     steps = told.commits()
     assert not any(has_records(message.step.commit) for message in steps.values())
     last = told.driver.standing.last
     assert {hash_of(message.step.commit) for message in steps.values()} == {hash_of(last)}
-    assert asked["a"].reduce.microbatches == last.microbatches
+    assert noted["a"].records.microbatches == last.microbatches
 
 
 def test_who_keeps_them_instead_of_one_whose_ledger_is_gone_is_told_them_with_the_commit() -> None:
