@@ -144,12 +144,12 @@ def _slowest(swarm: Swarm, stage: int) -> Seconds:
 def step_seconds(swarm: Swarm, reach: Reach) -> float:
     """Seconds from decision to decision: replicas compare which one they have heard; a microbatch
     alone, and then what takes longest of: computing at the busiest stage, frames on the fullest
-    link, rounds of the window, with those of the last one that come behind its first; then
-    averaging."""
+    link, rounds of the window, with those of the last one that come behind its first. Each stage
+    averages and votes once the last gradient has left it."""
     stages = range(swarm.config.stages + 1)
     replicas = [swarm.replicas(stage) for stage in stages]
     seconds = [_slowest(swarm, stage) for stage in stages]
-    alone, frames = _alone(swarm, reach, seconds)
+    alone, frames, behind = _alone(swarm, reach, seconds)
     count = swarm.run.training.microbatches
     own = math.ceil(count / replicas[0])  # of a source
     rounds, after = divmod(own - 1, swarm.in_flight)
@@ -167,39 +167,49 @@ def step_seconds(swarm: Swarm, reach: Reach) -> float:
     slot = max(computing / (own - 1), sending / (own - 1), leaving / own) if rounds else 0.0
     windows = rounds * alone + after * slot
     pipeline = alone + max(computing, sending, talking, windows, leaving - alone)
-    far = reach.farthest[0].delay_ms / 1e3
     away = reach.between[0][0].delay_ms / 1e3 if replicas[0] > 1 else 0.0
     apply = max(of.apply for of in seconds) + _twins_apply(swarm, seconds)
+    voting = [away, *(reach.between[stage][0].delay_ms / 1e3 for stage in stages[1:])]
+    if swarm.run.recovery.policy == "redundant":
+        voting = [_twins_gradient(swarm, reach, stage) + voting[stage - 1] for stage in stages]
     reduce = max(
-        averaging_seconds(swarm, stage, reach.between[stage][stage]) + seconds[stage].norm
+        averaging_seconds(swarm, stage, reach.between[stage][stage])
+        + seconds[stage].norm
+        + voting[stage]
+        - behind[stage]
         for stage in stages
     )
-    sums = max(_uplinks_averaging(swarm, reach), default=0.0)
-    twins = _twins_gradient(swarm, reach, replicas)
+    sums = max(_uplinks_averaging(swarm, reach, voting, behind), default=0.0)
     comparing = away if compares(replicas[0], 0) else 0.0
-    return comparing + apply + pipeline + 2 * away + 2 * far + max(reduce, sums) + twins
+    return comparing + apply + away + pipeline + max(reduce, sums)
 
 
 def _alone(
     swarm: Swarm, reach: Reach, seconds: Sequence[Seconds]
-) -> tuple[float, dict[tuple[int, int], float]]:
-    """A microbatch's way there and back without any other; and the seconds that it occupies a link
-    of two stages, on average over the orders."""
+) -> tuple[float, dict[tuple[int, int], float], list[float]]:
+    """A microbatch's way there and back without any other; the seconds that it occupies a link of
+    two stages, on average over the orders; and how long it is on its way home from each stage, at
+    least."""
     sizes = [frame_bytes(swarm.run, swarm.config, kind) for kind in ("activation", "gradient")]
     orders = all_orders(swarm.config.stages, swarm.swapped)
     occupied: dict[tuple[int, int], float] = {}
+    behind = [0.0, *([math.inf] * swarm.config.stages)]
     longest = 0.0
     for visits in orders:
         way = (0, *visits, 0)
         total = sum(of.microbatch for of in seconds)
+        back = 0.0
         for a, b in pairwise(way):
             for pair, size in zip(((a, b), (b, a)), sizes, strict=True):
                 link = reach.between[pair[0]][pair[1]]
                 each = size * ON_WIRE * BITS / link.mbps
-                total += link.delay_ms / 1e3 + each + 2 * swarm.transport.frame
+                hop = link.delay_ms / 1e3 + each + 2 * swarm.transport.frame
+                total += hop
                 occupied[pair] = occupied.get(pair, 0.0) + each / len(orders)
+            back += hop + seconds[a].backward
+            behind[b] = min(behind[b], back)
         longest = max(longest, total)
-    return longest, occupied
+    return longest, occupied, [0.0, *behind[1:]]
 
 
 def _uplinks(swarm: Swarm, count: int) -> Iterator[float]:
@@ -236,11 +246,14 @@ def _copied(swarm: Swarm, site: str) -> float:
     return size
 
 
-def _uplinks_averaging(swarm: Swarm, reach: Reach) -> Iterator[float]:
-    """Seconds until a site's uplink has carried what all stages' nodes there send their replicas at
-    other sites: of the gradient as much as to those at their own, twice."""
+def _uplinks_averaging(
+    swarm: Swarm, reach: Reach, voting: Sequence[float], behind: Sequence[float]
+) -> Iterator[float]:
+    """Seconds after the last microbatch is home until a site's uplink has carried what all stages'
+    nodes there send their replicas at other sites, of the gradient as much as to those at their
+    own, twice; and they have voted."""
     for site, mbps in swarm.uplinks.items():
-        size, delay, norm = 0.0, 0.0, 0.0
+        size, delay, norm, vote, early = 0.0, 0.0, 0.0, 0.0, math.inf
         for stage in range(swarm.config.stages + 1):
             replicas = swarm.replicas(stage)
             here = round(_share_at(swarm, stage, site) * replicas)
@@ -251,7 +264,9 @@ def _uplinks_averaging(swarm: Swarm, reach: Reach) -> Iterator[float]:
                 hops = 2 if replicas <= ALL else 4
                 delay = max(delay, hops * reach.between[stage][stage].delay_ms / 1e3)
                 norm = max(norm, _slowest(swarm, stage).norm)
-        yield delay + size * ON_WIRE * BITS / mbps + norm
+                vote, early = max(vote, voting[stage]), min(early, behind[stage])
+        if size:
+            yield delay + size * ON_WIRE * BITS / mbps + norm + vote - early
 
 
 def _twice(swarm: Swarm, stage: int) -> int:
@@ -276,18 +291,13 @@ def _twins_apply(swarm: Swarm, seconds: Sequence[Seconds]) -> float:
     return max(of.apply for of in seconds) if swarm.run.recovery.policy == "redundant" else 0.0
 
 
-def _twins_gradient(swarm: Swarm, reach: Reach, replicas: Sequence[int]) -> float:
-    """Each node of the stage before gets it from one of a stage's replicas."""
-    if swarm.run.recovery.policy != "redundant":
-        return 0.0
-    longest = 0.0
-    for stage, count in enumerate(replicas):
-        before = (stage - 1) % len(replicas)
-        link = reach.between[stage][before]
-        size = VALUE * parameters(swarm.config, stage) * ON_WIRE * BITS
-        each = math.ceil(replicas[before] / count) * size / link.mbps
-        longest = max(longest, link.delay_ms / 1e3 + each)
-    return longest
+def _twins_gradient(swarm: Swarm, reach: Reach, stage: int) -> float:
+    """Each node of the stage before gets it from one of the stage's replicas."""
+    before = (stage - 1) % (swarm.config.stages + 1)
+    link = reach.between[stage][before]
+    size = VALUE * parameters(swarm.config, stage) * ON_WIRE * BITS
+    holders = math.ceil(swarm.replicas(before) / swarm.replicas(stage))
+    return link.delay_ms / 1e3 + holders * size / link.mbps
 
 
 # --- losses

@@ -1,9 +1,10 @@
 """One step in simulated time, microbatch by microbatch, as node/transaction/attempt.py runs it.
 
 The plan is the driver's, node/transaction/routing.py; each node has one compute thread that runs
-backward work before forward work; frames cross links; then the replicas of each stage average as in
-node/transaction/averaging.py, everyone says Ready, and the driver's commit begins the next step.
-What policies send competes for links and threads.
+backward work before forward work; frames cross links; the replicas of each stage average as in
+node/transaction/averaging.py once all that is theirs has gone back; everyone says Ready, once it
+has been told the step's records, and the driver's commit begins the next step. What policies send
+competes for links and threads.
 """
 
 from __future__ import annotations
@@ -226,12 +227,15 @@ class _Node:
         self.told = 0  # by its partners, of commits that they have heard
         self.partners: list[_Node] = []  # replicas with which it compares them
         self.held: list[Then] = []  # frames of the next one
+        self.visits = 0  # in a step
+        self.left = 0  # of these, whose gradient has yet to go back
         self.waiting: deque[Route] = deque()  # microbatches to be injected here
         self.out = 0  # injected, and not home
         self.filling = filling  # how many may be
         self.twin = 0.0  # seconds of a microbatch's forward pass of the next stage
         self.twin_apply = 0.0
-        self.lacking = 0  # of the twin's gradient and its own, before it is ready
+        self.unscored = 0  # of this source's microbatches
+        self.lacking = 0  # of the twin's gradient, its own and the records, before it is ready
 
 
 class _Average:
@@ -403,6 +407,9 @@ class _Training:
         speeds = {name: node.seconds.microbatch for name, node in self.nodes.items()}
         orders = window_orders(1, cast.microbatches, swarm.config.stages, swarm.swapped)
         self.plan = plan(orders, replicas, speeds)
+        for route in self.plan:
+            for name in {*route.nodes}:
+                self.nodes[name].visits += 1
         self.sizes = {
             kind: frame_bytes(swarm.run, swarm.config, kind) for kind in ("activation", "gradient")
         }
@@ -420,7 +427,7 @@ class _Training:
             node.twin_apply = held.apply
         self.updates = dict(self._updates())
         self.averages: dict[int, _Average] = {}
-        self.homes = self.ready = 0
+        self.scored = self.homes = self.ready = 0  # sources, microbatches, nodes
         self.settling = 0  # steps since which sources' numbers might have settled
         self.decided: list[float] = []
         self.all_home: list[float] = []
@@ -524,7 +531,7 @@ class _Training:
         self.decided.append(self.clock.now)
         if len(self.decided) > self.steps:
             return
-        self.homes = self.ready = 0
+        self.scored = self.homes = self.ready = 0
         self.averages = {
             stage: _Average(self, nodes) for stage, nodes in self.by_stage.items() if len(nodes) > 1
         }
@@ -574,16 +581,20 @@ class _Training:
     def begun(self, node: _Node) -> None:
         """A node applies the commit, and begins."""
         node.step += 1
-        node.lacking = 1 + self._twin_pieces((node.stage + 1) % len(self.stages))
+        node.left = node.visits
+        node.lacking = 2 + self._twin_pieces((node.stage + 1) % len(self.stages))
         apply = node.seconds.apply + (node.twin_apply if self.twins else 0.0)
         updates = self.updates.get(node.name)
         node.thread.post(Priority.CONTROL, apply, updates.committed if updates else _nothing)
         if node.stage == 0:
             node.waiting.extend(route for route in self.plan if route.nodes[0] == node.name)
+            node.unscored = len(node.waiting)
             self.inject(node)
         held, node.held = node.held, []
         for take in held:
             take()
+        if not node.visits:
+            self.reduce(node)
 
     def inject(self, source: _Node) -> None:
         while source.waiting and source.out < source.filling.out:
@@ -603,8 +614,32 @@ class _Training:
     def backward_done(self, node: _Node, route: Route, position: int) -> None:
         if position == 0:
             self.home(node, route)
+        else:
+            self.pass_on("gradient", node, route, position - 1)
+        node.left -= 1
+        if not node.left:
+            self.reduce(node)
+
+    def head_done(self, source: _Node, route: Route) -> None:
+        """The loss is known; a source tells of its microbatches' when it has all."""
+        self.pass_on("gradient", source, route, len(route.nodes) - 2)
+        source.unscored -= 1
+        if not source.unscored:
+            self.message(source, self.driver, self.heard_of_losses)
+
+    def heard_of_losses(self) -> None:
+        """When all sources have told theirs, who keeps records is told them; in a small swarm that
+        is everybody."""
+        self.scored += 1
+        if self.scored == len({route.nodes[0] for route in self.plan}):
+            for node in self.nodes.values():
+                self.message(self.driver, node, partial(self.told_records, node, self.driver.step))
+
+    def told_records(self, node: _Node, step: int) -> None:
+        if node.step < step:
+            node.held.append(partial(self.told_records, node, step))
             return
-        self.pass_on("gradient", node, route, position - 1)
+        self.one_less_lacking(node)
 
     def pass_on(self, kind: str, node: _Node, route: Route, position: int) -> None:
         """Sends a microbatch on to the node of that visit, and to its stand-in."""
@@ -644,7 +679,7 @@ class _Training:
             done = partial(self.backward_done, node, route, position)
             node.thread.post(Priority.BACKWARD, seconds.backward, done)
         elif position == len(route.nodes) - 1:
-            done = partial(self.backward_done, node, route, position)
+            done = partial(self.head_done, node, route)
             node.thread.post(Priority.BACKWARD, seconds.head, done)
         else:
             done = partial(self.forward_done, node, route, position)
@@ -660,9 +695,6 @@ class _Training:
         self.homes += 1
         if self.homes == self.cast.microbatches:
             self.all_home.append(self.clock.now)
-            self.speak_to_others()
-            for node in self.nodes.values():
-                self.message(self.driver, node, partial(self.reduce, node))
 
     def reduce(self, node: _Node) -> None:
         if self.cast.reduces is not None:
@@ -673,7 +705,7 @@ class _Training:
             self.averaged(node)
 
     def averaged(self, node: _Node) -> None:
-        then = partial(self.exchange, node) if self.twins else partial(self.say_ready, node)
+        then = partial(self.exchange if self.twins else self.one_less_lacking, node)
         node.thread.post(Priority.CONTROL, node.seconds.norm, then)
 
     def exchange(self, node: _Node) -> None:
@@ -690,13 +722,20 @@ class _Training:
         self.one_less_lacking(node)
 
     def _twin_pieces(self, stage: int) -> int:
+        if not self.twins:
+            return 0
         return min(MOST_PIECES, -(-VALUE * parameters(self.swarm.config, stage) // TWIN_PIECE))
 
     def one_less_lacking(self, node: _Node) -> None:
-        """A piece of its twin's gradient, or its own stage's gradient, is at the node."""
+        """A piece of its twin's gradient, its own stage's gradient, or the records are at the
+        node."""
         node.lacking -= 1
-        if not node.lacking:
+        if node.lacking:
+            return
+        if self.twins:  # redundant passes are done first
             node.thread.post(Priority.BACKGROUND, 0.0, partial(self.say_ready, node))
+        else:
+            self.say_ready(node)
 
     def say_ready(self, node: _Node) -> None:
         self.message(node, self.driver, self.heard_of_ready)
