@@ -33,8 +33,8 @@ given up."""
 
 @dataclass
 class Vote:
-    """By one plan: who trains votes once its stage's gradient is the sum; when all is home, so may
-    joiners that have caught up."""
+    """By one plan: who trains votes once its stage's gradient is the sum; once all is scored, so
+    may joiners that have caught up."""
 
     stages: Mapping[str, int]  # of those who train
     keepers: frozenset[str] = frozenset()  # of these, who is told the records before it votes

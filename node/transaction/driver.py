@@ -973,9 +973,9 @@ class Driver:
         attempt, moved = attempt.without(nodes, self.rules, self.seconds, self._apart(), now)
         step, names = attempt.begin.step, tuple(sorted(nodes))
         told = AttemptMasked(step=step, nodes=names, microbatches=moved, reason=why)
-        return [told, *self._go_on(attempt, now)]
+        return [told, *self._goes_on(attempt, now)]
 
-    def _go_on(self, attempt: Attempting, now: float) -> list[Effect]:
+    def _goes_on(self, attempt: Attempting, now: float) -> list[Effect]:
         """By a new plan, by which nobody has voted yet."""
         self.current, self.ballot = attempt, self.ballot.next()
         self.checks.over()
@@ -1070,7 +1070,7 @@ class Driver:
             seconds=now - takeover.since,
             reason=takeover.why,
         )
-        return [told, *self._go_on(attempt, now)]
+        return [told, *self._goes_on(attempt, now)]
 
     # --- what is said of nodes beside the attempt
 
@@ -1124,7 +1124,7 @@ class Driver:
             return self._gather(why, now)
         relieved, moved = others
         told = Relieved(step=step, node=node, stage=stage, microbatches=moved)
-        return [told, *self._go_on(relieved, now)]
+        return [told, *self._goes_on(relieved, now)]
 
     def _held_up(self, node: str, why: str, now: float) -> list[Effect]:
         """The attempt goes on without a node that hangs, or a new one begins; where nobody else has

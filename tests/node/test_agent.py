@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from random import Random
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -328,6 +328,35 @@ def test_nobody_votes_for_a_step_before_the_last_one_is_in_its_ledger() -> None:
     assert "ready" not in seat.sent_to("a")
     seat.record.notes = False
     seat.nodes.sleep(2 * NOTING)
+    assert seat.sent_to("a")[-1] == "ready"
+
+
+class Lesson:
+    """With nothing to do."""
+
+    over, left = False, 3
+
+    def goes_on(self) -> None: ...
+
+    def update(self) -> bool:
+        return False
+
+    update_if_due = update
+
+    def offer(self) -> tuple[int, int]:
+        return 0, self.left
+
+
+def test_a_stage_that_relearns_votes_when_it_hears_that_all_is_home() -> None:
+    seat: Any = Seat("b")
+    seat.agent.homework = Lesson()
+    nothing_to_do = begin()
+    del nothing_to_do.begin.plan[:]
+    seat.hears("a", ATTEMPT, step=nothing_to_do)
+    seat.nodes.sleep(2.0)
+    assert "ready" not in seat.sent_to("a")
+    seat.hears("a", ATTEMPT, reduce=pb.Reduce())
+    seat.nodes.sleep(2.0)
     assert seat.sent_to("a")[-1] == "ready"
 
 
