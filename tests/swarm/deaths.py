@@ -164,7 +164,7 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
         "source": (Attempt, "_came_home", brought_home),
         "patch": (Attempt, "go_on", lambda attempt, ballot, begin: begin.step),
         # when the step before is on its disk, and before it is ready for another
-        "saved": (Agent, "_reduce", saved),
+        "saved": (Agent, "_is_noted", saved),
         "sync": (Driver, "_synced", lambda driver, syncing, peer, synced, now: synced.step),
     }
 
