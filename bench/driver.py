@@ -104,9 +104,11 @@ class Drive:
         self.sent += sum(len(data) for to, data in wired if to != self.driver.node)
         self.waiting = []
         told = [(node, pb.Message.FromString(unseal(data))) for node, data in wired]
+        bodies = {message.WhichOneof("body") for _, message in told}
         answers = chain(
+            self._scored() if "step" in bodies else (),
             ((node, answer) for node, message in told for answer in self._answers(node, message)),
-            self._homeward() if any(message.HasField("records") for _, message in told) else (),
+            self._homeward() if "records" in bodies else (),
         )
         while lot := list(islice(answers, LOT)):
             self._check(lot)
@@ -139,19 +141,21 @@ class Drive:
         self.waiting += [effect for effect in effects if isinstance(effect, Send)]
 
     def _answers(self, node: str, told: pb.Message) -> Iterator[pb.Message]:
-        """Sources tell of their losses; who isn't one votes, once it has the records, if it is to
-        keep them."""
+        """Who is no source votes, once it has the records, if it is to keep them."""
         match told.WhichOneof("body"):
             case "query":
                 status = pb.Status(digest=DIGEST, seconds_per_microbatch=0.1, trained=True)
                 yield pb.Message(ballot=told.ballot, status=status)
-            case "step" if node in self.ends:
-                if homes := self._homes()[node]:
-                    yield pb.Message(ballot=told.ballot, scored=pb.Scored(microbatches=homes))
-            case "step" if not told.step.begin.keeps:
+            case "step" if node not in self.ends and not told.step.begin.keeps:
                 yield self._vote(node)
             case "records" if node not in self.ends:
                 yield self._vote(node)
+
+    def _scored(self) -> Iterator[tuple[str, pb.Message]]:
+        """Sources tell of their losses."""
+        ballot = self.driver.ballot.message()
+        for node, homes in self._homes().items():
+            yield node, pb.Message(ballot=ballot, scored=pb.Scored(microbatches=homes))
 
     def _homeward(self) -> Iterator[tuple[str, pb.Message]]:
         """The last gradients are back, and sources vote."""

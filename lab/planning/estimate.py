@@ -209,7 +209,7 @@ def _alone(
             back += hop + seconds[a].backward
             behind[b] = min(behind[b], back)
         longest = max(longest, total)
-    return longest, occupied, [0.0, *behind[1:]]
+    return longest, occupied, behind
 
 
 def _uplinks(swarm: Swarm, count: int) -> Iterator[float]:

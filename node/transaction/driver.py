@@ -802,12 +802,12 @@ class Driver:
         Not while somebody without whom the attempt goes on is still a member: others may train with
         that node, and without this one, in a view that this node doesn't know."""
         match self.current:
-            case Attempting(vote=vote, takeover=None) as attempt if attempt.is_home():
+            case Attempting(vote=vote, takeover=None) as attempt if (
+                vote.is_complete and attempt.is_home()
+            ):
                 pass
             case _:
                 return []
-        if not vote.is_complete:
-            return []
         if (effects := self._diverging(vote, now)) is not None:
             return effects
         self.ledgers = vote.ledgers()
