@@ -1239,11 +1239,13 @@ class Membership:
         """Sees to it that each stage has a member that will stay. Before the run has begun, who has
         a seat gets another one only if nobody else comes for `start_grace`; once it is over, nobody
         needs one."""
-        if self._finished() or now < self._all_told < math.inf:
+        if now < self._all_told < math.inf:
             return
         self._all_told = math.inf
         if all(self._staffed().count) and all(len(n.stages) == 1 for n in self._nodes.values()):
             return  # nobody is to take a seat, or to give one back
+        if self._finished():
+            return
         begun = self._started or now > self._joined_at + self.rules.start_grace
         sitters, rules = self._sitters(now), self.rules
         for change in assign(sitters, rules.stages, begun, rules.policy, rules.max_replicas):
@@ -1337,16 +1339,15 @@ class Membership:
     def _driver(self) -> str:
         """The driver stays, unless another one is to see for itself; else the oldest stage-0 member
         follows that will stay, and hasn't lost the drive. Empty: there is none."""
+        heir, self._heir = self._heir, ""
+        for name in (heir, self.view.driver):
+            if name in self._nodes and 0 in self._nodes[name].stages:
+                return name
         ends = {
             node.member.node: (node.leaving, self._words.lost_alone(node.member.node))
             for node in self._serving()
             if 0 in node.stages
         }
-        heir, self._heir = self._heir, ""
-        if heir in ends:
-            return heir
-        if self.view.driver in ends:
-            return self.view.driver
         return min(ends, key=lambda node: ends[node], default="")
 
     def _awaited(self, now: float) -> str:
@@ -1372,7 +1373,7 @@ class Membership:
         return Counter(itertools.chain.from_iterable(node.stages for node in self._serving()))
 
     def _vacant(self) -> list[int]:
-        served = self._count()
+        served = frozenset[int]().union(*(node.stages for node in self._nodes.values()))
         return [s for s in range(self.rules.stages + 1) if s not in served]
 
     # -- learning after the loss of the journal --------------------------------------------------
