@@ -763,7 +763,7 @@ def _reflect(server: grpc.aio.Server) -> None:
     reflection.enable_server_reflection(names, server)
 
 
-_OPTIONS = (
+_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # else two registries share a port and nobody notices
