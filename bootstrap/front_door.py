@@ -250,7 +250,8 @@ class _Outer(asyncio.Protocol):
             (self._transport.resume_reading if more else self._transport.pause_reading)()
 
     def say(self, data: bytes) -> None:
-        self._transport.write(data)
+        if not self._transport.is_closing():  # as it is until the loop comes to close both
+            self._transport.write(data)
 
     def abort(self) -> None:
         self._transport.abort()

@@ -89,20 +89,32 @@ class Gate(grpc.aio.ServerInterceptor):
             return who
 
         async def unary(request: object, context: Context) -> object:
-            await check(context, request)
-            return await call(request, context)
+            try:
+                await check(context, request)
+                return await call(request, context)
+            except grpc.aio.AbortError as aborted:
+                del request
+                raise _alone(aborted) from None
 
         async def one_to_many(request: object, context: Context) -> AsyncIterator[object]:
-            with self._open(await check(context, request)):
-                async with aclosing(call(request, context)) as answers:
-                    async for answer in answers:
-                        yield answer
+            try:
+                with self._open(await check(context, request)):
+                    async with aclosing(call(request, context)) as answers:
+                        async for answer in answers:
+                            yield answer
+            except grpc.aio.AbortError as aborted:
+                del request
+                raise _alone(aborted) from None
 
         async def many_to_many(requests: object, context: Context) -> AsyncIterator[object]:
-            with self._open(await check(context)):
-                async with aclosing(call(requests, context)) as answers:
-                    async for answer in answers:
-                        yield answer
+            try:
+                with self._open(await check(context)):
+                    async with aclosing(call(requests, context)) as answers:
+                        async for answer in answers:
+                            yield answer
+            except grpc.aio.AbortError as aborted:
+                del requests
+                raise _alone(aborted) from None
 
         def content(answer: Any) -> bytes:
             """Of what many are told it is made once."""
@@ -155,6 +167,12 @@ class Gate(grpc.aio.ServerInterceptor):
                 tasks.discard(task)
                 if not tasks:
                     del self._streams[who.instance]
+
+
+def _alone(aborted: grpc.aio.AbortError) -> grpc.aio.AbortError:
+    """Without the frames that have raised it: they have what was said, gRPC has the error, and each
+    has the other until garbage is next collected, before which strangers can say a lot."""
+    return aborted.with_traceback(None)
 
 
 def who_calls(context: Context) -> Who:

@@ -8,11 +8,11 @@ import logging
 import signal
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -564,9 +564,10 @@ class RegistryServer(RegistryServicer):
     ) -> Refused | None:
         """Feeds a node's renewals to the machine, until the node ends them or does wrong."""
         caller = self._caller(context)
+        renewals = cast("AsyncGenerator[Renewal]", aiter(requests))
         try:
             async with asyncio.timeout(FIRST_RENEWAL):
-                first = await anext(requests, None)
+                first = await anext(renewals, None)
             if first is None:
                 return None
             if len(first.node.encode()) > NAME_BYTES:
@@ -580,13 +581,13 @@ class RegistryServer(RegistryServicer):
                 effects = self._machine.stream_opened(first, self._loop.time())
             except Refused as why:
                 log.warning("of %s: %s", caller, readable(why.reason))
-                return why
+                return Refused(why.code, why.reason)  # without the frames, which have the renewal
             self._adopt(stream, first.node)
             self._carry_out(effects)
             if self._machine.key_of(first.node) is not None:
                 self._door.belong(context.peer(), first.node)
             stream.notices.put_nowait(Notice(view=self._machine.view.number))
-            async for renewal in requests:
+            async for renewal in renewals:
                 problem = _problem(renewal, stream.node)
                 if problem:
                     return Refused("INVALID_ARGUMENT", problem)
@@ -600,6 +601,7 @@ class RegistryServer(RegistryServicer):
             return Refused("DEADLINE_EXCEEDED", reason)
         finally:
             stream.close()
+            await renewals.aclose()  # else gRPC keeps the last one
         return None
 
     def _adopt(self, stream: _Stream, node: str) -> None:

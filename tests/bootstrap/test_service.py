@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import itertools
 import logging
 import os
@@ -437,6 +438,40 @@ async def test_input_without_measure_is_refused(place: Any) -> None:
         await call.write(bad)
         with pytest.raises(grpc.aio.AioRpcError, match=message):
             await call.read()
+    await channel.close()
+
+
+async def test_nothing_that_was_refused_is_kept_until_garbage_is_collected(place: Any) -> None:
+    """Strangers could say more until then than there is memory."""
+    much, channel = "x" * (2 << 20), grpc.aio.insecure_channel(place.address)
+    said = {
+        ("KeepAlive", True): Renewal(node="x", report=Report(trouble=much)),
+        ("Join", False): joining("x", host=much),
+        ("Watch", False): WatchRequest(run=much),
+        ("Suspect", False): Suspicion(accuser="x", accused=much),
+        ("Examine", False): ExamineRequest(name=much),
+    }
+    contents = {how: message.SerializeToString() for how, message in said.items()}
+    kinds = {type(message) for message in said.values()}
+    said.clear()
+    gc.collect()
+    gc.disable()
+    try:
+        for (method, streams), content in contents.items():
+            path = f"/{SERVICE}/{method}"
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                if streams:
+                    await channel.stream_stream(path)(iter([content])).read()
+                else:
+                    await channel.unary_stream(path)(content).read()
+            assert error.value.code() is StatusCode.INVALID_ARGUMENT, method
+            async with asyncio.timeout(TIMEOUT):
+                while any(  # noqa: ASYNC110  what the server does has no event
+                    type(o) in kinds and o.ByteSize() > 10**6 for o in gc.get_objects()
+                ):
+                    await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
     await channel.close()
 
 
