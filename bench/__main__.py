@@ -18,6 +18,7 @@ from bench import (
     masking,
     onlooking,
     pipeline,
+    planned,
     preparing,
     recovery,
     registry,
@@ -36,6 +37,7 @@ def main() -> None:
     for title, measure in (
         ("Swarm against one process", pipeline.main),
         ("Links with delay against links without", wan.main),
+        ("A plan against its simulation and a live run", planned.main),
         ("Checks of numbers against the step that they belong to", checks.main),
         ("Being ready for losses against not being ready", recovery.main),
         ("Frames on links against bare bytes on the same gRPC stream", link.main),

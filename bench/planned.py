@@ -23,7 +23,7 @@ from pathlib import Path
 from random import Random
 
 from bench.rows import keep
-from planaria.lab.emulation.emulation import emulate
+from planaria.lab.emulation.emulation import EmulationError, emulate
 from planaria.lab.emulation.links import Link, Network
 from planaria.lab.emulation.live_swarm import MeasuredSwarm, measure, train
 from planaria.lab.emulation.paced_node import Pace, run_paced
@@ -165,9 +165,12 @@ def main(seeds: Sequence[int] = (0, 1)) -> None:
     data = Path(loads(RUN).data.path)
     if not data.exists():
         prepare(Recipe([str(TEXT)], vocabulary=VOCABULARY), data)
-    for seed in seeds:
-        for line in compare(seed):
-            print(line, flush=True)
+    try:
+        for seed in seeds:
+            for line in compare(seed):
+                print(line, flush=True)
+    except EmulationError as error:
+        print(error)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ LINKS: Final = (
     Links(50.0, 100.0, 0.9, batch=96),
     Links(200.0, 50.0, 0.8, batch=96),
     Links(200.0, 50.0, 0.0, batch=64, microbatch=1, context=64),
+    Links(50.0, 100.0, 0.9, batch=192),
 )
 FIRST: Final = 16
 """Steps in which links that lose packets find out what they take."""
