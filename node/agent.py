@@ -977,6 +977,7 @@ class Agent:
             message=(halt.reason if halt else "") or member.hang or self.trouble or explained,
             stopped=halt is not None and not halt.finished,
             finished=halt is not None and halt.finished,
+            in_flight=self.workplace.filling.out if self.stage == 0 else 0,
         )
 
     def validate_state(self) -> None:

@@ -38,6 +38,9 @@ SEAT, NODE = ("stage", "node"), ("node",)
 OF_NODE = {
     "planaria_seat_committed_steps_total": Kind(COUNTER, SEAT, "newest step in a seat's weights"),
     "planaria_seat_microbatches_total": Kind(COUNTER, SEAT, "microbatches that a seat computed"),
+    "planaria_seat_in_flight_microbatches": Kind(
+        GAUGE, SEAT, "microbatches that a source may have out at a time"
+    ),
     "planaria_node_receive_bytes_total": Kind(COUNTER, NODE, "bytes from other nodes"),
     "planaria_node_transmit_bytes_total": Kind(COUNTER, NODE, "bytes to other nodes"),
     "planaria_node_memory_bytes": Kind(GAUGE, NODE, "memory of its device, in all"),
@@ -152,6 +155,8 @@ def _of_report(node: str, report: Report, peers: Set[str]) -> Iterator[Found]:
         at = str(seat.stage), node
         yield Found("planaria_seat_committed_steps_total", at, seat.committed)
         yield Found("planaria_seat_microbatches_total", at, seat.microbatches)
+        if seat.in_flight:
+            yield Found("planaria_seat_in_flight_microbatches", at, seat.in_flight)
     yield Found("planaria_node_receive_bytes_total", (node,), report.bytes_in)
     yield Found("planaria_node_transmit_bytes_total", (node,), report.bytes_out)
     yield Found("planaria_node_memory_bytes", (node,), report.memory)

@@ -191,6 +191,7 @@ def _head(description: Description) -> RenderableType:
         ("run", f"[bold]{escape(description.run)}[/], registry up {_span(description.uptime)}"),
         ("view", f"{view.number}: {escape(view.reason)}"),
         ("driver", escape(view.driver) or "none yet"),
+        *([("in flight", flying)] if (flying := _in_flight(description)) else []),
         *([("page", escape(description.page))] if description.page else []),
     ]
     for name, text in rows:
@@ -206,6 +207,17 @@ def _head(description: Description) -> RenderableType:
     for message, members in _news(description).items():
         grid.add_row(Text("news", style="dim"), _told_by(message, members, view.driver))
     return grid
+
+
+def _in_flight(description: Description) -> str:
+    """How many microbatches the sources may have out, as they have found; empty: there are none."""
+    seats = (seat for one in description.members for seat in one.report.seats)
+    out = sorted(seat.in_flight for seat in seats if seat.in_flight)
+    if not out:
+        return ""
+    count = str(out[0]) if out[0] == out[-1] else f"{out[0]} to {out[-1]}"
+    each = f" of each of {len(out)} sources" if len(out) > 1 else ""
+    return f"{count} microbatches{each}"
 
 
 def _news(description: Description) -> dict[str, list[tuple[Member, SeatReport]]]:

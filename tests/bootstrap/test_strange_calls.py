@@ -28,6 +28,8 @@ from planaria.bootstrap.registry_pb2 import (
     LeaveRequest,
     MeasureRequest,
     Renewal,
+    Report,
+    SeatReport,
     Suspicion,
     WatchRequest,
 )
@@ -43,7 +45,7 @@ DESCRIBED = 2 << 20  # bytes
 
 
 class Lying(Drawing):
-    """Two liars at a time: more would be most of the others, whose word evicts."""
+    """One liar at a time: the word of two evicts."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(Random(seed), numbers=NUMBERS)
@@ -51,9 +53,9 @@ class Lying(Drawing):
 
     def next_liar(self) -> str:
         self._said += 1
-        liars = [f"liar-{self._said // EACH + n}" for n in range(2)]
-        self.names = (*HONEST, *liars)
-        return self.random.choice(liars)
+        liar = f"liar-{self._said // EACH}"
+        self.names = (*HONEST, liar)
+        return liar
 
 
 def a_join(drawing: Drawing, liar: str) -> JoinRequest:
@@ -101,12 +103,17 @@ class Machine:
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        for name in HONEST:
-            self.do(self.machine.renewed(Renewal(node=name), self.now))
+        for stage, name in enumerate(HONEST):
+            seat = SeatReport(stage=stage, committed=1 + int(self.now), phase="running")
+            renewal = Renewal(node=name, report=Report(seats=[seat]))
+            self.do(self.machine.renewed(renewal, self.now))
         self.do(self.machine.tick(self.now))
 
     def say(self, drawing: Lying) -> None:
         machine, liar = self.machine, drawing.next_liar()
+        for member in machine.view.members:
+            if member.node not in drawing.names:
+                self.do(machine.leave(member.node, "its time is over", self.now))
         match drawing.random.randrange(6):
             case 0 | 1:
                 self.do(machine.join(a_join(drawing, liar), self.now)[1])

@@ -33,7 +33,7 @@ from planaria.node.run_file import RunFile, override
 ROOT = Path(__file__).parents[3]
 RUN = override(RunFile(), model__stages=1, model__vocabulary=300, steps=50)
 REPORT = Report(
-    seats=[SeatReport(stage=1, committed=7, loss=6.5, microbatches=56)],
+    seats=[SeatReport(stage=1, committed=7, loss=6.5, microbatches=56, in_flight=9)],
     bytes_in=10,
     bytes_out=20,
     memory=8 * 10**9,
@@ -88,6 +88,7 @@ def test_a_registry_tells_of_run_stages_nodes_and_links() -> None:
     assert found["planaria_nodes"] == {("0",): 0, ("1",): 1, ("standby",): 0}
     assert found["planaria_seat_committed_steps_total"] == {seat: 7}
     assert found["planaria_seat_microbatches_total"] == {seat: 56}
+    assert found["planaria_seat_in_flight_microbatches"] == {seat: 9}
     assert found["planaria_node_receive_bytes_total"] == {node: 10}
     assert found["planaria_node_links_missing"] == {node: 2}
     assert found["planaria_link_round_trip_seconds"] == {("11bb", "11bb"): 0.025}

@@ -484,6 +484,14 @@ def test_the_status_page_says_who_sits_where_and_why():
     ]
 
 
+def test_the_status_says_how_many_microbatches_are_out():
+    one, other = member(OLD, 0, in_flight=10), member(NEW, 0, in_flight=14)
+    alone = text_of(page(described(one, member(NEW, 1))))
+    assert "in flight  10 microbatches " in alone and "sources" not in alone
+    assert "10 to 14 microbatches of each of 2 sources" in text_of(page(described(one, other)))
+    assert "in flight" not in text_of(page(described(member(OLD, 0))))
+
+
 def test_who_is_not_heard_and_stays_is_told_with_who_reaches_it():
     unheard = member(NEW, 2, committed=4, phase="running")
     unheard.reached_by = OLD
