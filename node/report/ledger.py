@@ -119,6 +119,8 @@ OF_COMMIT = ("lineage", "hash", "previous", "commit")
 """What a line has of a commit that is as it was signed."""
 _HEADER: TypeAdapter[LedgerHeader] = TypeAdapter(LedgerHeader)
 _LINE: TypeAdapter[Line] = TypeAdapter(Line)
+BEFORE_ALL = (0, 0)
+"""View and attempt."""
 Fields = TypeVar("Fields")
 Kept = TypeVar("Kept")
 
@@ -230,18 +232,20 @@ def merge(paths: Iterable[Path]) -> Merged:
 
     A step stands in the ledgers of all stage-0 nodes: lines that differ in `time` at most are one.
     Of different lines for a step the one with the highest (view, attempt) counts: a driver that was
-    cut off committed the other with nobody left to see its effect. A half-written last line is
-    passed over. Raises LedgerError for damaged lines, headers that disagree, and two different
-    commits of one step with the same (view, attempt), which the step transaction rules out.
+    cut off committed the other with nobody left to see its effect. Nor does a step count that was
+    committed before a step ahead of it was: the run went back, and hasn't come as far again. A
+    half-written last line is passed over. Raises LedgerError for damaged lines, headers that
+    disagree, and two different commits of one step with the same (view, attempt), which the step
+    transaction rules out.
     """
     paths = list(paths)
     header = _common_header(paths)
     found = _choose(paths, lambda line: line, math.inf)
-    lines = []
-    for _, chosen in sorted(found.steps.items()):
+    standing = _standing(found.steps, BEFORE_ALL)
+    for chosen in standing:
         chosen.kept["time"] = chosen.time
-        lines.append(chosen.kept)
-    return Merged(header, lines, found.superseded)
+    outdone = found.superseded + len(found.steps) - len(standing)
+    return Merged(header, [chosen.kept for chosen in standing], outdone)
 
 
 def _common_header(paths: Sequence[Path]) -> LedgerHeader:
@@ -314,6 +318,16 @@ def _choose(
             if other is None or ballot > other.ballot:
                 choice.steps[step] = _Chosen(ballot, digest, hash, line["time"], keep(line))
     return choice
+
+
+def _standing(steps: dict[int, _Chosen[Kept]], newest: tuple[int, int]) -> list[_Chosen[Kept]]:
+    """Those from which the run has not gone back, by step. `newest`: ballot of all before them."""
+    standing = []
+    for _, chosen in sorted(steps.items()):
+        if chosen.ballot >= newest:
+            newest = chosen.ballot
+            standing.append(chosen)
+    return standing
 
 
 def _digest(line: Line) -> bytes:
@@ -450,17 +464,20 @@ def audit(directory: Path) -> Audit:
         )
     header = _common_header(paths)
     compare, chain = _comparing(header), Chain()
-    wrong, steps, superseded, first = Wrong(), 0, 0, 1
+    wrong, steps, superseded, first, newest, there = Wrong(), 0, 0, 1, BEFORE_ALL, 0
     while first:
         choice = _choose(paths, lambda line: (compare(line), _link(line)), STEPS_AT_ONCE, first)
-        for _, chosen in sorted(choice.steps.items()):
+        standing = _standing(choice.steps, newest)
+        for chosen in standing:
             wrong += chosen.kept[0]
             chain.follow(chosen.kept[1])
-        steps, superseded = steps + len(choice.steps), superseded + choice.superseded
+            newest, there = chosen.ballot, chosen.kept[1].step
+        steps += len(standing)
+        superseded += choice.superseded + len(choice.steps) - len(standing)
         first = choice.following
-    there = max(choice.last, _summarized(directory))
     cut = [*filter(None, map(_half_line, paths))]
-    if choice.last < there:
+    if choice.last < (summarized := _summarized(directory)):
+        there = summarized
         cut.append(
             f"the ledger ends with step {choice.last}, and summary.json has {there} steps: its end "
             "is cut off"

@@ -149,14 +149,25 @@ def test_ledgers_of_several_nodes_are_joined(tmp_path: Path) -> None:
         *(committed(s, time=s + 0.5) for s in (1, 2)),
         committed(3, view=2, attempt=4),
     )
-    c = write(tmp_path / "ledger-c.jsonl", committed(3, view=2, attempt=4), committed(4, view=2))
+    c = write(tmp_path / "ledger-c.jsonl", committed(3, view=2, attempt=4), committed(4, view=3))
     for paths in ([a, b, c], [c, b, a]):
         header, lines, superseded = merge(paths)
         assert header == HEADER
-        assert [(each["step"], each["view"]) for each in lines] == [(1, 1), (2, 1), (3, 2), (4, 2)]
+        assert [(each["step"], each["view"]) for each in lines] == [(1, 1), (2, 1), (3, 2), (4, 3)]
         assert [each["time"] for each in lines[:2]] == [1, 2]
         assert superseded == 1
     assert audit(tmp_path) == Audit(48, 0, 0, 0, steps=4, superseded=1)
+
+
+def test_a_run_that_goes_back_and_ends_before_it_has_come_as_far_again_ends_there(
+    tmp_path: Path,
+) -> None:
+    first = write(tmp_path / "ledger-a.jsonl", *map(committed, (1, 2, 3, 4, 5)))
+    again = write(tmp_path / "ledger-b.jsonl", *(committed(step, view=2) for step in (3, 4)))
+    assert audit(tmp_path) == Audit(48, 0, 0, 0, steps=4, superseded=3)
+    _, lines, superseded = merge([first, again])
+    assert [(line["step"], line["view"]) for line in lines] == [(1, 1), (2, 1), (3, 2), (4, 2)]
+    assert superseded == 3
 
 
 def test_a_merged_ledger_is_audited_alone(tmp_path: Path) -> None:
@@ -418,11 +429,11 @@ def test_cut_anywhere_it_is_half_a_line_or_no_ledger(tmp_path: Path) -> None:
 def test_few_steps_at_once_come_to_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    again = committed(7, view=2)
-    write(tmp_path / "ledger-a.jsonl", *map(committed, (1, 2, 3, 7, 20)))
-    write(tmp_path / "ledger-b.jsonl", *map(committed, (3, 20, 4)), again)
+    again = committed(7, view=2), committed(20, view=2)
+    write(tmp_path / "ledger-a.jsonl", *map(committed, (1, 2, 3, 7, 20, 25)))
+    write(tmp_path / "ledger-b.jsonl", *map(committed, (3, 20, 4)), *again)
     at_once = audit(tmp_path)
-    assert at_once == Audit(240, 0, 14 * 12, 0, steps=6, superseded=1)
+    assert at_once == Audit(240, 0, 14 * 12, 0, steps=6, superseded=3)
     for steps in (1, 2, 3, 10):
         monkeypatch.setattr(module, "STEPS_AT_ONCE", steps)
         assert audit(tmp_path) == at_once
