@@ -215,6 +215,7 @@ async def up(
     if resumed is not None:
         for sentence in go_on(plan, resumed, losses.first()):
             console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        (out / MERGED).unlink(missing_ok=True)  # until it ends again
     else:
         claim(plan)
         write_plan(plan)
@@ -823,7 +824,6 @@ def _merge_ledgers(out: Path, problems: list[str]) -> tuple[list[Line], Audit]:
     except LedgerError as error:
         problems.append(str(error))
         return [], NOTHING
-    (out / MERGED).unlink(missing_ok=True)  # of the first part of a run that went on
     with Ledger(out / MERGED, merged.header) as ledger:
         for line in merged.lines:
             ledger.append(line)

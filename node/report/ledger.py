@@ -451,12 +451,11 @@ class Audit:
 def audit(directory: Path) -> Audit:
     """Compare the ledgers in `directory` with the windows that (seed, step) call for.
 
-    Reads `ledger.jsonl` if it is there, else every `ledger-*.jsonl`, as often as it takes to have
-    no more than STEPS_AT_ONCE steps in memory; and from `summary.json`, how many steps there should
-    be. Raises LedgerError.
+    Reads `ledger.jsonl` if it is there, else every `ledger-*.jsonl`, there or, of a run that hasn't
+    ended, in `logs`, as often as it takes to have no more than STEPS_AT_ONCE steps in memory; and
+    from `summary.json`, how many steps there should be. Raises LedgerError.
     """
-    merged = directory / MERGED
-    paths = [merged] if merged.is_file() else sorted(directory.glob("ledger-*.jsonl"))
+    paths = _ledgers_in(directory)
     if not paths:
         raise LedgerError(
             f"there is no ledger in {directory}, neither {MERGED} nor ledger-*.jsonl: "
@@ -483,6 +482,16 @@ def audit(directory: Path) -> Audit:
             "is cut off"
         )
     return _audit(header, wrong, steps, superseded, there, chain, tuple(cut))
+
+
+def _ledgers_in(directory: Path) -> list[Path]:
+    """Of a run's logs, but for those of nodes that ended before they had written anything."""
+    if (merged := directory / MERGED).is_file():
+        return [merged]
+    if paths := sorted(directory.glob("ledger-*.jsonl")):
+        return paths
+    logs = sorted((directory / "logs").glob("ledger-*.jsonl"))
+    return [path for path in logs if path.stat().st_size]
 
 
 def check(merged: Merged) -> Audit:

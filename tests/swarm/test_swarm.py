@@ -16,6 +16,7 @@ import pytest
 
 from planaria.lab.convergence.training import train
 from planaria.node.data.corpus import Corpus
+from planaria.node.report.ledger import audit
 from tests.swarm.small import SMALL, small
 
 
@@ -262,6 +263,9 @@ def test_after_a_power_cut_the_run_is_resumed(up, tmp_path):
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    so_far = audit(swarm.out)
+    assert so_far.exact
+    assert so_far.steps >= 13
     resumed = subprocess.run(
         [sys.executable, "-m", "planaria", "up", "--resume", str(saves)],
         capture_output=True,

@@ -176,6 +176,13 @@ def test_a_merged_ledger_is_audited_alone(tmp_path: Path) -> None:
     assert audit(tmp_path) == Audit(24, 0, 0, 0, steps=2, superseded=0)
 
 
+def test_the_ledgers_of_a_run_that_has_not_ended_are_in_its_logs(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    write(tmp_path / "logs" / "ledger-a.jsonl", committed(1), committed(2))
+    (tmp_path / "logs" / "ledger-b.jsonl").touch()
+    assert audit(tmp_path) == Audit(24, 0, 0, 0, steps=2, superseded=0)
+
+
 def test_a_mixture_is_audited_by_its_shares(tmp_path: Path) -> None:
     mixture = [(20, 2), (30, 1)]
     header: LedgerHeader = {**HEADER, "mixture": mixture}
