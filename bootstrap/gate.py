@@ -78,7 +78,7 @@ class Gate(grpc.aio.ServerInterceptor):
         call: Any = handler.unary_unary or handler.unary_stream or handler.stream_stream
         rights = COMMANDS if service == OPERATOR else RIGHTS[method]
 
-        async def check(context: Context, request: object = None) -> Who:
+        async def check(context: Context, request: object) -> Who:
             who = who_calls(context)
             why = self._refusal(who, rights, service, context)
             if not why and isinstance(request, JoinRequest):
@@ -96,24 +96,15 @@ class Gate(grpc.aio.ServerInterceptor):
                 del request
                 raise _alone(aborted) from None
 
-        async def one_to_many(request: object, context: Context) -> AsyncIterator[object]:
+        async def streaming(said: object, context: Context) -> AsyncIterator[object]:
+            """`said`: a request, or an iterator of them."""
             try:
-                with self._open(await check(context, request)):
-                    async with aclosing(call(request, context)) as answers:
+                with self._open(await check(context, said)):
+                    async with aclosing(call(said, context)) as answers:
                         async for answer in answers:
                             yield answer
             except grpc.aio.AbortError as aborted:
-                del request
-                raise _alone(aborted) from None
-
-        async def many_to_many(requests: object, context: Context) -> AsyncIterator[object]:
-            try:
-                with self._open(await check(context)):
-                    async with aclosing(call(requests, context)) as answers:
-                        async for answer in answers:
-                            yield answer
-            except grpc.aio.AbortError as aborted:
-                del requests
+                del said
                 raise _alone(aborted) from None
 
         def content(answer: Any) -> bytes:
@@ -127,8 +118,8 @@ class Gate(grpc.aio.ServerInterceptor):
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(unary, *how)
         if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(one_to_many, *how)
-        return grpc.stream_stream_rpc_method_handler(many_to_many, *how)
+            return grpc.unary_stream_rpc_method_handler(streaming, *how)
+        return grpc.stream_stream_rpc_method_handler(streaming, *how)
 
     def _refusal(self, who: Who, rights: set[Role], service: str, context: Context) -> str:
         """Why this caller may not; empty: it may."""
