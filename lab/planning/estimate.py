@@ -32,6 +32,7 @@ from planaria.lab.simulator.swarm import (
 )
 from planaria.lab.spare.endurance import availability
 from planaria.node.run_file import RunFile
+from planaria.node.stage.crossing import kept_bytes
 from planaria.node.state.handover import Handover
 from planaria.node.transaction.averaging import parts
 from planaria.node.wire.background import chunk_in_simulation
@@ -491,8 +492,8 @@ def _relearning(swarm: Swarm, stage: int, link: Link, at_most: float) -> float:
     recovery, training = swarm.run.recovery, swarm.run.training
     if _method(swarm.run, stage) not in ("checkfree", "checkfree+") or not recovery.relearn.passes:
         return 0.0
-    values = training.batch * swarm.config.context * swarm.config.crossing
-    pairs = transfer(reaction.BOUNDARY * recovery.relearn.steps * values, link)
+    kept = kept_bytes(swarm.config, training.batch * swarm.config.context, swarm.run.wire)
+    pairs = transfer(recovery.relearn.steps * kept, link)
     return pairs + reaction.training_alone(swarm, stage, _slowest(swarm, stage), at_most)
 
 

@@ -21,8 +21,8 @@ from planaria.lab.simulator.swarm import (
     snapshot_bytes,
 )
 from planaria.node.run_file import RunFile
-from planaria.node.stage.activations import HALF, saved, working
-from planaria.node.stage.crossing import crossing_bytes
+from planaria.node.stage.activations import saved, working
+from planaria.node.stage.crossing import crossing_bytes, kept_bytes
 from planaria.node.stage.model import parameter_shapes
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.twin import next_stage
@@ -146,11 +146,11 @@ def _crossing(run: RunFile, config: ModelConfig) -> tuple[int, int]:
 
 
 def _boundary(run: RunFile, config: ModelConfig, microbatches: int) -> int:
-    """Both sides of what crossed (node/state/boundary.py): in two bytes a value at most of the last
-    steps, as it crossed of the step under way."""
+    """Both sides of what crossed: of the last steps as it is kept, of the step under way as it
+    crossed."""
     tokens = run.training.microbatch * config.context
     crossed, _ = _crossing(run, config)
-    kept = min(crossed, tokens * (HALF * config.written + config.beside))
+    kept = kept_bytes(config, tokens, run.wire)
     return 2 * microbatches * (run.recovery.relearn.steps * kept + crossed)
 
 

@@ -20,8 +20,8 @@ from planaria.lab.simulator.swarm import (
     frame_bytes,
     parameters,
     relearned_at_a_time,
-    values_sent,
 )
+from planaria.node.stage.crossing import kept_bytes
 from planaria.recovery.decide import INEXACT
 from planaria.recovery.relearning import passes, updates_to_look
 
@@ -34,8 +34,6 @@ INITIAL_WINDOW: Final = 10 * 1448
 """Bytes that TCP sends on a new connection before it hears of them (RFC 6928)."""
 NEIGHBOURS: Final = ("checkfree", "checkfree+", "interpolate", "replica")
 """Methods that fetch over links which the next step's frames take too."""
-BOUNDARY: Final = 2
-"""Bytes of a value of the boundary tensors that are kept (bf16)."""
 GUESSED: Final = 1.5
 """Residual error of most guesses, at most: as if the stage passed on what it gets
 (results/relearning-rates)."""
@@ -154,7 +152,8 @@ def relearning(swarm: Swarm, stage: int, method: str, at_most: float) -> float:
     if method not in INEXACT or not recovery.relearn.passes or stage == 0:
         return 0.0
     seconds = next(group.seconds for group in swarm.groups if group.stage == stage)
-    crossed = recovery.relearn.steps * training.microbatches * values_sent(run, config) * BOUNDARY
+    kept = kept_bytes(config, training.microbatch * config.context, run.wire)
+    crossed = recovery.relearn.steps * training.microbatches * kept
     around = [swarm.link(stage - 1, stage), swarm.link((stage + 1) % (config.stages + 1), stage)]
     fetch = max(
         crossed * 8 / (link.mbps * 1e6) + 2 * link.delay_ms / 1e3 + slow_start(link, crossed)

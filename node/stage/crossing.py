@@ -34,6 +34,14 @@ def crossing_bytes(config: ModelConfig, tokens: int, wire: WireSection) -> tuple
     return activations + tokens * config.beside, gradients
 
 
+def kept_bytes(config: ModelConfig, tokens: int, wire: WireSection) -> int:
+    """Of the activations of so many tokens, as both sides keep them for the day on which a stage
+    relearns (node/state/boundary.py): as they crossed, or in bf16 if that is less."""
+    crossed, _ = crossing_bytes(config, tokens, wire)
+    narrowed = encoded_size(tokens * config.written, "float32", "bf16") + tokens * config.beside
+    return min(crossed, narrowed)
+
+
 def taken_apart(x: Tensor, config: ModelConfig, kind: str) -> list[Tensor]:
     """Float [B, T, crossing] as the tensors of such a frame."""
     figures, beside = x[..., : config.written], x[..., config.written :]

@@ -26,6 +26,7 @@ from planaria.lab.simulator.swarm import Seconds, Swarm, SwarmFiguresError, one_
 from planaria.node.local.losses import TraceRow
 from planaria.node.run_file import loads, override
 from planaria.node.stage.shape import model_config
+from planaria.node.wire.frames import BLOCK
 from planaria.recovery.relearning import time_for
 
 DELAY = 0.040
@@ -258,6 +259,20 @@ def test_bytes_to_fetch_make_a_rebuild_longer() -> None:
     quick = run(swarm(), Churn(at=at("2@25"))).losses[0].recovered
     large = run(swarm(model__hidden=4096), Churn(at=at("2@25"))).losses[0].recovered
     assert large > quick
+
+
+def test_what_a_stage_relearns_from_is_fetched_as_it_is_kept() -> None:
+    """As it crossed; what crossed in float32 is kept in bf16."""
+    codecs = ("none", "bf16", "int8")
+    changes = {"recovery__relearn__passes": 1, "recovery__relearn__steps": 100}
+    wide, half, small = (
+        reaction.relearning(swarm(wire__activations=codec, **changes), 2, "checkfree", 1e3)
+        for codec in codecs
+    )
+    config = swarm().config
+    figures = 100 * 8 * config.context * config.dim
+    assert wide == pytest.approx(half)
+    assert half - small == pytest.approx((2 - 1 - 4 / BLOCK) * figures * 8 / 100e6, rel=0.05)
 
 
 def test_relearning_takes_as_long_as_the_driver_gives_it() -> None:
