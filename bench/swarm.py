@@ -17,7 +17,7 @@ from planaria.node.naming import node_of
 from planaria.node.own_folders import said_here
 from planaria.node.run_file import RunFile, dumps
 
-DEADLINE = 900.0  # seconds
+PATIENCE = 600.0  # seconds that a swarm that isn't held up may take for its next step
 LOOK = 0.05  # seconds between two at the ledgers
 
 Lines = list[dict[str, Any]]
@@ -25,26 +25,32 @@ Lines = list[dict[str, Any]]
 
 class Living:
     """Processes that train. Called, it gives the ledger's lines so far; it raises SystemExit when a
-    process has ended that isn't `mortal`, or after DEADLINE."""
+    process has ended that isn't `mortal`, or when no step has been committed for PATIENCE."""
 
     def __init__(
         self, processes: Processes, mortal: Collection[str] = (), where: Sequence[str] = ()
     ) -> None:
         """`where`: arguments of a node that say where it joins and writes."""
         self.processes, self.mortal, self.where = processes, mortal, where
-        self.deadline = time.monotonic() + DEADLINE
+        self._lines: Lines = []
+        self._advanced = time.monotonic()
 
     def __call__(self) -> Lines:
-        ended = [one for one in self.processes.ended() if one.slot not in self.mortal]
-        logs = self.processes.logs
-        if ended or time.monotonic() > self.deadline:
-            raise SystemExit(f"no end after {DEADLINE:.0f} s, or ended: {ended}; see {logs}")
-        return _ledger(logs)
+        logs, now = self.processes.logs, time.monotonic()
+        if ended := [one for one in self.processes.ended() if one.slot not in self.mortal]:
+            raise SystemExit(f"ended: {ended}; see {logs}")
+        before, self._lines = self._lines, _ledger(logs)
+        if len(self._lines) > len(before):
+            self._advanced = now
+        if now > self._advanced + PATIENCE:
+            raise SystemExit(f"no step for {PATIENCE:.0f} s; see {logs}")
+        return self._lines
 
     def stand_still(self) -> None:
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
+        self._advanced = time.monotonic()
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
