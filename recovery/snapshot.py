@@ -104,6 +104,17 @@ class Layout:
         indices = [at.to(flat.device) for at in self.split(blocks)]
         return [rows.index_select(0, at) for rows, at in zip(self.rows(flat), indices, strict=True)]
 
+    def pieces(self, flat: Tensor, blocks: Tensor) -> Iterator[Tensor]:
+        """`gather`, some rows at a time."""
+        for rows, at in zip(self.rows(flat), self.split(blocks), strict=True):
+            for these in torch.split(at.to(flat.device), _some(rows.shape[1])):
+                yield rows.index_select(0, these)
+
+    def shapes(self, blocks: Tensor) -> list[tuple[int, int]]:
+        """Of what `gather` gives."""
+        parts = zip(self.split(blocks), self.widths, strict=True)
+        return [(len(part), width) for part, width in parts]
+
     def scatter(self, flat: Tensor, blocks: Tensor, values: Sequence[Tensor]) -> None:
         """Put there what `gather` gave."""
         for rows, at, new in zip(self.rows(flat), self.split(blocks), values, strict=True):
@@ -114,12 +125,17 @@ class Layout:
         norms = []
         scratch = torch.empty(max(SCRATCH, *self.widths), device=a.device)
         for x, y in zip(self.rows(a), self.rows(b), strict=True):
-            some = max(1, SCRATCH // x.shape[1])
+            some = _some(x.shape[1])
             for part, other in zip(torch.split(x, some), torch.split(y, some), strict=True):
                 difference = scratch[: part.numel()].view(part.shape)
                 torch.sub(part, other, out=difference)
                 norms.append(torch.linalg.vector_norm(difference, dim=1, dtype=torch.float64))
         return torch.cat(norms).square().cpu()
+
+
+def _some(width: int) -> int:
+    """Rows that are worked on at a time."""
+    return max(1, SCRATCH // width)
 
 
 def choose(
@@ -217,17 +233,34 @@ def encode(
     all of them. The bytes: the blocks' numbers (int32; not for all of them), the values of four
     bytes, the codes.
     """
-    gathered = [
-        layout.rows(flat) if blocks is None else layout.gather(flat, blocks) for flat in tensors
-    ]
-    parts = [] if blocks is None else [blocks.int()]
-    if codec == "none":
-        parts += [rows for of_tensor in gathered for rows in of_tensor]
-        return _join(parts), gathered[0]
-    pairs = [[_quantize(of, rows) for rows in part] for of, part in enumerate(gathered)]
-    for side in (0, 1):
-        parts += [pair[side] for of_tensor in pairs for pair in of_tensor]
-    return _join(parts), [dequantize(*pair) for pair in pairs[0]]
+    numbers = [] if blocks is None else [blocks.int()]
+    chosen = torch.arange(layout.blocks) if blocks is None else blocks
+    shapes = layout.shapes(chosen)
+    values = sum(map(math.prod, shapes))
+    heads = 0 if codec == "none" else 4 * sum(math.prod(_heads(shape)) for shape in shapes)
+    codes = 4 * values if codec == "none" else values
+    ahead = 4 * sum(map(len, numbers)) + len(tensors) * heads
+    payload = torch.empty(ahead + len(tensors) * codes, dtype=torch.uint8)  # of the CPU
+    first, second = _Writer(payload, 0), _Writer(payload, ahead)
+    for number in numbers:
+        first.put(number)
+    restored, there = tensors[0].new_empty(values), 0
+    for of, flat in enumerate(tensors):
+        for rows in layout.pieces(flat, chosen):
+            again = rows
+            if codec == "none":
+                second.put(rows)
+            else:
+                head, code = _quantize(of, rows)
+                first.put(head)
+                second.put(code)
+                if of == 0:
+                    again = dequantize(head, code)
+            if of == 0:
+                restored[there : there + rows.numel()].view(rows.shape).copy_(again)
+                there += rows.numel()
+    parts = torch.split(restored, [math.prod(shape) for shape in shapes])
+    return payload, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def decode(
@@ -249,9 +282,7 @@ def decode(
         blocks = reader.take((count,), torch.int32).long()
         if blocks[0] < 0 or blocks[-1] >= layout.blocks or not (blocks.diff() > 0).all():
             raise UpdateError(f"its blocks aren't {count} growing numbers below {layout.blocks}")
-    shapes = [
-        (len(part), width) for part, width in zip(layout.split(blocks), layout.widths, strict=True)
-    ]
+    shapes = layout.shapes(blocks)
     if codec == "none":
         values = [[reader.take(shape, torch.float32) for shape in shapes] for _ in range(tensors)]
     else:
@@ -277,8 +308,14 @@ def _quantize(tensor: int, rows: Tensor) -> tuple[Tensor, Tensor]:
     return quantize_second_moment(rows) if tensor == 2 else quantize(rows, toward_zero=tensor == 1)
 
 
-def _dequantize(tensor: int, head: Tensor, codes: Tensor) -> Tensor:
-    return dequantize_second_moment(head, codes) if tensor == 2 else dequantize(head, codes)
+def _dequantize(tensor: int, heads: Tensor, codes: Tensor) -> Tensor:
+    restore = dequantize_second_moment if tensor == 2 else dequantize
+    values = torch.empty(codes.shape)
+    some = _some(codes.shape[1])
+    pieces = (torch.split(of, some) for of in (values, heads, codes))
+    for rows, head, code in zip(*pieces, strict=True):
+        rows.copy_(restore(head, code))
+    return values
 
 
 def _head_dtype(tensor: int) -> torch.dtype:
@@ -301,16 +338,18 @@ def _check_values(tensor: int, parts: Sequence[Tensor]) -> None:
             raise UpdateError(f"it has the second moment {least}, which is below 0")
 
 
-def _join(parts: Sequence[Tensor]) -> Tensor:
-    """Their bytes, end to end, in fresh memory of the CPU."""
-    payload = torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8)
-    offset = 0
-    for part in parts:
+class _Writer:
+    """Puts tensors into a payload, one behind the other."""
+
+    def __init__(self, payload: Tensor, offset: int) -> None:
+        self._payload, self._offset = payload, offset
+
+    def put(self, part: Tensor) -> None:
+        end = self._offset + part.nbytes
         if part.numel():
-            there = payload[offset : offset + part.nbytes].view(part.dtype)
+            there = self._payload[self._offset : end].view(part.dtype)
             there.view(part.shape).copy_(part)
-        offset += part.nbytes
-    return payload
+        self._offset = end
 
 
 class _Reader:

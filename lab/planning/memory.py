@@ -178,18 +178,22 @@ def _sent(run: RunFile, config: ModelConfig, stage: int, kind: str | None) -> By
         return Bytes(host=copy_bytes(config))
     if kind is None:
         return Bytes()
-    update = run.recovery.snapshot.fraction * snapshot_bytes(run, config, stage)
-    return Bytes(VALUE * parameters(config, stage) + TAKEN * _rows(config, stage), update)
+    snapshot, weights = run.recovery.snapshot, VALUE * parameters(config, stage)
+    restored = snapshot.fraction * weights * (1 if snapshot.codec == "none" else 2)
+    update = snapshot.fraction * snapshot_bytes(run, config, stage)
+    return Bytes(weights + restored + TAKEN * _rows(config, stage), update)
 
 
 def _held(run: RunFile, config: ModelConfig, of: int, kind: str) -> Bytes:
-    """With one that is arriving."""
+    """With one that is arriving, and the values of one that has."""
     taken = TAKEN * _rows(config, of)
     if kind == "copy":
         return Bytes(host=2 * copy_bytes(config) + taken)
     snapshot = run.recovery.snapshot
-    held = VALUE * (3 if snapshot.moments else 1) * parameters(config, of) + taken
-    return Bytes(host=held + snapshot.fraction * snapshot_bytes(run, config, of))
+    whole = VALUE * (3 if snapshot.moments else 1) * parameters(config, of)
+    values = 0 if snapshot.codec == "none" else snapshot.fraction * whole
+    arriving = snapshot.fraction * snapshot_bytes(run, config, of)
+    return Bytes(host=whole + taken + arriving + values)
 
 
 @cache
