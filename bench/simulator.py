@@ -42,9 +42,10 @@ steps = {STEPS}
 [model]
 preset = "large"
 stages = {STAGES}
+layers = {STAGES}
 [training]
 batch = {REPLICAS * 16}
-microbatch = 2
+microbatch = 4
 [recovery]
 policy = "checkpoint"
 """)
