@@ -497,11 +497,13 @@ class Staleness(NamedTuple):
 
 
 class HeldSnapshot:
-    """What a holder has of a stage's running snapshot: `tensors`, flat float32, 1 or 3 of them."""
+    """What a holder has of a stage's running snapshot: `tensors`, flat float32, 1 or 3 of them, of
+    which the blocks that are missing have any values. To be made takes no time: whoever puts blocks
+    in place waits for the memory."""
 
     def __init__(self, layout: Layout, tensors: int) -> None:
         self._layout = layout
-        self.tensors = [torch.zeros(layout.values) for _ in range(tensors)]
+        self.tensors = [torch.empty(layout.values) for _ in range(tensors)]
         self.taken = torch.full((layout.blocks,), NEVER)
         self.missing = layout.blocks  # blocks
 
