@@ -160,6 +160,7 @@ class Driver:
         self.noted_again = (0, 0)  # the step that was told once more to be noted
         self.pause_until = 0.0
         self.unrecorded = ""  # why no step is begun: no ledger is written
+        self.paused: tuple[Mapping[str, int], pb.Halt] | None = None  # for skipped steps: with whom
         self.validated: tuple[int, float] = (0, math.nan)  # step, loss
         self.finished = False  # and stays so, whoever is lost afterwards
 
@@ -464,6 +465,8 @@ class Driver:
                 "or a new run"
             )
             return effects + self._halt(pb.Halt(reason=reason, step=standing.committed), now)
+        if self.paused is not None and self.paused[0] == self.members:
+            return effects + self._halt(self.paused[1], now)
         return effects + self._sync(gathering, now)
 
     def _witness(self) -> Witness:
@@ -872,10 +875,11 @@ class Driver:
 
     def _skipped(self, vote: Vote, commit: pb.Commit, now: float) -> list[Effect]:
         """One step that is skipped may be an overflow. After a few in a row the run pauses: nothing
-        would be learned from more."""
-        reason = vote.explain_skips(commit.skips)
+        would be learned from more, until its members are others."""
         effects = self._send_step(pb.Step(commit=commit), now)
-        return effects + self._halt(pb.Halt(reason=reason, step=commit.step), now)
+        halt = pb.Halt(reason=vote.explain_skips(commit.skips), step=commit.step)
+        self.paused = self.members, halt
+        return effects + self._halt(halt, now)
 
     def _let_in(self, vote: Vote, now: float) -> list[Effect]:
         """Who has the attempt's gradient, and agrees with a replica on it, trains from now on."""

@@ -2729,8 +2729,16 @@ def test_after_three_skipped_steps_in_a_row_the_run_pauses_and_says_why():
         assert sent(effects, "step")["b"].step.commit.skips == number
         halts = sent(effects, "halt")
         assert halts.keys() == (told.members.keys() if number == 3 else set())
-    assert "3 steps in a row were skipped, since the gradient of stage 2" in halts["a"].halt.reason
-    assert not halts["a"].halt.finished
+    halt = halts["a"].halt
+    assert "3 steps in a row were skipped, since the gradient of stage 2" in halt.reason
+    assert not halt.finished
+    at = told.driver.standing
+    held = dict.fromkeys(told.members, pb.Status(committed=at.committed, last=at.last))
+    told.views()  # as when somebody says that it will leave soon
+    again = sent(told.statuses(**held), "halt")
+    assert [message.halt for message in again.values()] == [halt] * len(told.members)
+    told.views({node: stage for node, stage in told.members.items() if node != "b"})
+    assert sent(told.statuses(**held), "step").keys() == told.members.keys()
 
 
 # --- lies
