@@ -244,7 +244,8 @@ def encode(
     first, second = _Writer(payload, 0), _Writer(payload, ahead)
     for number in numbers:
         first.put(number)
-    restored, there = tensors[0].new_empty(values), 0
+    restored = tensors[0].new_empty(values)
+    weights = _Writer(restored.view(torch.uint8), 0)
     for of, flat in enumerate(tensors):
         for rows in layout.pieces(flat, chosen):
             again = rows
@@ -257,8 +258,7 @@ def encode(
                 if of == 0:
                     again = dequantize(head, code)
             if of == 0:
-                restored[there : there + rows.numel()].view(rows.shape).copy_(again)
-                there += rows.numel()
+                weights.put(again)
     parts = torch.split(restored, [math.prod(shape) for shape in shapes])
     return payload, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -339,7 +339,7 @@ def _check_values(tensor: int, parts: Sequence[Tensor]) -> None:
 
 
 class _Writer:
-    """Puts tensors into a payload, one behind the other."""
+    """Puts tensors into a payload, uint8, one behind the other."""
 
     def __init__(self, payload: Tensor, offset: int) -> None:
         self._payload, self._offset = payload, offset
