@@ -160,7 +160,7 @@ class Driver:
         self.noted_again = (0, 0)  # the step that was told once more to be noted
         self.pause_until = 0.0
         self.unrecorded = ""  # why no step is begun: no ledger is written
-        self.paused: tuple[Mapping[str, int], pb.Halt] | None = None  # for skipped steps: with whom
+        self.paused: tuple[Mapping[str, int], pb.Halt] = {}, pb.Halt()  # by skips: with whom
         self.validated: tuple[int, float] = (0, math.nan)  # step, loss
         self.finished = False  # and stays so, whoever is lost afterwards
 
@@ -465,8 +465,9 @@ class Driver:
                 "or a new run"
             )
             return effects + self._halt(pb.Halt(reason=reason, step=standing.committed), now)
-        if self.paused is not None and self.paused[0] == self.members:
-            return effects + self._halt(self.paused[1], now)
+        members, halt = self.paused
+        if members == self.members and halt.step == standing.committed:
+            return effects + self._halt(halt, now)
         return effects + self._sync(gathering, now)
 
     def _witness(self) -> Witness:
