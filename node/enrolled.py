@@ -14,6 +14,7 @@ from planaria.bootstrap.credentials import Certified
 from planaria.bootstrap.enrolling import Enrolment
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.invites import InviteError, decode, is_invite
+from planaria.bootstrap.small_files import read_small
 from planaria.node.instance import Instance, find_instance, release
 
 
@@ -28,7 +29,7 @@ def text_of(said: str, option: str = "--join", what: str = "the invite") -> str:
     if not said.startswith("@"):
         return said
     try:
-        text = Path(said[1:]).read_text(encoding="utf-8").strip()
+        text = read_small(Path(said[1:])).decode("utf-8-sig").strip()
     except (OSError, UnicodeError) as error:
         raise InviteError(f"{option} {said}: the file can't be read: {error}") from error
     if not text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
@@ -9,8 +10,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
+from planaria.bootstrap.small_files import read_small
 from planaria.node.data.turns import turns_of
 from planaria.node.stage.learning_rate import Schedule
 from planaria.node.stage.shape import (
@@ -47,7 +57,18 @@ MOST_VISITS = 2**19
 """Of a step's microbatches to stages: each is named in what begins the step, in one message."""
 
 DATA = "data/prose"
-FolderName = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
+LOCAL = "local"
+"""In the context of validation: the run file lies on this machine, where `~` has a meaning."""
+
+
+def _at_home(value: Any, info: ValidationInfo) -> Any:
+    here = isinstance(value, str) and (info.context or {}).get(LOCAL)
+    return os.path.expanduser(value) if here else value  # noqa: PTH111 (which raises without HOME)
+
+
+FolderName = Annotated[
+    str, BeforeValidator(_at_home), Field(max_length=4096, pattern=r"^[^\x00]*$")
+]
 
 
 class RunFileError(ValueError):
@@ -154,6 +175,10 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def one_model(self) -> ModelSection:
+        if self.preset != "tiny" and self.origin is not None:
+            raise ValueError(
+                f"preset = {self.preset} and from = {self.origin} are two models: leave one out"
+            )
         if self.subspace is not None and self.origin is not None:
             raise ValueError(
                 f"subspace = {self.subspace}: the model in {self.origin} writes into all of its "
@@ -571,10 +596,10 @@ GONE = {
 """Keys of older run files, and what has become of each."""
 
 
-def from_fields(fields: dict[str, Any], name: str = "the run") -> RunFile:
-    """Raises RunFileError."""
+def from_fields(fields: dict[str, Any], name: str = "the run", local: bool = False) -> RunFile:
+    """`local`: expand `~` in the names of folders. Raises RunFileError."""
     try:
-        return RunFile.model_validate(fields)
+        return RunFile.model_validate(fields, context={LOCAL: local})
     except ValidationError as error:
         lines = []
         for problem in error.errors():
@@ -612,24 +637,24 @@ def _shortened(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def loads(text: str, name: str = "the run file") -> RunFile:
-    """Raises RunFileError."""
+def loads(text: str, name: str = "the run file", local: bool = False) -> RunFile:
+    """`local`: as in `from_fields`. Raises RunFileError."""
     try:
         fields = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise RunFileError(f"{name} is not valid TOML: {error}") from error
-    return from_fields(fields, name)
+    return from_fields(fields, name, local)
 
 
 def load(path: Path) -> RunFile:
     """Raises RunFileError, also when the file can't be read."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_small(path).decode("utf-8-sig")
     except OSError as error:
         raise RunFileError(f"can't read the run file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise RunFileError(f"{path} is not valid TOML: it is no text ({error})") from error
-    return loads(text, str(path))
+    return loads(text, str(path), local=True)
 
 
 def override(run: RunFile, **changes: Any) -> RunFile:

@@ -31,6 +31,7 @@ from planaria.node.advertised import (
     unforwarded,
 )
 from planaria.node.begin import NodeCrashed, NodeError, Options, check_writable
+from planaria.node.cores import available_cores
 from planaria.node.daemon import Node, NodePlace
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.mixture import Data
@@ -94,8 +95,8 @@ async def serve(
     """Serves the run of that description; see `begin`. Returns the exit status. Raises NodeError,
     NodeCrashed, RegistryUnreachable, JoinRefused."""
     device = pick_device(options.device)
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    threads = options.threads or min(torch.get_num_threads(), available_cores())
+    torch.set_num_threads(threads)
     instance, living, place = None, list[Node](), None
     stack = AsyncExitStack()
     try:

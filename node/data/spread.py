@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import Any, Protocol, TypeVar
 
+from planaria.node.cores import available_cores
 from planaria.node.data.corpus import CorpusError
 from planaria.node.extras import remedy
 from planaria.node.local.processes import die_with_parent
@@ -30,7 +31,7 @@ class Spread(Protocol):
 def spreading(jobs: int | None, dask: str | None) -> Iterator[Spread | None]:
     """Over the Dask cluster whose scheduler is at `dask`; else over so many processes, as many as
     there are processors if that isn't said. None: in this process. Raises CorpusError."""
-    jobs = jobs or len(os.sched_getaffinity(0))
+    jobs = jobs or available_cores()
     if dask is not None:
         with over_dask(dask) as spread:
             yield spread

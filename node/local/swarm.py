@@ -24,6 +24,7 @@ from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnrea
 from planaria.bootstrap.journal import JournalError
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import Description, View
+from planaria.node.cores import available_cores
 from planaria.node.data.mixture import index_of
 from planaria.node.extras import remedy
 from planaria.node.hugging_face.checkpoint import TOKENIZER
@@ -240,7 +241,7 @@ class Machine(NamedTuple):
     @classmethod
     def this(cls) -> Machine:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return cls(memory, len(os.sched_getaffinity(0)))
+        return cls(memory, available_cores())
 
 
 def check_processes(plan: SwarmPlan, machine: Machine) -> None:
@@ -439,7 +440,7 @@ class _Swarm:
         self.logs, self.journal = self.out / "logs", plan.kept.journal.absolute()
         self.stages, self.replicas = run.model.stages or 0, run.swarm.replicas
         nodes = (self.stages + 1) * self.replicas
-        self.threads = max(1, len(os.sched_getaffinity(0)) // nodes)
+        self.threads = max(1, available_cores() // nodes)
         environment = {"OMP_NUM_THREADS": str(self.threads)}
         self.processes = Processes(self.logs, environment, PLANARIA, plan.work)
         self.events = EventLog(self.logs, "up")

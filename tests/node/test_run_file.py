@@ -27,6 +27,7 @@ from planaria.node.run_file import (
     Section,
     dumps,
     from_fields,
+    load,
     loads,
     override,
 )
@@ -217,6 +218,28 @@ def test_all_commands_refuse_alike(command: str, tmp_path: Path) -> None:
 def test_a_misspelt_key_is_told_the_right_one(text: str, said: str) -> None:
     with pytest.raises(RunFileError, match=said.replace("?", r"\?")):
         loads(text)
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("steps = 7", encoding="utf-8-sig")
+    assert load(tmp_path / "run.toml").steps == 7
+
+
+def test_a_tilde_is_expanded_where_the_file_lies_and_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    text = '[model]\nfrom = "~/x"\n[[data.corpora]]\npath = "~/y"\n[recovery.checkpoint]\ndir = "~"'
+    (tmp_path / "run.toml").write_text(text)
+    run = load(tmp_path / "run.toml")
+    folders = run.model.origin, run.data.names, run.recovery.checkpoint.dir
+    assert folders == ("/home/ada/x", ["/home/ada/y"], "/home/ada")
+    assert loads(text).model.origin == "~/x"
+
+
+def test_a_preset_beside_a_checkpoint_is_refused() -> None:
+    with pytest.raises(RunFileError, match="preset = small and from = m are two models"):
+        loads('[model]\nfrom = "m"\npreset = "small"')
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
