@@ -18,6 +18,7 @@ from planaria.node.commands.data import data_app
 from planaria.node.commands.terminal import refuse, warn
 from planaria.node.commands.up import up_command
 from planaria.node.extras import installed, remedy
+from planaria.node.imports import leave_out_current_folder
 from planaria.node.secret_words import warnings
 
 ADDED = "planaria.commands"
@@ -108,6 +109,7 @@ def planaria(
 def main() -> None:
     import logging
 
+    leave_out_current_folder()
     # gRPC warns of every fork; ours only go on to exec.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     for seen in warnings(sys.argv[1:]):

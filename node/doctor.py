@@ -11,6 +11,7 @@ import json
 import secrets
 import shutil
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -45,7 +46,6 @@ from planaria.node.diagnosis import (
 )
 from planaria.node.own_folders import data_below, own_folder
 from planaria.node.run_file import RunFile, RunFileError, loads
-from planaria.node.supervisor import python
 
 KNOCK, DESCRIBE, DIAL, MEASURE, LOOK = 3.0, 3.0, 5.5, 5.5, 5.0
 """Seconds that each may take: to connect, and then to ask about the run; after that, at the same
@@ -328,7 +328,7 @@ def _data_at(places: Sequence[str], run: RunFile) -> Data:
 
 async def _see_device(wanted: str) -> Device | Missing:
     seen, driver = await asyncio.gather(
-        _output(*python(), "-c", SEE_DEVICE, wanted),
+        _output(sys.executable, "-c", SEE_DEVICE, wanted),
         _output(
             "nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"
         ),

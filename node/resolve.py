@@ -11,6 +11,7 @@ from planaria.bootstrap.membership import MembershipRules
 from planaria.node.data.corpus import CorpusError, read_index
 from planaria.node.data.mixture import index_of
 from planaria.node.hugging_face.taking_in import check_tokenizer, take_in
+from planaria.node.imports import calling
 from planaria.node.local.processes import describe_status
 from planaria.node.run_file import (
     DATA,
@@ -22,7 +23,6 @@ from planaria.node.run_file import (
     override,
 )
 from planaria.node.stage.shape import matrix_names
-from planaria.node.supervisor import calling
 
 SHIPPED = Path(__file__).resolve().parents[1] / "corpus" / "austen"
 """Prose that comes with the package."""

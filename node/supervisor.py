@@ -65,24 +65,11 @@ def is_watched() -> bool:
     return True
 
 
-def python() -> list[str]:
-    """The command line of another Python that finds planaria where this one has."""
-    found_here = str(Path.cwd()) in sys.path or "" in sys.path
-    return [sys.executable, *([] if found_here else ["-P"])]
-
-
-def calling(module: str) -> list[str]:
-    """The command line of another Python that calls `main` of that module, and finds whatever this
-    one finds."""
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main()"
-    return [sys.executable, "-c", code]
-
-
 def same_again() -> list[str]:
     """The command line of this process, but for what may be secret, which goes into the
     environment."""
     words, _ = taken_out(sys.argv[1:])
-    return [*python(), "-m", "planaria", *words]
+    return [sys.executable, "-m", "planaria", *words]
 
 
 def one_each(

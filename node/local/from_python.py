@@ -24,6 +24,7 @@ from typing import IO, Any, Literal, NamedTuple
 
 from rich.console import Console
 
+from planaria.node.imports import calling, leave_out_current_folder
 from planaria.node.local.processes import describe_status, die_with_parent
 from planaria.node.local.swarm import Ending, SwarmError, parse_kill, plan_run, read_plan
 from planaria.node.local.swarm import up as up_here
@@ -34,7 +35,6 @@ from planaria.node.report.readable_console import ReadableConsole
 from planaria.node.report.summary import read_summary, tell
 from planaria.node.run_file import RunFile, RunFileError, override
 from planaria.node.run_file import load as load_file
-from planaria.node.supervisor import calling
 
 __all__ = ["Result", "RunFileError", "SwarmError", "load", "up"]
 
@@ -204,6 +204,7 @@ def follow(between: subprocess.Popen[bytes], said: IO[bytes]) -> bool:
 def main() -> None:
     """The process between: takes an order from stdin, answers to stdout, talks to stderr."""
     die_with_parent()
+    leave_out_current_folder()
     with os.fdopen(os.dup(1), "wb") as answer:
         os.dup2(2, 1)
         order: _Order = pickle.load(sys.stdin.buffer)

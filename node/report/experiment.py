@@ -28,7 +28,6 @@ from planaria.node.report.line_file import BackgroundLineFile
 from planaria.node.report.samples import markdown
 from planaria.node.run_file import RunFile, loads
 from planaria.node.stage.learning_rate import of_run
-from planaria.node.supervisor import python
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class ExperimentPipe(BackgroundLineFile):
     def __init__(self, opening: Opening, command: Sequence[str] | None = None) -> None:
         folder = Path(opening.folder)
         self._log = folder / f"{opening.kind}-{opening.name}.log"
-        self._command = command or [*python(), "-m", __name__]
+        self._command = command or [sys.executable, "-m", __name__]
         self._process: subprocess.Popen[bytes] | None = None
         super().__init__(folder / opening.kind, MOST_UNREAD)
         self.append(json.dumps(opening._asdict()).encode() + b"\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,6 @@ from planaria.node.local.processes import PLANARIA, Processes, Work, run_planari
 from planaria.node.own_folders import said_here
 from planaria.node.resolve import resolve
 from planaria.node.run_file import dumps
-from planaria.node.supervisor import python
 from tests.swarm.small import small
 
 DEADLINE = 180.0  # seconds; only a hanging test gets there
@@ -80,7 +80,7 @@ class Machines:
         """A command; --join is a file with an invite. What it has enrolled as is in `home`."""
         (self.folder / f"{home}.invite").write_text(encode(join))
         return await asyncio.create_subprocess_exec(
-            *(*python(), "-m", "planaria", *words),
+            *(sys.executable, "-m", "planaria", *words),
             *("--join", f"@{self.folder / home}.invite", *self.token),
             env=os.environ | {"XDG_STATE_HOME": str(self.folder / home), "COLUMNS": "200"},
             stdout=asyncio.subprocess.PIPE,
