@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import binascii
 import hashlib
+import re
 import secrets
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections import Counter
@@ -36,6 +37,7 @@ MOST: Final = 10_000
 MOST_ENROLLED: Final = 100_000
 MOST_STAGES: Final = 10_000
 INVITED: Final = (Role.NODE, Role.READER, Role.OPERATOR)
+_BEGIN: Final = re.compile(r"\s*".join(map(re.escape, MARK)) + r"(?!\S*:\d)")
 
 
 class InviteError(ValueError):
@@ -47,8 +49,8 @@ class NotAdmitted(Exception):  # noqa: N818  an answer, not a fault
 
 
 def is_invite(text: str) -> bool:
-    """Whether it means to be one."""
-    return text.startswith(MARK.rstrip("."))
+    """Whether there is one in it, whole or not. A host may be called planaria1, too."""
+    return _BEGIN.search(text) is not None
 
 
 def encode(invitation: Invitation) -> str:
@@ -62,25 +64,35 @@ def _written(whole: bytes) -> str:
 
 
 def decode(text: str) -> Invitation:
-    """Raises InviteError, which shows nothing of the text."""
-    text = text.strip()
-    if not text.startswith(MARK):
-        raise InviteError(f"this is no invite: one begins with {MARK}, and is a single word")
-    if len(text) > LONGEST:
-        raise InviteError(f"the invite has {len(text)} letters; {LONGEST} are the most it can have")
-    body = text[len(MARK) :]
+    """The invite in `text`. White space in it doesn't matter, nor do the command before it and the
+    options after it. Raises InviteError, which shows nothing of the text."""
+    _, *bodies = _BEGIN.split(text)
+    if not bodies:
+        raise InviteError(f"there is no invite here: one begins with {MARK}")
+    if len(bodies) > 1:
+        raise InviteError(f"there are {len(bodies)} invites here: keep one of them")
+    # A wrapped line of an invite may begin with a dash, as an option does: the checksum tells.
+    parts = re.split(r"\s(?=-)", bodies[0])
+    for end in range(len(parts), 0, -1):
+        body = re.sub(r"[\s\"']", "", "".join(parts[:end]))
+        if (invitation := _decoded(body)) is not None:
+            _check(invitation)
+            return invitation
+    raise InviteError("the invite is cut off, or was changed: copy all of it")
+
+
+def _decoded(body: str) -> Invitation | None:
+    """None: it is cut off, or was changed. Raises InviteError."""
+    if len(body) > LONGEST:
+        raise InviteError(f"the invite has {len(body)} letters; {LONGEST} are the most it can have")
     try:
         whole = urlsafe_b64decode(body + "=" * (-len(body) % 4))
         content, checksum = whole[:-4], whole[-4:]
         if _written(whole) != body or crc32(content).to_bytes(4, "little") != checksum:
-            raise DecodeError
-        invitation = Invitation.FromString(content)
-    except (binascii.Error, DecodeError, ValueError) as error:
-        raise InviteError(
-            "the invite is cut off, or changed on the way: copy all of it, in one line"
-        ) from error
-    _check(invitation)
-    return invitation
+            return None
+        return Invitation.FromString(content)
+    except (binascii.Error, DecodeError, ValueError):
+        return None
 
 
 def _check(invitation: Invitation) -> None:

@@ -21,7 +21,12 @@ class Answer(enum.Enum):
     OPEN = "takes connections"
     REFUSED = "refuses connections: nothing listens there"
     UNKNOWN = "is unknown: there is no host of that name"
+    UNRESOLVED = "can't be looked up: the name service (DNS) doesn't answer"
     SILENT = "doesn't answer"
+
+
+NOBODY = tuple(answer for answer in Answer if answer is not Answer.OPEN)
+"""Answers by which nothing can be asked at an address, now at least."""
 
 
 class Way(NamedTuple):
@@ -32,8 +37,9 @@ class Way(NamedTuple):
 
 
 async def knock(address: Address, seconds: float) -> Answer:
-    """What comes of connecting to an address, within so many seconds. A name that can't be looked
-    up at the moment is silent, one that has several addresses refuses when all of them do."""
+    """What comes of connecting to an address, within so many seconds. A name that has several
+    addresses refuses when all of them do."""
+    places: list[tuple[str, int]] | None = None
     try:
         async with asyncio.timeout(seconds):
             places = await _look_up(address)
@@ -41,7 +47,7 @@ async def knock(address: Address, seconds: float) -> Answer:
                 return Answer.UNKNOWN
             answers = await asyncio.gather(*(_connect(*place) for place in places))
     except TimeoutError:
-        return Answer.SILENT
+        return Answer.UNRESOLVED if places is None else Answer.SILENT
     for answer in (Answer.OPEN, Answer.SILENT):
         if answer in answers:
             return answer
@@ -64,6 +70,8 @@ def dead_end(answers: Mapping[str, Answer], final: Sequence[Answer]) -> str:
     remedies = []
     if Answer.UNKNOWN in answers.values():
         remedies.append("Check the spelling of the name, or give an IP address")
+    if Answer.UNRESOLVED in answers.values():
+        remedies.append("Check this machine's network and /etc/resolv.conf, or give an IP address")
     if Answer.REFUSED in answers.values():
         remedies.append(
             "Check host and port, and that the registry runs there (`planaria bootstrap`) and "

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from planaria.node.instance import Instance
     from planaria.node.page.place import Place
     from planaria.node.report.log_stream import LastLines
-    from planaria.node.run_file import RunFile
+    from planaria.node.run_file import DataSection, RunFile
 
 log = logging.getLogger("planaria")
 
@@ -187,14 +187,15 @@ def find_corpus(run: RunFile, options: Options) -> Data | None:
 
     kept = (options.save_dir or options.out or Path("out")) / "data"
     needed = options.stage == 0 or bool(options.data)
+    data: DataSection | None
     try:
         data = run.data if options.data else data_below(own_folder(options.out, run), run.data)
-    except NodeError as error:
+    except NodeError:
         if needed:
             raise
-        log.info("not fit for stage 0: %s", error)
-        return None
-    if not needed and not all(path.exists() for path in data.folders):
+        data = None
+    if data is None or not (needed or all(path.exists() for path in data.folders)):
+        log.info("this node has no prepared data (--data DIR), so it serves any stage but 0")
         return None
     try:
         corpus = open_data(data, [folder_of(place, kept) for place in options.data])

@@ -26,7 +26,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
 from planaria.bootstrap.credentials import Credentials, CredentialsError, add_port
-from planaria.bootstrap.knock import Answer, dead_end, knock_at_all
+from planaria.bootstrap.knock import NOBODY, dead_end, knock_at_all
 from planaria.bootstrap.membership import PROTOCOL
 from planaria.bootstrap.registry_pb2 import Description, ExamineRequest
 from planaria.node.begin import NodeError, check_reachable
@@ -177,14 +177,8 @@ async def _in_thread(work: Callable[..., T], *arguments: object) -> T:
 
 async def _describe(client: RegistryClient, asked: Asked) -> Description | Missing:
     answers = await knock_at_all(asked.join, KNOCK)
-    if why := dead_end(answers, [Answer.UNKNOWN, Answer.REFUSED]):
+    if why := dead_end(answers, NOBODY):
         return Missing(why, Verdict.PROBLEM)
-    if all(answer is Answer.SILENT for answer in answers.values()):
-        return Missing(
-            f"{' and '.join(asked.join)} has not answered in {KNOCK:g} s: check host and port, and "
-            "that the registry's firewall lets the port through",
-            Verdict.PROBLEM,
-        )
     try:
         async with asyncio.timeout(DESCRIBE):
             await client.check_one_run(DESCRIBE / 2)
@@ -354,6 +348,7 @@ async def _output(*command: str) -> str:
     try:
         said, _ = await process.communicate()
     except asyncio.CancelledError:
-        process.kill()
+        with suppress(ProcessLookupError):  # it has just ended
+            process.kill()
         raise
     return said.decode(errors="replace").strip() if process.returncode == 0 else ""

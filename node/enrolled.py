@@ -9,19 +9,34 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from planaria.bootstrap.credentials import Certified
 from planaria.bootstrap.enrolling import Enrolment
 from planaria.bootstrap.enrolment_pb2 import Invitation
-from planaria.bootstrap.invites import InviteError, decode, is_invite
+from planaria.bootstrap.invites import MARK, InviteError, decode, is_invite
 from planaria.bootstrap.small_files import read_small
 from planaria.node.instance import Instance, find_instance, release
 
+LONGEST_NAME: Final = 255
+"""Bytes that a file's name has at most."""
+
 
 def invitation_of(join: str) -> Invitation | None:
-    """What --join says, if that is an invite, or @FILE with one in it. Raises InviteError."""
+    """What --join says, if that is an invite, or @FILE with one in it; None: it says addresses.
+    Raises InviteError."""
     text = text_of(join)
-    return decode(text) if is_invite(text) else None
+    if is_invite(text):
+        return decode(text)
+    if ":" in text:
+        return None
+    if join.startswith("@"):
+        raise InviteError(
+            f"--join {join}: the file has no invite, which begins with {MARK}, and no HOST:PORT"
+        )
+    if len(join) <= LONGEST_NAME and Path(join).is_file():
+        raise InviteError(f"--join {join}: this is a file; --join @{join} reads what is in it")
+    return None
 
 
 def text_of(said: str, option: str = "--join", what: str = "the invite") -> str:
@@ -33,7 +48,7 @@ def text_of(said: str, option: str = "--join", what: str = "the invite") -> str:
     except (OSError, UnicodeError) as error:
         raise InviteError(f"{option} {said}: the file can't be read: {error}") from error
     if not text:
-        raise InviteError(f"{option} {said}: the file is empty; it is to have {what}, in one line")
+        raise InviteError(f"{option} {said}: the file is empty; it should have {what}")
     return text
 
 

@@ -26,8 +26,8 @@ def below(folder: Path, key: str, name: str, option: str) -> Path:
     found = Path(os.path.realpath(own / name))  # unlike `resolve`, of links in a ring too
     if own not in found.parents:
         raise NodeError(
-            f"{key} = {name!r} is the registry's word, and at this node it is a name below "
-            f"{folder}, which this is not: {option} DIR says where it is on this machine"
+            f"{key} = {name!r}: that folder is not below this node's own, {folder}, so a registry "
+            f"may not name it: {option} DIR says where it is on this machine"
         )
     return found
 

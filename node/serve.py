@@ -199,7 +199,7 @@ def find_checkpoint(run: RunFile, options: Options) -> Checkpoint | None:
                 f"with recovery.policy = {policy} each node needs the checkpoint that the run "
                 f"begins from, and {error} (--model DIR says where it is)"
             ) from error
-        log.info("without the model that the run begins from: %s", error)
+        log.info("this node gets its first weights from other nodes: %s", error)
         return None
 
 

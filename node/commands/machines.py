@@ -220,14 +220,16 @@ def node_command(
         invitation, addresses = invitation_of(join), addresses_of(join)
         listens = Address.parse(listen or (anywhere(addresses) if invitation else LOOPBACK))
         told = None if advertise is None or dials_only else Address.to_dial(advertise)
-        check_reachable(addresses, listens, told, dials_only)
         folder = None if save_dir == Path("none") else save_dir
         shown = None if metrics == "none" else Address.parse(metrics)
         nodes = one_each(device.split(","), listens, told, folder, shown)
-    if not is_watched():
+    watched = is_watched()
+    if not watched:
         check_there(addresses, [Answer.UNKNOWN], TRY_AGAIN)
-        if restart is Restart.ALWAYS or len(nodes) > 1:
-            raise typer.Exit(asyncio.run(supervise(nodes, grace, restart is Restart.ALWAYS)))
+    with refusing(NodeError, ValueError):
+        check_reachable(addresses, listens, told, dials_only)
+    if not watched and (restart is Restart.ALWAYS or len(nodes) > 1):
+        raise typer.Exit(asyncio.run(supervise(nodes, grace, restart is Restart.ALWAYS)))
 
     from planaria.bootstrap.client import JoinRefused
     from planaria.bootstrap.credentials import Credentials, CredentialsError

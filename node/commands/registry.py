@@ -75,14 +75,14 @@ def check_there(addresses: Sequence[str], final: Sequence[Answer], status: int) 
     """Ends with that status where all that the addresses say is final, else says what they do."""
     import asyncio
 
-    from planaria.bootstrap.knock import Answer, dead_end, knock_at_all
+    from planaria.bootstrap.knock import NOBODY, dead_end, knock_at_all
 
     with refusing(ValueError):
         answers = asyncio.run(knock_at_all(addresses, KNOCK))
     if why := dead_end(answers, final):
         refuse(why)
         raise typer.Exit(status)
-    if why := dead_end(answers, [Answer.UNKNOWN, Answer.REFUSED, Answer.SILENT]):
+    if why := dead_end(answers, NOBODY):
         warn(f"{why}. Trying on")
 
 

@@ -65,13 +65,34 @@ def test_an_invite_that_was_changed_or_cut_off_is_told(data):
             assert text[20:60] not in str(caught.value)
 
 
+@given(
+    st.integers(1, 40),
+    st.sampled_from(
+        ["", "planaria node --join ", 'planaria node --join "', "$ planaria doctor --join="]
+    ),
+    st.sampled_from(["", "\n", '"', " --listen 0.0.0.0:7401 --name a", "\n  --stage 2"]),
+)
+def test_neither_white_space_nor_the_command_around_an_invite_matters(width, before, after):
+    text = encode(INVITATION)
+    lines = [text[place : place + width] for place in range(0, len(text), width)]
+    for pasted in (text, "\n".join(lines), " \r\n\t".join(lines)):
+        assert is_invite(before + pasted + after)
+        assert decode(before + pasted + after) == INVITATION
+
+
+def test_a_host_called_planaria1_is_no_invite():
+    assert not is_invite("planaria1.example.org:7400")
+    assert not is_invite("planaria1:7400,planaria2:7400")
+
+
 def test_texts_that_are_none():
     for text, why in (
         ("registry.example.org:7400", "begins with planaria1."),
         ("planaria2.AAAA", "begins with planaria1."),
         ("planaria1." + "A" * 20_000, "letters"),
-        ("planaria1.é", "cut off, or changed"),
-        ("planaria1.", "cut off, or changed"),
+        ("planaria1.é", "cut off, or was changed"),
+        ("planaria1.", "cut off, or was changed"),
+        ("planaria1.A\nplanaria1.B", "2 invites here"),
     ):
         with pytest.raises(InviteError, match=why):
             decode(text)

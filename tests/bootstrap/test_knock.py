@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from planaria.bootstrap.address import Address, AddressError
-from planaria.bootstrap.knock import Answer, Way, dead_end, knock, knock_at_all, way_out
+from planaria.bootstrap.knock import NOBODY, Answer, Way, dead_end, knock, knock_at_all, way_out
 
 LONG = 60.0  # seconds; only a hanging test gets there
 
@@ -43,7 +43,7 @@ async def test_a_port_that_is_listened_on_is_open_and_another_refuses() -> None:
     [
         (socket.gaierror(socket.EAI_NONAME, "no such name"), Answer.UNKNOWN),
         (UnicodeError("label empty or too long"), Answer.UNKNOWN),
-        (socket.gaierror(socket.EAI_AGAIN, "try again"), Answer.SILENT),
+        (socket.gaierror(socket.EAI_AGAIN, "try again"), Answer.UNRESOLVED),
     ],
 )
 async def test_only_a_name_that_there_is_none_of_is_unknown(
@@ -82,6 +82,8 @@ def test_it_is_a_dead_end_when_all_addresses_are_final() -> None:
     assert dead_end(silent, final) == ""
     assert "firewall" in dead_end(silent, [*final, Answer.SILENT])
     assert "spelling" not in dead_end({"b:1": Answer.REFUSED}, final)
+    unresolved = dead_end({"a:1": Answer.UNRESOLVED}, NOBODY)
+    assert "resolv.conf" in unresolved and "firewall" not in unresolved
 
 
 async def test_a_name_service_that_fails_for_a_while_is_asked_again(

@@ -163,7 +163,7 @@ def test_a_node_says_at_once_that_it_has_to_try_on(monkeypatch: pytest.MonkeyPat
         ("--join 127.0.0.1:1 --device gpu", "'gpu': auto, cpu or cuda:N"),
         ("--join 127.0.0.1:1 --device cuda:1,cuda:1", "cuda:1 twice"),
         ("--join 127.0.0.1:1 --device cpu,auto", "auto is one device"),
-        ("--join a..b:1 --advertise none", "there is no host of that name"),
+        ("--join a..b:1", "there is no host of that name"),
     ],
 )
 def test_nodes_are_refused_without_loading_torch(arguments: str, says: str) -> None:

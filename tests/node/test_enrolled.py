@@ -16,7 +16,16 @@ from planaria.node.supervisor import TRY_AGAIN
 
 
 @pytest.mark.parametrize(
-    ("content", "why"), [(None, "can't be read"), (" \n", "is empty"), ("planaria1.xyz", "cut off")]
+    ("content", "why"),
+    [
+        (None, "can't be read"),
+        (" \n", "is empty"),
+        ("planaria1.xyz", "cut off"),
+        (
+            "planaria node --join @node.invite",
+            "has no invite, which begins with planaria1., and no HOST:PORT",
+        ),
+    ],
 )
 def test_a_file_without_an_invite_is_named(tmp_path: Path, content: str | None, why: str) -> None:
     file = tmp_path / "invite"
@@ -24,6 +33,15 @@ def test_a_file_without_an_invite_is_named(tmp_path: Path, content: str | None, 
         file.write_text(content)
     with pytest.raises(InviteError, match=why):
         invitation_of(f"@{file}")
+
+
+def test_a_file_that_is_named_without_the_at_sign(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert invitation_of("invite") is None
+    (tmp_path / "invite").write_text("planaria1.xyz")
+    with pytest.raises(InviteError, match="this is a file; --join @invite reads"):
+        invitation_of("invite")
+    assert invitation_of("localhost:7400") is None
 
 
 def test_an_invite_for_another_role_is_not_used_up() -> None:
