@@ -28,7 +28,7 @@ from planaria.bootstrap.credentials import PLAIN
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
 from planaria.node.hugging_face.from_swarm import export_swarm
-from planaria.node.hugging_face.generate import Sampling
+from planaria.node.hugging_face.generate import Sampling, texts
 from planaria.node.hugging_face.through_swarm import speak
 from planaria.node.local.processes import run_planaria
 from planaria.node.report.progress import untracked
@@ -70,7 +70,8 @@ def export_once(out: Path, client: RegistryClient) -> Awaitable[object]:
 
 
 def speak_once(data: Path, client: RegistryClient) -> Awaitable[object]:
-    return speak(client, PLAIN, data, "It was", 10, Sampling(), lambda _: None)
+    reply = partial(texts, prompt="It was", tokens=10, sampling=Sampling())
+    return speak(client, PLAIN, data, reply, lambda _: None)
 
 
 @contextmanager

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import enum
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -17,6 +22,10 @@ from planaria.node.commands.terminal import console, end, refusing, tracking
 if TYPE_CHECKING:
     from planaria.bootstrap.client import RegistryClient
     from planaria.bootstrap.credentials import Credentials
+    from planaria.node.hugging_face.generate import Speaker
+
+    Reply: TypeAlias = Callable[[Speaker], Iterable[str]]
+    """What a model says, in pieces."""
 
 Wait = Annotated[
     float,
@@ -157,6 +166,15 @@ def generate_command(
             "--join, the latter alone.",
         ),
     ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="The prompt is a question, answered by the model's chat template; without one, a "
+            "dialogue: a question a line, until Ctrl-D.",
+        ),
+    ] = False,
+    system: Annotated[str, typer.Option(help="With --chat: the system's message.")] = "",
     join: Living = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, at most.")] = 100,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8,
@@ -174,11 +192,14 @@ def generate_command(
     key: Key = None,
     token: Token = "",
 ) -> None:
-    """Let an exported model go on with a text, or that of a living run where it is trained."""
+    """Let an exported model, or that of a living run where it is trained, continue a text, or
+    answer questions (--chat)."""
     said = list(words or [])
     folder = None if join is not None else Path(said.pop(0)) if said else None
     if len(said) > 1 or (join is None and folder is None):
         end("say planaria generate DIR [PROMPT], or --join HOST:PORT [PROMPT]")
+    if system and not chat:
+        end("--system is the system's message of a conversation: add --chat")
     if join is not None:
         check_registry(join)
     if folder is not None:
@@ -188,9 +209,9 @@ def generate_command(
     from planaria.node.begin import NodeError
     from planaria.node.data.corpus import CorpusError
     from planaria.node.hugging_face.config import UnsupportedModelError
+    from planaria.node.hugging_face.dialogue import Dialogue
     from planaria.node.hugging_face.export import ExportError
     from planaria.node.hugging_face.generate import Sampling, Speaker, texts
-    from planaria.node.hugging_face.through_swarm import speak
     from planaria.node.hugging_face.whole_model import WholeModel
     from planaria.node.run_file import RunFileError
     from planaria.node.serve import pick_device
@@ -201,18 +222,55 @@ def generate_command(
         prompt = "".join(said)
         if join is not None:
             credentials = credentials_for(join, ca, certificate, key, token)
-
-            async def go_on(client: RegistryClient) -> None:
-                _say(prompt)
-                await speak(client, credentials, data, prompt, tokens, sampling, _say)
-
-            ask_registry(join, credentials, go_on)
+            say = partial(_say_living, join, credentials, data)
         elif folder is not None:
-            speaker = Speaker.of(WholeModel.load(folder, pick_device(device)), folder)
-            _say(prompt)
-            for text in texts(speaker, prompt, tokens, sampling):
-                _say(text)
-        console.print()
+            say = partial(_say, Speaker.of(WholeModel.load(folder, pick_device(device)), folder))
+        if chat:
+            with Dialogue(system, tokens, sampling) as dialogue:
+                if prompt:
+                    say(partial(dialogue.answer, question=prompt))
+                else:
+                    _converse(lambda question: say(partial(dialogue.answer, question=question)))
+        else:
+            say(lambda speaker: chain([prompt], texts(speaker, prompt, tokens, sampling)))
+
+
+def _say(speaker: Speaker, reply: Reply) -> None:
+    for text in reply(speaker):
+        _show(text)
+    console.print()
+
+
+def _say_living(join: str, credentials: Credentials, data: Path | None, reply: Reply) -> None:
+    """By the model of a living run. Raises KeyboardInterrupt, as without one."""
+    from planaria.node.hugging_face.through_swarm import speak
+
+    complete = False
+
+    async def ask(client: RegistryClient) -> None:
+        nonlocal complete
+        await speak(client, credentials, data, reply, _show)
+        complete = True
+
+    ask_registry(join, credentials, ask)
+    console.print()
+    if not complete:
+        raise KeyboardInterrupt
+
+
+def _converse(answer: Callable[[str], None]) -> None:
+    """Answers each line that is typed, or comes from a pipe, until there are no more or Ctrl-C."""
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if terminal:
+        with suppress(ImportError):
+            import readline  # noqa: F401 (`input` has its keys then)
+    try:
+        while True:
+            if question := input("> " if terminal else "").strip():
+                answer(question)
+    except (EOFError, KeyboardInterrupt):
+        if terminal:
+            console.print()
 
 
 def _check_model(folder: Path) -> None:
@@ -225,8 +283,8 @@ def _check_model(folder: Path) -> None:
         end(f"{folder} holds no model: name a folder that `planaria export` has written")
 
 
-def _say(text: str) -> None:
-    console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+def _show(text: str) -> None:
+    console.print(text, end="", markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def evaluate_command(

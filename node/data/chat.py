@@ -46,6 +46,7 @@ class Conversation(NamedTuple):
     place: str  # where, in words
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
+    unanswered: bool = False  # rendered with the generation prompt, for a model to answer
 
 
 class Rendered(NamedTuple):
@@ -95,8 +96,8 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation) -> Rendered:
         """Raises CorpusError."""
-        found = self._text(conversation, len(conversation.messages))
-        if self._marked:
+        found = self._text(conversation, len(conversation.messages), conversation.unanswered)
+        if self._marked or conversation.unanswered:
             return _unmarked(found)
         return Rendered(found, list(self._turns(conversation, found)))
 
@@ -132,9 +133,11 @@ class ChatTemplate:
             raise CorpusError(f"{conversation.place}: {self._name} refuses it: {why}") from error
 
 
-def template_of(tokenizer: Path, file: Path | None = None) -> Template:
+def template_of(
+    tokenizer: Path, file: Path | None = None, remedy: str = "give one with --chat-template FILE"
+) -> Template:
     """That of `file`, or the one beside a tokenizer.json: chat_template.jinja, or the chat_template
-    of tokenizer_config.json. Raises CorpusError."""
+    of tokenizer_config.json. Raises CorpusError, which ends with the remedy when there is none."""
     folder = tokenizer.absolute().parent
     config = _config(folder / "tokenizer_config.json")
     special = {f"{key}_token": _token(config.get(f"{key}_token")) for key in SPECIAL}
@@ -150,7 +153,7 @@ def template_of(tokenizer: Path, file: Path | None = None) -> Template:
     if not isinstance(found, str):
         raise CorpusError(
             f"{folder} has no chat template, by which messages become text: neither {beside.name} "
-            "nor chat_template in tokenizer_config.json; give one with --chat-template FILE"
+            f"nor chat_template in tokenizer_config.json; {remedy}"
         )
     return Template(found, f"the chat template in {folder / 'tokenizer_config.json'}", known)
 

@@ -9,6 +9,7 @@ from typing import Any, Final, get_args
 from planaria.node.stage.shape import Family, ModelConfig, RopeScaling
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ALWAYS: Final[dict[str, Any]] = {
     "attention_dropout": 0.0,
@@ -222,11 +223,20 @@ def special_tokens(folder: Path) -> dict[str, Any]:
 def read_end(folder: Path) -> int | None:
     """The token that ends a document; None where the model has none. Raises
     UnsupportedModelError."""
-    path = folder / CONFIG
+    return next(iter(_eos_ids(folder / CONFIG)), None)  # documents end with the first
+
+
+def read_stops(folder: Path) -> list[int]:
+    """The tokens at which transformers' `generate` stops: those of generation_config.json, else of
+    config.json. Raises UnsupportedModelError."""
+    files = [folder / name for name in (GENERATION_CONFIG, CONFIG)]
+    return next((ids for file in files if file.is_file() and (ids := _eos_ids(file))), [])
+
+
+def _eos_ids(file: Path) -> list[int]:
+    """Raises UnsupportedModelError."""
     try:
-        end = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError) as error:
-        raise UnsupportedModelError(f"{path} can't be read: {error}") from error
-    if isinstance(end, list) and end:  # the first is the one that documents end with
-        end = end[0]
-    return end if isinstance(end, int) else None
+        ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UnsupportedModelError(f"{file} can't be read: {error}") from error
+    return [each for each in (ids if isinstance(ids, list) else [ids]) if type(each) is int]

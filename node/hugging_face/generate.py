@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,9 +37,9 @@ def generate(
     tokens: int,
     context: int,
     sampling: Sampling,
-    end: int | None = None,
+    ends: Collection[int | None] = (),
 ) -> Iterator[int]:
-    """Up to so many tokens that follow the prompt, until the document ends (`end`).
+    """Up to so many tokens that follow the prompt, until one of `ends`.
 
     `next_logits`: int64 [1, T], T at most `context`, to float32 [vocabulary], of what follows the
     last one. What doesn't fit into the context is forgotten from the front. Raises ValueError for
@@ -52,7 +52,7 @@ def generate(
     for _ in range(tokens):
         logits = next_logits(torch.tensor([known[-context:]])).cpu()
         token = choose(logits, sampling, generator)
-        if token == end:
+        if token in ends:
             return
         known.append(token)
         yield token
@@ -80,6 +80,7 @@ class Speaker:
     end: int | None  # token that ends a document
     vocabulary: int
     context: int
+    folder: Path | None = None  # with the tokenizer's files, its chat template among them
 
     @classmethod
     def of(cls, model: WholeModel, folder: Path) -> Speaker:
@@ -90,20 +91,33 @@ class Speaker:
         def next_logits(known: Tensor) -> Tensor:
             return model.logits(known)[0, -1]
 
-        return cls(next_logits, tokenizer, end, config.vocabulary, config.context)
+        return cls(next_logits, tokenizer, end, config.vocabulary, config.context, folder)
 
 
 def texts(speaker: Speaker, prompt: str, tokens: int, sampling: Sampling) -> Iterator[str]:
     """What follows the prompt, piece by piece, as soon as it is known; after an empty one, a
     document from its beginning. Raises ValueError."""
-    tokenizer, end = speaker.tokenizer, speaker.end
-    known = tokenizer.encode(prompt, add_special_tokens=False).ids
+    end = speaker.end
+    known = encoded(speaker, prompt)
     if not known and end is not None:
         known = [end]
-    if wrong := [token for token in known if token >= speaker.vocabulary]:
+    following = generate(speaker.next_logits, known, tokens, speaker.context, sampling, ends=(end,))
+    return decoded(speaker.tokenizer, list(known), following)
+
+
+def encoded(speaker: Speaker, text: str) -> list[int]:
+    """Its tokens. Raises ValueError for those that the model doesn't have."""
+    found = speaker.tokenizer.encode(text, add_special_tokens=False).ids
+    if wrong := [token for token in found if token >= speaker.vocabulary]:
         raise ValueError(f"the tokenizer has token {wrong[0]}, and the model {speaker.vocabulary}")
-    written, said = list(known), tokenizer.decode(known)
-    for token in generate(speaker.next_logits, known, tokens, speaker.context, sampling, end):
+    return found
+
+
+def decoded(tokenizer: Tokenizer, written: list[int], tokens: Iterable[int]) -> Iterator[str]:
+    """The text of these tokens, in whole characters. They are added to `written`, which has those
+    before them."""
+    said = tokenizer.decode(written)
+    for token in tokens:
         written.append(token)
         text = tokenizer.decode(written)
         if not text.endswith("\ufffd"):  # a character may take several tokens

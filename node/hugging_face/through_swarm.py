@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from planaria.node.data.corpus import CorpusError, load_tokenizer, read_index
 from planaria.node.hugging_face.evaluate import Evaluation, Portion
 from planaria.node.hugging_face.export import ExportError
 from planaria.node.hugging_face.from_saves import vocabulary_given
-from planaria.node.hugging_face.generate import Sampling, Speaker, texts
+from planaria.node.hugging_face.generate import Speaker
 from planaria.node.hugging_face.living_run import Access, LivingRun, from_outside
 from planaria.node.naming import node_of
 from planaria.node.report.progress import Track
@@ -88,13 +88,13 @@ class LivingStages(LivingRun):
             shown = [_of(seen, (*inputs[0].shape, self.config.crossing), f"stage {stage}")]
         return shown[0]
 
-    def speaker(self, tokenizer: Tokenizer, end: int | None) -> Speaker:
+    def speaker(self, tokenizer: Tokenizer, end: int | None, folder: Path | None = None) -> Speaker:
         """For a thread that isn't the event loop's."""
 
         def next_logits(known: Tensor) -> Tensor:
             return asyncio.run_coroutine_threadsafe(self.logits(known), self.loop).result()
 
-        return Speaker(next_logits, tokenizer, end, self.config.vocabulary, self.context)
+        return Speaker(next_logits, tokenizer, end, self.config.vocabulary, self.context, folder)
 
     async def _look(self, stage: int, shown: list[Tensor], head: bool = False) -> Tensor:
         """By the first of the stage's seats that answers. Raises ExportError."""
@@ -165,24 +165,23 @@ async def speak(
     client: RegistryClient,
     credentials: Credentials,
     data: Path | None,
-    prompt: str,
-    tokens: int,
-    sampling: Sampling,
+    reply: Callable[[Speaker], Iterable[str]],
     say: Callable[[str], None],
 ) -> None:
-    """`say` gets what follows the prompt, piece by piece. `data`: a prepared folder of the run's,
-    with the tokenizer, if not where its run file says. Raises ExportError, CorpusError,
-    ValueError, and what `client` does."""
+    """`say` gets the pieces of the reply. `data`: a prepared folder of the run's, with the
+    tokenizer, if not where its run file says. Raises ExportError, CorpusError, what `reply` raises
+    and what `client` does."""
     access = await from_outside(client.describe, credentials, await client.reach())
     async with LivingStages(access) as stages:
         vocabulary = vocabulary_given(stages.run, data, None)
         if vocabulary is None:
             raise CorpusError("without a tokenizer there is no text: name the data by --data DIR")
+        folder = vocabulary.origin or vocabulary.file.parent
         tokenizer = load_tokenizer(vocabulary.file)
-        speaker = stages.speaker(tokenizer, vocabulary.end_of_document)
+        speaker = stages.speaker(tokenizer, vocabulary.end_of_document, folder)
 
         def go_on() -> None:
-            for text in texts(speaker, prompt, tokens, sampling):
+            for text in reply(speaker):
                 say(text)
 
         await asyncio.to_thread(go_on)

@@ -53,7 +53,7 @@ def test_the_end_of_the_document_ends_it() -> None:
     def next_logits(known: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.one_hot(torch.tensor(next(tokens)), 4).float()
 
-    assert list(generate(next_logits, [3], 8, 4, Sampling(temperature=0), end=0)) == [1, 2]
+    assert list(generate(next_logits, [3], 8, 4, Sampling(temperature=0), ends=[0])) == [1, 2]
 
 
 @pytest.mark.parametrize(
