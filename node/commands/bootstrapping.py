@@ -60,7 +60,9 @@ class Bootstrapping:
             if after is not None and log.view is None:
                 last, damage = read_view(after)
                 log.go_on_from(last, damage, f"the run {last.run} goes on in other numbers")
-            run_on_loop(self._serve(admission, self._certified(admission), log))
+            kept = self.page and replace(self.page, kept=journal.with_name(f"{journal.name}.page"))
+            serving = replace(self, page=kept)
+            run_on_loop(serving._serve(admission, self._certified(admission), log))
 
     def among(self, store: str) -> None:
         """Those that share this store, in turns, until it is told to stop."""

@@ -149,7 +149,7 @@ def page_command(
 
     if (folder is None) == (join is None):
         end("say which run: a folder that it has left, or --join INVITE of one that lives")
-    with refusing(CredentialsError, ValueError):
+    with refusing(CredentialsError, OSError, ValueError):
         place = parse_place(http, token, certificate, key, insecure)
         if place is None:
             raise ValueError("--http none: a page that is shown nowhere is none")

@@ -454,6 +454,7 @@ def bootstrap_command(
         if store and not (journal is None is after):
             raise ValueError("--store is instead of --journal and --after; leave those out")
         place = Address.parse(listen)  # said at once, before a model is looked at
+        page = parse_place(http, token, certificate, key, insecure or insecure_http)
         text = dumps(resolve(load(run_file)))
         begun = Bootstrapping(
             listen=place,
@@ -468,7 +469,7 @@ def bootstrap_command(
             enrol=None if enrol is None else Address.parse(enrol),
             advertise=advertise,
             others=[Address.to_dial(other) for other in others.split(",") if other],
-            page=parse_place(http, token, certificate, key, insecure or insecure_http),
+            page=page,
             price=price,
             insecure=insecure,
             address_file=address_file,

@@ -166,8 +166,8 @@ def parse_place(
     insecure: bool,
     option: str = "--http",
 ) -> Place | None:
-    """Where `option` has something served; None: nowhere. Raises AddressError,
-    CredentialsError."""
+    """Where `option` has something served; None: nowhere. Raises AddressError, CredentialsError,
+    and OSError where that place isn't free."""
     from planaria.bootstrap.address import Address
     from planaria.node.page.place import Keys, Place
 

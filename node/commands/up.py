@@ -164,7 +164,9 @@ def up_command(
     from planaria.node.run_file import RunFile, RunFileError, load, override
 
     check_tracker(track)
-    with refusing(RunFileError, CorpusError, CredentialsError, SwarmError, ResumeError, ValueError):
+    with refusing(CredentialsError, OSError, ValueError):
+        parse_place(http, "", None, None, insecure=False)
+    with refusing(RunFileError, CorpusError, SwarmError, ResumeError, ValueError):
         if resume is not None:
             trained = (run_file, preset, layers, steps, policy, strict, masking, seed)
             if any(option is not None for option in (*trained, out, save_dir)):
@@ -192,7 +194,6 @@ def up_command(
             say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
             with shown as progress:
                 plan = plan_run(run, out, save_dir, device, say, progress)
-        parse_place(http, "", None, None, insecure=False)
         plan = plan._replace(http=http, price=price, log=(log_level.value, log_format.value))
         plan = plan._replace(track=track and track.value)
         kills = [parse_kill(text, plan.run) for text in kill or []]

@@ -554,9 +554,8 @@ class _Swarm:
             await asyncio.sleep(DESCRIBE)
 
     def _tell_page(self, url: str) -> None:
-        """Once; a registry in place of this one serves it there, too."""
-        if url and not self.page:
-            self.page, self.http = url, url.rstrip("/").rpartition("/")[2]
+        if url and url != self.page:
+            self.page = url
             self.screen.say(f"watch it at {url}")
 
     def _awaited(self) -> str:

@@ -12,7 +12,6 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from planaria.bootstrap.address import Address
 from planaria.node.page.place import Keys
 
 MOST_CONNECTIONS = 64
@@ -82,24 +81,6 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def bind(listen: Address, option: str) -> socket.socket:
-    """A socket at that address (port 0: any), which an `option` of the command line has named.
-    Raises OSError, which says what to do about it."""
-    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((listen.host, listen.port))
-        bound.listen(MOST_CONNECTIONS)
-    except OSError as error:
-        bound.close()
-        raise OSError(
-            f"can't serve HTTP at {listen}: {error.strerror or error}; choose another place with "
-            f"{option} HOST:PORT, or {option} none"
-        ) from error
-    return bound
 
 
 @asynccontextmanager

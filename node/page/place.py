@@ -3,6 +3,8 @@ serves it is loaded."""
 
 from __future__ import annotations
 
+import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -27,17 +29,51 @@ class Place:
     keys: Keys | None = None  # None: in plain text
     insecure: bool = False
     option: str = "--http"  # by which it was named
+    kept: Path | None = None  # the file that keeps the port where `listen` leaves it open
 
     def check(self) -> None:
-        """Raises CredentialsError for a page that anybody could read, unless `insecure`."""
-        if self.listen.is_loopback or self.insecure or (self.token and self.keys):
-            return
-        raise CredentialsError(
-            f"{self.option} {self.listen} can be reached from other machines: give --token and "
-            "TLS, serve it on 127.0.0.1, or accept that others may read it with --insecure"
-        )
+        """Raises CredentialsError for a page that anybody could read, unless `insecure`, and
+        OSError as `bind` does."""
+        if not (self.listen.is_loopback or self.insecure or (self.token and self.keys)):
+            raise CredentialsError(
+                f"{self.option} {self.listen} can be reached from other machines: give --token and "
+                "TLS, serve it on 127.0.0.1, or accept that others may read it with --insecure"
+            )
+        self.bind().close()
+
+    def bind(self) -> socket.socket:
+        """A socket that listens there; where `listen` has port 0, at the kept port if that is free,
+        else at any. Raises OSError, which says what to do about it."""
+        if self.kept is None or self.listen.port:
+            return bind(self.listen, self.option)
+        try:
+            kept = self.listen._replace(port=int(self.kept.read_bytes()))
+            return bind(kept, self.option)
+        except (OSError, OverflowError, ValueError):  # there is none, or it is taken
+            bound = bind(self.listen, self.option)
+        with suppress(OSError):
+            self.kept.write_text(f"{bound.getsockname()[1]}\n")
+        return bound
 
     @property
     def asked_for(self) -> str:
         """The token that a browser has to show; empty: none."""
         return "" if self.listen.is_loopback else self.token
+
+
+def bind(listen: Address, option: str) -> socket.socket:
+    """A socket at that address (port 0: any), which an `option` of the command line has named.
+    Raises OSError, which says what to do about it."""
+    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((listen.host, listen.port))
+        bound.listen()
+    except OSError as error:
+        bound.close()
+        raise OSError(
+            f"can't serve HTTP at {listen}: {error.strerror or error}; choose another place with "
+            f"{option} HOST:PORT, or {option} none"
+        ) from error
+    return bound

@@ -28,7 +28,7 @@ from planaria.node.page.app import (
     metrics_app,
 )
 from planaria.node.page.history import History
-from planaria.node.page.http_server import bind, listening
+from planaria.node.page.http_server import listening
 from planaria.node.page.metrics import exposition, of_registry
 from planaria.node.page.place import Place
 from planaria.node.page.replay import Replay
@@ -220,7 +220,7 @@ async def _served(
     """Gives the URL to open."""
     over = asyncio.Event()
     app = make(over, place.asked_for, place.listen.is_loopback)
-    bound = bind(place.listen, place.option)
+    bound = place.bind()
     port = bound.getsockname()[1]
     async with listening(app, bound, over, place.keys):
         host = socket.gethostname() if place.listen.is_any else place.listen.host

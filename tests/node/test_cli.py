@@ -152,6 +152,21 @@ def test_a_node_says_at_once_that_it_has_to_try_on(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
+    "command", ["up --out {out}", "bootstrap --listen 127.0.0.1:0 --run {out}", "page {out}"]
+)
+def test_a_page_whose_port_is_taken_is_refused_before_anything_is_begun(
+    command: str, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = f"127.0.0.1:{server.getsockname()[1]}"
+        arguments = [*command.format(out=tmp_path / "out").split(), "--http", taken]
+        result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert f"can't serve HTTP at {taken}" in result.output and "--http HOST:PORT" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ("--join nonsense", "has no port"),

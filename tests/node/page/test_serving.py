@@ -17,7 +17,7 @@ from planaria.bootstrap.registry_pb2 import JoinRequest, Report, SeatReport
 from planaria.bootstrap.service import RegistryServer
 from planaria.node.page import serving
 from planaria.node.page.app import UnheardError
-from planaria.node.page.place import Place
+from planaria.node.page.place import Place, bind
 from planaria.node.page.serving import metrics_beside, page_beside, read, show_living
 from planaria.node.report.events import Committed, line
 from planaria.node.run_file import RunFile, override
@@ -59,6 +59,24 @@ async def test_what_a_node_tells_is_on_its_registrys_page() -> None:
     assert not registry.page
     await client.close()
     await registry.stop()
+
+
+async def test_a_registry_that_is_started_again_has_its_page_where_it_was(tmp_path) -> None:
+    place = Place(HERE, kept=tmp_path / "journal.page")
+
+    async def url() -> str:
+        async with page_beside(RegistryServer(MembershipRules(run="r", stages=1), ""), RUN, place):
+            return (tmp_path / "journal.page").read_text()
+
+    first = await url()
+    assert await url() == first
+    with bind(Address("127.0.0.1", int(first)), "--http"):
+        second = await url()
+        assert second != first
+    assert await url() == second
+    for damaged in ("", "x", "70000", "-1"):
+        (tmp_path / "journal.page").write_text(damaged)
+        assert 0 < int(await url()) < 65536
 
 
 async def test_figures_of_a_node_are_served_where_it_says(caplog) -> None:
