@@ -29,6 +29,8 @@ OWN: Final = 100
 """Descriptors of the process that are not for connections: files, its page's, gRPC's."""
 EACH: Final = 3
 """Descriptors that a connection takes: its own, and both ends of the one within."""
+VISITORS: Final = 10
+"""Connections of commands and newcomers, for which there should be room beside all the nodes."""
 MOST: Final = 40_000
 """Connections where descriptors have no limit."""
 LOOK: Final = 1.0
@@ -54,6 +56,21 @@ def room_within(descriptors: int | None) -> Room:
     """For a process that may have so many; None: as many as it likes."""
     connections = MOST if descriptors is None else min(MOST, max(2, (descriptors - OWN) // EACH))
     return Room(connections=connections, strangers=connections // 2)
+
+
+def room_for(nodes: int, descriptors: int | None) -> tuple[int, str]:
+    """A log level, and what to say of a registry of so many nodes that may open so many files."""
+    connections = room_within(descriptors).connections
+    limit = "any number of" if descriptors is None else descriptors
+    said = f"this process may open {limit} files (ulimit -n): room for {connections} connections"
+    needed = OWN + EACH * (nodes + VISITORS)
+    if descriptors is None or descriptors >= needed:
+        return logging.INFO, said
+    return logging.WARNING, (
+        f"{said}, and others are closed. A run of {nodes} nodes needs {needed}: raise the hard "
+        f"limit (ulimit -n {needed}, LimitNOFILE={needed} of systemd, --ulimit nofile={needed} of "
+        "Docker), and start the registry again"
+    )
 
 
 class FrontDoor:

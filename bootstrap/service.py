@@ -26,7 +26,7 @@ from planaria.bootstrap.crowd import Room
 from planaria.bootstrap.dial import is_there
 from planaria.bootstrap.enrolment import OperatorServer
 from planaria.bootstrap.enrolment_pb2_grpc import add_OperatorServicer_to_server
-from planaria.bootstrap.front_door import FrontDoor, may_open, room_within
+from planaria.bootstrap.front_door import FrontDoor, may_open, room_for, room_within
 from planaria.bootstrap.gate import Gate, host_of, who_calls
 from planaria.bootstrap.identity import instance_of, is_message_signed
 from planaria.bootstrap.journal import JournalError
@@ -184,7 +184,10 @@ class RegistryServer(RegistryServicer):
         self._remember(self._machine.view)
         self.tell_bans()
         self._credentials = credentials
-        self._door = FrontDoor(self._room or room_within(may_open()))
+        descriptors = may_open()
+        self._door = FrontDoor(self._room or room_within(descriptors))
+        rules = self._machine.rules
+        log.log(*room_for((rules.stages + 1) * rules.replicas, descriptors))
         banned = self._admission.invites.banned.__contains__
         self._gate = Gate(credentials, banned, self._door)
         self._server = grpc.aio.server(interceptors=[self._gate], options=_OPTIONS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import socket
 import sys
@@ -18,10 +19,12 @@ import pytest
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from planaria.bootstrap import service
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.crowd import Room
 from planaria.bootstrap.front_door import FrontDoor, _Outer, room_within
+from planaria.bootstrap.membership import MembershipRules
 from planaria.bootstrap.registry_pb2 import Report, View
 from tests.bootstrap.conftest import identity, joining
 
@@ -222,3 +225,20 @@ def test_a_third_of_the_descriptors_are_connections_half_of_these_strangers() ->
     assert room_within(256) == Room(connections=52, strangers=26)
     assert room_within(10) == Room(connections=2, strangers=1)
     assert room_within(None) == room_within(10**9)
+
+
+async def test_a_registry_with_few_descriptors_says_so_and_how_many_it_needs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for descriptors in (64, 139, None):
+        monkeypatch.setattr(service, "may_open", lambda allowed=descriptors: allowed)
+        registry = service.RegistryServer(MembershipRules(run="r", stages=2), "")
+        await registry.start("127.0.0.1:0")
+        await registry.stop()
+    said = [(r.levelname, r.getMessage()) for r in caplog.records if "may open" in r.getMessage()]
+    few, enough, any_number = said
+    assert few[0] == "WARNING" and "may open 64 files (ulimit -n): room for 2 conn" in few[1]
+    assert "3 nodes needs 139: raise the hard limit (ulimit -n 139" in few[1]
+    assert enough[0] == "INFO" and enough[1].endswith("room for 13 connections")
+    assert any_number[0] == "INFO"
