@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,12 @@ if TYPE_CHECKING:
     from planaria.node.data.corpus import Corpus
 
 data_app = typer.Typer(no_args_is_help=True, help="Prepare data for training, and look at it.")
+
+
+class Begin(enum.StrEnum):
+    AUTO = "auto"
+    YES = "yes"
+    NO = "no"
 
 
 @data_app.command("prepare")
@@ -47,6 +54,15 @@ def data_prepare(
             help="For records with messages: Jinja that makes them text; default: the tokenizer's.",
         ),
     ] = None,
+    bos: Annotated[
+        Begin, typer.Option(help="Begin each text with the bos token; auto: as the tokenizer does.")
+    ] = Begin.AUTO,
+    end_token: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKEN", help="Ends each document; default: what the tokenizer's files name."
+        ),
+    ] = None,
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -72,6 +88,8 @@ def data_prepare(
         recipe = Recipe(
             *(inputs, tokenizer, vocabulary, validation, text_field, document_separator),
             chat_template,
+            bos.value,
+            end_token,
         )
         with spreading(jobs, dask) as spread, tracking("") as track:
             corpus, written = prepare(recipe, out, spread=spread, force=force, track=track)
@@ -202,4 +220,9 @@ def _print_corpus(corpus: Corpus) -> None:
         )
     console.print(table)
     console.print(f"tokenizer: {corpus.vocabulary} tokens, hash {corpus.index.tokenizer}")
+    tokenizer, index = corpus.tokenizer(), corpus.index
+    begin = "".join(str(tokenizer.id_to_token(token)) for token in index.begin) or "nothing"
+    end = tokenizer.id_to_token(index.end_of_document)
+    bounds = f"texts begin with {begin}, documents end with {end}"
+    console.print(bounds, markup=False, highlight=False)
     console.print(f"content:   {corpus.content}", highlight=False)

@@ -83,6 +83,7 @@ class Index(BaseModel):
     vocabulary: int
     dtype: Literal["uint16", "uint32"]
     end_of_document: int
+    begin: tuple[int, ...] = ()  # tokens before each text; of conversations the template's
     tokenizer: str
     splits: dict[str, Split]
     content: str = ""

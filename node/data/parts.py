@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Encoding
 
 from planaria.node.data.chat import Conversation, Template
 from planaria.node.data.corpus import (
@@ -31,10 +31,9 @@ from planaria.node.data.places import stamp
 from planaria.node.data.recipe import Recipe
 from planaria.node.data.rendering import Renderer
 from planaria.node.data.shards import SplitWriter
+from planaria.node.data.tokenizer import bounds_of, special_tokens_in
 from planaria.node.report.progress import Track, untracked
 
-END_OF_DOCUMENT = "<|endoftext|>"
-END_TOKENS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>", "<|end|>")
 BATCH_CHARACTERS = 1 << 20
 Dtype = Literal["uint16", "uint32"]
 
@@ -59,6 +58,7 @@ class Vocabulary(NamedTuple):
     """Of a tokenizer: how its tokens are written."""
 
     size: int
+    begin: tuple[int, ...]  # of each text
     end_of_document: int
 
     @property
@@ -72,6 +72,7 @@ class Tokenizing:
 
     recipe: Recipe
     tokenizer: Path
+    vocabulary: Vocabulary
     template: Template | None
     folder: Path  # has the parts, each in a folder of its own
 
@@ -83,7 +84,8 @@ class Tokenizing:
         """Where the part of a file is or will be, as the file is now. Raises CorpusError."""
         recipe = self.recipe
         how = [recipe.validation, recipe.text_field, recipe.separator, self.template]
-        fields = [file, stamp(file), first, file_checksum(self.tokenizer), *how]
+        tokenizer = file_checksum(self.tokenizer), self.vocabulary
+        fields = [file, stamp(file), first, *tokenizer, *how]
         return self.folder / _key(fields)
 
     def count(self, file: str) -> int:
@@ -126,12 +128,15 @@ class Tokenizing:
         tokenizer = load_tokenizer(self.tokenizer)
         # "<|endoftext|>" within a text is text; what a chat template makes has special tokens
         tokenizer.encode_special_tokens = not self.masked
-        _, end = words = vocabulary_of(tokenizer)
+        end = self.vocabulary.end_of_document
+        ending = str(tokenizer.id_to_token(end))
+        begin = () if self.masked else self.vocabulary.begin  # a template writes its own
+        dtype = self.vocabulary.dtype
         encode = tokenizer.encode_batch if self.masked else tokenizer.encode_batch_fast
         nearest, validation = 1.0, self.recipe.validation
         with ExitStack() as stack:
             writers = {
-                name: stack.enter_context(SplitWriter(folder, name, words.dtype, self.masked))
+                name: stack.enter_context(SplitWriter(folder, name, dtype, self.masked))
                 for name in SPLITS
             }
             for ordinal, batch in _batches(texts, first):
@@ -141,9 +146,9 @@ class Tokenizing:
                     rank = held_out_rank(i, document.text)
                     nearest = min(nearest, rank)
                     split = VALIDATION if rank < validation else TRAIN
-                    tokens = np.array([*encoding.ids, end])
+                    tokens = np.array([*begin, *encoding.ids, end])
                     mask = None if document.scored is None else _mask(encoding, document.scored)
-                    if mask is not None and encoding.ids[-1:] == [end]:
+                    if mask is not None and document.text.rstrip().endswith(ending):
                         tokens = tokens[:-1]
                     writers[split].write(tokens, mask, len(document.text.encode()))
         splits = {name: writer.split() for name, writer in writers.items()}
@@ -159,15 +164,16 @@ def held_out_rank(ordinal: int, text: str) -> float:
     return xxhash.xxh3_64_intdigest(text.encode(), seed=ordinal) / 2**64
 
 
-def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
+def vocabulary_of(tokenizer: Path, recipe: Recipe) -> Vocabulary:
     """Raises CorpusError."""
-    for token in END_TOKENS:
-        number = tokenizer.token_to_id(token)
-        if number is not None:
-            return Vocabulary(max(tokenizer.get_vocab().values()) + 1, int(number))
-    raise CorpusError(
-        f"the tokenizer has no end-of-document token: none of {', '.join(END_TOKENS)}; add one"
-    )
+    library, folder = load_tokenizer(tokenizer), tokenizer.absolute().parent
+    begin, end = bounds_of(library, folder, recipe.bos, recipe.end_token)
+    if end is None:
+        raise CorpusError(
+            f"no file in {folder} says which token ends a document: name it with --end-token; "
+            f"{special_tokens_in(library)}"
+        )
+    return Vocabulary(max(library.get_vocab().values()) + 1, begin, end)
 
 
 def rendered(recipe: Recipe, file: str, renderer: Renderer | None) -> Iterator[Document]:

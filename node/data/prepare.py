@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate, chain
 from pathlib import Path
 
@@ -26,11 +27,9 @@ from planaria.node.data.corpus import (
     Index,
     Split,
     file_checksum,
-    load_tokenizer,
     read_index,
 )
 from planaria.node.data.parts import (
-    END_OF_DOCUMENT,
     Part,
     Tokenizing,
     held_out_rank,
@@ -41,8 +40,10 @@ from planaria.node.data.places import stamp
 from planaria.node.data.recipe import Recipe
 from planaria.node.data.shards import SplitWriter
 from planaria.node.data.spread import Spread
+from planaria.node.data.tokenizer import write_tokenizer
 from planaria.node.report.progress import Track, untracked
 
+END_OF_DOCUMENT = "<|endoftext|>"  # of a tokenizer that is trained here
 TRAINING_CHARACTERS = 1 << 30  # the tokenizer learns from no more than the first so many
 
 
@@ -124,13 +125,16 @@ def _make(recipe: Recipe, folder: Path, whole: Path, spread: Spread | None, trac
     """All that prepared data is, in the folder `whole`. Raises CorpusError, OSError."""
     files = recipe.files()
     template = recipe.template(files)
-    tokenizer = recipe.tokenizer or _trained_tokenizer(recipe, files, folder, track)
-    vocabulary = vocabulary_of(load_tokenizer(tokenizer))
-    tokenizing = Tokenizing(recipe, tokenizer, template, folder)
+    if (tokenizer := recipe.tokenizer) is None:
+        recipe = replace(recipe, end_token=recipe.end_token or END_OF_DOCUMENT)
+        tokenizer = _trained_tokenizer(recipe, files, folder, track)
+    vocabulary = vocabulary_of(tokenizer, recipe)
+    tokenizing = Tokenizing(recipe, tokenizer, vocabulary, template, folder)
     parts = _parts(tokenizing, files, spread, track)
     shutil.rmtree(whole, ignore_errors=True)
     whole.mkdir()
-    shutil.copyfile(tokenizer, whole / "tokenizer.json")
+    bounds = vocabulary.begin, vocabulary.end_of_document
+    write_tokenizer(tokenizer, *bounds, whole, template.source if template else None)
     splits = {}
     for name in SPLITS:
         with SplitWriter(whole, name, vocabulary.dtype, tokenizing.masked) as writer:
@@ -144,6 +148,7 @@ def _make(recipe: Recipe, folder: Path, whole: Path, spread: Spread | None, trac
         vocabulary=vocabulary.size,
         dtype=vocabulary.dtype,
         end_of_document=vocabulary.end_of_document,
+        begin=vocabulary.begin,
         tokenizer=file_checksum(whole / "tokenizer.json"),
         splits=splits,
     )
@@ -189,7 +194,8 @@ def _one_after_the_other(
 
 def _trained_tokenizer(recipe: Recipe, files: Sequence[str], folder: Path, track: Track) -> Path:
     """A byte-level BPE from the documents that are not held out. Raises CorpusError, OSError."""
-    how = [recipe.vocabulary, recipe.validation, recipe.text_field, recipe.separator]
+    how = [recipe.vocabulary, recipe.end_token, recipe.validation]
+    how += [recipe.text_field, recipe.separator]
     key = json.dumps([*how, [(file, stamp(file)) for file in files]])
     trained = folder / f"{xxhash.xxh3_128_hexdigest(key.encode())}.tokenizer.json"
     if trained.exists():  # by an earlier try
@@ -199,7 +205,7 @@ def _trained_tokenizer(recipe: Recipe, files: Sequence[str], folder: Path, track
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=recipe.vocabulary,
-        special_tokens=[END_OF_DOCUMENT],
+        special_tokens=[recipe.end_token],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from planaria.node.data.chat import Conversation, Template, template_of
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.documents import documents, files_of
+from planaria.node.data.tokenizer import Bos
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Recipe:
     text_field: str = "text"
     separator: str | None = None  # see documents.lines_to_documents
     chat_template: Path | None = None  # None: the tokenizer's
+    bos: Bos = "auto"  # see tokenizer.bounds_of; so for end_token
+    end_token: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.validation < 1:
@@ -67,5 +70,9 @@ class Recipe:
             raise CorpusError(
                 "records with messages need the tokenizer of the model that is to learn from them: "
                 "give its tokenizer.json with --tokenizer; the chat template is found beside it"
+            )
+        if self.bos != "auto":
+            raise CorpusError(
+                f"--bos {self.bos} is for texts: how a conversation begins its chat template says"
             )
         return template_of(self.tokenizer, self.chat_template)

@@ -64,7 +64,8 @@ def write_config(folder: Path, **fields: Any) -> None:
 
 def recipe(folder: Path, *inputs: Path, **fields: Any) -> Recipe:
     sources = [str(one) for one in inputs or (CONVERSATIONS,)]
-    return Recipe(sources, folder / "tokenizer.json", validation=0.3, **fields)
+    fields = {"validation": 0.3, "end_token": "<|endoftext|>", **fields}
+    return Recipe(sources, folder / "tokenizer.json", **fields)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,192 @@
+"""What a tokenizer's files say: which tokens bound a text, and whether two tokenizers are the same.
+
+transformers 5 puts around a text what the post-processor in tokenizer.json says, and no longer
+looks at `add_bos_token` and `add_eos_token` of tokenizer_config.json. The same holds here.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+
+from planaria.node.data.corpus import CorpusError, file_checksum, load_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Bos: TypeAlias = Literal["auto", "yes", "no"]
+TOKENIZER: Final = "tokenizer.json"
+CONFIG: Final = "tokenizer_config.json"
+TEMPLATE: Final = "chat_template.jinja"
+PROBE: Final = "a"
+"""A text that any tokenizer makes tokens of."""
+DECIDING: Final = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+"""Parts of tokenizer.json on which it depends what becomes of a text."""
+PLAIN: Final = {
+    "clean_up_tokenization_spaces": False,
+    "tokenizer_class": "PreTrainedTokenizerFast",
+}
+"""The tokenizer_config.json of a tokenizer that comes without one."""
+
+
+class Bounds(NamedTuple):
+    """The tokens around a text."""
+
+    begin: tuple[int, ...]  # before each text
+    end: int | None  # behind each document; None: nothing says which
+
+
+def bounds_of(
+    tokenizer: Tokenizer, folder: Path, bos: Bos = "auto", end_token: str | None = None
+) -> Bounds:
+    """Those of a tokenizer whose files are in `folder`.
+
+    `bos`: "auto" is what the post-processor puts before a text; "yes" is the bos_token where that
+    is nothing; "no" is nothing. `end_token` is used instead of what the files say. Raises
+    CorpusError for a token that the tokenizer doesn't have.
+    """
+    before, behind = _added(tokenizer)
+    named = special_tokens(folder)
+    if bos == "no":
+        before = ()
+    elif bos == "yes" and not before:
+        begin = _named(tokenizer, folder, named, "bos")
+        if begin is None:
+            raise CorpusError(f"--bos yes: no file in {folder} names a bos_token")
+        before = (begin,)
+    if end_token is not None:
+        end = tokenizer.token_to_id(end_token)
+        if end is None:
+            raise CorpusError(
+                f"--end-token {end_token}: the tokenizer has no such token; "
+                f"{special_tokens_in(tokenizer)}"
+            )
+    elif len(behind) > 1:
+        raise CorpusError(
+            f"the {TOKENIZER} in {folder} ends a text with {len(behind)} tokens, and here a "
+            f"document ends with one: name it with --end-token; {special_tokens_in(tokenizer)}"
+        )
+    elif behind:
+        [end] = behind
+    else:
+        end = _named(tokenizer, folder, named, "eos")
+    return Bounds(before, end)
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """`bos_token`, `eos_token` and so on, as transformers finds them in the files in `folder`:
+    special_tokens_map.json goes before a tokenizer_config.json that lacks `added_tokens_decoder`.
+    Raises CorpusError."""
+    config = read_object(folder / CONFIG)
+    files = [config, read_object(folder / "special_tokens_map.json")]
+    if "added_tokens_decoder" in config:
+        files.reverse()
+    tokens = {}
+    for key, value in (item for fields in files for item in fields.items()):
+        content = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(content, str):
+            tokens[key] = content
+    return tokens
+
+
+def special_tokens_in(tokenizer: Tokenizer) -> str:
+    """The first of them, in words."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    names = [token.content for token in added if token.special]
+    return f"its special tokens are {', '.join(names[:8]) or 'none'}"
+
+
+def write_tokenizer(
+    source: Path, begin: tuple[int, ...], end: int, out: Path, template: str | None = None
+) -> None:
+    """The tokenizer.json `source`, and what is beside it, to the folder `out`: with files that say
+    these bounds, also to transformers. `template`: the chat template, if not the one beside it.
+    Raises CorpusError, OSError."""
+    tokenizer, folder = load_tokenizer(source), source.absolute().parent
+    before, behind = _added(tokenizer)
+    if (before, behind) in ((begin, ()), (begin, (end,))):
+        shutil.copyfile(source, out / TOKENIZER)
+    else:
+        _put_around(tokenizer, begin, (end,) if behind else ())
+        tokenizer.save(str(out / TOKENIZER))
+    config = read_object(folder / CONFIG) or PLAIN
+    named = special_tokens(folder) | {"eos_token": str(tokenizer.id_to_token(end))}
+    if begin:
+        named.setdefault("bos_token", str(tokenizer.id_to_token(begin[0])))
+    written = json.dumps({**config, **named}, indent=2, ensure_ascii=False)
+    (out / CONFIG).write_text(written + "\n", encoding="utf-8")
+    if template is not None:
+        (out / TEMPLATE).write_text(template, encoding="utf-8")
+    elif (folder / TEMPLATE).is_file():
+        shutil.copyfile(folder / TEMPLATE, out / TEMPLATE)
+
+
+def same_tokenizer(one: Path, other: Path) -> bool:
+    """Whether two tokenizer.json make the same tokens of what a text says. How they are written,
+    their truncation, padding and decoder don't matter, nor what they put around a text: `--bos`
+    may have changed that. Raises CorpusError."""
+    if file_checksum(one) == file_checksum(other):
+        return True
+    try:
+        return _deciding(one) == _deciding(other)
+    except ModuleNotFoundError:  # the image of a registry has no tokenizers; nodes look again
+        return True
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Of a file of JSON; empty when there is no file. Raises CorpusError."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise CorpusError(f"can't read {file}: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _deciding(file: Path) -> list[Any]:
+    """What the tokens of a text depend on, in the form that the tokenizers library writes. Raises
+    CorpusError."""
+    fields = json.loads(load_tokenizer(file).to_str())
+    return [fields[key] for key in DECIDING]
+
+
+def _put_around(tokenizer: Tokenizer, *around: tuple[int, ...]) -> None:
+    """Tokens before and behind each text, by the post-processor."""
+    from tokenizers.processors import TemplateProcessing
+
+    before, behind = ([tokenizer.id_to_token(token) for token in tokens] for tokens in around)
+    numbers = dict(zip([*before, *behind], chain(*around), strict=True))
+    tokenizer.post_processor = TemplateProcessing(
+        single=[*before, "$A", *behind], special_tokens=list(numbers.items())
+    )
+
+
+def _added(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that the post-processor puts before and behind a text."""
+    text = tokenizer.encode(PROBE, add_special_tokens=False).ids
+    whole = tokenizer.encode(PROBE).ids
+    starts = range(len(whole) - len(text) + 1)
+    start = next((at for at in starts if whole[at : at + len(text)] == text), 0)
+    return tuple(whole[:start]), tuple(whole[start + len(text) :])
+
+
+def _named(tokenizer: Tokenizer, folder: Path, named: dict[str, str], kind: str) -> int | None:
+    """The token that the files name for this; None where none does. Raises CorpusError."""
+    token = named.get(f"{kind}_token")
+    if token is None:  # then the model's config
+        number = read_object(folder / "config.json").get(f"{kind}_token_id")
+        number = number[0] if isinstance(number, list) and number else number
+        if isinstance(number, int) and 0 <= number < 1 << 32 and tokenizer.id_to_token(number):
+            return number
+        return None
+    number = tokenizer.token_to_id(token)
+    if number is None:
+        raise CorpusError(
+            f"{folder} names {token} as {kind}_token, and its {TOKENIZER} has no such token: "
+            f"{special_tokens_in(tokenizer)}"
+        )
+    return int(number)

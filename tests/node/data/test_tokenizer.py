@@ -1,0 +1,223 @@
+"""Texts become the tokens that transformers makes of them, and end as the tokenizer's files say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from planaria.node.data.corpus import BEGINS, SPLITS, Corpus, CorpusError
+from planaria.node.data.prepare import prepare
+from planaria.node.data.recipe import Recipe
+from planaria.node.data.tokenizer import Bos, bounds_of, same_tokenizer
+
+TEXTS = [f"hello wörld, <s> this is text {i}</s> about planarians\n 漢" for i in range(20)]
+NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
+KINDS = ["byte-level", "sentencepiece"]
+AROUND = ["$A", "<s> $A", "<s> $A </s>", None]
+"""What the post-processor does; None: there is none."""
+
+
+def tokenizer_of(kind: str) -> tuple[Tokenizer, Any]:
+    """An untrained one, and its trainer."""
+    special = ["<unk>", "<s>", "</s>", "<end>"]
+    if kind == "byte-level":
+        made = Tokenizer(models.BPE())
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+        made.pre_tokenizer = pre_tokenizers.Metaspace()
+        made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+        special += [f"<0x{byte:02X}>" for byte in range(256)]
+        alphabet = []
+    return made, trainers.BpeTrainer(
+        vocab_size=len(special) + 300,
+        special_tokens=special[:4],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+
+
+def write(folder: Path, kind: str = "byte-level", around: str | None = None, **config: Any) -> Path:
+    """A tokenizer's folder; its tokenizer.json."""
+    made, trainer = tokenizer_of(kind)
+    made.train_from_iterator(["hello, this is a text about planarians " * 5] * 5, trainer)
+    if around is not None:
+        made.post_processor = processors.TemplateProcessing(
+            single=around, special_tokens=[("<s>", 1), ("</s>", 2)]
+        )
+    folder.mkdir(parents=True)
+    made.save(str(folder / "tokenizer.json"))
+    if config:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder / "tokenizer.json"
+
+
+def prepared(folder: Path, tokenizer: Path, **how: Any) -> Corpus:
+    source = folder / "texts.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return prepare(Recipe([str(source)], tokenizer, validation=0.3, **how), folder / "data")[0]
+
+
+def documents(corpus: Corpus) -> Iterator[list[int]]:
+    for name in SPLITS:
+        split = corpus.index.splits[name]
+        tokens = np.fromfile(corpus.path / split.shards[0].name, np.dtype(corpus.index.dtype))
+        if split.masks is None:
+            begins = np.flatnonzero(tokens == corpus.index.end_of_document)[:-1] + 1
+        else:
+            marks = np.fromfile(corpus.path / split.masks[0].name, np.uint8)
+            begins = np.flatnonzero(marks & BEGINS)[1:]
+        yield from (part.tolist() for part in np.split(tokens, begins))
+
+
+def in_transformers(folder: Path, **how: Any) -> list[list[int]]:
+    """What its tokenizer makes of the texts, in which special tokens are text."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, split_special_tokens=True)
+    return [tokenizer(text, **how)["input_ids"] for text in TEXTS]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("around", AROUND)
+def test_documents_are_what_transformers_makes_of_texts(
+    kind: str, around: str | None, tmp_path: Path
+) -> None:
+    # add_bos_token: transformers 5 has no use for it where there is a tokenizer.json
+    tokenizer = write(tmp_path / "from", kind, around, **NAMED, add_bos_token=True)
+    corpus = prepared(tmp_path, tokenizer)
+    expected = in_transformers(tokenizer.parent)
+    if "</s>" not in (around or ""):
+        expected = [[*ids, 2] for ids in expected]
+    assert sorted(documents(corpus)) == sorted(expected)
+    assert list(corpus.index.begin) == ([1] if "<s>" in (around or "") else [])
+    assert corpus.index.end_of_document == 2
+    assert (corpus.path / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("how", [{"bos": "yes"}, {"bos": "no"}, {"end_token": "<end>"}])
+def test_what_is_asked_for_instead_is_what_transformers_makes_by_the_prepared_folder(
+    around: str | None, how: dict[str, Any], tmp_path: Path
+) -> None:
+    tokenizer = write(tmp_path / "from", "byte-level", around, **NAMED)
+    corpus = prepared(tmp_path, tokenizer, **how)
+    begin = {"yes": [1], "no": []}.get(how.get("bos", ""), [1] if "<s>" in (around or "") else [])
+    end = 3 if "end_token" in how else 2
+    bare = in_transformers(tokenizer.parent, add_special_tokens=False)
+    assert sorted(documents(corpus)) == sorted([*begin, *ids, end] for ids in bare)
+    own = in_transformers(corpus.path)
+    if "</s>" not in (around or ""):
+        own = [[*ids, end] for ids in own]
+    assert sorted(documents(corpus)) == sorted(own)
+    assert bounds_of(corpus.tokenizer(), corpus.path) == (tuple(begin), end)
+    assert same_tokenizer(tokenizer, corpus.path / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("config", "mapped", "model", "end"),
+    [
+        ({"eos_token": "<end>"}, {}, {}, 3),
+        ({"eos_token": {"__type": "AddedToken", "content": "<end>"}}, {}, {"eos_token_id": 2}, 3),
+        ({"eos_token": "<end>", "added_tokens_decoder": {}}, {"eos_token": "</s>"}, {}, 3),
+        ({"eos_token": "<end>"}, {"eos_token": "</s>"}, {}, 2),
+        ({"eos_token": None}, {"eos_token": "<end>"}, {"eos_token_id": 2}, 3),
+        ({}, {}, {"eos_token_id": 3}, 3),
+        ({}, {}, {"eos_token_id": [3, 2]}, 3),
+        ({}, {}, {"eos_token_id": 1 << 40}, None),
+        ({}, {}, {}, None),
+    ],
+)
+def test_the_end_is_what_the_files_name(
+    config: dict[str, Any],
+    mapped: dict[str, Any],
+    model: dict[str, Any],
+    end: int | None,
+    tmp_path: Path,
+) -> None:
+    from transformers import AutoTokenizer
+
+    file = write(tmp_path / "from")
+    names = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
+    for name, fields in zip(names, (config, mapped, model), strict=True):
+        if fields:
+            (file.parent / name).write_text(json.dumps(fields))
+    tokenizer = Tokenizer.from_file(str(file))
+    assert bounds_of(tokenizer, file.parent).end == end
+    if config:
+        assert AutoTokenizer.from_pretrained(file.parent).eos_token_id == end
+
+
+@pytest.mark.parametrize(
+    ("around", "config", "how", "why"),
+    [
+        (None, {}, {}, "no file in .* says which token ends a document: name it with --end-token"),
+        (None, {}, {"end_token": "<stop>"}, "--end-token <stop>: the tokenizer has no such token"),
+        (None, {"eos_token": "<stop>"}, {}, "from names <stop> as eos_token, .* no such token"),
+        (None, {"eos_token": "</s>"}, {"bos": "yes"}, "--bos yes: no file in .* names a bos_token"),
+        ("$A </s> <s>", NAMED, {}, "ends a text with 2 tokens, .* --end-token"),
+    ],
+)
+def test_bounds_that_nobody_can_tell_are_refused(
+    around: str | None, config: dict[str, Any], how: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    tokenizer = write(tmp_path / "from", "byte-level", around, **config)
+    with pytest.raises(CorpusError, match=why):
+        prepared(tmp_path, tokenizer, **how)
+
+
+@pytest.mark.parametrize("bos", ["yes", "no"])
+def test_how_a_conversation_begins_its_template_says(bos: Bos, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    template = (
+        "<s>{% for m in messages %}{{ m.role }}: {{ m.content }}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer = write(tmp_path / "from", "byte-level", "<s> $A", **NAMED, chat_template=template)
+    talks = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
+        for text in ("hello", "and", "about", "text")
+    ]
+    source = tmp_path / "talks.jsonl"
+    source.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    recipe = Recipe([str(source)], tokenizer, validation=0.3)
+    corpus, _ = prepare(recipe, tmp_path / "data")
+    given = AutoTokenizer.from_pretrained(tokenizer.parent)
+    expected = [given.apply_chat_template(talk)["input_ids"] for talk in talks]
+    assert all(ids.count(1) == 1 for ids in expected)
+    assert sorted(documents(corpus)) == sorted(expected)
+    assert AutoTokenizer.from_pretrained(corpus.path).chat_template == template
+    with pytest.raises(CorpusError, match=r"--bos .* is for texts"):
+        prepare(Recipe([str(source)], tokenizer, bos=bos), tmp_path / "other")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokenizer_that_is_written_anew_is_the_same(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    file = write(tmp_path / "from", kind, None, **NAMED)
+    AutoTokenizer.from_pretrained(file.parent).save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "tokenizer.json").read_bytes() != file.read_bytes()
+    assert same_tokenizer(file, tmp_path / "saved" / "tokenizer.json")
+    fields = json.loads(file.read_text())
+    fields["model"]["merges"] = [" ".join(pair) for pair in fields["model"]["merges"]]
+    del fields["model"]["ignore_merges"]  # as before there was such
+    older = tmp_path / "older.json"
+    older.write_text(json.dumps(dict(reversed(fields.items()))))
+    assert same_tokenizer(file, older)
+    fields["model"]["merges"].pop()
+    older.write_text(json.dumps(fields))
+    assert not same_tokenizer(file, older)
+    fields = json.loads(file.read_text())
+    fields["normalizer"] = {"type": "NFC"}
+    older.write_text(json.dumps(fields))
+    assert not same_tokenizer(file, older)
