@@ -212,7 +212,6 @@ def test_manifests_fit_together() -> None:
                     assert container[probe]["exec"]["command"] == ["healthcheck.py"]
                     assert container[probe]["timeoutSeconds"] > 3
         nodes = "node" in (container["name"] for container in pod["spec"]["containers"])
-        assert not nodes or pod["spec"]["terminationGracePeriodSeconds"] >= 30
         assert not nodes or ("PodDisruptionBudget", name) in kinds
 
     run = loads(kinds["ConfigMap", "planaria"]["data"]["run.toml"])
