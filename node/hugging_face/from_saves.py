@@ -109,7 +109,7 @@ def vocabulary_given(run: RunFile, data: Path | None, model: Path | None) -> Voc
 
 def _of_data(run: RunFile, given: Sequence[Path], model: Path | None) -> Vocabulary:
     path, index = folders_of(run.data, given)[0], index_of(run.data, given)
-    if problem := index.misfit(run.data.content, run.model.vocabulary):
+    if problem := index.misfit(path, run.data.content, run.model.vocabulary):
         raise CorpusError(f"{path} {problem}")
     there = model is not None and (model / TOKENIZER).exists()
     return Vocabulary(path / TOKENIZER, index.end_of_document, model if there else None)
