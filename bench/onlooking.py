@@ -71,7 +71,7 @@ def export_once(out: Path, client: RegistryClient) -> Awaitable[object]:
 
 def speak_once(data: Path, client: RegistryClient) -> Awaitable[object]:
     reply = partial(texts, prompt="It was", tokens=10, sampling=Sampling())
-    return speak(client, PLAIN, data, reply, lambda _: None)
+    return speak(client, PLAIN, data, reply, lambda _: None, data)
 
 
 @contextmanager

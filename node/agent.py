@@ -859,29 +859,39 @@ class Agent:
         fields: dict[str, object] = {"transfer": frame.fields.get("transfer")}
         descriptors: list[Descriptor] = []
         payload: tuple[memoryview, ...] = ()
-        step = frame.fields.get("step") or 0
         try:
-            while True:
-                state = own = self.own_state()
-                if step and isinstance(step, int):
-                    state = self.taken.get(step, own)
-                if state is None:
-                    what = f"step {step}" if step else "the state"
-                    raise ValueError(f"{what} of stage {self.stage} isn't there, or not yet")
-                weights = None if state is own else state.tensors[WEIGHTS]
-                if step:
-                    fields["made"] = [*Ballot.of(state.last.ballot)]
-                descriptors, payload = await self.exchanges.compute(
-                    partial(self._looked_at, frame, weights),
-                    Priority.BACKGROUND if step else Priority.FORWARD,
-                )
-                now = self.own_state()
-                if not step or weights is not None or (now and own and now.id == own.id):
-                    break  # else they may have changed before this was computed
+            if "file" in frame.fields:
+                part = partial(self._part_of, frame)
+                descriptors, payload = await self.exchanges.compute(part, Priority.FORWARD)
+            else:
+                descriptors, payload = await self._seen(frame, fields)
         except (WireError, ValueError) as error:
             fields["error"] = str(error)[:200]
         self.looking.remove(peer)
         self.send(peer, Frame("state", frame.ballot, fields, descriptors, payload))
+
+    async def _seen(
+        self, frame: Frame, fields: dict[str, object]
+    ) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
+        """What the stage makes of it. Raises WireError, ValueError."""
+        step = frame.fields.get("step") or 0
+        while True:
+            state = own = self.own_state()
+            if step and isinstance(step, int):
+                state = self.taken.get(step, own)
+            if state is None:
+                what = f"step {step}" if step else "the state"
+                raise ValueError(f"{what} of stage {self.stage} isn't there, or not yet")
+            weights = None if state is own else state.tensors[WEIGHTS]
+            if step:
+                fields["made"] = [*Ballot.of(state.last.ballot)]
+            seen = await self.exchanges.compute(
+                partial(self._looked_at, frame, weights),
+                Priority.BACKGROUND if step else Priority.FORWARD,
+            )
+            now = self.own_state()
+            if not step or weights is not None or (now and own and now.id == own.id):
+                return seen  # else they may have changed before this was computed
 
     def _looked_at(
         self, frame: Frame, weights: Tensor | None
@@ -890,6 +900,11 @@ class Agent:
         shown = self.tensors.decode(frame.descriptors, frame.payload)
         seen = self.arithmetic.look(shown, frame.fields.get("head") is True, weights)
         return self.tensors.encode([seen], "none")
+
+    def _part_of(self, frame: Frame) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
+        """In the compute thread: of a file that says how text becomes tokens. Raises ValueError."""
+        part = self.arithmetic.part_of(frame.fields["file"], frame.fields.get("first"))
+        return self.tensors.encode([part], "none")
 
     def _hangs(self) -> bool:
         return bool(self.member.hang)

@@ -315,6 +315,11 @@ class Arithmetic(Protocol):
         [1]. Training doesn't notice. Raises ValueError."""
         ...
 
+    def part_of(self, name: object, first: object) -> Tensor:
+        """At stage 0, of a file that says how text becomes tokens: bytes from `first` on, uint8
+        [n], as tokenizer.part_of has them. Raises ValueError."""
+        ...
+
     def boundary_tensor(self, frame: Frame) -> Tensor:
         """bf16 on the CPU. Raises WireError when it is damaged, or not finite."""
         ...

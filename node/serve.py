@@ -43,7 +43,7 @@ from planaria.node.own_folders import below, checkpoint_dir, own_folder
 from planaria.node.report.ledger import LedgerError
 from planaria.node.run_file import RunFile, dumps
 from planaria.node.stage.architecture import Architecture
-from planaria.node.stage.device import measure_speed, memory_of, why_no_bf16
+from planaria.node.stage.device import measure_speed, memory_of
 from planaria.node.stage.own_code import OwnCodeError, load_as_said
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.saves import newest_saved_stage
@@ -112,7 +112,6 @@ async def serve(
         if vocabulary is None:
             raise NodeError("the run file doesn't say model.vocabulary; the registry should add it")
         config = run.config_for(vocabulary)
-        check_precision(run, device)
         own = find_own_code(run, config)
         room = options.seats or room_on(device, config)
         log.info("this node has room for %d seat%s", room, "" if room == 1 else "s")
@@ -178,15 +177,6 @@ async def serve(
             await asyncio.to_thread(place.experiment.close)
         if instance is not None and options.instance is None:
             release(instance)
-
-
-def check_precision(run: RunFile, device: torch.device) -> None:
-    """Raises NodeError when the device can't compute in the run's precision."""
-    if run.training.precision == "bf16" and (why := why_no_bf16(device)):
-        raise NodeError(
-            f"training.precision = bf16: this machine can't compute in it ({why}). Unset "
-            "ATEN_CPU_CAPABILITY if it is set; else train in float32"
-        )
 
 
 def find_checkpoint(run: RunFile, options: Options) -> Checkpoint | None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
@@ -58,10 +59,7 @@ def export_command(
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(
-            help="Prepared data, whose tokenizer goes along, if not the run's; with --join there "
-            "is none without it."
-        ),
+        typer.Option(help="Prepared data, whose tokenizer goes along, if not the run's."),
     ] = None,
     dtype: Annotated[ExportDtype, typer.Option(help="Of the weights.")] = ExportDtype.FP32,
     merged: Annotated[
@@ -185,7 +183,7 @@ def generate_command(
     device: OneDevice = "auto",
     data: Annotated[
         Path | None,
-        typer.Option(help="With --join: prepared data, whose tokenizer it is."),
+        typer.Option(help="With --join: prepared data with the tokenizer, if not the run's."),
     ] = None,
     ca: Ca = None,
     certificate: Certificate = None,
@@ -217,12 +215,12 @@ def generate_command(
     from planaria.node.serve import pick_device
 
     kinds = (CorpusError, CredentialsError, ExportError, NodeError, RunFileError)
-    with refusing(*kinds, UnsupportedModelError, ValueError):
+    with refusing(*kinds, UnsupportedModelError, ValueError), TemporaryDirectory() as kept:
         sampling = Sampling(temperature, top_p, seed)
         prompt = "".join(said)
         if join is not None:
             credentials = credentials_for(join, ca, certificate, key, token)
-            say = partial(_say_living, join, credentials, data)
+            say = partial(_say_living, join, credentials, data, Path(kept))
         elif folder is not None:
             say = partial(_say, Speaker.of(WholeModel.load(folder, pick_device(device)), folder))
         if chat:
@@ -241,15 +239,18 @@ def _say(speaker: Speaker, reply: Reply) -> None:
     console.print()
 
 
-def _say_living(join: str, credentials: Credentials, data: Path | None, reply: Reply) -> None:
-    """By the model of a living run. Raises KeyboardInterrupt, as without one."""
+def _say_living(
+    join: str, credentials: Credentials, data: Path | None, kept: Path, reply: Reply
+) -> None:
+    """By the model of a living run, whose tokenizer is `kept` there from the first reply on. Raises
+    KeyboardInterrupt, as without one."""
     from planaria.node.hugging_face.through_swarm import speak
 
     complete = False
 
     async def ask(client: RegistryClient) -> None:
         nonlocal complete
-        await speak(client, credentials, data, reply, _show)
+        await speak(client, credentials, data, reply, _show, kept)
         complete = True
 
     ask_registry(join, credentials, ask)

@@ -32,6 +32,7 @@ from planaria.node.data.corpus import (
     read_index,
 )
 from planaria.node.data.places import is_remote, said, system_of
+from planaria.node.data.tokenizer import CONFIG, TEMPLATE, TOKENIZER
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,6 +77,9 @@ class Place:
         if len(content) > LONGEST_INDEX:
             raise CorpusError(f"{self.url}/{name} has more than {LONGEST_INDEX} bytes")
         return content
+
+    def has(self, name: str) -> bool:
+        return bool(self._system.exists(f"{self._path}/{name}"))
 
     def _read(self, name: str, first: int, end: int) -> bytes:
         where = f"bytes {first} to {end} of {self.url}/{name}"
@@ -261,7 +265,8 @@ def stand_in(url: str, folder: Path) -> Index:
     if folder.exists() and not is_stand_in(folder) and any(folder.iterdir()):
         raise CorpusError(f"{folder} is there already, and stands for nothing: choose another one")
     place = Place(url)
-    contents = {name: place.file(name) for name in ("index.json", "tokenizer.json")}
+    names = ["index.json", TOKENIZER, *(name for name in (CONFIG, TEMPLATE) if place.has(name))]
+    contents = {name: place.file(name) for name in names}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():

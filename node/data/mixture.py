@@ -26,7 +26,6 @@ from planaria.node.data.corpus import (
     Index,
     read_index,
 )
-from planaria.node.data.tokenizer import TOKENIZER, same_tokenizer
 from planaria.node.data.turns import Share
 
 if TYPE_CHECKING:
@@ -190,11 +189,10 @@ def check_tokenizers(indexes: Sequence[tuple[Path, Index]]) -> None:
     """That all folders were prepared with the same. Raises CorpusError."""
     (first, one), *others = indexes
     for path, index in others:
-        files = first / TOKENIZER, path / TOKENIZER
-        if index.tokenizer != one.tokenizer and not same_tokenizer(*files):
+        if index.tokenizer != one.tokenizer:
             raise CorpusError(
                 f"{path} was prepared with another tokenizer than {first}: prepare it with "
-                f"--tokenizer {first / TOKENIZER}"
+                f"--tokenizer {first / 'tokenizer.json'}"
             )
 
 

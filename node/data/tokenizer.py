@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
@@ -21,6 +22,11 @@ Bos: TypeAlias = Literal["auto", "yes", "no"]
 TOKENIZER: Final = "tokenizer.json"
 CONFIG: Final = "tokenizer_config.json"
 TEMPLATE: Final = "chat_template.jinja"
+SHARED: Final = (TOKENIZER, CONFIG, TEMPLATE, "generation_config.json", "index.json")
+"""Files of prepared data, or of a model, that say how text becomes tokens: nodes give them to who
+may read. Not all need be there; the index is written last."""
+PART: Final = 1 << 20
+"""Bytes of such a file that are given at a time."""
 PROBE: Final = "a"
 """A text that any tokenizer makes tokens of."""
 DECIDING: Final = ("added_tokens", "normalizer", "pre_tokenizer", "model")
@@ -48,7 +54,7 @@ def bounds_of(
     is nothing; "no" is nothing. `end_token` is used instead of what the files say. Raises
     CorpusError for a token that the tokenizer doesn't have.
     """
-    before, behind = added(tokenizer)
+    before, behind = _added(tokenizer)
     named = special_tokens(folder)
     if bos == "no":
         before = ()
@@ -74,16 +80,6 @@ def bounds_of(
     else:
         end = _named(tokenizer, folder, named, "eos")
     return Bounds(before, end)
-
-
-def added(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens that the post-processor puts before and behind a text: what `AutoTokenizer` of
-    transformers puts there."""
-    text = tokenizer.encode(PROBE, add_special_tokens=False).ids
-    whole = tokenizer.encode(PROBE).ids
-    starts = range(len(whole) - len(text) + 1)
-    start = next((at for at in starts if whole[at : at + len(text)] == text), 0)
-    return tuple(whole[:start]), tuple(whole[start + len(text) :])
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
@@ -116,7 +112,7 @@ def write_tokenizer(
     these bounds, also to transformers. `template`: the chat template, if not the one beside it.
     Raises CorpusError, OSError."""
     tokenizer, folder = load_tokenizer(source), source.absolute().parent
-    before, behind = added(tokenizer)
+    before, behind = _added(tokenizer)
     if (before, behind) in ((begin, ()), (begin, (end,))):
         shutil.copyfile(source, out / TOKENIZER)
     else:
@@ -132,6 +128,22 @@ def write_tokenizer(
         (out / TEMPLATE).write_text(template, encoding="utf-8")
     elif (folder / TEMPLATE).is_file():
         shutil.copyfile(folder / TEMPLATE, out / TEMPLATE)
+
+
+def part_of(folders: Iterable[Path], name: object, first: object) -> bytes:
+    """Of a SHARED file, in the first of the folders that has it: bytes from `first` on, fewer than
+    PART where it ends, none where there is no such file. Raises CorpusError."""
+    if name not in SHARED or type(first) is not int or first < 0:
+        raise CorpusError(f"{name!r:.40} from {first!r:.40} on is no part of a file that is given")
+    file = next((path for folder in folders if (path := folder / str(name)).is_file()), None)
+    if file is None:
+        return b""
+    try:
+        with file.open("rb") as data:
+            data.seek(first)
+            return data.read(PART)
+    except OSError as error:
+        raise CorpusError(f"can't read {name}: {error.strerror}") from error
 
 
 def same_tokenizer(one: Path, other: Path) -> bool:
@@ -173,6 +185,15 @@ def _put_around(tokenizer: Tokenizer, *around: tuple[int, ...]) -> None:
     tokenizer.post_processor = TemplateProcessing(
         single=[*before, "$A", *behind], special_tokens=list(numbers.items())
     )
+
+
+def _added(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that the post-processor puts before and behind a text."""
+    text = tokenizer.encode(PROBE, add_special_tokens=False).ids
+    whole = tokenizer.encode(PROBE).ids
+    starts = range(len(whole) - len(text) + 1)
+    start = next((at for at in starts if whole[at : at + len(text)] == text), 0)
+    return tuple(whole[:start]), tuple(whole[start + len(text) :])
 
 
 def _named(tokenizer: Tokenizer, folder: Path, named: dict[str, str], kind: str) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +20,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from planaria.node.data.corpus import load_tokenizer
+from planaria.node.data.tokenizer import CONFIG as TOKENIZER_CONFIG
+from planaria.node.data.tokenizer import TEMPLATE, read_object
 from planaria.node.hugging_face.checkpoint import INDEX, ONE_FILE, TOKENIZER
-from planaria.node.hugging_face.config import CONFIG, special_tokens, to_config
+from planaria.node.hugging_face.config import (
+    CONFIG,
+    GENERATION_CONFIG,
+    special_tokens,
+    to_config,
+)
 from planaria.node.hugging_face.layout import Weight, weights
 from planaria.node.report.progress import Track, untracked
 from planaria.node.stage.shape import ModelConfig
@@ -31,9 +38,10 @@ DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SHARD: Final = 256 << 20
 """Bytes of a file of weights, at most, unless one tensor alone is larger."""
 
+SPECIAL: Final = "special_tokens_map.json"
 OF_ORIGIN: Final = (
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json"),
+    *(TOKENIZER_CONFIG, SPECIAL, "added_tokens.json", "vocab.json"),
+    *("merges.txt", "tokenizer.model", TEMPLATE, GENERATION_CONFIG),
 )
 """What a model keeps of the checkpoint that it began from, besides its tokenizer."""
 
@@ -74,7 +82,7 @@ def export(
         origin = vocabulary.origin if vocabulary else None
         said = to_config(config, _name(dtype), end) | (special_tokens(origin) if origin else {})
         write_json(folder / CONFIG, said)
-        write_json(folder / "generation_config.json", {"eos_token_id": end, "do_sample": True})
+        write_json(folder / GENERATION_CONFIG, {"eos_token_id": end, "do_sample": True})
         write_vocabulary(folder, vocabulary, config.context)
         (folder / "README.md").write_text(card, encoding="utf-8")
         those = weights(replace(config, subspace=None))
@@ -158,28 +166,33 @@ def _file_names(count: int) -> list[str]:
 
 
 def write_vocabulary(folder: Path, vocabulary: Vocabulary | None, context: int) -> None:
-    """Raises CorpusError for a tokenizer that can't be used."""
-    if vocabulary is not None:
-        _write_tokenizer(folder, vocabulary, context)
-        if vocabulary.origin is not None:
-            _copy(vocabulary.origin, folder)
-
-
-def _write_tokenizer(folder: Path, vocabulary: Vocabulary, context: int) -> None:
+    """The tokenizer, and what lies beside it: special tokens, chat template. What the origin has
+    besides goes along. Raises CorpusError for a tokenizer that can't be used."""
+    if vocabulary is None:
+        return
+    if vocabulary.origin is not None:
+        _copy(vocabulary.origin, OF_ORIGIN, folder)
+    beside, config, special = vocabulary.file.parent, folder / TOKENIZER_CONFIG, folder / SPECIAL
     shutil.copyfile(vocabulary.file, folder / TOKENIZER)
     end = load_tokenizer(folder / TOKENIZER).id_to_token(vocabulary.end_of_document)
-    config = {
+    own = {
         "clean_up_tokenization_spaces": False,
         "eos_token": end,
         "model_max_length": context,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
-    write_json(folder / "tokenizer_config.json", config)
-    write_json(folder / "special_tokens_map.json", {"eos_token": end})
+    given = {} if beside == vocabulary.origin else read_object(beside / TOKENIZER_CONFIG)
+    if given:
+        write_json(config, own | given)
+        special.unlink(missing_ok=True)  # which transformers may read instead
+    elif not config.exists():
+        write_json(config, own)
+        write_json(special, {"eos_token": end})
+    _copy(beside, (TEMPLATE, GENERATION_CONFIG), folder)
 
 
-def _copy(origin: Path, folder: Path) -> None:
-    for name in OF_ORIGIN:
+def _copy(origin: Path, names: Iterable[str], folder: Path) -> None:
+    for name in names:
         if (origin / name).is_file():
             shutil.copyfile(origin / name, folder / name)
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planaria.node.data.corpus import CorpusError
+from planaria.node.data.corpus import CorpusError, file_checksum, read_index
 from planaria.node.data.mixture import folders_of, index_of
 from planaria.node.hugging_face.adapters import way_out
 from planaria.node.hugging_face.card import model_card
@@ -92,31 +92,42 @@ def vocabulary_of(run: RunFile, data: Path | None) -> Vocabulary | None:
     """Raises CorpusError when `data` is not what the run was trained on."""
     model = None if run.model.origin is None else Path(run.model.origin)
     if data is not None:
-        return _of_data(run, [data], model)
+        return of_data(run, [data], model)
     try:
-        return _of_data(run, [], model)
+        return of_data(run, [], model)
     except CorpusError as error:
-        return _of_model(model, str(error))
+        if (vocabulary := of_model(model)) is None:
+            log.warning("without a tokenizer: %s (--data DIR says where the data is)", error)
+        return vocabulary
 
 
-def vocabulary_given(run: RunFile, data: Path | None, model: Path | None) -> Vocabulary | None:
-    """The same where a registry says what the run is: none of the folders that it names is opened.
-    `model`: that the run began from. Raises CorpusError."""
-    if data is not None:
-        return _of_data(run, [data], model)
-    return _of_model(model, "where the run's data is on this machine, nobody has said")
+def of_given(run: RunFile, folder: Path, model: Path | None) -> Vocabulary:
+    """By the files SHARED of prepared data, which others have given. Raises CorpusError when they
+    can't be the run's."""
+    index, corpora = read_index(folder), run.data.corpora
+    content = corpora[0].content if corpora else run.data.content
+    if content not in ("", index.content) or index.misfit("", run.model.vocabulary):
+        raise CorpusError(f"its index is of other data than the run's, of content {index.content}")
+    if file_checksum(folder / TOKENIZER) != index.tokenizer:
+        raise CorpusError(f"its {TOKENIZER} isn't that of its index: the checksum is another one")
+    return Vocabulary(folder / TOKENIZER, index.end_of_document, _with_tokenizer(model))
 
 
-def _of_data(run: RunFile, given: Sequence[Path], model: Path | None) -> Vocabulary:
+def of_data(run: RunFile, given: Sequence[Path], model: Path | None) -> Vocabulary:
+    """By prepared data, where the run file or `given` says; `model`: that the run began from.
+    Raises CorpusError when it isn't the run's."""
     path, index = folders_of(run.data, given)[0], index_of(run.data, given)
-    if problem := index.misfit(path, run.data.content, run.model.vocabulary):
+    if problem := index.misfit(run.data.content, run.model.vocabulary):
         raise CorpusError(f"{path} {problem}")
-    there = model is not None and (model / TOKENIZER).exists()
-    return Vocabulary(path / TOKENIZER, index.end_of_document, model if there else None)
+    return Vocabulary(path / TOKENIZER, index.end_of_document, _with_tokenizer(model))
 
 
-def _of_model(model: Path | None, why_not_of_data: str) -> Vocabulary | None:
-    if model is not None and (model / TOKENIZER).exists() and (end := read_end(model)) is not None:
-        return Vocabulary(model / TOKENIZER, end, model)
-    log.warning("without a tokenizer: %s (--data DIR says where the data is)", why_not_of_data)
+def _with_tokenizer(model: Path | None) -> Path | None:
+    return model if model is not None and (model / TOKENIZER).exists() else None
+
+
+def of_model(model: Path | None) -> Vocabulary | None:
+    """By the checkpoint that the run began from; None where that has no tokenizer."""
+    if (folder := _with_tokenizer(model)) is not None and (end := read_end(folder)) is not None:
+        return Vocabulary(folder / TOKENIZER, end, folder)
     return None

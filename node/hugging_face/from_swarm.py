@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final, TypeVar
 
 from torch import Tensor
@@ -19,8 +20,8 @@ from planaria.bootstrap.registry_pb2 import Cause
 from planaria.node.hugging_face.adapters import REMEDY, begun_from, way_out, what
 from planaria.node.hugging_face.card import model_card
 from planaria.node.hugging_face.export import ExportError
-from planaria.node.hugging_face.from_saves import vocabulary_given
 from planaria.node.hugging_face.living_run import Access, LivingRun, from_outside
+from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.ports import Priority
 from planaria.node.report.progress import Track
 from planaria.node.state.stage_state import Age
@@ -108,6 +109,10 @@ class LivingModel(LivingRun):
             self._made, self.loss = made, state.last.loss
         return state.tensors[WEIGHTS]
 
+    def blocking_read(self, stage: int, first: int, count: int) -> Tensor:
+        """`read`, for a thread that isn't the event loop's."""
+        return asyncio.run_coroutine_threadsafe(self.read(stage, first, count), self.loop).result()
+
     # --- what comes
 
     def answered(self, seat: str, item: pb.Message | Frame) -> None:
@@ -147,21 +152,24 @@ async def export_swarm(
     if merged and checkpoint is None and access.run.training.lora is not None:
         raise ExportError(f"--merged: {REMEDY}")
     write = way_out(access.run, access.run.config, merged)
-    async with LivingModel(access, wait) as model:
-        loop = asyncio.get_running_loop()
+    with TemporaryDirectory(prefix="planaria-") as kept:
+        async with LivingStages(access) as stages:
+            vocabulary = await stages.vocabulary(data, checkpoint, Path(kept))
+        async with LivingModel(access, wait) as model:
+            card = await _card(model, client, merged)
+            arguments = out, model.config, model.blocking_read, vocabulary, card, dtype, track
+            await asyncio.to_thread(write, *arguments)
+            return what(access.run, merged), model.step
 
-        def read(stage: int, first: int, count: int) -> Tensor:
-            return asyncio.run_coroutine_threadsafe(model.read(stage, first, count), loop).result()
 
-        some = 0 if model.config.trained[0] else 1
-        await asyncio.to_thread(read, some, 0, 1)  # tells the step's loss, for the card
-        rebuilds = [
-            {"stage": one.stage, "step": one.step, "method": one.method, "exact": one.exact}
-            for one in (await client.describe()).rebuilds
-            if one.step <= model.step
-        ]
-        summary = {"loss": {"last": model.loss or None}, "rebuilds": rebuilds}
-        card = model_card(model.run, model.config, model.step, "", summary, merged)
-        vocabulary = vocabulary_given(model.run, data, checkpoint)
-        await asyncio.to_thread(write, out, model.config, read, vocabulary, card, dtype, track)
-        return what(access.run, merged), model.step
+async def _card(model: LivingModel, client: RegistryClient, merged: bool) -> str:
+    """Raises ExportError, and what `client` does."""
+    some = 0 if model.config.trained[0] else 1
+    await model.read(some, 0, 1)  # tells the step's loss
+    rebuilds = [
+        {"stage": one.stage, "step": one.step, "method": one.method, "exact": one.exact}
+        for one in (await client.describe()).rebuilds
+        if one.step <= model.step
+    ]
+    summary = {"loss": {"last": model.loss or None}, "rebuilds": rebuilds}
+    return model_card(model.run, model.config, model.step, "", summary, merged)

@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from tokenizers import Tokenizer
@@ -22,9 +22,10 @@ from torch import Tensor
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import Credentials
 from planaria.node.data.corpus import CorpusError, load_tokenizer, read_index
+from planaria.node.data.tokenizer import PART, SHARED
 from planaria.node.hugging_face.evaluate import Evaluation, Portion
-from planaria.node.hugging_face.export import ExportError
-from planaria.node.hugging_face.from_saves import vocabulary_given
+from planaria.node.hugging_face.export import ExportError, Vocabulary
+from planaria.node.hugging_face.from_saves import of_data, of_given, of_model
 from planaria.node.hugging_face.generate import Speaker
 from planaria.node.hugging_face.living_run import Access, LivingRun, from_outside
 from planaria.node.naming import node_of
@@ -38,6 +39,9 @@ from planaria.node.wire.onlookers import FRAME_LIMIT
 from planaria.node.wire.tensors import decode, encode
 
 log = logging.getLogger("planaria")
+
+LARGEST: Final = 64 << 20
+"""Bytes of a file of the tokenizer's that are taken: the largest known ones have 35 MB."""
 
 
 class LivingStages(LivingRun):
@@ -88,6 +92,39 @@ class LivingStages(LivingRun):
             shown = [_of(seen, (*inputs[0].shape, self.config.crossing), f"stage {stage}")]
         return shown[0]
 
+    async def vocabulary(self, data: Path | None, model: Path | None, kept: Path) -> Vocabulary:
+        """By `data`, a prepared folder of the run's; without it by files that nodes of stage 0
+        give, in the folder `kept`, where they may be already; else that of `model`, from which the
+        run began. Raises ExportError, CorpusError."""
+        if data is not None:
+            return of_data(self.run, [data], model)
+        try:
+            if not (kept / SHARED[-1]).exists():
+                for name in SHARED:
+                    await self._fetch(name, kept / name)
+            return of_given(self.run, kept, model)
+        except (ExportError, CorpusError) as error:
+            if (vocabulary := of_model(model)) is not None:
+                return vocabulary
+            raise ExportError(
+                f"stage 0 gives no tokenizer: {error}. Name a prepared folder that has it by --data"
+            ) from error
+
+    async def _fetch(self, name: str, to: Path) -> None:
+        """One of the files SHARED, if stage 0 has it. Raises ExportError."""
+        content = bytearray()
+        while len(content) % PART == 0:
+            part = await self._look(0, [], file=name, first=len(content))
+            if part.dtype != torch.uint8 or part.dim() != 1 or part.numel() > PART:
+                raise ExportError(f"{name} comes as {part.dtype} {list(part.shape)}")
+            if not part.numel():
+                break
+            content += part.numpy().tobytes()
+            if len(content) > LARGEST:
+                raise ExportError(f"its {name} has more than {LARGEST} bytes")
+        if content:
+            to.write_bytes(content)
+
     def speaker(self, tokenizer: Tokenizer, end: int | None, folder: Path | None = None) -> Speaker:
         """For a thread that isn't the event loop's."""
 
@@ -96,21 +133,22 @@ class LivingStages(LivingRun):
 
         return Speaker(next_logits, tokenizer, end, self.config.vocabulary, self.context, folder)
 
-    async def _look(self, stage: int, shown: list[Tensor], head: bool = False) -> Tensor:
-        """By the first of the stage's seats that answers. Raises ExportError."""
+    async def _look(self, stage: int, shown: list[Tensor], **asked: Any) -> Tensor:
+        """By the first of the stage's seats that answers; `asked`: fields of the frame. Raises
+        ExportError."""
         async with self._turns[stage]:
             while True:
                 seat = self.seats[stage][0]
                 try:
-                    return await self._shown(seat, shown, head)
+                    return await self._shown(seat, shown, asked)
                 except NoAnswerError as error:
                     self.give_up(seat, str(error))
 
-    async def _shown(self, seat: str, shown: list[Tensor], head: bool) -> Tensor:
+    async def _shown(self, seat: str, shown: list[Tensor], asked: dict[str, Any]) -> Tensor:
         """Raises NoAnswerError."""
         number, progress = next(self._numbers), self.run.swarm.progress
         answer: asyncio.Future[Frame] = self.loop.create_future()
-        fields = {"transfer": number, "head": head, "step": self.step}
+        fields = {**asked, "transfer": number, "step": self.step}
         self._waiting[number] = seat, answer
         try:
             if not self.asking.send(seat, Frame("state", NEVER, fields, *encode(shown, "none"))):
@@ -167,17 +205,14 @@ async def speak(
     data: Path | None,
     reply: Callable[[Speaker], Iterable[str]],
     say: Callable[[str], None],
+    kept: Path,
 ) -> None:
-    """`say` gets the pieces of the reply. `data`: a prepared folder of the run's, with the
-    tokenizer, if not where its run file says. Raises ExportError, CorpusError, what `reply` raises
-    and what `client` does."""
+    """`say` gets the pieces of the reply. `data`, `kept`: as in `LivingStages.vocabulary`. Raises
+    ExportError, CorpusError, what `reply` raises and what `client` does."""
     access = await from_outside(client.describe, credentials, await client.reach())
     async with LivingStages(access) as stages:
-        vocabulary = vocabulary_given(stages.run, data, None)
-        if vocabulary is None:
-            raise CorpusError("without a tokenizer there is no text: name the data by --data DIR")
-        folder = vocabulary.origin or vocabulary.file.parent
-        tokenizer = load_tokenizer(vocabulary.file)
+        vocabulary = await stages.vocabulary(data, None, kept)
+        tokenizer, folder = load_tokenizer(vocabulary.file), vocabulary.file.parent
         speaker = stages.speaker(tokenizer, vocabulary.end_of_document, folder)
 
         def go_on() -> None:
@@ -233,7 +268,7 @@ def check_tokenizer(run: RunFile, data: Path) -> None:
     """Raises CorpusError when `data` was prepared with another tokenizer than the run's, as far as
     this machine can tell."""
     index = read_index(data)
-    if problem := index.misfit(data, "", run.model.vocabulary):
+    if problem := index.misfit("", run.model.vocabulary):
         raise CorpusError(f"{data} {problem}")
     if index.content != run.data.content:
         log.warning(

@@ -6,12 +6,14 @@ import weakref
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from planaria.bootstrap.registry_pb2 import CHECKSUM
 from planaria.node.data.corpus import UNSCORED
 from planaria.node.data.mixture import Data
+from planaria.node.data.tokenizer import part_of
 from planaria.node.hugging_face.checkpoint import Checkpoint, digest
 from planaria.node.ports import Learned
 from planaria.node.run_file import RunFile
@@ -63,6 +65,8 @@ class TorchStage:
         """`room`: for all stages of a node."""
         self.stage, self.run, self.config = stage, run, config
         self._device = device
+        self._folders = [one.path for one in (corpus,) if one is not None]
+        self._folders += [one.folder for one in (checkpoint,) if one is not None]
         self._beginning = Beginning(run, config, checkpoint, own)
         module, self.weightless = self._beginning.stage_or_zeros(stage, begun)
         self.origin = checkpoint is not None and not self.weightless
@@ -203,6 +207,10 @@ class TorchStage:
             return module.loss(x, *beside).reshape(1) if beside else module.logits(x[:, -1:])
         except RuntimeError as error:  # there is no memory for it, for one
             raise ValueError(f"stage {self.stage} can't look at it: {error}") from error
+
+    def part_of(self, name: object, first: object) -> Tensor:
+        part = bytearray(part_of(self._folders, name, first))
+        return torch.from_numpy(np.frombuffer(part, np.uint8))
 
     def _forms(self, head: bool, count: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
         """Of what is looked at: dtypes, and shapes but for rows and tokens. Beside it are targets

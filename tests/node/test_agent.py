@@ -16,6 +16,7 @@ from conversing import AtOnce, Nodes, VirtualNet
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
 from planaria.node.agent import NOTING, Agent, crossing_bytes, frame_bytes, held_bytes
+from planaria.node.data import tokenizer
 from planaria.node.ports import Ports
 from planaria.node.report.events import Event
 from planaria.node.run_file import loads
@@ -416,7 +417,11 @@ def looked_at(seat: Seat, x: torch.Tensor, head: bool = False, step: int = 0) ->
     """What the seat answers an onlooker that shows it that."""
     descriptors, payload = tensors.encode([x], "none")
     fields = {"transfer": 7, "head": head, "step": step}
-    seat.agent.on_look("b/?1", Frame("state", NEVER, fields, descriptors, payload), 1.0)
+    return answered(seat, Frame("state", NEVER, fields, descriptors, payload))
+
+
+def answered(seat: Seat, frame: Frame) -> Frame:
+    seat.agent.on_look("b/?1", frame, 1.0)
     seat.run()
     to, answer = seat.net.sent[-1]
     assert to == "b/?1"
@@ -438,6 +443,24 @@ def test_an_onlooker_sees_what_a_stage_makes_of_something_and_changes_nothing() 
         assert (seen.dtype, seen.shape) == ("float32", shape)
         assert seat.agent.arithmetic.digest() == before
         assert float(seat.agent.arithmetic.gradient.abs().sum()) == 0.0
+
+
+def test_an_onlooker_gets_files_of_the_tokenizer_part_by_part(monkeypatch, tmp_path) -> None:
+    seat = Seat("a")
+    seat.net.up.add("b/?1")
+    text = b"{}" * (tokenizer.PART // 2 + 1)
+    (tmp_path / "tokenizer.json").write_bytes(text)
+    monkeypatch.setattr(seat.agent.arithmetic, "_folders", [tmp_path / "nothing", tmp_path])
+
+    def given(file: object, first: object) -> Frame:
+        fields = {"transfer": 7, "file": file, "first": first}
+        return answered(seat, Frame("state", NEVER, fields, [], ()))
+
+    parts = [given("tokenizer.json", first) for first in (0, tokenizer.PART, len(text))]
+    assert b"".join(bytes(part) for frame in parts for part in frame.payload) == text
+    assert not any(map(bytes, given("chat_template.jinja", 0).payload)), "there is none"
+    for file, first in (("../x", 0), ("train-00000.bin", 0), ("tokenizer.json", -1), (["a"], 0)):
+        assert "is no part of a file" in given(file, first).fields["error"]
 
 
 def test_what_is_asked_of_a_step_is_computed_with_the_weights_that_it_had() -> None:

@@ -100,14 +100,14 @@ def up(data: Path, tmp_path: Path) -> Iterator[Callable[..., Up]]:
     """Starts `planaria up` with the given run; ends it, whatever happens."""
     started: list[Up] = []
 
-    def start(run: RunFile | Path, *arguments: str, takes_all: bool = False) -> Up:
+    def start(run: RunFile | Path, *arguments: str, takes_all: bool = False, at: Path = data) -> Up:
         """A run that is new, or goes on in a folder."""
         out, file, said = (tmp_path / f"{what}{len(started)}" for what in ("out", "run", "said"))
         if isinstance(run, Path):
             arguments = ("--resume", str(run), *arguments)
             out = run
         else:
-            file.write_text(dumps(override(run, data__path=str(data))))
+            file.write_text(dumps(override(run, data__path=str(at))))
             arguments = (str(file), "--out", str(out), *arguments)
         started.append(Up(out, said, *arguments, takes_all=takes_all))
         return started[-1]

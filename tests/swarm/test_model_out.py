@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from planaria.node.data.corpus import Corpus
 from tests.swarm.small import small
 
 
-def planaria(*arguments: object) -> str:
-    done = CliRunner().invoke(app, list(map(str, arguments)))
+def planaria(*arguments: object, said: str = "") -> str:
+    done = CliRunner().invoke(app, list(map(str, arguments)), input=said)
     assert done.exit_code == 0, done.output
     return done.output
 
@@ -31,15 +32,22 @@ def transformers_loss(folder: Path, rows: torch.Tensor) -> float:
 
 
 def test_the_model_of_a_living_run_is_a_folder_that_transformers_reads(up, data, tmp_path) -> None:
+    """Tokenizer and chat template come from a node of stage 0."""
     run = small(steps=100_000, saves__every=4, model__attn_mask_type="block_causal")
-    swarm = up(run, "--kill", "1@6")
+    chats = shutil.copytree(data, tmp_path / "chats")
+    (chats / "chat_template.jinja").write_text("{{ messages[-1].content }}, she said")
+    swarm = up(run, "--kill", "1@6", at=chats)
     swarm.wait_until("saves of one step", lambda: swarm.committed() >= 14)
     living = tmp_path / "living"
     join = (swarm.out / "registry.address").read_text().strip()
     before, aborted = swarm.committed(), len(swarm.events("aborted"))
-    exported = planaria("export", "--join", join, "--out", living, "--data", data)
-    said = planaria("generate", "--join", join, "once", "--tokens", 4, "--data", data)
+    exported = planaria("export", "--join", join, "--out", living)
+    said = planaria("generate", "--join", join, "once", "--tokens", 4)
     assert said.startswith("once")
+    ask = ["generate", "--join", join, "--chat", "--tokens", 4]
+    assert planaria(*ask, "How old?", "--data", chats).endswith("\n")
+    dialogue = planaria(*ask, said="How old?\nWhy?\n")
+    assert len(dialogue.splitlines()) >= 2
     evaluated = planaria("evaluate", "--join", join, "--data", data, "--samples", 2)
     assert re.search(r"[\d.]+ nats a token(.|\n)*of the model of step \d+", evaluated)
     (step,) = re.findall(r"has the model of step (\d+)", exported)
@@ -47,6 +55,8 @@ def test_the_model_of_a_living_run_is_a_folder_that_transformers_reads(up, data,
     swarm.wait_until("it to train on", lambda: swarm.committed() >= int(step) + 4)
     assert len(swarm.events("aborted")) == aborted
     swarm.end(signal.SIGINT)
+    from transformers import AutoTokenizer
+
     folder = tmp_path / "model"
     (step,) = re.findall(
         r"has the model of step (\d+)", planaria("export", swarm.out, "--out", folder)
@@ -55,3 +65,9 @@ def test_the_model_of_a_living_run_is_a_folder_that_transformers_reads(up, data,
     corpus = Corpus.open(data)
     rows = torch.from_numpy(corpus.samples("validation", small().model.context or 64, range(6)))
     assert transformers_loss(living, rows) < math.log(corpus.vocabulary)
+    for exported_to in (living, folder):
+        question = [{"role": "user", "content": "How old?"}]
+        tokenizer = AutoTokenizer.from_pretrained(exported_to)
+        asked = tokenizer.apply_chat_template(question, tokenize=False)
+        assert asked == "How old?, she said"
+        assert tokenizer("once")["input_ids"] == corpus.tokenizer().encode("once").ids

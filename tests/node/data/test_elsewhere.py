@@ -48,7 +48,9 @@ def test_samples_are_those_that_lie_there_and_no_more_is_read(
 
 
 def test_all_of_it_can_be_verified(served: Served, tmp_path: Path) -> None:
+    (served.folder / "chat_template.jinja").write_text("of one that chats")
     stand_in(served.url, tmp_path / "here")
+    assert (tmp_path / "here/chat_template.jinja").read_text() == "of one that chats"
     Corpus.open(tmp_path / "here", verify=True)
     assert served.sent(SHARD) == (served.folder / SHARD).stat().st_size
 
