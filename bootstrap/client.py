@@ -644,7 +644,10 @@ def _unpack(reply: JoinReply) -> None:
 
 def _news(report: Report) -> tuple[object, ...]:
     """What the registry, or a person, has to hear of soon."""
-    seats = [(seat.message, seat.stopped, seat.finished) for seat in report.seats]
+    seats = [
+        (seat.message, seat.stopped, seat.finished, seat.finished and seat.saved)
+        for seat in report.seats
+    ]
     return seats, list(report.complaints), report.leaving, report.stalled_seconds > 0
 
 

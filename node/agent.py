@@ -98,6 +98,8 @@ TO_DRIVER = frozenset(
 TO_MEMBER = frozenset(["query", "sync", "step", "records", "reduce", "halt"])
 NOTING = 0.02
 """Seconds between two looks whether the ledger is written."""
+SAVED_AGAIN = 15.0
+"""Seconds between two tries to save the last step of a finished run."""
 ASKED_AGAIN = 30.0
 """Seconds in which who fetches a stage of the checkpoint asks for the next part of it."""
 LOOKING = 4
@@ -143,6 +145,8 @@ class Agent:
         self.finished = False  # the run is, and stays so
         self.tokens_per_second = 0.0
         self.trouble = ""  # with saving
+        self.saved_state = Age(lineage=0, step=0)  # the newest on disk, or exported
+        self.save_tried = 0.0  # when a save of the last step was last begun
         self.damaged = False  # its weights, beside a compute thread that hangs
         self.driver = self._new_driver()
         self.driver.identity = ports.identity
@@ -359,6 +363,8 @@ class Agent:
         if now - self.origins_asked > ASKED_AGAIN:
             self.origins.clear()
         self.outbox.tick(now)
+        if self.finished and self.trouble and now - self.save_tried > SAVED_AGAIN:
+            self._save_last_step()
 
     # --- sending
 
@@ -448,7 +454,7 @@ class Agent:
                 self.record.over(reason)
             case Halted(halt):
                 if halt.finished:
-                    self.exchanges.start(self.save_now())
+                    self._save_last_step()
                 if not (halt.finished and self.finished):  # another look at it is no news
                     self.record.halted(halt)
                 self.finished = self.finished or halt.finished
@@ -850,6 +856,8 @@ class Agent:
                 self.taken.renew(peer, request.step, self.exchanges.now)
             there = request.step > 0 and self.taken.get(request.step, state) is not None
             told.kept = there and not told.error
+            if request.exported and request.step == state.id.step:
+                self._is_safe(state.id.age)
         self.send(peer, pb.Message(pinned=told))
 
     async def _look(self, peer: str, frame: Frame) -> None:
@@ -937,16 +945,34 @@ class Agent:
             save = partial(self.holdings.save, state, first=False, always=True)
             await self.exchanges.compute(save)
 
+    def _save_last_step(self) -> None:
+        self.save_tried = self.exchanges.now
+        self.exchanges.start(self.save_now())
+
     def saved(self, kind: Kind, save: Age) -> None:
         self.trouble = ""
         self.record.tell(Saved(holding=kind, step=save.step))
+        self._is_safe(save)
+
+    def _is_safe(self, state: Age) -> None:
+        self.saved_state = max(self.saved_state, state)
+        if self.finished:
+            self.record.changed()
 
     def save_failed(self, reason: str) -> None:
+        if self.finished:
+            reason += ". The run is over: this one is tried again, or take it away by export"
         self.trouble = reason
         self.record.tell(SaveFailed(reason=reason))
         self.record.changed()
 
     # --- how it is
+
+    @property
+    def saved_step(self) -> int:
+        """The newest step of its state that is on disk, or was exported."""
+        lineage, step = self.saved_state
+        return step if lineage == self.member.lineage else 0
 
     @property
     def members(self) -> Sequence[pb.Place]:
@@ -993,6 +1019,7 @@ class Agent:
             stopped=halt is not None and not halt.finished,
             finished=halt is not None and halt.finished,
             in_flight=self.workplace.filling.out if self.stage == 0 else 0,
+            saved=self.saved_step,
         )
 
     def validate_state(self) -> None:

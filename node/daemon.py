@@ -325,6 +325,11 @@ class Node:
         if self.view.number:
             await self.client.leave(self.node, why)
 
+    def unsaved(self) -> list[int]:
+        """Stages that it was to save, whose last step it has in memory only."""
+        seats = self.seats.agents.values() if self.place.save_dir is not None else ()
+        return [s.stage for s in seats if s.finished and s.saved_step < s.member.committed]
+
     def stop(self, why: str) -> None:
         """Ends `live`, which returns `why`."""
         if not self.over.done():

@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from planaria.bootstrap.address import Address, reach_by
-from planaria.bootstrap.client import InQuarantine, RegistryClient
+from planaria.bootstrap.client import (
+    InQuarantine,
+    JoinRefused,
+    RegistryClient,
+    RegistryUnreachable,
+)
 from planaria.bootstrap.knock import way_out
 from planaria.bootstrap.registry_pb2 import Description
 from planaria.node.advertised import (
@@ -41,6 +46,7 @@ from planaria.node.instance import Instance, find_instance, release
 from planaria.node.notices import Aws, Notice, Watch, ask
 from planaria.node.own_folders import below, checkpoint_dir, own_folder
 from planaria.node.report.ledger import LedgerError
+from planaria.node.report.unsaved import named, unsaved
 from planaria.node.run_file import RunFile, dumps
 from planaria.node.stage.architecture import Architecture
 from planaria.node.stage.device import measure_speed, memory_of
@@ -158,6 +164,7 @@ async def serve(
                     raise NodeCrashed(f"{type(error).__name__}: {error}") from error
                 raise
             if departure.told.is_set():
+                await check_saved(node, client)
                 break
             if node.abandoned:
                 raise NodeCrashed(
@@ -177,6 +184,21 @@ async def serve(
             await asyncio.to_thread(place.experiment.close)
         if instance is not None and options.instance is None:
             release(instance)
+
+
+async def check_saved(node: Node, client: RegistryClient) -> None:
+    """That the last step of a finished run isn't lost with this node, which has ended. Raises
+    NodeError."""
+    described = None
+    if stages := node.unsaved():
+        with suppress(RegistryUnreachable, JoinRefused):
+            described = await client.describe(deadline=1.0)
+    if lost := unsaved(described, stages, node.run.steps):
+        raise NodeError(
+            f"the last step of {named(lost)} was in memory only, and has gone with this node: it "
+            f"was neither saved in {node.place.save_dir} nor exported, and the registry knows of "
+            "no other node that has saved it"
+        )
 
 
 def find_checkpoint(run: RunFile, options: Options) -> Checkpoint | None:

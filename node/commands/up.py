@@ -129,6 +129,14 @@ def up_command(
             rich_help_panel=FILES,
         ),
     ] = None,
+    hold: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds to keep the nodes at the end of the run while the model isn't saved.",
+            rich_help_panel=FILES,
+        ),
+    ] = 3600.0,
     device: OneDevice = "auto",
     seats: Seats = None,
     http: Http = LOOPBACK,
@@ -195,7 +203,7 @@ def up_command(
             with shown as progress:
                 plan = plan_run(run, out, save_dir, device, say, progress)
         plan = plan._replace(http=http, price=price, log=(log_level.value, log_format.value))
-        plan = plan._replace(track=track and track.value)
+        plan = plan._replace(track=track and track.value, hold=hold)
         kills = [parse_kill(text, plan.run) for text in kill or []]
         losses = choose_losses(plan.run, loss_rate, trace, speedup)
         ending = asyncio.run(

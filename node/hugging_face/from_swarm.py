@@ -159,6 +159,7 @@ async def export_swarm(
             card = await _card(model, client, merged)
             arguments = out, model.config, model.blocking_read, vocabulary, card, dtype, track
             await asyncio.to_thread(write, *arguments)
+            await model.exported()
             return what(access.run, merged), model.step
 
 

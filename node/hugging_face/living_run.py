@@ -149,6 +149,12 @@ class LivingRun:
             self._renewing.cancel()
         await self.asking.close()
 
+    async def exported(self) -> None:
+        """Tells the seats that the whole model of this step has been written."""
+        seats = [seat for those in self.seats.values() for seat in those]
+        pins = (self.asking.pin(seat, self.step, exported=True) for seat in seats)
+        await asyncio.gather(*pins, return_exceptions=True)
+
     def answered(self, seat: str, item: pb.Message | Frame) -> None:
         """The seat has said this."""
 

@@ -68,6 +68,7 @@ from planaria.node.report.live_view import Screen, Story
 from planaria.node.report.progress import Track
 from planaria.node.report.samples import SamplesFile
 from planaria.node.report.summary import draw_loss, summarize, tell
+from planaria.node.report.unsaved import named, unsaved
 from planaria.node.resolve import resolve, text_to_prepare
 from planaria.node.run_file import RunFile, RunFileError, dumps, load, override
 from planaria.node.stage.shape import PRESETS
@@ -82,6 +83,10 @@ DESCRIBE = 0.25
 """Seconds between two questions to the registry, for the page."""
 REGISTRY_START = 60.0
 """Seconds that the registry has to listen."""
+HOLD = 3600.0
+"""Seconds that a finished run's nodes are kept while its last step is in memory only."""
+SLOW_SAVE = 5.0
+"""Seconds after which one is told of saves that are not on disk yet."""
 LAST_NODES = 60.0
 """Seconds that nodes, replacements too, have to get the last state once the run is finished."""
 PATIENCE = 5
@@ -186,6 +191,7 @@ class SwarmPlan(NamedTuple):
     track: str | None = None  # where the run is kept, too, of experiment.KINDS
     log: tuple[str, str] = ("info", "text")  # of its processes: from which level on, in which form
     work: Work = run_planaria  # what they run
+    hold: float = HOLD  # seconds that nodes are kept whose last step isn't saved
 
     @property
     def kept(self) -> Kept:
@@ -458,7 +464,7 @@ class _Swarm:
         self.restarts: Counter[str] = Counter()
         self.at_large: set[str] = set()  # slots whose process goes where it is needed
         self.address = ""  # of the registry
-        self.http, self.price = plan.http, plan.price
+        self.http, self.price, self.hold = plan.http, plan.price, plan.hold
         self.log = "--log-level", plan.log[0], "--log-format", plan.log[1]
         self.page = ""  # its URL
         self.description: Description | None = None
@@ -482,7 +488,7 @@ class _Swarm:
             self._change_what_is_due()
             if self.story.finished is not None:
                 await self._last_nodes(stop)
-                return Ending(0, "")
+                return await self._until_saved(stop)
             self._replace_ended()
             self.screen.show(self.story, self.description, self.stages)
             if self.story.committed > committed:
@@ -585,6 +591,34 @@ class _Swarm:
                 self.screen.say(f"not waiting any longer for {names} {what}")
                 return
             await _pause(stop, POLL)
+
+    async def _until_saved(self, stop: asyncio.Future[int]) -> Ending:
+        """Holds the nodes while the last step of any stage is in memory only."""
+        began, told = time.monotonic(), False
+        while missing := self._unsaved():
+            self._read()
+            self.screen.show(self.story, self.description, self.stages)
+            what, waited = f"the last step of {named(missing)}", time.monotonic() - began
+            if stop.done():
+                name = signal.Signals(stop.result()).name
+                return Ending(128 + stop.result(), f"{what} wasn't saved before {name}: it is lost")
+            if waited > SLOW_SAVE + self.hold:
+                return Ending(1, f"{what} was neither saved nor exported: it is lost")
+            if not told and waited > SLOW_SAVE:
+                told = True
+                self.screen.say(
+                    f"{what} is in memory only. The nodes are kept for {self.hold:g} s, and try "
+                    f"again to save it: free space in {self.save_dir}, or take the model away by "
+                    f"planaria export --join {self.address} --out DIR. Ctrl-C gives it up",
+                    Severity.ERROR,
+                )
+            self._replace_ended()
+            await _pause(stop, POLL)
+        return Ending(0, "")
+
+    def _unsaved(self) -> list[int]:
+        stages = range(self.stages + 1) if self.save_dir is not None else ()
+        return unsaved(self.description, stages, self.run.steps)
 
     def _samples_due(self) -> bool:
         """Those of the last step are on their way."""

@@ -750,7 +750,7 @@ class SaveFailed(Event, kind="save failed", severity=Severity.ERROR):
     reason: str
 
     def sentence(self, node: str | None) -> str:
-        return f"save failed at {node}, training goes on: {self.reason}"
+        return f"save failed at {node}: {self.reason}"
 
 
 # --- processes of a local swarm, as `planaria up` sees them

@@ -192,11 +192,12 @@ class Asking:
         """It can't be asked any more; empty: it can."""
         return self._conversations[self._by[seat]].lost
 
-    async def pin(self, seat: str, step: int) -> pb.Pinned:
-        """What the seat answers. Raises NoAnswerError."""
+    async def pin(self, seat: str, step: int, exported: bool = False) -> pb.Pinned:
+        """What the seat answers; `exported`: the whole model of that step has been written. Raises
+        NoAnswerError."""
         number = next(self._numbers)
         answer: asyncio.Future[pb.Pinned] = asyncio.get_running_loop().create_future()
-        request = pb.PinRequest(transfer=number, step=step)
+        request = pb.PinRequest(transfer=number, step=step, exported=exported)
         if not self.send(seat, pb.Message(pin_request=request)):
             raise NoAnswerError(self.why(seat))
         self._waiting[number] = seat, answer

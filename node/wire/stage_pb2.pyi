@@ -654,12 +654,14 @@ class ShardRefusal(_message.Message):
     def __init__(self, transfer: _Optional[int] = ..., offset: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class PinRequest(_message.Message):
-    __slots__ = ("transfer", "step")
+    __slots__ = ("transfer", "step", "exported")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    EXPORTED_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     step: int
-    def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    exported: bool
+    def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., exported: _Optional[bool] = ...) -> None: ...
 
 class Pinned(_message.Message):
     __slots__ = ("transfer", "step", "committed", "lineage", "kept", "error", "unheard")

@@ -17,9 +17,12 @@ import numpy as np
 import pytest
 import torch
 
+from planaria.bootstrap.client import RegistryUnreachable
 from planaria.bootstrap.credentials import PLAIN
-from planaria.bootstrap.registry_pb2 import SILENT
+from planaria.bootstrap.registry_pb2 import SILENT, Description
 from planaria.lab.convergence.training import Ablation, State, TrainingSwarm, train
+from planaria.node import agent
+from planaria.node.begin import NodeError
 from planaria.node.data.corpus import UNSCORED, Corpus
 from planaria.node.data.mixture import Data, Mixture
 from planaria.node.hugging_face.checkpoint import Checkpoint
@@ -42,6 +45,7 @@ from planaria.node.run_file import (
     from_fields,
     override,
 )
+from planaria.node.serve import check_saved
 from planaria.node.stage.model import with_weights
 from planaria.node.stage.own_code import fill_in
 from planaria.node.state.holdings import CLOSE, Holdings
@@ -779,16 +783,31 @@ async def test_samples_go_on_when_who_makes_them_is_lost(corpus, tmp_path):
         assert (told.step, told.text) == (one.samples[""].step, one.samples[""].text)
 
 
+class Away:
+    """A registry that doesn't answer."""
+
+    async def describe(self, deadline: float) -> Description:
+        raise RegistryUnreachable("it is away")
+
+
 async def test_a_full_disk_is_said_and_training_goes_on(corpus, tmp_path, monkeypatch):
     def full(self: Saves, state: StageState) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Saves, "write", full)
+    monkeypatch.setattr(agent, "SAVED_AGAIN", 0.0)
     run = small(saves__every=2)
     async with LocalSwarm(run, corpus, tmp_path, tmp_path / "saves") as swarm:
-        await swarm.until(swarm.finished)
-        reports = [client.reported for client in swarm.registry.nodes.values()]
-        assert all("No space left" in seat.message for report in reports for seat in report.seats)
+        with monkeypatch.context() as disk:
+            disk.setattr(Saves, "write", full)
+            await swarm.until(swarm.finished)
+            reports = [client.reported for client in swarm.registry.nodes.values()]
+            seats = [seat for report in reports for seat in report.seats]
+            assert all("No space left" in seat.message for seat in seats)
+            (node, _), *_ = swarm.nodes.values()
+            with pytest.raises(NodeError, match="last step of stage 0 was in memory only"):
+                await check_saved(node, Away())
+        await swarm.until(lambda: not any(one.unsaved() for one, _ in swarm.nodes.values()))
+        await check_saved(node, Away())
     assert "free space" in swarm.lines.events("save failed")[0]["reason"]
     assert audit(tmp_path).exact
 

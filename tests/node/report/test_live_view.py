@@ -123,7 +123,7 @@ def text_of(renderable: Any) -> str:
         (event("waiting", stages=[2, 3], reason="x"), "waiting for a node to join stage 2, 3"),
         (
             event("save failed", OLD, reason="No space left on device"),
-            f"save failed at {OLD}, training goes on: No space left on device",
+            f"save failed at {OLD}: No space left on device",
         ),
         (
             event("preempted", OLD, grace=25.0),
