@@ -30,6 +30,7 @@ from planaria.node.stage.shape import (
     Family,
     ModelConfig,
     Own,
+    RopeType,
     model_config,
 )
 from planaria.recovery.decide import Masking, Policy
@@ -81,27 +82,39 @@ class Section(BaseModel):
     )
 
 
-class RopeScalingSection(Section):
-    """RoPE as LLaMA 3.1 stretches it, under the names of Hugging Face's config.json."""
+Figure = Annotated[float, Field(gt=0, le=1e6)]
 
+
+class RopeScalingSection(Section):
+    """How RoPE is stretched, under the names of Hugging Face's config.json (shape.RopeScaling)."""
+
+    rope_type: RopeType = "llama3"
     factor: float = Field(ge=1, le=1e6)
-    low_freq_factor: float = Field(gt=0, le=1e6)
-    high_freq_factor: float = Field(gt=0, le=1e6)
-    original_max_position_embeddings: int = Field(ge=2, le=2**30)
+    original_max_position_embeddings: int | None = Field(default=None, ge=2, le=2**30)
+    low_freq_factor: Figure | None = None
+    high_freq_factor: Figure | None = None
+    beta_fast: Figure | None = None
+    beta_slow: Figure | None = None
+    attention_factor: Figure | None = None
+    mscale: Figure | None = None
+    mscale_all_dim: Figure | None = None
+    truncate: bool | None = None
 
     @model_validator(mode="after")
-    def in_order(self) -> RopeScalingSection:
-        if self.low_freq_factor >= self.high_freq_factor:
+    def complete(self) -> RopeScalingSection:
+        if self.rope_type != "llama3":
+            return self
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low is None or high is None or self.original_max_position_embeddings is None:
             raise ValueError(
-                f"low_freq_factor = {self.low_freq_factor:g} must be less than high_freq_factor = "
-                f"{self.high_freq_factor:g}"
+                "rope_type = llama3 needs low_freq_factor, high_freq_factor and "
+                "original_max_position_embeddings"
+            )
+        if low >= high:
+            raise ValueError(
+                f"low_freq_factor = {low:g} must be less than high_freq_factor = {high:g}"
             )
         return self
-
-    @property
-    def figures(self) -> tuple[float, float, float, int]:
-        old = self.original_max_position_embeddings
-        return self.factor, self.low_freq_factor, self.high_freq_factor, old
 
 
 ParameterName = Annotated[str, Field(max_length=200, pattern=r"^[\w.]+$")]
@@ -150,6 +163,8 @@ class ModelSection(Section):
     hidden: int | None = Field(default=None, ge=8, le=2**20, description="width of the SwiGLU")
     rope_theta: float = Field(default=10_000.0, ge=1, le=1e12)
     rope_scaling: RopeScalingSection | None = None
+    attention_bias: bool = Field(default=False, description="of q, k, v and o")
+    mlp_bias: bool = Field(default=False, description="of gate, up and down")
     family: Family | None = Field(default=None, description="llama when left out")
     head_dim: int | None = Field(default=None, ge=2, le=2**12, description="else dim / heads")
     norm_eps: float | None = Field(default=None, ge=1e-12, le=1e-1, description="else 1e-5")

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from planaria.node.stage.shape import Family, ModelConfig, RopeScaling
+from planaria.bootstrap.small_files import read_small
+from planaria.node.stage.shape import BIASES, Family, ModelConfig, RopeScaling, RopeType
+
+log = logging.getLogger("planaria")
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 ADAPTER_CONFIG = "adapter_config.json"
+ORIGINAL: Final = "original_max_position_embeddings"
 ALWAYS: Final[dict[str, Any]] = {
     "attention_dropout": 0.0,
     "hidden_act": "silu",
@@ -21,30 +27,42 @@ ALWAYS: Final[dict[str, Any]] = {
 OF_FAMILY: Final[dict[Family, dict[str, Any]]] = {
     "llama": {
         "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "mlp_bias": False,
         "pretraining_tp": 1,
     },
     "mistral": {"architectures": ["MistralForCausalLM"]},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
     "qwen3": {
         "architectures": ["Qwen3ForCausalLM"],
-        "attention_bias": False,
         "use_sliding_window": False,
     },
 }
 """What is so in each model of a family."""
+DEFAULTS: Final[dict[Family, dict[str, Any]]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+    "qwen2": {"max_position_embeddings": 32_768, "num_key_value_heads": 32},
+    "qwen3": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
+}
+"""What a config.json means that lacks these (transformers 5.23)."""
 HARMLESS: Final = ("architectures", "initializer_range", "pretraining_tp", "use_cache")
 """Of these, what changes nothing of what a model computes."""
-NEVER: Final = ("quantization_config", "num_experts", "num_local_experts")
+IGNORED: Final = ("attention_dropout",)
+"""What changes nothing but training, which does without."""
+NEVER: Final = (
+    *("quantization_config", "num_experts", "num_local_experts"),
+    "transformers_weights",  # a file of another name
+)
 """Keys of what none of our models has."""
 SUPPORTED: Final = (
     "supported are llama (LLaMA 2 and 3, TinyLlama, SmolLM2), mistral, qwen2 and qwen3, as Hugging "
     "Face's model_type has them, unquantized and without experts"
 )
-STRETCHED: Final = "llama3"
-"""The type of RoPE that shape.RopeScaling is."""
-
+YARN: Final = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Figures of a RoPE of that type that may be left out."""
 NO_SENSE: Final = (
     KeyError,
     TypeError,
@@ -77,17 +95,8 @@ def to_config(config: ModelConfig, dtype: str, end_of_document: int | None) -> d
         figures = ("vocabulary", "dim", "heads", "kv_heads", "layers", "hidden", "context")
         code = {"planaria_module": config.own.module, "source": config.own.source}
         return {**code, "dtype": dtype, **{name: getattr(config, name) for name in figures}}
-    rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
-    scaling = None
-    if (stretched := config.rope_scaling) is not None:
-        scaling = {
-            "factor": stretched.factor,
-            "high_freq_factor": stretched.high,
-            "low_freq_factor": stretched.low,
-            "original_max_position_embeddings": stretched.positions,
-            "rope_type": STRETCHED,
-        }
-        rope |= scaling
+    scaling = None if config.rope_scaling is None else config.rope_scaling.figures
+    rope = {"rope_type": "default", **(scaling or {}), "rope_theta": config.rope_theta}
     said: dict[str, Any] = {
         "bos_token_id": None,
         "dtype": dtype,
@@ -109,6 +118,7 @@ def to_config(config: ModelConfig, dtype: str, end_of_document: int | None) -> d
         "torch_dtype": dtype,
         "vocab_size": config.vocabulary,
     }
+    said |= {name: getattr(config, name) for name in BIASES[config.family]}
     match config.family:
         case "mistral":
             said["sliding_window"] = config.window
@@ -128,13 +138,13 @@ def read_config(folder: Path) -> ModelConfig:
     knows. Raises UnsupportedModelError, OSError."""
     path = folder / CONFIG
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = read_json(path)
         if module := said.get("planaria_module"):
             raise UnsupportedModelError(
                 f"{path}: this model is built by code of its own, {module}, and only that reads "
                 "it: docs/own-architecture.md says how; a living swarm is asked with --join"
             )
-        family = said.get("model_type")
+        family: Any = said.get("model_type")
         if family not in get_args(Family):
             raise UnsupportedModelError(
                 f"{path}: not supported here: model_type = {json.dumps(family)}; {SUPPORTED}"
@@ -143,11 +153,25 @@ def read_config(folder: Path) -> ModelConfig:
             raise UnsupportedModelError(
                 f"{path}: not supported here: {'; '.join(strange)}; {SUPPORTED}"
             )
-        return _config(said, family)
+        for key in IGNORED:
+            if said.get(key):
+                log.warning("%s: %s = %s is ignored", path, key, said[key])
+        if "max_position_embeddings" not in said:
+            most = DEFAULTS[family]["max_position_embeddings"]
+            log.warning("%s has no max_position_embeddings: taken for %d", path, most)
+        return _config(DEFAULTS[family] | said, family)
     except NO_SENSE as error:
         raise UnsupportedModelError(
             f"{path} is no model's: {type(error).__name__}: {error}"
         ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Of a regular file of at most 16 MiB. Raises OSError and NO_SENSE."""
+    said = json.loads(read_small(path))
+    if not isinstance(said, dict):
+        raise TypeError(f"{path.name} holds no JSON object")
+    return said
 
 
 def _strange(said: dict[str, Any], family: Family) -> list[str]:
@@ -156,43 +180,57 @@ def _strange(said: dict[str, Any], family: Family) -> list[str]:
     strange = [
         f"{key} = {json.dumps(said[key])}"
         for key, value in usual.items()
-        if key not in HARMLESS and (said.get(key, value) or value) != value
+        if key not in HARMLESS + IGNORED and (said.get(key, value) or value) != value
     ]
     strange += [f"{key} = {json.dumps(said[key])[:80]}" for key in NEVER if said.get(key)]
     if "sliding_attention" in (said.get("layer_types") or ()):
         strange.append("layers with a sliding window beside others")
-    if (kind := _rope(said)["rope_type"]) not in ("default", STRETCHED):
+    rope = _rope(said)
+    if (kind := rope["rope_type"]) not in ("default", *get_args(RopeType)):
         strange.append(f"RoPE scaled ({kind})")
-    part = _rope(said).get("partial_rotary_factor", said.get("partial_rotary_factor")) or 1
+    if any(isinstance(value, dict) for value in rope.values()):
+        strange.append("RoPE of several kinds")
+    part = rope.get("partial_rotary_factor", said.get("partial_rotary_factor")) or 1
     if part != 1:
         strange.append(f"RoPE of a part of each head (partial_rotary_factor = {part})")
     return strange
 
 
 def _rope(said: dict[str, Any]) -> dict[str, Any]:
-    """With `rope_type` and `rope_theta`, whichever version wrote it."""
-    rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
+    """With `rope_type` and `rope_theta`, whichever version wrote it; where there are both, as
+    transformers 5.23 has it."""
+    rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = rope.get("rope_theta", said.get("rope_theta", 10_000.0))
     return {**rope, "rope_type": kind, "rope_theta": theta}
 
 
+def _scaling(said: dict[str, Any]) -> RopeScaling | None:
+    """Raises KeyError, TypeError, ValueError."""
+    rope, kind = _rope(said), _rope(said)["rope_type"]
+    if kind == "default":
+        return None
+    factor = rope["factor"]
+    if kind in ("linear", "dynamic"):
+        return RopeScaling(kind, float(factor))
+    positions = said["max_position_embeddings"]
+    known = said.get(ORIGINAL, rope.get(ORIGINAL, positions))
+    if kind == "llama3":
+        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+        return RopeScaling(kind, float(factor), int(known), low, high)
+    factor = positions / known if factor is None else factor
+    figures = {name: float(rope[name]) for name in YARN if rope.get(name) is not None}
+    truncate = None if rope.get("truncate", True) else False
+    return RopeScaling(kind, float(factor), int(known), truncate=truncate, **figures)
+
+
 def _config(said: dict[str, Any], family: Family) -> ModelConfig:
     """Raises KeyError, TypeError, ValueError."""
-    rope, scaling = _rope(said), None
     positions = int(said["max_position_embeddings"])
-    if rope["rope_type"] == STRETCHED:
-        scaling = RopeScaling(
-            float(rope["factor"]),
-            float(rope["low_freq_factor"]),
-            float(rope["high_freq_factor"]),
-            int(rope.get("original_max_position_embeddings") or positions),
-        )
     heads, dim = int(said["num_attention_heads"]), int(said["hidden_size"])
-    width = said.get("head_dim") or (128 if family == "qwen3" else None)
-    # Mistral's own default, where config.json doesn't say.
-    window = said.get("sliding_window", 4096) if family == "mistral" else None
-    return ModelConfig(
+    width = said.get("head_dim")
+    window = said["sliding_window"] if family == "mistral" else None
+    config = ModelConfig(
         vocabulary=int(said["vocab_size"]),
         dim=dim,
         heads=heads,
@@ -201,7 +239,7 @@ def _config(said: dict[str, Any], family: Family) -> ModelConfig:
         stages=1,
         context=min(positions, window or positions),
         hidden=int(said["intermediate_size"]),
-        rope_theta=float(rope["rope_theta"]),
+        rope_theta=float(_rope(said)["rope_theta"]),
         norm_eps=float(said.get("rms_norm_eps", 1e-6)),
         learning_rate=1.0,
         family=family,
@@ -209,14 +247,17 @@ def _config(said: dict[str, Any], family: Family) -> ModelConfig:
         width_of_head=None if width in (None, dim / heads) else int(width),
         positions=positions,
         window=window,
-        rope_scaling=scaling,
+        rope_scaling=_scaling(said),
         attn_mask_type="block_causal" if said.get("attn_mask_type") == "block_causal" else "causal",
     )
+    reach = config.reach or positions
+    biases: dict[str, Any] = {name: bool(said.get(name)) for name in BIASES[family]}
+    return replace(config, context=min(reach, window or reach), **biases)
 
 
 def special_tokens(folder: Path) -> dict[str, Any]:
     """What its config.json says of them. Raises OSError."""
-    said = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    said = read_json(folder / CONFIG)
     return {key: said.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
@@ -236,7 +277,7 @@ def read_stops(folder: Path) -> list[int]:
 def _eos_ids(file: Path) -> list[int]:
     """Raises UnsupportedModelError."""
     try:
-        ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
+        ids = read_json(file).get("eos_token_id")
+    except (OSError, *NO_SENSE) as error:
         raise UnsupportedModelError(f"{file} can't be read: {error}") from error
     return [each for each in (ids if isinstance(ids, list) else [ids]) if type(each) is int]

@@ -40,16 +40,16 @@ def take_in(run: RunFile) -> RunFile:
                 raise RunFileError(f"model.from = {run.model.origin}: there is no such folder")
             return run
         checkpoint = Checkpoint.open(folder)
-        stages = run.model.stages or stages_for(checkpoint.config.layers)
-        figures = figures_of(checkpoint.config)
+        config = checkpoint.config
+        stages, figures = run.model.stages or stages_for(config.layers), figures_of(config)
         _check(run.model, figures, folder)
-        context = run.model.context or min(checkpoint.config.context, LONGEST)
+        context = run.model.context or min(config.context, config.positions or LONGEST, LONGEST)
         fields = {"from": str(folder), "stages": stages, "context": context, **figures}
         known = run.model.content if len(run.model.content or ()) == stages + 1 else None
         run = override(run, **{f"model__{key}": value for key, value in fields.items()})
         if known is None:
             log.info("reading %s, from which the run begins", folder)
-            known = contents(checkpoint, model_config(run.model, checkpoint.config.vocabulary))
+            known = contents(checkpoint, model_config(run.model, config.vocabulary))
         return override(run, model__content=known)
     except (UnsupportedModelError, OSError) as error:
         raise RunFileError(f"model.from = {run.model.origin}: {error}") from error
@@ -95,7 +95,7 @@ def stages_for(layers: int) -> int:
 
 def figures_of(config: ModelConfig) -> dict[str, Any]:
     """The keys of [model] that make the model what it is."""
-    figures: dict[str, Any] = {
+    return {
         "vocabulary": config.vocabulary,
         "dim": config.dim,
         "heads": config.heads,
@@ -109,15 +109,10 @@ def figures_of(config: ModelConfig) -> dict[str, Any]:
         "tied": config.tied,
         "positions": config.positions,
         "window": config.window,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "rope_scaling": config.rope_scaling and config.rope_scaling._asdict(),
     }
-    if (scaling := config.rope_scaling) is not None:
-        figures["rope_scaling"] = {
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low,
-            "high_freq_factor": scaling.high,
-            "original_max_position_embeddings": scaling.positions,
-        }
-    return figures
 
 
 def _check(said: ModelSection, figures: dict[str, Any], folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,11 +20,10 @@ class WholeModel:
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         """Its weights are whatever is in memory."""
         self.config, self.device = config, device
+        short = replace(config, context=1)  # for RoPE's tables, which are made for what comes
         with torch.device("meta"):  # initial weights would only take time
-            ends, body = LlamaEnds(config), LlamaBody(config)
+            ends, body = LlamaEnds(config), LlamaBody(short)
         self._ends, self._body = ends.to_empty(device=device), body.to_empty(device=device)
-        cos, sin = rope_tables(config)
-        self._body.cos, self._body.sin = nn.Buffer(cos.to(device)), nn.Buffer(sin.to(device))
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> WholeModel:
@@ -44,12 +44,21 @@ class WholeModel:
     def logits(self, tokens: Tensor) -> Tensor:
         """Of what follows each token: int64 [B, T], T at most the context, to float32 [B, T,
         vocabulary]."""
-        x = self._body(self._ends.embed(tokens.to(self.device)))
-        return self._ends.logits(x).float()
+        return self._ends.logits(self._through(tokens)).float()
 
     @torch.inference_mode()
     def loss(self, inputs: Tensor, targets: Tensor, *begins: Tensor) -> float:
         """In nats, the sum over what is scored: int64 [B, T] each. `begins`: which inputs begin a
         document, where the model keeps these apart."""
-        x = self._body(self._ends.embed(*(each.to(self.device) for each in (inputs, *begins))))
+        x = self._through(inputs, *begins)
         return float(self._ends.loss(x, targets.to(self.device)))
+
+    def _through(self, tokens: Tensor, *begins: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        if not 0 < length <= self.config.context:
+            raise ValueError(f"{length} tokens don't fit in the context of {self.config.context}")
+        cos, sin = (table.to(self.device) for table in rope_tables(self.config, length))
+        self._body.cos, self._body.sin = nn.Buffer(cos), nn.Buffer(sin)
+        x = self._ends.embed(*(each.to(self.device) for each in (tokens, *begins)))
+        out: Tensor = self._body(x)
+        return out

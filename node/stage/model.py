@@ -23,23 +23,68 @@ from torch.utils.checkpoint import checkpoint
 
 from planaria.node.stage.architecture import Architecture
 from planaria.node.stage.random_state import kept_random_state
-from planaria.node.stage.shape import ModelConfig, named_shapes
+from planaria.node.stage.shape import ModelConfig, RopeScaling, named_shapes
 from planaria.node.stage.subspace import subspace_of
 
 
-def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, float32 [context, head_dim] on the CPU; feature i is paired with
-    i + head_dim / 2."""
+def rope_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for a sequence of so many tokens, float32 [length, head_dim] on the CPU;
+    feature i is paired with i + head_dim / 2."""
     with torch.device("cpu"):
-        halves = torch.arange(0, config.head_dim, 2).float() / config.head_dim
-        positions = torch.arange(config.context).float()
-        speeds = config.rope_theta**-halves  # radians a position
-        if (scaling := config.rope_scaling) is not None:
-            turns = scaling.positions * speeds / (2 * math.pi)
-            kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
-            speeds = speeds * (kept + (1 - kept) / scaling.factor)
-        angles = torch.outer(positions, speeds).repeat(1, 2)
-        return angles.cos(), angles.sin()
+        speeds, scale = rope_speeds(config, length)
+        angles = torch.outer(torch.arange(length).float(), speeds).repeat(1, 2)
+        return scale * angles.cos(), scale * angles.sin()
+
+
+def rope_speeds(config: ModelConfig, length: int) -> tuple[Tensor, float]:
+    """Radians a position of each pair of features, float32 [head_dim / 2], and the factor of
+    cosines and sines, in a sequence of so many tokens.
+
+    The types of `config.rope_scaling` are those of transformers (modeling_rope_utils, 5.23):
+    "linear" and "dynamic" (NTK, which depends on the length) as discussed by their users, "yarn" of
+    arXiv 2309.00071, "llama3" of LLaMA 3.1. The latter two slow down by `factor` the pairs that
+    turn seldom in the positions of the first training, and keep those that turn often.
+    """
+    dim, theta, rope = config.head_dim, config.rope_theta, config.rope_scaling
+    halves = torch.arange(0, dim, 2).float() / dim
+    speeds = theta**-halves
+    if rope is None:
+        return speeds, 1.0
+    known = config.positions or config.context
+    if rope.rope_type == "linear":
+        return speeds / rope.factor, 1.0
+    if rope.rope_type == "dynamic":
+        stretch = max(1.0, rope.factor * length / known - (rope.factor - 1))
+        return (theta * stretch ** (dim / (dim - 2))) ** -halves, 1.0
+    known = rope.original_max_position_embeddings or known
+    if rope.rope_type == "llama3":
+        low, high = rope.low_freq_factor or 1.0, rope.high_freq_factor or 4.0
+        kept = ((known * speeds / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        return speeds * (kept + (1 - kept) / rope.factor), 1.0
+
+    def pair(turns: float) -> float:  # which turns so often in the known positions
+        return dim * math.log(known / (2 * math.pi * turns)) / (2 * math.log(theta))
+
+    first, last = pair(rope.beta_fast or 32), pair(rope.beta_slow or 1)
+    if rope.truncate is not False:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    slowed = (torch.arange(dim // 2) - first) / ((last - first) or 0.001)
+    slowed = slowed.clamp(0, 1)
+    return speeds * (1 - slowed + slowed / rope.factor), _yarn_scale(rope)
+
+
+def _yarn_scale(rope: RopeScaling) -> float:
+    """What cosines and sines are multiplied by (arXiv 2309.00071, section 3.4)."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(max(rope.factor, 1.0)) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return scale(rope.mscale) / scale(rope.mscale_all_dim)
+    return scale(1.0)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -57,6 +102,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Linear(nn.Linear):
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
@@ -69,10 +119,7 @@ class Attention(nn.Module):
         self.q_proj = Linear(config.dim, q_dim, bias=config.qkv_biases)
         self.k_proj = Linear(config.dim, kv_dim, bias=config.qkv_biases)
         self.v_proj = Linear(config.dim, kv_dim, bias=config.qkv_biases)
-        self.o_proj = Linear(q_dim, config.written, bias=False)
-        if config.qkv_biases:
-            for projection in (self.q_proj, self.k_proj, self.v_proj):
-                nn.init.zeros_(projection.bias)
+        self.o_proj = Linear(q_dim, config.written, bias=config.attention_bias)
         self.q_norm: nn.RMSNorm | None = None
         self.k_norm: nn.RMSNorm | None = None
         if config.qk_norms:
@@ -99,9 +146,9 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = Linear(config.dim, config.hidden, bias=False)
-        self.up_proj = Linear(config.dim, config.hidden, bias=False)
-        self.down_proj = Linear(config.hidden, config.written, bias=False)
+        self.gate_proj = Linear(config.dim, config.hidden, bias=config.mlp_bias)
+        self.up_proj = Linear(config.dim, config.hidden, bias=config.mlp_bias)
+        self.down_proj = Linear(config.hidden, config.written, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -192,7 +239,8 @@ class LlamaBody(BodyStage):
 
     def fix(self, config: ModelConfig) -> None:
         """What isn't trained, and follows from the configuration."""
-        cos, sin = rope_tables(config)
+        self.config = config
+        cos, sin = rope_tables(config, config.context)
         self.cos = nn.Buffer(cos, persistent=False)
         self.sin = nn.Buffer(sin, persistent=False)
         self.subspace = subspace_of(config)
@@ -214,6 +262,10 @@ class LlamaBody(BodyStage):
     def beside(self, length: int) -> tuple[Tensor, ...]:
         if length > len(self.cos):
             raise ValueError(f"{length} tokens don't fit in the context of {len(self.cos)}")
+        rope = self.config.rope_scaling
+        if length < len(self.cos) and rope is not None and rope.rope_type == "dynamic":
+            cos, sin = rope_tables(self.config, length)
+            return cos.to(self.cos.device), sin.to(self.sin.device)
         return self.cos[:length], self.sin[:length]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from planaria.node.run_file import LoraSection, ModelSection
@@ -62,15 +62,38 @@ DIGITS: Final = 3
 MOST_TOKENS: Final = 256**DIGITS
 
 
-class RopeScaling(NamedTuple):
-    """RoPE as LLaMA 3.1 stretches it. Pairs of features that turn less than `low` times in
-    `positions` turn `factor` times slower, those that turn more than `high` times as ever, those
-    between by shares."""
+BIASES: Final[dict[Family, tuple[str, ...]]] = {
+    "llama": ("attention_bias", "mlp_bias"),
+    "mistral": (),
+    "qwen2": (),
+    "qwen3": ("attention_bias",),
+}
+"""Those that a model of a family may have, as its config.json calls them."""
 
+
+RopeType = Literal["linear", "dynamic", "yarn", "llama3"]
+
+
+class RopeScaling(NamedTuple):
+    """How RoPE is stretched to more positions (model.rope_speeds), under the names that Hugging
+    Face's config.json has for it. None: the type has no such figure, or it follows from others."""
+
+    rope_type: RopeType
     factor: float
-    low: float
-    high: float
-    positions: int
+    original_max_position_embeddings: int | None = None  # yarn, llama3; None: all positions
+    low_freq_factor: float | None = None  # llama3
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None  # yarn; None: 32
+    beta_slow: float | None = None  # None: 1
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None  # None: true
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Those that it has."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -127,6 +150,8 @@ class ModelConfig:
     positions: int | None = None  # that the model knows; None: no more than the context
     window: int | None = None  # tokens that attention looks back over; None: all
     rope_scaling: RopeScaling | None = None
+    attention_bias: bool = False  # of q, k, v and o
+    mlp_bias: bool = False  # of gate, up and down
     own: Own | None = None  # what there is in place of LLaMA
     lora: Lora | None = None  # all that is trained, if not all weights are
     attn_mask_type: AttentionMask = "causal"
@@ -134,7 +159,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, int | float) and name != "tied" and value <= 0:
+            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
                 raise ValueError(f"model: {name} = {value} must be greater than 0")
         wide = self.width_of_head is not None
         wholes = [("layers", "stages")]
@@ -153,6 +178,9 @@ class ModelConfig:
             raise ValueError(
                 f"model: {what} = {self.head_dim} must be even: RoPE turns pairs of features"
             )
+        for name in ("attention_bias", "mlp_bias"):
+            if getattr(self, name) and name not in BIASES[self.family]:
+                raise ValueError(f"model: {name}: models of family {self.family} have no such bias")
         if self.own is not None and self.block_causal:
             raise ValueError(
                 f"model: attn_mask_type = block_causal is LLaMA's, and {self.own.module} sees a "
@@ -160,7 +188,9 @@ class ModelConfig:
             )
         if self.subspace is not None:
             self._check_subspace(self.subspace)
-        most = min(self.window or self.context, self.positions or self.context)
+        if self.rope_scaling is not None:
+            self._check_rope(self.rope_scaling)
+        most = min(self.window or self.context, self.reach or self.context)
         if self.context > most:
             raise ValueError(
                 f"model: context = {self.context}, and the model looks back over {most} tokens: "
@@ -176,12 +206,28 @@ class ModelConfig:
         but = {
             f"module = {self.own and self.own.module}": self.own is not None,
             "tied = true": self.tied,
+            "attention_bias or mlp_bias": self.attention_bias or self.mlp_bias,
             "training.lora": self.lora is not None,
             f"vocabulary = {self.vocabulary}": self.vocabulary > MOST_TOKENS,
         }
         for what, there in but.items():
             if there:
                 raise ValueError(f"model: subspace doesn't go with {what}: leave one of them out")
+
+    def _check_rope(self, rope: RopeScaling) -> None:
+        if rope.rope_type == "dynamic" and self.head_dim == 2:
+            raise ValueError("model: rope_scaling: dynamic needs heads wider than 2: choose linear")
+        if rope.rope_type == "yarn" and self.rope_theta == 1:
+            raise ValueError("model: rope_scaling: yarn needs rope_theta above 1")
+
+    @property
+    def reach(self) -> int | None:
+        """Positions that the model knows, those included to which RoPE is stretched beyond its
+        config's; None: no more than the context."""
+        rope, known = self.rope_scaling, self.positions
+        if known is None or rope is None or rope.rope_type == "llama3":
+            return known
+        return max(known, int(rope.factor * (rope.original_max_position_embeddings or known)))
 
     @property
     def layers_per_stage(self) -> int:
@@ -215,7 +261,7 @@ class ModelConfig:
 
     @property
     def qkv_biases(self) -> bool:
-        return self.family == "qwen2"
+        return self.family == "qwen2" or self.attention_bias
 
     @property
     def qk_norms(self) -> bool:
@@ -231,7 +277,9 @@ class ModelConfig:
         q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.dim * (q + 2 * k) + self.written * q
         attention += (q + 2 * k) * self.qkv_biases + 2 * self.head_dim * self.qk_norms
+        attention += self.written * self.attention_bias
         layer = attention + (2 * self.dim + self.written) * self.hidden + 2 * self.dim
+        layer += (2 * self.hidden + self.written) * self.mlp_bias
         head = 0 if self.tied else self.vocabulary * self.dim
         ends = self.vocabulary * self.written + head + self.dim
         return ends, self.layers_per_stage * layer
@@ -327,11 +375,16 @@ def named_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
         if config.qkv_biases:
             block[f"self_attn.{name}_proj.bias"] = (heads * width,)
     block["self_attn.o_proj.weight"] = (config.written, config.heads * width)
+    if config.attention_bias:
+        block["self_attn.o_proj.bias"] = (config.written,)
     if config.qk_norms:
         block |= {"self_attn.q_norm.weight": (width,), "self_attn.k_norm.weight": (width,)}
     block["post_attention_layernorm.weight"] = (dim,)
-    block |= {"mlp.gate_proj.weight": (hidden, dim), "mlp.up_proj.weight": (hidden, dim)}
-    block["mlp.down_proj.weight"] = (config.written, hidden)
+    mlp = {"gate": (hidden, dim), "up": (hidden, dim), "down": (config.written, hidden)}
+    for name, shape in mlp.items():
+        block[f"mlp.{name}_proj.weight"] = shape
+        if config.mlp_bias:
+            block[f"mlp.{name}_proj.bias"] = shape[:1]
     return {
         f"model.layers.{layer}.{name}": shape
         for layer in range(first, first + config.layers_per_stage)
@@ -381,7 +434,9 @@ def model_config(
         width_of_head=section.head_dim,
         positions=section.positions,
         window=section.window,
-        rope_scaling=RopeScaling(*section.rope_scaling.figures) if section.rope_scaling else None,
+        rope_scaling=RopeScaling(**dict(section.rope_scaling)) if section.rope_scaling else None,
+        attention_bias=section.attention_bias,
+        mlp_bias=section.mlp_bias,
         own=section.own,
         lora=None if lora is None else Lora(lora.rank, lora.alpha, lora.targets),
         attn_mask_type=section.attn_mask_type,

@@ -52,6 +52,8 @@ CHANGED = {
         "high_freq_factor": 4,
         "original_max_position_embeddings": 8,
     },
+    "model.attention_bias": True,
+    "model.mlp_bias": True,
     "model.family": "qwen2",
     "model.head_dim": 4,
     "model.norm_eps": 1e-6,

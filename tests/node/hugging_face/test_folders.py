@@ -62,12 +62,10 @@ def transformers_model(config: ModelConfig) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM  # five seconds, at every worker
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if (scaling := config.rope_scaling) is not None:
-        rope |= {"rope_type": "llama3", "factor": scaling.factor}
-        rope |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
-        rope["original_max_position_embeddings"] = scaling.positions
+    if config.rope_scaling is not None:
+        rope |= config.rope_scaling.figures
     of_family: dict[str, Any] = {
-        "llama": {},
+        "llama": {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias},
         "mistral": {"sliding_window": config.window},
         "qwen2": {"max_window_layers": config.layers},
         "qwen3": {"max_window_layers": config.layers, "head_dim": config.head_dim},
@@ -241,8 +239,12 @@ def test_what_fails_half_way_leaves_nothing(tmp_path) -> None:
     ("changed", "why"),
     [
         ({"model_type": "gpt2"}, 'model_type = "gpt2"'),
-        ({"attention_bias": True}, "attention_bias = true"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "RoPE scaled .yarn."),
+        ({"hidden_act": "gelu"}, 'hidden_act = "gelu"'),
+        ({"attention_bias": True}, r"lacks model\.layers\.0\.self_attn\.k_proj\.bias, "),
+        ({"transformers_weights": "other.safetensors"}, "transformers_weights = "),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "RoPE scaled .longrope."),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "RoPE of several kinds"),
+        ({"rope_scaling": {"type": "yarn"}}, "KeyError: 'factor'"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "KeyError: 'factor'"),
         ({"partial_rotary_factor": 0.5}, "RoPE of a part of each head"),
         ({"num_local_experts": 8}, "num_local_experts = 8; supported are llama"),
@@ -262,6 +264,32 @@ def test_a_model_that_cannot_be_used_is_refused_with_what_it_has(tmp_path, chang
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
     with pytest.raises(UnsupportedModelError, match=why):
         WholeModel.load(tmp_path / "out", CPU)
+
+
+@pytest.mark.parametrize(
+    ("changed", "warning"),
+    [
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1 is ignored"),
+        ({"max_position_embeddings": None}, "no max_position_embeddings: taken for 2048"),
+    ],
+)
+def test_what_is_ignored_or_assumed_is_said(tmp_path, caplog, changed, warning) -> None:
+    from transformers import AutoModelForCausalLM
+
+    exported(tmp_path, GROUPED)
+    path = tmp_path / "config.json"
+    said = json.loads(path.read_text()) | changed
+    path.write_text(json.dumps({key: value for key, value in said.items() if value is not None}))
+    tokens = some_tokens(GROUPED, 24)
+    model, reference = (
+        WholeModel.load(tmp_path, CPU),
+        AutoModelForCausalLM.from_pretrained(tmp_path),
+    )
+    assert warning in caplog.text
+    assert model.config.positions == reference.config.max_position_embeddings
+    with torch.no_grad():
+        wanted = reference.eval()(tokens).logits
+    torch.testing.assert_close(model.logits(tokens), wanted, rtol=0, atol=1e-4)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path) -> None:

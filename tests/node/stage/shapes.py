@@ -20,9 +20,8 @@ GROUPED = ModelConfig(
     learning_rate=1e-3,
 )
 MULTI_HEAD = replace(GROUPED, kv_heads=6, rope_theta=10_000.0)
-LLAMA3 = replace(
-    GROUPED, tied=True, positions=96, rope_scaling=RopeScaling(factor=8, low=1, high=4, positions=8)
-)
+LLAMA3 = replace(GROUPED, tied=True, positions=96, rope_scaling=RopeScaling("llama3", 8, 8, 1, 4))
+BIASED = replace(GROUPED, attention_bias=True, mlp_bias=True)
 MISTRAL = replace(GROUPED, family="mistral", window=24, positions=96)
 QWEN2 = replace(GROUPED, family="qwen2", tied=True, norm_eps=1e-6)
 QWEN3 = replace(GROUPED, family="qwen3", width_of_head=16, rope_theta=1e6)
@@ -31,6 +30,7 @@ FAMILIES = {
     "grouped-query": GROUPED,
     "llama3": LLAMA3,
     "mistral": MISTRAL,
+    "llama with biases": BIASED,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
 }
