@@ -264,7 +264,10 @@ class RegistryClient:
         self, accused: str, why: str, cause: Cause = SILENT, proof: Proof | None = None
     ) -> None:
         """Has the registry ask the accused whether it is there, or tells it `why`, the evidence,
-        that the accused has to go for `cause`. Does not wait; the answer comes as a view."""
+        that the accused has to go for `cause`. Does not wait; the answer comes as a view. Who has
+        said goodbye suspects nobody: the others close their links."""
+        if self._node == self._left:
+            return
         suspicion = Suspicion(
             accuser=self._node, accused=accused, why=why, cause=cause, proof=proof
         )
@@ -457,7 +460,13 @@ class RegistryClient:
             )
             log.info("suspected %s (%s): %s", accused, why, verdict.reason)
         except grpc.aio.AioRpcError as error:
-            log.warning("suspected %s (%s), but %s: %s", accused, why, self._address, _what(error))
+            # FAILED_PRECONDITION: this node is no member any more, which keep_membership tells it.
+            level = (
+                logging.DEBUG if error.code() is StatusCode.FAILED_PRECONDITION else logging.WARNING
+            )
+            log.log(
+                level, "suspected %s (%s), but %s: %s", accused, why, self._address, _what(error)
+            )
 
 
 class _Misfit(Exception):  # noqa: N818  what it says

@@ -206,7 +206,7 @@ def find_corpus(run: RunFile, options: Options) -> Data | None:
             ) from error
         log.warning("not fit for stage 0: %s", error)
         return None
-    if problem := corpus.index.misfit(run.data.content, run.model.vocabulary):
+    if problem := corpus.index.misfit(corpus.path, run.data.content, run.model.vocabulary):
         where = " with ".join(options.data) or data.where
         if needed:
             raise NodeError(f"{where} {problem}")

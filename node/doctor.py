@@ -32,7 +32,7 @@ from planaria.bootstrap.registry_pb2 import Description, ExamineRequest
 from planaria.node.begin import NodeError, check_reachable
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.elsewhere import folder_of
-from planaria.node.data.mixture import index_of
+from planaria.node.data.mixture import folders_of, index_of
 from planaria.node.diagnosis import (
     Clock,
     Data,
@@ -311,7 +311,8 @@ def _data_at(places: Sequence[str], run: RunFile) -> Data:
         data = data if places else data_below(own_folder(None, run), data)
         with TemporaryDirectory(prefix="planaria-") as kept:
             given = [folder_of(place, Path(kept)) for place in places]
-            problem = index_of(data, given).misfit(data.content, run.model.vocabulary)
+            folder, index = folders_of(data, given)[0], index_of(data, given)
+            problem = index.misfit(folder, data.content, run.model.vocabulary)
     except NodeError as error:
         return Data(where, str(error), False)
     except CorpusError as error:

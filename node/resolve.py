@@ -48,8 +48,8 @@ def resolve(run: RunFile) -> RunFile:
     vocabulary, data = run.model.vocabulary, _absolute(run.data)
     if vocabulary is None or all(path.exists() for path in data.folders):
         index = index_of(data)
-        check_tokenizer(run, index)
-        if problem := index.misfit(data.content, vocabulary):
+        check_tokenizer(run)
+        if problem := index.misfit(data.folders[0], data.content, vocabulary):
             raise CorpusError(f"{data.where} {problem}")
         each = [
             one.model_copy(update={"content": read_index(path).content})

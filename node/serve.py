@@ -49,7 +49,7 @@ from planaria.node.report.ledger import LedgerError
 from planaria.node.report.unsaved import named, unsaved
 from planaria.node.run_file import RunFile, dumps
 from planaria.node.stage.architecture import Architecture
-from planaria.node.stage.device import measure_speed, memory_of
+from planaria.node.stage.device import measure_speed, memory_of, why_no_bf16
 from planaria.node.stage.own_code import OwnCodeError, load_as_said
 from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.saves import newest_saved_stage
@@ -118,6 +118,7 @@ async def serve(
         if vocabulary is None:
             raise NodeError("the run file doesn't say model.vocabulary; the registry should add it")
         config = run.config_for(vocabulary)
+        check_precision(run, device)
         own = find_own_code(run, config)
         room = options.seats or room_on(device, config)
         log.info("this node has room for %d seat%s", room, "" if room == 1 else "s")
@@ -198,6 +199,15 @@ async def check_saved(node: Node, client: RegistryClient) -> None:
             f"the last step of {named(lost)} was in memory only, and has gone with this node: it "
             f"was neither saved in {node.place.save_dir} nor exported, and the registry knows of "
             "no other node that has saved it"
+        )
+
+
+def check_precision(run: RunFile, device: torch.device) -> None:
+    """Raises NodeError when the device can't compute in the run's precision."""
+    if run.training.precision == "bf16" and (why := why_no_bf16(device)):
+        raise NodeError(
+            f"training.precision = bf16: this machine can't compute in it ({why}). Unset "
+            "ATEN_CPU_CAPABILITY if it is set; else train in float32"
         )
 
 

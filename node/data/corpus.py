@@ -106,9 +106,9 @@ class Index(BaseModel):
         """Those of masks, too."""
         return [one for split in self.splits.values() for one in split.shards + (split.masks or [])]
 
-    def misfit(self, content: str, vocabulary: int | None) -> str:
+    def misfit(self, folder: Path, content: str, vocabulary: int | None) -> str:
         """Why a run that says this of its data and its model can't train on it, and what to do;
-        empty when it can. Unsaid: "" and None."""
+        empty when it can. `folder`: has the tokenizer. Unsaid: "" and None."""
         if content and content != self.content:
             return (
                 f"is other data than the run's: its content is {self.content}, the run file says "
@@ -116,9 +116,13 @@ class Index(BaseModel):
                 "folder, or take data.content out of the run file"
             )
         if vocabulary is not None and vocabulary < self.vocabulary:
+            more = range(vocabulary, self.vocabulary)
             return (
-                f"has {self.vocabulary} different tokens, more than model.vocabulary = {vocabulary}"
-                ": leave that out of the run file, or prepare the text with a smaller --vocabulary"
+                f"has a tokenizer of {self.vocabulary} tokens, {len(more)} more than the model's "
+                f"(model.vocabulary = {vocabulary}){_named(folder, more)}. Leave model.vocabulary "
+                "out of the run file, or prepare the text with a smaller --vocabulary; a model "
+                "that model.from names needs its own tokenizer, or transformers' "
+                f"resize_token_embeddings({self.vocabulary})"
             )
         return ""
 
@@ -501,6 +505,17 @@ def file_checksum(file: Path) -> str:
     except OSError as error:
         raise CorpusError(f"can't read {file}: {error.strerror}") from error
     return digest.hexdigest()
+
+
+def _named(folder: Path, tokens: range) -> str:
+    """The first of them, behind a colon; empty where nothing reads the tokenizer, as at a
+    registry."""
+    try:
+        tokenizer = load_tokenizer(folder / "tokenizer.json")
+    except (CorpusError, ModuleNotFoundError):
+        return ""
+    names = [f"{tokenizer.id_to_token(token)} ({token})" for token in tokens[:4]]
+    return f": {', '.join([*names, '...'][: len(tokens)])}"
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -26,6 +26,7 @@ from planaria.node.data.corpus import (
     Index,
     read_index,
 )
+from planaria.node.data.tokenizer import TOKENIZER, same_tokenizer
 from planaria.node.data.turns import Share
 
 if TYPE_CHECKING:
@@ -189,10 +190,11 @@ def check_tokenizers(indexes: Sequence[tuple[Path, Index]]) -> None:
     """That all folders were prepared with the same. Raises CorpusError."""
     (first, one), *others = indexes
     for path, index in others:
-        if index.tokenizer != one.tokenizer:
+        files = first / TOKENIZER, path / TOKENIZER
+        if index.tokenizer != one.tokenizer and not same_tokenizer(*files):
             raise CorpusError(
                 f"{path} was prepared with another tokenizer than {first}: prepare it with "
-                f"--tokenizer {first / 'tokenizer.json'}"
+                f"--tokenizer {first / TOKENIZER}"
             )
 
 

@@ -54,7 +54,7 @@ def bounds_of(
     is nothing; "no" is nothing. `end_token` is used instead of what the files say. Raises
     CorpusError for a token that the tokenizer doesn't have.
     """
-    before, behind = _added(tokenizer)
+    before, behind = added(tokenizer)
     named = special_tokens(folder)
     if bos == "no":
         before = ()
@@ -80,6 +80,16 @@ def bounds_of(
     else:
         end = _named(tokenizer, folder, named, "eos")
     return Bounds(before, end)
+
+
+def added(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that the post-processor puts before and behind a text: what `AutoTokenizer` of
+    transformers puts there."""
+    text = tokenizer.encode(PROBE, add_special_tokens=False).ids
+    whole = tokenizer.encode(PROBE).ids
+    starts = range(len(whole) - len(text) + 1)
+    start = next((at for at in starts if whole[at : at + len(text)] == text), 0)
+    return tuple(whole[:start]), tuple(whole[start + len(text) :])
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
@@ -112,7 +122,7 @@ def write_tokenizer(
     these bounds, also to transformers. `template`: the chat template, if not the one beside it.
     Raises CorpusError, OSError."""
     tokenizer, folder = load_tokenizer(source), source.absolute().parent
-    before, behind = _added(tokenizer)
+    before, behind = added(tokenizer)
     if (before, behind) in ((begin, ()), (begin, (end,))):
         shutil.copyfile(source, out / TOKENIZER)
     else:
@@ -185,15 +195,6 @@ def _put_around(tokenizer: Tokenizer, *around: tuple[int, ...]) -> None:
     tokenizer.post_processor = TemplateProcessing(
         single=[*before, "$A", *behind], special_tokens=list(numbers.items())
     )
-
-
-def _added(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens that the post-processor puts before and behind a text."""
-    text = tokenizer.encode(PROBE, add_special_tokens=False).ids
-    whole = tokenizer.encode(PROBE).ids
-    starts = range(len(whole) - len(text) + 1)
-    start = next((at for at in starts if whole[at : at + len(text)] == text), 0)
-    return tuple(whole[:start]), tuple(whole[start + len(text) :])
 
 
 def _named(tokenizer: Tokenizer, folder: Path, named: dict[str, str], kind: str) -> int | None:

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planaria.node.data.corpus import SPLITS, UNSCORED, Corpus, CorpusError, file_checksum
+from planaria.node.data.corpus import SPLITS, UNSCORED, Corpus, CorpusError
 from planaria.node.data.mixture import beginnings, inputs_and_targets
-from planaria.node.hugging_face.checkpoint import TOKENIZER
+from planaria.node.data.tokenizer import TOKENIZER, same_tokenizer
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.report.progress import Track, untracked
 from planaria.node.stage.shape import LONGEST
@@ -105,7 +105,7 @@ def evaluate(
     tokenizer."""
     config = model.config
     portion = Portion(data, split, min(config.context, LONGEST), samples, config.block_causal)
-    if file_checksum(folder / TOKENIZER) != portion.corpus.index.tokenizer:
+    if not same_tokenizer(folder / TOKENIZER, data / TOKENIZER):
         raise CorpusError(
             f"{data} was prepared with another tokenizer than the model's: prepare the text with "
             f"--tokenizer {folder / TOKENIZER}"

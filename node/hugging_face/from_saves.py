@@ -106,7 +106,7 @@ def of_given(run: RunFile, folder: Path, model: Path | None) -> Vocabulary:
     can't be the run's."""
     index, corpora = read_index(folder), run.data.corpora
     content = corpora[0].content if corpora else run.data.content
-    if content not in ("", index.content) or index.misfit("", run.model.vocabulary):
+    if content not in ("", index.content) or index.misfit(folder, "", run.model.vocabulary):
         raise CorpusError(f"its index is of other data than the run's, of content {index.content}")
     if file_checksum(folder / TOKENIZER) != index.tokenizer:
         raise CorpusError(f"its {TOKENIZER} isn't that of its index: the checksum is another one")
@@ -117,7 +117,7 @@ def of_data(run: RunFile, given: Sequence[Path], model: Path | None) -> Vocabula
     """By prepared data, where the run file or `given` says; `model`: that the run began from.
     Raises CorpusError when it isn't the run's."""
     path, index = folders_of(run.data, given)[0], index_of(run.data, given)
-    if problem := index.misfit(run.data.content, run.model.vocabulary):
+    if problem := index.misfit(path, run.data.content, run.model.vocabulary):
         raise CorpusError(f"{path} {problem}")
     return Vocabulary(path / TOKENIZER, index.end_of_document, _with_tokenizer(model))
 

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from planaria.node.data.corpus import load_tokenizer
+from planaria.node.data.tokenizer import added, bounds_of
 from planaria.node.hugging_face.checkpoint import TOKENIZER
-from planaria.node.hugging_face.config import read_end
 from planaria.node.hugging_face.whole_model import WholeModel
 
 
@@ -84,9 +84,9 @@ class Speaker:
 
     @classmethod
     def of(cls, model: WholeModel, folder: Path) -> Speaker:
-        """`folder`: the model's, with its tokenizer. Raises CorpusError, UnsupportedModelError."""
-        tokenizer, end = load_tokenizer(folder / TOKENIZER), read_end(folder)
-        config = model.config
+        """`folder`: the model's, with its tokenizer. Raises CorpusError."""
+        tokenizer, config = load_tokenizer(folder / TOKENIZER), model.config
+        end = bounds_of(tokenizer, folder).end
 
         def next_logits(known: Tensor) -> Tensor:
             return model.logits(known)[0, -1]
@@ -96,21 +96,30 @@ class Speaker:
 
 def texts(speaker: Speaker, prompt: str, tokens: int, sampling: Sampling) -> Iterator[str]:
     """What follows the prompt, piece by piece, as soon as it is known; after an empty one, a
-    document from its beginning. Raises ValueError."""
+    document from its beginning. The prompt begins as the tokenizer has a text begin. Raises
+    ValueError."""
     end = speaker.end
-    known = encoded(speaker, prompt)
+    known = encoded(speaker, prompt, added(speaker.tokenizer)[0])
     if not known and end is not None:
         known = [end]
     following = generate(speaker.next_logits, known, tokens, speaker.context, sampling, ends=(end,))
     return decoded(speaker.tokenizer, list(known), following)
 
 
-def encoded(speaker: Speaker, text: str) -> list[int]:
-    """Its tokens. Raises ValueError for those that the model doesn't have."""
-    found = speaker.tokenizer.encode(text, add_special_tokens=False).ids
-    if wrong := [token for token in found if token >= speaker.vocabulary]:
-        raise ValueError(f"the tokenizer has token {wrong[0]}, and the model {speaker.vocabulary}")
-    return found
+def encoded(speaker: Speaker, text: str, begin: Sequence[int] = ()) -> list[int]:
+    """Its tokens, behind those of `begin`. Raises ValueError for those that the model doesn't
+    have."""
+    tokenizer, most = speaker.tokenizer, speaker.vocabulary
+    tokens = [*begin, *tokenizer.encode(text, add_special_tokens=False).ids]
+    if unknown := {token for token in tokens if token >= most}:
+        names = ", ".join(f"{tokenizer.id_to_token(token)} ({token})" for token in sorted(unknown))
+        size = max(tokenizer.get_vocab().values()) + 1
+        raise ValueError(
+            f"the tokenizer has {size - most} tokens more than the model, which has {most}; of "
+            f"these the text has {names}: leave them out, or enlarge the model with transformers' "
+            f"resize_token_embeddings({size})"
+        )
+    return tokens
 
 
 def decoded(tokenizer: Tokenizer, written: list[int], tokens: Iterable[int]) -> Iterator[str]:

@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from planaria.node.data.corpus import CorpusError, Index, file_checksum
-from planaria.node.hugging_face.checkpoint import TOKENIZER, Checkpoint
+from planaria.node.data.corpus import CorpusError
+from planaria.node.data.tokenizer import TOKENIZER, same_tokenizer
+from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.hugging_face.config import UnsupportedModelError
 from planaria.node.run_file import ModelSection, RunFile, RunFileError, override
 from planaria.node.stage.shape import LONGEST, ModelConfig, model_config
@@ -131,7 +132,7 @@ def contents(checkpoint: Checkpoint, config: ModelConfig) -> tuple[str, ...]:
     return tuple(checkpoint.digest(config, stage) for stage in range(config.stages + 1))
 
 
-def check_tokenizer(run: RunFile, index: Index) -> None:
+def check_tokenizer(run: RunFile) -> None:
     """The data was prepared for the model that the run begins from, as far as that can be seen
     here. Raises CorpusError."""
     folder = Path(run.model.origin or "")
@@ -143,7 +144,7 @@ def check_tokenizer(run: RunFile, index: Index) -> None:
             f"{folder} has no {TOKENIZER}, so nobody knows which text its tokens stand for: "
             "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes one"
         )
-    if file_checksum(tokenizer) != index.tokenizer:
+    if not same_tokenizer(tokenizer, run.data.folders[0] / TOKENIZER):
         raise CorpusError(
             f"{run.data.where} was prepared with another tokenizer than that of {folder}, from "
             "which the run begins: prepare the text anew with `planaria data prepare TEXT --out "

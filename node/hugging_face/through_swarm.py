@@ -268,7 +268,7 @@ def check_tokenizer(run: RunFile, data: Path) -> None:
     """Raises CorpusError when `data` was prepared with another tokenizer than the run's, as far as
     this machine can tell."""
     index = read_index(data)
-    if problem := index.misfit("", run.model.vocabulary):
+    if problem := index.misfit(data, "", run.model.vocabulary):
         raise CorpusError(f"{data} {problem}")
     if index.content != run.data.content:
         log.warning(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from torch.nn import functional
 
 SPEED_TAKES: Final = 0.1
 """Seconds of one try to find out how fast this machine is: the period of a quota of Linux."""
@@ -28,6 +29,17 @@ def measure_speed(device: torch.device) -> float:
             products += 1
         best = max(best, 2 * 384**3 * products / seconds / 1e9)
     return best
+
+
+def why_no_bf16(device: torch.device) -> str:
+    """Why attention can't be computed in bfloat16 there, in torch's words; empty if it can. So it
+    is on a processor with AMX when ATEN_CPU_CAPABILITY hides its AVX-512."""
+    q = torch.ones(1, 1, 64, 16, dtype=torch.bfloat16, device=device)
+    try:
+        functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def memory_of(device: torch.device) -> int:

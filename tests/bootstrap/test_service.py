@@ -204,6 +204,24 @@ async def test_suspecting_strangers_and_by_strangers(place: Any) -> None:
     await channel.close()
 
 
+async def test_who_is_no_member_any_more_suspects_nobody_and_says_nothing_of_it(
+    place: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    await place.node("a")
+    leaver, evicted = await place.node("b"), await place.node("c")
+    channel, stub = raw(place)
+    await leaver.client.leave("b", "its owner stops it")
+    leaver.client.suspect("a", "it closed the link")
+    assert not leaver.client._tasks
+    await stub.Leave(signed(LeaveRequest(node="c"), "c"))  # c hasn't said goodbye itself
+    evicted.client.suspect("a", "it closed the link")
+    (suspecting,) = evicted.client._tasks
+    await suspecting
+    assert "suspected a" not in caplog.text
+    await channel.close()
+
+
 async def test_a_frozen_suspect_is_evicted_long_before_its_lease_ends(serve: Serve) -> None:
     async with serve(MembershipRules(run="r", stages=2, lease=1000, probe_timeout=0.2)) as place:
         a = await place.node("a")

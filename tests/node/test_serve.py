@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from planaria.node.run_file import loads
 from planaria.node.serve import (
     Departure,
     _live_until,
+    check_precision,
     find_place,
     place_for_saves,
     room_on,
@@ -203,3 +205,22 @@ async def test_a_node_that_crashes_leaves() -> None:
     with pytest.raises(SaveError):
         await _live_until(node, Departure())  # type: ignore[arg-type]
     assert node.why == "it crashed: saves of another run"
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_device_that_cannot_compute_in_bf16_is_named(
+    refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attention(*_: object, **__: object) -> None:
+        if refused:
+            raise RuntimeError("no avx512")
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    check_precision(loads(""), CPU)
+    run = loads('[training]\nprecision = "bf16"')
+    with (
+        pytest.raises(NodeError, match=r"precision = bf16: .*\(no avx512\). Unset ATEN_CPU_CAP")
+        if refused
+        else nullcontext()
+    ):
+        check_precision(run, CPU)

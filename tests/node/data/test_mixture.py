@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from planaria.node.data.corpus import Corpus, CorpusError
 from planaria.node.data.mixture import Mixture, folders_of, index_of, open_data
-from planaria.node.data.prepare import prepare
+from planaria.node.data.prepare import END_OF_DOCUMENT, prepare
 from planaria.node.data.recipe import Recipe
 from planaria.node.resolve import resolve
 from planaria.node.run_file import RunFile, dumps, loads
@@ -99,6 +100,12 @@ def test_corpora_of_different_tokenizers_are_refused(folders: list[Path], tmp_pa
         resolve(run_of([folders[0], tmp_path / "own"]))
     with pytest.raises(CorpusError, match="another tokenizer"):
         open_data(run_of([folders[0], tmp_path / "own"]).data)
+    rewritten = tmp_path / "tokenizer.json"
+    rewritten.write_text(json.dumps(json.loads((folders[0] / "tokenizer.json").read_text())))
+    text = str(folders[1].parent / "numbers.txt")
+    recipe = Recipe([text], rewritten, validation=0.2, end_token=END_OF_DOCUMENT)
+    prepare(recipe, tmp_path / "again")
+    resolve(run_of([folders[0], tmp_path / "again"]))
 
 
 @pytest.mark.parametrize("missing", [0, 1])

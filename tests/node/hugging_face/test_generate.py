@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
-from planaria.node.hugging_face.generate import Sampling, choose, generate
+from planaria.node.data.corpus import load_tokenizer
+from planaria.node.data.tokenizer import bounds_of
+from planaria.node.hugging_face.generate import Sampling, Speaker, choose, generate, texts
 from planaria.node.hugging_face.samples import Occasions
+from tests.node.data.test_tokenizer import AROUND, NAMED, write
 
 LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
 
@@ -62,6 +66,41 @@ def test_the_end_of_the_document_ends_it() -> None:
 def test_what_cannot_be_sampled_by_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="--t"):
         Sampling(**wrong)
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("prompt", ["hello, this", ""])
+def test_a_prompt_becomes_what_transformers_makes_of_it(
+    around: str | None, prompt: str, tmp_path: Path
+) -> None:
+    """But for the end token that a post-processor may put behind it."""
+    from transformers import AutoTokenizer
+
+    folder = write(tmp_path / "model", "sentencepiece", around, **NAMED).parent
+    wanted = AutoTokenizer.from_pretrained(folder)(prompt)["input_ids"]
+    wanted = [token for token in wanted if token != 2] or [2]
+    asked = []
+
+    def next_logits(tokens: torch.Tensor) -> torch.Tensor:
+        asked.append(tokens.tolist()[0])
+        return torch.nn.functional.one_hot(torch.tensor(2), 400).float()
+
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    speaker = Speaker(next_logits, tokenizer, bounds_of(tokenizer, folder).end, 400, 16)
+    assert list(texts(speaker, prompt, 4, Sampling(temperature=0))) == []
+    assert asked == [wanted]
+
+
+def test_a_prompt_with_tokens_that_the_model_lacks_is_refused_by_their_names(
+    tmp_path: Path,
+) -> None:
+    tokenizer = load_tokenizer(write(tmp_path / "model"))
+    size = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens(["<one>", "<more>"])
+    speaker = Speaker(lambda _: LOGITS, tokenizer, None, size, 16)
+    why = rf"2 tokens more than the model, .* the text has <more> \({size + 1}\): .*\({size + 2}\)"
+    with pytest.raises(ValueError, match=why):
+        texts(speaker, "hello <more>", 4, Sampling())
 
 
 def test_an_empty_prompt_is_refused() -> None:

@@ -199,5 +199,20 @@ def test_the_data_has_to_be_prepared_with_its_tokenizer(data, tmp_path) -> None:
     assert resolve(resolved) == resolved
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     (model / "tokenizer.json").write_text(json.dumps(tokenizer, indent=3))
+    assert resolve(run) == resolved  # the same, written anew
+    tokenizer["model"]["merges"].pop()
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(CorpusError, match=r"another tokenizer than that of .* --tokenizer"):
+        resolve(run)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused_by_the_tokens_that_are_too_many(
+    data, tmp_path
+) -> None:
+    exported(tmp_path / "model", replace(GROUPED, vocabulary=510))
+    shutil.copy(data / "tokenizer.json", tmp_path / "model")
+    run = from_fields({"model": {"from": str(tmp_path / "model")}, "data": {"path": str(data)}})
+    names = [Corpus.open(data).tokenizer().id_to_token(token) for token in (510, 511)]
+    why = rf"512 tokens, 2 more than .* = 510\): {names[0]} \(510\), {names[1]} \(511\)\. .*\(512\)"
+    with pytest.raises(CorpusError, match=why):
         resolve(run)
