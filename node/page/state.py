@@ -15,6 +15,7 @@ from planaria.node.page.history import Curve, History
 from planaria.node.report.events import Severity
 from planaria.node.report.live_view import seats_of, state_of, told_of
 from planaria.node.run_file import RunFile
+from planaria.node.stage.learning_rate import of_run
 
 NODES_SHOWN = 24
 """Of a stage; the others are counted."""
@@ -117,6 +118,7 @@ def _progress(
         "step": step,
         "loss": _figure(loss),
         "validation": _figure(last[1]) if last else None,
+        "learning_rate": of_run(max(1, step), run, run.model.config),
         "tokens": step * run.training.batch * run.model.config.context,
         "tokens_per_second": round(rate, 1) if 0 < rate < math.inf else None,
         "seconds_left": round(left) if left > 0 and moment.ended is None else None,

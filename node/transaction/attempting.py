@@ -131,8 +131,9 @@ class Attempting:
         held_up += f"; waiting for {self.takeover}" if self.takeover is not None else ""
         if self.is_home():
             return f"step {self.begin.step}: waiting for {', '.join(self.awaited)}{held_up}"
-        home = f"step {self.begin.step}: {len(self.homes)} of {len(self.begin.plan)} home{held_up}"
-        return home + "".join(f"; {joiner.node} follows" for joiner in self.begin.joining)
+        done, planned = len(self.homes), len(self.begin.plan)
+        computed = f"step {self.begin.step}: {done} of {planned} microbatches computed{held_up}"
+        return computed + "".join(f"; {joiner.node} follows" for joiner in self.begin.joining)
 
     def _held_up(self) -> dict[str, str]:
         return {

@@ -81,6 +81,7 @@ function showProgress() {
     ["step", count(at.step), `of ${count(run.steps)}`],
     ["loss", loss(at.loss), "nats a token"],
     ["validation", loss(at.validation), at.validation === null ? "not yet" : `perplexity ${Math.exp(at.validation).toPrecision(3)}`],
+    ["learning rate", at.learning_rate.toExponential(2), `of step ${count(Math.max(1, at.step))}`],
     ["tokens/s", at.tokens_per_second === null ? "–" : count(Math.round(at.tokens_per_second)), `${short(at.tokens)} so far`],
     at.seconds_left === null && run.ended !== null
       ? ["took", duration(run.ended - run.began), `until ${clock(run.ended)}`]
@@ -179,6 +180,18 @@ function ticks(low, high, most) {
   return found;
 }
 
+// An exponential moving average over about a 25th of the points. It begins anew where the run has gone back.
+function smoothed(curve) {
+  const decay = 1 - 1 / Math.max(2, curve.length / 25);
+  let sum = 0, weight = 0;
+  return curve.map((point) => {
+    if (point === null) { sum = weight = 0; return null; }
+    sum = decay * sum + point[1];
+    weight = decay * weight + 1;
+    return [point[0], sum / weight];
+  });
+}
+
 function showLoss() {
   const { training, validation, marks } = state.loss;
   const box = $("chart"), points = training.filter(Boolean), checks = validation.filter(Boolean);
@@ -206,13 +219,8 @@ function showLoss() {
   for (const mark of marks) {
     drawn.append(svg("line", { class: `mark ${mark.kind}`, x1: x(mark.step), x2: x(mark.step), y1: top, y2: height - bottom }));
   }
-  let path = "", pen = "M";
-  for (const point of training) {
-    if (point === null) { pen = "M"; continue; }
-    path += `${pen}${x(point[0]).toFixed(1)} ${y(point[1]).toFixed(1)}`;
-    pen = "L";
-  }
-  drawn.append(svg("path", { class: "loss", d: path }));
+  const line = (curve) => curve.map((point, at) => (point === null ? "" : `${curve[at - 1] ? "L" : "M"}${x(point[0]).toFixed(1)} ${y(point[1]).toFixed(1)}`)).join("");
+  drawn.append(svg("path", { class: "loss", d: line(training) }), svg("path", { class: "loss smoothed", d: line(smoothed(training)) }));
   for (const [step, value] of checks) {
     const [cx, cy] = [x(step), y(value)];
     drawn.append(svg("path", { class: "validation", d: `M${cx} ${cy - 5.5}L${cx + 5.5} ${cy}L${cx} ${cy + 5.5}L${cx - 5.5} ${cy}Z` }));

@@ -105,7 +105,8 @@ async def test_it_shows_the_run_and_makes_no_markup_of_what_nodes_say(tmp_path: 
     assert "all steps are committed" in shown
     assert shown.count('class="stage ') == STAGES + 1
     assert "rebuilt: stage 2 by checkfree at step 20" in shown
-    assert 'class="loss"' in shown and 'class="validation"' in shown
+    assert 'class="loss"' in shown and 'class="loss smoothed"' in shown and "learning rate" in shown
+    assert 'class="validation"' in shown
     assert "&lt;img src=x" in shown, "what it was to stand is not there"
     assert "<img" not in shown and shown.count("<script") == 1
 

@@ -22,6 +22,7 @@ from planaria.node.page.history import History
 from planaria.node.page.state import NODES_SHOWN, Moment, page_state
 from planaria.node.report.events import parse
 from planaria.node.run_file import RunFile, override
+from planaria.node.stage.learning_rate import of_run
 
 NOW = 1000.0
 RUN = override(RunFile(), model__stages=2, model__vocabulary=300, steps=50)
@@ -86,6 +87,7 @@ def test_stages_have_their_nodes_and_what_these_say() -> None:
     progress = shown["progress"]
     assert (progress["step"], progress["loss"], progress["tokens_per_second"]) == (7, 6.5, 800.0)
     assert progress["tokens"] == 7 * RUN.training.batch * RUN.model.config.context
+    assert progress["learning_rate"] == of_run(7, RUN, RUN.model.config)
     assert progress["spent"] is None
 
 

@@ -450,7 +450,7 @@ def test_on_a_terminal_there_is_a_page():
 
 STATUS = described(
     member(OLD, 0, committed=4, loss=5.5, phase="running", tokens_per_second=900.0),
-    member(NEW, 2, committed=4, phase="idle", message="step 5: 3 of 8 home"),
+    member(NEW, 2, committed=4, phase="idle", message="step 5: 3 of 8 microbatches computed"),
     decisions=["view 5: 77aa joined: stage 2 was vacant"],
     run_file="steps = 40\n[model]\nstages = 3\nlayers = 3",
     uptime=3725.0,
@@ -461,7 +461,7 @@ def test_the_status_page_tells_members_and_decisions():
     text = text_of(page(STATUS))
     for part in (
         *("prose-1", "1 h 2 min", "10.0.0.2:7401", "0.4 s"),
-        *("step 4 of 40", "loss 5.5000", "900 tokens/s", "step 5: 3 of 8 home"),
+        *("step 4 of 40", "loss 5.5000", "900 tokens/s", "step 5: 3 of 8 microbatches computed"),
         *("view 5: 77aa joined: stage 2 was vacant", "vacant"),
     ):
         assert part in text
@@ -501,20 +501,23 @@ def test_who_is_not_heard_and_stays_is_told_with_who_reaches_it():
 def test_who_has_trouble_is_named_in_red():
     full = "save failed: No space left on device"
     troubled = described(
-        member(OLD, 0, committed=4, message="step 5: 3 of 8 home"),
+        member(OLD, 0, committed=4, message="step 5: 3 of 8 microbatches computed"),
         member(NEW, 2, committed=4, message=full),
     )
     console = Console(file=io.StringIO(), width=140, force_terminal=True, color_system="standard")
     console.print(page(troubled))
     lines = console.file.getvalue().splitlines()
     assert any(f"\x1b[1;31m{NEW} of stage 2: {full}" in line for line in lines)
-    assert any("step 5: 3 of 8 home" in line and "\x1b[1;31m" not in line for line in lines)
+    assert any(
+        "step 5: 3 of 8 microbatches computed" in line and "\x1b[1;31m" not in line
+        for line in lines
+    )
 
 
 def test_who_can_not_write_is_named_in_red_whoever_drives():
     full = "can't write out/ledger-77aa.jsonl: No space left on device; 3 lines wait in memory"
     troubled = described(
-        member(OLD, 0, committed=4, message="step 5: 3 of 8 home", trouble=full),
+        member(OLD, 0, committed=4, message="step 5: 3 of 8 microbatches computed", trouble=full),
         member(NEW, 2, committed=4),
     )
     troubled.trouble = "can't write view 6 to the journal"
