@@ -133,8 +133,8 @@ def _make(recipe: Recipe, folder: Path, whole: Path, spread: Spread | None, trac
     parts = _parts(tokenizing, files, spread, track)
     shutil.rmtree(whole, ignore_errors=True)
     whole.mkdir()
-    bounds = vocabulary.begin, vocabulary.end_of_document
-    write_tokenizer(tokenizer, *bounds, whole, template.source if template else None)
+    bounds = vocabulary.end_of_document, vocabulary.begin
+    write_tokenizer(tokenizer, whole, *bounds, template.source if template else None)
     splits = {}
     for name in SPLITS:
         with SplitWriter(whole, name, vocabulary.dtype, tokenizing.masked) as writer:

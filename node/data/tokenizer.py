@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Bos: TypeAlias = Literal["auto", "yes", "no"]
 TOKENIZER: Final = "tokenizer.json"
 CONFIG: Final = "tokenizer_config.json"
+SPECIAL: Final = "special_tokens_map.json"
 TEMPLATE: Final = "chat_template.jinja"
 SHARED: Final = (TOKENIZER, CONFIG, TEMPLATE, "generation_config.json", "index.json")
 """Files of prepared data, or of a model, that say how text becomes tokens: nodes give them to who
@@ -31,7 +32,7 @@ PROBE: Final = "a"
 """A text that any tokenizer makes tokens of."""
 DECIDING: Final = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 """Parts of tokenizer.json on which it depends what becomes of a text."""
-PLAIN: Final = {
+PLAIN: Final[dict[str, Any]] = {
     "clean_up_tokenization_spaces": False,
     "tokenizer_class": "PreTrainedTokenizerFast",
 }
@@ -97,7 +98,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
     special_tokens_map.json goes before a tokenizer_config.json that lacks `added_tokens_decoder`.
     Raises CorpusError."""
     config = read_object(folder / CONFIG)
-    files = [config, read_object(folder / "special_tokens_map.json")]
+    files = [config, read_object(folder / SPECIAL)]
     if "added_tokens_decoder" in config:
         files.reverse()
     tokens = {}
@@ -116,23 +117,33 @@ def special_tokens_in(tokenizer: Tokenizer) -> str:
 
 
 def write_tokenizer(
-    source: Path, begin: tuple[int, ...], end: int, out: Path, template: str | None = None
+    source: Path,
+    out: Path,
+    end: int,
+    begin: tuple[int, ...] | None = None,
+    template: str | None = None,
+    **defaults: Any,
 ) -> None:
     """The tokenizer.json `source`, and what is beside it, to the folder `out`: with files that say
-    these bounds, also to transformers. `template`: the chat template, if not the one beside it.
-    Raises CorpusError, OSError."""
+    these bounds, also to transformers. `begin`: None for what `source` says; `template`: the chat
+    template, if not the one beside `source`. What tokenizer_config.json in `out` says already
+    stays, but for special tokens; `defaults` are for what no file says. Raises CorpusError,
+    OSError."""
     tokenizer, folder = load_tokenizer(source), source.absolute().parent
     before, behind = added(tokenizer)
+    begin = before if begin is None else begin
     if (before, behind) in ((begin, ()), (begin, (end,))):
         shutil.copyfile(source, out / TOKENIZER)
     else:
         _put_around(tokenizer, begin, (end,) if behind else ())
         tokenizer.save(str(out / TOKENIZER))
-    config = read_object(folder / CONFIG) or PLAIN
-    named = special_tokens(folder) | {"eos_token": str(tokenizer.id_to_token(end))}
+    named = special_tokens(out) | special_tokens(folder)
+    named["eos_token"] = str(tokenizer.id_to_token(end))
     if begin:
         named.setdefault("bos_token", str(tokenizer.id_to_token(begin[0])))
-    written = json.dumps({**config, **named}, indent=2, ensure_ascii=False)
+    said = PLAIN | defaults | read_object(folder / CONFIG) | read_object(out / CONFIG) | named
+    (out / SPECIAL).unlink(missing_ok=True)  # it would go before what is written here
+    written = json.dumps(said, indent=2, ensure_ascii=False)
     (out / CONFIG).write_text(written + "\n", encoding="utf-8")
     if template is not None:
         (out / TEMPLATE).write_text(template, encoding="utf-8")

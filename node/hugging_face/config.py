@@ -261,12 +261,6 @@ def special_tokens(folder: Path) -> dict[str, Any]:
     return {key: said.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
-def read_end(folder: Path) -> int | None:
-    """The token that ends a document; None where the model has none. Raises
-    UnsupportedModelError."""
-    return next(iter(_eos_ids(folder / CONFIG)), None)  # documents end with the first
-
-
 def read_stops(folder: Path) -> list[int]:
     """The tokens at which transformers' `generate` stops: those of generation_config.json, else of
     config.json. Raises UnsupportedModelError."""

@@ -19,10 +19,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from planaria.node.data.corpus import load_tokenizer
 from planaria.node.data.tokenizer import CONFIG as TOKENIZER_CONFIG
-from planaria.node.data.tokenizer import TEMPLATE, read_object
-from planaria.node.hugging_face.checkpoint import INDEX, ONE_FILE, TOKENIZER
+from planaria.node.data.tokenizer import SPECIAL, TEMPLATE, read_object, write_tokenizer
+from planaria.node.hugging_face.checkpoint import INDEX, ONE_FILE
 from planaria.node.hugging_face.config import (
     CONFIG,
     GENERATION_CONFIG,
@@ -38,7 +37,6 @@ DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SHARD: Final = 256 << 20
 """Bytes of a file of weights, at most, unless one tensor alone is larger."""
 
-SPECIAL: Final = "special_tokens_map.json"
 OF_ORIGIN: Final = (
     *(TOKENIZER_CONFIG, SPECIAL, "added_tokens.json", "vocab.json"),
     *("merges.txt", "tokenizer.model", TEMPLATE, GENERATION_CONFIG),
@@ -81,9 +79,10 @@ def export(
         end = vocabulary.end_of_document if vocabulary else None
         origin = vocabulary.origin if vocabulary else None
         said = to_config(config, _name(dtype), end) | (special_tokens(origin) if origin else {})
-        write_json(folder / CONFIG, said)
-        write_json(folder / GENERATION_CONFIG, {"eos_token_id": end, "do_sample": True})
+        write_json(folder / CONFIG, said | _ending(said, end))
         write_vocabulary(folder, vocabulary, config.context)
+        said = read_object(folder / GENERATION_CONFIG) or {"do_sample": True}
+        write_json(folder / GENERATION_CONFIG, said | _ending(said, end))
         (folder / "README.md").write_text(card, encoding="utf-8")
         those = weights(replace(config, subspace=None))
         _write_weights(folder, those, _tensors(config, read), dtype, track, most)
@@ -172,23 +171,17 @@ def write_vocabulary(folder: Path, vocabulary: Vocabulary | None, context: int) 
         return
     if vocabulary.origin is not None:
         _copy(vocabulary.origin, OF_ORIGIN, folder)
-    beside, config, special = vocabulary.file.parent, folder / TOKENIZER_CONFIG, folder / SPECIAL
-    shutil.copyfile(vocabulary.file, folder / TOKENIZER)
-    end = load_tokenizer(folder / TOKENIZER).id_to_token(vocabulary.end_of_document)
-    own = {
-        "clean_up_tokenization_spaces": False,
-        "eos_token": end,
-        "model_max_length": context,
-        "tokenizer_class": "PreTrainedTokenizerFast",
-    }
-    given = {} if beside == vocabulary.origin else read_object(beside / TOKENIZER_CONFIG)
-    if given:
-        write_json(config, own | given)
-        special.unlink(missing_ok=True)  # which transformers may read instead
-    elif not config.exists():
-        write_json(config, own)
-        write_json(special, {"eos_token": end})
-    _copy(beside, (TEMPLATE, GENERATION_CONFIG), folder)
+    _copy(vocabulary.file.parent, [GENERATION_CONFIG], folder)
+    write_tokenizer(vocabulary.file, folder, vocabulary.end_of_document, model_max_length=context)
+
+
+def _ending(said: dict[str, Any], end: int | None) -> dict[str, Any]:
+    """The key for the tokens at which a text ends: those that it has, with `end`."""
+    known = said.get("eos_token_id")
+    ids = known if isinstance(known, list) else [] if known is None else [known]
+    if end is None or end in ids:
+        return {"eos_token_id": known}
+    return {"eos_token_id": [end, *ids] if ids else end}
 
 
 def _copy(origin: Path, names: Iterable[str], folder: Path) -> None:

@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planaria.node.data.corpus import CorpusError, file_checksum, read_index
+from planaria.node.data.corpus import CorpusError, file_checksum, load_tokenizer, read_index
 from planaria.node.data.mixture import folders_of, index_of
+from planaria.node.data.tokenizer import TOKENIZER, bounds_of
 from planaria.node.hugging_face.adapters import way_out
 from planaria.node.hugging_face.card import model_card
-from planaria.node.hugging_face.checkpoint import TOKENIZER
-from planaria.node.hugging_face.config import read_end
 from planaria.node.hugging_face.export import ExportError, Vocabulary
 from planaria.node.report.progress import Track
 from planaria.node.run_file import RunFile
@@ -127,7 +126,9 @@ def _with_tokenizer(model: Path | None) -> Path | None:
 
 
 def of_model(model: Path | None) -> Vocabulary | None:
-    """By the checkpoint that the run began from; None where that has no tokenizer."""
-    if (folder := _with_tokenizer(model)) is not None and (end := read_end(folder)) is not None:
-        return Vocabulary(folder / TOKENIZER, end, folder)
-    return None
+    """By the checkpoint that the run began from; None where that has no tokenizer, or names no end
+    token. Raises CorpusError."""
+    if (folder := _with_tokenizer(model)) is None:
+        return None
+    end = bounds_of(load_tokenizer(folder / TOKENIZER), folder).end
+    return None if end is None else Vocabulary(folder / TOKENIZER, end, folder)

@@ -19,6 +19,7 @@ from planaria.node.hugging_face.layout import Weight, weights
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.stage.model import build_stage, with_weights
 from planaria.node.stage.shape import ModelConfig
+from tests.node.data.test_tokenizer import AROUND, NAMED, TEXTS, documents, prepared, write
 from tests.node.stage.shapes import FAMILIES, GROUPED
 
 CPU = torch.device("cpu")
@@ -215,6 +216,35 @@ def test_the_tokenizer_goes_along(tmp_path) -> None:
     assert (loaded.eos_token, loaded.eos_token_id) == ("<end>", 0)
     assert loaded.model_max_length == GROUPED.context
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 0
+
+
+@pytest.mark.parametrize("how", [{}, {"bos": "yes"}, {"bos": "no"}, {"end_token": "<end>"}])
+@pytest.mark.parametrize("around", AROUND)
+def test_what_is_exported_begins_and_ends_texts_as_the_data_does(
+    how: dict[str, Any], around: str | None, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    model = write(tmp_path / "from", "sentencepiece", around, **NAMED, model_max_length=7).parent
+    (model / "special_tokens_map.json").write_text(json.dumps(NAMED))
+    (model / "config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}')
+    (model / "generation_config.json").write_text('{"eos_token_id": [2], "top_k": 5}')
+    corpus = prepared(tmp_path, model / "tokenizer.json", **how)
+    (corpus.path / "chat_template.jinja").write_text("what it was trained by")
+    end = corpus.index.end_of_document
+    vocabulary = Vocabulary(corpus.path / "tokenizer.json", end, model)
+    exported(tmp_path / "out", GROUPED, vocabulary=vocabulary)
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "out", split_special_tokens=True)
+    known = [
+        [*ids, *([] if ids[-1] == end else [end])] for ids in (loaded(t).input_ids for t in TEXTS)
+    ]
+    assert sorted(known) == sorted(documents(corpus))
+    assert loaded.eos_token_id == end
+    assert (loaded.chat_template, loaded.model_max_length) == ("what it was trained by", 7)
+    files = ("config.json", "generation_config.json")
+    said = [json.loads((tmp_path / "out" / name).read_text()) for name in files]
+    assert [each["eos_token_id"] for each in said] == ([2, [2]] if end == 2 else [[3, 2], [3, 2]])
+    assert said[1]["top_k"] == 5
 
 
 def test_a_folder_that_is_taken_stays_as_it_is(tmp_path) -> None:
