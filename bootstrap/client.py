@@ -69,6 +69,11 @@ _RETRIED = (
     StatusCode.RESOURCE_EXHAUSTED,
     StatusCode.ABORTED,  # what a registry says that waits for others of its members
 )
+_TOLD_BY_MEMBERSHIP = (
+    StatusCode.UNAVAILABLE,  # the registry is away
+    StatusCode.DEADLINE_EXCEEDED,
+    StatusCode.FAILED_PRECONDITION,  # this node is no member any more
+)
 
 
 class RegistryUnreachable(Exception):  # noqa: N818  what it says
@@ -234,14 +239,15 @@ class RegistryClient:
                 if self._left != node:
                     on_evicted(membership.evicted)
                 return
-            if membership.connected:
+            if membership.lost is None:
                 log.warning(
-                    "the registry at %s is away (%s); going on in view %d",
+                    "the registry at %s does not answer (%s); this node goes on in view %d, and "
+                    "keeps trying",
                     self._address,
                     why,
                     membership.view.number,
                 )
-                membership.connected = False
+                membership.lost = clock()
                 if clock() - began > LONGEST_PAUSE:  # it worked: there again, at once
                     pause = FIRST_PAUSE
                     continue
@@ -428,11 +434,12 @@ class RegistryClient:
                 if error.code() is StatusCode.ABORTED and why != told:
                     told = why
                     log.info("waiting to be let in: %s", why)
-                elif not (told or self._heard):
+                elif not told and (deadline > ATTEMPT or not self._heard):
                     told = why
                     log.warning(
-                        "the registry at %s is not there yet, trying for %.0f s: %s",
+                        "the registry at %s does not answer%s, trying for %.0f s: %s",
                         self._address,
+                        " any more" if self._heard else " yet",
                         end - clock(),
                         _what(error),
                     )
@@ -460,10 +467,8 @@ class RegistryClient:
             )
             log.info("suspected %s (%s): %s", accused, why, verdict.reason)
         except grpc.aio.AioRpcError as error:
-            # FAILED_PRECONDITION: this node is no member any more, which keep_membership tells it.
-            level = (
-                logging.DEBUG if error.code() is StatusCode.FAILED_PRECONDITION else logging.WARNING
-            )
+            told = error.code() in _TOLD_BY_MEMBERSHIP
+            level = logging.DEBUG if told else logging.WARNING
             log.log(
                 level, "suspected %s (%s), but %s: %s", accused, why, self._address, _what(error)
             )
@@ -488,7 +493,7 @@ class _Membership:
         self.pause = reply.lease / RENEWALS
         self.on_view, self.on_measure = on_view, on_measure
         self.evicted = ""  # why
-        self.connected = True  # as far as anyone has noticed
+        self.lost: float | None = None  # when it was noticed that the registry doesn't answer
         self.shows = False  # its view, to a registry that has asked for it
         self.probe = 0  # to be answered with the next renewal
 
@@ -621,9 +626,10 @@ class _Membership:
         return first_misspelt(m for m in view.members if known.get(m.node) != m.address)
 
     def _answered(self) -> None:
-        if not self.connected:
-            self.connected = True
-            log.info("the registry is back, at %s", self.client._address)
+        if self.lost is not None:
+            away = asyncio.get_running_loop().time() - self.lost
+            log.info("the registry is back after %.0f s, at %s", away, self.client._address)
+            self.lost = None
 
 
 OPTIONS = (
@@ -634,6 +640,7 @@ OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", int(1000 * LONGEST_PAUSE)),
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),  # else a minute, whatever the keepalive timeout is
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.bdp_probe", 0),  # else each view is answered with a ping
     ("grpc.enable_http_proxy", 0),

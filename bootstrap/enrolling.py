@@ -132,6 +132,8 @@ class Enrolment:
                         raise NotAdmitted(error.details() or "refused") from error
                 else:
                     return self._take(Pair(made.key, reply.certificate, self._authority))
+            if pause == FIRST_PAUSE:
+                log.warning("no certificate yet, trying for %.0f s: %s", end - clock(), why)
             if clock() + pause >= end:
                 places = " or ".join(self._invitation.enrolments)
                 raise EnrolmentUnreachable(

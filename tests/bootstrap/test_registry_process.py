@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import sys
@@ -111,6 +112,31 @@ async def test_killed_and_restarted_view_numbers_grow(tmp_path: Path, port: int)
         await client.close()
         await other.close()
         assert await end(second, signal.SIGTERM) == 0
+
+
+async def test_a_member_says_soon_that_its_registry_does_not_answer_and_when_it_does(
+    tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def logged(said: str) -> None:
+        async with asyncio.timeout(TIMEOUT):
+            while said not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    async with registry(tmp_path / "journal", port) as process:
+        client = RegistryClient([f"127.0.0.1:{port}"])
+        reply = await client.join(joining("a", "a:1"), identity("a"))
+        member = client.keep_membership("a", reply, lambda view: None, lambda why: None)
+        keeping = asyncio.create_task(member)
+        process.send_signal(signal.SIGSTOP)
+        await logged(f"the registry at 127.0.0.1:{port} does not answer (")
+        process.send_signal(signal.SIGCONT)
+        await logged("the registry is back")
+        assert caplog.text.count("does not answer (") == 1
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await client.close()
 
 
 BARE = """
