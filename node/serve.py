@@ -187,15 +187,6 @@ async def serve(
             release(instance)
 
 
-def check_precision(run: RunFile, device: torch.device) -> None:
-    """Raises NodeError when the device can't compute in the run's precision."""
-    if run.training.precision == "bf16" and (why := why_no_bf16(device)):
-        raise NodeError(
-            f"training.precision = bf16: this machine can't compute in it ({why}). Unset "
-            "ATEN_CPU_CAPABILITY if it is set; else train in float32"
-        )
-
-
 async def check_saved(node: Node, client: RegistryClient) -> None:
     """That the last step of a finished run isn't lost with this node, which has ended. Raises
     NodeError."""
