@@ -61,6 +61,12 @@ SUPPORTED: Final = (
     "supported are llama (LLaMA 2 and 3, TinyLlama, SmolLM2), mistral, qwen2 and qwen3, as Hugging "
     "Face's model_type has them, unquantized and without experts"
 )
+FIGURES: Final = (
+    *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "sliding_window"),
+)
+LARGEST: Final = 2**30
+"""Of these, at most."""
 YARN: Final = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 """Figures of a RoPE of that type that may be left out."""
 NO_SENSE: Final = (
@@ -227,6 +233,9 @@ def _scaling(said: dict[str, Any]) -> RopeScaling | None:
 def _config(said: dict[str, Any], family: Family) -> ModelConfig:
     """Raises KeyError, TypeError, ValueError."""
     positions = int(said["max_position_embeddings"])
+    for name in FIGURES:
+        if int(said.get(name) or 0) > LARGEST:
+            raise ValueError(f"{name} = {said[name]} is more than {LARGEST}")
     heads, dim = int(said["num_attention_heads"]), int(said["hidden_size"])
     width = said.get("head_dim")
     window = said["sliding_window"] if family == "mistral" else None

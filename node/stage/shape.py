@@ -126,7 +126,8 @@ class Lora(NamedTuple):
 
 def divisors(whole: int) -> list[int]:
     """The numbers that divide it, 1 and itself among them, the smallest first."""
-    return [part for part in range(1, whole + 1) if whole % part == 0]
+    small = [part for part in range(1, math.isqrt(whole) + 1) if whole % part == 0]
+    return sorted({*small, *(whole // part for part in small)})
 
 
 @dataclass(frozen=True)

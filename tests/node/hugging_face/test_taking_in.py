@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from planaria.node.data.corpus import Corpus, CorpusError
 from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.hugging_face.config import UnsupportedModelError
 from planaria.node.hugging_face.taking_in import stages_for, take_in
+from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.resolve import resolve
 from planaria.node.run_file import RunFile, RunFileError, dumps, from_fields, loads
 from planaria.node.stage.arithmetic import TorchStage
@@ -24,7 +26,7 @@ from planaria.node.stage.initial import Beginning, NotHereError
 from planaria.node.stage.shape import FINE_TUNING, ModelConfig, model_config
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
-from tests.node.hugging_face.test_folders import exported
+from tests.node.hugging_face.test_folders import exported, some_tokens
 from tests.node.stage.shapes import FAMILIES, GROUPED, QWEN2
 
 CONFIGS = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
@@ -161,21 +163,132 @@ def test_a_checkpoint_with_other_tensors_is_refused(tmp_path, changed, why) -> N
         Checkpoint.open(tmp_path)
 
 
-def test_what_has_no_use_is_no_obstacle(tmp_path) -> None:
+@pytest.mark.parametrize("form", ["equal", "other head", "head alone", "compiled", "bf16 head"])
+def test_embedding_and_head_are_tied_or_not_as_in_transformers(tmp_path, caplog, form) -> None:
+    from transformers import AutoModelForCausalLM
+
     exported(tmp_path, QWEN2)
     file = tmp_path / "model.safetensors"
-    more = {"lm_head.weight": torch.ones(97, 48), "model.rotary_emb.inv_freq": torch.ones(4)}
-    save_file(load_file(file) | more, file)
-    assert "lm_head.weight" not in Checkpoint.open(tmp_path).places
+    tensors = load_file(file) | {"model.rotary_emb.inv_freq": torch.ones(4)}
+    embedding = tensors["model.embed_tokens.weight"]
+    head = -embedding if form == "other head" else embedding.clone()
+    if form == "bf16 head":
+        head = tensors["model.embed_tokens.weight"] = embedding.bfloat16()
+    tensors["lm_head.weight"] = head.clone()
+    if form == "head alone":
+        del tensors["model.embed_tokens.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    if form == "compiled":  # which transformers doesn't read
+        save_file({f"_orig_mod.{name}": tensor for name, tensor in tensors.items()}, file)
+    model = WholeModel.load(tmp_path, torch.device("cpu"))
+    assert model.config.tied == (form != "other head")
+    assert ("both are kept, untied" in caplog.text) != model.config.tied
+    tokens = some_tokens(QWEN2, 24)
+    with torch.no_grad():
+        wanted = reference(tokens).logits
+    torch.testing.assert_close(model.logits(tokens), wanted, rtol=0, atol=1e-4)
+    run = take_in(run_from(tmp_path))
+    assert run.model.tied == model.config.tied
 
 
-@pytest.mark.parametrize("length", [4, 100, 200_000])
-def test_a_checkpoint_that_is_cut_off_is_refused(tmp_path, length) -> None:
+def test_of_two_models_in_a_folder_it_is_the_one_that_transformers_takes(tmp_path, caplog) -> None:
+    exported(tmp_path, GROUPED, most=100_000)
+    older = Checkpoint.open(tmp_path).places
+    newer = {name: torch.ones(place.shape) for name, place in older.items()}
+    save_file(newer, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert Checkpoint.open(tmp_path).read("model.norm.weight").sum() == 48
+    assert "has model.safetensors and model.safetensors.index.json: model.safet" in caplog.text
+
+
+def as_file(header: dict[str, Any], content: bytes) -> bytes:
+    said = json.dumps(header).encode()
+    return len(said).to_bytes(8, "little") + said + content
+
+
+def tensor(first: int, last: int, *shape: int) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [first, last]}
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "is empty"),
+        (b"abc", "is cut off after 3 of "),
+        (
+            b"version https://git-lfs.github.com/spec/v1\nsize 9\n",
+            "is a Git LFS pointer, not the w",
+        ),
+        (b"<!doctype html><html></html>", "is no file of safetensors"),
+        (as_file({"a": tensor(0, 800, 200)}, bytes(100)), "is cut off after 173 of 873 bytes"),
+        (
+            as_file({"a": tensor(0, 8, 2), "b": tensor(4, 12, 2)}, bytes(12)),
+            "offset for tensor `b`",
+        ),
+        (as_file({"a": tensor(0, 8, 2), "b": tensor(0, 8, 2)}, bytes(8)), "is damaged: "),
+        (as_file({"a": tensor(4, 12, 2)}, bytes(12)), "offset for tensor `a`"),
+        (as_file({"a": tensor(0, 8, 2)}, bytes(12)), "is damaged: .* not fully covered"),
+        (as_file({"a": tensor(0, 8, 3)}, bytes(8)), "is damaged: .* invalid shape"),
+        (as_file({"a": 3}, b""), "TypeError|'int' object"),
+        ((8).to_bytes(8, "little") + b"[" * 8, "holds no model that can be read"),
+        ((1 << 20).to_bytes(8, "little") + b"[" * (1 << 20), "holds no model that can be read"),
+    ],
+)
+def test_a_file_that_is_not_whole_is_refused_and_how_to_mend_it(tmp_path, content, why) -> None:
+    exported(tmp_path, GROUPED)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(UnsupportedModelError, match=why) as caught:
+        Checkpoint.open(tmp_path)
+    if "holds no model" not in str(caught.value):
+        assert f"hf download ORG/NAME --local-dir {tmp_path}" in str(caught.value)
+
+
+def test_a_shard_that_is_missing_or_no_file_is_named(tmp_path) -> None:
+    exported(tmp_path, GROUPED, most=100_000)
+    shard = next(tmp_path.glob("model-00002-*"))
+    shard.unlink()
+    with pytest.raises(UnsupportedModelError, match=f"{shard} is missing: "):
+        Checkpoint.open(tmp_path)
+    os.mkfifo(shard)
+    with pytest.raises(UnsupportedModelError, match=f"{shard} is no regular file: "):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"num_hidden_layers": 10**9}, "says 1,000,000,000 layers, and it has 57 tensors"),
+        ({"num_attention_heads": 10**30}, "num_attention_heads = 10{30} is more than 1073741824"),
+        (
+            {"num_attention_heads": 10**9 + 7, "num_key_value_heads": 2},
+            "must be a multiple of kv_h",
+        ),
+        ({"max_position_embeddings": 10**12}, "is more than 1073741824"),
+        ({"padding": "x" * (16 << 20)}, "has more than 16777216 bytes"),
+    ],
+)
+def test_a_config_of_absurd_size_is_refused_at_once(tmp_path, said, why) -> None:
+    exported(tmp_path, GROUPED)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | said))
+    with pytest.raises(UnsupportedModelError, match=why):
+        Checkpoint.open(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UnsupportedModelError, match="it is no regular file"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value) -> None:
     exported(tmp_path, GROUPED)
     file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:length])
-    with pytest.raises(UnsupportedModelError, match="holds no model that can be read"):
-        Checkpoint.open(tmp_path)
+    tensors = load_file(file)
+    tensors["model.layers.4.mlp.up_proj.weight"][3, 4] = value
+    save_file(tensors, file)
+    why = r"model\.layers\.4\.mlp\.up_proj\.weight has values that aren't finite"
+    with pytest.raises(RunFileError, match=why):
+        take_in(run_from(tmp_path))
 
 
 def test_pickled_weights_are_refused(tmp_path) -> None:
