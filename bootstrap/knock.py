@@ -29,6 +29,21 @@ NOBODY = tuple(answer for answer in Answer if answer is not Answer.OPEN)
 """Answers by which nothing can be asked at an address, now at least."""
 
 
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
+NO_PROXY = (
+    "planaria connects directly: it needs a way to the registry's and the nodes' ports, through a "
+    "firewall that is open to them, a VPN or a tunnel (ssh -L)"
+)
+
+
+def proxies(environment: Mapping[str, str]) -> str:
+    """That the environment sets some; empty: it sets none. Addresses may have passwords in them."""
+    names = [name for name in environment if name.lower() in _PROXIES and environment[name]]
+    if not names:
+        return ""
+    return f"a proxy is set ({', '.join(sorted(names))}), and gRPC connections don't use it"
+
+
 class Way(NamedTuple):
     """Two ends of a way, as IP addresses."""
 

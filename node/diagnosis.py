@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from planaria.bootstrap.address import Address
+from planaria.bootstrap.knock import NO_PROXY
 from planaria.node.begin import NodeError, check_module
 from planaria.node.run_file import RunFile
 from planaria.node.stage.crossing import crossing_bytes
@@ -110,6 +111,7 @@ class Facts:
     device: Device | Missing
     wanted: str  # auto, or the device that was asked for
     allow_module: str | None = None  # code of a run's architecture that may be loaded
+    proxies: str = ""  # that the environment names, in words
 
 
 def findings(facts: Facts) -> list[Finding]:
@@ -118,6 +120,7 @@ def findings(facts: Facts) -> list[Finding]:
         _version(facts),
         _clock(facts),
         _tls(facts),
+        *_proxy(facts),
         _port(facts),
         _reachable(facts),
         _bandwidth(facts),
@@ -188,6 +191,14 @@ def _tls(facts: Facts) -> Finding:
         "fine in a network that you trust, with --insecure; else give --tls-ca, --tls-cert and "
         "--tls-key to the registry and every node",
     )
+
+
+def _proxy(facts: Facts) -> Iterator[Finding]:
+    """Of a machine that names one."""
+    if facts.proxies and not isinstance(facts.registry_protocol, Missing):
+        yield Finding("proxy", Verdict.OK, f"{facts.proxies}; the registry is reached directly")
+    elif facts.proxies:
+        yield Finding("proxy", Verdict.WARNING, facts.proxies, NO_PROXY)
 
 
 def _port(facts: Facts) -> Finding:

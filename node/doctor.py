@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 import shutil
 import socket
@@ -26,7 +27,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
 from planaria.bootstrap.credentials import Credentials, CredentialsError, add_port
-from planaria.bootstrap.knock import NOBODY, dead_end, knock_at_all
+from planaria.bootstrap.knock import NOBODY, dead_end, knock_at_all, proxies
 from planaria.bootstrap.membership import PROTOCOL
 from planaria.bootstrap.registry_pb2 import Description, ExamineRequest
 from planaria.node.begin import NodeError, check_reachable
@@ -137,6 +138,7 @@ async def examine(asked: Asked, version: str, gone: float = 0.0) -> Facts:
             device=await looking,
             wanted=asked.device,
             allow_module=asked.allow_module,
+            proxies=proxies(os.environ),
         )
     finally:
         for task in (looking, writing):

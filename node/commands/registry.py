@@ -74,16 +74,18 @@ def check_registry(join: str) -> None:
 def check_there(addresses: Sequence[str], final: Sequence[Answer], status: int) -> None:
     """Ends with that status where all that the addresses say is final, else says what they do."""
     import asyncio
+    import os
 
-    from planaria.bootstrap.knock import NOBODY, dead_end, knock_at_all
+    from planaria.bootstrap.knock import NO_PROXY, NOBODY, dead_end, knock_at_all, proxies
 
     with refusing(ValueError):
         answers = asyncio.run(knock_at_all(addresses, KNOCK))
+    proxy = f". {said}: {NO_PROXY}" if (said := proxies(os.environ)) else ""
     if why := dead_end(answers, final):
-        refuse(why)
+        refuse(f"{why}{proxy}")
         raise typer.Exit(status)
     if why := dead_end(answers, NOBODY):
-        warn(f"{why}. Trying on")
+        warn(f"{why}{proxy}. Trying on")
 
 
 def ask_registry(

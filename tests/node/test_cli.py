@@ -139,6 +139,21 @@ def test_a_registry_that_is_not_there_is_said_at_once(command: str) -> None:
     assert "`planaria bootstrap`" in result.output
 
 
+NO_PROXIES = dict.fromkeys(
+    spelling(f"{kind}_proxy")
+    for kind in ("grpc", "http", "https", "all")
+    for spelling in (str.lower, str.upper)
+)
+
+
+def test_who_finds_no_registry_where_a_proxy_is_set_hears_that_it_is_not_used() -> None:
+    join = f"127.0.0.1:{refused_port()}"
+    for command in ("status", "doctor"):
+        environment = {**NO_PROXIES, "https_proxy": "http://127.0.0.1:1"}
+        result = CliRunner(env=environment).invoke(app, [command, "--join", join])
+        assert "a proxy is set (https_proxy), and gRPC connections don't use it" in result.output
+
+
 def test_a_node_says_at_once_that_it_has_to_try_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async def supervise(nodes: dict[str, list[str]], grace: float, again: bool) -> int:
         return 3

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from planaria.bootstrap.knock import proxies
 from planaria.node.diagnosis import (
     Clock,
     Data,
@@ -51,6 +52,20 @@ WELL = Facts(
 def found(about: str, **changes: Any) -> Finding:
     [one] = [one for one in findings(replace(WELL, **changes)) if one.about == about]
     return one
+
+
+@pytest.mark.parametrize(
+    ("registry", "verdict"), [(5, Verdict.OK), (Missing("it doesn't answer"), Verdict.WARNING)]
+)
+def test_a_proxy_that_is_set_is_said_not_to_be_used(registry: Any, verdict: Verdict) -> None:
+    set_here = proxies(
+        {"HTTPS_PROXY": "http://me:secret@proxy:3128", "http_proxy": "", "PATH": "/"}
+    )
+    one = found("proxy", proxies=set_here, registry_protocol=registry)
+    assert one.verdict is verdict
+    assert one.what.startswith("a proxy is set (HTTPS_PROXY), and gRPC")
+    assert ("VPN or a tunnel" in one.remedy) == (verdict is Verdict.WARNING)
+    assert proxies({"no_proxy": "*", "http_proxy": ""}) == ""
 
 
 def test_a_machine_that_is_well_has_ten_good_findings() -> None:

@@ -111,9 +111,12 @@ async def test_what_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert facts.device == Missing("PyTorch has not answered in 0.05 s")
 
 
-def test_without_a_registry_there_is_still_something_to_say(tmp_path: Path) -> None:
+def test_without_a_registry_there_is_still_something_to_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
+    monkeypatch.setattr(doctor, "proxies", lambda environment: "")
     result = CliRunner().invoke(app, ["doctor", "--join", f"127.0.0.1:{port}"])
     assert result.exit_code == 2, result.output
     lines = result.output.splitlines()
