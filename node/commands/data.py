@@ -34,7 +34,12 @@ def data_prepare(
     ],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer.json; without one, a tokenizer is trained.")
+        str | None,
+        typer.Option(
+            metavar="FILE|DIR|NAME",
+            help="A tokenizer.json, a folder with one, or a NAME\\[@REVISION] on the Hugging Face "
+            "hub; without one, a tokenizer is trained.",
+        ),
     ] = None,
     vocabulary: Annotated[int, typer.Option(help="Tokens of the tokenizer to train.")] = 2048,
     validation: Annotated[float, typer.Option(help="Share of documents to hold out.")] = 0.05,
@@ -83,10 +88,12 @@ def data_prepare(
     from planaria.node.data.prepare import prepare
     from planaria.node.data.recipe import Recipe
     from planaria.node.data.spread import spreading
+    from planaria.node.hugging_face.taking_in import find_tokenizer
 
     with refusing(CorpusError):
+        file = None if tokenizer is None else find_tokenizer(tokenizer)
         recipe = Recipe(
-            *(inputs, tokenizer, vocabulary, validation, text_field, document_separator),
+            *(inputs, file, vocabulary, validation, text_field, document_separator),
             chat_template,
             bos.value,
             end_token,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from planaria.node.data.corpus import CorpusError
-from planaria.node.data.tokenizer import TOKENIZER, same_tokenizer
+from planaria.node.data.tokenizer import CONFIG as TOKENIZER_CONFIG
+from planaria.node.data.tokenizer import SPECIAL, TOKENIZER, same_tokenizer
 from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.hugging_face.config import UnsupportedModelError
 from planaria.node.run_file import ModelSection, RunFile, RunFileError, override
@@ -19,6 +21,8 @@ log = logging.getLogger("planaria")
 HUB_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 PARTS: Final = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 """Of a repository on the hub."""
+OF_TOKENIZER: Final = [TOKENIZER, TOKENIZER_CONFIG, SPECIAL, "config.json", "*.jinja"]
+"""Of these, how text becomes tokens."""
 OWN: Final = {"origin", "content", "preset", "stages", "context", "attn_mask_type"}
 """Keys of [model] that its run file may say of such a model."""
 STAGES: Final = 4
@@ -60,26 +64,54 @@ def take_in(run: RunFile) -> RunFile:
         raise RunFileError(f"the run file can't be used: {error}") from error
 
 
-def find(origin: str) -> Path | None:
-    """Its folder, downloaded from the hub if it is a name there; None: there is no such folder.
-    Raises OSError when it can't be downloaded."""
+def find(origin: str, parts: Sequence[str] = PARTS) -> Path | None:
+    """Its folder; of a name on the hub, NAME or NAME@REVISION, `parts` are downloaded. None: there
+    is no such folder. Raises OSError when it can't be downloaded."""
     path = Path(origin).absolute()
     if path.is_dir():
         return path
-    if Path(origin).is_absolute() or path.exists() or not HUB_NAME.fullmatch(origin):
+    name, _, revision = origin.partition("@")
+    if Path(origin).is_absolute() or path.exists() or not HUB_NAME.fullmatch(name):
         return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     log.info("%s is no folder here: looking for it on the Hugging Face hub", origin)
     try:
-        return Path(snapshot_download(origin, allow_patterns=PARTS)).absolute()
+        folder = snapshot_download(name, revision=revision or None, allow_patterns=list(parts))
+        return Path(folder).absolute()
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         why = str(error).strip().splitlines()[0]
+        which = f"{name} --revision {revision}" if revision else name
         raise OSError(
             f"there is no such folder, and it can't be had from the Hugging Face hub: {why} Where "
-            f"there is a network, `hf download {origin} --local-dir FOLDER` gets it: name that"
+            f"there is a network, `hf download {which} --local-dir FOLDER` gets it: name that"
         ) from error
+
+
+def find_tokenizer(origin: str) -> Path:
+    """A tokenizer.json: that file, or the one in a folder, or in a repository on the hub. Raises
+    CorpusError."""
+    if (file := Path(origin).expanduser()).is_file():
+        return file
+    try:
+        folder = find(str(file), OF_TOKENIZER)
+    except OSError as error:
+        raise CorpusError(f"--tokenizer {origin}: {error}") from error
+    if folder is None:
+        raise CorpusError(f"--tokenizer {origin}: there is no such file or folder")
+    return tokenizer_in(folder)
+
+
+def tokenizer_in(folder: Path) -> Path:
+    """Its tokenizer.json. Raises CorpusError."""
+    tokenizer = folder / TOKENIZER
+    if not tokenizer.is_file():
+        raise CorpusError(
+            f"{folder} has no {TOKENIZER}, so nobody knows which text its tokens stand for: "
+            "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes one"
+        )
+    return tokenizer
 
 
 def name_of(origin: str) -> str:
@@ -138,12 +170,7 @@ def check_tokenizer(run: RunFile) -> None:
     folder = Path(run.model.origin or "")
     if run.model.origin is None or not folder.is_dir():
         return
-    tokenizer = folder / TOKENIZER
-    if not tokenizer.exists():
-        raise CorpusError(
-            f"{folder} has no {TOKENIZER}, so nobody knows which text its tokens stand for: "
-            "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes one"
-        )
+    tokenizer = tokenizer_in(folder)
     if not same_tokenizer(tokenizer, run.data.folders[0] / TOKENIZER):
         raise CorpusError(
             f"{run.data.where} was prepared with another tokenizer than that of {folder}, from "

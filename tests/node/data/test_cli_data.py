@@ -58,7 +58,7 @@ def test_options_reach_the_recipe(data: Path, tmp_path: Path) -> None:
     result = planaria(
         *("data", "prepare", text, acts, "--out", tmp_path / "out", "--text-field", "story"),
         *("--document-separator", "Act ", "--validation", 0.5),
-        *("--tokenizer", data / "tokenizer.json"),
+        *("--tokenizer", data, "--bos", "no", "--end-token", "<|endoftext|>"),
     )
     assert result.exit_code == 0, result.output
     corpus = Corpus.open(tmp_path / "out")

@@ -17,7 +17,7 @@ from planaria.bootstrap.registry_pb2 import CHECKSUM
 from planaria.node.data.corpus import Corpus, CorpusError
 from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.hugging_face.config import UnsupportedModelError
-from planaria.node.hugging_face.taking_in import stages_for, take_in
+from planaria.node.hugging_face.taking_in import find_tokenizer, stages_for, take_in
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.resolve import resolve
 from planaria.node.run_file import RunFile, RunFileError, dumps, from_fields, loads
@@ -145,6 +145,25 @@ def test_a_name_on_the_hub_that_cannot_be_had_says_how_to_download_it(monkeypatc
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(RunFileError, match="hf download some/model --local-dir FOLDER"):
         take_in(from_fields({"model": {"from": "some/model"}}))
+
+
+def test_a_tokenizer_is_a_file_or_in_a_folder_or_on_the_hub(tmp_path, monkeypatch) -> None:
+    asked = {}
+
+    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked[name] = revision, "*.safetensors" in allow_patterns
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(CorpusError, match=r"has no tokenizer\.json.*save_pretrained"):
+        find_tokenizer(str(tmp_path))
+    file = tmp_path / "tokenizer.json"
+    file.write_text("{}")
+    for origin in (str(file), str(tmp_path), "some/model", "another/model@v1.0"):
+        assert find_tokenizer(origin) == file
+    assert asked == {"some/model": (None, False), "another/model": ("v1.0", False)}
+    with pytest.raises(CorpusError, match="--tokenizer nowhere: there is no such file or folder"):
+        find_tokenizer("nowhere")
 
 
 @pytest.mark.parametrize(
