@@ -1,4 +1,4 @@
-"""`python -m planaria` is the command `planaria`."""
+"""The command `planaria`, which is also `python -m planaria`."""
 
 import os
 import sys
@@ -9,7 +9,16 @@ here = os.getcwd()  # noqa: PTH109  nothing is imported before the path is right
 if sys.path[0] == here and planaria.__path__[0] != f"{here}/planaria":
     del sys.path[0]  # it may be a downloaded folder with a json.py in it
 
-from planaria.node.cli import main  # noqa: E402
+
+def main() -> None:
+    """Ctrl-C ends it without a traceback, also while it is loaded."""
+    try:
+        from planaria.node.cli import main as command
+
+        command()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
 
 if __name__ == "__main__":
     main()

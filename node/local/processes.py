@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -35,6 +36,8 @@ SUPERVISOR: Final = "PLANARIA_SUPERVISOR"
 this one crashes."""
 NO_OPTIONS: Final = (SUPERVISOR, "PLANARIA_METADATA_ADDRESS")
 """Environment variables of planaria's that stand for no option."""
+ENDING: Final = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+"""Signals that ask a process to end."""
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _CLONE_NEWNET = 0x40000000  # setns(2)
 
@@ -89,6 +92,7 @@ class Processes:
         self._started[slot] += 1
         while self.log(slot).exists():  # of a run that goes on
             self._started[slot] += 1
+        _ensure_fork_server()
         process = self._context.Process(
             target=_begin,
             args=(self.log(slot), namespace, self.work, list(arguments)),
@@ -165,6 +169,16 @@ def tail(log: Path, lines: int = 12) -> str:
     return "\n".join(text.splitlines()[-lines:]) or "(empty)"
 
 
+def _ensure_fork_server() -> None:
+    """It has signals blocked, so that a Ctrl-C doesn't end it while it loads its modules."""
+    resource_tracker.ensure_running()  # would unblock some
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin(log: Path, namespace: Path | None, work: Work, arguments: list[str]) -> None:
     """What a child does first."""
     gc.freeze()  # each look at what was loaded before the fork would copy it for this process
@@ -182,11 +196,12 @@ def _begin(log: Path, namespace: Path | None, work: Work, arguments: list[str]) 
 
 
 def heed_signals() -> None:
-    """This process no longer ignores what those before it were started to ignore: SIGINT in the
-    background of a script, SIGHUP by nohup."""
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+    """This process no longer ignores what those before it were started to ignore, SIGINT in the
+    background of a script, SIGHUP by nohup, nor blocks what its fork server does."""
+    for number in ENDING:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 
 def stop_signals() -> asyncio.Future[int]:

@@ -77,7 +77,8 @@ class Kept(NamedTuple):
         from planaria.node.state.saves import find_saves
 
         folders = [folder for folder in (self.saves, self.checkpoints) if folder is not None]
-        if not any(any((*f.glob("stage-*"), *f.glob("*/stage-*"))) for f in folders):
+        there = any(any((*f.glob("stage-*"), *f.glob("*/stage-*"))) for f in folders)
+        if not there and self._has_trained():
             where = " and ".join(map(str, folders))
             raise ResumeError(
                 f"there is nothing under {where}, where nodes make folders for their saves as soon "
@@ -93,6 +94,11 @@ class Kept(NamedTuple):
                 "and --replicas what is to be another number"
             )
         return own
+
+    def _has_trained(self) -> bool:
+        """Whether a ledger has a step, below its header."""
+        ledgers = (self.out / "logs").glob("ledger-*.jsonl")
+        return any(len(path.read_bytes().splitlines()) > 1 for path in ledgers)
 
     @staticmethod
     def _own(folder: Path, name: str, of_the_first: str) -> Path:

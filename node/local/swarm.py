@@ -7,6 +7,7 @@ import ctypes
 import json
 import math
 import os
+import shutil
 import signal
 import time
 from collections import Counter
@@ -235,6 +236,10 @@ async def up(
             ending = Ending(1, str(error))
         finally:
             await swarm.end()
+    if resumed is None and stop.done() and swarm.client is None:  # no node was started
+        shutil.rmtree(out / "logs")  # another run may have the folder
+        _print_error(console, ending.reason)
+        return ending
     return wrap_up(run, out, console, ending)
 
 
@@ -312,8 +317,8 @@ def claim(plan: SwarmPlan) -> None:
     for name in ("summary.json", MERGED, "logs"):
         if (out / name).exists():
             raise SwarmError(
-                f"{out} holds a run already ({name}): choose another folder with --out, or remove "
-                "this one"
+                f"{out} holds a run already ({name}): go on with it by --resume {out}, choose "
+                "another folder with --out, or remove this one"
             )
     try:
         (out / "logs").mkdir(parents=True)
@@ -826,9 +831,13 @@ def wrap_up(run: RunFile, out: Path, console: Console, ending: Ending) -> Ending
     written = ", ".join(sorted(path.name for path in out.iterdir()))
     console.print(f"{out} has {written}", markup=False, highlight=False, soft_wrap=True)
     for problem in problems:
-        console.print("error:", style="bold red", end=" ")
-        console.print(problem, markup=False, highlight=False, soft_wrap=True)
+        _print_error(console, problem)
     return Ending(ending.status or (1 if problems else 0), "\n".join(problems))
+
+
+def _print_error(console: Console, problem: str) -> None:
+    console.print("error:", style="bold red", end=" ")
+    console.print(problem, markup=False, highlight=False, soft_wrap=True)
 
 
 def _write(path: Path, text: str, problems: list[str]) -> None:

@@ -7,5 +7,6 @@ Of events and ledger are made live_view.py (while `planaria up` runs) and summar
 status_page.py (`planaria status`) asks the registry, logs.py (`planaria logs`) a node.
 wall_clock.py says where a node's time goes, probe.py what machines and links are good for.
 experiment.py keeps a run where others keep their experiments (`--track`). progress.py is for what
-shows how far it has come, readable_console.py for what strangers have said.
+shows how far it has come, readable_console.py for what strangers have said. unsaved.py says which
+stages of a finished run are in memory only.
 """

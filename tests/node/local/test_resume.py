@@ -133,6 +133,11 @@ def test_before_anything_was_saved_it_begins_anew_and_says_so(tmp_path: Path) ->
 def test_a_folder_for_saves_that_has_gone_is_missed(tmp_path: Path) -> None:
     """Else a run would begin anew because a disk wasn't mounted."""
     kept = begun(tmp_path)
+    ledger = tmp_path / "out/logs/ledger-node-0.0-12ab34-0.jsonl"
+    ledger.parent.mkdir(parents=True, exist_ok=True)
+    ledger.write_text('{"ledger": 1}\n')
+    assert kept.find() == []
+    ledger.write_text('{"ledger": 1}\n{"step": 1}\n')
     with pytest.raises(ResumeError, match=r"nothing under .*/saves, .* mount the disk"):
         put_in_place(kept, slots_of(kept))
 

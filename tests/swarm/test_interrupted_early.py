@@ -1,0 +1,45 @@
+"""Ctrl-C before a run has begun: no traceback, and the folder is free for another try."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from planaria import __main__ as command
+from planaria.node.run_file import dumps
+from tests.swarm.small import small
+
+
+def test_while_the_command_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "planaria.node.cli", SimpleNamespace(main=interrupted))
+    with pytest.raises(SystemExit) as end:
+        command.main()
+    assert end.value.code == 130
+
+
+def test_while_the_swarm_is_started(up, data: Path, tmp_path: Path) -> None:
+    """It comes to all processes of the terminal, also to the one that others are forked from."""
+    run, out = tmp_path / "run.toml", tmp_path / "out"
+    run.write_text(dumps(small(data__path=str(data))))
+    words = [sys.executable, "-m", "planaria", "up", str(run), "--out", str(out)]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as started:
+        assert started.stdout is not None
+        assert "starting; logs are in" in started.stdout.readline()
+        os.killpg(started.pid, signal.SIGINT)
+        said = started.stdout.read().splitlines()
+    assert (started.returncode, len(said)) == (130, 1), said
+    assert "ended by SIGINT at step 0; planaria up --resume" in said[0]
+    assert not (out / "logs").exists()  # by which a folder is known to be taken
+    again = up(out)
+    assert again.finish()[0] == 0, again.said.read_text()
