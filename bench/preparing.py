@@ -52,7 +52,7 @@ def _write_texts(folder: Path) -> None:
 
     recipe = Recipe([str(TEXT)])
     prepare(recipe, folder / "prepared")
-    texts = cycle([text for file in recipe.files() for text in recipe.documents(file)])
+    texts = cycle([text for file in recipe.files().files for text in recipe.documents(file)])
     (folder / "texts").mkdir()
     for number in range(FILES):
         lines = [json.dumps({"text": text}) + "\n" for text in islice(texts, DOCUMENTS)]

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
-from planaria.node.commands.terminal import console, refusing, tracking
+from planaria.node.commands.terminal import console, interruptible, refusing, tracking
 
 if TYPE_CHECKING:
-    from planaria.node.data.corpus import Corpus
+    from planaria.node.data.corpus import Corpus, Source
 
 data_app = typer.Typer(no_args_is_help=True, help="Prepare data for training, and look at it.")
 
@@ -29,7 +29,7 @@ def data_prepare(
         list[str],
         typer.Argument(
             metavar="INPUT...",
-            help="Text, JSONL or Parquet files, folders of them, or hf:NAME[:CONFIG]\\[@SPLIT].",
+            help="Text, JSON or Parquet files, folders of them, or hf:NAME[:CONFIG]\\[@SPLIT].",
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
@@ -68,6 +68,12 @@ def data_prepare(
             metavar="TOKEN", help="Ends each document; default: what the tokenizer's files name."
         ),
     ] = None,
+    skip_bad: Annotated[
+        float, typer.Option(metavar="SHARE", help="Bad rows to leave out; ten at least.")
+    ] = 0.01,
+    longest_record: Annotated[
+        int, typer.Option(metavar="BYTES", min=1, help="A longer one is a bad row.")
+    ] = 16 << 20,
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -85,18 +91,17 @@ def data_prepare(
 ) -> None:
     """Turn text, or conversations, into tokens that training reads."""
     from planaria.node.data.corpus import CorpusError
-    from planaria.node.data.prepare import prepare
-    from planaria.node.data.recipe import Recipe
-    from planaria.node.data.spread import spreading
-    from planaria.node.hugging_face.taking_in import find_tokenizer
 
-    with refusing(CorpusError):
+    with refusing(CorpusError), interruptible("the same command goes on from what is done"):
+        from planaria.node.data.prepare import prepare
+        from planaria.node.data.recipe import Recipe
+        from planaria.node.data.spread import spreading
+        from planaria.node.hugging_face.taking_in import find_tokenizer
+
         file = None if tokenizer is None else find_tokenizer(tokenizer)
         recipe = Recipe(
             *(inputs, file, vocabulary, validation, text_field, document_separator),
-            chat_template,
-            bos.value,
-            end_token,
+            *(chat_template, bos.value, end_token, skip_bad, longest_record),
         )
         with spreading(jobs, dask) as spread, tracking("") as track:
             corpus, written = prepare(recipe, out, spread=spread, force=force, track=track)
@@ -226,6 +231,8 @@ def _print_corpus(corpus: Corpus) -> None:
             f"{len(split.shards)}",
         )
     console.print(table)
+    if corpus.index.source is not None:
+        console.print(_read_and_left_out(corpus.index.source), highlight=False, soft_wrap=True)
     console.print(f"tokenizer: {corpus.vocabulary} tokens, hash {corpus.index.tokenizer}")
     tokenizer, index = corpus.tokenizer(), corpus.index
     begin = "".join(str(tokenizer.id_to_token(token)) for token in index.begin) or "nothing"
@@ -233,3 +240,12 @@ def _print_corpus(corpus: Corpus) -> None:
     bounds = f"texts begin with {begin}, documents end with {end}"
     console.print(bounds, markup=False, highlight=False)
     console.print(f"content:   {corpus.content}", highlight=False)
+
+
+def _read_and_left_out(source: Source) -> str:
+    read = f"read {source.files:,} files, {source.rows:,} rows, {source.bytes:,} bytes"
+    left_out = ", ".join(
+        f"{number:,} {what}" + (f" ({size:,} bytes)" if size else "")
+        for what, (number, size) in source.left_out.items()
+    )
+    return f"{read}; left out: {left_out or 'nothing'}"

@@ -31,6 +31,16 @@ def refusing(*kinds: type[Exception]) -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
+@contextmanager
+def interruptible(kept: str) -> Iterator[None]:
+    """Ctrl-C ends with a line that says what is kept, and exit status 130."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        warn(f"interrupted: {kept}")
+        raise typer.Exit(130) from error
+
+
 def end(why: str) -> NoReturn:
     refuse(why)
     raise typer.Exit(1)

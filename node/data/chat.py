@@ -20,6 +20,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from planaria.bootstrap.small_files import read_small
 from planaria.node.data.corpus import CorpusError
 
 BEGIN, END = "\ufdd0", "\ufdd1"
@@ -177,7 +178,7 @@ def _token(said: Any) -> str | None:
 def _read(file: Path) -> str:
     """Raises CorpusError."""
     try:
-        return file.read_text(encoding="utf-8")
+        return read_small(file).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CorpusError(f"can't read {file}: {error}") from error
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import xxhash
 from pydantic import BaseModel, Field, ValidationError
 
+from planaria.bootstrap.small_files import read_small
 from planaria.node.data.turns import Share
 
 if TYPE_CHECKING:
@@ -51,10 +52,16 @@ MOST_OPEN = 64
 PLACE = "place.json"
 """In a folder that stands for prepared data elsewhere (elsewhere.py)."""
 TRAIN, VALIDATION = SPLITS = "train", "validation"
+LARGEST_TOKENIZER = 64 << 20
+"""Bytes of a tokenizer.json: the library takes some 15 times as much memory to read it."""
 
 
 class CorpusError(ValueError):
     """Data that can't be prepared or read; the message says what is wrong and what to do."""
+
+
+class RowError(CorpusError):
+    """A record that can't be prepared, among others that can; the message says where it is."""
 
 
 class TokenShard(BaseModel):
@@ -76,6 +83,16 @@ class Split(BaseModel):
         return sum(shard.tokens for shard in self.shards)
 
 
+class Source(BaseModel):
+    """What prepared data was made of."""
+
+    key: str = ""  # the same for the same recipe and files; empty: nothing says that
+    files: int
+    bytes: int  # of the files
+    rows: int  # documents, and rows that were left out
+    left_out: dict[str, tuple[int, int]]  # by what it is: how many, and their bytes, if known
+
+
 class Index(BaseModel):
     """What `index.json` says. Checksums are xxh3_128 in hexadecimal."""
 
@@ -87,6 +104,7 @@ class Index(BaseModel):
     tokenizer: str
     splits: dict[str, Split]
     content: str = ""
+    source: Source | None = None  # training doesn't depend on it
 
     def content_hash(self) -> str:
         """A hash of what training depends on: tokens, masks and vocabulary."""
@@ -458,7 +476,7 @@ def read_index(path: Path) -> Index:
     """The index of the prepared data in the folder `path`. Raises CorpusError."""
     file = path / "index.json"
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields = json.loads(read_small(file))
         found = fields["format"]
         if found not in FORMATS:
             raise CorpusError(
@@ -466,7 +484,7 @@ def read_index(path: Path) -> Index:
                 f"{' and '.join(map(str, FORMATS))}: {_remedy(path)}"
             )
         index = Index.model_validate(fields)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CorpusError(f"there is no prepared data at {path}: {_remedy(path)}") from error
     except OSError as error:
         raise CorpusError(f"can't read {file}: {error.strerror}") from error
@@ -492,7 +510,16 @@ def _has_its_masks(split: Split, masked: bool) -> bool:
 
 
 def _remedy(path: Path) -> str:
+    if path.is_file() or (path.is_dir() and any(path.iterdir()) and not _was_prepared(path)):
+        return (
+            f"prepare what is there with `planaria data prepare {path} --out ANOTHER_FOLDER`, and "
+            "name that folder"
+        )
     return f"make it with `planaria data prepare INPUT... --out {path}`"
+
+
+def _was_prepared(path: Path) -> bool:
+    return any((path / name).exists() for name in ("index.json", "tokenizer.json"))
 
 
 def file_checksum(file: Path) -> str:
@@ -523,7 +550,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(read_small(path, LARGEST_TOKENIZER))
     except Exception as error:  # the library raises no other kind
         raise CorpusError(
             f"can't read the tokenizer {path}: {error}; give a tokenizer.json as written by the "

@@ -1,139 +1,282 @@
-"""Documents, one after the other, from text files, JSONL, Parquet, folders and `datasets`.
+"""Documents, one after the other, from text files, JSON, Parquet, folders and `datasets`.
 
-They are texts, or conversations, of records with `messages`.
+They are texts, or conversations, of records with `messages`. A row that is neither comes as a
+RowError in its place, so that the ordinals of documents don't depend on how often a file is read.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
-from collections.abc import Iterable, Iterator
-from io import TextIOWrapper
-from pathlib import Path
-from typing import Any
+import shlex
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from io import BufferedReader, TextIOWrapper
+from typing import Any, AnyStr
 
 from planaria.node.data.chat import Conversation, conversation
-from planaria.node.data.corpus import CorpusError
-from planaria.node.data.places import files_in, opened
+from planaria.node.data.corpus import CorpusError, RowError
+from planaria.node.data.places import PACKED, Listing, files_in, opened, packing, unpacked
 from planaria.node.extras import remedy
 
 TEXT_SUFFIXES = (".txt", ".text")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
+JSON_SUFFIXES = (".json",)
 PARQUET_SUFFIXES = (".parquet",)
-SUFFIXES = TEXT_SUFFIXES + JSONL_SUFFIXES + PARQUET_SUFFIXES
+_PACKABLE = TEXT_SUFFIXES + JSONL_SUFFIXES + JSON_SUFFIXES
+SUFFIXES = (
+    *_PACKABLE,
+    *(suffix + packed for suffix in _PACKABLE for packed in PACKED),
+    *PARQUET_SUFFIXES,
+)
 
 CHAPTER = re.compile(r"(?=\s*(CHAPTER\b|Chapter\s+(\d+|[IVXLCDM]+)\b))")
 LINES_PER_DOCUMENT = 200
 LINES_AT_MOST = 2000
 
+LONGEST = 16 << 20
+"""Bytes of a record: its tokens and their offsets take some 25 times as much memory."""
+ROWS_AT_A_TIME = 4
+"""Of a Parquet file: a few bytes there may stand for a long text, again and again."""
+LARGE, PACKED_TIGHTLY = 256 << 20, 100
+"""Bytes of a column of a row group, and how many times as long they are as in the file: what is
+more than both is no text."""
+_BLOCK = 1 << 16  # characters, of a list
 
-def files_of(source: str) -> list[str]:
+
+def files_of(source: str) -> Listing:
     """The files that a source stands for: a file, or a folder's files in the order of their paths,
     here or at a URL; a dataset, `hf:NAME[:CONFIG][@SPLIT]`, counts as one. Raises CorpusError."""
-    return [source] if source.startswith("hf:") else files_in(source, SUFFIXES)
+    return Listing([source]) if source.startswith("hf:") else files_in(source, SUFFIXES)
 
 
 def documents(
-    file: str, text_field: str = "text", separator: re.Pattern[str] | None = None
-) -> Iterator[str | Conversation]:
+    file: str,
+    text_field: str = "text",
+    separator: re.Pattern[str] | None = None,
+    longest: int = LONGEST,
+) -> Iterator[str | Conversation | RowError]:
     """The documents of one of `files_of`; none of them blank. Memory holds one at a time. Raises
-    CorpusError.
+    CorpusError for a file that can't be read on.
 
-    `text_field` names the text of a record; `separator` is for text files, see lines_to_documents.
+    `text_field` names the text of a record; `separator` is for text files, see lines_to_documents;
+    a record of more than `longest` bytes is a bad row.
     """
     try:
-        for text in _documents(file, text_field, separator):
-            if not _blank(text):
-                yield text
+        for document in _documents(file, text_field, separator, longest):
+            if not isinstance(document, str) or document.strip():
+                yield document
     except UnicodeDecodeError as error:
-        raise CorpusError(
-            f"{file} is not UTF-8 (byte {error.object[error.start]:#04x}): convert it first"
-        ) from error
-    except OSError as error:
+        raise CorpusError(_first_not_utf8(file)) from error
+    except (OSError, EOFError, zlib.error) as error:
         raise CorpusError(f"can't read {file}: {error}") from error
 
 
-def _blank(document: str | Conversation) -> bool:
-    return isinstance(document, str) and not document.strip()
-
-
 def lines_to_documents(
-    lines: Iterable[str], separator: re.Pattern[str] | None = None
-) -> Iterator[str]:
+    lines: Iterable[str | RowError],
+    separator: re.Pattern[str] | None = None,
+    longest: int = LONGEST,
+    place: str = "the text",
+) -> Iterator[str | RowError]:
     """Cut a text into documents at its lines.
 
     A line whose beginning matches `separator` begins a document; what matched is left out (so a
     lookahead keeps it: `(?=Act )`). Without a separator, documents begin at chapter headings; as
-    long as there was none, at the first blank line after LINES_PER_DOCUMENT lines.
+    long as there was none, at the first blank line after LINES_PER_DOCUMENT lines. A line that is
+    a RowError stands for itself; a document of more than `longest` characters becomes one.
     """
     document: list[str] = []
+    characters = number = first = 0
     headings = False
-    for line in lines:
+
+    def whole() -> str | RowError:
+        if characters > longest:
+            return too_long(f"{place}, from line {first}", longest)
+        return "".join(document).strip("\n")
+
+    for number, line in enumerate(lines, 1):
+        if isinstance(line, RowError):
+            yield line
+            continue
         match = (separator or CHAPTER).match(line)
         headings = headings or match is not None
         full = len(document) >= LINES_PER_DOCUMENT and not line.strip()
         full = (full and not headings) or len(document) >= LINES_AT_MOST
         if match is not None or (full and separator is None):
-            yield "".join(document).strip("\n")
-            document = []
-        document.append(line[match.end() :] if match else line)
-    yield "".join(document).strip("\n")
+            yield whole()
+            document, characters = [], 0
+        first = first if characters else number
+        text = line[match.end() :] if match else line
+        characters += len(text)
+        if characters <= longest:
+            document.append(text)
+    yield whole()
+
+
+def too_long(place: str, longest: int) -> RowError:
+    return RowError(
+        f"{place} has more than {longest} bytes: cut it into several records, or allow more with "
+        "--longest-record"
+    )
 
 
 def _documents(
-    file: str, text_field: str, separator: re.Pattern[str] | None
-) -> Iterator[str | Conversation]:
-    suffix = Path(file).suffix.lower()
+    file: str, text_field: str, separator: re.Pattern[str] | None, longest: int
+) -> Iterator[str | Conversation | RowError]:
+    name = file.lower().removesuffix(packing(file))
+    if name.endswith(TEXT_SUFFIXES) and not file.startswith("hf:"):
+        with unpacked(file) as data, TextIOWrapper(data, encoding="utf-8-sig") as text:
+            lines = (line for _, line in _lines(file, text.readline, longest))
+            yield from lines_to_documents(lines, separator, longest, file)
+        return
+    records: Iterator[Record | RowError]
     if file.startswith("hf:"):
-        yield from _from_records(_dataset_records(file), text_field)
-    elif suffix in TEXT_SUFFIXES:
-        with TextIOWrapper(opened(file), encoding="utf-8-sig") as lines:
-            yield from lines_to_documents(lines, separator)
-    elif suffix in JSONL_SUFFIXES:
-        yield from _from_records(_jsonl_records(file), text_field)
+        records = _dataset_records(file)
+    elif name.endswith(PARQUET_SUFFIXES):
+        records = _parquet_records(file, text_field)
     else:
-        yield from _from_records(_parquet_records(file, text_field), text_field)
+        records = _json_records(file, longest, may_be_list=name.endswith(JSON_SUFFIXES))
+    for record in records:
+        yield record if isinstance(record, RowError) else _document(*record, text_field, longest)
 
 
 # A record comes with the words that say where it was.
 Record = tuple[str, Any]
 
 
-def _from_records(records: Iterable[Record], text_field: str) -> Iterator[str | Conversation]:
-    for place, record in records:
+def _document(
+    place: str, record: Any, text_field: str, longest: int
+) -> str | Conversation | RowError:
+    try:
         if isinstance(record, dict) and text_field not in record and "messages" in record:
-            yield conversation(place, record)
-            continue
-        if not isinstance(record, dict) or text_field not in record:
-            fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-            raise CorpusError(
-                f"{place} has no field {text_field!r} but {fields}: name one with --text-field"
-            )
-        text = record[text_field]
-        if not isinstance(text, str):
-            raise CorpusError(f"{place}: {text_field!r} is no text but {type(text).__name__}")
+            whole = json.dumps(record, ensure_ascii=False, default=str)
+            _check_text(f"{place}: the record", whole)
+            if len(whole) > longest:
+                return too_long(place, longest)
+            return conversation(place, record)
+        text = _text(place, record, text_field)
+        return too_long(place, longest) if len(text) > longest else text
+    except CorpusError as error:
+        return RowError(str(error))
+    except RecursionError:
+        return RowError(f"{place} is nested too deeply")
+
+
+def _text(place: str, record: Any, text_field: str) -> str:
+    """Raises CorpusError."""
+    if not isinstance(record, dict) or text_field not in record:
+        fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+        raise CorpusError(
+            f"{place} has no field {text_field!r} but {fields}: name one with --text-field"
+        )
+    text = record[text_field]
+    if isinstance(text, bytes):
         try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise CorpusError(
-                f"{place}: {text_field!r} is not valid Unicode, half a surrogate pair at "
-                f"character {error.start}"
-            ) from error
-        yield text
+            return text.decode()
+        except UnicodeDecodeError as error:
+            raise CorpusError(f"{place}: {text_field!r} is not UTF-8: {error.reason}") from error
+    if not isinstance(text, str):
+        kind = "null" if text is None else f"no text but {type(text).__name__}"
+        raise CorpusError(f"{place}: {text_field!r} is {kind}")
+    _check_text(f"{place}: {text_field!r}", text)
+    return text
 
 
-def _jsonl_records(file: str) -> Iterator[Record]:
-    with TextIOWrapper(opened(file), encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                yield f"{file}, line {number}", json.loads(line)
-            except json.JSONDecodeError as error:
-                raise CorpusError(f"{file}, line {number} is not JSON: {error}") from error
+def _check_text(what: str, text: str) -> None:
+    """Raises CorpusError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CorpusError(
+            f"{what} is not valid Unicode, half a surrogate pair at character {error.start}"
+        ) from error
 
 
-def _parquet_records(file: str, text_field: str) -> Iterator[Record]:
+def _lines(
+    file: str, readline: Callable[[int], AnyStr], longest: int
+) -> Iterator[tuple[int, AnyStr | RowError]]:
+    """Lines, and their numbers from 1."""
+    number = 0
+    while line := readline(longest + 1):
+        number += 1
+        if len(line) <= longest:
+            yield number, line
+            continue
+        while len(line) > longest and line[-1:] not in ("\n", b"\n"):
+            line = readline(longest + 1)
+        yield number, too_long(f"{file}, line {number}", longest)
+
+
+def _json_records(file: str, longest: int, may_be_list: bool) -> Iterator[Record | RowError]:
+    with unpacked(file) as data:
+        if may_be_list and _begins_list(data):
+            with TextIOWrapper(data, encoding="utf-8-sig") as text:
+                yield from _items(file, text, longest)
+            return
+        for number, line in _lines(file, data.readline, longest):
+            if isinstance(line, RowError):
+                yield line
+            elif line.strip():
+                yield _parsed(file, number, line)
+
+
+def _begins_list(data: BufferedReader) -> bool:
+    return data.peek(1).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def _parsed(file: str, number: int, line: bytes) -> Record | RowError:
+    place = f"{file}, line {number}"
+    try:
+        return place, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+    except UnicodeDecodeError as error:
+        return RowError(_not_utf8(file, number, line[error.start]))
+    except ValueError as error:  # also an integer of more digits than Python reads
+        return RowError(f"{place} is not JSON: {error}")
+    except RecursionError:
+        return RowError(f"{place} is nested too deeply")
+
+
+def _items(file: str, text: TextIOWrapper, longest: int) -> Iterator[Record]:
+    """Of a list, one at a time. Raises CorpusError: behind an item that isn't JSON nothing says
+    where the next one begins."""
+    decode, number = json.JSONDecoder().raw_decode, 1
+    buffer = text.read(_BLOCK)
+    at = buffer.index("[") + 1
+    while True:
+        place = f"{file}, item {number} of the list"
+        start = _after_space(buffer, at)
+        if number == 1 and buffer[start : start + 1] == "]":
+            return
+        try:
+            item, end = decode(buffer, start)
+            end = _after_space(buffer, end)
+            behind, why = buffer[end : end + 1], "no comma is behind it"
+        except RecursionError as error:
+            raise CorpusError(f"{place} is nested too deeply") from error
+        except ValueError as error:
+            behind, why = "", str(error)
+        if behind and behind in ",]":
+            yield place, item
+            if behind == "]":
+                return
+            at, number = end + 1, number + 1
+            continue
+        if len(buffer) - at > longest:
+            raise too_long(place, longest)
+        more = "" if behind else text.read(max(_BLOCK, len(buffer) - at))
+        if not more:
+            raise CorpusError(f"{place} is not JSON: {why}")
+        buffer, at = buffer[at:] + more, 0
+
+
+def _after_space(text: str, at: int) -> int:
+    while text[at : at + 1].isspace():
+        at += 1
+    return at
+
+
+def _parquet_records(file: str, text_field: str) -> Iterator[Record | RowError]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -141,15 +284,39 @@ def _parquet_records(file: str, text_field: str) -> Iterator[Record]:
         raise CorpusError(f"can't read {file}: {remedy(error)}") from error
     row = 0
     try:
-        with opened(file) as data, pyarrow.parquet.ParquetFile(data) as table:
+        with (
+            opened(file) as data,
+            pyarrow.parquet.ParquetFile(data, buffer_size=1 << 20) as table,
+        ):
             names = table.schema_arrow.names
             columns = [text_field] if text_field in names else names
-            for batch in table.iter_batches(batch_size=256, columns=columns):
-                for record in batch.to_pylist():
+            _check_unpacked(file, table.metadata, columns)
+            for batch in table.iter_batches(batch_size=ROWS_AT_A_TIME, columns=columns):
+                for at in range(len(batch)):
                     row += 1
-                    yield f"{file}, row {row}", record
+                    place = f"{file}, row {row}"
+                    try:
+                        [record] = batch.slice(at, 1).to_pylist()
+                    except (ValueError, OverflowError) as error:  # no UTF-8, no date of Python's
+                        yield RowError(f"{place} can't be read: {error}")
+                    else:
+                        yield place, record
     except pyarrow.ArrowException as error:
         raise CorpusError(f"can't read {file}: {error}") from error
+
+
+def _check_unpacked(file: str, metadata: Any, columns: list[str]) -> None:
+    """Raises CorpusError for a file that would take far more memory than its size lets expect."""
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for column in map(group.column, range(group.num_columns)):
+            size, packed = column.total_uncompressed_size, column.total_compressed_size
+            name = column.path_in_schema.partition(".")[0]
+            if name in columns and size > max(LARGE, PACKED_TIGHTLY * packed):
+                raise CorpusError(
+                    f"{file}: {packed} bytes of column {name!r} unpack to {size}: if that is "
+                    "meant, write the file anew with smaller row groups"
+                )
 
 
 def _dataset_records(source: str) -> Iterator[Record]:
@@ -165,3 +332,28 @@ def _dataset_records(source: str) -> Iterator[Record]:
             yield f"{source}, row {number}", row
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise CorpusError(f"can't read the dataset {source}: {error}") from error
+
+
+def _first_not_utf8(file: str) -> str:
+    """Where a file isn't UTF-8, and what to do, in words. Raises CorpusError, OSError."""
+    decoder, line, block = codecs.getincrementaldecoder("utf-8")(), 1, b"\n"
+    with unpacked(file) as data:
+        while block:
+            block = data.read(1 << 20)
+            try:
+                line += decoder.decode(block, final=not block).count("\n")
+            except UnicodeDecodeError as error:
+                line += error.object[: error.start].count(b"\n")
+                return _not_utf8(file, line, error.object[error.start])
+    return f"{file} changes while it is read"
+
+
+def _not_utf8(file: str, line: int, byte: int) -> str:
+    encoding = "UTF-16" if line == 1 and byte in codecs.BOM_UTF16 else "WINDOWS-1252"
+    name, packed = shlex.quote(file), packing(file)
+    unpacking = {".gz": f"gzip -dc {name} | ", ".zst": f"zstd -dc {name} | "}.get(packed, "")
+    return (
+        f"{file}, line {line} is not UTF-8 (byte {byte:#04x}): convert the file from the encoding "
+        f"that it has, as in: {unpacking}iconv -f {encoding} -t UTF-8"
+        f"{'' if packed else f' {name}'} > NEW_FILE"
+    )

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from heapq import nsmallest
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -23,25 +24,30 @@ from planaria.node.data.corpus import (
     TRAIN,
     VALIDATION,
     CorpusError,
+    RowError,
     Split,
     file_checksum,
     load_tokenizer,
 )
 from planaria.node.data.places import stamp
-from planaria.node.data.recipe import Recipe
+from planaria.node.data.recipe import SHOWN, Recipe, mostly_good
 from planaria.node.data.rendering import Renderer
 from planaria.node.data.shards import SplitWriter
 from planaria.node.data.tokenizer import bounds_of, special_tokens_in
 from planaria.node.report.progress import Track, untracked
 
 BATCH_CHARACTERS = 1 << 20
+FEW = 64
+"""So many documents to hold out are counted, and more than that left to their ranks."""
 Dtype = Literal["uint16", "uint32"]
 
 
 class Part(BaseModel):
     """What `part.json` says of the shards beside it."""
 
-    nearest: float  # least rank of a document
+    ranks: list[float]  # the FEW least ones of documents, in order
+    rows: int  # documents, and bad rows
+    bad: list[str]  # the first of them, and why
     splits: dict[str, Split]
 
     @property
@@ -83,14 +89,14 @@ class Tokenizing:
     def place(self, file: str, first: int) -> Path:
         """Where the part of a file is or will be, as the file is now. Raises CorpusError."""
         recipe = self.recipe
-        how = [recipe.validation, recipe.text_field, recipe.separator, self.template]
+        how = [recipe.validation, *recipe.reading, self.template]
         tokenizer = file_checksum(self.tokenizer), self.vocabulary
         fields = [file, stamp(file), first, *tokenizer, *how]
         return self.folder / _key(fields)
 
     def count(self, file: str) -> int:
-        """The documents of a file, counted once. Raises CorpusError."""
-        fields = [file, stamp(file), self.recipe.text_field, self.recipe.separator]
+        """The rows of a file, counted once. Raises CorpusError."""
+        fields = [file, stamp(file), *self.recipe.reading]
         kept = self.folder / f"{_key(fields)}.count"
         if kept.exists():
             return int(kept.read_text())
@@ -101,7 +107,7 @@ class Tokenizing:
         return count
 
     def write(self, file: str, first: int, track: Track = untracked) -> tuple[Path, Part]:
-        """The part of a file whose first document has that ordinal, and where it is: whole or not
+        """The part of a file whose first row has that ordinal, and where it is: whole or not
         at all. An earlier try may have made it. Raises CorpusError."""
         place = self.place(file, first)
         try:
@@ -123,7 +129,7 @@ class Tokenizing:
             shutil.rmtree(temporary, ignore_errors=True)
         return place, part
 
-    def _write_splits(self, texts: Iterable[Document], folder: Path, first: int) -> Part:
+    def _write_splits(self, texts: Iterable[Document | RowError], folder: Path, first: int) -> Part:
         """Raises CorpusError, OSError."""
         tokenizer = load_tokenizer(self.tokenizer)
         # "<|endoftext|>" within a text is text; what a chat template makes has special tokens
@@ -133,26 +139,44 @@ class Tokenizing:
         begin = () if self.masked else self.vocabulary.begin  # a template writes its own
         dtype = self.vocabulary.dtype
         encode = tokenizer.encode_batch if self.masked else tokenizer.encode_batch_fast
-        nearest, validation = 1.0, self.recipe.validation
+        ranks: list[float] = []
+        rows = _Rows(texts, first)
         with ExitStack() as stack:
             writers = {
                 name: stack.enter_context(SplitWriter(folder, name, dtype, self.masked))
                 for name in SPLITS
             }
-            for ordinal, batch in _batches(texts, first):
-                encodings = encode([one.text for one in batch], add_special_tokens=False)
-                pairs = zip(batch, encodings, strict=True)
-                for i, (document, encoding) in enumerate(pairs, ordinal):
-                    rank = held_out_rank(i, document.text)
-                    nearest = min(nearest, rank)
-                    split = VALIDATION if rank < validation else TRAIN
+            for batch in _batches(rows.good()):
+                encodings = encode([one.text for _, one in batch], add_special_tokens=False)
+                of_batch = [held_out_rank(ordinal, one.text) for ordinal, one in batch]
+                ranks = nsmallest(FEW, ranks + of_batch)
+                for (_, document), rank, encoding in zip(batch, of_batch, encodings, strict=True):
+                    split = VALIDATION if rank < self.recipe.validation else TRAIN
                     tokens = np.array([*begin, *encoding.ids, end])
                     mask = None if document.scored is None else _mask(encoding, document.scored)
                     if mask is not None and document.text.rstrip().endswith(ending):
                         tokens = tokens[:-1]
                     writers[split].write(tokens, mask, len(document.text.encode()))
         splits = {name: writer.split() for name, writer in writers.items()}
-        return Part(nearest=nearest, splits=splits)
+        return Part(ranks=ranks, rows=rows.number, bad=rows.bad, splits=splits)
+
+
+class _Rows:
+    """Counts the rows of a file as they come."""
+
+    def __init__(self, rows: Iterable[Document | RowError], first: int) -> None:
+        self._rows, self._first = rows, first
+        self.number = 0
+        self.bad: list[str] = []
+
+    def good(self) -> Iterator[tuple[int, Document]]:
+        """With their ordinals: rows that are left out have some, too."""
+        for ordinal, row in enumerate(self._rows, self._first):
+            self.number += 1
+            if not isinstance(row, RowError):
+                yield ordinal, row
+            elif len(self.bad) < SHOWN:
+                self.bad.append(str(row))
 
 
 def _key(fields: Sequence[object]) -> str:
@@ -176,18 +200,39 @@ def vocabulary_of(tokenizer: Path, recipe: Recipe) -> Vocabulary:
     return Vocabulary(max(library.get_vocab().values()) + 1, begin, end)
 
 
-def rendered(recipe: Recipe, file: str, renderer: Renderer | None) -> Iterator[Document]:
+def rendered(recipe: Recipe, file: str, renderer: Renderer | None) -> Iterator[Document | RowError]:
+    """The rows of a file. Raises CorpusError."""
+    return mostly_good(_rendered(recipe.documents(file), renderer), recipe.skip_bad)
+
+
+def _rendered(
+    rows: Iterable[str | Conversation | RowError], renderer: Renderer | None
+) -> Iterator[Document | RowError]:
     """Raises CorpusError."""
-    for one in recipe.documents(file):
-        if isinstance(one, str) and renderer is None:
-            yield Document(one)
-        elif isinstance(one, Conversation) and renderer is not None:
-            yield Document(*renderer.render(one))
+    for row in rows:
+        if isinstance(row, RowError):
+            yield row
+        elif isinstance(row, str) and renderer is None:
+            yield Document(row)
+        elif isinstance(row, Conversation) and renderer is not None:
+            yield _render(row, renderer)
         else:
             raise CorpusError(
                 "there are texts and records with messages: prepare them apart, and train on both "
                 "with [[data.corpora]]"
             )
+
+
+def _render(conversation: Conversation, renderer: Renderer) -> Document | RowError:
+    """Raises CorpusError when the template can't be used any longer."""
+    try:
+        document = Document(*renderer.render(conversation))
+        document.text.encode()
+    except RowError as error:
+        return error
+    except (RecursionError, UnicodeEncodeError) as error:
+        return RowError(f"{conversation.place} can't be rendered: {error}")
+    return document
 
 
 def _mask(encoding: Encoding, scored: Iterable[tuple[int, int]]) -> NDArray[np.uint8]:
@@ -201,14 +246,14 @@ def _mask(encoding: Encoding, scored: Iterable[tuple[int, int]]) -> NDArray[np.u
     return mask
 
 
-def _batches(texts: Iterable[Document], first: int) -> Iterator[tuple[int, list[Document]]]:
-    """Batches of about BATCH_CHARACTERS, each with the ordinal of its first document."""
-    ordinal, batch, characters = first, [], 0
-    for document in texts:
-        batch.append(document)
-        characters += len(document.text)
+def _batches(texts: Iterable[tuple[int, Document]]) -> Iterator[list[tuple[int, Document]]]:
+    """Documents and their ordinals, in batches of about BATCH_CHARACTERS."""
+    batch, characters = [], 0
+    for numbered in texts:
+        batch.append(numbered)
+        characters += len(numbered[1].text)
         if characters >= BATCH_CHARACTERS:
-            yield ordinal, batch
-            ordinal, batch, characters = ordinal + len(batch), [], 0
+            yield batch
+            batch, characters = [], 0
     if batch:
-        yield ordinal, batch
+        yield batch

@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import gzip
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, cast
 
 from planaria.node.data.corpus import CorpusError
 from planaria.node.extras import remedy
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
+
+PACKED: Final = (".gz", ".zst")
+
+
+@dataclass
+class Listing:
+    """Files that are to be read, in order, and those that aren't: how many, and their bytes (as far
+    as known), by the reason."""
+
+    files: list[str] = field(default_factory=list)
+    left_out: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def leave_out(self, why: str, number: int, size: int) -> None:
+        before = self.left_out.get(why, (0, 0))
+        self.left_out[why] = before[0] + number, before[1] + size
+
+    def extend(self, other: Listing) -> None:
+        self.files += other.files
+        for why, figures in other.left_out.items():
+            self.leave_out(why, *figures)
 
 
 def is_remote(place: str) -> bool:
@@ -27,9 +54,34 @@ def opened(place: str) -> BinaryIO:
         raise CorpusError(f"can't read {place}: {said(error)}") from error
 
 
-def files_in(place: str, suffixes: Collection[str]) -> list[str]:
-    """The file at `place`, or the files of that folder that end so, in the order of their paths.
-    Raises CorpusError."""
+def packing(place: str) -> str:
+    """How a file is compressed, by its name: one of PACKED, or an empty string."""
+    return next((suffix for suffix in PACKED if place.lower().endswith(suffix)), "")
+
+
+@contextmanager
+def unpacked(place: str) -> Iterator[BufferedReader]:
+    """What is in the file, decompressed. Raises CorpusError, OSError, EOFError, zlib.error."""
+    with opened(place) as file, _unpacking(place, file) as data:
+        yield BufferedReader(data)
+
+
+def _unpacking(place: str, file: BinaryIO) -> Any:
+    """Raises CorpusError."""
+    if packing(place) == ".gz":
+        return gzip.GzipFile(fileobj=file)
+    if packing(place) != ".zst":
+        return file
+    try:
+        import pyarrow
+    except ModuleNotFoundError as error:
+        raise CorpusError(f"can't read {place}: {remedy(error)}") from error
+    return pyarrow.input_stream(file, compression="zstd")
+
+
+def files_in(place: str, suffixes: Collection[str]) -> Listing:
+    """The file at `place`, or the files of that folder, and of those to which it has links, that
+    end so, in the order of their paths. Hidden files are left out. Raises CorpusError."""
     return _remote_files(place, suffixes) if is_remote(place) else _files(Path(place), suffixes)
 
 
@@ -50,33 +102,89 @@ def stamp(place: str) -> str:
         raise CorpusError(f"can't read {place}: {said(error)}") from error
 
 
-def _files(path: Path, suffixes: Collection[str]) -> list[str]:
+def size(place: str) -> int:
+    """Bytes; 0 where nothing says how many."""
+    if is_remote(place) or place.startswith("hf:"):
+        return 0
+    try:
+        return Path(place).stat().st_size
+    except OSError:  # a link to nothing
+        return 0
+
+
+def _files(path: Path, suffixes: Collection[str]) -> Listing:
+    ends = tuple(suffixes)
     if path.is_dir():
-        files = sorted(f for f in path.rglob("*") if f.suffix.lower() in suffixes and f.is_file())
-        if not files:
+        listing = Listing()
+        for file in _below(path, listing):
+            why = _unreadable(file, path, ends)
+            if why:
+                listing.leave_out(why, 1, size(str(file)))
+            else:
+                listing.files.append(str(file))
+        if not listing.files:
             raise CorpusError(f"the folder {path} has no file that ends in {', '.join(suffixes)}")
-        return list(map(str, files))
+        return listing
     if not path.exists():
         raise CorpusError(
             f"there is no file or folder {path}: check the path, or write hf:{path} for a dataset"
         )
-    if path.suffix.lower() not in suffixes:
+    if not path.is_file():
+        raise CorpusError(f"{path} is no regular file: write what it gives into one")
+    if not path.name.lower().endswith(ends):
         raise CorpusError(f"{path} does not end in {', '.join(suffixes)}: rename or convert it")
-    return [str(path)]
+    return Listing([str(path)])
 
 
-def _remote_files(place: str, suffixes: Collection[str]) -> list[str]:
-    if place.lower().endswith(tuple(suffixes)):
-        return [place]
+def _below(path: Path, listing: Listing) -> list[Path]:
+    """All that isn't a folder, in order. Links to folders are followed; no folder is entered twice,
+    so that rings end. Raises CorpusError."""
+    files, entered = [], set()
+
+    def refuse(error: OSError) -> None:
+        raise CorpusError(f"can't list {error.filename}: {error.strerror}") from error
+
+    for folder, folders, names in os.walk(path, followlinks=True, onerror=refuse):
+        real = os.path.realpath(folder)
+        if real in entered:
+            listing.leave_out("folders that are linked once more", 1, 0)
+            folders.clear()
+            continue
+        entered.add(real)
+        folders.sort()
+        files += [Path(folder, name) for name in names]
+    return sorted(files)
+
+
+def _unreadable(file: Path, folder: Path, ends: tuple[str, ...]) -> str:
+    """Why a file isn't read; empty when it is."""
+    if any(part.startswith(".") for part in file.relative_to(folder).parts):
+        return "hidden files"
+    if not file.name.lower().endswith(ends):
+        return "files of other kinds"
+    return "" if file.is_file() else "pipes, devices and links to nothing"
+
+
+def _remote_files(place: str, suffixes: Collection[str]) -> Listing:
+    ends = tuple(suffixes)
+    if place.lower().endswith(ends):
+        return Listing([place])
     system, path = system_of(place)
     try:
         found = sorted(system.find(path))
     except Exception as error:
         raise CorpusError(f"can't list {place}: {said(error)}") from error
-    files = [system.unstrip_protocol(one) for one in found if one.lower().endswith(tuple(suffixes))]
-    if not files:
+    listing = Listing()
+    for file in found:
+        if any(part.startswith(".") for part in file.removeprefix(path).split("/")):
+            listing.leave_out("hidden files", 1, 0)
+        elif not file.lower().endswith(ends):
+            listing.leave_out("files of other kinds", 1, 0)
+        else:
+            listing.files.append(system.unstrip_protocol(file))
+    if not listing.files:
         raise CorpusError(f"there is no file at {place} that ends in {', '.join(suffixes)}")
-    return files
+    return listing
 
 
 def system_of(place: str) -> tuple[Any, str]:

@@ -8,41 +8,57 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
+import math
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
+from importlib.metadata import version
 from itertools import accumulate, chain
 from pathlib import Path
+from typing import TypeAlias
 
 import xxhash
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from planaria.node.data.chat import Template
 from planaria.node.data.corpus import (
     FORMAT,
     MASKED,
     SPLITS,
+    TRAIN,
+    VALIDATION,
     Corpus,
     CorpusError,
     Index,
+    RowError,
+    Source,
     Split,
     file_checksum,
     read_index,
 )
+from planaria.node.data.elsewhere import replace_with
 from planaria.node.data.parts import (
+    FEW,
+    Document,
     Part,
     Tokenizing,
     held_out_rank,
     rendered,
     vocabulary_of,
 )
-from planaria.node.data.places import stamp
-from planaria.node.data.recipe import Recipe
+from planaria.node.data.places import Listing, size, stamp
+from planaria.node.data.recipe import Recipe, in_words
 from planaria.node.data.shards import SplitWriter
 from planaria.node.data.spread import Spread
 from planaria.node.data.tokenizer import write_tokenizer
 from planaria.node.report.progress import Track, untracked
 
+log = logging.getLogger("planaria")
+
+Parts: TypeAlias = list[tuple[Path, Part]]
+"""Of files, and the folders in which they are."""
 END_OF_DOCUMENT = "<|endoftext|>"  # of a tokenizer that is trained here
 TRAINING_CHARACTERS = 1 << 30  # the tokenizer learns from no more than the first so many
 
@@ -66,11 +82,19 @@ def prepare(
     data.
     """
     existing = _occupant(out)
+    listing = recipe.files()
+    template = recipe.template(listing.files)
+    key = _key(recipe, template, listing.files)
+    if key and existing is not None and existing.source and existing.source.key == key:
+        return Corpus.open(out), False
     try:
         with _workshop(out) as folder:
             whole = folder / "whole"
-            index = _make(recipe, folder, whole, spread, track)
+            tokenizing, parts = _tokenized(recipe, listing.files, template, folder, spread, track)
+            index = _laid_out(tokenizing, parts, whole, _source(key, listing, parts))
             if existing is not None and existing.content == index.content:
+                replaced = existing.model_copy(update={"source": index.source})
+                replace_with(out / "index.json", _in_json(replaced))
                 return Corpus.open(out), False
             if existing is not None and not force:
                 raise CorpusError(
@@ -83,6 +107,20 @@ def prepare(
     except OSError as error:
         raise CorpusError(f"can't write {out}: {error}") from error
     return Corpus.open(out), True
+
+
+def _key(recipe: Recipe, template: Template | None, files: Sequence[str]) -> str:
+    """The same for the same recipe, template, tokenizer and files, as far as stamps tell; empty for
+    datasets, which have none. Raises CorpusError."""
+    stamps = [stamp(file) for file in files]
+    if not all(stamps):
+        return ""
+    places = "inputs", "tokenizer", "chat_template"
+    how = {name: value for name, value in asdict(recipe).items() if name not in places}
+    tokenizer = recipe.tokenizer and [*vocabulary_of(recipe.tokenizer, recipe)]
+    checksum = recipe.tokenizer and file_checksum(recipe.tokenizer)
+    fields = [version("planaria"), how, template, tokenizer, checksum, files, stamps]
+    return xxhash.xxh3_128_hexdigest(json.dumps(fields).encode())
 
 
 def _occupant(out: Path) -> Index | None:
@@ -121,27 +159,77 @@ def _workshop(out: Path) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _make(recipe: Recipe, folder: Path, whole: Path, spread: Spread | None, track: Track) -> Index:
-    """All that prepared data is, in the folder `whole`. Raises CorpusError, OSError."""
-    files = recipe.files()
-    template = recipe.template(files)
+def _source(key: str, listing: Listing, parts: Parts) -> Source:
+    bad = sum(part.rows - part.documents for _, part in parts)
+    return Source(
+        key=key,
+        files=len(listing.files),
+        bytes=sum(map(size, listing.files)),
+        rows=sum(part.rows for _, part in parts),
+        left_out=listing.left_out | ({"bad rows": (bad, 0)} if bad else {}),
+    )
+
+
+def _tokenized(
+    recipe: Recipe,
+    files: Sequence[str],
+    template: Template | None,
+    folder: Path,
+    spread: Spread | None,
+    track: Track,
+) -> tuple[Tokenizing, Parts]:
+    """The parts of all files, with documents to train on and some to validate with. Raises
+    CorpusError, OSError."""
+    tokenizing = _tokenizing(recipe, files, template, folder, track)
+    parts = _parts(tokenizing, files, spread, track)
+    _check_rows(recipe, parts)
+    below = _held_out_below(recipe.validation, [part for _, part in parts])
+    if below != recipe.validation:
+        fitting = replace(recipe, validation=below)
+        tokenizing = _tokenizing(fitting, files, template, folder, track)
+        parts = _parts(tokenizing, files, spread, track)
+    return tokenizing, parts
+
+
+def _tokenizing(
+    recipe: Recipe, files: Sequence[str], template: Template | None, folder: Path, track: Track
+) -> Tokenizing:
+    """Raises CorpusError, OSError."""
     if (tokenizer := recipe.tokenizer) is None:
         recipe = replace(recipe, end_token=recipe.end_token or END_OF_DOCUMENT)
         tokenizer = _trained_tokenizer(recipe, files, folder, track)
-    vocabulary = vocabulary_of(tokenizer, recipe)
-    tokenizing = Tokenizing(recipe, tokenizer, vocabulary, template, folder)
-    parts = _parts(tokenizing, files, spread, track)
+    return Tokenizing(recipe, tokenizer, vocabulary_of(tokenizer, recipe), template, folder)
+
+
+def _held_out_below(validation: float, parts: Sequence[Part]) -> float:
+    """The rank below which documents are held out: `validation`, unless that makes their number
+    differ by more than half from that share of all documents, as it may when these are few. One at
+    least is on each side."""
+    documents = sum(part.documents for part in parts)
+    held_out = sum(part.splits[VALIDATION].documents for part in parts)
+    wanted = min(max(1, round(documents * validation)), documents - 1)
+    fits = 2 * abs(held_out - wanted) <= wanted and held_out < documents
+    if fits or not 1 <= wanted <= FEW:
+        return validation
+    ranks = sorted(rank for part in parts for rank in part.ranks)
+    return math.nextafter(ranks[wanted - 1], 1.0)
+
+
+def _laid_out(tokenizing: Tokenizing, parts: Parts, whole: Path, source: Source) -> Index:
+    """All that prepared data is, in the folder `whole`. Raises CorpusError, OSError."""
+    vocabulary, template = tokenizing.vocabulary, tokenizing.template
     shutil.rmtree(whole, ignore_errors=True)
     whole.mkdir()
     bounds = vocabulary.end_of_document, vocabulary.begin
-    write_tokenizer(tokenizer, whole, *bounds, template.source if template else None)
+    write_tokenizer(tokenizing.tokenizer, whole, *bounds, template.source if template else None)
     splits = {}
     for name in SPLITS:
         with SplitWriter(whole, name, vocabulary.dtype, tokenizing.masked) as writer:
             for place, part in parts:
                 writer.append(part.splits[name], place)
         splits[name] = writer.split()
-    _check_both_sides(splits, min((part.nearest for _, part in parts), default=1.0))
+    if not splits[TRAIN].documents:
+        raise CorpusError("all documents were held out: lower --validation")
     _check_scored(splits)
     index = Index(
         format=MASKED if tokenizing.masked else FORMAT,
@@ -151,16 +239,20 @@ def _make(recipe: Recipe, folder: Path, whole: Path, spread: Spread | None, trac
         begin=vocabulary.begin,
         tokenizer=file_checksum(whole / "tokenizer.json"),
         splits=splits,
+        source=source,
     )
     index = index.model_copy(update={"content": index.content_hash()})
-    written = index.model_dump_json(indent=1, exclude_none=True)
-    (whole / "index.json").write_text(written + "\n")
+    (whole / "index.json").write_bytes(_in_json(index))
     return index
+
+
+def _in_json(index: Index) -> bytes:
+    return index.model_dump_json(indent=1, exclude_none=True).encode() + b"\n"
 
 
 def _parts(
     tokenizing: Tokenizing, files: Sequence[str], spread: Spread | None, track: Track
-) -> list[tuple[Path, Part]]:
+) -> Parts:
     """Of all files, in order; which documents are held out depends on how many are before them.
     Raises CorpusError."""
     if len(files) == 1:
@@ -188,15 +280,14 @@ def _one_after_the_other(
     first = 0
     for file in files:
         place, part = tokenizing.write(file, first)
-        first += part.documents
+        first += part.rows
         yield place, part
 
 
 def _trained_tokenizer(recipe: Recipe, files: Sequence[str], folder: Path, track: Track) -> Path:
     """A byte-level BPE from the documents that are not held out. Raises CorpusError, OSError."""
     how = [recipe.vocabulary, recipe.end_token, recipe.validation]
-    how += [recipe.text_field, recipe.separator]
-    key = json.dumps([*how, [(file, stamp(file)) for file in files]])
+    key = json.dumps([*how, *recipe.reading, [(file, stamp(file)) for file in files]])
     trained = folder / f"{xxhash.xxh3_128_hexdigest(key.encode())}.tokenizer.json"
     if trained.exists():  # by an earlier try
         return trained
@@ -210,37 +301,37 @@ def _trained_tokenizer(recipe: Recipe, files: Sequence[str], folder: Path, track
         show_progress=False,
     )
     documents = chain.from_iterable(rendered(recipe, file, None) for file in files)
-    texts = (text for text, _ in track(documents, "training the tokenizer", None))
-    tokenizer.train_from_iterator(_to_learn_from(texts, recipe.validation), trainer)
+    rows = track(documents, "training the tokenizer", None)
+    tokenizer.train_from_iterator(_to_learn_from(rows, recipe.validation), trainer)
     temporary = trained.with_suffix(".tmp")
     tokenizer.save(str(temporary))
     return temporary.replace(trained)
 
 
-def _to_learn_from(texts: Iterable[str], validation: float) -> Iterator[str]:
+def _to_learn_from(rows: Iterable[Document | RowError], validation: float) -> Iterator[str]:
     characters = 0
-    for ordinal, text in enumerate(texts):
+    for ordinal, row in enumerate(rows):
         if characters >= TRAINING_CHARACTERS:
             return
-        if held_out_rank(ordinal, text) >= validation:
-            characters += len(text)
-            yield text
+        if not isinstance(row, RowError) and held_out_rank(ordinal, row.text) >= validation:
+            characters += len(row.text)
+            yield row.text
 
 
-def _check_both_sides(splits: dict[str, Split], nearest: float) -> None:
-    train, held_out = (splits[name].documents for name in SPLITS)
-    if train + held_out < 2:
+def _check_rows(recipe: Recipe, parts: Parts) -> None:
+    """Raises CorpusError when more rows are bad than may be left out; warns of those that are."""
+    rows = sum(part.rows for _, part in parts)
+    documents = sum(part.documents for _, part in parts)
+    reasons = [reason for _, part in parts for reason in part.bad]
+    recipe.check(rows - documents, rows, reasons)
+    if documents < 2:
         raise CorpusError(
-            f"found {train + held_out} documents, but training and validation need one each: add "
-            "text, or say with --document-separator where a document begins"
+            f"found {documents} documents, but training and validation need one each: add text, or "
+            "say with --document-separator where a document begins"
+            + (f" (left out: {in_words(reasons)})" if reasons else "")
         )
-    if not held_out:
-        raise CorpusError(
-            f"none of {train} documents was held out for validation: raise --validation above "
-            f"{nearest:.3f}, or say with --document-separator where a document begins"
-        )
-    if not train:
-        raise CorpusError(f"all {held_out} documents were held out: lower --validation")
+    if reasons:
+        log.warning("left out %d of %d rows: %s", rows - documents, rows, in_words(reasons))
 
 
 def _check_scored(splits: dict[str, Split]) -> None:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Final, TypeVar
 
 from planaria.node.data.chat import Conversation, Template, template_of
-from planaria.node.data.corpus import CorpusError
-from planaria.node.data.documents import documents, files_of
+from planaria.node.data.corpus import CorpusError, RowError
+from planaria.node.data.documents import LONGEST, documents, files_of
+from planaria.node.data.places import Listing
 from planaria.node.data.tokenizer import Bos
+
+T = TypeVar("T")
+ALWAYS_SKIPPED: Final = 10
+"""Bad rows that are left out of any number of rows."""
+HOPELESS: Final = 1000
+"""Bad rows of a file that end it, if most of its rows by then are bad."""
+SHOWN: Final = 3
+"""Reasons of bad rows that a message has."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +37,8 @@ class Recipe:
     chat_template: Path | None = None  # None: the tokenizer's
     bos: Bos = "auto"  # see tokenizer.bounds_of; so for end_token
     end_token: str | None = None
+    skip_bad: float = 0.01  # share of the rows that may be left out
+    longest_record: int = LONGEST  # bytes
 
     def __post_init__(self) -> None:
         if not 0 < self.validation < 1:
@@ -38,6 +51,8 @@ class Recipe:
                 f"--vocabulary {self.vocabulary} is too small: 256 bytes and the end of a document "
                 "need 257"
             )
+        if not 0 <= self.skip_bad <= 1:
+            raise CorpusError(f"--skip-bad is a share between 0 and 1, not {self.skip_bad}")
         if not self.inputs:
             raise CorpusError("nothing to prepare: name a text file, a folder or a dataset")
         try:
@@ -47,18 +62,36 @@ class Recipe:
                 f"--document-separator {self.separator!r} is not a regular expression: {error}"
             ) from error
 
-    def files(self) -> list[str]:
+    def files(self) -> Listing:
         """In order. Raises CorpusError."""
-        return [file for source in self.inputs for file in files_of(source)]
+        listing = Listing()
+        for source in self.inputs:
+            listing.extend(files_of(source))
+        return listing
 
-    def documents(self, file: str) -> Iterator[str | Conversation]:
-        """Of one of the files. Raises CorpusError."""
+    @property
+    def reading(self) -> list[object]:
+        """What decides, beside the files, which documents there are: of simple types."""
+        return [self.text_field, self.separator, self.longest_record]
+
+    def documents(self, file: str) -> Iterator[str | Conversation | RowError]:
+        """Of one of the files. Raises CorpusError, also when most of them are bad rows."""
         separator = None if self.separator is None else re.compile(self.separator)
-        return documents(file, self.text_field, separator)
+        found = documents(file, self.text_field, separator, self.longest_record)
+        return mostly_good(found, self.skip_bad)
+
+    def check(self, bad: int, rows: int, reasons: Iterable[str]) -> None:
+        """Raises CorpusError when there are more bad rows than may be left out."""
+        if bad > max(ALWAYS_SKIPPED, self.skip_bad * rows):
+            raise CorpusError(
+                f"{bad} of {rows} rows can't be prepared, which is more than --skip-bad "
+                f"{self.skip_bad:g} leaves out: {in_words(reasons)}"
+            )
 
     def template(self, files: Sequence[str]) -> Template | None:
         """By which conversations become text; None when there are texts. Raises CorpusError."""
-        first = next((one for file in files for one in self.documents(file)), None)
+        rows = (row for file in files for row in self.documents(file))
+        first = next((row for row in rows if not isinstance(row, RowError)), None)
         if not isinstance(first, Conversation):
             if self.chat_template is not None:
                 raise CorpusError(
@@ -76,3 +109,23 @@ class Recipe:
                 f"--bos {self.bos} is for texts: how a conversation begins its chat template says"
             )
         return template_of(self.tokenizer, self.chat_template)
+
+
+def mostly_good(rows: Iterable[T | RowError], skip_bad: float) -> Iterator[T | RowError]:
+    """The rows of a file. Raises CorpusError when most of them, and more than the share `skip_bad`,
+    are bad."""
+    bad, reasons = 0, list[str]()
+    for number, row in enumerate(rows, 1):
+        if isinstance(row, RowError):
+            bad += 1
+            reasons += [str(row)] if bad <= SHOWN else []
+            if bad >= HOPELESS and bad > max(0.5, skip_bad) * number:
+                raise CorpusError(
+                    f"{bad} of the first {number} rows can't be prepared: {in_words(reasons)}"
+                )
+        yield row
+
+
+def in_words(reasons: Iterable[str]) -> str:
+    """The first of them."""
+    return "; ".join(islice(reasons, SHOWN))

@@ -20,7 +20,7 @@ from typing import Any, Final, Self
 
 from planaria.bootstrap.spelling import readable
 from planaria.node.data.chat import ChatTemplate, Conversation, Rendered, Template
-from planaria.node.data.corpus import CorpusError
+from planaria.node.data.corpus import CorpusError, RowError
 
 PATIENCE: Final = 10.0
 """Seconds of CPU time for a conversation, and for the template itself: they need a millisecond."""
@@ -79,7 +79,7 @@ class Renderer:
             raise CorpusError(f"{self._template.name} can't be used for {what}: {self._why(line)}")
         said: dict[str, Any] = json.loads(line)
         if refused := said.get("refused"):
-            raise CorpusError(readable(refused))  # a template says what it likes
+            raise RowError(readable(refused))  # a template says what it likes
         return said
 
     def _why(self, line: str) -> str:

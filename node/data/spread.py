@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any, Protocol, TypeVar
 
 from planaria.node.cores import available_cores
@@ -48,21 +48,39 @@ def over_processes(jobs: int) -> Spread:
         workers = max(1, min(jobs, len(columns[0])))
         pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin, (jobs // workers,))
         try:
-            yield from pool.map(do, *columns)
+            with _no_interrupt():
+                results = pool.map(do, *columns)  # starts the processes
+            yield from results
         except BrokenProcessPool as error:
             raise CorpusError(
                 f"one of {workers} processes was killed: perhaps memory was short; try --jobs "
                 f"{max(1, workers // 2)}"
             ) from error
+        except BaseException:  # nobody waits for what they do
+            for process in active_children():
+                process.terminate()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 
     return spread
 
 
+@contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """Ctrl-C comes behind it, in processes that are started here by `_begin`: before that, each
+    would say where it was."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin(threads: int) -> None:
     """In each process, first. Ctrl-C ends it without a word, and so does its parent's end."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     die_with_parent()
     os.environ["RAYON_NUM_THREADS"] = str(threads)  # of the tokenizer
 

@@ -104,6 +104,21 @@ def test_tokens_and_masks_are_those_of_transformers(folder: Path, chat: Corpus) 
     assert sorted(documents(chat)) == sorted(expected)
 
 
+def test_a_conversation_that_the_template_refuses_is_left_out(
+    folder: Path, chat: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused = [[{"role": "robot", "content": "Beep."}], [{"role": "user", "content": "\ud800"}]]
+    lines = CONVERSATIONS.read_text() + "".join(json.dumps({"messages": m}) + "\n" for m in refused)
+    (tmp_path / "chats.jsonl").write_text(lines)
+    template = tmp_path / "strict.jinja"
+    refusing = "{% if messages[0].role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+    template.write_text(refusing + MARKED)
+    how = recipe(folder, tmp_path / "chats.jsonl", chat_template=template)
+    assert prepare(how, tmp_path / "data")[0].content == chat.content
+    for reason in ("strict.jinja refuses it: no robots", "the record is not valid Unicode"):
+        assert reason in caplog.text
+
+
 def test_a_template_without_marks_scores_what_a_message_adds(folder: Path, chat: Corpus) -> None:
     other = folder / "unmarked"
     other.mkdir()

@@ -50,6 +50,29 @@ def test_preparing_again_changes_nothing(data: Path) -> None:
     assert "--force" in result.stderr
 
 
+def test_what_was_read_and_left_out_is_said(tmp_path: Path) -> None:
+    rows = [f'{{"text": "Once {i} upon a time."}}\n' for i in range(9)] + ['{"text": null}\n']
+    (tmp_path / "a.jsonl").write_text("".join(rows))
+    (tmp_path / "._a.jsonl").write_text("hidden")
+    size = (tmp_path / "a.jsonl").stat().st_size
+    arguments = ("data", "prepare", tmp_path, "--out", tmp_path / "out")
+    result = planaria(*arguments, "--skip-bad", 0, "--longest-record", 1000)
+    assert result.exit_code == 0, result.output
+    line = f"read 1 files, 10 rows, {size} bytes; left out: 1 hidden files (6 bytes), 1 bad rows"
+    assert line in result.stdout
+    assert planaria(*arguments, "--longest-record", 5).exit_code == 1
+
+
+def test_ctrl_c_is_a_line_and_status_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("planaria.node.data.prepare.prepare", interrupted)
+    result = planaria("data", "prepare", PERSUASION, "--out", tmp_path / "out")
+    assert result.exit_code == 130
+    assert "interrupted: the same command goes on from what is done" in result.stderr
+
+
 def test_options_reach_the_recipe(data: Path, tmp_path: Path) -> None:
     text = tmp_path / "acts.jsonl"
     text.write_text("".join(f'{{"story": "Once {i} upon a time."}}\n' for i in range(9)))

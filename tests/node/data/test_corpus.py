@@ -8,11 +8,13 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count, starmap
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import distributed
 import fsspec
@@ -23,17 +25,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import planaria.node.data.recipe
 import planaria.node.data.shards
 import planaria.node.data.spread
 from planaria.node.data import corpus as module
-from planaria.node.data.corpus import Corpus, CorpusError, file_checksum, read_index
+from planaria.node.data.corpus import Corpus, CorpusError, RowError, file_checksum, read_index
 from planaria.node.data.documents import (
     LINES_PER_DOCUMENT,
     documents,
     files_of,
     lines_to_documents,
 )
-from planaria.node.data.parts import held_out_rank
+from planaria.node.data.parts import Tokenizing, held_out_rank
 from planaria.node.data.prepare import END_OF_DOCUMENT, prepare
 from planaria.node.data.recipe import Recipe
 from planaria.node.data.spread import Spread, over_dask, over_processes
@@ -100,8 +103,12 @@ def copy(corpus: Corpus, tmp_path: Path) -> Path:
 
 
 def documents_of(source: str, *how: Any, **named: Any) -> Iterator[Any]:
-    for file in files_of(source):
-        yield from documents(file, *how, **named)
+    """Raises CorpusError for the first bad row, too."""
+    for file in files_of(source).files:
+        for document in documents(file, *how, **named):
+            if isinstance(document, RowError):
+                raise document
+            yield document
 
 
 def test_every_kind_of_input_gives_the_same_documents(tmp_path: Path) -> None:
@@ -182,7 +189,11 @@ def test_the_shipped_novels_are_cut_into_their_chapters() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"caf\xe9", r"a\.txt is not UTF-8 \(byte 0xe9\): convert"),
+        (
+            "a.txt",
+            b"a\ncaf\xe9",
+            r"a\.txt, line 2 is not UTF-8 \(byte 0xe9\): convert .*: iconv -f WIN.* > NEW",
+        ),
         ("a.jsonl", b'{"text": "a"}\n{"text": ', r"a\.jsonl, line 2 is not JSON"),
         ("a.jsonl", b'\n{"body": "a", "id": 1}', r"line 2 has no field 'text' but body, id: .*--t"),
         ("a.jsonl", b"[1]", r"line 1 has no field 'text' but list"),
@@ -240,7 +251,7 @@ def test_every_document_is_in_one_split_and_decodes(corpus: Corpus) -> None:
 
 
 def test_the_same_input_gives_the_same_content(corpus: Corpus, tmp_path: Path) -> None:
-    assert make(tmp_path / "again").index == corpus.index
+    assert make(tmp_path / "again").content == corpus.content
     assert make(tmp_path / "other", TEXTS[:-1]).content != corpus.content
 
 
@@ -315,8 +326,8 @@ def test_out_is_only_replaced_by_force_and_only_if_it_is_prepared_data(tmp_path:
 def test_nothing_is_left_of_a_preparation_that_fails(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl")
     with source.open("a") as file:
-        file.write("{")
-    with pytest.raises(CorpusError, match="line 41 is not JSON"):
+        file.write('{"messages": [{"role": "user", "content": "Is it?"}]}')
+    with pytest.raises(CorpusError, match="there are texts and records with messages"):
         prepare(Recipe([str(source)]), tmp_path / "data")
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
@@ -375,9 +386,11 @@ def test_another_try_does_only_what_was_not_done(stories: Path, tmp_path: Path) 
     source = tmp_path / "stories"
     shutil.copytree(stories, source)
     whole = (source / "2.jsonl").read_text()
-    (source / "2.jsonl").write_text(whole + "{")
+    (source / "2.jsonl").write_text(f'{whole}{{"messages": [{{"role": "user"}}]}}')
     recipe = Recipe([str(source)], tokenizer=make(tmp_path / "other").path / "tokenizer.json")
-    with pytest.raises(CorpusError, match=r"line 8 is not JSON.*\.data\.parts for the next try"):
+    with pytest.raises(
+        CorpusError, match=r"there are texts and records.*\.data\.parts for the next try"
+    ):
         prepare(recipe, tmp_path / "data")
     parts = tmp_path / ".data.parts"
     made = {part: part.stat().st_mtime_ns for part in parts.glob("*/part.json")}
@@ -392,6 +405,97 @@ def test_another_try_does_only_what_was_not_done(stories: Path, tmp_path: Path) 
     again, _ = prepare(recipe, tmp_path / "data", spread=keeping)
     assert again.content == prepare(recipe, tmp_path / "fresh")[0].content
     assert not parts.exists()
+
+
+@pytest.mark.parametrize("spread", [None, over_processes(2)])
+def test_bad_rows_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spread: Spread | None
+) -> None:
+    """What is held out is as if they were documents."""
+    bad = [{"text": None}, {"text": "\ud800"}, {"body": "a"}]
+    rows: list[dict[str, Any]] = []
+    for name in ("a", "b"):
+        of_file = [row for i in range(20) for row in ({"text": f"{name} {i}"}, *bad[i : i + 1])]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in of_file))
+        rows += of_file
+    recipe = Recipe([str(tmp_path)], vocabulary=280, validation=0.2)
+    corpus, _ = prepare(recipe, tmp_path / "out", spread=spread)
+    good = [(i, str(row["text"])) for i, row in enumerate(rows) if row not in bad]
+    held_out = [text for ordinal, text in good if held_out_rank(ordinal, text) < 0.2]
+    assert decoded(corpus, "validation") == held_out
+    assert decoded(corpus, "train") == [text for _, text in good if text not in held_out]
+    assert corpus.index.source is not None
+    assert (corpus.index.source.rows, corpus.index.source.left_out) == (46, {"bad rows": (6, 0)})
+    assert "left out 6 of 46 rows: " in caplog.text
+    assert "a.jsonl, line 2: 'text' is null" in caplog.text
+
+
+def test_too_many_bad_rows_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten are left out of any number, and more by the share of all files."""
+    for name, good, bad in (("a", 20, 11), ("b", 80, 0)):
+        rows = ['{"text": "Good."}\n'] * good + ["{\n"] * bad
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    recipe = Recipe([str(tmp_path)], vocabulary=280, validation=0.2)
+    with pytest.raises(
+        CorpusError,
+        match=r"11 of 111 rows can't be prepared, which is more than --skip-bad 0\.01 leaves out: "
+        r".*a\.jsonl, line 21 is not JSON.*; .*line 22 is not JSON.*kept in .*for the next try",
+    ):
+        prepare(recipe, tmp_path / "out")
+    more = replace(recipe, skip_bad=0.1)
+    assert prepare(more, tmp_path / "out")[0].index.source.rows == 111  # type: ignore[union-attr]
+    with pytest.raises(CorpusError, match=r"found 1 documents.*\(left out: .*line 1: 'text' is "):
+        make(tmp_path / "few", [None, "a"])  # type: ignore[list-item]
+    monkeypatch.setattr(planaria.node.data.recipe, "HOPELESS", 5)
+    (tmp_path / "a.jsonl").write_text("{\n" * 30 + '{"text": "Good."}\n' * 5000)
+    with pytest.raises(CorpusError, match=r"5 of the first 5 rows can't be prepared: .*line 1 is"):
+        prepare(more, tmp_path / "hopeless")
+
+
+def test_data_that_is_there_already_is_known_before_anything_is_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl")
+    recipe = Recipe([str(source)], vocabulary=300)
+    first, written = prepare(recipe, tmp_path / "out")
+    assert written
+    tokenized, write = Counter[str](), Tokenizing.write
+
+    def counted(tokenizing: Tokenizing, file: str, *how: Any) -> Any:
+        tokenized[file] += 1
+        return write(tokenizing, file, *how)
+
+    monkeypatch.setattr(Tokenizing, "write", counted)
+    again = partial(prepare, recipe, tmp_path / "out")
+    assert again() == (ANY, False)
+    assert not tokenized
+    os.utime(source, (1, 1))
+    assert again() == (ANY, False)
+    assert tokenized[str(source)] == 1
+    assert again() == (ANY, False)
+    assert tokenized[str(source)] == 1
+    with pytest.raises(CorpusError, match="--force"):
+        prepare(replace(recipe, vocabulary=290), tmp_path / "out")
+    assert Corpus.open(tmp_path / "out", verify=True).content == first.content
+
+
+def test_ctrl_c_ends_processes_at_work_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    results = over_processes(2)(_sleep, [0, 600, 600])
+    assert next(results) == 0
+    with pytest.raises(KeyboardInterrupt):
+        results.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
+    assert capfd.readouterr().err == ""
+    assert list(over_processes(2)(_interrupts, [0])) == [(signal.SIG_DFL, False)]
+
+
+def _sleep(seconds: int) -> int:
+    threading.Event().wait(seconds)
+    return seconds
+
+
+def _interrupts(_: int) -> tuple[object, bool]:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    return signal.getsignal(signal.SIGINT), signal.SIGINT in blocked
 
 
 def test_a_process_that_is_killed_is_named() -> None:
@@ -416,12 +520,22 @@ def test_both_sides_need_a_document(tmp_path: Path) -> None:
         make(tmp_path / "one", TEXTS[:1])
     with pytest.raises(CorpusError, match="found 0 documents"):
         make(tmp_path / "none", ["  \n"])
-    with pytest.raises(CorpusError, match="raise --validation above") as error:
-        make(tmp_path / "few", TEXTS[:3], validation=0.0001)
-    needed = float(str(error.value).split("above ")[1].split(",")[0]) + 0.001
-    assert decoded(make(tmp_path / "few", TEXTS[:3], validation=needed), "validation")
-    with pytest.raises(CorpusError, match="all 3 documents were held out: lower"):
-        make(tmp_path / "all", TEXTS[:3], validation=0.9999)
+
+
+@pytest.mark.parametrize(
+    ("documents", "validation", "held_out"),
+    [(2, 0.05, 1), (3, 0.05, 1), (3, 0.0001, 1), (3, 0.9999, 2), (30, 0.1, range(2, 5))],
+)
+def test_of_a_few_documents_about_the_share_is_held_out(
+    tmp_path: Path, documents: int, validation: float, held_out: int | range
+) -> None:
+    """Whatever their ranks: with other texts, others are."""
+    numbers = held_out if isinstance(held_out, range) else [held_out]
+    for first in range(6):
+        corpus = make(tmp_path / f"{first}", TEXTS[first:][:documents], 300, validation)
+        train, validate = decoded(corpus, "train"), decoded(corpus, "validation")
+        assert len(validate) in numbers
+        assert sorted(train + validate) == sorted(TEXTS[first:][:documents])
 
 
 @pytest.mark.parametrize(
@@ -574,6 +688,25 @@ def test_missing_and_damaged_data_is_named_with_a_remedy(copy: Path, tmp_path: P
     refused(r"index\.json is damaged")
     index.unlink()
     refused("there is no prepared data at")
+
+
+def test_texts_that_are_not_prepared_are_named_with_the_command(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl")
+    for path in (tmp_path, file):
+        with pytest.raises(CorpusError, match=rf"planaria data prepare {path} --out ANOTHER_FO"):
+            read_index(path)
+
+
+def test_small_files_are_small_and_regular(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LARGEST_TOKENIZER", 1000)
+    with pytest.raises(CorpusError, match=r"can't read the tokenizer .* it has more than 1000"):
+        Corpus.open(copy).tokenizer()
+    (copy / "index.json").unlink()
+    os.mkfifo(copy / "index.json")
+    with pytest.raises(CorpusError, match=r"can't read .*index\.json: it is no regular file"):
+        read_index(copy)
 
 
 # Data that others spoil while a node reads it
