@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from safetensors import SafetensorError, safe_open
 from xxhash import xxh3_128
 
+from planaria.node.data.tokenizer import CONFIG as TOKENIZER_CONFIG
+from planaria.node.data.tokenizer import SPECIAL, TEMPLATE
 from planaria.node.hugging_face.config import (
+    GENERATION_CONFIG,
     NO_SENSE,
     UnsupportedModelError,
     check_not_adapters,
@@ -32,6 +35,11 @@ log = logging.getLogger("planaria")
 ONE_FILE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 TOKENIZER: Final = "tokenizer.json"
+OF_ORIGIN: Final = (
+    *(TOKENIZER_CONFIG, SPECIAL, "added_tokens.json", "vocab.json"),
+    *("merges.txt", "tokenizer.model", TEMPLATE, GENERATION_CONFIG),
+)
+"""What a model keeps of the checkpoint that it began from, besides its tokenizer."""
 HEADER_LIMIT: Final = 16 << 20
 """Bytes of a file's header."""
 POINTER: Final = b"version https://git-lfs.github.com/spec/"

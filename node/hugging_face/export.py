@@ -19,9 +19,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from planaria.node.data.tokenizer import CONFIG as TOKENIZER_CONFIG
-from planaria.node.data.tokenizer import SPECIAL, TEMPLATE, read_object, write_tokenizer
-from planaria.node.hugging_face.checkpoint import INDEX, ONE_FILE
+from planaria.node.data.tokenizer import read_object, write_tokenizer
+from planaria.node.hugging_face.checkpoint import INDEX, OF_ORIGIN, ONE_FILE
 from planaria.node.hugging_face.config import (
     CONFIG,
     GENERATION_CONFIG,
@@ -36,12 +35,6 @@ from planaria.node.stage.subspace import subspace_of
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SHARD: Final = 256 << 20
 """Bytes of a file of weights, at most, unless one tensor alone is larger."""
-
-OF_ORIGIN: Final = (
-    *(TOKENIZER_CONFIG, SPECIAL, "added_tokens.json", "vocab.json"),
-    *("merges.txt", "tokenizer.model", TEMPLATE, GENERATION_CONFIG),
-)
-"""What a model keeps of the checkpoint that it began from, besides its tokenizer."""
 
 Read: TypeAlias = Callable[[int, int, int], Tensor]
 """(stage, first, count) -> so many of the stage's flat weights, float32 [count]."""

@@ -10,18 +10,25 @@ from typing import Any, Final
 
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.tokenizer import CONFIG as TOKENIZER_CONFIG
-from planaria.node.data.tokenizer import SPECIAL, TOKENIZER, same_tokenizer
-from planaria.node.hugging_face.checkpoint import Checkpoint
-from planaria.node.hugging_face.config import UnsupportedModelError
+from planaria.node.data.tokenizer import SPECIAL, TEMPLATE, TOKENIZER, same_tokenizer
+from planaria.node.hugging_face.checkpoint import (
+    INDEX,
+    OF_ORIGIN,
+    ONE_FILE,
+    Checkpoint,
+    shard_names,
+)
+from planaria.node.hugging_face.config import CONFIG, NO_SENSE, UnsupportedModelError
 from planaria.node.run_file import ModelSection, RunFile, RunFileError, override
 from planaria.node.stage.shape import LONGEST, ModelConfig, model_config
 
 log = logging.getLogger("planaria")
 
-HUB_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
-PARTS: Final = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
-"""Of a repository on the hub."""
-OF_TOKENIZER: Final = [TOKENIZER, TOKENIZER_CONFIG, SPECIAL, "config.json", "*.jinja"]
+HUB_NAME: Final = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", re.ASCII)
+"""A repository on the hub, and its branch, tag or commit."""
+PARTS: Final = [CONFIG, TOKENIZER, *OF_ORIGIN, ONE_FILE, INDEX]
+"""Of a repository on the hub, besides the files that its index names."""
+OF_TOKENIZER: Final = [TOKENIZER, TOKENIZER_CONFIG, SPECIAL, TEMPLATE, CONFIG]
 """Of these, how text becomes tokens."""
 OWN: Final = {"origin", "content", "preset", "stages", "context", "attn_mask_type"}
 """Keys of [model] that its run file may say of such a model."""
@@ -67,26 +74,33 @@ def take_in(run: RunFile) -> RunFile:
 def find(origin: str, parts: Sequence[str] = PARTS) -> Path | None:
     """Its folder; of a name on the hub, NAME or NAME@REVISION, `parts` are downloaded. None: there
     is no such folder. Raises OSError when it can't be downloaded."""
-    path = Path(origin).absolute()
+    path, named = Path(origin).absolute(), HUB_NAME.fullmatch(origin)
     if path.is_dir():
         return path
-    name, _, revision = origin.partition("@")
-    if Path(origin).is_absolute() or path.exists() or not HUB_NAME.fullmatch(name):
+    if Path(origin).is_absolute() or path.exists() or not named:
         return None
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
     log.info("%s is no folder here: looking for it on the Hugging Face hub", origin)
+    name, revision = named.groups()
     try:
-        folder = snapshot_download(name, revision=revision or None, allow_patterns=list(parts))
-        return Path(folder).absolute()
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        why = str(error).strip().splitlines()[0]
-        which = f"{name} --revision {revision}" if revision else name
+        return _download(name, revision, parts).absolute()
+    except (OSError, *NO_SENSE) as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        at = f" --revision {revision}" if revision else ""
         raise OSError(
             f"there is no such folder, and it can't be had from the Hugging Face hub: {why} Where "
-            f"there is a network, `hf download {which} --local-dir FOLDER` gets it: name that"
+            f"there is a network, `hf download {name}{at} --local-dir FOLDER` gets it: name that"
         ) from error
+
+
+def _download(name: str, revision: str | None, parts: Sequence[str]) -> Path:
+    """These parts, and with an index the files that it names. Raises OSError, NO_SENSE."""
+    from huggingface_hub import snapshot_download
+
+    folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(parts)))
+    if INDEX in parts and (folder / INDEX).exists() and not (folder / ONE_FILE).exists():
+        commit, shards = folder.name, shard_names(folder)
+        folder = Path(snapshot_download(name, revision=commit, allow_patterns=shards))
+    return folder
 
 
 def find_tokenizer(origin: str) -> Path:

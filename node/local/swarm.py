@@ -29,6 +29,7 @@ from planaria.node.cores import available_cores
 from planaria.node.data.mixture import index_of
 from planaria.node.extras import remedy
 from planaria.node.hugging_face.checkpoint import TOKENIZER
+from planaria.node.hugging_face.taking_in import take_in
 from planaria.node.local.losses import (
     DrawnLosses,
     Losses,
@@ -358,6 +359,7 @@ def plan_run(
         from planaria.node.data.prepare import prepare
         from planaria.node.data.recipe import Recipe
 
+        run = take_in(run)
         tokenizer = Path(run.model.origin) / TOKENIZER if run.model.origin else None
         say(f"there is no prepared data at {path}; preparing the prose in {text}")
         prepare(Recipe([str(text)], tokenizer), path, track=track)

@@ -1,0 +1,68 @@
+"""Models that come from a hub, and go to one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from planaria.node.local.swarm import plan_run
+from planaria.node.report.progress import untracked
+from planaria.node.run_file import RunFileError, from_fields
+from tests.hub import Hub, commit_of, files_of, serving
+from tests.node.hugging_face.test_folders import exported
+from tests.node.stage.shapes import GROUPED
+
+FIND = "import sys; from planaria.node.hugging_face.taking_in import find; print(find(sys.argv[1]))"
+
+
+def find(hub: Hub, name: str, home: Path) -> subprocess.CompletedProcess[str]:
+    """Huggingface_hub reads its environment when it is loaded."""
+    environment = {**os.environ, **hub.environment, "HF_HOME": str(home)}
+    command = [sys.executable, "-c", FIND, name]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("form", ["one file", "shards", "both"])
+def test_of_a_repository_only_what_transformers_reads_is_fetched(tmp_path: Path, form: str) -> None:
+    model = tmp_path / "model"
+    exported(model, GROUPED, most=1 << 30 if form == "one file" else 100_000)
+    files = files_of(model)
+    shards = {name for name in files if name.startswith("model-")}
+    if form == "both":
+        files["model.safetensors"] = b"\0" * 100
+    weights = {"model.safetensors"} if form != "shards" else shards
+    others = {"consolidated.safetensors", "model.fp16.safetensors", "onnx/config.json", "x.bin"}
+    with serving() as hub:
+        hub.files["org/name"] = files | dict.fromkeys(others, b"large")
+        done = find(hub, "org/name@v1.0", tmp_path / "home")
+    folder = Path(done.stdout.strip())
+    assert folder.name == commit_of("org/name"), done.stderr
+    assert "v1.0" in hub.fetched
+    index = {name for name in files if name.endswith(".index.json")}
+    wanted = weights | index | {"config.json", "generation_config.json"}
+    assert {path.name for path in folder.iterdir()} == wanted
+    assert wanted <= set(hub.fetched)
+    assert not others & set(hub.fetched)
+
+
+def test_what_cannot_be_had_says_why_and_how_to_get_it(tmp_path: Path) -> None:
+    with serving() as hub:
+        unknown = find(hub, "org/other@v2", tmp_path / "home")
+    alone = find(hub, "org/name", tmp_path / "home")
+    assert "`hf download org/other --revision v2 --local-dir FOLDER` gets it" in unknown.stderr
+    assert "`hf download org/name --local-dir FOLDER` gets it: name that" in alone.stderr
+
+
+def test_a_run_without_data_says_that_its_model_is_missing(tmp_path, monkeypatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    run = from_fields({"model": {"from": "some/model"}})
+    with pytest.raises(RunFileError, match="hf download some/model --local-dir FOLDER"):
+        plan_run(run, tmp_path / "out", None, "cpu", print, untracked)
+    assert not list(tmp_path.iterdir())
