@@ -22,11 +22,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from planaria.bootstrap.small_files import read_small
 from planaria.node.data.corpus import CorpusError
+from planaria.node.data.tokenizer import CONFIG, TEMPLATE, read_object, special_tokens
 
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Around what the assistant says, while a text is rendered: Unicode has no characters there."""
 MARKED: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-SPECIAL: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 _FAILURES: Final = (
     TypeError,
@@ -140,14 +140,12 @@ def template_of(
     """That of `file`, or the one beside a tokenizer.json: chat_template.jinja, or the chat_template
     of tokenizer_config.json. Raises CorpusError, which ends with the remedy when there is none."""
     folder = tokenizer.absolute().parent
-    config = _config(folder / "tokenizer_config.json")
-    special = {f"{key}_token": _token(config.get(f"{key}_token")) for key in SPECIAL}
-    known = {key: token for key, token in special.items() if token is not None}
-    beside = folder / "chat_template.jinja"
+    config, special = read_object(folder / CONFIG), special_tokens(folder)
+    beside = folder / TEMPLATE
     if file is None and beside.exists():
         file = beside
     if file is not None:
-        return Template(_read(file), str(file), known)
+        return Template(_read(file), str(file), special)
     found = config.get("chat_template")
     if isinstance(found, list):  # several, by their names
         found = {one["name"]: one["template"] for one in found}.get("default")
@@ -156,23 +154,7 @@ def template_of(
             f"{folder} has no chat template, by which messages become text: neither {beside.name} "
             f"nor chat_template in tokenizer_config.json; {remedy}"
         )
-    return Template(found, f"the chat template in {folder / 'tokenizer_config.json'}", known)
-
-
-def _config(file: Path) -> dict[str, Any]:
-    """Raises CorpusError."""
-    if not file.exists():
-        return {}
-    try:
-        found = json.loads(_read(file))
-    except json.JSONDecodeError as error:
-        raise CorpusError(f"{file} is not JSON: {error}") from error
-    return found if isinstance(found, dict) else {}
-
-
-def _token(said: Any) -> str | None:
-    found = said.get("content") if isinstance(said, dict) else said
-    return found if isinstance(found, str) else None
+    return Template(found, f"the chat template in {folder / CONFIG}", special)
 
 
 def _read(file: Path) -> str:

@@ -108,7 +108,10 @@ class Recipe:
             raise CorpusError(
                 f"--bos {self.bos} is for texts: how a conversation begins its chat template says"
             )
-        return template_of(self.tokenizer, self.chat_template)
+        template = template_of(self.tokenizer, self.chat_template)
+        if self.end_token is not None:
+            template.special_tokens["eos_token"] = self.end_token
+        return template
 
 
 def mostly_good(rows: Iterable[T | RowError], skip_bad: float) -> Iterator[T | RowError]:

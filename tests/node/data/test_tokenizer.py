@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -174,30 +175,34 @@ def test_bounds_that_nobody_can_tell_are_refused(
         prepared(tmp_path, tokenizer, **how)
 
 
-@pytest.mark.parametrize("bos", ["yes", "no"])
-def test_how_a_conversation_begins_its_template_says(bos: Bos, tmp_path: Path) -> None:
+@pytest.mark.parametrize("end_token", [None, "<end>"])
+def test_a_conversation_begins_and_ends_as_its_template_says(
+    end_token: str | None, tmp_path: Path
+) -> None:
     from transformers import AutoTokenizer
 
     template = (
-        "<s>{% for m in messages %}{{ m.role }}: {{ m.content }}</s>\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
+        "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content + eos_token }}\n"
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    tokenizer = write(tmp_path / "from", "byte-level", "<s> $A", **NAMED, chat_template=template)
+    tokenizer = write(tmp_path / "from", "byte-level", "<s> $A", chat_template=template)
+    (tokenizer.parent / "special_tokens_map.json").write_text(json.dumps(NAMED))
     talks = [
         [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
         for text in ("hello", "and", "about", "text")
     ]
     source = tmp_path / "talks.jsonl"
     source.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    recipe = Recipe([str(source)], tokenizer, validation=0.3)
+    recipe = Recipe([str(source)], tokenizer, validation=0.3, end_token=end_token)
     corpus, _ = prepare(recipe, tmp_path / "data")
-    given = AutoTokenizer.from_pretrained(tokenizer.parent)
-    expected = [given.apply_chat_template(talk)["input_ids"] for talk in talks]
-    assert all(ids.count(1) == 1 for ids in expected)
-    assert sorted(documents(corpus)) == sorted(expected)
-    assert AutoTokenizer.from_pretrained(corpus.path).chat_template == template
-    with pytest.raises(CorpusError, match=r"--bos .* is for texts"):
-        prepare(Recipe([str(source)], tokenizer, bos=bos), tmp_path / "other")
+    for folder in [corpus.path, *([] if end_token else [tokenizer.parent])]:
+        theirs = AutoTokenizer.from_pretrained(folder)
+        expected = [theirs.apply_chat_template(talk)["input_ids"] for talk in talks]
+        assert sorted(documents(corpus)) == sorted(expected)
+        assert all(ids.count(1) == 1 for ids in expected)
+    for bos in get_args(Bos)[1:]:
+        with pytest.raises(CorpusError, match=f"--bos {bos} is for texts"):
+            prepare(replace(recipe, bos=bos), tmp_path / "other")
 
 
 @pytest.mark.parametrize("kind", KINDS)
