@@ -31,8 +31,8 @@ NOBODY = tuple(answer for answer in Answer if answer is not Answer.OPEN)
 
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
 NO_PROXY = (
-    "planaria connects directly: it needs a way to the registry's and the nodes' ports, through a "
-    "firewall that is open to them, a VPN or a tunnel (ssh -L)"
+    "planaria connects directly: open the registry's and the nodes' ports in the firewall, or put "
+    "the machines in one VPN"
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,8 @@ from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.invites import MARK, InviteError, decode, is_invite
 from planaria.bootstrap.small_files import read_small
 from planaria.node.instance import Instance, find_instance, release
+
+log = logging.getLogger("planaria")
 
 LONGEST_NAME: Final = 255
 """Bytes that a file's name has at most."""
@@ -61,10 +64,17 @@ def check_role(invitation: Invitation, needed: str) -> None:
         )
 
 
-def folder_of(invitation: Invitation) -> Path:
-    """Where the commands of this user keep what they have enrolled as."""
-    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+def folder_of(invitation: Invitation) -> Path | None:
+    """Where the commands of this user keep what they have enrolled as; None: nowhere."""
     run = hashlib.sha256(invitation.authority).hexdigest()[:16]
+    try:
+        home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    except RuntimeError:  # a container's --user who isn't in /etc/passwd
+        log.warning(
+            "this user has no home folder, so each command uses the invite once more: set HOME or "
+            "XDG_STATE_HOME to a folder that keeps the certificate"
+        )
+        return None
     return Path(home) / "planaria" / run / invitation.role
 
 

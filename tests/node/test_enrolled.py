@@ -11,7 +11,7 @@ from planaria.bootstrap.enrolling import EnrolmentUnreachable
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.invites import InviteError
 from planaria.node.commands.machines import saying_whether_another_would_do
-from planaria.node.enrolled import check_role, invitation_of
+from planaria.node.enrolled import check_role, folder_of, invitation_of
 from planaria.node.supervisor import TRY_AGAIN
 
 
@@ -42,6 +42,20 @@ def test_a_file_that_is_named_without_the_at_sign(tmp_path: Path, monkeypatch) -
     with pytest.raises(InviteError, match="this is a file; --join @invite reads"):
         invitation_of("invite")
     assert invitation_of("localhost:7400") is None
+
+
+def test_who_has_no_home_keeps_no_certificate_and_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert folder_of(Invitation(role="reader")) is None
+    assert "set HOME or XDG_STATE_HOME" in caplog.text
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert folder_of(Invitation(role="reader")).parts[:3] == ("/", "state", "planaria")
 
 
 def test_an_invite_for_another_role_is_not_used_up() -> None:
