@@ -5,7 +5,10 @@ import sys
 
 import planaria
 
-here = os.getcwd()  # noqa: PTH109  nothing is imported before the path is right
+try:
+    here = os.getcwd()  # noqa: PTH109  nothing is imported before the path is right
+except FileNotFoundError:
+    here = ""  # it was removed
 if sys.path[0] == here and planaria.__path__[0] != f"{here}/planaria":
     del sys.path[0]  # it may be a downloaded folder with a json.py in it
 

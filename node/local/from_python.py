@@ -2,8 +2,8 @@
 
 The swarm is run by a process between the caller's and the nodes': the caller may have an event loop
 that runs already, threads, handlers of signals, and a script as `__main__`, none of which is for
-registry and nodes to meet. That process has the caller's path for imports and working directory,
-and doesn't outlive it.
+registry and nodes to meet. That process has the caller's working directory and, but for that
+folder, its path for imports, and doesn't outlive it.
 """
 
 from __future__ import annotations
