@@ -88,6 +88,9 @@ async def joined_by_invite_and_banned(machines: Machines) -> None:
         members = {one["member"]["node"][0]: one["member"] for one in described["members"]}
         assert members.keys() == {"a", "b", "c"}
 
+        text = await machines.command("generate", "once", "--tokens", "2", join=reader)
+        assert text.startswith("once"), "by a tokenizer that stage 0 gives"
+
         for folder in ("a", "b/nothing"):  # with the node's certificate, and without one
             assert await is_healthy(members[folder[0]]["address"], machines.folder / folder)
         await a_certificate_is_of_its_own_node(machines, invited)
