@@ -243,9 +243,9 @@ def _print_corpus(corpus: Corpus) -> None:
 
 
 def _read_and_left_out(source: Source) -> str:
-    read = f"read {source.files:,} files, {source.rows:,} rows, {source.bytes:,} bytes"
+    read = f"files read: {source.files:,}, rows: {source.rows:,}, bytes: {source.bytes:,}"
     left_out = ", ".join(
-        f"{number:,} {what}" + (f" ({size:,} bytes)" if size else "")
+        f"{what}: {number:,}" + (f" ({size:,} bytes)" if size else "")
         for what, (number, size) in source.left_out.items()
     )
     return f"{read}; left out: {left_out or 'nothing'}"

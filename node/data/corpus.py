@@ -551,6 +551,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
     try:
         tokenizer = Tokenizer.from_buffer(read_small(path, LARGEST_TOKENIZER))
+    except OSError as error:
+        raise CorpusError(f"can't read the tokenizer {path}: {error.strerror}") from error
     except Exception as error:  # the library raises no other kind
         raise CorpusError(
             f"can't read the tokenizer {path}: {error}; give a tokenizer.json as written by the "

@@ -12,7 +12,8 @@ import re
 import shlex
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from io import BufferedReader, TextIOWrapper
+from io import TextIOWrapper
+from itertools import chain
 from typing import Any, AnyStr
 
 from planaria.node.data.chat import Conversation, conversation
@@ -210,19 +211,19 @@ def _lines(
 
 def _json_records(file: str, longest: int, may_be_list: bool) -> Iterator[Record | RowError]:
     with unpacked(file) as data:
-        if may_be_list and _begins_list(data):
+        head = data.peek(1).removeprefix(codecs.BOM_UTF8).lstrip() if may_be_list else b""
+        if head.startswith(b"["):
             with TextIOWrapper(data, encoding="utf-8-sig") as text:
                 yield from _items(file, text, longest)
+            return
+        if head.partition(b"\n")[0].strip() == b"{":
+            yield RowError(f"{file} is one object in many lines: make it a list, or lines")
             return
         for number, line in _lines(file, data.readline, longest):
             if isinstance(line, RowError):
                 yield line
             elif line.strip():
                 yield _parsed(file, number, line)
-
-
-def _begins_list(data: BufferedReader) -> bool:
-    return data.peek(1).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _parsed(file: str, number: int, line: bytes) -> Record | RowError:
@@ -292,17 +293,26 @@ def _parquet_records(file: str, text_field: str) -> Iterator[Record | RowError]:
             columns = [text_field] if text_field in names else names
             _check_unpacked(file, table.metadata, columns)
             for batch in table.iter_batches(batch_size=ROWS_AT_A_TIME, columns=columns):
-                for at in range(len(batch)):
+                for record in _in_python(batch):
                     row += 1
                     place = f"{file}, row {row}"
-                    try:
-                        [record] = batch.slice(at, 1).to_pylist()
-                    except (ValueError, OverflowError) as error:  # no UTF-8, no date of Python's
-                        yield RowError(f"{place} can't be read: {error}")
+                    if isinstance(record, ValueError):
+                        yield RowError(f"{place} can't be read: {record}")
                     else:
                         yield place, record
     except pyarrow.ArrowException as error:
         raise CorpusError(f"can't read {file}: {error}") from error
+
+
+def _in_python(batch: Any) -> Iterable[Any]:
+    """The rows of a record batch; for one that Python can't have, as where bytes aren't UTF-8, the
+    error."""
+    try:
+        return list(batch.to_pylist())
+    except (ValueError, OverflowError) as error:
+        if len(batch) == 1:
+            return [ValueError(str(error))]
+        return chain.from_iterable(_in_python(batch.slice(at, 1)) for at in range(len(batch)))
 
 
 def _check_unpacked(file: str, metadata: Any, columns: list[str]) -> None:

@@ -58,7 +58,9 @@ def test_what_was_read_and_left_out_is_said(tmp_path: Path) -> None:
     arguments = ("data", "prepare", tmp_path, "--out", tmp_path / "out")
     result = planaria(*arguments, "--skip-bad", 0, "--longest-record", 1000)
     assert result.exit_code == 0, result.output
-    line = f"read 1 files, 10 rows, {size} bytes; left out: 1 hidden files (6 bytes), 1 bad rows"
+    line = (
+        f"files read: 1, rows: 10, bytes: {size}; left out: hidden files: 1 (6 bytes), bad rows: 1"
+    )
     assert line in result.stdout
     assert planaria(*arguments, "--longest-record", 5).exit_code == 1
 

@@ -73,6 +73,15 @@ def test_parquet_has_texts_of_any_kind(tmp_path: Path, kind: pyarrow.DataType) -
     assert str(bad).endswith("a.parquet, row 4: 'text' is null")
 
 
+def test_a_row_of_parquet_that_is_not_utf8_is_a_bad_row(tmp_path: Path) -> None:
+    offsets, data = pyarrow.array([0, 1, 2, 3], pyarrow.int32()).buffers()[1], b"a\xffb"
+    texts = pyarrow.StringArray.from_buffers(3, offsets, pyarrow.py_buffer(data))
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    before, bad, after = documents(str(tmp_path / "a.parquet"))
+    assert (before, after) == ("a", "b")
+    assert "a.parquet, row 2 can't be read: 'utf-8' codec can't decode byte 0xff" in str(bad)
+
+
 @pytest.mark.parametrize("items", [[], [1], [{"text": "a" * 100_000}, {"text": "b"}, {"text": 3}]])
 def test_lists_of_any_length(tmp_path: Path, items: list[Any]) -> None:
     file = tmp_path / "a.json"
@@ -96,6 +105,12 @@ def test_a_list_that_can_not_be_read_on_is_refused(
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(CorpusError, match=why):
         list(documents(str(tmp_path / "a.json"), longest=100_000))
+
+
+def test_an_object_in_many_lines_is_one_bad_row(tmp_path: Path) -> None:
+    (tmp_path / "info.json").write_text(json.dumps({"version": 1, "splits": ["train"]}, indent=1))
+    [bad] = documents(str(tmp_path / "info.json"))
+    assert "info.json is one object in many lines" in str(bad)
 
 
 CHAT = b'{"messages": [{"role": "user", "content": "%s"}]}'
