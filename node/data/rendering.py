@@ -37,7 +37,12 @@ class Renderer:
         self._template, self._patience = template, patience
         command = [sys.executable, "-m", "planaria.node.data.rendering", str(patience)]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            process_group=0,  # Ctrl-C is for who asks it, who then closes it
         )
         try:
             self._ask(template._asdict(), "it")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from planaria.node.data.chat import Conversation, Template
@@ -33,6 +35,11 @@ def test_one_process_renders_many_conversations_and_tells_what_it_refuses() -> N
             huge = Conversation("line 3", [{"role": "user", "content": "huge"}])
             with pytest.raises(CorpusError, match=r"line 3: bad.jinja refuses it: MemoryError"):
                 renderer.render(huge)
+
+
+def test_ctrl_c_does_not_reach_the_process() -> None:
+    with Renderer(template("")) as renderer:
+        assert os.getpgid(renderer._process.pid) != os.getpgid(0)
 
 
 def test_what_is_no_template_is_refused_at_once() -> None:
