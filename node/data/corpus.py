@@ -448,8 +448,11 @@ class Corpus:
         if self.masked:  # there, the token may stand within a document, too
             marks = self._sample(self._masks[split], split, context, index)
             return (marks[:-1] & BEGINS).astype(np.bool_)
-        tokens = self.sample(split, context, index)[:-1]
-        return np.concatenate(([False], tokens[:-1] == self.index.end_of_document))
+        ends = self.sample(split, context, index)[:-1] == self.index.end_of_document
+        begins = np.concatenate(([False], ends[:-1]))
+        if self.index.end_of_document in self.index.begin:  # of one that it begins, it is no end
+            begins[1:] &= ~(begins[:-1] & ends[:-1])
+        return begins
 
     def _tokens(self, shard: _Shard, offset: int, count: int) -> NDArray[np.unsignedinteger]:
         """As `_Shard.tokens`, with no more than MOST_OPEN files open."""

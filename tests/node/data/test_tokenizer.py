@@ -175,6 +175,19 @@ def test_bounds_that_nobody_can_tell_are_refused(
         prepared(tmp_path, tokenizer, **how)
 
 
+@pytest.mark.parametrize("bos_token", ["<s>", "</s>"])
+def test_documents_begin_with_their_begin_token(bos_token: str, tmp_path: Path) -> None:
+    """Also where it is the one that ends them. Of a sample's first tokens it isn't known."""
+    tokenizer = write(tmp_path / "from", bos_token=bos_token, eos_token="</s>")
+    corpus = prepared(tmp_path, tokenizer, bos="yes")
+    split = corpus.index.splits["train"]
+    tokens = corpus.sample("train", split.tokens - 1, 0)[:-1]
+    begins = np.flatnonzero(corpus.begins("train", split.tokens - 1, 0)[2:]) + 2
+    assert len(begins) == split.documents - 1
+    assert (tokens[begins] == corpus.index.begin[0]).all()
+    assert (tokens[begins - 1] == corpus.index.end_of_document).all()
+
+
 @pytest.mark.parametrize("end_token", [None, "<end>"])
 def test_a_conversation_begins_and_ends_as_its_template_says(
     end_token: str | None, tmp_path: Path
