@@ -12,7 +12,7 @@ import re
 import shlex
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from io import TextIOWrapper
+from io import SEEK_END, TextIOWrapper
 from itertools import chain
 from typing import Any, AnyStr
 
@@ -41,8 +41,8 @@ LONGEST = 16 << 20
 ROWS_AT_A_TIME = 4
 """Of a Parquet file: a few bytes there may stand for a long text, again and again."""
 LARGE, PACKED_TIGHTLY = 256 << 20, 100
-"""Bytes of a column of a row group, and how many times as long they are as in the file: what is
-more than both is no text."""
+"""Bytes of a row group when it is unpacked, and how many times the file's: what is more than both
+is no text."""
 _BLOCK = 1 << 16  # characters, of a list
 
 
@@ -88,7 +88,7 @@ def lines_to_documents(
     a RowError stands for itself; a document of more than `longest` characters becomes one.
     """
     document: list[str] = []
-    characters = number = first = 0
+    characters = first = 0
     headings = False
 
     def whole() -> str | RowError:
@@ -110,8 +110,7 @@ def lines_to_documents(
         first = first if characters else number
         text = line[match.end() :] if match else line
         characters += len(text)
-        if characters <= longest:
-            document.append(text)
+        document.append(text if characters <= longest else "")
     yield whole()
 
 
@@ -291,7 +290,7 @@ def _parquet_records(file: str, text_field: str) -> Iterator[Record | RowError]:
         ):
             names = table.schema_arrow.names
             columns = [text_field] if text_field in names else names
-            _check_unpacked(file, table.metadata, columns)
+            _check_unpacked(file, data.seek(0, SEEK_END), table.metadata)
             for batch in table.iter_batches(batch_size=ROWS_AT_A_TIME, columns=columns):
                 for record in _in_python(batch):
                     row += 1
@@ -315,18 +314,16 @@ def _in_python(batch: Any) -> Iterable[Any]:
         return chain.from_iterable(_in_python(batch.slice(at, 1)) for at in range(len(batch)))
 
 
-def _check_unpacked(file: str, metadata: Any, columns: list[str]) -> None:
-    """Raises CorpusError for a file that would take far more memory than its size lets expect."""
+def _check_unpacked(file: str, size: int, metadata: Any) -> None:
+    """Raises CorpusError for a file of `size` bytes that would take far more memory than that. Row
+    groups are asked, not their columns: pyarrow ends the process where these are damaged."""
     for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        for column in map(group.column, range(group.num_columns)):
-            size, packed = column.total_uncompressed_size, column.total_compressed_size
-            name = column.path_in_schema.partition(".")[0]
-            if name in columns and size > max(LARGE, PACKED_TIGHTLY * packed):
-                raise CorpusError(
-                    f"{file}: {packed} bytes of column {name!r} unpack to {size}: if that is "
-                    "meant, write the file anew with smaller row groups"
-                )
+        unpacked_size = metadata.row_group(number).total_byte_size
+        if unpacked_size > max(LARGE, PACKED_TIGHTLY * size):
+            raise CorpusError(
+                f"{file} has {size} bytes, and row group {number} unpacks to {unpacked_size}: if "
+                "that is meant, write the file anew with smaller row groups"
+            )
 
 
 def _dataset_records(source: str) -> Iterator[Record]:

@@ -15,7 +15,12 @@ import pytest
 
 from planaria.node.data import documents as module
 from planaria.node.data.corpus import CorpusError, RowError
-from planaria.node.data.documents import documents, files_of
+from planaria.node.data.documents import (
+    LINES_PER_DOCUMENT,
+    documents,
+    files_of,
+    lines_to_documents,
+)
 
 TEXTS = ["One.", "Zwei, überall.", "三。"]
 ROWS = [{"text": text} for text in TEXTS]
@@ -149,6 +154,10 @@ def test_texts_that_are_too_long_are_bad_rows(tmp_path: Path) -> None:
     assert "a.txt, line 52 has more than 200 bytes" in str(line)
     assert "a.txt, from line 1 has more than 200 bytes" in str(first)
     assert str(second).startswith("Chapter 2\nword")
+    wide, narrow = ["a" * 30 + "\n"] * LINES_PER_DOCUMENT, ["word\n", "\n"] * LINES_PER_DOCUMENT
+    first, *rest = lines_to_documents([*wide, *narrow], longest=2000)
+    assert "the text, from line 1 has more than 2000 bytes" in str(first)
+    assert sum(str(text).count("word") for text in rest) > LINES_PER_DOCUMENT - 5
 
 
 def test_few_bytes_that_stand_for_much_are_read_a_few_rows_at_a_time(
@@ -161,7 +170,7 @@ def test_few_bytes_that_stand_for_much_are_read_a_few_rows_at_a_time(
     assert len(list(documents(file, longest=1000))) == 300
     monkeypatch.setattr(module, "LARGE", 1000)
     monkeypatch.setattr(module, "PACKED_TIGHTLY", 5)
-    with pytest.raises(CorpusError, match=r"bytes of column 'text' unpack to \d+"):
+    with pytest.raises(CorpusError, match=r"has \d+ bytes, and row group 0 unpacks to \d+"):
         list(documents(file))
 
 
