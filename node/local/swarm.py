@@ -608,9 +608,11 @@ class _Swarm:
             what, waited = f"the last step of {named(missing)}", time.monotonic() - began
             if stop.done():
                 name = signal.Signals(stop.result()).name
-                return Ending(128 + stop.result(), f"{what} wasn't saved before {name}: it is lost")
+                return Ending(
+                    128 + stop.result(), f"ended by {name}; {what} wasn't on disk by then"
+                )
             if waited > SLOW_SAVE + self.hold:
-                return Ending(1, f"{what} was neither saved nor exported: it is lost")
+                return Ending(1, f"{what} was neither saved nor exported")
             if not told and waited > SLOW_SAVE:
                 told = True
                 self.screen.say(

@@ -22,7 +22,7 @@ def saves(tmp_path: Path) -> Path:
 
 def test_a_model_that_is_lost_is_an_error(up, saves: Path) -> None:
     status, said = up(small(), "--save-dir", str(saves), "--hold", "0").finish()
-    assert (status, "stage 1 was neither saved nor exported: it is lost" in said) == (1, True)
+    assert (status, "stage 1 was neither saved nor exported" in said) == (1, True)
 
 
 @pytest.mark.parametrize(("what", "status"), [("export", 0), ("save", 0), ("interrupt", 130)])
@@ -42,4 +42,4 @@ def test_nodes_are_kept_until_the_model_is_safe_or_given_up(
     else:
         swarm.process.send_signal(signal.SIGINT)
     ended, said = swarm.finish()
-    assert (ended, "stage 1 wasn't saved before SIGINT" in said) == (status, status != 0), said
+    assert (ended, "stage 1 wasn't on disk by then" in said) == (status, status != 0), said
