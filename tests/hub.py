@@ -18,6 +18,7 @@ from typing import Any
 @dataclass
 class Hub:
     url: str = ""
+    token: str = "token"
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)  # by repository
     private: dict[str, bool] = field(default_factory=dict)
     fetched: list[str] = field(default_factory=list)  # files, and revisions that were asked for
@@ -25,7 +26,7 @@ class Hub:
     @property
     def environment(self) -> dict[str, str]:
         off = ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_TELEMETRY")
-        return {"HF_ENDPOINT": self.url, "HF_TOKEN": "token", **dict.fromkeys(off, "1")}
+        return {"HF_ENDPOINT": self.url, "HF_TOKEN": self.token, **dict.fromkeys(off, "1")}
 
 
 def commit_of(name: str) -> str:

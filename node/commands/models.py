@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import sys
 from collections.abc import Callable, Iterable
@@ -75,6 +76,21 @@ def export_command(
             "is needed."
         ),
     ] = None,
+    base: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="What the model that the run began from is called in what is written; without "
+            "it, as on the hub, or as its folder.",
+        ),
+    ] = "",
+    push_to: Annotated[
+        str,
+        typer.Option("--push", metavar="ORG/NAME", help="Upload it to the Hugging Face hub, too."),
+    ] = "",
+    private: Annotated[
+        bool, typer.Option("--private", help="With --push: for those only who may read it there.")
+    ] = False,
     wait: Wait = 120.0,
     ca: Ca = None,
     certificate: Certificate = None,
@@ -92,12 +108,15 @@ def export_command(
     for folder in folders or []:
         if not folder.is_dir():
             end(f"there is no run in {folder}: it is no folder; name what `planaria up` wrote")
+    if private and not push_to:
+        end("--private is of what goes to the hub: say where to by --push ORG/NAME")
 
     from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.data.corpus import CorpusError
-    from planaria.node.hugging_face.adapters import begun_from, what
+    from planaria.node.hugging_face.adapters import base_of, begun_from, what
     from planaria.node.hugging_face.export import ExportError
     from planaria.node.hugging_face.from_saves import export_saves
+    from planaria.node.hugging_face.push import check_push, push
     from planaria.node.local.resume import ResumeError
     from planaria.node.local.swarm import PLAN, SwarmError, read_plan
     from planaria.node.report.summary import read_summary
@@ -108,10 +127,12 @@ def export_command(
 
     kinds = (CorpusError, ExportError, ResumeError, RunFileError, SaveError, SwarmError)
     with refusing(*kinds, CredentialsError, ValueError):
+        if push_to:
+            check_push(push_to)
         if join is not None:
             _export_living(
                 *(join, credentials_for(join, ca, certificate, key, token), out, data, dtype, wait),
-                *(merged, model),
+                *(merged, model, base, push_to, private),
             )
             return
         assert folders
@@ -125,12 +146,18 @@ def export_command(
             run, saves, summary = plan.run, plan.kept.find(), read_summary(plan.out)
         else:
             raise ExportError("with several folders, say by --run whose saves are in them")
-        run = begun_from(run, model)
+        base, run = base_of(run, base), begun_from(run, model)
         with tracking("tensors") as track:
-            saved = export_saves(run, saves, summary, out, data, dtype.value, track, merged)
-    if saved.doubt:
-        console.print(saved.doubt, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"{out} has the {what(run, merged)} of step {saved.step}", soft_wrap=True)
+            saved = export_saves(run, saves, summary, out, data, dtype.value, track, merged, base)
+        if saved.doubt:
+            _tell(saved.doubt)
+        _tell(f"{out} has the {what(run, merged)} of step {saved.step}")
+        if push_to:
+            push(out, push_to, private, _tell)
+
+
+def _tell(line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _export_living(
@@ -142,15 +169,21 @@ def _export_living(
     wait: float,
     merged: bool,
     model: Path | None,
+    base: str,
+    push_to: str,
+    private: bool,
 ) -> None:
     from planaria.node.hugging_face.from_swarm import export_swarm
+    from planaria.node.hugging_face.push import push
 
     async def take(client: RegistryClient) -> None:
         with tracking("tensors") as track:
             what, step = await export_swarm(
-                *(client, credentials, out, data, dtype, track, wait, merged, model)
+                *(client, credentials, out, data, dtype, track, wait, merged, model, base)
             )
-        console.print(f"{out} has the {what} of step {step}", soft_wrap=True)
+        _tell(f"{out} has the {what} of step {step}")
+        if push_to:
+            await asyncio.to_thread(push, out, push_to, private, _tell)
 
     ask_registry(join, credentials, take)
 

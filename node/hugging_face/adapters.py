@@ -6,6 +6,7 @@ transformers, behind a prefix of its own.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,11 +31,13 @@ from planaria.node.hugging_face.export import (
     write_vocabulary,
 )
 from planaria.node.hugging_face.layout import adapters, weights
-from planaria.node.hugging_face.taking_in import name_of
+from planaria.node.hugging_face.taking_in import HUB_NAME, name_of
 from planaria.node.report.progress import Track
 from planaria.node.run_file import RunFile, override
 from planaria.node.stage.lora import merged
 from planaria.node.stage.shape import Lora, ModelConfig
+
+log = logging.getLogger("planaria")
 
 TENSORS: Final = "adapter_model.safetensors"
 PREFIX: Final = "base_model.model."
@@ -49,22 +52,36 @@ Write: TypeAlias = Callable[[Path, ModelConfig, Read, Vocabulary | None, str, st
 """Writes a folder of a run's model, of what `export` takes."""
 
 
-def way_out(run: RunFile, config: ModelConfig, into_weights: bool) -> Write:
+def way_out(run: RunFile, config: ModelConfig, into_weights: bool, base: str) -> Write:
     """How what the run has trained is written: a model or, where adapters are trained, these,
     unless they are to go into the weights of the model that they are of, which must be here then.
-    Raises ExportError."""
+    `base`: the name of that. Raises ExportError."""
     if config.lora is None:
         if into_weights:
             raise ExportError("--merged: this run trains all weights, so leave it out")
         return export
     if not into_weights:
-        return partial(_apart, name_of(run.model.origin or ""))
+        if not HUB_NAME.fullmatch(base):
+            log.warning(
+                "the adapters name %s as their base, a folder's name: --base ORG/NAME gives the "
+                "name by which others find it",
+                base,
+            )
+        return partial(_apart, base)
     return partial(_merged, _checkpoint(run, config), run.model.content or ())
 
 
 def what(run: RunFile, into_weights: bool) -> str:
     """What it writes."""
     return "adapters" if run.training.lora is not None and not into_weights else "model"
+
+
+def base_of(run: RunFile, given: str) -> str:
+    """The name of the model that the run began from, as given or as it is known; empty: there is
+    none. Raises ExportError."""
+    if given and run.model.origin is None:
+        raise ExportError(f"--base {given}: this run began from no checkpoint; leave it out")
+    return given or name_of(run.model.origin or "")
 
 
 def begun_from(run: RunFile, folder: Path | None) -> RunFile:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from planaria.node.hugging_face.taking_in import name_of
 from planaria.node.run_file import RunFile
 from planaria.node.stage.shape import ModelConfig
 
@@ -74,10 +73,11 @@ def model_card(
     doubt: str,
     summary: Mapping[str, Any],
     merged: bool = False,
+    base: str = "",
 ) -> str:
     """`doubt`: why it isn't the model as it was at the step, empty when it is; `summary`: what
     `summary.json` of the run says, empty where there is none; `merged`: adapters that were trained
-    are in the weights, not apart."""
+    are in the weights, not apart; `base`: the name of the model that the run began from."""
     first, body = config.parameters
     training = run.training
     rows = {
@@ -91,8 +91,8 @@ def model_card(
     }
     if config.own is not None:
         rows["code"] = f"{config.own.module}, of the digest {config.own.source}"
-    if run.model.origin is not None:
-        rows["began from"] = name_of(run.model.origin)
+    if base:
+        rows["began from"] = base
     if (lora := config.lora) is not None:
         rows["adapters"] = (
             f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)}"
@@ -105,7 +105,7 @@ def model_card(
     if lora is not None and not merged:
         head, counted = ADAPTERS, config.trained
     text = head.format(
-        base=name_of(run.model.origin or ""),
+        base=base,
         name=run.name,
         parameters=counted[0] + config.stages * counted[1],
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from planaria.node.data.corpus import CorpusError, file_checksum, load_tokenizer, read_index
 from planaria.node.data.mixture import folders_of, index_of
 from planaria.node.data.tokenizer import TOKENIZER, bounds_of
-from planaria.node.hugging_face.adapters import way_out
+from planaria.node.hugging_face.adapters import base_of, way_out
 from planaria.node.hugging_face.card import model_card
 from planaria.node.hugging_face.export import ExportError, Vocabulary
 from planaria.node.report.progress import Track
@@ -76,13 +76,15 @@ def export_saves(
     dtype: str,
     track: Track,
     merged: bool = False,
+    base: str = "",
 ) -> SavedModel:
     """Writes the folder `out`. `summary`: what `summary.json` says, empty where there is none;
-    `data`: a prepared folder, with the tokenizer, if not where the run file says; `merged`: as in
-    `way_out`. Raises ExportError, CorpusError, SaveError."""
+    `data`: a prepared folder, with the tokenizer, if not where the run file says; `merged`,
+    `base`: as in `way_out`; empty: by where it is. Raises ExportError, CorpusError, SaveError."""
     model = saved_model(run, saves)
-    write = way_out(run, model.config, merged)
-    card = model_card(run, model.config, model.step, model.doubt, summary, merged)
+    base = base or base_of(run, "")
+    write = way_out(run, model.config, merged, base)
+    card = model_card(run, model.config, model.step, model.doubt, summary, merged, base)
     write(out, model.config, model.read, vocabulary_of(run, data), card, dtype, track)
     return model
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, TypeVar
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import Credentials
-from planaria.bootstrap.registry_pb2 import Cause
-from planaria.node.hugging_face.adapters import REMEDY, begun_from, way_out, what
+from planaria.bootstrap.registry_pb2 import Cause, Description
+from planaria.node.hugging_face.adapters import REMEDY, base_of, begun_from, way_out, what
 from planaria.node.hugging_face.card import model_card
 from planaria.node.hugging_face.export import ExportError
-from planaria.node.hugging_face.living_run import Access, LivingRun, from_outside
+from planaria.node.hugging_face.living_run import LOOK, Access, LivingRun, from_outside
 from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.ports import Priority
 from planaria.node.report.progress import Track
@@ -143,34 +143,56 @@ async def export_swarm(
     wait: float,
     merged: bool = False,
     checkpoint: Path | None = None,
+    base: str = "",
 ) -> tuple[str, int]:
     """Writes the folder `out`, and returns what it has, and of which step. `data`, `merged`: as in
-    `export_saves`; `checkpoint`: that the run began from. Raises
+    `export_saves`; `checkpoint`: that the run began from; `base`: its name, if another. Raises
     ExportError, CorpusError, RunFileError, and what `client` does."""
     access = await from_outside(client.describe, credentials, await client.reach())
+    base = base_of(access.run, base)
     access = access._replace(run=begun_from(access.run, checkpoint))
     if merged and checkpoint is None and access.run.training.lora is not None:
         raise ExportError(f"--merged: {REMEDY}")
-    write = way_out(access.run, access.run.config, merged)
+    write = way_out(access.run, access.run.config, merged, base)
     with TemporaryDirectory(prefix="planaria-") as kept:
         async with LivingStages(access) as stages:
             vocabulary = await stages.vocabulary(data, checkpoint, Path(kept))
         async with LivingModel(access, wait) as model:
-            card = await _card(model, client, merged)
+            card = await card_of(model, client.describe, merged, base)
             arguments = out, model.config, model.blocking_read, vocabulary, card, dtype, track
             await asyncio.to_thread(write, *arguments)
             await model.exported()
             return what(access.run, merged), model.step
 
 
-async def _card(model: LivingModel, client: RegistryClient, merged: bool) -> str:
-    """Raises ExportError, and what `client` does."""
+async def card_of(
+    model: LivingModel, describe: Callable[[], Awaitable[Description]], merged: bool, base: str
+) -> str:
+    """With all rebuilds that are in the weights of the model's step: of one that came just before,
+    the registry may hear only when the run goes on from there, which is waited for. Raises
+    ExportError, and what `describe` does."""
     some = 0 if model.config.trained[0] else 1
     await model.read(some, 0, 1)  # tells the step's loss
+    until = model.loop.time() + model.run.swarm.lease
+    description = await describe()
+    while not gone_beyond(description, model.step) and model.loop.time() < until:
+        await asyncio.sleep(LOOK)
+        description = await describe()
     rebuilds = [
         {"stage": one.stage, "step": one.step, "method": one.method, "exact": one.exact}
-        for one in (await client.describe()).rebuilds
+        for one in description.rebuilds
         if one.step <= model.step
     ]
     summary = {"loss": {"last": model.loss or None}, "rebuilds": rebuilds}
-    return model_card(model.run, model.config, model.step, "", summary, merged)
+    return model_card(model.run, model.config, model.step, "", summary, merged, base)
+
+
+def gone_beyond(description: Description, step: int) -> bool:
+    """Whether the driver has reported a later step, or the end: what it says of rebuilds up to
+    `step` came with that."""
+    return any(
+        seat.committed > step or seat.finished
+        for one in description.members
+        if one.member.node == description.view.driver
+        for seat in one.report.seats
+    )

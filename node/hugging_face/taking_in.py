@@ -129,10 +129,13 @@ def tokenizer_in(folder: Path) -> Path:
 
 
 def name_of(origin: str) -> str:
-    """What others know the checkpoint by: its name on the hub, if it came from there into the
-    folder where Hugging Face's tools keep such, else the folder."""
-    found = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/", origin, re.ASCII)
-    return "/".join(found.groups()) if found else origin
+    """What others may know the checkpoint by: its name on the hub, if it came from there into the
+    folder where Hugging Face's tools keep such, else the folder's, without where it is here."""
+    cached = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/", origin, re.ASCII)
+    if cached is not None:
+        return "/".join(cached.groups())
+    named = HUB_NAME.fullmatch(origin)
+    return named[1] if named else Path(origin).name
 
 
 def stages_for(layers: int) -> int:

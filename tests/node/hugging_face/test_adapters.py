@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from planaria.node.hugging_face.adapters import begun_from, way_out
+from planaria.node.hugging_face.adapters import base_of, begun_from, way_out
 from planaria.node.hugging_face.card import model_card
 from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.hugging_face.config import UnsupportedModelError
@@ -47,10 +47,10 @@ def trained(config: ModelConfig) -> dict[int, torch.Tensor]:
     return found
 
 
-def write(out: Path, run: RunFile, into_weights: bool) -> None:
-    flat = trained(run.config)
-    card = model_card(run, run.config, 7, "", {}, into_weights)
-    way_out(run, run.config, into_weights)(
+def write(out: Path, run: RunFile, into_weights: bool, base: str = "") -> None:
+    flat, base = trained(run.config), base_of(run, base)
+    card = model_card(run, run.config, 7, "", {}, into_weights, base)
+    way_out(run, run.config, into_weights, base)(
         out, run.config, lambda of, at, n: flat[of][at : at + n], None, card, "fp32", untracked
     )
 
@@ -70,7 +70,6 @@ def test_they_are_called_as_peft_calls_them(tmp_path) -> None:
     said = json.loads((tmp_path / "apart" / "adapter_config.json").read_text())
     figures = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6.0}
     assert said | figures == said
-    assert said["base_model_name_or_path"] == str(tmp_path / "base")
     assert said["target_modules"] == TARGETS
 
 
@@ -97,7 +96,7 @@ def test_peft_takes_them_and_has_the_logits_of_the_merged_model(tmp_path, config
     from transformers import AutoModelForCausalLM
 
     run = of_model(tmp_path / "base", config)
-    write(tmp_path / "apart", run, False)
+    write(tmp_path / "apart", run, False, base=str(tmp_path / "base"))
     write(tmp_path / "merged", run, True)
     tokens = some_tokens(config, 20)
     ours = WholeModel.load(tmp_path / "merged", torch.device("cpu")).logits(tokens)
@@ -120,7 +119,7 @@ def test_adapters_are_said_to_be_none_of_their_own_model(tmp_path) -> None:
     run = of_model(tmp_path / "base")
     write(tmp_path / "apart", run, False)
     card = (tmp_path / "apart" / "README.md").read_text()
-    assert f"base_model: {tmp_path / 'base'}\nlibrary_name: peft" in card
+    assert "base_model: base\nlibrary_name: peft" in card
     assert "| adapters | LoRA, rank 4, alpha 6, of q_proj, k_proj, down_proj |" in card
     with pytest.raises(UnsupportedModelError, match="holds adapters, and no model: `planaria exp"):
         Checkpoint.open(tmp_path / "apart")
@@ -130,7 +129,7 @@ def test_weights_that_adapters_go_into_have_to_be_those_of_the_run(tmp_path) -> 
     run = of_model(tmp_path / "base")
     exported(tmp_path / "other", QWEN2)
     with pytest.raises(ExportError, match="holds another model than that; name the folder"):
-        way_out(begun_from(run, tmp_path / "other"), run.config, True)
+        way_out(begun_from(run, tmp_path / "other"), run.config, True, "")
     assert run.model.content is not None
     changed = override(run, model__content=(*run.model.content[:-1], "0" * 32))
     with pytest.raises(ExportError, match="holds another model than that; name the folder"):
@@ -138,8 +137,8 @@ def test_weights_that_adapters_go_into_have_to_be_those_of_the_run(tmp_path) -> 
     assert not (tmp_path / "merged").exists()
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(ExportError, match=r"name the folder of the model .* or leave --merged out"):
-        way_out(run, run.config, True)
-    way_out(begun_from(run, tmp_path / "moved"), run.config, True)
+        way_out(run, run.config, True, "")
+    way_out(begun_from(run, tmp_path / "moved"), run.config, True, "")
     shutil.rmtree(tmp_path / "moved")
     write(tmp_path / "apart", run, False)  # needs none of it
 
@@ -147,12 +146,39 @@ def test_weights_that_adapters_go_into_have_to_be_those_of_the_run(tmp_path) -> 
 def test_a_run_without_adapters_has_none_to_merge() -> None:
     run = from_fields({})
     with pytest.raises(ExportError, match="this run trains all weights, so leave it out"):
-        way_out(run, run.config, True)
+        way_out(run, run.config, True, "")
     with pytest.raises(ExportError, match="this run began from no checkpoint"):
         begun_from(run, Path("anywhere"))
 
 
+@pytest.mark.parametrize("into_weights", [False, True])
+@pytest.mark.parametrize(
+    ("folder", "given", "name"),
+    [
+        (
+            "hub/models--org--SmolLM2-135M/snapshots/93efa2f",
+            "",
+            "org/SmolLM2-135M",
+        ),
+        ("smollm", "", "smollm"),
+        ("smollm", "org/SmolLM2-135M", "org/SmolLM2-135M"),
+    ],
+)
+def test_no_path_of_this_machine_is_published(
+    tmp_path, caplog, folder, given, name, into_weights
+) -> None:
+    run = of_model(tmp_path / folder)
+    write(tmp_path / "out", run, into_weights, given)
+    assert f"| began from | {name} |" in (tmp_path / "out" / "README.md").read_text()
+    for file in (tmp_path / "out").iterdir():
+        assert str(tmp_path).encode() not in file.read_bytes()
+    if not into_weights:
+        said = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+        assert said["base_model_name_or_path"] == name
+        assert ("--base ORG/NAME" in caplog.text) == ("/" not in name)
+
+
 def test_a_model_of_the_hub_is_called_as_there() -> None:
-    cache = "/home/me/.cache/huggingface/hub/models--HuggingFaceTB--SmolLM2-135M/snapshots/93efa2f"
-    assert name_of(cache) == "HuggingFaceTB/SmolLM2-135M"
-    assert name_of("/data/smollm") == "/data/smollm"
+    assert name_of("org/name@v2") == "org/name"
+    with pytest.raises(ExportError, match="--base a/b: this run began from no checkpoint; leave"):
+        base_of(from_fields({}), "a/b")

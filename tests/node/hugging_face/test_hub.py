@@ -11,10 +11,12 @@ import pytest
 
 from planaria.node.local.swarm import plan_run
 from planaria.node.report.progress import untracked
-from planaria.node.run_file import RunFileError, from_fields
+from planaria.node.run_file import RunFileError, dumps, from_fields
 from tests.hub import Hub, commit_of, files_of, serving
 from tests.node.hugging_face.test_folders import exported
+from tests.node.hugging_face.test_from_saves import run_of, shape_in
 from tests.node.stage.shapes import GROUPED
+from tests.node.state.small_saves import saved
 
 FIND = "import sys; from planaria.node.hugging_face.taking_in import find; print(find(sys.argv[1]))"
 
@@ -66,3 +68,52 @@ def test_a_run_without_data_says_that_its_model_is_missing(tmp_path, monkeypatch
     with pytest.raises(RunFileError, match="hf download some/model --local-dir FOLDER"):
         plan_run(run, tmp_path / "out", None, "cpu", print, untracked)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With saves of a small model."""
+    folder = tmp_path_factory.mktemp("run")
+    saved(folder / "saves", shape_in(2))
+    (folder / "run.toml").write_text(dumps(run_of(2)))
+    return folder
+
+
+def export(run: Path, hub: Hub, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "planaria", "export", run / "saves", "--out", out, *options]
+    command += ["--run", run / "run.toml"]
+    environment = {**os.environ, **hub.environment, "HF_HOME": str(out.parent / "home")}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(("options", "seen"), [([], "public"), (["--private"], "private")])
+def test_an_export_goes_to_the_hub_and_what_goes_is_said(tmp_path, run, options, seen) -> None:
+    with serving() as hub:
+        done = export(run, hub, tmp_path / "out", "--push", "me/mine", *options)
+        files = files_of(tmp_path / "out")
+        assert done.returncode == 0, done.stderr
+        assert hub.files["me/mine"] == files
+        assert hub.private["me/mine"] == (seen == "private")
+        assert f"to {hub.url}/me/mine, which is {seen}:" in done.stdout
+        for name, content in files.items():
+            assert f"{name}, {len(content):,} bytes" in done.stdout
+
+
+def test_a_public_repository_is_not_taken_for_a_private_one(tmp_path, run) -> None:
+    with serving() as hub:
+        hub.files["me/mine"] = {}
+        done = export(run, hub, tmp_path / "out", "--push", "me/mine", "--private")
+        assert hub.files["me/mine"] == {}
+    assert done.returncode != 0
+    assert "--private: me/mine is there already, and public" in done.stderr
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    gone = export(run, hub, tmp_path / "again", "--push", "me/mine")
+    assert gone.returncode != 0
+    assert f"`hf upload me/mine {tmp_path / 'again'}` tries again" in gone.stderr
+
+
+def test_without_a_login_nothing_is_exported(tmp_path, run) -> None:
+    hub = Hub("http://127.0.0.1:9", token="")
+    done = export(run, hub, tmp_path / "out", "--push", "me/mine")
+    assert "log in with `hf auth login`, or set HF_TOKEN" in done.stderr
+    assert not (tmp_path / "out").exists()

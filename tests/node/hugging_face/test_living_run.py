@@ -5,9 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import pytest
 import virtual_time
 
-from planaria.bootstrap.registry_pb2 import Member, Seat, View
+from planaria.bootstrap.registry_pb2 import (
+    Description,
+    Member,
+    MemberDescription,
+    Rebuild,
+    Report,
+    Seat,
+    SeatReport,
+    View,
+)
+from planaria.node.hugging_face.from_swarm import card_of
 from planaria.node.hugging_face.living_run import TRIED, Access, LivingRun, Way, ways_to
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.asking import Conversation
@@ -86,3 +97,40 @@ def test_a_stage_is_asked_at_its_new_seat_when_the_one_that_was_found_is_given_b
             return living.seats
 
     assert virtual_time.run(ask()) == {0: ["a/0"], 1: ["c/1"], 2: ["b/2"]}
+
+
+class AtStepSeven:
+    def __init__(self) -> None:
+        self.run = small(stages=2, model__vocabulary=256)
+        self.config, self.loop = self.run.config, asyncio.get_running_loop()
+        self.step, self.loss = 7, 3.0
+
+    async def read(self, stage: int, first: int, count: int) -> None: ...
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_the_card_has_a_rebuild_that_the_registry_hears_of_last(goes_on: bool) -> None:
+    """When the run goes on from it; one that doesn't isn't waited for without end."""
+
+    def description(committed: int, *rebuilds: tuple[int, int]) -> Description:
+        report = Report(seats=[SeatReport(committed=committed)])
+        return Description(
+            view=View(driver="a"),
+            members=[
+                MemberDescription(member=Member(node="b"), report=Report(seats=[SeatReport()])),
+                MemberDescription(member=Member(node="a"), report=report),
+            ],
+            rebuilds=[Rebuild(stage=of, step=at, method="checkfree") for of, at in rebuilds],
+        )
+
+    heard = [description(7), description(7), description(8, (2, 7), (1, 9))]
+
+    async def describe() -> Description:
+        return heard.pop(0) if goes_on else heard[0]
+
+    async def card() -> str:
+        return await card_of(AtStepSeven(), describe, False, "")  # type: ignore[arg-type]
+
+    text = virtual_time.run(card())
+    assert ("| 2 | 7 | checkfree | no |" in text) == goes_on
+    assert "| 1 | 9 |" not in text
