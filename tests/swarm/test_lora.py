@@ -77,7 +77,7 @@ async def test_adapters_of_a_lost_stage_begin_anew_beside_weights_from_a_peer(
             def read(*of: int) -> torch.Tensor:
                 return asyncio.run_coroutine_threadsafe(living.read(*of), loop).result()
 
-            write = way_out(run, swarm.config, True)
+            write = way_out(run, swarm.config, True, "")
             how = (swarm.config, read, None, "", "fp32", untracked)
             await asyncio.to_thread(write, tmp_path / "merged", *how)
     assert sorted(sizes) == [0, *[swarm.config.trained[1]] * 3]
