@@ -109,7 +109,7 @@ def train_part(arguments: list[str]) -> None:
             squared = torch.tensor(optimizer.squared_norm(), dtype=torch.float64)
             dist.all_reduce(squared)
             scale = min(1.0, training.clip / (math.sqrt(squared.item()) + 1e-6))
-            optimizer.step(of_run(step, run, config), scale)
+            optimizer.step(of_run(step, run), scale)
             optimizer.zero_gradient()
             loss = math.fsum(one.item() for one in losses)
             line = {"step": step, "tokens": tokens, "loss": loss, "time": time.time()}

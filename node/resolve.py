@@ -22,6 +22,7 @@ from planaria.node.run_file import (
     loads,
     override,
 )
+from planaria.node.stage.learning_rate import peak_of, warmup_of
 from planaria.node.stage.shape import matrix_names
 
 SHIPPED = Path(__file__).resolve().parents[1] / "corpus" / "austen"
@@ -37,9 +38,9 @@ def text_to_prepare(run: RunFile) -> Path | None:
 
 
 def resolve(run: RunFile) -> RunFile:
-    """Fills in `data.content`, `model.vocabulary`, `model.stages`, `model.layers`, and the shape of
-    the model that `model.from` names or `model.module` builds; makes the data's paths absolute, so
-    that any node finds everything in it.
+    """Fills in `data.content`, `model.vocabulary`, `model.stages`, `model.layers`, `training.lr`,
+    `training.warmup`, and the shape of the model that `model.from` names or `model.module` builds;
+    makes the data's paths absolute, so that any node finds everything in it.
 
     Data that is not on this machine is no error as long as the run file says `model.vocabulary`.
     Raises RunFileError and CorpusError.
@@ -61,7 +62,8 @@ def resolve(run: RunFile) -> RunFile:
     if run.model.module is not None and run.model.parts is None:
         run = _with_parts(run)
     config = run.model.config
-    run = override(run, model__stages=config.stages, model__layers=config.layers)
+    figures = {"model__stages": config.stages, "model__layers": config.layers}
+    run = override(run, **figures, training__lr=peak_of(run), training__warmup=warmup_of(run))
     _check_policy(run)
     _check_lora(run)
     return run

@@ -22,7 +22,7 @@ from pydantic import (
 
 from planaria.bootstrap.small_files import read_small
 from planaria.node.data.turns import turns_of
-from planaria.node.stage.learning_rate import Schedule
+from planaria.node.stage.learning_rate import WARMUP, Schedule, peak_of, warmup_of
 from planaria.node.stage.shape import (
     ADAM_BYTES,
     BETAS,
@@ -313,7 +313,9 @@ class TrainingSection(Section):
     batch: int = Field(default=16, ge=1, le=2**24, description="samples a step")
     microbatch: int = Field(default=2, ge=1, le=2**16, description="samples a microbatch")
     lr: float | None = Field(default=None, gt=0, le=100, description="the preset's when left out")
-    warmup: int = Field(default=20, ge=0, le=10**9, description="steps")
+    warmup: int | None = Field(
+        default=None, ge=0, le=10**9, description="steps; else 20, at most a tenth of the run"
+    )
     schedule: Schedule = Field(default="cosine", description="of the rate, behind the warm-up")
     lr_floor: float = Field(default=0.1, ge=0, le=1, description="share of lr left at the end")
     decay_share: float = Field(
@@ -503,9 +505,12 @@ class RunFile(Section):
 
     def said(self, *left_out: str) -> dict[str, Any]:
         """What tells this run from others, without the sections `left_out`. What is as it would be
-        unsaid isn't there, so that a new key changes nothing; of [wire] that is what it once was:
-        codec none."""
+        unsaid isn't there, so that a new key changes nothing; of `training.warmup` and [wire] that
+        is what it once was: 20 steps, codec none."""
         said = self.model_dump(mode="json", exclude_defaults=True, exclude={"wire", *left_out})
+        unsaid = {"lr": self.config.learning_rate, "warmup": WARMUP}
+        training = {k: v for k, v in said.pop("training", {}).items() if v != unsaid.get(k)}
+        said |= {"training": training} if training else {}
         wire = {key: value for key, value in self.wire.model_dump().items() if value != "none"}
         if self.wire.averaging != "topk":
             del wire["topk"]  # which has no effect then
@@ -539,13 +544,14 @@ class RunFile(Section):
     def scheduled(self) -> RunFile:
         """What becomes of the rate, and of the weights by it, in so many steps."""
         training, falls = self.training, self.training.decay_share * self.steps
-        if training.schedule == "wsd" and training.warmup + falls > self.steps:
+        warmup = warmup_of(self)
+        if training.schedule == "wsd" and warmup + falls > self.steps:
             raise ValueError(
-                f"training.warmup = {training.warmup} steps and training.decay_share = "
+                f"training.warmup = {warmup} steps and training.decay_share = "
                 f"{training.decay_share:g} of steps = {self.steps} are more than there are: with "
                 "schedule = wsd they follow each other"
             )
-        rate = (training.lr or self.config.learning_rate) * self.recovery.lr_boost
+        rate = peak_of(self) * self.recovery.lr_boost
         if rate * training.weight_decay >= 1:
             raise ValueError(
                 f"training.weight_decay = {training.weight_decay:g}: a step takes weight_decay x "

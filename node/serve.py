@@ -48,6 +48,7 @@ from planaria.node.own_folders import below, checkpoint_dir, own_folder
 from planaria.node.report.ledger import LedgerError
 from planaria.node.report.unsaved import named, unsaved
 from planaria.node.run_file import RunFile, dumps
+from planaria.node.stage import learning_rate
 from planaria.node.stage.architecture import Architecture
 from planaria.node.stage.device import measure_speed, memory_of, why_no_bf16
 from planaria.node.stage.own_code import OwnCodeError, load_as_said
@@ -121,6 +122,9 @@ async def serve(
         check_precision(run, device)
         own = find_own_code(run, config)
         room = options.seats or room_on(device, config)
+        log.info("%s", learning_rate.describe(run))
+        if problem := learning_rate.too_long(run):
+            log.warning("%s", problem)
         log.info("this node has room for %d seat%s", room, "" if room == 1 else "s")
         place = replace(
             await find_place(options, device),

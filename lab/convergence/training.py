@@ -414,7 +414,7 @@ class TrainingSwarm:
         each = [math.sqrt(stage.omega) for stage in self.stages]
         whole = math.sqrt(math.fsum(stage.omega for stage in self.stages))
         norms = [whole] * len(each) if self.ablation.clip_scope == "global" else each
-        lr = of_run(step, self.run, self.config)
+        lr = of_run(step, self.run)
         until, alone = self.alone
         for number, (stage, norm) in enumerate(zip(self.stages, norms, strict=True)):
             scale = boost(step, stage.boosted_at, recovery.lr_boost, recovery.lr_boost_steps)

@@ -47,7 +47,7 @@ from planaria.node.commands.options import (
     parse_place,
 )
 from planaria.node.commands.registry import addresses_of, check_there, credentials_for, run_on_loop
-from planaria.node.commands.terminal import console, errors, refuse, refusing
+from planaria.node.commands.terminal import console, errors, refuse, refusing, warn
 
 BEGAN = time.monotonic()
 ENDING = "When it ends"
@@ -446,7 +446,8 @@ def bootstrap_command(
     from planaria.node.data.corpus import CorpusError
     from planaria.node.report.log_stream import begin_log
     from planaria.node.resolve import registry_rules, resolve
-    from planaria.node.run_file import RunFileError, dumps, load, loads
+    from planaria.node.run_file import RunFileError, dumps, load
+    from planaria.node.stage.learning_rate import too_long
 
     begin_log(log_level.value, log_format.value, "registry")
     kinds = (AdmissionError, CorpusError, CredentialsError, JournalError, RunFileError)
@@ -455,15 +456,17 @@ def bootstrap_command(
             raise ValueError("--store is instead of --journal and --after; leave those out")
         place = Address.parse(listen)  # said at once, before a model is looked at
         page = parse_place(http, token, certificate, key, insecure or insecure_http)
-        text = dumps(resolve(load(run_file)))
+        run = resolve(load(run_file))
+        if problem := too_long(run):
+            warn(problem)
         begun = Bootstrapping(
             listen=place,
             rules=replace(
-                registry_rules(loads(text)),
+                registry_rules(run),
                 max_per_block=most_per_block,
                 allowed=None if allow is None else read_allowed(allow),
             ),
-            run_file=text,
+            run_file=dumps(run),
             credentials=Credentials.load(ca, certificate, key, token),
             authority=authority,
             enrol=None if enrol is None else Address.parse(enrol),

@@ -73,6 +73,7 @@ from planaria.node.report.summary import draw_loss, summarize, tell
 from planaria.node.report.unsaved import named, unsaved
 from planaria.node.resolve import resolve, text_to_prepare
 from planaria.node.run_file import RunFile, RunFileError, dumps, load, override
+from planaria.node.stage import learning_rate
 from planaria.node.stage.shape import PRESETS
 from planaria.node.supervisor import FINAL
 
@@ -483,6 +484,9 @@ class _Swarm:
     async def train(self, stop: asyncio.Future[int]) -> Ending:
         """Returns when the run is over one way or the other. Raises SwarmError."""
         self.screen.say(f"starting; logs are in {self.logs}")
+        self.screen.say(learning_rate.describe(self.run))
+        if problem := learning_rate.too_long(self.run):
+            self.screen.say(problem, Severity.WARNING)
         self._start("registry")
         self.address = await self._registry_address(stop)
         if not stop.done():

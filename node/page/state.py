@@ -118,7 +118,7 @@ def _progress(
         "step": step,
         "loss": _figure(loss),
         "validation": _figure(last[1]) if last else None,
-        "learning_rate": of_run(max(1, step), run, run.model.config),
+        "learning_rate": of_run(max(1, step), run),
         "tokens": step * run.training.batch * run.model.config.context,
         "tokens_per_second": round(rate, 1) if 0 < rate < math.inf else None,
         "seconds_left": round(left) if left > 0 and moment.ended is None else None,

@@ -169,7 +169,7 @@ class Telling:
         figures = {
             "loss/training": _or_nan(line["loss"]),
             "gradient_norm": _or_nan(line["gradient_norm"]),
-            "learning_rate": of_run(step, self._run, self._run.model.config),
+            "learning_rate": of_run(step, self._run),
             "seconds_a_step": lasted,
             "tokens_per_second": line["tokens"] / lasted if lasted > 0 else math.nan,
         }

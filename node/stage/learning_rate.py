@@ -3,26 +3,61 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
     from planaria.node.run_file import RunFile
-    from planaria.node.stage.shape import ModelConfig
 
 Schedule = Literal["cosine", "linear", "constant", "wsd"]
 
 
-def of_run(step: int, run: RunFile, config: ModelConfig) -> float:
+WARMUP: Final = 20
+"""Steps, if the run file has no figure and the run is long enough."""
+
+
+def peak_of(run: RunFile) -> float:
+    """The highest rate that the schedule aims at: the run file's, or the default of its model."""
+    return run.training.lr or run.config.learning_rate
+
+
+def warmup_of(run: RunFile) -> int:
+    """Steps of warm-up: the run file's, or `WARMUP`, but at most a tenth of the run."""
+    warmup = run.training.warmup
+    return min(WARMUP, run.steps // 10) if warmup is None else warmup
+
+
+def of_run(step: int, run: RunFile) -> float:
     """The run's rate of a step, the same for all stages."""
     training = run.training
     return scheduled(
         step,
         run.steps,
-        training.lr or config.learning_rate,
-        training.warmup,
+        peak_of(run),
+        warmup_of(run),
         training.lr_floor,
         training.schedule,
         training.decay_share,
+    )
+
+
+def describe(run: RunFile) -> str:
+    """A sentence for the start of the run: the rate in force."""
+    last = of_run(run.steps, run)
+    return (
+        f"learning rate: {peak_of(run):g} after {warmup_of(run)} steps of warm-up, then "
+        f"{run.training.schedule}; {last:g} at step {run.steps}"
+    )
+
+
+def too_long(run: RunFile) -> str | None:
+    """A warning if the run ends before its warm-up does."""
+    peak, warmup, last = peak_of(run), warmup_of(run), of_run(run.steps, run)
+    if warmup <= run.steps:
+        return None
+    return (
+        f"training.warmup = {warmup} is more than steps = {run.steps}: the learning rate gets no "
+        f"higher than {last:g}, {100 * last / peak:.2g}% of training.lr = {peak:g}; choose a "
+        "shorter warm-up, or leave it out"
     )
 
 

@@ -31,7 +31,7 @@ from planaria.node.run_file import (
     loads,
     override,
 )
-from planaria.node.stage.learning_rate import boost, scheduled
+from planaria.node.stage.learning_rate import boost, peak_of, scheduled, warmup_of
 from planaria.node.wire.frames import PAYLOAD_LIMIT
 from planaria.node.wire.link import LinkSettings
 
@@ -154,8 +154,8 @@ OUT_OF_BOUNDS = {
         ("weight_decay = -0.1", "training.weight_decay: .*greater than or equal to 0"),
         ("lr = 2\nweight_decay = 0.5", "training.weight_decay = 0.5: .* 1.1 of it.* less than 1"),
         ("schedule = 'sine'", "training.schedule: .*'cosine', 'linear', 'constant' or 'wsd'"),
-        ("schedule = 'wsd'\ndecay_share = 0.9", "warmup = 20 steps and .* = 0.9 of steps = 100"),
-        ("schedule = 'wsd'\ndecay_share = 0.8", None),
+        ("schedule = 'wsd'\ndecay_share = 0.95", "warmup = 10 steps and .* = 0.95 of steps = 100"),
+        ("schedule = 'wsd'\ndecay_share = 0.9", None),
         ("decay_share = 0", "training.decay_share: .*greater than 0"),
     ],
     "swarm": [
@@ -302,8 +302,7 @@ def test_whatever_it_says_it_is_bounded_or_refused(fields: dict[str, Any]) -> No
     assert 0 < training.microbatches <= 2**24
     assert run.steps * training.batch * config.context < 2**63
     rates = [
-        scheduled(step, run.steps, training.lr or config.learning_rate, training.warmup, 0.1)
-        for step in (1, run.steps)
+        scheduled(step, run.steps, peak_of(run), warmup_of(run), 0.1) for step in (1, run.steps)
     ]
     rates.append(boost(2, 1, recovery.lr_boost, recovery.lr_boost_steps))
     snapshot = recovery.snapshot

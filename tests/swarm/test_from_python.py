@@ -33,5 +33,6 @@ async def test_the_example_of_the_page_trains_and_exports(data, tmp_path, monkey
     told = capsys.readouterr().out
     assert f"{result.losses[-1]}" in told
     assert "\x1b" not in told
+    assert "learning rate: 0.001 after 5 steps of warm-up, then cosine" in told
     assert "node-1.0 killed during step 6; stage 1 is lost" in told
     assert 'src="data:image/png' in result._repr_html_()

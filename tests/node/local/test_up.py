@@ -229,6 +229,7 @@ def test_a_resolved_run_says_all_that_a_node_needs(data):
     run = resolve(loads(f'[data]\npath = "{path}"\n[model]\npreset = "mini"'))
     assert run.data.content == corpus.content
     assert (run.model.vocabulary, run.model.stages) == (corpus.vocabulary, 4)
+    assert (run.training.lr, run.training.warmup) == (1e-3, 10)
     assert resolve(run) == run
     rules = registry_rules(run)
     assert (rules.stages, rules.data) == (4, corpus.content)
@@ -244,6 +245,8 @@ def test_a_run_keeps_its_name_when_a_later_planaria_has_more_keys():
     assert run_id(loads(dumps(loads(whole)))) == "run-44136fa3"
     said = f'name = "many"\nseed = 3\n[model]\nstages = 4\n[swarm]\nreplicas = 2\n{whole}'
     assert run_id(loads(said)) == run_id(loads(dumps(loads(said)))) == "many-9f074fb5"
+    default = "[training]\nlr = 1e-3\nwarmup = 20\n"  # of `tiny`, as resolved run files have it
+    assert run_id(loads(whole + default)) == "run-44136fa3"
 
 
 def test_data_that_is_not_the_runs_is_refused(data):

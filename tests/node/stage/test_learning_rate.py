@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+import re
 from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.node.stage.learning_rate import Schedule, boost, scheduled
+from planaria.node.run_file import loads
+from planaria.node.stage.learning_rate import (
+    Schedule,
+    boost,
+    describe,
+    of_run,
+    scheduled,
+    too_long,
+    warmup_of,
+)
 
 
 def test_rate_warms_up_and_follows_a_cosine() -> None:
@@ -30,6 +40,36 @@ def test_other_schedules_fall_in_a_line_late_or_not_at_all() -> None:
     assert wsd[19:80] == [2.0] * 61
     assert [wsd[at] for at in (89, 99)] == pytest.approx([2.0 * 0.55, 0.2])
     assert linear[100:] == wsd[100:] == [pytest.approx(0.2)] * 20
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(9, 0), (40, 4), (199, 19), (200, 20), (10**6, 20)])
+def test_warm_up_is_at_most_a_tenth_of_a_run_that_says_nothing_of_it(steps, warmup) -> None:
+    assert warmup_of(loads(f"steps = {steps}")) == warmup
+    assert warmup_of(loads(f"steps = {steps}\n[training]\nwarmup = 500")) == 500
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "0.001 after 4 steps of warm-up, then cosine; 0.0001 at step 40"),
+        ("[training]\nlr = 3e-4\nwarmup = 0\nlr_floor = 0.5", "0.0003 after 0 .*; 0.00015 at"),
+        ("[training]\nschedule = 'constant'", "then constant; 0.001 at step 40"),
+        ("[model]\npreset = 'midi'", "0.0006 after"),
+        ("[model]\nfrom = 'smollm'", "2e-05 after"),
+    ],
+)
+def test_a_run_says_its_rate(text, sentence) -> None:
+    run = loads(f"steps = 40\n{text}")
+    assert re.search(sentence, describe(run))
+    assert too_long(run) is None
+
+
+def test_a_warm_up_longer_than_the_run_is_warned_of_with_the_highest_rate() -> None:
+    run = loads("steps = 3\n[training]\nwarmup = 500")
+    assert max(of_run(step, run) for step in (1, 2, 3)) == pytest.approx(6e-6)
+    warning = too_long(run)
+    assert warning is not None
+    assert "no higher than 6e-06, 0.6% of training.lr = 0.001" in warning
 
 
 @given(
