@@ -26,6 +26,7 @@ from planaria.node.stage.learning_rate import WARMUP, Schedule, peak_of, warmup_
 from planaria.node.stage.shape import (
     ADAM_BYTES,
     BETAS,
+    PROJECTIONS,
     AttentionMask,
     Family,
     ModelConfig,
@@ -297,12 +298,12 @@ TargetName = Annotated[str, Field(max_length=64, pattern=r"^\w+$")]
 class LoraSection(Section):
     """Low-rank adapters are trained, and the weights of the checkpoint stay as they are."""
 
-    rank: int = Field(default=8, ge=1, le=2**12)
+    rank: int = Field(default=16, ge=1, le=2**12)
     alpha: float = Field(
-        default=16.0, gt=0, le=1e6, description="what they add is times alpha / rank"
+        default=32.0, gt=0, le=1e6, description="what they add is times alpha / rank"
     )
     targets: tuple[TargetName, ...] = Field(
-        default=("q_proj", "v_proj"),
+        default=PROJECTIONS,
         min_length=1,
         max_length=64,
         description="names of the matrices that have one, in each layer",

@@ -51,8 +51,13 @@ AttentionMask = Literal["causal", "block_causal"]
 calls it."""
 FINE_TUNING: Final = 2e-5
 """Peak learning rate for a model that was trained before, when the run file has none."""
-FOR_ADAPTERS: Final = 2e-4
-"""The same, when adapters are trained: of LoRA's paper for its largest model (Table 12)."""
+FOR_ADAPTERS: Final = 1e-3
+"""The same, when adapters are trained (results/fine-tuning-defaults)."""
+PROJECTIONS: Final = (
+    *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *("gate_proj", "up_proj", "down_proj"),
+)
+"""The matrices of a layer, as Hugging Face's LLaMA calls them."""
 LONGEST: Final = 4096
 """Tokens a sample at most, for such a model, where nobody says how many."""
 
