@@ -80,12 +80,15 @@ class Job:
     def key(self, content: str) -> str:
         """Stands for all that the result depends on; `content` is the data's content hash.
 
-        What is at its default is left out, so that a new setting leaves old results their keys.
+        What is at its default is left out, so that a new setting leaves old results their keys. So
+        is the folder of a checkpoint: `model.content` has its digests.
         """
+        said = self.run.said("data", "name", "swarm", "saves")
+        said.get("model", {}).pop("from", None)
         fields = [
             FORMAT,
             content,
-            self.run.said("data", "name", "swarm", "saves"),
+            said,
             self.losses.model_dump(mode="json", exclude_defaults=True),
             self.ablation.model_dump(mode="json", exclude_defaults=True),
             dict(self.texts),
