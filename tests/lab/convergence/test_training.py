@@ -12,10 +12,12 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from bench.peft_losses import losses_of_peft
 from planaria.lab.convergence.training import (
     Ablation,
     LostError,
@@ -395,14 +397,30 @@ def test_with_only_the_guessed_stage_in_training_the_others_stay(corpus: Corpus)
         before = after
 
 
+def adapting(corpus: Corpus, model: Path, **changes: Any) -> RunFile:
+    """A run that trains adapters of a small model, which it writes to this folder."""
+    shape = replace(GROUPED, vocabulary=corpus.vocabulary, stages=3, context=32)
+    exported(model, shape)
+    origin = {"model": {"from": str(model), "stages": 3, "context": 32}}
+    fields = run_with().model_dump(exclude_none=True, exclude={"model"}) | origin
+    return take_in(override(from_fields(fields), **changes))
+
+
+def test_adapters_are_trained_as_by_peft(corpus: Corpus, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    training = {"training__lora": {}, "training__weight_decay": 0.1, "training__clip": 0.5}
+    run = adapting(corpus, tmp_path / "model", **training, recovery__relearn__passes=0, steps=6)
+    swarm = TrainingSwarm(run, corpus)
+    losses = [swarm.step() for _ in range(run.steps)]
+    assert losses[-1] < losses[0] - 0.01
+    assert losses == pytest.approx(list(losses_of_peft(run, corpus)), abs=1e-4)
+
+
 def test_adapters_begin_anew_and_relearn_what_they_did(corpus: Corpus, tmp_path: Path) -> None:
     """As the daemon has it; the weights beside them stay."""
-    shape = replace(GROUPED, vocabulary=corpus.vocabulary, stages=3, context=32)
-    exported(tmp_path / "model", shape)
-    changes = {"model": {"from": str(tmp_path / "model"), "stages": 3, "context": 32}}
-    fields = run_with().model_dump(exclude_none=True, exclude={"model"}) | changes
-    lora = {"training__lora": {"rank": 4}, "training__lr": 1e-2}
-    swarm = TrainingSwarm(take_in(override(from_fields(fields), **lora)), corpus)
+    lora = {"rank": 4, "alpha": 16, "targets": ["q_proj", "v_proj"]}
+    run = adapting(corpus, tmp_path / "model", training__lora=lora, training__lr=1e-2)
+    swarm = TrainingSwarm(run, corpus)
     base = [p.clone() for p in swarm.stages[2].module.parameters() if not p.requires_grad]
     for _ in range(15):
         swarm.step()
