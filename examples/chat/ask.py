@@ -1,7 +1,7 @@
 """Asks models the questions of shop.py: `python ask.py DIR...` prints a table of their answers.
 
-Each answer is what `planaria generate DIR --chat QUESTION --temperature 0` prints. It is right if
-the fact's words are in it.
+Each answer is what `planaria generate DIR --chat QUESTION --temperature 0` prints, 40 tokens at
+most. It is right if the fact's words are in it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from shop import FACTS
 def answer(model: str, question: str) -> str:
     """Greedy, on one line. Raises CalledProcessError."""
     command = ["planaria", "generate", model, "--chat", question, "--temperature", "0"]
+    command += ["--tokens", "40"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return " ".join(done.stdout.split())
 
