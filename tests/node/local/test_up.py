@@ -258,7 +258,7 @@ def test_data_that_is_not_the_runs_is_refused(data):
 def test_data_with_more_tokens_than_the_model_knows_is_refused(data):
     path, corpus = data
     fewer = corpus.vocabulary - 1
-    with pytest.raises(CorpusError, match=f"more than model.vocabulary = {fewer}"):
+    with pytest.raises(CorpusError, match=f"1 more than the model's .model.vocabulary = {fewer}"):
         resolve(loads(f'[data]\npath = "{path}"\n[model]\nvocabulary = {fewer}'))
     more = resolve(loads(f'[data]\npath = "{path}"\n[model]\nvocabulary = {fewer + 2}'))
     assert more.model.vocabulary == fewer + 2
