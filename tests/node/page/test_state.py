@@ -87,7 +87,7 @@ def test_stages_have_their_nodes_and_what_these_say() -> None:
     progress = shown["progress"]
     assert (progress["step"], progress["loss"], progress["tokens_per_second"]) == (7, 6.5, 800.0)
     assert progress["tokens"] == 7 * RUN.training.batch * RUN.model.config.context
-    assert progress["learning_rate"] == of_run(7, RUN, RUN.model.config)
+    assert progress["learning_rate"] == of_run(7, RUN)
     assert progress["spent"] is None
 
 
