@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.console import Console
 
 from planaria.bootstrap.admission import AdmissionError
@@ -74,7 +75,7 @@ from planaria.node.report.unsaved import named, unsaved
 from planaria.node.resolve import resolve, text_to_prepare
 from planaria.node.run_file import RunFile, RunFileError, dumps, load, override
 from planaria.node.stage import learning_rate
-from planaria.node.stage.shape import PRESETS
+from planaria.node.stage.shape import COMPUTED, PRESETS
 from planaria.node.supervisor import FINAL
 
 PLAN, ADDRESS = "up.json", "registry.address"
@@ -222,6 +223,8 @@ async def up(
     check_gpu(plan.device, gpus_of_this_machine)
     if not oversubscribed:
         check_processes(plan, Machine.this())
+    for sentence in outlook(plan, Machine.this(), speed_of_a_core):
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
     if resumed is not None:
         for sentence in go_on(plan, resumed, losses.first()):
             console.print(sentence, markup=False, highlight=False, soft_wrap=True)
@@ -257,29 +260,91 @@ class Machine(NamedTuple):
         return cls(memory, available_cores())
 
 
+class Load(NamedTuple):
+    """What a swarm takes of its machine, at least."""
+
+    nodes: int
+    states: int  # bytes of weights, gradients and moments, as far as the machine's memory has them
+    operations: float  # of a step, in floating point, on the machine's processors; 0: on GPUs
+
+    @classmethod
+    def of(cls, plan: SwarmPlan) -> Load:
+        """A step multiplies and adds each parameter once a token forward, twice backward, if it is
+        trained; embeddings are looked up."""
+        run, config = plan.run, plan.run.config
+        nodes = (config.stages + 1) * run.swarm.replicas
+        on_gpu = plan.device.startswith("cuda") or Path("/proc/driver/nvidia").exists()
+        if on_gpu and plan.device != "cpu":
+            return cls(nodes, 0, 0.0)
+        first, body = config.stage_bytes
+        states = run.swarm.replicas * (first + config.stages * body)
+        matrices = config.stages * config.parameters[1] + config.vocabulary * config.dim
+        passes = 3 if config.lora is None else 2
+        return cls(nodes, states, 2.0 * passes * matrices * run.training.batch * config.context)
+
+    @property
+    def least_memory(self) -> int:
+        """Bytes."""
+        return self.nodes * NODE_BYTES + self.states
+
+    @property
+    def memory(self) -> float:
+        """Bytes, with what is computed."""
+        return self.nodes * NODE_BYTES + COMPUTED * self.states
+
+
 def check_processes(plan: SwarmPlan, machine: Machine) -> None:
     """That the machine has cores and memory for all the nodes; where they compute on its
     processors, their weights, gradients and moments are in it, too. Raises SwarmError."""
-    config, replicas = plan.run.config, plan.run.swarm.replicas
-    nodes = (config.stages + 1) * replicas
-    what = f"{config.stages + 1} stages with swarm.replicas = {replicas} are {nodes} nodes"
+    stages, replicas, load = plan.run.config.stages + 1, plan.run.swarm.replicas, Load.of(plan)
+    what = f"{stages} stages with swarm.replicas = {replicas} are {load.nodes} nodes"
     remedy = "choose fewer --stages or --replicas, or try all the same with --oversubscribe"
-    if nodes > NODES_A_CORE * machine.cores:
+    if load.nodes > NODES_A_CORE * machine.cores:
         raise SwarmError(
             f"{what}, and with {machine.cores} core{'s' * (machine.cores > 1)} this machine can "
             f"keep some {NODES_A_CORE * machine.cores} in time, {NODES_A_CORE} a core: {remedy}"
         )
-    first, body = config.stage_bytes
-    on_gpu = plan.device.startswith("cuda") or Path("/proc/driver/nvidia").exists()
-    on_cpu = not on_gpu or plan.device == "cpu"
-    states = replicas * (first + config.stages * body) if on_cpu else 0
-    needed = nodes * NODE_BYTES + states
-    if needed > machine.memory:
+    if load.least_memory > machine.memory:
         raise SwarmError(
-            f"{what}, which take {needed / 2**30:.1f} GiB, {states / 2**30:.1f} GiB of it for "
-            f"weights, gradients and moments alone, and this machine has "
+            f"{what}, which take {load.least_memory / 2**30:.1f} GiB, {load.states / 2**30:.1f} "
+            f"GiB of it for weights, gradients and moments alone, and this machine has "
             f"{machine.memory / 2**30:.1f} GiB: choose a smaller model, or more machines; {remedy}"
         )
+
+
+def outlook(plan: SwarmPlan, machine: Machine, speed: Callable[[], float]) -> Iterator[str]:
+    """What there is to say of a swarm before it starts: size, memory, the time that a step takes at
+    least. `speed`: operations a second of a core, asked for where cores compute."""
+    run, config, load = plan.run, plan.run.config, Load.of(plan)
+    first, body = config.parameters
+    yield (
+        f"{first + config.stages * body:,} parameters at {load.nodes} nodes, which take about "
+        f"{_gib(load.memory)} of this machine's {_gib(machine.memory)} of memory"
+    )
+    if load.memory > machine.memory:
+        yield (
+            "WARNING: that is more than this machine has, so nodes may be killed: choose a smaller "
+            "--preset, or start nodes on several machines"
+        )
+    if load.operations:
+        seconds = load.operations / (machine.cores * speed())
+        least = f"{seconds / 60:,.0f} min" if seconds >= 120 else f"{seconds:.2g} s"
+        tokens = run.training.batch * config.context
+        yield f"a step of {tokens:,} tokens takes at least {least} here; there are {run.steps:,}"
+
+
+def speed_of_a_core() -> float:
+    """Floating-point operations a second of products of small matrices, which are computed by one
+    thread. The quickest counts: others may use the core meanwhile."""
+    matrix, took, end = np.ones((64, 64), np.float32), math.inf, time.perf_counter() + 0.05
+    while (began := time.perf_counter()) < end:
+        np.matmul(matrix, matrix)
+        took = min(took, time.perf_counter() - began)
+    return 2 * 64**3 / took
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"
 
 
 def check_gpu(device: str, count: Callable[[], int]) -> None:

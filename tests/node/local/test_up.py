@@ -29,10 +29,12 @@ from planaria.node.local.swarm import (
     check_gpu,
     check_processes,
     claim,
+    outlook,
     parse_kill,
     read_events,
     read_plan,
     shortcomings,
+    speed_of_a_core,
     wrap_up,
     write_plan,
 )
@@ -87,6 +89,24 @@ def test_a_model_larger_than_this_machine_is_refused(tmp_path):
         check_processes(SwarmPlan(run, tmp_path, None, "cpu"), Machine(16 * 2**30, 2))
     check_processes(SwarmPlan(run, tmp_path, None, "cpu"), Machine(24 * 2**30, 2))
     check_processes(SwarmPlan(run, tmp_path, None, "cuda:0"), Machine(2**30, 2))
+
+
+def test_size_memory_and_time_are_said_before_a_swarm_starts(tmp_path):
+    run = loads("steps = 9\n[model]\npreset = 'large'\nvocabulary = 2048")
+    plan = SwarmPlan(run, tmp_path, None, "cpu")
+    size, warning, time = outlook(plan, Machine(24 * 2**30, 2), lambda: 1e11)
+    parameters = 1_241_614_336
+    assert size.startswith(f"{parameters:,} parameters at 7 nodes, which take about 28.6 GiB of")
+    assert warning.startswith("WARNING: that is more than this machine has")
+    minutes = 6 * parameters * 65536 / 2e11 / 60
+    assert time == f"a step of 65,536 tokens takes at least {minutes:.0f} min here; there are 9"
+    assert len(list(outlook(plan, Machine(32 * 2**30, 2), lambda: 1e11))) == 2
+    on_gpu = list(outlook(plan._replace(device="cuda:0"), Machine(2**33, 2), lambda: 1 / 0))
+    assert on_gpu == [
+        f"{parameters:,} parameters at 7 nodes, which take about 0.8 GiB of this "
+        "machine's 8.0 GiB of memory"
+    ]
+    assert speed_of_a_core() > 1e6
 
 
 def test_more_nodes_than_a_machine_can_have_are_refused(tmp_path):
