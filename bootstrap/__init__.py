@@ -16,8 +16,9 @@ vote, fitting.py what a message has room for.
 Where several registries share a run, turns.py has one of them lead, store.py is what they write
 into instead of a journal, and etcd.py how etcd is spoken to.
 
-allowed.py reads who alone may join. authority.py is what certificates say, invites.py who gets one,
-admission.py both as the registry keeps them, in files as secret_files.py writes them. gate.py says
-who may call what, enrolment.py are the services that let strangers in and obey operators,
-admitting.py what a registry does with them when it begins, enrolling.py a stranger's side.
+allowed.py reads who alone may join, small_files.py any small file that a user names. authority.py
+is what certificates say, invites.py who gets one, admission.py both as the registry keeps them, in
+files as secret_files.py writes them. gate.py says who may call what, enrolment.py are the services
+that let strangers in and obey operators, admitting.py what a registry does with them when it
+begins, enrolling.py a stranger's side.
 """

@@ -9,8 +9,8 @@ peers dial it), notices.py (what clouds say of the end of a machine), instance.p
 its identities), enrolled.py (how it comes by an invite), daemon.py (one identity: joining, links,
 and an agent for each seat), doctor.py and diagnosis.py (whether a node could join: what is found,
 and what that means), seats.py (who of its seats hears what), naming.py (how seats are called),
-agent.py (a seat at a stage: all that a node does there, without loop, clock, socket, thread or
-tensor) and ports.py (what an agent asks of the world).
+cores.py (how many processors there are), agent.py (a seat at a stage: all that a node does there,
+without loop, clock, socket, thread or tensor) and ports.py (what an agent asks of the world).
 
 Read the rooms in this order: `transaction` decides, `stage` computes, `wire` carries, `state` keeps
 and restores, `data` feeds, `report` tells, `page` shows it in a browser, `hugging_face` hands the

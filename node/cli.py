@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points, version
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -110,6 +111,9 @@ def main() -> None:
     import logging
 
     leave_out_current_folder()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # what a terminal can't show is escaped
+            stream.reconfigure(errors="backslashreplace")
     # gRPC warns of every fork; ours only go on to exec.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     for seen in warnings(sys.argv[1:]):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +23,25 @@ class Begin(enum.StrEnum):
     AUTO = "auto"
     YES = "yes"
     NO = "no"
+
+
+class Format(enum.StrEnum):
+    TEXT = "text"
+    MESSAGES = "messages"
+    SHAREGPT = "sharegpt"
+    ALPACA = "alpaca"
+    COMPLETION = "completion"
+
+
+class LongerConversations(enum.StrEnum):
+    CUT = "cut"
+    LEAVE_OUT = "leave-out"
+
+
+SHOWN = 3
+"""Documents that `inspect` shows."""
+LOOKED_AT = 1 << 16
+"""Tokens among which it looks for them."""
 
 
 @data_app.command("prepare")
@@ -74,6 +95,21 @@ def data_prepare(
     longest_record: Annotated[
         int, typer.Option(metavar="BYTES", min=1, help="A longer one is a bad row.")
     ] = 16 << 20,
+    form: Annotated[
+        Format | None,
+        typer.Option("--format", help="What all records are. Default: as their fields say."),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of a sample, in which a conversation should fit. Default: as the "
+            "tokenizer's folder says.",
+        ),
+    ] = None,
+    longer: Annotated[
+        LongerConversations, typer.Option(help="What to do with conversations that don't fit.")
+    ] = LongerConversations.CUT,
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -102,6 +138,9 @@ def data_prepare(
         recipe = Recipe(
             *(inputs, file, vocabulary, validation, text_field, document_separator),
             *(chat_template, bos.value, end_token, skip_bad, longest_record),
+            form=None if form is None else form.value,
+            context=context,
+            longer=longer.value,
         )
         with spreading(jobs, dask) as spread, tracking("") as track:
             corpus, written = prepare(recipe, out, spread=spread, force=force, track=track)
@@ -140,10 +179,10 @@ def data_inspect(
         Path, typer.Argument(metavar="DIR|RUN.toml", help="Folder of prepared data, or a run file.")
     ],
     verify: Annotated[bool, typer.Option("--verify", help="Read all, check checksums.")] = False,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of the sample to show.")] = 128,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a document to show.")] = 128,
 ) -> None:
-    """Show what prepared data holds, and its first sample; or what a run makes of its data."""
-    from planaria.node.data.corpus import TRAIN, Corpus, CorpusError
+    """Show what prepared data holds, and its first documents; or what a run makes of its data."""
+    from planaria.node.data.corpus import Corpus, CorpusError
     from planaria.node.run_file import RunFileError
 
     with refusing(CorpusError, RunFileError):
@@ -154,29 +193,38 @@ def data_inspect(
         _print_corpus(corpus)
         if verify:
             console.print("checksums: all right")
-        text = _first_sample(corpus, context)
+        marks = "\u27e6\u27e7" if console.encoding.startswith("utf") else ("[[", "]]")
+        texts = _first_documents(corpus, context, *marks)
     console.print(
-        f"\nfirst of {corpus.count(TRAIN, context)} training samples of {context} tokens"
-        + (", what is scored in \u27e6\u27e7:" if corpus.masked else ":")
+        f"\nfirst documents to train on, {context} tokens of each at most"
+        + (f", what is scored in {''.join(marks)}:" if corpus.masked else ":"),
+        markup=False,
+        highlight=False,
     )
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    for text in texts:
+        console.print(text, "", sep="\n", markup=False, highlight=False, soft_wrap=True)
 
 
-def _first_sample(corpus: Corpus, context: int) -> str:
-    """As text. Raises CorpusError."""
-    from itertools import groupby
-
+def _first_documents(corpus: Corpus, context: int, opening: str, closing: str) -> list[str]:
+    """As texts. Raises CorpusError."""
     from planaria.node.data.corpus import TRAIN
 
-    tokenizer, sample = corpus.tokenizer(), corpus.sample(TRAIN, context, 0).tolist()
-    if not corpus.masked:
-        return str(tokenizer.decode(sample, skip_special_tokens=False))
-    scored = [False, *corpus.scored(TRAIN, context, 0).tolist()]
-    text = ""
-    for is_scored, run in groupby(zip(scored, sample, strict=True), lambda pair: pair[0]):
-        part = tokenizer.decode([token for _, token in run], skip_special_tokens=False)
-        text += f"\u27e6{part}\u27e7" if is_scored else part
-    return text
+    tokenizer = corpus.tokenizer()
+    size = max(1, min(corpus.index.splits[TRAIN].tokens - 1, LOOKED_AT))
+    tokens = corpus.sample(TRAIN, size, 0).tolist()
+    scored = [False, *corpus.scored(TRAIN, size, 0).tolist()]
+    begins = corpus.begins(TRAIN, size, 0).tolist()
+    starts = [0, *(at for at, begin in enumerate(begins) if begin and at), len(tokens)]
+    texts = []
+    for start, end in list(pairwise(starts))[:SHOWN]:
+        text = ""
+        shown = slice(start, min(end, start + context))
+        marked = zip(scored[shown], tokens[shown], strict=True)
+        for is_scored, run in groupby(marked, itemgetter(0)):
+            part = str(tokenizer.decode([token for _, token in run], skip_special_tokens=False))
+            text += f"{opening}{part}{closing}" if is_scored and corpus.masked else part
+        texts.append(text)
+    return texts
 
 
 def _print_data_of_run(file: Path) -> None:
@@ -231,8 +279,10 @@ def _print_corpus(corpus: Corpus) -> None:
             f"{len(split.shards)}",
         )
     console.print(table)
-    if corpus.index.source is not None:
-        console.print(_read_and_left_out(corpus.index.source), highlight=False, soft_wrap=True)
+    if (source := corpus.index.source) is not None:
+        console.print(_read_and_left_out(source), highlight=False, soft_wrap=True)
+        if corpus.masked:
+            console.print(_longer(source), highlight=False, soft_wrap=True)
     console.print(f"tokenizer: {corpus.vocabulary} tokens, hash {corpus.index.tokenizer}")
     tokenizer, index = corpus.tokenizer(), corpus.index
     begin = "".join(str(tokenizer.id_to_token(token)) for token in index.begin) or "nothing"
@@ -249,3 +299,12 @@ def _read_and_left_out(source: Source) -> str:
         for what, (number, size) in source.left_out.items()
     )
     return f"{read}; left out: {left_out or 'nothing'}"
+
+
+def _longer(source: Source) -> str:
+    if source.context is None:
+        return (
+            "no file of the tokenizer says how many tokens a model looks at: conversations that "
+            "are longer aren't counted; --context says it"
+        )
+    return f"{source.cut:,} conversations have more than {source.context:,} tokens, and are cut"

@@ -2,15 +2,15 @@
 
 A template is Jinja, rendered as `apply_chat_template` of transformers does it, in a sandbox; it has
 no `strftime_now`, since what is prepared must not depend on the day. What lies between its
-`{% generation %}` and `{% endgeneration %}` is the assistant's. In a template without them, an
-assistant's message is what its rendering adds to that of all before it and the generation prompt.
+`{% generation %}` and `{% endgeneration %}` is the assistant's. In a template without them, it is
+what of the whole text depends on the assistant's messages, and the token behind each.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -21,11 +21,13 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from planaria.bootstrap.small_files import read_small
-from planaria.node.data.corpus import CorpusError
+from planaria.node.data.corpus import CorpusError, load_tokenizer
 from planaria.node.data.tokenizer import CONFIG, TEMPLATE, read_object, special_tokens
 
-BEGIN, END = "\ufdd0", "\ufdd1"
-"""Around what the assistant says, while a text is rendered: Unicode has no characters there."""
+BEGIN, END, MARK = MARKS = "\ufdd0", "\ufdd1", "\ufdd2"
+"""The first two are around what the assistant says while a template that says where it is renders
+it; the third is instead of it, to see what of a text depends on it. Unicode has no such characters,
+and no conversation has them."""
 MARKED: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 _FAILURES: Final = (
@@ -45,32 +47,18 @@ class Conversation(NamedTuple):
     """One that is there in messages."""
 
     place: str  # where, in words
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]]  # content None: there is none
     tools: list[Any] | None = None
     unanswered: bool = False  # rendered with the generation prompt, for a model to answer
+    unscored: Sequence[int] = ()  # messages that are not to be learned
 
 
 class Rendered(NamedTuple):
     text: str
     scored: list[tuple[int, int]]
     """What the assistant says: its first characters, and those behind its last ones."""
-
-
-def conversation(place: str, record: Mapping[str, Any]) -> Conversation:
-    """Of a record with `messages`, and perhaps `tools`. Raises CorpusError."""
-    messages = record["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise CorpusError(f"{place}: 'messages' is no list of messages but {_named(messages)}")
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise CorpusError(
-                f"{place}: message {number} has no role, as in "
-                '{"role": "user", "content": "What is a planarian?"}, but is ' + _named(message)
-            )
-    text = json.dumps(record, ensure_ascii=False, default=str)
-    if BEGIN in text or END in text:
-        raise CorpusError(f"{place} has U+FDD0 or U+FDD1, which are no characters: remove them")
-    return Conversation(place, messages, record.get("tools"))
+    open_end: bool = False
+    """The last of these has no token that ends it: the end of the document does."""
 
 
 class Template(NamedTuple):
@@ -79,14 +67,19 @@ class Template(NamedTuple):
     source: str
     name: str  # says where it is from
     special_tokens: dict[str, str]
+    ends: Sequence[str] = ()  # all special tokens of the tokenizer, any of which may end a turn
 
 
 class ChatTemplate:
-    """`name` says where the template is from; `special_tokens` has bos_token, eos_token, ... Raises
-    CorpusError when it can't be read."""
+    """`name` says where the template is from; `special_tokens` has bos_token, eos_token, ...;
+    `ends`: see Template. Raises CorpusError when it can't be read."""
 
-    def __init__(self, source: str, name: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, name: str, special_tokens: Mapping[str, str], ends: Sequence[str] = ()
+    ) -> None:
         self._name, self._special = name, special_tokens
+        known = sorted({*ends, *special_tokens.values()} - {""}, key=len, reverse=True)
+        self._end = re.compile(rf"\s*(?:{'|'.join(map(re.escape, known))})" if known else r"(?!)")
         self._marked = MARKED.search(source) is not None
         try:
             self._template = _environment().from_string(source)
@@ -97,33 +90,86 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation) -> Rendered:
         """Raises CorpusError."""
-        found = self._text(conversation, len(conversation.messages), conversation.unanswered)
-        if self._marked or conversation.unanswered:
-            return _unmarked(found)
-        return Rendered(found, list(self._turns(conversation, found)))
+        messages = [_with_content(message) for message in conversation.messages]
+        text = self._text(conversation, messages, conversation.unanswered)
+        if conversation.unanswered:
+            return _unmarked(text)
+        if not self._marked:
+            return self._found(conversation, messages, text)
+        rendered = _unmarked(text)
+        left_out = [
+            self._span(conversation, messages, rendered.text, at) for at in conversation.unscored
+        ]
+        return rendered._replace(
+            scored=[
+                (begin, end)
+                for begin, end in rendered.scored
+                if not any(span and begin < span[1] and span[0] < end for span in left_out)
+            ]
+        )
 
-    def _turns(self, conversation: Conversation, whole: str) -> Iterator[tuple[int, int]]:
-        for number, message in enumerate(conversation.messages):
-            if message["role"] != "assistant":
+    def _found(
+        self, conversation: Conversation, messages: list[dict[str, Any]], text: str
+    ) -> Rendered:
+        """What the assistant says in the text, and the token that ends each turn."""
+        scored, open_end = [], False
+        for at, message in enumerate(messages):
+            if message["role"] != "assistant" or at in conversation.unscored:
                 continue
-            before = self._text(conversation, number, add_generation_prompt=True)
-            said = self._text(conversation, number + 1)
-            if not (said.startswith(before) and whole.startswith(said)):
-                raise CorpusError(
-                    f"{conversation.place}: {self._name} renders message {number} otherwise when "
-                    "another one follows, so what the assistant says can't be told: put "
-                    "{% generation %} and {% endgeneration %} around it in a copy of the template, "
-                    "and give that with --chat-template"
-                )
-            yield len(before), len(said)
+            if (span := self._span(conversation, messages, text, at)) is None:
+                continue
+            begin, end = span
+            ending = self._end.match(text, end)
+            open_end = ending is None and not text[end:].strip()
+            scored.append((begin, ending.end() if ending else end))
+        return Rendered(text, scored, open_end)
+
+    def _span(
+        self, conversation: Conversation, messages: list[dict[str, Any]], text: str, at: int
+    ) -> tuple[int, int] | None:
+        """Of the text, what depends on what the assistant says in this message; None: nothing.
+
+        A mark is rendered in its place: what both texts begin and end with is the template's.
+        """
+        message, before = messages[at], ""
+        others = [{"role": message["role"], "content": MARK}]
+        if message.get("tool_calls"):  # a template may insist on a call before a tool's answer
+            others.append({**message, "tool_calls": list(map(_marked_call, message["tool_calls"]))})
+        for other in others:
+            changed = [*messages[:at], other, *messages[at + 1 :]]
+            try:
+                marked = _unmarked(self._text(conversation, changed)).text
+                break
+            except CorpusError:
+                if other is others[-1]:
+                    raise
+                before = self._text(conversation, messages[:at], add_generation_prompt=True)
+        if other is others[0] and marked.count(MARK) > 1:
+            raise CorpusError(
+                f"{conversation.place}: {self._name} writes message {at} more than once, so what "
+                "the assistant says can't be told: put {% generation %} and {% endgeneration %} "
+                "around it in a copy of the template, and give that with --chat-template"
+            )
+        begin = _common(text, before or marked)
+        end = len(text) - _common(text[begin:][::-1], marked[begin:][::-1])
+        if before:  # both texts have a call there, and end it alike
+            ending = self._end.search(text, end)
+            end = ending.start() if ending else len(text)
+        content = message["content"].strip()
+        if content and text.endswith(content, 0, end):  # also what a template writes by itself
+            begin = min(begin, end - len(content))
+        return (begin, end) if begin < end else None
 
     def _text(
-        self, conversation: Conversation, count: int, add_generation_prompt: bool = False
+        self,
+        conversation: Conversation,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = False,
     ) -> str:
-        """Of its first messages. Raises CorpusError."""
+        """Raises CorpusError."""
         try:
             return self._template.render(
-                messages=conversation.messages[:count],
+                messages=messages,
                 tools=conversation.tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -134,27 +180,50 @@ class ChatTemplate:
             raise CorpusError(f"{conversation.place}: {self._name} refuses it: {why}") from error
 
 
+class _NoContent(str):
+    """The content of a message without any. It is none, as with transformers, for a template that
+    asks, and no text for one that writes it."""
+
+
+def _with_content(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "content": _NoContent()} if message.get("content") is None else message
+
+
+def _marked_call(call: dict[str, Any]) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": _marked_call(call["function"])}
+    return {**call, "name": MARK, "arguments": {}}
+
+
+def _common(one: str, other: str) -> int:
+    """Characters that both begin with."""
+    differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
+
+
 def template_of(
     tokenizer: Path, file: Path | None = None, remedy: str = "give one with --chat-template FILE"
 ) -> Template:
     """That of `file`, or the one beside a tokenizer.json: chat_template.jinja, or the chat_template
     of tokenizer_config.json. Raises CorpusError, which ends with the remedy when there is none."""
     folder = tokenizer.absolute().parent
-    config, special = read_object(folder / CONFIG), special_tokens(folder)
-    beside = folder / TEMPLATE
+    beside, config = folder / TEMPLATE, read_object(folder / CONFIG)
+    special = special_tokens(folder)
+    added = load_tokenizer(tokenizer).get_added_tokens_decoder().values()
+    ends = [token.content for token in added if token.special]
     if file is None and beside.exists():
         file = beside
     if file is not None:
-        return Template(_read(file), str(file), special)
+        return Template(_read(file), str(file), special, ends)
     found = config.get("chat_template")
     if isinstance(found, list):  # several, by their names
         found = {one["name"]: one["template"] for one in found}.get("default")
     if not isinstance(found, str):
         raise CorpusError(
-            f"{folder} has no chat template, by which messages become text: neither {beside.name} "
-            f"nor chat_template in tokenizer_config.json; {remedy}"
+            f"{folder} has no chat template, by which messages become text: neither {TEMPLATE} "
+            f"nor chat_template in {CONFIG}; {remedy}"
         )
-    return Template(found, f"the chat template in {folder / CONFIG}", special)
+    return Template(found, f"the chat template in {folder / CONFIG}", special, ends)
 
 
 def _read(file: Path) -> str:
@@ -199,6 +268,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
+    environment.tests["none"] = lambda value: value is None or isinstance(value, _NoContent)
     environment.globals["raise_exception"] = _refuse
     return environment
 
@@ -222,8 +292,3 @@ def _to_json(
 
 def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _named(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -91,6 +91,8 @@ class Source(BaseModel):
     bytes: int  # of the files
     rows: int  # documents, and rows that were left out
     left_out: dict[str, tuple[int, int]]  # by what it is: how many, and their bytes, if known
+    context: int | None = None  # tokens of a sample, as far as that was known
+    cut: int = 0  # conversations of more tokens
 
 
 class Index(BaseModel):

@@ -1,6 +1,6 @@
 """Documents, one after the other, from text files, JSON, Parquet, folders and `datasets`.
 
-They are texts, or conversations, of records with `messages`. A row that is neither comes as a
+They are texts, or what messages.py makes of records with other fields. A bad row comes as a
 RowError in its place, so that the ordinals of documents don't depend on how often a file is read.
 """
 
@@ -14,10 +14,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from io import SEEK_END, TextIOWrapper
 from itertools import chain
-from typing import Any, AnyStr
+from typing import Any, AnyStr, TypeAlias
 
-from planaria.node.data.chat import Conversation, conversation
+from planaria.node.data.chat import MARKS, Conversation
 from planaria.node.data.corpus import CorpusError, RowError
+from planaria.node.data.messages import Completion, Form, conversation, form_of
 from planaria.node.data.places import PACKED, Listing, files_in, opened, packing, unpacked
 from planaria.node.extras import remedy
 
@@ -45,6 +46,8 @@ LARGE, PACKED_TIGHTLY = 256 << 20, 100
 is no text."""
 _BLOCK = 1 << 16  # characters, of a list
 
+Row: TypeAlias = str | Conversation | Completion
+
 
 def files_of(source: str) -> Listing:
     """The files that a source stands for: a file, or a folder's files in the order of their paths,
@@ -57,15 +60,17 @@ def documents(
     text_field: str = "text",
     separator: re.Pattern[str] | None = None,
     longest: int = LONGEST,
-) -> Iterator[str | Conversation | RowError]:
+    form: Form | None = None,
+) -> Iterator[Row | RowError]:
     """The documents of one of `files_of`; none of them blank. Memory holds one at a time. Raises
     CorpusError for a file that can't be read on.
 
     `text_field` names the text of a record; `separator` is for text files, see lines_to_documents;
-    a record of more than `longest` bytes is a bad row.
+    a record of more than `longest` bytes is a bad row; `form`: of all records, None: each by its
+    fields.
     """
     try:
-        for document in _documents(file, text_field, separator, longest):
+        for document in _documents(file, text_field, separator, longest, form):
             if not isinstance(document, str) or document.strip():
                 yield document
     except UnicodeDecodeError as error:
@@ -122,8 +127,12 @@ def too_long(place: str, longest: int) -> RowError:
 
 
 def _documents(
-    file: str, text_field: str, separator: re.Pattern[str] | None, longest: int
-) -> Iterator[str | Conversation | RowError]:
+    file: str,
+    text_field: str,
+    separator: re.Pattern[str] | None,
+    longest: int,
+    form: Form | None,
+) -> Iterator[Row | RowError]:
     name = file.lower().removesuffix(packing(file))
     if name.endswith(TEXT_SUFFIXES) and not file.startswith("hf:"):
         with unpacked(file) as data, TextIOWrapper(data, encoding="utf-8-sig") as text:
@@ -134,11 +143,14 @@ def _documents(
     if file.startswith("hf:"):
         records = _dataset_records(file)
     elif name.endswith(PARQUET_SUFFIXES):
-        records = _parquet_records(file, text_field)
+        records = _parquet_records(file, text_field if form in (None, "text") else None)
     else:
         records = _json_records(file, longest, may_be_list=name.endswith(JSON_SUFFIXES))
     for record in records:
-        yield record if isinstance(record, RowError) else _document(*record, text_field, longest)
+        if isinstance(record, RowError):
+            yield record
+        else:
+            yield _document(*record, text_field, longest, form)
 
 
 # A record comes with the words that say where it was.
@@ -146,17 +158,23 @@ Record = tuple[str, Any]
 
 
 def _document(
-    place: str, record: Any, text_field: str, longest: int
-) -> str | Conversation | RowError:
+    place: str, record: Any, text_field: str, longest: int, form: Form | None
+) -> Row | RowError:
     try:
-        if isinstance(record, dict) and text_field not in record and "messages" in record:
-            whole = json.dumps(record, ensure_ascii=False, default=str)
-            _check_text(f"{place}: the record", whole)
-            if len(whole) > longest:
-                return too_long(place, longest)
-            return conversation(place, record)
-        text = _text(place, record, text_field)
-        return too_long(place, longest) if len(text) > longest else text
+        if form is None and isinstance(record, dict):
+            form = form_of(record, text_field)
+        if form is None or form == "text":
+            text = _text(place, record, text_field)
+            return too_long(place, longest) if len(text) > longest else text
+        if not isinstance(record, dict):
+            return RowError(f"{place} is no record with fields but {type(record).__name__}")
+        whole = json.dumps(record, ensure_ascii=False, default=str)
+        _check_text(f"{place}: the record", whole)
+        if any(mark in whole for mark in MARKS):
+            return RowError(f"{place} has one of U+FDD0 to U+FDD2, no characters: remove them")
+        if len(whole) > longest:
+            return too_long(place, longest)
+        return conversation(place, record, form)
     except CorpusError as error:
         return RowError(str(error))
     except RecursionError:
@@ -168,7 +186,8 @@ def _text(place: str, record: Any, text_field: str) -> str:
     if not isinstance(record, dict) or text_field not in record:
         fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise CorpusError(
-            f"{place} has no field {text_field!r} but {fields}: name one with --text-field"
+            f"{place} has no field {text_field!r} but {fields}: name one with --text-field, or "
+            "see the forms of conversations in docs/prepare.md"
         )
     text = record[text_field]
     if isinstance(text, bytes):
@@ -276,7 +295,7 @@ def _after_space(text: str, at: int) -> int:
     return at
 
 
-def _parquet_records(file: str, text_field: str) -> Iterator[Record | RowError]:
+def _parquet_records(file: str, text_field: str | None) -> Iterator[Record | RowError]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -289,7 +308,7 @@ def _parquet_records(file: str, text_field: str) -> Iterator[Record | RowError]:
             pyarrow.parquet.ParquetFile(data, buffer_size=1 << 20) as table,
         ):
             names = table.schema_arrow.names
-            columns = [text_field] if text_field in names else names
+            columns = [text_field] if text_field is not None and text_field in names else names
             _check_unpacked(file, data.seek(0, SEEK_END), table.metadata)
             for batch in table.iter_batches(batch_size=ROWS_AT_A_TIME, columns=columns):
                 for record in _in_python(batch):

@@ -29,8 +29,10 @@ from planaria.node.data.corpus import (
     file_checksum,
     load_tokenizer,
 )
+from planaria.node.data.documents import Row
+from planaria.node.data.messages import Completion
 from planaria.node.data.places import stamp
-from planaria.node.data.recipe import SHOWN, Recipe, mostly_good
+from planaria.node.data.recipe import COMPLETIONS, SHOWN, Recipe, mostly_good
 from planaria.node.data.rendering import Renderer
 from planaria.node.data.shards import SplitWriter
 from planaria.node.data.tokenizer import bounds_of, special_tokens_in
@@ -46,8 +48,10 @@ class Part(BaseModel):
     """What `part.json` says of the shards beside it."""
 
     ranks: list[float]  # the FEW least ones of documents, in order
-    rows: int  # documents, and bad rows
-    bad: list[str]  # the first of them, and why
+    rows: int  # documents, and what was left out
+    bad: int  # rows
+    why: list[str]  # of the first of them
+    longer: int  # conversations than the context
     splits: dict[str, Split]
 
     @property
@@ -58,6 +62,7 @@ class Part(BaseModel):
 class Document(NamedTuple):
     text: str
     scored: list[tuple[int, int]] | None = None  # characters; None: all
+    open_end: bool = False  # the end token that is put behind it is scored, too
 
 
 class Vocabulary(NamedTuple):
@@ -66,6 +71,7 @@ class Vocabulary(NamedTuple):
     size: int
     begin: tuple[int, ...]  # of each text
     end_of_document: int
+    ending: str  # that token, as text
 
     @property
     def dtype(self) -> Dtype:
@@ -89,7 +95,7 @@ class Tokenizing:
     def place(self, file: str, first: int) -> Path:
         """Where the part of a file is or will be, as the file is now. Raises CorpusError."""
         recipe = self.recipe
-        how = [recipe.validation, *recipe.reading, self.template]
+        how = [recipe.validation, recipe.context, recipe.longer, *recipe.reading, self.template]
         tokenizer = file_checksum(self.tokenizer), self.vocabulary
         fields = [file, stamp(file), first, *tokenizer, *how]
         return self.folder / _key(fields)
@@ -118,9 +124,10 @@ class Tokenizing:
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             temporary.mkdir(parents=True)
-            with nullcontext() if self.template is None else Renderer(self.template) as renderer:
-                texts = track(rendered(self.recipe, file, renderer), "writing tokens", None)
-                part = self._write_splits(texts, temporary, first)
+            chat = self.template if self.template != COMPLETIONS else None
+            with nullcontext() if chat is None else Renderer(chat) as renderer:
+                rows = rendered(self.recipe, file, self.template, renderer)
+                part = self._write_splits(track(rows, "writing tokens", None), temporary, first)
             (temporary / "part.json").write_text(part.model_dump_json())
             temporary.rename(place)
         except OSError as error:
@@ -129,18 +136,17 @@ class Tokenizing:
             shutil.rmtree(temporary, ignore_errors=True)
         return place, part
 
-    def _write_splits(self, texts: Iterable[Document | RowError], folder: Path, first: int) -> Part:
+    def _write_splits(
+        self, documents: Iterable[Document | RowError], folder: Path, first: int
+    ) -> Part:
         """Raises CorpusError, OSError."""
-        tokenizer = load_tokenizer(self.tokenizer)
+        tokenizer, recipe = load_tokenizer(self.tokenizer), self.recipe
         # "<|endoftext|>" within a text is text; what a chat template makes has special tokens
         tokenizer.encode_special_tokens = not self.masked
-        end = self.vocabulary.end_of_document
-        ending = str(tokenizer.id_to_token(end))
-        begin = () if self.masked else self.vocabulary.begin  # a template writes its own
         dtype = self.vocabulary.dtype
         encode = tokenizer.encode_batch if self.masked else tokenizer.encode_batch_fast
         ranks: list[float] = []
-        rows = _Rows(texts, first)
+        rows, longer = _Rows(documents, first), 0
         with ExitStack() as stack:
             writers = {
                 name: stack.enter_context(SplitWriter(folder, name, dtype, self.masked))
@@ -148,17 +154,40 @@ class Tokenizing:
             }
             for batch in _batches(rows.good()):
                 encodings = encode([one.text for _, one in batch], add_special_tokens=False)
-                of_batch = [held_out_rank(ordinal, one.text) for ordinal, one in batch]
-                ranks = nsmallest(FEW, ranks + of_batch)
-                for (_, document), rank, encoding in zip(batch, of_batch, encodings, strict=True):
-                    split = VALIDATION if rank < self.recipe.validation else TRAIN
-                    tokens = np.array([*begin, *encoding.ids, end])
-                    mask = None if document.scored is None else _mask(encoding, document.scored)
-                    if mask is not None and document.text.rstrip().endswith(ending):
-                        tokens = tokens[:-1]
+                for (ordinal, document), encoding in zip(batch, encodings, strict=True):
+                    tokens, mask = self._tokens(document, encoding)
+                    if mask is not None and len(tokens) > (recipe.context or len(tokens)):
+                        longer += 1
+                        if recipe.longer == "leave-out":
+                            continue
+                    rank = held_out_rank(ordinal, document.text)
+                    ranks.append(rank)
+                    split = VALIDATION if rank < recipe.validation else TRAIN
                     writers[split].write(tokens, mask, len(document.text.encode()))
-        splits = {name: writer.split() for name, writer in writers.items()}
-        return Part(ranks=ranks, rows=rows.number, bad=rows.bad, splits=splits)
+                ranks = nsmallest(FEW, ranks)
+        return Part(
+            ranks=ranks,
+            rows=rows.number,
+            bad=rows.bad,
+            why=rows.why,
+            longer=longer,
+            splits={name: writer.split() for name, writer in writers.items()},
+        )
+
+    def _tokens(
+        self, document: Document, encoding: Encoding
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint8] | None]:
+        """Those of a document, and 1 for each that is scored; None: all are."""
+        _, begin, end, ending = self.vocabulary
+        if self.template not in (None, COMPLETIONS):
+            begin = ()  # the template writes its own
+        tokens = np.array([*begin, *encoding.ids, end])
+        if document.scored is None:
+            return tokens, None
+        inner = _mask(encoding, document.scored)
+        mask = np.array([*(0 for _ in begin), *inner, document.open_end], np.uint8)
+        ended = document.text.rstrip().endswith(ending)
+        return (tokens[:-1], mask[:-1]) if ended else (tokens, mask)
 
 
 class _Rows:
@@ -166,8 +195,8 @@ class _Rows:
 
     def __init__(self, rows: Iterable[Document | RowError], first: int) -> None:
         self._rows, self._first = rows, first
-        self.number = 0
-        self.bad: list[str] = []
+        self.number = self.bad = 0
+        self.why: list[str] = []
 
     def good(self) -> Iterator[tuple[int, Document]]:
         """With their ordinals: rows that are left out have some, too."""
@@ -175,8 +204,10 @@ class _Rows:
             self.number += 1
             if not isinstance(row, RowError):
                 yield ordinal, row
-            elif len(self.bad) < SHOWN:
-                self.bad.append(str(row))
+                continue
+            self.bad += 1
+            if len(self.why) < SHOWN:
+                self.why.append(str(row))
 
 
 def _key(fields: Sequence[object]) -> str:
@@ -197,30 +228,37 @@ def vocabulary_of(tokenizer: Path, recipe: Recipe) -> Vocabulary:
             f"no file in {folder} says which token ends a document: name it with --end-token; "
             f"{special_tokens_in(library)}"
         )
-    return Vocabulary(max(library.get_vocab().values()) + 1, begin, end)
+    size = max(library.get_vocab().values()) + 1
+    return Vocabulary(size, begin, end, str(library.id_to_token(end)))
 
 
-def rendered(recipe: Recipe, file: str, renderer: Renderer | None) -> Iterator[Document | RowError]:
-    """The rows of a file. Raises CorpusError."""
-    return mostly_good(_rendered(recipe.documents(file), renderer), recipe.skip_bad)
+def rendered(
+    recipe: Recipe, file: str, template: Template | None, renderer: Renderer | None
+) -> Iterator[Document | RowError]:
+    """The rows of a file; all are of the kind that the template is for. Raises CorpusError."""
+    return mostly_good(_rendered(recipe.documents(file), template, renderer), recipe.skip_bad)
 
 
 def _rendered(
-    rows: Iterable[str | Conversation | RowError], renderer: Renderer | None
+    rows: Iterable[Row | RowError], template: Template | None, renderer: Renderer | None
 ) -> Iterator[Document | RowError]:
     """Raises CorpusError."""
     for row in rows:
-        if isinstance(row, RowError):
-            yield row
-        elif isinstance(row, str) and renderer is None:
-            yield Document(row)
-        elif isinstance(row, Conversation) and renderer is not None:
-            yield _render(row, renderer)
-        else:
-            raise CorpusError(
-                "there are texts and records with messages: prepare them apart, and train on both "
-                "with [[data.corpora]]"
-            )
+        match row:
+            case RowError():
+                yield row
+            case str() if template is None:
+                yield Document(row)
+            case Completion(_, prompt, completion) if template == COMPLETIONS:
+                whole = prompt + completion
+                yield Document(whole, [(len(prompt), len(whole))], open_end=True)
+            case Conversation() if renderer is not None:
+                yield _render(row, renderer)
+            case _:
+                raise CorpusError(
+                    "there are documents of several kinds (texts, conversations, prompts with "
+                    "completions): prepare them apart, and train on both with [[data.corpora]]"
+                )
 
 
 def _render(conversation: Conversation, renderer: Renderer) -> Document | RowError:

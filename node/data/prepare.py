@@ -52,7 +52,7 @@ from planaria.node.data.places import Listing, size, stamp
 from planaria.node.data.recipe import Recipe, in_words
 from planaria.node.data.shards import SplitWriter
 from planaria.node.data.spread import Spread
-from planaria.node.data.tokenizer import write_tokenizer
+from planaria.node.data.tokenizer import context_of, write_tokenizer
 from planaria.node.report.progress import Track, untracked
 
 log = logging.getLogger("planaria")
@@ -84,6 +84,8 @@ def prepare(
     existing = _occupant(out)
     listing = recipe.files()
     template = recipe.template(listing.files)
+    if template is not None and recipe.tokenizer is not None and recipe.context is None:
+        recipe = replace(recipe, context=context_of(recipe.tokenizer.absolute().parent))
     key = _key(recipe, template, listing.files)
     if key and existing is not None and existing.source and existing.source.key == key:
         return Corpus.open(out), False
@@ -91,7 +93,7 @@ def prepare(
         with _workshop(out) as folder:
             whole = folder / "whole"
             tokenizing, parts = _tokenized(recipe, listing.files, template, folder, spread, track)
-            index = _laid_out(tokenizing, parts, whole, _source(key, listing, parts))
+            index = _laid_out(tokenizing, parts, whole, _source(key, recipe, listing, parts))
             if existing is not None and existing.content == index.content:
                 replaced = existing.model_copy(update={"source": index.source})
                 replace_with(out / "index.json", _in_json(replaced))
@@ -159,14 +161,21 @@ def _workshop(out: Path) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _source(key: str, listing: Listing, parts: Parts) -> Source:
-    bad = sum(part.rows - part.documents for _, part in parts)
+def _source(key: str, recipe: Recipe, listing: Listing, parts: Parts) -> Source:
+    longer = sum(part.longer for _, part in parts)
+    cut = longer if recipe.longer == "cut" else 0
+    rows = {
+        "bad rows": sum(part.bad for _, part in parts),
+        f"conversations of more than {recipe.context} tokens": longer - cut,
+    }
     return Source(
         key=key,
         files=len(listing.files),
         bytes=sum(map(size, listing.files)),
         rows=sum(part.rows for _, part in parts),
-        left_out=listing.left_out | ({"bad rows": (bad, 0)} if bad else {}),
+        left_out=listing.left_out | {what: (count, 0) for what, count in rows.items() if count},
+        context=recipe.context,
+        cut=cut,
     )
 
 
@@ -221,7 +230,8 @@ def _laid_out(tokenizing: Tokenizing, parts: Parts, whole: Path, source: Source)
     shutil.rmtree(whole, ignore_errors=True)
     whole.mkdir()
     bounds = vocabulary.end_of_document, vocabulary.begin
-    write_tokenizer(tokenizing.tokenizer, whole, *bounds, template.source if template else None)
+    source_of_template = template.source or None if template else None
+    write_tokenizer(tokenizing.tokenizer, whole, *bounds, source_of_template)
     splits = {}
     for name in SPLITS:
         with SplitWriter(whole, name, vocabulary.dtype, tokenizing.masked) as writer:
@@ -300,7 +310,7 @@ def _trained_tokenizer(recipe: Recipe, files: Sequence[str], folder: Path, track
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    documents = chain.from_iterable(rendered(recipe, file, None) for file in files)
+    documents = chain.from_iterable(rendered(recipe, file, None, None) for file in files)
     rows = track(documents, "training the tokenizer", None)
     tokenizer.train_from_iterator(_to_learn_from(rows, recipe.validation), trainer)
     temporary = trained.with_suffix(".tmp")
@@ -322,8 +332,9 @@ def _check_rows(recipe: Recipe, parts: Parts) -> None:
     """Raises CorpusError when more rows are bad than may be left out; warns of those that are."""
     rows = sum(part.rows for _, part in parts)
     documents = sum(part.documents for _, part in parts)
-    reasons = [reason for _, part in parts for reason in part.bad]
-    recipe.check(rows - documents, rows, reasons)
+    bad = sum(part.bad for _, part in parts)
+    reasons = [reason for _, part in parts for reason in part.why]
+    recipe.check(bad, rows, reasons)
     if documents < 2:
         raise CorpusError(
             f"found {documents} documents, but training and validation need one each: add text, or "
@@ -331,7 +342,7 @@ def _check_rows(recipe: Recipe, parts: Parts) -> None:
             + (f" (left out: {in_words(reasons)})" if reasons else "")
         )
     if reasons:
-        log.warning("left out %d of %d rows: %s", rows - documents, rows, in_words(reasons))
+        log.warning("left out %d of %d rows: %s", bad, rows, in_words(reasons))
 
 
 def _check_scored(splits: dict[str, Split]) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeAlias, TypeVar
 
 from planaria.node.data.chat import Conversation, Template, template_of
 from planaria.node.data.corpus import CorpusError, RowError
-from planaria.node.data.documents import LONGEST, documents, files_of
+from planaria.node.data.documents import LONGEST, Row, documents, files_of
+from planaria.node.data.messages import Completion, Form
 from planaria.node.data.places import Listing
 from planaria.node.data.tokenizer import Bos
 
@@ -22,6 +23,11 @@ HOPELESS: Final = 1000
 """Bad rows of a file that end it, if most of its rows by then are bad."""
 SHOWN: Final = 3
 """Reasons of bad rows that a message has."""
+
+
+COMPLETIONS: Final = Template("", "prompts with completions", {})
+"""Stands for none: these are texts, of which a part is scored."""
+Longer: TypeAlias = Literal["cut", "leave-out"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,9 @@ class Recipe:
     end_token: str | None = None
     skip_bad: float = 0.01  # share of the rows that may be left out
     longest_record: int = LONGEST  # bytes
+    form: Form | None = None  # of all records; None: each by its fields
+    context: int | None = None  # tokens of a sample; None: what the tokenizer's folder says
+    longer: Longer = "cut"  # conversations that are longer are cut by samples, or left out
 
     def __post_init__(self) -> None:
         if not 0 < self.validation < 1:
@@ -53,6 +62,8 @@ class Recipe:
             )
         if not 0 <= self.skip_bad <= 1:
             raise CorpusError(f"--skip-bad is a share between 0 and 1, not {self.skip_bad}")
+        if self.context is not None and self.context < 1:
+            raise CorpusError(f"--context is a number of tokens from 1 on, not {self.context}")
         if not self.inputs:
             raise CorpusError("nothing to prepare: name a text file, a folder or a dataset")
         try:
@@ -72,12 +83,12 @@ class Recipe:
     @property
     def reading(self) -> list[object]:
         """What decides, beside the files, which documents there are: of simple types."""
-        return [self.text_field, self.separator, self.longest_record]
+        return [self.text_field, self.separator, self.longest_record, self.form]
 
-    def documents(self, file: str) -> Iterator[str | Conversation | RowError]:
+    def documents(self, file: str) -> Iterator[Row | RowError]:
         """Of one of the files. Raises CorpusError, also when most of them are bad rows."""
         separator = None if self.separator is None else re.compile(self.separator)
-        found = documents(file, self.text_field, separator, self.longest_record)
+        found = documents(file, self.text_field, separator, self.longest_record, self.form)
         return mostly_good(found, self.skip_bad)
 
     def check(self, bad: int, rows: int, reasons: Iterable[str]) -> None:
@@ -89,21 +100,23 @@ class Recipe:
             )
 
     def template(self, files: Sequence[str]) -> Template | None:
-        """By which conversations become text; None when there are texts. Raises CorpusError."""
+        """By which conversations become text; None: there are texts. Raises CorpusError."""
         rows = (row for file in files for row in self.documents(file))
         first = next((row for row in rows if not isinstance(row, RowError)), None)
-        if not isinstance(first, Conversation):
-            if self.chat_template is not None:
-                raise CorpusError(
-                    f"--chat-template {self.chat_template} is for records with messages, and the "
-                    "first document is a text"
-                )
+        if not isinstance(first, Conversation) and self.chat_template is not None:
+            raise CorpusError(
+                f"--chat-template {self.chat_template} is for records with messages, and the "
+                "first document is a text"
+            )
+        if not isinstance(first, Conversation | Completion):
             return None
         if self.tokenizer is None:
             raise CorpusError(
-                "records with messages need the tokenizer of the model that is to learn from them: "
-                "give its tokenizer.json with --tokenizer; the chat template is found beside it"
+                "conversations need the tokenizer of the model that is to learn from them: give "
+                "its tokenizer.json with --tokenizer; the chat template is found beside it"
             )
+        if isinstance(first, Completion):
+            return COMPLETIONS
         if self.bos != "auto":
             raise CorpusError(
                 f"--bos {self.bos} is for texts: how a conversation begins its chat template says"

@@ -52,8 +52,9 @@ class Renderer:
 
     def render(self, conversation: Conversation) -> Rendered:
         """Raises CorpusError."""
-        said = self._ask(conversation._asdict(), conversation.place)
-        return Rendered(said["text"], [(first, end) for first, end in said["scored"]])
+        answer = self._ask(conversation._asdict(), conversation.place)
+        spans = [(first, end) for first, end in answer["scored"]]
+        return Rendered(answer["text"], spans, answer["open_end"])
 
     def close(self) -> None:
         self._process.kill()

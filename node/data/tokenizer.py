@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from planaria.node.data.corpus import CorpusError, file_checksum, load_tokenizer
+from planaria.node.stage.shape import LONGEST
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,6 +29,8 @@ SHARED: Final = (TOKENIZER, CONFIG, TEMPLATE, "generation_config.json", "index.j
 may read. Not all need be there; the index is written last."""
 PART: Final = 1 << 20
 """Bytes of such a file that are given at a time."""
+UNBOUNDED: Final = 1e9
+"""transformers writes a model_max_length of 1e30 where nothing is known."""
 PROBE: Final = "a"
 """A text that any tokenizer makes tokens of."""
 DECIDING: Final = ("added_tokens", "normalizer", "pre_tokenizer", "model")
@@ -107,6 +110,17 @@ def special_tokens(folder: Path) -> dict[str, str]:
         if key.endswith("_token") and isinstance(content, str):
             tokens[key] = content
     return tokens
+
+
+def context_of(folder: Path) -> int | None:
+    """Tokens that a model looks at, as the files in `folder` say, but no more than a run that
+    begins from it takes by itself; None: none says it. Raises CorpusError."""
+    figures = (
+        read_object(folder / CONFIG).get("model_max_length"),
+        read_object(folder / "config.json").get("max_position_embeddings"),
+    )
+    known = [int(one) for one in figures if isinstance(one, int | float) and 0 < one < UNBOUNDED]
+    return min(*known, LONGEST) if known else None
 
 
 def special_tokens_in(tokenizer: Tokenizer) -> str:

@@ -327,7 +327,7 @@ def test_nothing_is_left_of_a_preparation_that_fails(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl")
     with source.open("a") as file:
         file.write('{"messages": [{"role": "user", "content": "Is it?"}]}')
-    with pytest.raises(CorpusError, match="there are texts and records with messages"):
+    with pytest.raises(CorpusError, match="there are documents of several kinds"):
         prepare(Recipe([str(source)]), tmp_path / "data")
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
@@ -389,7 +389,7 @@ def test_another_try_does_only_what_was_not_done(stories: Path, tmp_path: Path) 
     (source / "2.jsonl").write_text(f'{whole}{{"messages": [{{"role": "user"}}]}}')
     recipe = Recipe([str(source)], tokenizer=make(tmp_path / "other").path / "tokenizer.json")
     with pytest.raises(
-        CorpusError, match=r"there are texts and records.*\.data\.parts for the next try"
+        CorpusError, match=r"there are documents of several kinds.*\.data\.parts for the next try"
     ):
         prepare(recipe, tmp_path / "data")
     parts = tmp_path / ".data.parts"

@@ -1,0 +1,243 @@
+"""Records to conversations: what people write, in the one form that chat templates read.
+
+A record is of one of FORMS, told by its fields. Whatever its form, its messages pass `_message`,
+each rule of which is a function. Nothing here reads files or knows templates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
+
+from planaria.node.data.chat import Conversation
+from planaria.node.data.corpus import CorpusError
+
+Form: TypeAlias = Literal["text", "messages", "sharegpt", "alpaca", "completion"]
+FORMS: Final[dict[Form, tuple[str, ...]]] = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+}
+"""The fields that a record of each form has; those that are looked for first come first."""
+ROLES: Final = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "ai": "assistant",
+    "observation": "tool",
+}
+"""Other names of roles."""
+USUAL: Final = {"system", "developer", "user", "assistant", "tool", "ipython"}
+assert {*FORMS, "text"} == {*get_args(Form)}
+
+
+class Completion(NamedTuple):
+    """A prompt and what follows it, as texts."""
+
+    place: str  # where, in words
+    prompt: str
+    completion: str
+
+
+def form_of(record: Mapping[str, Any], text_field: str) -> Form | None:
+    """The first form whose fields the record has; what is null isn't there. None: no form."""
+    present = {key for key, value in record.items() if value is not None}
+    if text_field in present:
+        return "text"
+    return next((form for form, fields in FORMS.items() if present >= {*fields}), None)
+
+
+def conversation(
+    place: str, record: Mapping[str, Any], form: Form = "messages"
+) -> Conversation | Completion:
+    """What a record of this form says. `place`: where it is, for errors. Raises CorpusError."""
+    for field in FORMS[form]:
+        if record.get(field) is None:
+            known = ", ".join(record) or "none"
+            raise CorpusError(
+                f"{place} has no field {field!r}, as records of --format {form} have: its fields "
+                f"are {known}"
+            )
+    prompted = 0  # messages that only ask
+    match form:
+        case "completion":
+            prompt, completion = record["prompt"], record["completion"]
+            if isinstance(prompt, str) and isinstance(completion, str):
+                return Completion(place, prompt, completion)
+            if not (isinstance(prompt, list) and isinstance(completion, list)):
+                raise CorpusError(
+                    f"{place}: 'prompt' and 'completion' must be two texts or two lists of "
+                    f"messages, not {type(prompt).__name__} and {type(completion).__name__}"
+                )
+            messages, prompted = [*prompt, *completion], len(prompt)
+        case "alpaca":
+            messages = _alpaca(place, record)
+        case "sharegpt":
+            messages = _list(place, "conversations", record["conversations"])
+            if record.get("system"):
+                messages = [{"role": "system", "content": record["system"]}, *messages]
+        case _:
+            messages = _list(place, "messages", record["messages"])
+    read = [_message(f"{place}: message {at}", one) for at, one in enumerate(messages)]
+    unscored = [at for at, (_, scored) in enumerate(read) if not scored or at < prompted]
+    tools = _tools(place, record.get("tools"))
+    return Conversation(place, [message for message, _ in read], tools, unscored=unscored)
+
+
+def _list(place: str, field: str, value: object) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise CorpusError(f"{place}: {field!r} is no list of messages but {_shortened(value)}")
+    return value
+
+
+def _alpaca(place: str, record: Mapping[str, Any]) -> list[Any]:
+    """Instruction and input are what the user says, in two lines."""
+    for field in ("system", "instruction", "input", "output"):
+        if not isinstance(record.get(field) or "", str):
+            raise CorpusError(f"{place}: {field!r} is no text but {type(record[field]).__name__}")
+    messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+    for pair in record.get("history") or []:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise CorpusError(
+                f"{place}: 'history' is no list of questions with answers but has "
+                f"{_shortened(pair)}"
+            )
+        messages += _turn(*pair)
+    asked = "\n".join(filter(None, (record["instruction"], record.get("input"))))
+    return [*messages, *_turn(asked, record["output"])]
+
+
+def _turn(asked: object, answered: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+
+
+def _message(place: str, message: object) -> tuple[dict[str, Any], bool]:
+    """As a chat template reads it, and whether it is scored where the assistant says it. Raises
+    CorpusError."""
+    if not isinstance(message, dict):
+        raise CorpusError(f"{place} has no role, as in {_EXAMPLE}, but is {_shortened(message)}")
+    fields = _without_nulls(message)
+    scored = _scored(place, fields)
+    role = _role(place, fields)
+    content = _content(place, fields)
+    calls = _calls(place, fields)
+    if role == "assistant" and not content.strip() and not calls:
+        raise CorpusError(
+            f"{place}: the assistant says nothing: there is neither content nor a call of a tool"
+        )
+    more = {"tool_calls": calls} if calls else {}
+    return {**fields, "role": role, "content": content or None, **more}, scored
+
+
+_EXAMPLE: Final = '{"role": "user", "content": "What is a planarian?"}'
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the keys whose value is null: Arrow gives all records of a file the same keys."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _scored(place: str, fields: dict[str, Any]) -> bool:
+    """Takes `weight` and `train` out of the fields: with 0 or false nothing of it is scored."""
+    weight, train = fields.pop("weight", 1), fields.pop("train", True)
+    if weight not in (0, 1):
+        raise CorpusError(f"{place}: weight is 0 or 1, not {_shortened(weight)}")
+    if not isinstance(train, bool):
+        raise CorpusError(f"{place}: train is true or false, not {_shortened(train)}")
+    return bool(weight) and train
+
+
+def _role(place: str, fields: dict[str, Any]) -> str:
+    """By its usual name. Also takes `from` out of the fields, which says it in ShareGPT's form."""
+    sender = fields.pop("from", None)
+    role = fields.get("role", sender)
+    if not isinstance(role, str):
+        raise CorpusError(f"{place} has no role, as in {_EXAMPLE}, but is {_shortened(fields)}")
+    name = ROLES.get(role.lower(), role.lower())
+    if name in USUAL:
+        return name
+    if "role" not in fields:
+        raise CorpusError(
+            f"{place} is from {role!r}: known are {', '.join(sorted({*USUAL, *ROLES}))}"
+        )
+    return role  # the template may know it
+
+
+def _content(place: str, fields: dict[str, Any]) -> str:
+    """One text. Also takes `value` out of the fields, which has it in ShareGPT's form."""
+    value = fields.pop("value", "")
+    content = fields.get("content", value)
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise CorpusError(
+            f"{place}: the content is no text and no list of parts but {_shortened(content)}"
+        )
+    return "".join(_part(place, part) for part in content)
+
+
+def _part(place: str, part: object) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+    text = part.get("text") if isinstance(part, dict) else None
+    if kind != "text" or not isinstance(text, str):
+        raise CorpusError(
+            f"{place}: a part of the content is of type {_shortened(kind)}, and only text can be "
+            "learned from: leave it out"
+        )
+    return text
+
+
+def _calls(place: str, fields: dict[str, Any]) -> list[Any]:
+    """The calls of tools, whose arguments are objects."""
+    calls = fields.pop("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise CorpusError(f"{place}: tool_calls is no list of calls but {_shortened(calls)}")
+    return [_call(place, call) for call in calls]
+
+
+def _call(place: str, call: dict[str, Any]) -> dict[str, Any]:
+    inner = call.get("function", call)
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+        raise CorpusError(f"{place}: a call of a tool has no name: {_shortened(call)}")
+    arguments = inner.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = _parsed(f"{place}: the arguments of {inner['name']}", arguments)
+    if not isinstance(arguments, dict):
+        raise CorpusError(
+            f"{place}: the arguments of {inner['name']} are no object but {_shortened(arguments)}"
+        )
+    inner = {**inner, "arguments": arguments}
+    return {**call, "function": inner} if "function" in call else inner
+
+
+def _tools(place: str, tools: object) -> list[Any] | None:
+    """None: there are none."""
+    tools = _parsed(f"{place}: 'tools'", tools) if isinstance(tools, str) and tools else tools
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise CorpusError(f"{place}: 'tools' is no list of objects but {_shortened(tools)}")
+    read = [_parsed(f"{place}: a tool", one) if isinstance(one, str) else one for one in tools]
+    if strange := [one for one in read if not isinstance(one, dict)]:
+        raise CorpusError(f"{place}: 'tools' has no object but {_shortened(strange[0])}")
+    return [_without_nulls(one) for one in read]
+
+
+def _parsed(what: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorpusError(f"{what}: {_shortened(text)} is not JSON: {error}") from error
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,0 +1,185 @@
+"""What people write in conversations, in the one form that chat templates read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from planaria.node.data.chat import Conversation
+from planaria.node.data.corpus import CorpusError
+from planaria.node.data.messages import Completion, conversation, form_of
+
+ASKED = {"role": "user", "content": "q"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def read(*messages: Any, **fields: Any) -> Conversation:
+    found = conversation("line 1", {"messages": list(messages), **fields})
+    assert isinstance(found, Conversation)
+    return found
+
+
+def said(content: Any, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (said([{"type": "text", "text": "a"}, {"text": "b"}, "c"]), said("abc")),
+        (said([{"type": "text", "text": "a", "image": None}]), said("a")),
+        (said(None, tool_calls=[CALL]), said(None, tool_calls=[CALL])),
+        ({"role": "assistant", "tool_calls": [CALL]}, said(None, tool_calls=[CALL])),
+        (said("a", tool_calls=[], name=None, more={"x": None, "y": 1}), said("a", more={"y": 1})),
+        ({"role": "gpt", "content": "a"}, said("a")),
+        ({"role": "Model", "content": "a"}, said("a")),
+        ({"from": "bot", "value": "a"}, said("a")),
+        ({"role": "human", "content": "a"}, {"role": "user", "content": "a"}),
+        ({"role": "critic", "content": "a"}, {"role": "critic", "content": "a"}),
+        ({"role": "user", "content": None}, {"role": "user", "content": None}),
+    ],
+)
+def test_a_message_in_the_one_form(message: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert read(message).messages == [expected]
+
+
+@pytest.mark.parametrize("arguments", ['{"x": 1}', {"x": 1}, {"x": 1, "y": None}])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_arguments_of_a_call_are_an_object(arguments: Any, wrapped: bool) -> None:
+    inner, expected = {"name": "f", "arguments": arguments}, {"name": "f", "arguments": {"x": 1}}
+    call = {"function": inner} if wrapped else inner
+    [message] = read(said(None, tool_calls=[call])).messages
+    assert message["tool_calls"] == [{"function": expected} if wrapped else expected]
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [TOOL],
+        json.dumps([TOOL]),
+        [json.dumps(TOOL)],
+        [{**TOOL, "strict": None}],
+    ],
+)
+def test_tools_are_a_list_of_objects(tools: Any) -> None:
+    assert read(ASKED, tools=tools).tools == [TOOL]
+
+
+@pytest.mark.parametrize("tools", [None, [], ""])
+def test_there_may_be_no_tools(tools: Any) -> None:
+    assert read(ASKED, tools=tools).tools is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "unscored"),
+    [
+        ({"weight": 0}, [0]),
+        ({"weight": 1}, []),
+        ({"weight": None, "train": None}, []),
+        ({"train": False}, [0]),
+        ({"train": True}, []),
+    ],
+)
+def test_a_message_may_say_that_it_is_not_to_be_learned(
+    fields: dict[str, Any], unscored: list[int]
+) -> None:
+    found = read(said("a", **fields))
+    assert (found.unscored, found.messages) == (unscored, [said("a")])
+
+
+@pytest.mark.parametrize(
+    ("record", "form", "messages", "unscored"),
+    [
+        ({"messages": [ASKED, said("a")]}, "messages", [ASKED, said("a")], []),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            *("sharegpt", [ASKED, said("a")], []),
+        ),
+        (
+            {"conversations": [said("a")], "system": "s"},
+            *("sharegpt", [{"role": "system", "content": "s"}, said("a")], []),
+        ),
+        ({"instruction": "q", "output": "a"}, "alpaca", [ASKED, said("a")], []),
+        (
+            {"instruction": "q", "input": "more", "output": "a", "system": "", "history": None},
+            *("alpaca", [{"role": "user", "content": "q\nmore"}, said("a")], []),
+        ),
+        (
+            {"instruction": "q", "input": None, "output": "a", "history": [["q", "b"]]},
+            *("alpaca", [ASKED, said("b"), ASKED, said("a")], []),
+        ),
+        (
+            {"prompt": [ASKED, said("b"), ASKED], "completion": [said("a")]},
+            *("completion", [ASKED, said("b"), ASKED, said("a")], [0, 1, 2]),
+        ),
+    ],
+)
+def test_each_form_is_told_by_its_fields(
+    record: dict[str, Any], form: Any, messages: list[Any], unscored: list[int]
+) -> None:
+    assert form_of(record, "text") == form
+    assert form_of({**record, "text": None}, "text") == form
+    assert form_of({**record, "text": "t"}, "text") == "text"
+    found = conversation("line 1", record, form)
+    assert isinstance(found, Conversation)
+    assert (found.messages, found.unscored) == (messages, unscored)
+
+
+def test_a_prompt_and_its_completion_may_be_texts() -> None:
+    record = {"prompt": "1 + 1 =", "completion": " 2", "messages": None}
+    assert form_of(record, "text") == "completion"
+    assert conversation("line 1", record, "completion") == Completion("line 1", "1 + 1 =", " 2")
+    assert form_of({"question": "1 + 1 ="}, "text") is None
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        ({"messages": []}, r"'messages' is no list of messages but \[\]"),
+        ({"messages": ["hi"]}, "message 0 has no role, as in .* but is 'hi'"),
+        ({"messages": [{"role": 1}]}, "message 0 has no role"),
+        ({"messages": [said([{"type": "image_url"}])]}, "a part .* is of type 'image_url'"),
+        ({"messages": [said(["a", 1])]}, "a part of the content is of type 'int'"),
+        ({"messages": [said({"a": 1})]}, "the content is no text and no list of parts but {'a'"),
+        ({"messages": [said(None)]}, "message 0: the assistant says nothing"),
+        ({"messages": [said(" ", tool_calls=[])]}, "message 0: the assistant says nothing"),
+        ({"messages": [said("a", tool_calls="f")]}, "tool_calls is no list of calls but 'f'"),
+        ({"messages": [said("", tool_calls=[{"f": 1}])]}, "a call of a tool has no name"),
+        (
+            {"messages": [said("", tool_calls=[{"name": "f", "arguments": "{"}])]},
+            "the arguments of f: '{' is not JSON",
+        ),
+        (
+            {"messages": [said("", tool_calls=[{"name": "f", "arguments": "[]"}])]},
+            r"the arguments of f are no object but \[\]",
+        ),
+        ({"messages": [ASKED], "tools": "weather"}, "'tools': 'weather' is not JSON"),
+        ({"messages": [ASKED], "tools": '{"name": "f"}'}, "'tools' is no list of objects but {"),
+        ({"messages": [ASKED], "tools": [1]}, "'tools' has no object but 1"),
+        ({"messages": [said("a", weight=0.5)]}, "weight is 0 or 1, not 0.5"),
+        ({"messages": [said("a", train="no")]}, "train is true or false, not 'no'"),
+        ({"conversations": [{"from": "narrator", "value": "a"}]}, "message 0 is from 'narrator'"),
+        ({"instruction": "q", "output": 5}, "'output' is no text but int"),
+        ({"instruction": "q", "output": ""}, "message 1: the assistant says nothing"),
+        (
+            {"instruction": "q", "output": "a", "history": ["q"]},
+            "'history' is no list of",
+        ),
+        ({"prompt": "q", "completion": []}, "must be two texts or two lists of messages, not str"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_with_its_place(
+    record: dict[str, Any], why: str
+) -> None:
+    form = form_of(record, "text")
+    assert form is not None
+    with pytest.raises(CorpusError, match=f"line 1:? ?.*{why}"):
+        conversation("line 1", record, form)
+
+
+def test_a_form_that_is_named_needs_its_fields() -> None:
+    with pytest.raises(CorpusError, match=r"no field 'output', as records of --format alpaca"):
+        conversation("line 1", {"instruction": "q"}, "alpaca")
