@@ -28,6 +28,8 @@ BEGIN, END, MARK = MARKS = "\ufdd0", "\ufdd1", "\ufdd2"
 """The first two are around what the assistant says while a template that says where it is renders
 it; the third is instead of it, to see what of a text depends on it. Unicode has no such characters,
 and no conversation has them."""
+THOUGHT: Final = "reasoning_content"
+"""What a message has of the assistant's thoughts."""
 MARKED: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 _FAILURES: Final = (
@@ -158,6 +160,11 @@ class ChatTemplate:
         content = message["content"].strip()
         if content and text.endswith(content, 0, end):  # also what a template writes by itself
             begin = min(begin, end - len(content))
+        # the model writes the tag before a thought, too, unless the generation prompt has it
+        if thought := message.get(THOUGHT, "").strip():
+            prompt = self._text(conversation, messages[:at], add_generation_prompt=True)
+            if text.startswith(prompt) and thought in text[len(prompt) : end]:
+                begin = min(begin, len(prompt))
         return (begin, end) if begin < end else None
 
     def _text(
@@ -197,8 +204,12 @@ def _marked_call(call: dict[str, Any]) -> dict[str, Any]:
 
 def _common(one: str, other: str) -> int:
     """Characters that both begin with."""
-    differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differ, min(len(one), len(other)))
+    least, most = 0, min(len(one), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        same = one.startswith(other[least:middle], least)
+        least, most = (middle, most) if same else (least, middle - 1)
+    return least
 
 
 def template_of(

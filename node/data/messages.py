@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
-from planaria.node.data.chat import Conversation
+from planaria.node.data.chat import THOUGHT, Conversation
 from planaria.node.data.corpus import CorpusError
 
 Form: TypeAlias = Literal["text", "messages", "sharegpt", "alpaca", "completion"]
@@ -44,11 +44,13 @@ class Completion(NamedTuple):
 
 
 def form_of(record: Mapping[str, Any], text_field: str) -> Form | None:
-    """The first form whose fields the record has; what is null isn't there. None: no form."""
+    """The first form whose fields the record has; what is null isn't there. None: no form. With a
+    `label`, completions are to be preferred or avoided, and no examples."""
     present = {key for key, value in record.items() if value is not None}
     if text_field in present:
         return "text"
-    return next((form for form, fields in FORMS.items() if present >= {*fields}), None)
+    form = next((form for form, fields in FORMS.items() if present >= {*fields}), None)
+    return None if form == "completion" and "label" in present else form
 
 
 def conversation(
@@ -124,13 +126,14 @@ def _message(place: str, message: object) -> tuple[dict[str, Any], bool]:
     scored = _scored(place, fields)
     role = _role(place, fields)
     content = _content(place, fields)
+    thoughts = _thoughts(place, fields)
     calls = _calls(place, fields)
     if role == "assistant" and not content.strip() and not calls:
         raise CorpusError(
             f"{place}: the assistant says nothing: there is neither content nor a call of a tool"
         )
     more = {"tool_calls": calls} if calls else {}
-    return {**fields, "role": role, "content": content or None, **more}, scored
+    return {**fields, **thoughts, "role": role, "content": content or None, **more}, scored
 
 
 _EXAMPLE: Final = '{"role": "user", "content": "What is a planarian?"}'
@@ -193,6 +196,15 @@ def _part(place: str, part: object) -> str:
             "learned from: leave it out"
         )
     return text
+
+
+def _thoughts(place: str, fields: dict[str, Any]) -> dict[str, str]:
+    """What the assistant thinks, by the names that transformers gives it for templates."""
+    names = THOUGHT, "thinking", "reasoning"
+    thought = next((fields[name] for name in names if name in fields), "")
+    if not isinstance(thought, str):
+        raise CorpusError(f"{place}: {THOUGHT} is no text but {_shortened(thought)}")
+    return {"thinking": fields.get("thinking", thought), THOUGHT: thought} if thought else {}
 
 
 def _calls(place: str, fields: dict[str, Any]) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from planaria.node.data.chat import Conversation
+from planaria.node.data.chat import ChatTemplate, Conversation
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.messages import Completion, conversation, form_of
 
@@ -44,6 +44,16 @@ def said(content: Any, **fields: Any) -> dict[str, Any]:
 )
 def test_a_message_in_the_one_form(message: dict[str, Any], expected: dict[str, Any]) -> None:
     assert read(message).messages == [expected]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_thoughts_have_the_names_that_transformers_gives_them(name: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = "{% for m in messages %}{{ m.thinking }}, {{ m.reasoning_content }}{% endfor %}"
+    message = said("a", **{name: "hm"})
+    [text], _ = render_jinja_template([[message]], chat_template=template)
+    assert ChatTemplate(template, "it", {}).render(read(message)).text == text == "hm, hm"
 
 
 @pytest.mark.parametrize("arguments", ['{"x": 1}', {"x": 1}, {"x": 1, "y": None}])
@@ -126,6 +136,12 @@ def test_each_form_is_told_by_its_fields(
     found = conversation("line 1", record, form)
     assert isinstance(found, Conversation)
     assert (found.messages, found.unscored) == (messages, unscored)
+
+
+def test_completions_that_may_be_bad_examples_are_of_no_form() -> None:
+    record = {"prompt": "q", "completion": "a"}
+    assert form_of(record, "text") == "completion"
+    assert form_of({**record, "label": False}, "text") is None
 
 
 def test_a_prompt_and_its_completion_may_be_texts() -> None:

@@ -160,8 +160,12 @@ def test_thoughts_are_scored_where_the_template_shows_them() -> None:
     assert scored("Qwen 3", user("q"), thoughtful) == [f"{THOUGHTFUL}<|im_end|>"]
     turns = user("q"), thoughtful, user("and"), assistant("no")
     assert scored("Qwen 3", *turns) == ["yes<|im_end|>", "no<|im_end|>"]
-    apart = assistant("yes", reasoning_content="maybe")
-    assert scored("Qwen 3", user("q"), apart) == ["maybe\n</think>\n\nyes<|im_end|>"]
+    apart = assistant("yes", reasoning_content="maybe\n")
+    assert scored("Qwen 3", user("q"), apart) == [f"{THOUGHTFUL}<|im_end|>"]
+    assert scored("Qwen 3", user("q"), apart, user("and"), apart) == [
+        "yes<|im_end|>",
+        f"{THOUGHTFUL}<|im_end|>",
+    ]
 
 
 def test_a_document_that_no_token_ends_is_left_to_its_end_token() -> None:
