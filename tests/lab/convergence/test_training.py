@@ -407,7 +407,6 @@ def adapting(corpus: Corpus, model: Path, **changes: Any) -> RunFile:
 
 
 def test_adapters_are_trained_as_by_peft(corpus: Corpus, tmp_path: Path) -> None:
-    pytest.importorskip("peft", reason="peft is not installed")
     training = {"training__lora": {}, "training__weight_decay": 0.1, "training__clip": 0.5}
     run = adapting(corpus, tmp_path / "model", **training, recovery__relearn__passes=0, steps=6)
     swarm = TrainingSwarm(run, corpus)
