@@ -95,9 +95,9 @@ def data_prepare(
     longest_record: Annotated[
         int, typer.Option(metavar="BYTES", min=1, help="A longer one is a bad row.")
     ] = 16 << 20,
-    form: Annotated[
+    format: Annotated[
         Format | None,
-        typer.Option("--format", help="What all records are. Default: as their fields say."),
+        typer.Option(help="What all records are. Default: as their fields say."),
     ] = None,
     context: Annotated[
         int | None,
@@ -138,7 +138,7 @@ def data_prepare(
         recipe = Recipe(
             *(inputs, file, vocabulary, validation, text_field, document_separator),
             *(chat_template, bos.value, end_token, skip_bad, longest_record),
-            form=None if form is None else form.value,
+            form=None if format is None else format.value,
             context=context,
             longer=longer.value,
         )

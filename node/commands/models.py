@@ -84,9 +84,9 @@ def export_command(
             "it, as on the hub, or as its folder.",
         ),
     ] = "",
-    push_to: Annotated[
+    push: Annotated[
         str,
-        typer.Option("--push", metavar="ORG/NAME", help="Upload it to the Hugging Face hub, too."),
+        typer.Option(metavar="ORG/NAME", help="Upload it to the Hugging Face hub, too."),
     ] = "",
     private: Annotated[
         bool, typer.Option("--private", help="With --push: for those only who may read it there.")
@@ -108,7 +108,7 @@ def export_command(
     for folder in folders or []:
         if not folder.is_dir():
             end(f"there is no run in {folder}: it is no folder; name what `planaria up` wrote")
-    if private and not push_to:
+    if private and not push:
         end("--private is of what goes to the hub: say where to by --push ORG/NAME")
 
     from planaria.bootstrap.credentials import CredentialsError
@@ -116,7 +116,7 @@ def export_command(
     from planaria.node.hugging_face.adapters import base_of, begun_from, what
     from planaria.node.hugging_face.export import ExportError
     from planaria.node.hugging_face.from_saves import export_saves
-    from planaria.node.hugging_face.push import check_push, push
+    from planaria.node.hugging_face.push import check_push, upload
     from planaria.node.local.resume import ResumeError
     from planaria.node.local.swarm import PLAN, SwarmError, read_plan
     from planaria.node.report.summary import read_summary
@@ -127,12 +127,12 @@ def export_command(
 
     kinds = (CorpusError, ExportError, ResumeError, RunFileError, SaveError, SwarmError)
     with refusing(*kinds, CredentialsError, ValueError):
-        if push_to:
-            check_push(push_to)
+        if push:
+            check_push(push)
         if join is not None:
             _export_living(
                 *(join, credentials_for(join, ca, certificate, key, token), out, data, dtype, wait),
-                *(merged, model, base, push_to, private),
+                *(merged, model, base, push, private),
             )
             return
         assert folders
@@ -152,8 +152,8 @@ def export_command(
         if saved.doubt:
             _tell(saved.doubt)
         _tell(f"{out} has the {what(run, merged)} of step {saved.step}")
-        if push_to:
-            push(out, push_to, private, _tell)
+        if push:
+            upload(out, push, private, _tell)
 
 
 def _tell(line: str) -> None:
@@ -170,11 +170,11 @@ def _export_living(
     merged: bool,
     model: Path | None,
     base: str,
-    push_to: str,
+    push: str,
     private: bool,
 ) -> None:
     from planaria.node.hugging_face.from_swarm import export_swarm
-    from planaria.node.hugging_face.push import push
+    from planaria.node.hugging_face.push import upload
 
     async def take(client: RegistryClient) -> None:
         with tracking("tensors") as track:
@@ -182,8 +182,8 @@ def _export_living(
                 *(client, credentials, out, data, dtype, track, wait, merged, model, base)
             )
         _tell(f"{out} has the {what} of step {step}")
-        if push_to:
-            await asyncio.to_thread(push, out, push_to, private, _tell)
+        if push:
+            await asyncio.to_thread(upload, out, push, private, _tell)
 
     ask_registry(join, credentials, take)
 

@@ -20,7 +20,7 @@ def check_push(name: str) -> None:
         raise ExportError(f"--push {name}: log in with `hf auth login`, or set HF_TOKEN")
 
 
-def push(folder: Path, name: str, private: bool, say: Callable[[str], object]) -> None:
+def upload(folder: Path, name: str, private: bool, say: Callable[[str], object]) -> None:
     """Uploads the folder to the repository `name`, which is made if there is none, `private` or
     not; says before what goes there, and who will see it. Raises ExportError."""
     from huggingface_hub import HfApi

@@ -46,7 +46,10 @@ def test_a_token_may_be_in_a_file(tmp_path: Path) -> None:
     assert parse_token(f"@{file}") == "s e-cret"
     assert parse_token("as it is") == "as it is"
     file.write_text("\n")
-    for there, why in ((file, "the file is empty; it is to have the token"), (tmp_path, "be read")):
+    for there, why in (
+        (file, "the file is empty; it should have the token"),
+        (tmp_path, "be read"),
+    ):
         with pytest.raises(typer.BadParameter, match=f"--token @{there}: .*{why}"):
             parse_token(f"@{there}")
 

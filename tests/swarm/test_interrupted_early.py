@@ -35,11 +35,11 @@ def test_while_the_swarm_is_started(up, data: Path, tmp_path: Path) -> None:
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as started:
         assert started.stdout is not None
-        assert "starting; logs are in" in started.stdout.readline()
+        assert any("starting; logs are in" in line for line in iter(started.stdout.readline, ""))
         os.killpg(started.pid, signal.SIGINT)
         said = started.stdout.read().splitlines()
-    assert (started.returncode, len(said)) == (130, 1), said
-    assert "ended by SIGINT at step 0; planaria up --resume" in said[0]
+    assert started.returncode == 130 and not any("Traceback" in line for line in said), said
+    assert "ended by SIGINT at step 0; planaria up --resume" in said[-1]
     assert not (out / "logs").exists()  # by which a folder is known to be taken
     again = up(out)
     assert again.finish()[0] == 0, again.said.read_text()
