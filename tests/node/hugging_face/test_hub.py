@@ -11,7 +11,7 @@ import pytest
 
 from planaria.node.local.swarm import plan_run
 from planaria.node.report.progress import untracked
-from planaria.node.run_file import RunFileError, dumps, from_fields
+from planaria.node.run_file import RunFileError, dumps, from_fields, override
 from tests.hub import Hub, commit_of, files_of, serving
 from tests.node.hugging_face.test_folders import exported
 from tests.node.hugging_face.test_from_saves import run_of, shape_in
@@ -75,7 +75,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With saves of a small model."""
     folder = tmp_path_factory.mktemp("run")
     saved(folder / "saves", shape_in(2))
-    (folder / "run.toml").write_text(dumps(run_of(2)))
+    of_no_data = override(run_of(2), data__path=str(folder / "none"))
+    (folder / "run.toml").write_text(dumps(of_no_data))
     return folder
 
 
