@@ -257,10 +257,16 @@ class LocalSwarm:
         return node
 
     async def kill(self, stage: int, replica: int) -> None:
-        node, task = self.nodes.pop((stage, replica))
-        node.client.die()
-        node.stop("killed")
-        await task
+        await self.kill_at_once((stage, replica))
+
+    async def kill_at_once(self, *places: tuple[int, int]) -> None:
+        """All in one turn of the loop, so that none of them acts upon another's death."""
+        killed = [self.nodes.pop(place) for place in places]
+        for node, _ in killed:
+            node.client.die()
+            node.stop("killed")
+        for _, task in killed:
+            await task
 
     async def until(
         self, condition: Callable[[], object], deadline: float = 300.0, pause: float = 0.005
