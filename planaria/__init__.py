@@ -4,9 +4,8 @@
 swarm on this machine, as the command `planaria up` does, and `result` has the losses, and the model
 to export. They are loaded when they are first asked for.
 
-The packages in here are the folders of the same names at the repository's top: `recovery`,
-`bootstrap`, `node` and `lab`, of which each imports only those before it, and `corpus`, the prose
-of the first run. CONTRIBUTING.md has the map.
+Its packages are `recovery`, `bootstrap` and `node`, of which each imports only those before it;
+`corpus` is the prose of the first run. CONTRIBUTING.md has the map.
 """
 
 TYPE_CHECKING = False  # typing's, which would have to be loaded

@@ -113,7 +113,12 @@ def test_the_images_wheel_starts_in_an_environment_of_its_own(wheel: Path, tmp_p
 
 def test_what_the_dockerfile_copies_is_let_in() -> None:
     ignored = Ignored(ROOT / ".dockerignore")
-    needed = ["constraints.txt", "corpus/austen", "docker/entrypoint.sh", "docker/healthcheck.py"]
+    needed = [
+        "constraints.txt",
+        "planaria/corpus/austen",
+        "docker/entrypoint.sh",
+        "docker/healthcheck.py",
+    ]
     assert [path for path in needed if ignored(PurePosixPath(path))] == []
     assert ignored(PurePosixPath(".git/HEAD"))
     assert ignored(PurePosixPath("planaria/node/__pycache__"))
