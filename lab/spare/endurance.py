@@ -2,7 +2,7 @@
 
 N groups, N shard types, each hosted by r groups. Failures strike the surviving groups evenly, one
 at a time; a *wipe-out* is the failure that takes a type's last host, and brings a global restart.
-docs/masking.md derives what is not in the paper.
+results/spare/README.md derives what is not in the paper.
 """
 
 from __future__ import annotations
