@@ -1,5 +1,5 @@
 """What a loss, a rebuild and a joiner take, in closed form: the rounds of messages that
-docs/step-transaction.md describes, and the bytes that are fetched.
+docs/protocol.md describes, and the bytes that are fetched.
 """
 
 from __future__ import annotations

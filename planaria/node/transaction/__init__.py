@@ -1,6 +1,6 @@
 """The step transaction: who does what for a step, and whether it is committed.
 
-Machines without clock, socket or tensor; docs/step-transaction.md tells what they do. Read
+State machines without clock, socket or tensor; docs/protocol.md specifies them. Read
 effects.py first (what they ask for), then member.py (every node) and driver.py (one node of stage
 0). What a driver is at is gathering.py, syncing.py, attempting.py or resting.py, with joining.py
 beside it; rules.py is what the run file says to it, bounds.py what no message can say, proving.py
