@@ -29,6 +29,7 @@ from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
 from planaria.node.hugging_face.from_swarm import export_swarm
 from planaria.node.hugging_face.generate import Sampling, texts
+from planaria.node.hugging_face.options import ExportOptions
 from planaria.node.hugging_face.through_swarm import speak
 from planaria.node.local.processes import run_planaria
 from planaria.node.report.progress import untracked
@@ -66,7 +67,7 @@ def run_beside(arguments: list[str]) -> None:
 
 def export_once(out: Path, client: RegistryClient) -> Awaitable[object]:
     shutil.rmtree(out, ignore_errors=True)
-    return export_swarm(client, PLAIN, out, None, "fp32", untracked, 60.0)
+    return export_swarm(client, PLAIN, ExportOptions(out=out, wait=60.0), untracked)
 
 
 def speak_once(data: Path, client: RegistryClient) -> Awaitable[object]:

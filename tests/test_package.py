@@ -165,9 +165,9 @@ def test_a_swarm_that_begins_has_no_need_of_torch_but_in_its_nodes():
 def test_who_serves_no_page_loads_no_web_server():
     code = (
         "import sys\n"
-        "from planaria.node.commands.options import parse_place\n"
-        "assert parse_place('none', '', None, None, False) is None\n"
-        "parse_place('127.0.0.1:7410', '', None, None, False)\n"
+        "from planaria.node.commands.options import Security\n"
+        "assert Security().place('none', False) is None\n"
+        "Security().place('127.0.0.1:7410', False)\n"
         "print(sorted({'starlette', 'uvicorn', 'prometheus_client'} & set(sys.modules)))"
     )
     assert python("-c", code).stdout == "[]\n"

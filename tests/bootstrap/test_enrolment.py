@@ -34,6 +34,7 @@ from planaria.bootstrap.invites import NotAdmitted, encode
 from planaria.bootstrap.membership import PROTOCOL, MembershipRules
 from planaria.bootstrap.registry_pb2 import JoinRequest
 from planaria.bootstrap.service import RegistryServer
+from planaria.node.commands.options import Security
 from planaria.node.commands.registry import ask_registry, credentials_for
 
 RULES = MembershipRules(run="r", stages=2, lease=10, probe_timeout=5, restart_grace=0.2)
@@ -169,7 +170,7 @@ async def test_a_command_that_takes_long_has_its_certificate_renewed(
         join = encode(run.invitation(Role.READER, uses=1))
 
         def command() -> None:
-            credentials = credentials_for(join, None, None, None, "")
+            credentials = credentials_for(join, Security())
             assert credentials.certified is not None
             first = credentials.certified.pair
             shift[0] = 0.0

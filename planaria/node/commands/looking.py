@@ -11,16 +11,13 @@ import typer
 
 from planaria.node.commands.options import (
     LOOPBACK,
-    Ca,
-    Certificate,
     Http,
     Insecure,
     Join,
-    Key,
     Living,
     Price,
-    Token,
-    parse_place,
+    Security,
+    flattened,
 )
 from planaria.node.commands.registry import ask_registry, credentials_for
 from planaria.node.commands.terminal import console, end, errors, refusing
@@ -32,8 +29,10 @@ if TYPE_CHECKING:
     from planaria.node.wire.asking import Converse
 
 
+@flattened
 def status_command(
     join: Join,
+    security: Security,
     watch: Annotated[bool, typer.Option("--watch", help="Until Ctrl-C.")] = False,
     as_json: Annotated[
         bool,
@@ -41,20 +40,17 @@ def status_command(
             "--json", envvar="PLANARIA_STATUS_JSON", help="The registry's answer as JSON."
         ),
     ] = False,
-    ca: Ca = None,
-    certificate: Certificate = None,
-    key: Key = None,
-    token: Token = "",
 ) -> None:
     """Show a run: its members, its steps, and why the registry did what."""
     from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.report.status_page import status
 
     with refusing(CredentialsError, ValueError):
-        credentials = credentials_for(join, ca, certificate, key, token)
+        credentials = credentials_for(join, security)
         ask_registry(join, credentials, lambda client: status(client, console, watch, as_json))
 
 
+@flattened
 def logs_command(
     node: Annotated[
         str,
@@ -63,14 +59,11 @@ def logs_command(
         ),
     ],
     join: Join,
+    security: Security,
     lines: Annotated[int, typer.Option(min=1, help="The last so many.")] = 100,
     follow: Annotated[
         bool, typer.Option("--follow", help="And what comes next, until Ctrl-C.")
     ] = False,
-    ca: Ca = None,
-    certificate: Certificate = None,
-    key: Key = None,
-    token: Token = "",
 ) -> None:
     """Show the last lines of a node's log."""
     from planaria.bootstrap.credentials import CredentialsError
@@ -78,7 +71,7 @@ def logs_command(
     from planaria.node.wire.asking import over_streams
 
     with refusing(CredentialsError, LogsError, ValueError):
-        credentials = credentials_for(join, ca, certificate, key, token)
+        credentials = credentials_for(join, security)
 
         async def show(client: RegistryClient) -> None:
             reach = await client.reach()
@@ -92,8 +85,10 @@ def logs_command(
         ask_registry(join, credentials, show)
 
 
+@flattened
 def probe_command(
     join: Join,
+    security: Security,
     out: Annotated[
         Path | None, typer.Option(help="File to write, for planaria plan --probe.")
     ] = None,
@@ -101,10 +96,6 @@ def probe_command(
     as_json: Annotated[
         bool, typer.Option("--json", envvar="PLANARIA_PROBE_JSON", help="Print it as JSON.")
     ] = False,
-    ca: Ca = None,
-    certificate: Certificate = None,
-    key: Key = None,
-    token: Token = "",
 ) -> None:
     """Measure the nodes of a swarm and the links between them, while it trains or waits."""
     import json
@@ -123,10 +114,12 @@ def probe_command(
                 console.print(part)
 
     with refusing(CredentialsError, ProbeError, ValueError, OSError):
-        ask_registry(join, credentials_for(join, ca, certificate, key, token), look)
+        ask_registry(join, credentials_for(join, security), look)
 
 
+@flattened
 def page_command(
+    *,
     folder: Annotated[
         Path | None,
         typer.Argument(
@@ -138,10 +131,7 @@ def page_command(
     http: Http = LOOPBACK,
     price: Price = None,
     insecure: Insecure = False,
-    ca: Ca = None,
-    certificate: Certificate = None,
-    key: Key = None,
-    token: Token = "",
+    security: Security,
 ) -> None:
     """Show a run in the browser: one that has left files, at any moment of it, or, for who has an
     invite, one that lives, with its figures for Prometheus."""
@@ -150,7 +140,7 @@ def page_command(
     if (folder is None) == (join is None):
         end("say which run: a folder that it has left, or --join INVITE of one that lives")
     with refusing(CredentialsError, OSError, ValueError):
-        place = parse_place(http, token, certificate, key, insecure)
+        place = security.place(http, insecure)
         if place is None:
             raise ValueError("--http none: a page that is shown nowhere is none")
         if join is None:
@@ -159,7 +149,7 @@ def page_command(
         elif price is not None:
             raise ValueError(f"--price {price:g}: what a living run costs, its registry is told")
         else:
-            _follow(join, place, credentials_for(join, ca, certificate, key, token))
+            _follow(join, place, credentials_for(join, security))
 
 
 def _replay(folder: Path, place: Place, price: float | None) -> None:

@@ -24,27 +24,21 @@ from planaria.node.commands.options import (
     NETWORK,
     SECURITY,
     AllowModule,
-    Ca,
-    Certificate,
     DataPlaces,
-    Format,
     Http,
     Insecure,
     InsecureHttp,
     Join,
-    Key,
-    Level,
-    LogFormat,
-    LogLevel,
+    Log,
     OneDevice,
     Price,
     Seats,
-    Token,
+    Security,
     Tracked,
     check_tracker,
+    flattened,
     parse_devices,
     parse_name,
-    parse_place,
 )
 from planaria.node.commands.registry import addresses_of, check_there, credentials_for, run_on_loop
 from planaria.node.commands.terminal import console, errors, refuse, refusing, warn
@@ -66,7 +60,9 @@ class CloudName(enum.StrEnum):
     NONE = "none"
 
 
+@flattened
 def node_command(
+    *,
     join: Join,
     stage: Annotated[
         int | None, typer.Option(min=0, help="Default: where a node is needed most.")
@@ -183,8 +179,7 @@ def node_command(
             "its host's.",
         ),
     ] = None,
-    log_level: Level = LogLevel.INFO,
-    log_format: Format = LogFormat.TEXT,
+    log: Log,
     track: Tracked = None,
     share_log: Annotated[
         bool,
@@ -195,10 +190,7 @@ def node_command(
         ),
     ] = True,
     insecure: Insecure = False,
-    ca: Ca = None,
-    certificate: Certificate = None,
-    key: Key = None,
-    token: Token = "",
+    security: Security,
 ) -> None:
     """Join a run, and serve a stage of its model."""
     import asyncio
@@ -209,12 +201,11 @@ def node_command(
     from planaria.node.begin import NodeError, check_reachable
     from planaria.node.enrolled import invitation_of
     from planaria.node.naming import name_of_host
-    from planaria.node.report.log_stream import begin_log
     from planaria.node.supervisor import TRY_AGAIN, is_watched, one_each, supervise
 
     called = name or name_of_host(socket.gethostname())
     check_tracker(track)
-    lines = begin_log(log_level.value, log_format.value, called)
+    lines = log.begin(called)
     dials_only = advertise == "none"
     with refusing(NodeError, ValueError):
         invitation, addresses = invitation_of(join), addresses_of(join)
@@ -232,7 +223,7 @@ def node_command(
         raise typer.Exit(asyncio.run(supervise(nodes, grace, restart is Restart.ALWAYS)))
 
     from planaria.bootstrap.client import JoinRefused
-    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.bootstrap.credentials import CredentialsError
     from planaria.bootstrap.invites import NotAdmitted
     from planaria.node.begin import Options, begin
     from planaria.node.data.corpus import CorpusError
@@ -262,9 +253,9 @@ def node_command(
             saving=save_dir != Path("none"),
             grace=grace,
             cloud=cloud.value,
-            credentials=Credentials.load(ca, certificate, key, token),
+            credentials=security.credentials(),
             insecure=insecure,
-            metrics=parse_place(metrics, token, certificate, key, insecure, "--metrics"),
+            metrics=security.place(metrics, insecure, "--metrics"),
             name=called,
             log=lines if share_log else None,
             track=track and track.value,
@@ -332,7 +323,9 @@ def saying_whether_another_would_do() -> Iterator[None]:
         raise typer.Exit(CRASHED) from error
 
 
+@flattened
 def bootstrap_command(
+    *,
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0: any.")],
     run_file: Annotated[
         Path,
@@ -426,36 +419,31 @@ def bootstrap_command(
     http: Http = LOOPBACK,
     insecure_http: InsecureHttp = False,
     price: Price = None,
-    log_level: Level = LogLevel.INFO,
-    log_format: Format = LogFormat.TEXT,
+    log: Log,
     insecure: Insecure = False,
-    ca: Ca = None,
-    certificate: Certificate = None,
-    key: Key = None,
-    token: Token = "",
+    security: Security,
 ) -> None:
     """Run the registry: who serves what, and the page on which one watches."""
     from planaria.bootstrap.address import Address
     from planaria.bootstrap.admission import AdmissionError
     from planaria.bootstrap.allowed import read_allowed
-    from planaria.bootstrap.credentials import Credentials, CredentialsError
+    from planaria.bootstrap.credentials import CredentialsError
     from planaria.bootstrap.etcd import EtcdRefused
     from planaria.bootstrap.journal import JournalError
     from planaria.bootstrap.store import StoreError
     from planaria.node.commands.bootstrapping import Bootstrapping
     from planaria.node.data.corpus import CorpusError
-    from planaria.node.report.log_stream import begin_log
     from planaria.node.resolve import registry_rules, resolve
     from planaria.node.run_file import RunFileError, dumps, load
     from planaria.node.stage.learning_rate import too_long
 
-    begin_log(log_level.value, log_format.value, "registry")
+    log.begin("registry")
     kinds = (AdmissionError, CorpusError, CredentialsError, JournalError, RunFileError)
     with refusing(*kinds, EtcdRefused, StoreError, OSError, ValueError):
         if store and not (journal is None is after):
             raise ValueError("--store is instead of --journal and --after; leave those out")
         place = Address.parse(listen)  # said at once, before a model is looked at
-        page = parse_place(http, token, certificate, key, insecure or insecure_http)
+        page = security.place(http, insecure or insecure_http)
         run = resolve(load(run_file))
         if problem := too_long(run):
             warn(problem)
@@ -467,7 +455,7 @@ def bootstrap_command(
                 allowed=None if allow is None else read_allowed(allow),
             ),
             run_file=dumps(run),
-            credentials=Credentials.load(ca, certificate, key, token),
+            credentials=security.credentials(),
             authority=authority,
             enrol=None if enrol is None else Address.parse(enrol),
             advertise=advertise,
@@ -483,7 +471,9 @@ def bootstrap_command(
             begun.alone(journal, after)
 
 
+@flattened
 def doctor_command(
+    *,
     join: Join,
     stage: Annotated[
         int | None, typer.Option(min=0, help="That a node here would serve. Default: any.")
@@ -512,10 +502,7 @@ def doctor_command(
         Path, typer.Option(help="Where it would save.", rich_help_panel=FILES)
     ] = Path("out"),
     insecure: Insecure = False,
-    ca: Ca = None,
-    certificate: Certificate = None,
-    key: Key = None,
-    token: Token = "",
+    security: Security,
 ) -> None:
     """See, in 15 seconds, whether a node with these options could join from this machine; the exit
     status is 0 if all is well, 1 after a warning, 2 after a problem."""
@@ -541,7 +528,7 @@ def doctor_command(
             device=device,
             data=tuple(data or ()),
             saves=save_dir,
-            credentials=credentials_for(join, ca, certificate, key, token),
+            credentials=credentials_for(join, security),
             insecure=insecure,
             allow_module=allow_module,
         )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,9 +17,10 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
-from planaria.node.commands.options import Ca, Certificate, Key, Living, OneDevice, Token
+from planaria.node.commands.options import Living, OneDevice, Security, flattened
 from planaria.node.commands.registry import ask_registry, check_registry, credentials_for
 from planaria.node.commands.terminal import console, end, refusing, tracking
+from planaria.node.hugging_face.options import EvaluateOptions, ExportOptions
 
 if TYPE_CHECKING:
     from planaria.bootstrap.client import RegistryClient
@@ -29,17 +30,8 @@ if TYPE_CHECKING:
     Reply: TypeAlias = Callable[[Speaker], Iterable[str]]
     """What a model says, in pieces."""
 
-Wait = Annotated[
-    float,
-    typer.Option(min=1, help="With --join: seconds for a step that all stages have committed."),
-]
 
-
-class ExportDtype(enum.StrEnum):
-    FP32 = "fp32"
-    BF16 = "bf16"
-
-
+@flattened
 def export_command(
     folders: Annotated[
         list[Path] | None,
@@ -50,7 +42,6 @@ def export_command(
         ),
     ] = None,
     *,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")],
     join: Living = None,
     run_file: Annotated[
         Path | None,
@@ -58,44 +49,8 @@ def export_command(
             "--run", envvar="PLANARIA_EXPORT_RUN", metavar="RUN.toml", help="Whose saves these are."
         ),
     ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Prepared data, whose tokenizer goes along, if not the run's."),
-    ] = None,
-    dtype: Annotated[ExportDtype, typer.Option(help="Of the weights.")] = ExportDtype.FP32,
-    merged: Annotated[
-        bool,
-        typer.Option(
-            "--merged", help="LoRA: a model with the adapters in its weights, not these apart."
-        ),
-    ] = False,
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            help="With --merged: the model that the run began from, if not there; with --join it "
-            "is needed."
-        ),
-    ] = None,
-    base: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="What the model that the run began from is called in what is written; without "
-            "it, as on the hub, or as its folder.",
-        ),
-    ] = "",
-    push: Annotated[
-        str,
-        typer.Option(metavar="ORG/NAME", help="Upload it to the Hugging Face hub, too."),
-    ] = "",
-    private: Annotated[
-        bool, typer.Option("--private", help="With --push: for those only who may read it there.")
-    ] = False,
-    wait: Wait = 120.0,
-    ca: Ca = None,
-    certificate: Certificate = None,
-    key: Key = None,
-    token: Token = "",
+    options: ExportOptions,
+    security: Security,
 ) -> None:
     """Write a run's model as a folder that Hugging Face's transformers reads; where adapters were
     trained (LoRA), these, as peft has them."""
@@ -108,12 +63,12 @@ def export_command(
     for folder in folders or []:
         if not folder.is_dir():
             end(f"there is no run in {folder}: it is no folder; name what `planaria up` wrote")
-    if private and not push:
+    if options.private and not options.push:
         end("--private is of what goes to the hub: say where to by --push ORG/NAME")
 
     from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.data.corpus import CorpusError
-    from planaria.node.hugging_face.adapters import base_of, begun_from, what
+    from planaria.node.hugging_face.adapters import what
     from planaria.node.hugging_face.export import ExportError
     from planaria.node.hugging_face.from_saves import export_saves
     from planaria.node.hugging_face.push import check_push, upload
@@ -127,13 +82,10 @@ def export_command(
 
     kinds = (CorpusError, ExportError, ResumeError, RunFileError, SaveError, SwarmError)
     with refusing(*kinds, CredentialsError, ValueError):
-        if push:
-            check_push(push)
+        if options.push:
+            check_push(options.push)
         if join is not None:
-            _export_living(
-                *(join, credentials_for(join, ca, certificate, key, token), out, data, dtype, wait),
-                *(merged, model, base, push, private),
-            )
+            _export_living(join, credentials_for(join, security), options)
             return
         assert folders
         beside = folders[0] / "run.toml"
@@ -146,49 +98,37 @@ def export_command(
             run, saves, summary = plan.run, plan.kept.find(), read_summary(plan.out)
         else:
             raise ExportError("with several folders, say by --run whose saves are in them")
-        base, run = base_of(run, base), begun_from(run, model)
         with tracking("tensors") as track:
-            saved = export_saves(run, saves, summary, out, data, dtype.value, track, merged, base)
+            saved = export_saves(run, saves, summary, options, track)
         if saved.doubt:
             _tell(saved.doubt)
-        _tell(f"{out} has the {what(run, merged)} of step {saved.step}")
-        if push:
-            upload(out, push, private, _tell)
+        _tell(f"{options.out} has the {what(run, options.merged)} of step {saved.step}")
+        if options.push:
+            upload(options.out, options.push, options.private, _tell)
 
 
 def _tell(line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _export_living(
-    join: str,
-    credentials: Credentials,
-    out: Path,
-    data: Path | None,
-    dtype: str,
-    wait: float,
-    merged: bool,
-    model: Path | None,
-    base: str,
-    push: str,
-    private: bool,
-) -> None:
+def _export_living(join: str, credentials: Credentials, options: ExportOptions) -> None:
     from planaria.node.hugging_face.from_swarm import export_swarm
     from planaria.node.hugging_face.push import upload
 
     async def take(client: RegistryClient) -> None:
         with tracking("tensors") as track:
-            what, step = await export_swarm(
-                *(client, credentials, out, data, dtype, track, wait, merged, model, base)
-            )
-        _tell(f"{out} has the {what} of step {step}")
-        if push:
-            await asyncio.to_thread(upload, out, push, private, _tell)
+            what, step = await export_swarm(client, credentials, options, track)
+        _tell(f"{options.out} has the {what} of step {step}")
+        if options.push:
+            await asyncio.to_thread(upload, options.out, options.push, options.private, _tell)
 
     ask_registry(join, credentials, take)
 
 
-def generate_command(
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """Of `planaria generate`."""
+
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -196,7 +136,7 @@ def generate_command(
             help="Folder that `planaria export` has written, and the beginning of the text. With "
             "--join, the latter alone.",
         ),
-    ] = None,
+    ] = None
     chat: Annotated[
         bool,
         typer.Option(
@@ -204,32 +144,32 @@ def generate_command(
             help="The prompt is a question, answered by the model's chat template; without one, a "
             "dialogue: a question a line, until Ctrl-D.",
         ),
-    ] = False,
-    system: Annotated[str, typer.Option(help="With --chat: the system's message.")] = "",
-    join: Living = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, at most.")] = 100,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8,
+    ] = False
+    system: Annotated[str, typer.Option(help="With --chat: the system's message.")] = ""
+    join: Living = None
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, at most.")] = 100
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8
     top_p: Annotated[
         float, typer.Option(help="Choose among the likeliest that have this share together.")
-    ] = 0.95,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
-    device: OneDevice = "auto",
+    ] = 0.95
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0
+    device: OneDevice = "auto"
     data: Annotated[
         Path | None,
         typer.Option(help="With --join: prepared data with the tokenizer, if not the run's."),
-    ] = None,
-    ca: Ca = None,
-    certificate: Certificate = None,
-    key: Key = None,
-    token: Token = "",
-) -> None:
+    ] = None
+    security: Security
+
+
+@flattened
+def generate_command(options: GenerateOptions) -> None:
     """Let an exported model, or that of a living run where it is trained, continue a text, or
     answer questions (--chat)."""
-    said = list(words or [])
+    said, join = list(options.words or []), options.join
     folder = None if join is not None else Path(said.pop(0)) if said else None
     if len(said) > 1 or (join is None and folder is None):
         end("say planaria generate DIR [PROMPT], or --join HOST:PORT [PROMPT]")
-    if system and not chat:
+    if options.system and not options.chat:
         end("--system is the system's message of a conversation: add --chat")
     if join is not None:
         check_registry(join)
@@ -249,15 +189,16 @@ def generate_command(
 
     kinds = (CorpusError, CredentialsError, ExportError, NodeError, RunFileError)
     with refusing(*kinds, UnsupportedModelError, ValueError), TemporaryDirectory() as kept:
-        sampling = Sampling(temperature, top_p, seed)
-        prompt = "".join(said)
+        sampling = Sampling(options.temperature, options.top_p, options.seed)
+        prompt, tokens = "".join(said), options.tokens
         if join is not None:
-            credentials = credentials_for(join, ca, certificate, key, token)
-            say = partial(_say_living, join, credentials, data, Path(kept))
+            credentials = credentials_for(join, options.security)
+            say = partial(_say_living, join, credentials, options.data, Path(kept))
         elif folder is not None:
-            say = partial(_say, Speaker.of(WholeModel.load(folder, pick_device(device)), folder))
-        if chat:
-            with Dialogue(system, tokens, sampling) as dialogue:
+            model = WholeModel.load(folder, pick_device(options.device))
+            say = partial(_say, Speaker.of(model, folder))
+        if options.chat:
+            with Dialogue(options.system, tokens, sampling) as dialogue:
                 if prompt:
                     say(partial(dialogue.answer, question=prompt))
                 else:
@@ -321,23 +262,17 @@ def _show(text: str) -> None:
     console.print(text, end="", markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
+@flattened
 def evaluate_command(
     folder: Annotated[
         Path | None,
         typer.Argument(metavar="[DIR]", help="Folder that `planaria export` has written."),
     ] = None,
     *,
-    data: Annotated[Path, typer.Option(metavar="DIR", help="Prepared data.")],
     join: Living = None,
-    split: Annotated[str, typer.Option(help="train or validation.")] = "validation",
-    samples: Annotated[int | None, typer.Option(min=1, help="Default: all.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Samples at a time.")] = 8,
     device: OneDevice = "auto",
-    wait: Wait = 120.0,
-    ca: Ca = None,
-    certificate: Certificate = None,
-    key: Key = None,
-    token: Token = "",
+    options: EvaluateOptions,
+    security: Security,
 ) -> None:
     """Loss and perplexity, on prepared data, of an exported model, or of one step of a living run,
     computed where it is trained."""
@@ -351,7 +286,7 @@ def evaluate_command(
     from planaria.node.data.corpus import CorpusError, read_index
 
     with refusing(CorpusError):
-        read_index(data)
+        read_index(options.data)
 
     from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.begin import NodeError
@@ -364,28 +299,26 @@ def evaluate_command(
     from planaria.node.serve import pick_device
 
     def show(found: Evaluation) -> None:
-        table = Table("", Column(split, justify="right"))
+        table = Table("", Column(options.split, justify="right"))
         for name, value in found.rows().items():
             table.add_row(name, value)
         console.print(table)
 
     async def ask(client: RegistryClient) -> None:
         with tracking("batches") as track:
-            step, found = await evaluate_swarm(
-                client, credentials, data, split, samples, batch, track, wait
-            )
+            step, found = await evaluate_swarm(client, credentials, options, track)
         show(found)
         console.print(f"of the model of step {step}")
 
     kinds = (CorpusError, CredentialsError, ExportError, NodeError, RunFileError)
     with refusing(*kinds, UnsupportedModelError, ValueError):
         if join is not None:
-            credentials = credentials_for(join, ca, certificate, key, token)
+            credentials = credentials_for(join, security)
             ask_registry(join, credentials, ask)
         elif folder is not None:
             model = WholeModel.load(folder, pick_device(device))
             with tracking("batches") as track:
-                found = evaluate(model, folder, data, split, samples, batch, track)
+                found = evaluate(model, folder, options, track)
             show(found)
 
 

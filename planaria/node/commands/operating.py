@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import enum
 import time
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from planaria.node.commands.options import Ca, Certificate, Join, Key, Token
+from planaria.node.commands.options import Join, Security, flattened
 from planaria.node.commands.registry import ask_registry, credentials_for
 from planaria.node.commands.terminal import console, end, refusing
 
@@ -29,47 +29,52 @@ class InvitedAs(enum.StrEnum):
     OPERATOR = "operator"
 
 
-def invite_command(
-    join: Join,
-    uses: Annotated[
-        int | None,
-        typer.Option(min=0, show_default="1", help="How many it is for; 0: any number."),
-    ] = None,
+@dataclass(frozen=True, kw_only=True)
+class InviteOptions:
+    """Of `planaria invite`."""
+
+    join: Join
+    uses: Annotated[int, typer.Option(min=0, help="How many it is for; 0: any number.")] = 1
     hours: Annotated[
-        float | None,
+        float,
         typer.Option(min=0, show_default="24", help="How long it is good; 0: until it is revoked."),
-    ] = None,
+    ] = 24.0
     stage: Annotated[
         int | None, typer.Option(min=0, help="The only one that who comes by it may serve.")
-    ] = None,
+    ] = None
     role: Annotated[
         InvitedAs,
         typer.Option(help="node: serve a stage; reader: look on; operator: these commands, too."),
-    ] = InvitedAs.NODE,
+    ] = InvitedAs.NODE
     listing: Annotated[
         bool,
         typer.Option("--list", envvar="PLANARIA_INVITE_LIST", help="Show the invites there are."),
-    ] = False,
+    ] = False
     revoke: Annotated[
         str | None, typer.Option(metavar="ID", help="Nobody comes by this invite any more.")
-    ] = None,
-    ca: Ca = None,
-    certificate: Certificate = None,
-    key: Key = None,
-    token: Token = "",
-) -> None:
+    ] = None
+    security: Security
+
+
+@flattened
+def invite_command(options: InviteOptions) -> None:
     """Invite others to a run: who is given what this prints joins with it."""
     from planaria.bootstrap.credentials import CredentialsError
-    from planaria.bootstrap.enrolment_pb2 import InviteRequest, ListInvitesRequest, RevokeRequest
+    from planaria.bootstrap.enrolment_pb2 import (
+        Invitation,
+        InviteRequest,
+        ListInvitesRequest,
+        RevokeRequest,
+    )
     from planaria.bootstrap.invites import encode
     from planaria.node.enrolled import invitation_of
 
     async def act(client: RegistryClient) -> None:
-        if revoke is not None:
-            done = await client.command("Revoke", RevokeRequest(id=revoke))
+        if options.revoke is not None:
+            done = await client.command("Revoke", RevokeRequest(id=options.revoke))
             say(done.what)
             return
-        if listing:
+        if options.listing:
             found = await client.command("ListInvites", ListInvitesRequest())
             table = Table("id", "as", "used", "until")
             for one in found.invites:
@@ -80,21 +85,16 @@ def invite_command(
             return
         if invitation is None:
             end("--join has to be an operator's invite: others are made like it, for its addresses")
-        seconds = 3600 * (24.0 if hours is None else hours)
-        request = InviteRequest(role=role, uses=1 if uses is None else uses, seconds=seconds)
-        if stage is not None:
-            request.stage = stage
+        role, stage, seconds = options.role, options.stage, 3600 * options.hours
+        request = InviteRequest(role=role, stage=stage, uses=options.uses, seconds=seconds)
         made = await client.command("Invite", request)
-        invitation.secret, invitation.role = made.secret, role
-        if stage is not None:
-            invitation.stage = stage
+        invitation.MergeFrom(Invitation(secret=made.secret, role=role, stage=stage))
         say(encode(invitation))
 
     with refusing(CredentialsError, ValueError):
-        invitation = invitation_of(join)
-        ask_registry(
-            join, credentials_for(join, ca, certificate, key, token, InvitedAs.OPERATOR), act
-        )
+        invitation = invitation_of(options.join)
+        credentials = credentials_for(options.join, options.security, InvitedAs.OPERATOR)
+        ask_registry(options.join, credentials, act)
 
 
 def _until(ends: float, revoked: bool) -> str:
@@ -105,13 +105,8 @@ def _until(ends: float, revoked: bool) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(ends))
 
 
-def members_command(
-    join: Join,
-    ca: Ca = None,
-    certificate: Certificate = None,
-    key: Key = None,
-    token: Token = "",
-) -> None:
+@flattened
+def members_command(join: Join, security: Security) -> None:
     """List who is in a run, who was let in and how, and who is banned."""
     from planaria.bootstrap.credentials import CredentialsError
     from planaria.bootstrap.enrolment_pb2 import ListEnrolledRequest
@@ -136,71 +131,58 @@ def members_command(
         console.print(table)
 
     with refusing(CredentialsError, ValueError):
-        ask_registry(
-            join, credentials_for(join, ca, certificate, key, token, InvitedAs.OPERATOR), show
-        )
+        ask_registry(join, credentials_for(join, security, InvitedAs.OPERATOR), show)
 
 
+@flattened
 def evict_command(
     node: Annotated[str, typer.Argument(metavar="NODE", help="As status calls it.")],
     join: Join,
-    ca: Ca = None,
-    certificate: Certificate = None,
-    key: Key = None,
-    token: Token = "",
+    security: Security,
 ) -> None:
     """Take a node's seats from it; it may come back as another one."""
     from planaria.bootstrap.enrolment_pb2 import EvictRequest
 
     request = EvictRequest(node=node)
-    _have_done(join, (ca, certificate, key, token), "Evict", request)
+    _have_done(join, security, "Evict", request)
 
 
+@flattened
 def ban_command(
     who: Annotated[
         str,
         typer.Argument(metavar="NODE|INSTANCE", help="As status, or `planaria members`, has it."),
     ],
     join: Join,
-    ca: Ca = None,
-    certificate: Certificate = None,
-    key: Key = None,
-    token: Token = "",
+    security: Security,
 ) -> None:
     """Evict a node, and keep it out under whatever name it comes with its key."""
     from planaria.bootstrap.enrolment_pb2 import BanRequest
 
     request = BanRequest(who=who)
-    _have_done(join, (ca, certificate, key, token), "Ban", request)
+    _have_done(join, security, "Ban", request)
 
 
+@flattened
 def allow_command(
     instance: Annotated[
         str, typer.Argument(metavar="INSTANCE", help="That is banned, as `planaria members` says.")
     ],
     join: Join,
-    ca: Ca = None,
-    certificate: Certificate = None,
-    key: Key = None,
-    token: Token = "",
+    security: Security,
 ) -> None:
     """Let in again who was banned."""
     from planaria.bootstrap.enrolment_pb2 import AllowRequest
 
     request = AllowRequest(instance=instance)
-    _have_done(join, (ca, certificate, key, token), "Allow", request)
+    _have_done(join, security, "Allow", request)
 
 
-def _have_done(
-    join: str,
-    secured: tuple[Path | None, Path | None, Path | None, str],
-    method: str,
-    request: Message,
-) -> None:
+def _have_done(join: str, security: Security, method: str, request: Message) -> None:
     from planaria.bootstrap.credentials import CredentialsError
 
     async def act(client: RegistryClient) -> None:
         say((await client.command(method, request)).what)
 
     with refusing(CredentialsError, ValueError):
-        ask_registry(join, credentials_for(join, *secured, InvitedAs.OPERATOR), act)
+        ask_registry(join, credentials_for(join, security, InvitedAs.OPERATOR), act)

@@ -1,45 +1,53 @@
-"""Options that several commands have, and what their values may be."""
+"""How a command gets its options, those that several have, and what their values may be."""
 
 from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 if TYPE_CHECKING:
+    from planaria.bootstrap.credentials import Credentials
     from planaria.node.page.place import Place
+    from planaria.node.report.log_stream import LastLines
+
+
+def flattened(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with all its options as parameters, as typer expects them. A parameter, or field,
+    whose type is a dataclass is a group: typer gets its fields, `command` an instance."""
+
+    @wraps(command)
+    def run(**values: object) -> None:
+        _call(command, values)
+
+    run.__signature__ = Signature(list(_parameters(command)))  # type: ignore[attr-defined]
+    return run
+
+
+def _parameters(of: Callable[..., object]) -> Iterator[Parameter]:
+    hints = get_type_hints(of, include_extras=True)
+    for name, parameter in signature(of).parameters.items():
+        if is_dataclass(hints[name]):
+            yield from _parameters(hints[name])
+        else:
+            yield parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY)
+
+
+def _call(of: Callable[..., Any], values: Mapping[str, object]) -> Any:
+    hints = get_type_hints(of)
+    names = signature(of).parameters
+    groups = {name: _call(hints[name], values) for name in names if is_dataclass(hints[name])}
+    return of(**{name: values[name] for name in names if name not in groups}, **groups)
+
 
 SECURITY = "Security"
-Ca = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-ca",
-        envvar="PLANARIA_TLS_CA",
-        help="CA of all certificates, PEM.",
-        rich_help_panel=SECURITY,
-    ),
-]
-Certificate = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-cert",
-        envvar="PLANARIA_TLS_CERT",
-        help="Own certificate, PEM.",
-        rich_help_panel=SECURITY,
-    ),
-]
-Key = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-key",
-        envvar="PLANARIA_TLS_KEY",
-        help="Own private key, PEM.",
-        rich_help_panel=SECURITY,
-    ),
-]
 
 
 def parse_token(text: str) -> str:
@@ -56,16 +64,68 @@ def parse_token(text: str) -> str:
         raise typer.BadParameter(str(error)) from error
 
 
-Token = Annotated[
-    str,
-    typer.Option(
-        parser=parse_token,
-        metavar="SECRET|@FILE",
-        envvar="PLANARIA_TOKEN",
-        help="Join token that the run's machines share, or a file that has it.",
-        rich_help_panel=SECURITY,
-    ),
-]
+@dataclass(frozen=True, kw_only=True)
+class Security:
+    """What a command proves to others, and what they have to prove."""
+
+    ca: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-ca",
+            envvar="PLANARIA_TLS_CA",
+            help="CA of all certificates, PEM.",
+            rich_help_panel=SECURITY,
+        ),
+    ] = None
+    certificate: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-cert",
+            envvar="PLANARIA_TLS_CERT",
+            help="Own certificate, PEM.",
+            rich_help_panel=SECURITY,
+        ),
+    ] = None
+    key: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-key",
+            envvar="PLANARIA_TLS_KEY",
+            help="Own private key, PEM.",
+            rich_help_panel=SECURITY,
+        ),
+    ] = None
+    token: Annotated[
+        str,
+        typer.Option(
+            parser=parse_token,
+            metavar="SECRET|@FILE",
+            envvar="PLANARIA_TOKEN",
+            help="Join token that the run's machines share, or a file that has it.",
+            rich_help_panel=SECURITY,
+        ),
+    ] = ""
+
+    def credentials(self) -> Credentials:
+        """Raises CredentialsError."""
+        from planaria.bootstrap.credentials import Credentials
+
+        return Credentials.load(self.ca, self.certificate, self.key, self.token)
+
+    def place(self, http: str, insecure: bool, option: str = "--http") -> Place | None:
+        """Where HTTP is served that `option` asks for; None: nowhere. Raises AddressError,
+        CredentialsError, and OSError where that address isn't free."""
+        from planaria.bootstrap.address import Address
+        from planaria.node.page.place import Keys, Place
+
+        if http == "none":
+            return None
+        keys = Keys(self.certificate, self.key) if self.certificate and self.key else None
+        place = Place(Address.parse(http), self.token, keys, insecure, option)
+        place.check()
+        return place
+
+
 Insecure = Annotated[
     bool,
     typer.Option(
@@ -158,27 +218,6 @@ Price = Annotated[
 ]
 
 
-def parse_place(
-    http: str,
-    token: str,
-    certificate: Path | None,
-    key: Path | None,
-    insecure: bool,
-    option: str = "--http",
-) -> Place | None:
-    """Where `option` has something served; None: nowhere. Raises AddressError, CredentialsError,
-    and OSError where that place isn't free."""
-    from planaria.bootstrap.address import Address
-    from planaria.node.page.place import Keys, Place
-
-    if http == "none":
-        return None
-    keys = Keys(certificate, key) if certificate is not None and key is not None else None
-    place = Place(Address.parse(http), token, keys, insecure, option)
-    place.check()
-    return place
-
-
 Join = Annotated[
     str,
     typer.Option(
@@ -212,24 +251,36 @@ class LogFormat(enum.StrEnum):
 
 
 LOG = "Log"
-Level = Annotated[
-    LogLevel,
-    typer.Option(
-        "--log-level",
-        envvar="PLANARIA_LOG_LEVEL",
-        help="What the log has: this, and what is graver.",
-        rich_help_panel=LOG,
-    ),
-]
-Format = Annotated[
-    LogFormat,
-    typer.Option(
-        "--log-format",
-        envvar="PLANARIA_LOG_FORMAT",
-        help="Lines for people, or JSON for what collects logs.",
-        rich_help_panel=LOG,
-    ),
-]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    """What a process logs."""
+
+    log_level: Annotated[
+        LogLevel,
+        typer.Option(
+            "--log-level",
+            envvar="PLANARIA_LOG_LEVEL",
+            help="What the log has: this, and what is graver.",
+            rich_help_panel=LOG,
+        ),
+    ] = LogLevel.INFO
+    log_format: Annotated[
+        LogFormat,
+        typer.Option(
+            "--log-format",
+            envvar="PLANARIA_LOG_FORMAT",
+            help="Lines for people, or JSON for what collects logs.",
+            rich_help_panel=LOG,
+        ),
+    ] = LogFormat.TEXT
+
+    def begin(self, name: str) -> LastLines:
+        """See `begin_log`."""
+        from planaria.node.report.log_stream import begin_log
+
+        return begin_log(self.log_level, self.log_format, name)
 
 
 class Tracker(enum.StrEnum):

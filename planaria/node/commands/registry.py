@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
+from planaria.node.commands.options import Security
 from planaria.node.commands.terminal import refuse, refusing, warn
 
 if TYPE_CHECKING:
@@ -32,14 +32,7 @@ def addresses_of(join: str) -> tuple[str, ...]:
     return tuple(address.strip() for address in text_of(join).split(","))
 
 
-def credentials_for(
-    join: str,
-    ca: Path | None,
-    certificate: Path | None,
-    key: Path | None,
-    token: str,
-    role: str | None = None,
-) -> Credentials:
+def credentials_for(join: str, security: Security, role: str | None = None) -> Credentials:
     """By an invite, if --join is one, else from files, if there are some. `role`: that the invite
     has to be for. Raises InviteError, CredentialsError; ends where the invite gets nothing."""
     from planaria.bootstrap.credentials import Credentials
@@ -49,14 +42,14 @@ def credentials_for(
 
     invitation = invitation_of(join)
     if invitation is None:
-        return Credentials.load(ca, certificate, key, token)
+        return security.credentials()
     if role is not None:
         check_role(invitation, role)
     check_registry(join)
 
     async def come() -> Credentials:
         async with enrolled(invitation, folder_of(invitation)) as (_, certified):
-            return Credentials.of(certified, token)
+            return Credentials.of(certified, security.token)
 
     with refusing(EnrolmentUnreachable, NotAdmitted, OSError):
         return run_on_loop(come())

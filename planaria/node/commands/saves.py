@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
-from planaria.node.commands.options import Ca, Certificate, Join, Key, Token
+from planaria.node.commands.options import Join, Security, flattened
 from planaria.node.commands.registry import ask_registry, credentials_for
 from planaria.node.commands.terminal import console, refusing
 
@@ -16,17 +16,15 @@ if TYPE_CHECKING:
     from planaria.bootstrap.client import RegistryClient
 
 
+@flattened
 def regroup_command(
     folders: Annotated[
         list[Path],
         typer.Argument(metavar="DIR...", help="What --save-dir was, of each of the run's nodes."),
     ],
     join: Join,
+    security: Security,
     out: Annotated[Path, typer.Option(help="Folder to write: a --save-dir for the new nodes.")],
-    ca: Ca = None,
-    certificate: Certificate = None,
-    key: Key = None,
-    token: Token = "",
 ) -> None:
     """Write a run's saves anew for the run of a registry, which has the same model, but another
     run file: in more or fewer stages, for one."""
@@ -57,7 +55,7 @@ def regroup_command(
 
     begin_log()
     with refusing(CredentialsError, RunFileError, RegroupError, SaveError, ValueError, OSError):
-        ask_registry(join, credentials_for(join, ca, certificate, key, token), write)
+        ask_registry(join, credentials_for(join, security), write)
 
 
 def audit_command(

@@ -13,17 +13,15 @@ from planaria.node.commands.options import (
     FILES,
     LOOPBACK,
     MACHINE,
-    Format,
     Http,
-    Level,
-    LogFormat,
-    LogLevel,
+    Log,
     OneDevice,
     Price,
     Seats,
+    Security,
     Tracked,
     check_tracker,
-    parse_place,
+    flattened,
 )
 from planaria.node.commands.terminal import console, refusing, tracking
 
@@ -34,7 +32,9 @@ if TYPE_CHECKING:
 LOSSES = "Losses"
 
 
+@flattened
 def up_command(
+    *,
     run_file: Annotated[
         Path | None, typer.Argument(metavar="[RUN.toml]", help="Without one: the defaults.")
     ] = None,
@@ -150,8 +150,7 @@ def up_command(
         ),
     ] = False,
     track: Tracked = None,
-    log_level: Level = LogLevel.INFO,
-    log_format: Format = LogFormat.TEXT,
+    log: Log,
 ) -> None:
     """Train with a whole swarm on this machine."""
     import asyncio
@@ -173,7 +172,7 @@ def up_command(
 
     check_tracker(track)
     with refusing(CredentialsError, OSError, ValueError):
-        parse_place(http, "", None, None, insecure=False)
+        Security().place(http, insecure=False)
     with refusing(RunFileError, CorpusError, SwarmError, ResumeError, ValueError):
         if resume is not None:
             trained = (run_file, preset, layers, steps, policy, strict, masking, seed)
@@ -202,7 +201,7 @@ def up_command(
             say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
             with shown as progress:
                 plan = plan_run(run, out, save_dir, device, say, progress)
-        plan = plan._replace(http=http, price=price, log=(log_level.value, log_format.value))
+        plan = plan._replace(http=http, price=price, log=(log.log_level, log.log_format))
         plan = plan._replace(track=track and track.value, hold=hold)
         kills = [parse_kill(text, plan.run) for text in kill or []]
         losses = choose_losses(plan.run, loss_rate, trace, speedup)

@@ -8,5 +8,5 @@ weights, out of a run's saves), living_run.py (which nodes of a run are asked), 
 weights, out of those) and whole_model.py (such a folder, computed with in one process), with which
 generate.py makes text, dialogue.py answers questions and evaluate.py tells how good it is;
 through_swarm.py computes with the stages where they are trained, samples.py has them do so while
-they are.
+they are. options.py has what the commands say of an export and of an evaluation.
 """

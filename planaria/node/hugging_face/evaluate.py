@@ -13,6 +13,7 @@ from torch import Tensor
 from planaria.node.data.corpus import SPLITS, UNSCORED, Corpus, CorpusError
 from planaria.node.data.mixture import beginnings, inputs_and_targets
 from planaria.node.data.tokenizer import TOKENIZER, same_tokenizer
+from planaria.node.hugging_face.options import EvaluateOptions
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.report.progress import Track, untracked
 from planaria.node.stage.shape import LONGEST
@@ -92,26 +93,20 @@ class Portion:
 
 
 def evaluate(
-    model: WholeModel,
-    folder: Path,
-    data: Path,
-    split: str = "validation",
-    samples: int | None = None,
-    batch: int = 8,
-    track: Track = untracked,
+    model: WholeModel, folder: Path, options: EvaluateOptions, track: Track = untracked
 ) -> Evaluation:
-    """On that portion, whose samples are as long as the model's context, LONGEST tokens at most.
-    `folder`: the model's. Raises CorpusError when the data can't be used, or was made with another
-    tokenizer."""
-    config = model.config
-    portion = Portion(data, split, min(config.context, LONGEST), samples, config.block_causal)
+    """Evaluates on samples as long as the model's context, LONGEST tokens at most. `folder`: the
+    model's. Raises CorpusError when the data can't be used, or was made with another tokenizer."""
+    config, data = model.config, options.data
+    context, samples = min(config.context, LONGEST), options.samples
+    portion = Portion(data, options.split, context, samples, config.block_causal)
     if not same_tokenizer(folder / TOKENIZER, data / TOKENIZER):
         raise CorpusError(
             f"{data} was prepared with another tokenizer than the model's: prepare the text with "
             f"--tokenizer {folder / TOKENIZER}"
         )
-    starts = range(0, portion.count, batch)
+    starts = range(0, portion.count, options.batch)
     total = 0.0
     for first in track(starts, "evaluating", len(starts)):
-        total += model.loss(*portion.rows(first, batch))
+        total += model.loss(*portion.rows(first, options.batch))
     return portion.evaluation(total)

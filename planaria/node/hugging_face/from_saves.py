@@ -15,9 +15,10 @@ from torch import Tensor
 from planaria.node.data.corpus import CorpusError, file_checksum, load_tokenizer, read_index
 from planaria.node.data.mixture import folders_of, index_of
 from planaria.node.data.tokenizer import TOKENIZER, bounds_of
-from planaria.node.hugging_face.adapters import base_of, way_out
+from planaria.node.hugging_face.adapters import base_of, begun_from, way_out
 from planaria.node.hugging_face.card import model_card
 from planaria.node.hugging_face.export import ExportError, Vocabulary
+from planaria.node.hugging_face.options import ExportOptions
 from planaria.node.report.progress import Track
 from planaria.node.run_file import RunFile
 from planaria.node.stage.shape import ModelConfig
@@ -71,21 +72,17 @@ def export_saves(
     run: RunFile,
     saves: Sequence[SaveFile],
     summary: Mapping[str, Any],
-    out: Path,
-    data: Path | None,
-    dtype: str,
+    options: ExportOptions,
     track: Track,
-    merged: bool = False,
-    base: str = "",
 ) -> SavedModel:
-    """Writes the folder `out`. `summary`: what `summary.json` says, empty where there is none;
-    `data`: a prepared folder, with the tokenizer, if not where the run file says; `merged`,
-    `base`: as in `way_out`; empty: by where it is. Raises ExportError, CorpusError, SaveError."""
+    """Writes a folder with the newest model in `saves`. `summary` is the content of
+    `summary.json`, empty where there is none. Raises ExportError, CorpusError, SaveError."""
+    base, run = base_of(run, options.base), begun_from(run, options.model)
     model = saved_model(run, saves)
-    base = base or base_of(run, "")
-    write = way_out(run, model.config, merged, base)
-    card = model_card(run, model.config, model.step, model.doubt, summary, merged, base)
-    write(out, model.config, model.read, vocabulary_of(run, data), card, dtype, track)
+    write = way_out(run, model.config, options.merged, base)
+    card = model_card(run, model.config, model.step, model.doubt, summary, options.merged, base)
+    vocabulary = vocabulary_of(run, options.data)
+    write(options.out, model.config, model.read, vocabulary, card, options.dtype, track)
     return model
 
 

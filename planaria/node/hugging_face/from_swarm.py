@@ -21,6 +21,7 @@ from planaria.node.hugging_face.adapters import REMEDY, base_of, begun_from, way
 from planaria.node.hugging_face.card import model_card
 from planaria.node.hugging_face.export import ExportError
 from planaria.node.hugging_face.living_run import LOOK, Access, LivingRun, from_outside
+from planaria.node.hugging_face.options import ExportOptions
 from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.ports import Priority
 from planaria.node.report.progress import Track
@@ -134,33 +135,24 @@ class LivingModel(LivingRun):
 
 
 async def export_swarm(
-    client: RegistryClient,
-    credentials: Credentials,
-    out: Path,
-    data: Path | None,
-    dtype: str,
-    track: Track,
-    wait: float,
-    merged: bool = False,
-    checkpoint: Path | None = None,
-    base: str = "",
+    client: RegistryClient, credentials: Credentials, options: ExportOptions, track: Track
 ) -> tuple[str, int]:
-    """Writes the folder `out`, and returns what it has, and of which step. `data`, `merged`: as in
-    `export_saves`; `checkpoint`: that the run began from; `base`: its name, if another. Raises
-    ExportError, CorpusError, RunFileError, and what `client` does."""
+    """Writes a folder with the model of a living run. Returns whether that is a model or adapters,
+    and its step. Raises ExportError, CorpusError, RunFileError, and what `client` does."""
+    merged, checkpoint = options.merged, options.model
     access = await from_outside(client.describe, credentials, await client.reach())
-    base = base_of(access.run, base)
+    base = base_of(access.run, options.base)
     access = access._replace(run=begun_from(access.run, checkpoint))
     if merged and checkpoint is None and access.run.training.lora is not None:
         raise ExportError(f"--merged: {REMEDY}")
     write = way_out(access.run, access.run.config, merged, base)
     with TemporaryDirectory(prefix="planaria-") as kept:
         async with LivingStages(access) as stages:
-            vocabulary = await stages.vocabulary(data, checkpoint, Path(kept))
-        async with LivingModel(access, wait) as model:
+            vocabulary = await stages.vocabulary(options.data, checkpoint, Path(kept))
+        async with LivingModel(access, options.wait) as model:
             card = await card_of(model, client.describe, merged, base)
-            arguments = out, model.config, model.blocking_read, vocabulary, card, dtype, track
-            await asyncio.to_thread(write, *arguments)
+            contents = model.config, model.blocking_read, vocabulary, card
+            await asyncio.to_thread(write, options.out, *contents, options.dtype, track)
             await model.exported()
             return what(access.run, merged), model.step
 

@@ -28,6 +28,7 @@ from planaria.node.hugging_face.export import ExportError, Vocabulary
 from planaria.node.hugging_face.from_saves import of_data, of_given, of_model
 from planaria.node.hugging_face.generate import Speaker
 from planaria.node.hugging_face.living_run import Access, LivingRun, from_outside
+from planaria.node.hugging_face.options import EvaluateOptions
 from planaria.node.naming import node_of
 from planaria.node.report.progress import Track
 from planaria.node.run_file import RunFile
@@ -223,29 +224,22 @@ async def speak(
 
 
 async def evaluate_swarm(
-    client: RegistryClient,
-    credentials: Credentials,
-    data: Path,
-    split: str,
-    samples: int | None,
-    batch: int,
-    track: Track,
-    wait: float,
+    client: RegistryClient, credentials: Credentials, options: EvaluateOptions, track: Track
 ) -> tuple[int, Evaluation]:
-    """The step that all stages have committed, within `wait` seconds, and how good it is on the
-    portion of `data` (see evaluate.py). Raises ExportError, CorpusError, RunFileError, and what
-    `client` does."""
+    """Evaluates the model of a step that all stages have committed. Returns that step, too. Raises
+    ExportError, CorpusError, RunFileError, and what `client` does."""
     access = await from_outside(client.describe, credentials, await client.reach())
-    check_tokenizer(access.run, data)
-    async with LivingStages(access, wait) as stages:
-        config, rows = stages.config, min(batch, stages.rows)
+    check_tokenizer(access.run, options.data)
+    async with LivingStages(access, options.wait) as stages:
+        config, rows = stages.config, min(options.batch, stages.rows)
         if not rows:
             raise ExportError(
                 f"a sample of {config.context} tokens takes more than the {FRAME_LIMIT} bytes that "
                 f"can be shown to a stage at a time: `planaria export --join` the model, and "
                 "evaluate that"
             )
-        portion = Portion(data, split, config.context, samples, config.block_causal)
+        samples, apart = options.samples, config.block_causal
+        portion = Portion(options.data, options.split, config.context, samples, apart)
         losses: deque[asyncio.Task[float]] = deque()
         total = 0.0
         try:

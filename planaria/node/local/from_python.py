@@ -93,10 +93,12 @@ class Result:
         is said there of prepared data and of adapters goes for `data` and `merged`. Raises
         ExportError, SwarmError, ResumeError, SaveError and CorpusError."""
         from planaria.node.hugging_face.from_saves import export_saves
+        from planaria.node.hugging_face.options import ExportDtype, ExportOptions
 
         plan = read_plan(self.folder)
         found, folder = plan.kept.find(), None if data is None else Path(data)
-        export_saves(plan.run, found, self.summary, Path(out), folder, dtype, untracked, merged)
+        options = ExportOptions(out=Path(out), data=folder, dtype=ExportDtype(dtype), merged=merged)
+        export_saves(plan.run, found, self.summary, options, untracked)
         return Path(out)
 
     def _lines(self) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 
 from planaria.node.data.corpus import UNSCORED, CorpusError
 from planaria.node.hugging_face.evaluate import Portion, evaluate
+from planaria.node.hugging_face.options import EvaluateOptions
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.run_file import RunFile, override
 from planaria.node.stage.arithmetic import TorchStage
@@ -70,6 +71,7 @@ def test_documents_are_kept_apart_for_a_model_that_was_trained_so(
     """By the folder that was exported, and by the stages of a swarm."""
     run = override(RunFile(), training__batch=64, training__microbatch=64)
     apart = replace(GROUPED, vocabulary=512, attn_mask_type="block_causal")
+    options = EvaluateOptions(data=conversations, split="train", samples=40)
     losses, flat = {}, {}
     for config in (replace(apart, attn_mask_type="causal"), apart):
         folder = tmp_path / config.attn_mask_type
@@ -77,7 +79,7 @@ def test_documents_are_kept_apart_for_a_model_that_was_trained_so(
         tokenizer = json.loads((conversations / "tokenizer.json").read_text())
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer))  # the same, written anew
         model = WholeModel.load(folder, CPU)
-        losses[config.attn_mask_type] = evaluate(model, folder, conversations, "train", 40).loss
+        losses[config.attn_mask_type] = evaluate(model, folder, options).loss
     portion = Portion(conversations, "train", apart.context, 40, apart=True)
     inputs, targets, begins = portion.rows(0, portion.count)
     assert begins[:, 1:].any()
