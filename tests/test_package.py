@@ -137,6 +137,7 @@ def test_wheel_and_sdist_install_one_package_and_the_same(tmp_path):
     assert "planaria/corpus/austen/persuasion.txt" in contents(wheel), "the first run has no text"
     for name in ("page.html", "page.css", "page.js"):
         assert f"planaria/node/page/static/{name}" in contents(wheel), "the page lacks a file"
+    assert "planaria/py.typed" in contents(wheel)
     with tarfile.open(sdist) as archive:
         assert not [file.name for file in archive if file.issym() or file.islnk()]
         archive.extractall(tmp_path / "sdist", filter="data")

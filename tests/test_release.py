@@ -1,4 +1,4 @@
-"""What a release promises: workflows run what there is, and the changelog tells of the version."""
+"""Workflows run commands that exist, and the changelog has an entry for the version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
-VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+VERSION = PROJECT["version"]
 KINDS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
@@ -27,8 +28,9 @@ def test_a_workflow_runs_what_there_is(file: Path) -> None:
     found = workflow(file)
     assert found[True] and found["permissions"] == {"contents": "read"}
     for job in found["jobs"].values():
-        assert job["timeout-minutes"] <= 60
-        for script in (step.get("run", "") for step in job["steps"]):
+        assert job["timeout-minutes"] <= (180 if file.stem == "nightly" else 60)
+        several = job.get("strategy", {}).get("matrix", {}).get("run", [])
+        for script in (*several, *(step.get("run", "") for step in job["steps"])):
             for target in re.findall(r"\bmake (\w+)", script):
                 assert re.search(rf"^{target}:", makefile, re.M), target
             for named in re.findall(r"[\w./]+\.(?:toml|txt|md)\b|^\.\w+/\w+", script):
@@ -43,9 +45,17 @@ def test_a_release_is_made_of_a_tag_and_published_without_a_secret() -> None:
     assert "secrets." not in (ROOT / ".github/workflows/release.yml").read_text()
 
 
-def test_the_changelog_tells_of_this_version() -> None:
+def test_all_supported_versions_of_python_are_tested_and_classified() -> None:
+    tested = workflow(ROOT / ".github/workflows/test.yml")["jobs"]["test"]["strategy"]["matrix"]
+    prefix = "Programming Language :: Python :: 3."
+    classified = [name.split(" :: ")[-1] for name in PROJECT["classifiers"] if prefix in name]
+    assert tested["python"] == classified
+    assert PROJECT["requires-python"] == f">={classified[0]}"
+
+
+def test_the_changelog_has_this_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## \[([^]]+)\]", text, re.M)
     assert versions[0] == "Unreleased"
-    assert VERSION in versions or f"What will be {VERSION}." in text
+    assert VERSION in versions
     assert set(re.findall(r"^### (.*)", text, re.M)) <= KINDS
