@@ -25,7 +25,7 @@ fuzz: .venv/installed-dev
 	PYTHONPATH=.:tests .venv/bin/python -m tests.fuzz --seconds $(SECONDS) $(TARGETS)
 
 bench: .venv/installed-dev
-	.venv/bin/python -m bench
+	.venv/bin/python -m planaria_lab.bench
 
 lint: .venv/installed-dev
 	.venv/bin/ruff check .
@@ -41,6 +41,7 @@ docs: .venv-docs/installed
 
 dist:
 	$(PYTHON) -m build
+	$(PYTHON) -m build --outdir dist lab
 
 .venv-docs/installed: docs/requirements.txt
 	$(PYTHON) -m venv .venv-docs
@@ -56,8 +57,8 @@ dist:
 	$(PIP_INSTALL) -e '.[plots]'
 	touch $@
 
-.venv/installed-dev: .venv/installed
-	$(PIP_INSTALL) -e '.[dev]'
+.venv/installed-dev: .venv/installed lab/pyproject.toml
+	$(PIP_INSTALL) -e '.[dev]' -e ./lab
 	touch $@
 
 clean:

@@ -16,7 +16,8 @@ PAGES = (
     "CHANGELOG.md",
     "docs/*.md",
     "examples/README.md",
-    "results/*/README.md",
+    "lab/docs/*.md",
+    "lab/results/*/README.md",
 )
 LINK = re.compile(r"(?:\]\(|<img src=\")([^)#\s\"]+)")
 IN_A_LIST = re.compile(r"^   (?=\S)", re.M)

@@ -16,15 +16,16 @@ from typer.main import get_command
 
 from planaria.node.commands import looking, machines, models, operating, saves
 from planaria.node.commands.data import data_app
-from planaria.node.commands.terminal import refuse, warn
+from planaria.node.commands.terminal import end, refuse, warn
 from planaria.node.commands.up import up_command
-from planaria.node.extras import installed, remedy
+from planaria.node.extras import remedy
 from planaria.node.imports import leave_out_current_folder
 from planaria.node.secret_words import warnings
 
 ADDED = "planaria.commands"
-"""The group of entry points through which other packages add commands, which need the extra `lab`.
-"""
+"""The group of entry points through which other packages add commands."""
+IN_LAB = ("lab", "plan")
+"""Commands that the package planaria-lab adds."""
 BY_USE: dict[str, Callable[..., None] | typer.Typer] = {
     "up": up_command,
     "node": machines.node_command,
@@ -62,8 +63,9 @@ class _Commands(TyperGroup):
         for added in entry_points(group=ADDED, name=cmd_name):
             command = get_command(added.load())
             command.name = cmd_name
-            command.hidden = not installed("lab")
             return command
+        if cmd_name in IN_LAB:
+            end(f"planaria {cmd_name} is in a package of its own: pip install planaria-lab")
         return None
 
 

@@ -11,18 +11,10 @@ EXTRAS = {
     "matplotlib": "plots",
     "mlflow": "mlflow",
     "pyarrow": "data",
-    "scipy": "lab",
-    "simpy": "lab",
-    "sklearn": "lab",
     "tensorboardX": "tensorboard",
     "wandb": "wandb",
 }
 """By the name that is imported, the optional dependencies in pyproject.toml that bring it."""
-
-
-def installed(extra: str) -> bool:
-    """Whether all that only this extra brings is there."""
-    return all(find_spec(library) for library, brings in EXTRAS.items() if brings == extra)
 
 
 def check(extra: str) -> None:

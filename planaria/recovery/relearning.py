@@ -3,7 +3,7 @@
 The nodes around a lost stage keep what went into it and what came out, of the last committed steps.
 Stages lost next to each other are learned as one: the input of the first, the output of the last.
 
-What teaches most in a given time (results/relearning): many tokens, few passes over them in
+What teaches most in a given time (lab/results/relearning): many tokens, few passes over them in
 ever new order, small updates (each pair is cut into parts of a few samples, and each part makes an
 update), a rate that falls to 0, and updates that move a matrix in all its directions alike.
 """

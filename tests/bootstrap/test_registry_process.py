@@ -142,7 +142,7 @@ async def test_a_member_says_soon_that_its_registry_does_not_answer_and_when_it_
 BARE = """
 import sys
 
-absent = ("torch", "datasets", "grpc_reflection", "matplotlib", "pyarrow", "scipy", "simpy")
+absent = ("torch", "datasets", "grpc_reflection", "matplotlib", "pyarrow", "planaria_lab")
 sys.modules.update(dict.fromkeys(absent))
 from planaria.node.cli import main
 

@@ -45,7 +45,7 @@ def listed(*arguments: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
-@pytest.mark.parametrize("command", [[], ["node"], ["data", "prepare"], ["lab", "run"]])
+@pytest.mark.parametrize("command", [[], ["node"], ["data", "prepare"]])
 def test_help_has_two_names_everywhere(flag: str, command: list[str]) -> None:
     assert "Usage:" in listed(*command, flag)
 
@@ -56,15 +56,18 @@ def test_the_version_is_the_packages() -> None:
 
 def test_commands_are_listed_by_use() -> None:
     names = get_command(app).list_commands(None)  # type: ignore[attr-defined]
-    assert [name for name in names if name in BY_USE] == list(BY_USE)
-    assert names[-1] == "lab"
+    assert names[: len(BY_USE)] == list(BY_USE)
 
 
-def test_what_needs_an_extra_is_shown_only_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert " lab " in listed("--help")
-    monkeypatch.setattr(cli, "installed", lambda extra: extra != "lab")
-    assert " lab " not in listed("--help")
-    assert "Usage:" in listed("lab", "--help")
+@pytest.mark.parametrize("command", ["lab", "plan"])
+def test_a_command_of_a_package_that_is_not_installed_names_it(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "ADDED", "nobody adds any")
+    assert f" {command} " not in listed("--help")
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 1
+    assert "pip install planaria-lab" in result.output
 
 
 def test_a_wrong_option_is_said_of_the_environments_too(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from planaria.bootstrap.membership import MembershipRules
 from planaria.bootstrap.service import HELD_UP
-from planaria.lab.convergence.training import Ablation
 from planaria.node.cli import app
 from planaria.node.resolve import registry_rules
 from planaria.node.run_file import (
@@ -34,6 +33,7 @@ from planaria.node.run_file import (
 from planaria.node.stage.learning_rate import boost, peak_of, scheduled, warmup_of
 from planaria.node.wire.frames import PAYLOAD_LIMIT
 from planaria.node.wire.link import LinkSettings
+from planaria_lab.convergence.training import Ablation
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from planaria.lab.chaos.proxy import Proxy
 from planaria.node.data.corpus import Corpus
+from planaria_lab.chaos.proxy import Proxy
 from tests.swarm.in_process import LocalSwarm, OneSeat
 from tests.swarm.lines import Lines
 from tests.swarm.small import small

@@ -10,8 +10,8 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from planaria.lab.chaos.command import RUN, app
-from planaria.lab.chaos.schedule import Shape, schedule
+from planaria_lab.chaos.command import RUN, app
+from planaria_lab.chaos.schedule import Shape, schedule
 
 SEED, MINUTES = 7, 0.5
 SHAPE = Shape(

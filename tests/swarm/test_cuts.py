@@ -11,8 +11,8 @@ from pathlib import Path
 
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.registry_pb2 import Description
-from planaria.lab.chaos.proxy import Proxy
 from planaria.node.report.ledger import audit
+from planaria_lab.chaos.proxy import Proxy
 from tests.swarm.deaths import Swarm
 from tests.swarm.small import small
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from planaria.lab.convergence.training import train
 from planaria.node.data.corpus import Corpus
 from planaria.node.report.ledger import audit
+from planaria_lab.convergence.training import train
 from tests.swarm.deaths import Swarm
 from tests.swarm.small import small
 

@@ -20,7 +20,6 @@ import torch
 from planaria.bootstrap.client import RegistryUnreachable
 from planaria.bootstrap.credentials import PLAIN
 from planaria.bootstrap.registry_pb2 import SILENT, Description
-from planaria.lab.convergence.training import Ablation, State, TrainingSwarm, train
 from planaria.node import agent
 from planaria.node.begin import NodeError
 from planaria.node.data.corpus import UNSCORED, Corpus
@@ -55,6 +54,7 @@ from planaria.node.state.twin import Twin
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
 from planaria.recovery.relearning import passes
+from planaria_lab.convergence.training import Ablation, State, TrainingSwarm, train
 from tests.node.hugging_face.test_folders import exported
 from tests.node.stage.shapes import QWEN3
 from tests.swarm.in_process import LocalSwarm

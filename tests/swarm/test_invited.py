@@ -22,8 +22,8 @@ from planaria.bootstrap.enrolling import Enrolment
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.invites import decode, encode
-from planaria.lab.emulation.emulation import Emulation, EmulationError, emulate
-from planaria.lab.emulation.links import all_alike
+from planaria_lab.emulation.emulation import Emulation, EmulationError, emulate
+from planaria_lab.emulation.links import all_alike
 from tests.swarm.machines import DEADLINE, TOKEN, Machines, machines
 from tests.swarm.stranger import Stranger
 

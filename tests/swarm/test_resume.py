@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from planaria.lab.convergence.training import TrainingSwarm
 from planaria.node.cli import app
 from planaria.node.data.corpus import Corpus
 from planaria.node.report.ledger import audit
 from planaria.node.run_file import override
 from planaria.node.state.saves import find_saves
+from planaria_lab.convergence.training import TrainingSwarm
 from tests.swarm.lines import Lines
 from tests.swarm.small import small
 from tests.swarm.test_supervised import DEADLINE, ByHand

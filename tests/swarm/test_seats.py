@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from planaria.bootstrap.neighbours import stages_of
-from planaria.lab.convergence.training import train
 from planaria.node.data.corpus import Corpus
 from planaria.node.naming import node_of
 from planaria.node.report.ledger import audit, merge
@@ -20,6 +19,7 @@ from planaria.node.state.rebuild import Rebuilding
 from planaria.node.state.stage_state import StageState
 from planaria.node.state.transfer import StateServer
 from planaria.node.wire import stage_pb2 as pb
+from planaria_lab.convergence.training import train
 from tests.swarm.in_process import LocalSwarm, OneSeat
 from tests.swarm.small import small
 

@@ -14,9 +14,9 @@ from itertools import chain
 
 import pytest
 
-from planaria.lab.convergence.training import train
 from planaria.node.data.corpus import Corpus
 from planaria.node.report.ledger import audit
+from planaria_lab.convergence.training import train
 from tests.swarm.small import SMALL, small
 
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from planaria.lab.chaos.sick_node import run_sick, tell
 from planaria.node.local import swarm as local
 from planaria.node.naming import node_of
 from planaria.node.resolve import resolve
@@ -25,6 +24,7 @@ from planaria.node.transaction.effects import Effect
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.tensors import decode, encode
+from planaria_lab.chaos.sick_node import run_sick, tell
 from tests.swarm.in_process import LocalSwarm, OneSeat
 from tests.swarm.small import small
 

@@ -52,7 +52,7 @@ calls it."""
 FINE_TUNING: Final = 2e-5
 """Peak learning rate for a model that was trained before, when the run file has none."""
 FOR_ADAPTERS: Final = 1e-3
-"""The same, when adapters are trained (results/fine-tuning-defaults)."""
+"""The same, when adapters are trained (lab/results/fine-tuning-defaults)."""
 PROJECTIONS: Final = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("gate_proj", "up_proj", "down_proj"),

@@ -8,7 +8,7 @@ and homecomings follow from how many are out, so by each attempt there are stage
 something is busy all the time, more are of no use, and the number stays.
 
 Each microbatch that is out has its activations at all nodes of its way, so there are at most
-`MOST` times stages + 1 out, and lab/planning/memory.py counts on that.
+`MOST` times stages + 1 out, and lab/planaria_lab/planning/memory.py counts on that.
 """
 
 from __future__ import annotations

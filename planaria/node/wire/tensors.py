@@ -41,7 +41,7 @@ DTYPES: Final = {
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 ROUNDS: Final = 2
 """Of subspace iteration. From a start that knows nothing, one ends 0.45 nats higher than two, and
-four end as two do (rank 4 in results/averaging, seed 0)."""
+four end as two do (rank 4 in lab/results/averaging, seed 0)."""
 
 
 def empty(values: int) -> torch.Tensor:

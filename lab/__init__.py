@@ -1,8 +1,0 @@
-"""What one wants to know before renting, and whether the papers' claims hold here.
-
-The product imports nothing of it: command.py adds `planaria lab` and `planaria plan` to the command
-by entry points. `convergence`: what losses cost in learning. `emulation`: live swarms behind links
-with delay and bandwidth. `chaos`: live swarms that are made sick on purpose. `saves`: what writing
-them costs a live swarm. `simulator`: swarms in simulated time. `planning`: what to rent. `scar` and
-`spare`: the experiments of two papers. lines.py: how their plots' lines are told apart.
-"""

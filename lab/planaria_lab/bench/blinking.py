@@ -1,0 +1,112 @@
+"""What links that break again and again cost, against the same swarm while nothing breaks.
+
+    python -m planaria_lab.bench.blinking [SECONDS]
+
+In one run, in turns: nothing is wrong, then all connections between nodes are reset each 1 s for
+SECONDS (18), then nothing, then each 2 s, and so on; a quiet spell is as long, but 36 s at most.
+The ratio is the steps a second in a spell of resets to those in the two quiet ones around it.
+Nobody may be evicted, no stage rebuilt, no attempt aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from bisect import bisect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from planaria.node.data.prepare import prepare
+from planaria.node.data.recipe import Recipe
+from planaria.node.report.events import Committed
+from planaria.node.resolve import SHIPPED, resolve
+from planaria.node.run_file import loads, override
+from planaria_lab.bench.rows import keep
+from planaria_lab.chaos.command import RUN
+from planaria_lab.chaos.outcome import RunRecord, judge
+from planaria_lab.chaos.schedule import BLINKS, EVERYBODY, Fault, Shape
+from planaria_lab.chaos.swarm import SickSwarm
+
+SPELL: Final = 18.0
+"""Seconds; each of the kinds resets twice in it, or more often."""
+LONGEST_QUIET: Final = 36.0
+GOAL: Final = 0.8
+
+
+class Figures(NamedTuple):
+    """`ratios`: kind of fault -> steps to those of the quiet spells around it."""
+
+    ratios: dict[str, float]
+    usual: float  # steps a second in quiet spells
+    evicted: int
+    rebuilt: int
+    aborted: int
+
+
+def blinking(replicas: int, spell: float, out: Path) -> Figures:
+    """Of a swarm with so many nodes a stage, each kind for `spell` seconds. Raises SystemExit when
+    it does not go on, or another promise is broken."""
+    rest = min(spell, LONGEST_QUIET)
+    faults = [
+        Fault(rest + n * (spell + rest), kind, EVERYBODY, spell, {})
+        for n, kind in enumerate(BLINKS)
+    ]
+    shape = Shape(stages=2, replicas=replicas, kinds=tuple(BLINKS))
+    prepare(Recipe([str(SHIPPED)]), out / "data")
+    run = override(
+        loads(RUN),
+        data__path=str(out / "data"),
+        model__stages=shape.stages,
+        model__layers=shape.stages,
+        swarm__replicas=replicas,
+    )
+
+    async def train() -> str:
+        minutes = (faults[-1].end + rest) / 60
+        async with SickSwarm(resolve(run), shape, faults, minutes, out / "run") as swarm:
+            return await swarm.train()
+
+    outcome = judge(out / "run", {}, asyncio.run(train()))
+    if outcome["broken"]:
+        raise SystemExit("\n".join(outcome["broken"]))
+    record = RunRecord.read(out / "run")
+    committed = {e.event.step: e.time for e in record.events if isinstance(e.event, Committed)}
+    commits = sorted(committed.values())
+    ratios, quiet = {}, []
+    for fault in record.faults:
+        before = _steps(commits, fault.time - rest, fault.time)
+        after = _steps(commits, fault.end, fault.end + rest)
+        quiet.append((before + after) / (2 * rest))
+        within = _steps(commits, fault.time, fault.end)
+        ratios[fault.kind] = within / (fault.end - fault.time) / quiet[-1]
+    return Figures(
+        ratios,
+        sum(quiet) / len(quiet),
+        len(outcome["evictions"]),
+        sum(outcome["rebuilds"].values()),
+        outcome["aborted"],
+    )
+
+
+def _steps(commits: Sequence[float], start: float, end: float) -> int:
+    return bisect(commits, end) - bisect(commits, start)
+
+
+def main() -> None:
+    spell = float(sys.argv[1]) if sys.argv[1:] else SPELL
+    for replicas in (1, 2):
+        with tempfile.TemporaryDirectory() as folder:
+            found = blinking(replicas, spell, Path(folder))
+        nodes = "one node" if replicas == 1 else f"{replicas} nodes"
+        print(f"{nodes} a stage, {found.usual:.1f} steps a second while nothing breaks:")
+        for kind, ratio in found.ratios.items():
+            print(f"  ratio {kind} / nothing: {ratio:.2f} (goal {GOAL})")
+        counts = found.evicted, found.rebuilt, found.aborted
+        print("  evicted {}, rebuilt {}, aborted {} (goals 0)".format(*counts), flush=True)
+        keep("blinking", replicas=replicas, spell=spell, **found._asdict())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""What a copy in the background costs what is urgent on a slow link, and how fast the copy is.
+
+    python -m planaria_lab.bench.copying [MBPS] [ROUND_TRIP_MS] [ROUNDS]
+
+Two processes, each in a network namespace of its own, with an emulated link between them: 20 Mbit/s
+and 50 ms, if nothing else is said. It takes root. A node sends to another by two links alike but
+for the rule for copies, which have their turns: `one chunk`, a chunk of up to 1 MiB while nothing
+else is under way, as it was before; and node/wire/background.py's. Each turn has
+
+alone    frames of 16 KiB, one after the other with pauses, from sending to acknowledgement
+beside   the same, while a copy goes to the same node, in frames of 1 MiB, two at a time
+copy     that copy with nothing beside it, against as many bytes of what isn't in the background
+
+The ratios are beside / alone, mean and 95th percentile, and the copy's rate to that of the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import random
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import fmean, quantiles
+from typing import Final
+
+import uvloop
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from planaria.bootstrap.identity import Identity
+from planaria.bootstrap.registry_pb2 import Cause
+from planaria.node.local.processes import enter_network
+from planaria.node.wire.background import Background
+from planaria.node.wire.frames import Frame
+from planaria.node.wire.link import Links, LinkSettings, Peer
+from planaria.node.wire.stage_pb2 import Message
+from planaria_lab.bench.rows import keep
+from planaria_lab.emulation.emulation import EmulationError, emulate
+from planaria_lab.emulation.links import all_alike
+
+KEY: Final = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))  # of all
+COPY: Final = 1 << 20  # bytes of a frame, as node/state/copies.py has it
+OUTSTANDING: Final = 2  # of these
+URGENT: Final = 16 << 10
+COUNT: Final = 40  # urgent frames in a turn
+PAUSE: Final = 0.2  # seconds between them, on average
+SECONDS: Final = 8.0  # that a link's rate is looked at for
+
+
+class OneChunk(Background):
+    """The rule that was."""
+
+    def room(self, flight: int, now: float) -> int:
+        return 0 if flight else COPY
+
+    def sent(self, frame: int, end: int, size: int, flight: int, now: float) -> None: ...
+
+    def acknowledged(self, frame: int, end: int, now: float) -> None: ...
+
+
+RULES: Final[dict[str, Callable[[], Background]]] = {
+    "one chunk": OneChunk,
+    "window": Background,
+}
+
+
+@dataclass
+class Figures:
+    """Of a rule: seconds of each urgent frame, and bytes a second."""
+
+    alone: list[float] = field(default_factory=list)
+    beside: list[float] = field(default_factory=list)
+    copy: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.beside) / fmean(self.alone)
+
+    @property
+    def tail(self) -> float:
+        return quantiles(self.beside, n=20)[-1] / quantiles(self.alone, n=20)[-1]
+
+    @property
+    def carried(self) -> float:
+        return sum(self.copy) / sum(self.others)
+
+
+class _Node:
+    def __init__(self, name: str, rule: Callable[[], Background] = Background) -> None:
+        self.name = name
+        settings = LinkSettings(background=rule)
+        self.links = Links("bench", name, KEY, self, settings, insecure=True)
+        self.up = asyncio.Event()
+
+    def on_message(self, _: str, __: Message) -> None: ...
+
+    def on_frame(self, _: str, __: Frame) -> None: ...
+
+    def on_link_up(self, _: str) -> None:
+        self.up.set()
+
+    def on_link_lost(self, _: str, __: str, ___: list[Frame], ____: Cause) -> None: ...
+
+
+def _receive(namespace: Path, host: str, pipe: Connection) -> None:
+    enter_network(namespace)
+    uvloop.run(_receive_until_told(host, pipe))
+
+
+async def _receive_until_told(host: str, pipe: Connection) -> None:
+    node = _Node("z")
+    port = await node.links.start(f"{host}:0")
+    node.links.set_peers(1, [Peer(name, "", KEY.public) for name in RULES], list(RULES))
+    pipe.send(port)
+    await asyncio.to_thread(pipe.recv)
+    await node.links.stop()
+
+
+async def _keep_sending(links: Links, kind: str, until: float) -> float:
+    """Bytes a second, of frames of which two are under way."""
+    began, sent = time.monotonic(), 0
+
+    async def send() -> None:
+        nonlocal sent
+        while time.monotonic() < until:
+            await links.deliver("z", Frame(kind, (1, 1), {}, [], bytes(COPY)))
+            sent += COPY
+
+    await asyncio.gather(*(send() for _ in range(OUTSTANDING)))
+    return sent / (time.monotonic() - began)
+
+
+async def _urgent(links: Links, drawn: random.Random) -> list[float]:
+    found = []
+    for _ in range(COUNT):
+        await asyncio.sleep(drawn.uniform(0.0, 2 * PAUSE))
+        began = time.monotonic()
+        await links.deliver("z", Frame("activation", (1, 1), {}, [], bytes(URGENT)))
+        found.append(time.monotonic() - began)
+    return found
+
+
+async def _turn(links: Links, figures: Figures, drawn: random.Random) -> None:
+    figures.others.append(await _keep_sending(links, "state", time.monotonic() + SECONDS))
+    figures.copy.append(await _keep_sending(links, "copy", time.monotonic() + SECONDS))
+    figures.alone += await _urgent(links, drawn)
+    copying = asyncio.create_task(_keep_sending(links, "copy", float("inf")))
+    await asyncio.sleep(SECONDS / 2)
+    figures.beside += await _urgent(links, drawn)
+    copying.cancel()
+    with suppress(asyncio.CancelledError):
+        await copying
+    await links.deliver("z", Frame("copy", (1, 1), {}, [], b""))  # behind what is left of it
+
+
+async def _send(address: str, rounds: int) -> dict[str, Figures]:
+    nodes = {name: _Node(name, rule) for name, rule in RULES.items()}
+    for node in nodes.values():
+        node.links.set_peers(1, [Peer("z", address, KEY.public)], ["z"])
+        await asyncio.wait_for(node.up.wait(), 60)
+    found = {name: Figures() for name in nodes}
+    for number in range(rounds):
+        for name, node in nodes.items():
+            await _turn(node.links, found[name], random.Random(number))
+    for node in nodes.values():
+        await node.links.stop()
+    return found
+
+
+def _send_from(namespace: Path, address: str, rounds: int, pipe: Connection) -> None:
+    enter_network(namespace)
+    pipe.send(uvloop.run(_send(address, rounds)))
+
+
+def measure(mbps: float, round_trip: float, rounds: int) -> dict[str, Figures]:
+    """By rule. `round_trip` in seconds. Raises EmulationError."""
+    context = multiprocessing.get_context("spawn")
+    with emulate(all_alike(["a", "z"], round_trip * 1e3 / 2, mbps)) as links:
+        a, z = (links.homes[name] for name in ("a", "z"))
+        pipe, other = context.Pipe()
+        receiver = context.Process(target=_receive, args=(z.namespace, z.host, other), daemon=True)
+        receiver.start()
+        other.close()
+        told, tell = context.Pipe(duplex=False)
+        sender = None
+        try:
+            if not pipe.poll(60):
+                raise TimeoutError("the receiving process did not start in 60 s")
+            sender = context.Process(
+                target=_send_from,
+                args=(a.namespace, f"{z.host}:{pipe.recv()}", rounds, tell),
+                daemon=True,
+            )
+            sender.start()
+            tell.close()
+            found: dict[str, Figures] = told.recv()
+            return found
+        finally:
+            pipe.send("stop")
+            for process in filter(None, (receiver, sender)):
+                process.join(10)
+                if process.is_alive():
+                    process.kill()
+
+
+def main() -> None:
+    given = [float(word) for word in sys.argv[1:]]
+    mbps, milliseconds, rounds = (*given, *(20.0, 50.0, 3.0)[len(given) :])
+    try:
+        found = measure(mbps, milliseconds / 1e3, int(rounds))
+    except EmulationError as error:
+        print(error)
+        return
+    print(f"{mbps:g} Mbit/s, {milliseconds:g} ms there and back")
+    print(
+        "rule       urgent alone   beside a copy       ratio   95th of it   copy / others   Mbit/s"
+    )
+    for name, of in found.items():
+        print(
+            f"{name:<10} {fmean(of.alone) * 1e3:9.1f} ms {fmean(of.beside) * 1e3:11.1f} ms"
+            f" {of.mean:7.2f} {of.tail:11.2f} {of.carried:14.2f} {fmean(of.copy) * 8e-6:7.1f}"
+        )
+    rows = {name.replace(" ", "_"): vars(of) for name, of in found.items()}
+    keep("copying", mbps=mbps, round_trip_ms=milliseconds, **rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""What a step costs its driver, by the number of nodes: processor time, and bytes of control
+messages.
+
+The driver is the machine that ships, without sockets and tensors. Each message that it sends is
+serialised and sealed, and each that it gets is opened and parsed, as on a link. Members answer as
+honest ones do; what they spend isn't counted. The reference is the smallest swarm: what a node
+costs, over what it costs there, stays 1 where costs grow with the nodes, and grows where they grow
+with their square. What it takes to check the signature of each vote is said apart: they are checked
+beforehand, a lot at a time, and the driver finds that it knows them (`bootstrap/votes.py`). So the
+clock is read a few times a step, and not for each message, which would count itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field
+from itertools import chain, islice
+from random import Random
+from typing import Final
+
+from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.identity import INSTANCE_LETTERS, Identity
+from planaria.bootstrap.votes import is_cast
+from planaria.node.agent import rules
+from planaria.node.run_file import loads
+from planaria.node.serve import collect_often
+from planaria.node.stage.shape import model_config
+from planaria.node.transaction.attempting import Attempting
+from planaria.node.transaction.driver import Driver
+from planaria.node.transaction.effects import Ballot, Effect, Send
+from planaria.node.transaction.voting import sign, vote_of
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.frames import seal, unseal
+from planaria_lab.bench.rows import keep
+
+STAGES: Final = 10  # with stage 0
+SIZES: Final = (100, 300, 1_000, 3_000, 10_000)
+A_NODE: Final = 0.4  # microbatches
+STEPS: Final = 5
+LOT: Final = 2_000  # votes that are checked at a time; their outcomes are remembered that long
+GOALS: Final = {1_000: (0.05, 1.0), 10_000: (0.6, 12.0)}
+"""Processor time in s, without checks of signatures, and MB sent; at most."""
+DIGEST: Final = b"\x5a" * 32
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one has cost the driver."""
+
+    seconds: float  # of processor time, without what it takes to check signatures
+    checking: float  # those
+    sent: int  # bytes
+    received: int
+
+
+@dataclass
+class Drive:
+    """A driver, and members that do what it says at once. `seats`: of all, by stage."""
+
+    driver: Driver
+    seats: Sequence[Sequence[str]]
+    identities: Mapping[str, Identity]
+    spent: float = 0.0
+    checking: float = 0.0
+    sent: int = 0
+    received: int = 0
+    waiting: list[Send] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ends = frozenset(self.seats[0])
+
+    def begin(self) -> None:
+        """A view with all seats; all are asked, and the first step begins."""
+        members = [
+            registry.Member(
+                node=seat, seats=[registry.Seat(stage=stage)], key=self.identities[seat].public
+            )
+            for stage, seats in enumerate(self.seats)
+            for seat in seats
+        ]
+        view = registry.View(number=1, members=members, driver=self.driver.node, reason="all")
+        self._note(self.driver.viewed(view, 0.0))
+        self._exchange()
+
+    def steps(self) -> Iterator[Step]:
+        """Each from its begin until the next one begins."""
+        while True:
+            self.spent, self.checking, self.sent, self.received = 0.0, 0.0, 0, 0
+            committed = self.driver.standing.committed
+            while self.driver.standing.committed == committed:
+                assert self.waiting, self.driver.explain()
+                self._exchange()
+            yield Step(self.spent, self.checking, self.sent, self.received)
+
+    def _exchange(self) -> None:
+        """What the driver has said arrives, and what is said to that."""
+        with self._counted():
+            wired = [(send.to, _wired(send.message)) for send in self.waiting]
+        self.sent += sum(len(data) for to, data in wired if to != self.driver.node)
+        self.waiting = []
+        told = [(node, pb.Message.FromString(unseal(data))) for node, data in wired]
+        bodies = {message.WhichOneof("body") for _, message in told}
+        answers = chain(
+            self._scored() if "step" in bodies else (),
+            ((node, answer) for node, message in told for answer in self._answers(node, message)),
+            self._homeward() if "records" in bodies else (),
+        )
+        while lot := list(islice(answers, LOT)):
+            self._check(lot)
+            said = [(node, _wired(answer)) for node, answer in lot]
+            self.received += sum(len(data) for _, data in said)
+            effects: list[Effect] = []
+            with self._counted():
+                for node, data in said:
+                    message = pb.Message.FromString(unseal(data))
+                    effects += self.driver.received(node, message, 0.0)
+            self._note(effects)
+
+    def _check(self, lot: Iterable[tuple[str, pb.Message]]) -> None:
+        cast = [
+            (vote_of(node, Ballot.of(answer.ballot), answer.ready), self.identities[node].public)
+            for node, answer in lot
+            if answer.HasField("ready")
+        ]
+        began = time.thread_time()
+        assert all(is_cast(vote, key, "") for vote, key in cast)
+        self.checking += time.thread_time() - began
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        began = time.thread_time()
+        yield
+        self.spent += time.thread_time() - began
+
+    def _note(self, effects: Iterable[Effect]) -> None:
+        self.waiting += [effect for effect in effects if isinstance(effect, Send)]
+
+    def _answers(self, node: str, told: pb.Message) -> Iterator[pb.Message]:
+        """Who is no source votes, once it has the records, if it is to keep them."""
+        match told.WhichOneof("body"):
+            case "query":
+                status = pb.Status(digest=DIGEST, seconds_per_microbatch=0.1, trained=True)
+                yield pb.Message(ballot=told.ballot, status=status)
+            case "step" if node not in self.ends and not told.step.begin.keeps:
+                yield self._vote(node)
+            case "records" if node not in self.ends:
+                yield self._vote(node)
+
+    def _scored(self) -> Iterator[tuple[str, pb.Message]]:
+        """Sources tell of their losses."""
+        ballot = self.driver.ballot.message()
+        for node, homes in self._homes().items():
+            yield node, pb.Message(ballot=ballot, scored=pb.Scored(microbatches=homes))
+
+    def _homeward(self) -> Iterator[tuple[str, pb.Message]]:
+        """The last gradients are back, and sources vote."""
+        homes, ballot = self._homes(), self.driver.ballot.message()
+        for node in self.seats[0]:
+            yield from ((node, pb.Message(ballot=ballot, home=home)) for home in homes[node])
+            yield node, self._vote(node)
+
+    def _homes(self) -> Mapping[str, Sequence[pb.Home]]:
+        """By source; as many microbatches of each are out at a time as it has."""
+        assert isinstance(self.driver.current, Attempting)
+        found = defaultdict[str, list[pb.Home]](list)
+        for microbatch in self.driver.current.begin.plan:
+            found[microbatch.source].append(_home(microbatch.id, self.driver.rules.tokens))
+        return found
+
+    def _vote(self, node: str) -> pb.Message:
+        ready, ballot = self._ready(node), self.driver.ballot
+        sign(ready, node, ballot, self.identities[node], "")
+        return pb.Message(ballot=ballot.message(), ready=ready)
+
+    def _ready(self, node: str) -> pb.Ready:
+        return pb.Ready(
+            step=self.driver.standing.committed + 1,
+            squared_norm=1.0,
+            finite=True,
+            digest=DIGEST,
+            applied=DIGEST,
+            seconds_per_microbatch=0.1,
+            recording=pb.LEDGER_WRITTEN,
+        )
+
+
+def _wired(message: pb.Message) -> bytes:
+    return seal(message.SerializeToString())
+
+
+def _home(microbatch: int, tokens: int) -> pb.Home:
+    return pb.Home(
+        microbatch=microbatch, loss=5000.0, tokens=tokens, samples=1, samples_hash=DIGEST[:16]
+    )
+
+
+def measure(nodes: int) -> list[Step]:
+    run = loads(f"""
+steps = 1000000
+[model]
+stages = {STAGES - 1}
+layers = {STAGES - 1}
+[training]
+batch = {int(nodes * A_NODE)}
+microbatch = 1
+validation_microbatches = 0
+""")
+    names = [hashlib.sha256(b"%d" % node).hexdigest()[:INSTANCE_LETTERS] for node in range(nodes)]
+    seats = [[f"{name}/{stage}" for name in names[stage::STAGES]] for stage in range(STAGES)]
+    driver = Driver(seats[0][0], rules(run, model_config(run.model, 512)), Random(0))
+    identities = {seat: Identity.generate() for at_stage in seats for seat in at_stage}
+    driver.identity = identities[driver.node]
+    drive = Drive(driver, seats, identities)
+    drive.begin()
+    return list(islice(drive.steps(), STEPS))
+
+
+def main() -> None:
+    collect_often()  # as a node does when it begins
+    heads = f"{'nodes':>6} {'s':>8} {'checking':>8} {'MB sent':>8} {'MB got':>7}"
+    print(f"{heads}   a node, over the smallest")
+    first: list[float] = []
+    for nodes in SIZES:
+        steps = map(astuple, measure(nodes))
+        seconds, checking, sent, received = map(statistics.median, zip(*steps, strict=True))
+        a_node = [figure / nodes for figure in (seconds, checking, sent, received)]
+        first = first or a_node
+        grows = [f"{one / other:.2f}" for one, other in zip(a_node, first, strict=True)]
+        goal = "" if nodes not in GOALS else "   goal {} s, {:g} MB sent".format(*GOALS[nodes])
+        told = f"{nodes:>6} {seconds:>8.4f} {checking:>8.4f}"
+        told += f" {sent / 1e6:>8.3f} {received / 1e6:>7.3f}"
+        print(f"{told}   {' '.join(grows)}{goal}", flush=True)
+        figures = {"seconds": seconds, "checking": checking, "sent": sent, "received": received}
+        keep("driver", nodes=nodes, **figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""How long a link's handshake takes, under TLS against plain text.
+
+Between two processes, from the wish for a link until it is up: two connections, under mutual TLS,
+and signed hellos. The two are on machines of their own as network namespaces, 1 ms from each other
+and back; without the rights for that they are on loopback, which is said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from typing import Any, Final, NamedTuple
+
+import uvloop
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from planaria.bootstrap.authority import Authority, Pair, Request, Role, Who
+from planaria.bootstrap.credentials import PLAIN, Certified, Credentials
+from planaria.bootstrap.identity import Identity
+from planaria.bootstrap.registry_pb2 import Cause
+from planaria.node.local.processes import enter_network
+from planaria.node.local.swarm import ProcessHome
+from planaria.node.wire.frames import Frame
+from planaria.node.wire.link import Links, Peer
+from planaria.node.wire.stage_pb2 import Message
+from planaria_lab.bench.rows import keep
+from planaria_lab.emulation.emulation import EmulationError, emulate
+from planaria_lab.emulation.links import all_alike
+
+HANDSHAKES: Final = 30
+GOAL: Final = 0.050  # seconds
+RTT_MS, MBPS = 1.0, 1000.0
+PAUSE: Final = 0.5  # seconds in which the last link is taken down
+START: Final = 60.0  # seconds; more means that it hangs
+KEYS: Final = {
+    node: Identity(Ed25519PrivateKey.from_private_bytes(node.encode() * 32)) for node in "ab"
+}
+
+
+class _End:
+    """One of two nodes between which a link comes up, again and again."""
+
+    def __init__(self, node: str, credentials: Credentials) -> None:
+        self.links = Links("bench", node, KEYS[node], self, credentials=credentials, insecure=True)
+        self.up: asyncio.Queue[None] = asyncio.Queue()
+
+    def on_message(self, _: str, __: Message) -> None: ...
+
+    def on_frame(self, _: str, __: Frame) -> None: ...
+
+    def on_link_up(self, _: str) -> None:
+        self.up.put_nowait(None)
+
+    def on_link_lost(self, _: str, __: str, ___: list[Frame], ____: Cause) -> None: ...
+
+
+def _credentials(pair: Pair | None) -> Credentials:
+    return PLAIN if pair is None else Credentials.of(Certified(pair))
+
+
+def _answer(home: ProcessHome | None, pair: Pair | None, pipe: Connection) -> None:
+    async def answer() -> None:
+        end = _End("b", _credentials(pair))
+        host = "127.0.0.1" if home is None else home.host
+        port = await end.links.start(f"{host}:0")
+        end.links.set_peers(1, [Peer("a", "", KEYS["a"].public)], ["a"])
+        pipe.send(f"{host}:{port}")
+        await asyncio.to_thread(pipe.recv)
+        await end.links.stop()
+
+    if home is not None:
+        enter_network(home.namespace)
+    uvloop.run(answer())
+
+
+def _dial(home: ProcessHome | None, pair: Pair | None, address: str, pipe: Connection) -> None:
+    """Tells the seconds of a TCP connection, and of each handshake."""
+
+    async def dial() -> tuple[float, list[float]]:
+        end = _End("a", _credentials(pair))
+        host, _, port = address.rpartition(":")
+        reached, took = [], []
+        for number in range(HANDSHAKES + 1):  # the first one warms up
+            began = time.perf_counter()
+            _, writer = await asyncio.open_connection(host, int(port))
+            reached.append(time.perf_counter() - began)
+            writer.close()
+            began = time.perf_counter()
+            end.links.set_peers(2 * number + 1, [Peer("b", address, KEYS["b"].public)], ["b"])
+            async with asyncio.timeout(START):
+                await end.up.get()
+            took.append(time.perf_counter() - began)
+            end.links.set_peers(2 * number + 2, [], [])
+            await asyncio.sleep(PAUSE)
+        await end.links.stop()
+        return statistics.median(reached), took[1:]
+
+    if home is not None:
+        enter_network(home.namespace)
+    pipe.send(uvloop.run(dial()))
+
+
+class Took(NamedTuple):
+    """Seconds."""
+
+    tcp: float  # a connection
+    links: list[float]  # a handshake each
+
+
+def _hear(pipe: Connection) -> Any:
+    if not pipe.poll(START + HANDSHAKES * PAUSE):
+        raise TimeoutError("a process of the benchmark says nothing")
+    return pipe.recv()
+
+
+@contextmanager
+def answering(home: ProcessHome | None, pair: Pair | None) -> Iterator[str]:
+    """A process that takes links; where."""
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    process = context.Process(target=_answer, args=(home, pair, other), daemon=True)
+    process.start()
+    try:
+        yield _hear(pipe)
+        pipe.send("stop")
+    finally:
+        process.kill()
+        process.join()
+
+
+def handshakes(home: ProcessHome | None, pair: Pair | None, address: str) -> Took:
+    """With who answers there."""
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    process = context.Process(target=_dial, args=(home, pair, address, other), daemon=True)
+    process.start()
+    try:
+        return Took(*_hear(pipe))
+    finally:
+        process.kill()
+        process.join()
+
+
+def certified() -> tuple[Pair, Pair]:
+    """Of both ends, by one authority."""
+    now = time.time()
+    authority = Authority.make(now)
+    pairs = []
+    for node in "ab":
+        request, who = Request.of(KEYS[node]), Who(Role.NODE, KEYS[node].instance)
+        certificate = authority.issue(request.request, who, now)
+        pairs.append(Pair(request.key, certificate, authority.certificate))
+    return pairs[0], pairs[1]
+
+
+def main() -> None:
+    with ExitStack() as stack:
+        homes: tuple[ProcessHome | None, ProcessHome | None] = None, None
+        where = f"two machines {RTT_MS:g} ms apart"
+        try:
+            links = stack.enter_context(emulate(all_alike("ab", RTT_MS / 2, MBPS)))
+            homes = links.homes["a"], links.homes["b"]
+        except EmulationError as error:
+            where = "loopback, without delay"
+            print(f"handshakes are on loopback: {error}")
+        a, b = homes
+        with answering(b, None) as address:
+            plain = handshakes(a, None, address).links
+        own, others = certified()
+        with answering(b, others) as address:
+            rtt, tls = handshakes(a, own, address)
+    median, longest = statistics.median(tls), max(tls)
+    print(
+        f"a link's handshake, {where} (a TCP connection takes {1e3 * rtt:.1f} ms): "
+        f"{1e3 * median:.1f} ms under TLS, {1e3 * longest:.0f} ms at most; ratio to plain text "
+        f"{median / statistics.median(plain):.1f}; goal: under {1e3 * GOAL:.0f} ms"
+    )
+    keep("handshakes", where=where, rtt=rtt, plain=plain, tls=tls)
+
+
+if __name__ == "__main__":
+    main()

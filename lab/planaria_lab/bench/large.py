@@ -1,0 +1,228 @@
+"""A model of 124M parameters, and a stage of one of 1.2G: trained, lost, saved and exported here.
+
+Both are swarms of processes as on rented machines, with windows so short that a processor is done
+with a step in seconds; weights, gradients and Adam's moments are as large as they are anywhere.
+What is held against `planaria plan` is memory: the most that each node has taken (VmHWM), over what
+the plan says that a node of its stage needs beside the libraries. Those are what a node of the
+preset `tiny` takes in the same run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from planaria.node.data.prepare import prepare
+from planaria.node.data.recipe import Recipe
+from planaria.node.local.processes import run_planaria
+from planaria.node.resolve import SHIPPED, resolve
+from planaria.node.run_file import RunFile, loads, override
+from planaria_lab.bench.rows import keep
+from planaria_lab.bench.swarm import Living, Watched, swarm
+from planaria_lab.planning.memory import at_a_loss, needed, whole
+
+MB = 1e6
+RUN = """
+name = "large"
+steps = 4
+[training]
+batch = 2
+microbatch = 1
+lr = 3e-4
+validation_microbatches = 0
+[swarm]
+progress = 600
+[saves]
+every = 1
+"""
+TINY = {"model__preset": "tiny", "model__stages": 2, "model__layers": 2}
+GPT2 = {  # of 124M parameters, as its smallest was
+    "model__dim": 768,
+    "model__heads": 12,
+    "model__layers": 12,
+    "model__stages": 4,
+    "model__vocabulary": 50_257,
+    "model__tied": True,
+    "model__context": 256,
+}
+LARGE = {  # two of the 24 blocks of the preset
+    "model__preset": "large",
+    "model__layers": 2,
+    "model__stages": 1,
+    "model__context": 128,
+}
+MIDDLE = 2  # the stage of the 124M that is lost
+
+
+class Swarm:
+    """A run of which nodes come and go, each with saves of its own."""
+
+    def __init__(self, run: RunFile, saves: Path) -> None:
+        self.run, self.saves = run, saves
+        self.most: dict[str, int] = {}  # bytes, by slot
+
+    def node(self, slot: str) -> list[str]:
+        stage, _, _ = slot.partition(".")
+        where = ["--save-dir", str(self.saves / slot)]
+        return ["node", "--stage", stage, "--threads", "1", "--seats", "1", *where]
+
+    def nodes(self, replicas: Mapping[int, int]) -> dict[str, list[str]]:
+        slots = [
+            f"{stage}.{number}" for stage, count in replicas.items() for number in range(count)
+        ]
+        return {slot: self.node(slot) for slot in slots}
+
+    def until(self, look: Living, step: int) -> None:
+        while not (lines := look()) or lines[-1]["step"] < step:
+            for slot, process in look.processes.running().items():
+                self.most[slot] = max(self.most.get(slot, 0), _high_water(process))
+            time.sleep(0.1)
+
+    def need(self, slot: str, replicas: Mapping[int, int], during: str = "") -> int:
+        """Bytes. `during`: a loss, as `at_a_loss` names what comes then."""
+        config = self.run.model.config
+        counts = [replicas[stage] for stage in range(config.stages + 1)]
+        stage = int(slot.partition(".")[0])
+        parts = needed(self.run, config, stage, counts, saves=True)
+        if during:
+            parts[during] = at_a_loss(self.run, config, stage)[during]
+        return round(whole(parts).both)
+
+
+def _high_water(process: int) -> int:
+    """Bytes of memory that it has had at most; 0 when it is gone."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in status.splitlines() if "VmHWM" in line), 0)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _told(event: dict[str, Any]) -> str:
+    sources = ", ".join(f"stage {source['stage']}" for source in event["sources"])
+    return (
+        f"stage {event['stage']} by {event['method']} from {sources}: {event['bytes'] / MB:.0f} MB "
+        f"fetched, in place after {event['rebuild_seconds']:.1f} s"
+    )
+
+
+def libraries(run: RunFile, out: Path) -> int:
+    """Bytes that a node takes whose model is next to nothing."""
+    tiny = Swarm(resolve(override(run, **TINY)), out / "saves")
+    nodes = tiny.nodes({0: 1, 1: 1, 2: 1})
+    with swarm(tiny.run, run_planaria, out, nodes, mortal=nodes) as look:
+        tiny.until(look, tiny.run.steps)
+    return max(most for slot, most in tiny.most.items() if slot in nodes)
+
+
+def compare(
+    name: str,
+    trained: Swarm,
+    replicas: Mapping[int, int],
+    libraries: int,
+    during: Mapping[str, str],
+) -> None:
+    """`during`: what came at a loss, by who had more in memory for it."""
+    for slot, most in sorted(trained.most.items()):
+        if slot == "registry":
+            continue
+        when = during.get(slot, "")
+        need = trained.need(slot, replicas, when)
+        ratio = (most - libraries) / need
+        print(
+            f"{name}, node {slot}{f' ({when})' if when else ''}: {most / MB:.0f} MB at most, "
+            f"{libraries / MB:.0f} of them the libraries'; the plan says {need / MB:.0f}; "
+            f"ratio {ratio:.2f} (goal 0.90 to 1.10)",
+            flush=True,
+        )
+        keep("large", model=name, node=slot, bytes=most, libraries=libraries, needed=need)
+
+
+def whole_model(run: RunFile, out: Path, base: int) -> None:
+    """124M parameters in four body stages: one is lost, then all are, and the model is exported."""
+    name, steps = "124M", run.steps
+    run = resolve(override(run, **GPT2, steps=steps + 2))
+    replicas = dict.fromkeys(range(GPT2["model__stages"] + 1), 1)
+    trained = Swarm(run, out / "saves")
+    nodes, lost = trained.nodes(replicas), f"{MIDDLE}.0"
+    with swarm(run, run_planaria, out / "first", nodes, mortal=[lost]) as look:
+        watched = Watched(look, look.processes.logs)
+        trained.until(look, steps // 2)
+        look.processes.kill(lost)
+        other = f"{MIDDLE}.1"
+        look.processes.start(other, [*trained.node(other), *look.where])
+        trained.until(look, steps)
+        lines = look()
+        for event in watched.events("rebuilt"):
+            print(f"{name}, {_told(event)}", flush=True)
+            keep("large", model=name, rebuilt=event)
+    seconds = statistics.median(line["seconds"] for line in lines)
+    print(
+        f"{name}: {seconds:.1f} s a step of {_tokens(run)} tokens; now all get SIGKILL", flush=True
+    )
+    nodes = trained.nodes(replicas) | {other: trained.node(other)}
+    del nodes[lost]
+    with swarm(run, run_planaria, out / "again", nodes, mortal=nodes) as look:
+        trained.until(look, run.steps)
+        lines = look()
+    began = lines[0]["step"]
+    print(
+        f"{name}: went on at step {began}, {_size(trained.saves) / MB:.0f} MB of saves", flush=True
+    )
+    started = time.monotonic()
+    exported = out / "exported"
+    command = [sys.executable, "-m", "planaria", "export", *map(str, trained.saves.iterdir())]
+    command += ["--run", str(out / "again" / "run.toml"), "--out", str(exported)]
+    subprocess.run(command, check=True, capture_output=True)
+    took = time.monotonic() - started
+    print(f"{name}: exported, {_size(exported) / MB:.0f} MB in {took:.1f} s", flush=True)
+    keep("large", model=name, step_seconds=seconds, again=began, export_seconds=took)
+    compare(name, trained, replicas, base, {other: "relearning"})
+
+
+def large_stage(run: RunFile, out: Path, base: int) -> None:
+    """Two of the 24 blocks of `large`, at two nodes; a third one gets the state from both."""
+    name = "1.2G"
+    run = resolve(override(run, **LARGE, swarm__replicas=3, swarm__start_grace=5))
+    trained = Swarm(run, out / "saves")
+    nodes, third = trained.nodes({0: 1, 1: 2}), "1.2"
+    with swarm(run, run_planaria, out / "run", nodes, mortal=[*nodes, third]) as look:
+        watched = Watched(look, look.processes.logs)
+        trained.until(look, 1)
+        look.processes.start(third, [*trained.node(third), *look.where])
+        while not (joined := [e for e in watched.events("rebuilt") if len(e["sources"]) > 1]):
+            trained.until(look, look()[-1]["step"] + 1)
+        trained.until(look, look()[-1]["step"] + 1)
+    for event in joined:
+        print(f"{name}, {_told(event)}", flush=True)
+        keep("large", model=name, rebuilt=event)
+    print(f"{name}: {_size(trained.saves) / MB:.0f} MB of saves", flush=True)
+    compare(name, trained, {0: 1, 1: 3}, base, dict.fromkeys(("1.0", "1.1"), "a newcomer"))
+
+
+def _tokens(run: RunFile) -> int:
+    return run.training.batch * run.model.config.context
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        prepare(Recipe([str(SHIPPED)]), folder / "data")
+        run = override(loads(RUN), data__path=str(folder / "data"))
+        base = libraries(run, folder / "tiny")
+        whole_model(run, folder / "whole", base)
+        large_stage(override(run, steps=100), folder / "large", base)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""From the loss of a stage's only node to the next commit, while nobody joins, down to one node.
+
+In a swarm of a node for each stage, one of them with room for all, the others get SIGKILL in the
+middle of a step, one after the other, under each policy. What is told of a loss is by which method
+the stage came back, and the seconds from the kill to the next commit: in all, in usual steps (the
+median of the steps since the loss before), and where they went. Then such nodes are told 30 s ahead
+(SIGTERM), one after the other. What that costs is the time of the steps from the notice to the
+first without the node, above that of as many usual steps; it is held against one step and the
+transfer of the state.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from planaria.node.data.prepare import prepare
+from planaria.node.data.recipe import Recipe
+from planaria.node.local.processes import run_planaria
+from planaria.node.resolve import SHIPPED, resolve
+from planaria.node.run_file import RunFile, loads, override
+from planaria_lab.bench.rows import keep
+from planaria_lab.bench.swarm import LOOK, Lines, Watched, swarm
+
+POLICIES = ("checkfree", "checkfree+", "snapshot", "redundant", "checkpoint")
+STAGES = 4
+STAYS = 1
+LOST = (2, 3, 4, 0)
+BETWEEN = 12  # steps between two losses; the first two don't count
+GOAL = 5.0  # seconds
+NOTICE = 30.0  # seconds
+RELEARNING = "relearning"
+RUN = f"""
+name = "left"
+steps = 100000
+[model]
+preset = "tiny"
+stages = {STAGES}
+[training]
+batch = 16
+microbatch = 2
+validation_microbatches = 0
+[recovery.checkpoint]
+every = 5
+"""
+
+
+class Loss(NamedTuple):
+    stage: int
+    method: str
+    seconds: float  # from the kill to the next commit
+    usual: float  # seconds of a step
+    parts: dict[str, float]  # seconds, one after the other
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{seconds:.2f} {name}" for name, seconds in self.parts.items())
+        return (
+            f"stage {self.stage} by {self.method}: {self.seconds:.2f} s to the next commit "
+            f"({parts}); {self.seconds / self.usual:.1f} usual steps, {self.seconds / GOAL:.2f} of "
+            f"the goal of {GOAL:.0f} s"
+        )
+
+
+class Handover(NamedTuple):
+    stage: int
+    method: str
+    stall: float  # seconds that its steps took longer than as many usual ones
+    usual: float  # seconds of a step
+    transfer: float  # seconds
+
+    @property
+    def ratio(self) -> float:
+        return self.stall / (self.usual + self.transfer)
+
+    def __str__(self) -> str:
+        return (
+            f"stage {self.stage} {NOTICE:.0f} s ahead by {self.method}: stalled {self.stall:.2f} "
+            f"s; ratio to one step of {self.usual:.2f} s and its transfer in {self.transfer:.2f} "
+            f"s: {self.ratio:.2f}"
+        )
+
+
+@contextmanager
+def training(run: RunFile, out: Path) -> Iterator[Watched]:
+    nodes = {
+        str(stage): [
+            *("node", "--stage", str(stage), "--threads", "1", "--cloud", "none"),
+            *("--seats", str(STAGES + 1 if stage == STAYS else 1), "--save-dir", "none"),
+            *("--grace", str(NOTICE)),
+        ]
+        for stage in range(STAGES + 1)
+    }
+    with swarm(run, run_planaria, out, nodes, nodes.keys() - {str(STAYS)}) as look:
+        yield Watched(look, out / "logs")
+
+
+def usual_step(lines: Lines) -> float:
+    """Seconds; of steps in a row."""
+    times = [float(line["time"]) for line in lines]
+    return statistics.median(after - before for before, after in pairwise(times[2:]))
+
+
+def lose(watched: Watched, stage: int) -> Loss:
+    lines = watched.train(BETWEEN)
+    usual, (node, process) = usual_step(lines), watched.serving(stage)
+    time.sleep(usual / 2)
+    killed = time.time()
+    os.kill(process, signal.SIGKILL)
+    commit = watched.next_view(lines[-1]["view"])
+    told = [
+        event
+        for event in watched.events("link lost", "serving", "rebuilding", "rolled back", "rebuilt")
+        if killed < event["time"] <= commit["time"]
+    ]
+    (rebuilt,) = [e for e in told if e["kind"] == "rebuilt" and e["stage"] == stage]
+    noticed = next(e["time"] for e in told if e.get("peer") == node)
+    seated = next(e["time"] for e in told if e["node"] == rebuilt["node"])
+    ordered = next(e["time"] for e in told if e["kind"] in ("rebuilding", "rolled back"))
+    relearned = rebuilt.get("relearned", {}).get("seconds", 0.0)
+    parts = {
+        "until it is noticed": noticed - killed,
+        "until the seat is built": max(0.0, seated - noticed),
+        "until all have answered": max(0.0, ordered - max(seated, noticed)),
+        RELEARNING: relearned,
+        "for the rest of the rebuild": rebuilt["time"] - ordered - relearned,
+        "for the step": commit["time"] - rebuilt["time"],
+    }
+    return Loss(stage, rebuilt["method"], commit["time"] - killed, usual, parts)
+
+
+def measure_losses(run: RunFile, out: Path) -> None:
+    policy, losses = run.recovery.policy, []
+    with training(run, out) as watched:
+        for stage in LOST:
+            losses.append(loss := lose(watched, stage))
+            print(f"{policy}, {loss}", flush=True)
+            keep("left", policy=policy, **loss._asdict())
+        watched.train(BETWEEN)
+    seconds = [loss.seconds for loss in losses]
+    relearned = sum(loss.parts[RELEARNING] for loss in losses)
+    print(
+        f"{policy}, ratio longest / goal: {max(seconds) / GOAL:.2f}; relearning is "
+        f"{relearned / sum(seconds):.0%} of all seconds",
+        flush=True,
+    )
+
+
+def hand_over(watched: Watched, stage: int) -> Handover:
+    """The stage's only node is told to go."""
+    before = watched.train(BETWEEN)
+    _, process = watched.serving(stage)
+    time.sleep(usual_step(before) / 2)
+    told = time.time()
+    os.kill(process, signal.SIGTERM)
+
+    def since(kind: str) -> list[dict[str, Any]]:
+        return [event for event in watched.events(kind) if event["time"] > told]
+
+    while not since("handed over"):
+        time.sleep(LOOK)
+    after = watched.train(BETWEEN)
+    (rebuilt,), lines = since("rebuilt"), watched.committed()
+    first = next(number for number, line in enumerate(lines) if line["time"] > told)
+    last = next(n for n, line in enumerate(lines) if line["view"] == after[-1]["view"])
+    usual = max(usual_step(before), usual_step(after))
+    took = lines[last]["time"] - lines[first - 1]["time"]
+    stall = took - (last - first + 1) * usual
+    return Handover(stage, rebuilt["method"], stall, usual, rebuilt["fetch_seconds"])
+
+
+def measure_handovers(run: RunFile, out: Path) -> None:
+    policy, ratios = run.recovery.policy, []
+    with training(run, out) as watched:
+        for stage in LOST[:-1]:  # the last one drives
+            handover = hand_over(watched, stage)
+            print(f"{policy}, {handover}", flush=True)
+            keep("left", policy=policy, **handover._asdict())
+            ratios.append(handover.ratio)
+    middle = statistics.median(ratios)
+    print(f"{policy}, {NOTICE:.0f} s ahead: median ratio {middle:.2f} (goal 1)", flush=True)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        data = Path(directory) / "data"
+        prepare(Recipe([str(SHIPPED)]), data)
+        for policy in POLICIES:
+            run = override(loads(RUN), data__path=str(data), recovery__policy=policy)
+            for measure in (measure_losses, measure_handovers):
+                out = Path(directory) / policy / measure.__name__
+                checkpoints = str(out / "checkpoints")
+                measure(resolve(override(run, recovery__checkpoint__dir=checkpoints)), out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""What frames over a link cost, against bare bytes over the same kind of gRPC stream.
+
+Two processes on loopback, uvloop, one direction. Three ways, in turns:
+
+bare     2 MiB `bytes`, made beforehand, over a bidirectional grpc.aio stream without serializers
+frames   8 MiB frames over Links: heads, chunks of 2 MiB, reassembly, acknowledgements, heartbeats
+tensors  the same, and each frame's tensor encoded (codec none: its checksum) by the sender and
+         decoded (checksum verified) by the receiver, in a thread, as the daemon does
+
+The clock runs from the first byte offered to the receiver's word that it has all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from statistics import median
+from time import perf_counter
+from typing import Any, Final
+
+import grpc
+import torch
+import uvloop
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from planaria.bootstrap.identity import Identity
+from planaria.bootstrap.registry_pb2 import Cause
+from planaria.node.wire.frames import Frame
+from planaria.node.wire.link import Links, LinkSettings, Peer
+from planaria.node.wire.stage_pb2 import Message
+from planaria.node.wire.tensors import decode, encode
+from planaria_lab.bench.rows import keep
+
+CHUNK: Final = 2 << 20
+FRAME: Final = 8 << 20
+SOURCE: Final = 64 << 20  # bytes cycled through, so that they come from memory, not from cache
+BARE: Final = "/bench/bare"
+KEY: Final = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))  # of both
+OPTIONS: Final = [
+    ("grpc.max_receive_message_length", 2 * CHUNK),
+    ("grpc.max_send_message_length", 2 * CHUNK),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+@dataclass(frozen=True)
+class LinkFigures:
+    """GB/s, medians; one entry for each round in `rounds`: bare, frames, tensors."""
+
+    bare: float
+    frames: float
+    tensors: float
+    rounds: list[tuple[float, float, float]]
+
+    @property
+    def frames_to_bare(self) -> float:
+        return self.frames / self.bare
+
+    @property
+    def tensors_to_bare(self) -> float:
+        return self.tensors / self.bare
+
+
+class _Receiver:
+    """Says so when it hears how many frames will come, and again when they are there."""
+
+    def __init__(self) -> None:
+        self.links = Links("bench", "b", KEY, self, LinkSettings())
+        self.decode = False
+        self.left = 0
+        self.pool = ThreadPoolExecutor(1)
+        self.loop = asyncio.get_running_loop()
+
+    def on_message(self, _: str, message: Message) -> None:
+        self.decode, self.left = bool(message.ballot.view), message.ballot.attempt
+        self.links.send("a", Message(reduce={}))
+
+    def on_frame(self, _: str, frame: Frame) -> None:
+        if self.decode:
+            work = self.loop.run_in_executor(self.pool, decode, frame.descriptors, frame.payload)
+            work.add_done_callback(lambda done: self.count(done.result()))
+        else:
+            self.count(None)
+
+    def count(self, _: Any) -> None:
+        self.left -= 1
+        if not self.left:
+            self.links.send("a", Message(reduce={}))
+
+    def on_link_up(self, _: str) -> None: ...
+
+    def on_link_lost(self, _: str, __: str, ___: list[Frame], ____: Cause) -> None: ...
+
+
+class _Sender:
+    def __init__(self) -> None:
+        self.links = Links("bench", "a", KEY, self, LinkSettings())
+        self._told: asyncio.Queue[str] = asyncio.Queue()
+
+    def on_message(self, _: str, __: Message) -> None:
+        self._told.put_nowait("answer")
+
+    def on_frame(self, _: str, __: Frame) -> None: ...
+
+    def on_link_up(self, _: str) -> None:
+        self._told.put_nowait("up")
+
+    def on_link_lost(self, _: str, reason: str, __: list[Frame], ___: Cause) -> None:
+        self._told.put_nowait(f"lost: {reason}")
+
+    async def hear(self, expected: str) -> None:
+        async with asyncio.timeout(60):
+            told = await self._told.get()
+        assert told == expected, told
+
+
+def _receive(pipe: Connection) -> None:
+    uvloop.run(_receive_until_told(pipe))
+
+
+async def _receive_until_told(pipe: Connection) -> None:
+    async def swallow(_: Any, context: Any) -> None:
+        received = 0
+        while (data := await context.read()) is not grpc.aio.EOF:
+            received += len(data)
+        await context.write(str(received).encode())
+
+    server = grpc.aio.server(options=OPTIONS)
+    handlers: dict[str, Any] = {"bare": grpc.stream_stream_rpc_method_handler(swallow)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    receiver = _Receiver()
+    link_port = await receiver.links.start("127.0.0.1:0")
+    receiver.links.set_peers(1, [Peer("a", "", KEY.public)], ["a"])
+    pipe.send((port, link_port))
+    await asyncio.to_thread(pipe.recv)
+    await receiver.links.stop()
+    await server.stop(None)
+
+
+async def _send_bare(port: int, pieces: list[bytes], total: int) -> float:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS) as channel:
+        call: Any = channel.stream_stream(BARE)()
+        await call.wait_for_connection()
+        start = perf_counter()
+        for index in range(total // CHUNK):
+            await call.write(pieces[index % len(pieces)])
+        await call.done_writing()
+        received = int(await call.read())
+        seconds = perf_counter() - start
+    assert received == total, f"{received} of {total} bytes arrived"
+    return total / seconds / 1e9
+
+
+async def _send_frames(
+    sender: _Sender, tensors: list[torch.Tensor], total: int, with_codec: bool
+) -> float:
+    count = total // FRAME
+    encoded = [encode([tensor], "none") for tensor in tensors]
+    sender.links.send("b", Message(ballot={"view": int(with_codec), "attempt": count}))
+    await sender.hear("answer")
+    start = perf_counter()
+    for index in range(count):
+        if with_codec:
+            tensor = tensors[index % len(tensors)]
+            descriptors, buffers = await asyncio.to_thread(encode, [tensor], "none")
+        else:
+            descriptors, buffers = encoded[index % len(tensors)]
+        sender.links.send("b", Frame("activation", (1, 1), {}, descriptors, buffers))
+    await sender.hear("answer")
+    return total / (perf_counter() - start) / 1e9
+
+
+async def _measure(rounds: int, total: int, ports: tuple[int, int]) -> LinkFigures:
+    source = torch.randint(0, 256, (SOURCE,), dtype=torch.uint8)
+    pieces = [piece.numpy().tobytes() for piece in torch.split(source, CHUNK)]
+    tensors = list(torch.split(source.view(torch.float32), FRAME // 4))
+    port, link_port = ports
+    sender = _Sender()
+    sender.links.set_peers(1, [Peer("b", f"127.0.0.1:{link_port}", KEY.public)], ["b"])
+    await sender.hear("up")
+    found = []
+    for _ in range(rounds + 1):  # the first one warms up
+        bare = await _send_bare(port, pieces, total)
+        frames = await _send_frames(sender, tensors, total, with_codec=False)
+        encoded = await _send_frames(sender, tensors, total, with_codec=True)
+        found.append((bare, frames, encoded))
+    await sender.links.stop()
+    found = found[1:]
+    bare, frames, encoded = (median(column) for column in zip(*found, strict=True))
+    return LinkFigures(bare, frames, encoded, found)
+
+
+def measure(rounds: int = 7, total: int = 512 << 20) -> LinkFigures:
+    """`total`: bytes in each way of each round."""
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    receiver = context.Process(target=_receive, args=(other,), daemon=True)
+    receiver.start()
+    try:
+        if not pipe.poll(60):
+            raise TimeoutError("the receiving process did not start in 60 s")
+        return uvloop.run(_measure(rounds, total, pipe.recv()))
+    finally:
+        pipe.send("stop")
+        receiver.join(10)
+        if receiver.is_alive():
+            receiver.kill()
+
+
+def main() -> None:
+    figures = measure()
+    print("GB/s      bare  frames  tensors")
+    for row in figures.rounds:
+        print("        " + "  ".join(f"{value:6.2f}" for value in row))
+    print(f"median  {figures.bare:6.2f}  {figures.frames:6.2f}  {figures.tensors:6.2f}")
+    print(f"of bare         {figures.frames_to_bare:6.2f}  {figures.tensors_to_bare:6.2f}")
+    keep("link", gigabytes_per_second={"bare, frames, tensors": figures.rounds})
+
+
+if __name__ == "__main__":
+    main()

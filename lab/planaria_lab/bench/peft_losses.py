@@ -1,0 +1,90 @@
+"""A fine-tuning run's losses beside those of peft, which trains the same adapters from the same
+initial values on the same samples, in one process:
+`python -m planaria_lab.bench.peft_losses RUN.toml STEPS`.
+
+Both in this process: ours are those of `planaria lab`, whose swarm has the daemon's arithmetic.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from planaria.node.data.corpus import TRAIN, UNSCORED
+from planaria.node.data.mixture import Data, inputs_and_targets, open_data, windows
+from planaria.node.resolve import resolve
+from planaria.node.run_file import RunFile, load, override
+from planaria.node.stage.initial import Beginning
+from planaria.node.stage.learning_rate import of_run
+from planaria.node.stage.shape import trained_shapes
+from planaria_lab.bench.rows import keep
+from planaria_lab.convergence.training import TrainingSwarm
+
+
+def losses_of_peft(run: RunFile, corpus: Data) -> Iterator[float]:
+    """Of each step, nats a scored token: a resolved run with adapters, by transformers, peft and
+    torch's AdamW, a window as one batch."""
+    config, training = run.config, run.training
+    model = peft_model(run)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decay = training.weight_decay
+    optimizer = torch.optim.AdamW(trained, betas=training.betas, weight_decay=decay)
+    drawn = windows(corpus, run.seed, config.context, training.batch)
+    for step in range(1, run.steps + 1):
+        pair = inputs_and_targets(corpus, TRAIN, config.context, drawn.ids(step))
+        inputs, targets = map(torch.from_numpy, pair)
+        logits = model(inputs).logits.flatten(0, 1)
+        loss = F.cross_entropy(logits, targets.flatten(), ignore_index=UNSCORED)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(trained, training.clip)
+        optimizer.param_groups[0]["lr"] = of_run(step, run)
+        optimizer.step()
+        yield loss.item()
+
+
+def peft_model(run: RunFile) -> nn.Module:
+    """The checkpoint with peft's adapters, whose values are those that the run begins with."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    config, lora, origin = run.config, run.training.lora, run.model.origin
+    assert lora is not None
+    assert origin is not None
+    base = AutoModelForCausalLM.from_pretrained(origin, dtype=torch.float32)
+    figures = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a fraction will do
+        target_modules=list(lora.targets),
+        task_type="CAUSAL_LM",
+    )
+    model: nn.Module = get_peft_model(base, figures)
+    for stage in range(1, config.stages + 1):
+        shapes = trained_shapes(config, stage)
+        sizes = [rows * columns for rows, columns in shapes.values()]
+        values = torch.split(Beginning(run, config).adapters(stage), sizes)
+        for (name, shape), flat in zip(shapes.items(), values, strict=True):
+            local = name.removesuffix(".weight")
+            parameter = model.get_parameter(f"base_model.model.{local}.default.weight")
+            parameter.data.copy_(flat.view(shape))
+    return model
+
+
+def main(file: str, steps: str) -> None:
+    run = resolve(override(load(Path(file)), wire={"activations": "none", "gradients": "none"}))
+    corpus = open_data(run.data)
+    ours, theirs = TrainingSwarm(run, corpus), losses_of_peft(run, corpus)
+    print("step | planaria | peft")
+    for step, reference in zip(range(1, int(steps) + 1), theirs, strict=False):
+        loss = ours.step()
+        print(f"{step:4} | {loss:8.4f} | {reference:.4f}", flush=True)
+        keep("peft_losses", step=step, planaria=loss, peft=reference)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

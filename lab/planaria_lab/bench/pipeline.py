@@ -1,0 +1,150 @@
+"""Tokens per second of a swarm on one machine, of one process with the same cores, and of PyTorch's
+own pipeline engine.
+
+All three train the same model on the same windows; a microbatch takes half a second and more in one
+process. They take turns of a step, in ever other order: while one computes, the processes of the
+others stand still (SIGSTOP), so whatever else the machine does is much the same for all. What comes
+out is the median of the turns' ratios. It takes minutes; each figure is printed when it is there.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from planaria.node.data.corpus import Corpus
+from planaria.node.data.prepare import prepare
+from planaria.node.data.recipe import Recipe
+from planaria.node.local.processes import run_planaria
+from planaria.node.resolve import SHIPPED, resolve
+from planaria.node.run_file import RunFile, loads, override
+from planaria_lab.bench.rows import keep
+from planaria_lab.bench.swarm import Living, swarm
+from planaria_lab.bench.torch_pipeline import torch_pipeline
+from planaria_lab.convergence.training import TrainingSwarm
+
+STAGES, CONTEXT = 4, 256
+ONE, SWARM, TORCH = "one process", "swarm", "torch.distributed.pipelining"
+ROUNDS = 5
+LOOK = 0.005  # seconds
+GOAL, GOAL_OF_TORCH = 0.95, 1.0
+RUN = f"""
+name = "bench"
+steps = 1000
+[model]
+preset = "midi"
+stages = {STAGES}
+context = {CONTEXT}
+[training]
+batch = 96
+microbatch = 8
+validation_microbatches = 0
+[swarm]
+start_grace = 2
+"""
+
+
+class Trains(Protocol):
+    def step(self) -> float:
+        """Makes a step; its seconds."""
+        ...
+
+
+class OneProcess:
+    """All cores in this process."""
+
+    def __init__(self, run: RunFile, corpus: Corpus) -> None:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        self._swarm = TrainingSwarm(run, corpus)
+
+    def step(self) -> float:
+        started = time.perf_counter()
+        self._swarm.step()
+        return time.perf_counter() - started
+
+
+class Processes:
+    """Stand still but while a step is wanted of them. What they do after its commit, before they
+    are stopped, counts for the next one."""
+
+    def __init__(self, living: Living) -> None:
+        self._living = living
+        self._seconds = 0.0  # of the step that is under way
+        self._steps = self._await(1)
+        living.stand_still()
+
+    def step(self) -> float:
+        resumed = time.time()
+        self._living.go_on()
+        self._steps = self._await(self._steps + 1)
+        committed = self._living()[self._steps - 1]["time"]
+        self._living.stand_still()
+        seconds = self._seconds + committed - resumed
+        self._seconds = time.time() - committed
+        return float(seconds)
+
+    def _await(self, steps: int) -> int:
+        """How many there are, when there are so many: at first they aren't waited for."""
+        while (there := len(self._living())) < steps:
+            time.sleep(LOOK)
+        return there
+
+
+def turns(those: dict[str, Trains]) -> Iterator[dict[str, float]]:
+    """Seconds of a step of each; whoever was last comes first the next time."""
+    order = list(those)
+    for one in those.values():
+        one.step()  # the first ones are slow
+    for _ in range(ROUNDS):
+        yield {name: those[name].step() for name in order}
+        order.reverse()
+
+
+def ratio(rounds: list[dict[str, float]], of: str, to: str) -> float:
+    """Of tokens per second, the median."""
+    return statistics.median(seconds[to] / seconds[of] for seconds in rounds)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory)
+        corpus, _ = prepare(Recipe([str(SHIPPED)]), out / "data")
+        run = resolve(override(loads(RUN), data__path=str(out / "data")))
+        nodes = {
+            str(stage): ["node", "--stage", str(stage), "--threads", "1", "--cloud", "none"]
+            for stage in range(STAGES + 1)
+        }
+        with (
+            swarm(run, run_planaria, out / "swarm", nodes) as ours,
+            torch_pipeline(run, out / "torch") as theirs,
+        ):
+            those: dict[str, Callable[[], Trains]] = {
+                ONE: lambda: OneProcess(run, corpus),
+                SWARM: lambda: Processes(ours),
+                TORCH: lambda: Processes(theirs),
+            }
+            rounds = measure(those)
+    tokens = run.training.batch * CONTEXT
+    keep("pipeline", tokens_per_second=[{n: tokens / s for n, s in one.items()} for one in rounds])
+    print(f"ratio swarm / one process: {ratio(rounds, SWARM, ONE):.2f} (goal {GOAL})")
+    print(f"ratio swarm / {TORCH}: {ratio(rounds, SWARM, TORCH):.2f} (goal {GOAL_OF_TORCH})")
+
+
+def measure(those: dict[str, Callable[[], Trains]]) -> list[dict[str, float]]:
+    """Each begins when the one before stands still."""
+    rounds = []
+    for seconds in turns({name: begin() for name, begin in those.items()}):
+        rounds.append(seconds)
+        print("   ".join(f"{name}: {s:.2f} s a step" for name, s in seconds.items()), flush=True)
+    return rounds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""What being ready for losses costs while nothing is lost, in tokens per second.
+
+A swarm of processes, started as `planaria up` starts them, switches its readiness off and on every
+few steps: the boundary tensors that relearning needs and the copies of stage 0 (checkfree), and
+with checkfree+ the swapped orders besides. Off is plain training, with nothing kept for anybody.
+Each block of steps is compared with the block before it, so the machine's moods cancel out.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from planaria.node.data.prepare import prepare
+from planaria.node.data.recipe import Recipe
+from planaria.node.local.processes import run_planaria
+from planaria.node.resolve import SHIPPED, resolve
+from planaria.node.run_file import loads, override
+from planaria_lab.bench.rows import keep
+from planaria_lab.bench.swarm import train
+
+GOALS = {"checkfree": 0.99, "checkfree+": 0.97}
+STAGES = 4
+BLOCK = 5  # steps, of which the first of each block doesn't count: it ends what the last has begun
+RUN = f"""
+name = "bench"
+steps = {40 * BLOCK}
+[model]
+preset = "mini"
+stages = {STAGES}
+context = 256
+[training]
+batch = 16
+microbatch = 4
+validation_microbatches = 0
+"""
+
+
+def is_ready(step: int) -> bool:
+    """Whether this step is trained with all that its policy needs."""
+    return step // BLOCK % 2 == 1
+
+
+def run_alternating(arguments: list[str]) -> None:
+    """`planaria ARGUMENTS...`, with readiness by `is_ready`."""
+    from planaria.node.state.holdings import Holdings
+    from planaria.node.transaction.attempt import Attempt
+    from planaria.node.transaction.driver import Driver
+
+    attempted, start, plan = Holdings.attempted, Attempt.start, Driver._plan
+    kept: dict[int, Any] = {}
+
+    def attempt(self: Holdings, ballot: Any, begin: Any) -> None:
+        parts = kept.setdefault(id(self), (self.boundary, self.sender))
+        self.boundary, self.sender = parts if is_ready(begin.step) else (None, None)
+        attempted(self, ballot, begin)
+
+    def start_attempt(self: Attempt) -> None:
+        boundary = kept.setdefault(id(self.place), self.place.boundary)
+        self.place.boundary = boundary if is_ready(self.begin.step) else None
+        start(self)
+
+    def plan_step(self: Driver, members: Mapping[str, int], orders: Sequence[Sequence[int]]) -> Any:
+        ready = is_ready(self.standing.committed + 1)
+        in_turn = [tuple(sorted(order)) for order in orders]
+        return plan(self, members, orders if ready else in_turn)
+
+    Holdings.attempted = attempt  # type: ignore[method-assign]
+    Attempt.start = start_attempt  # type: ignore[method-assign]
+    Driver._plan = plan_step  # type: ignore[method-assign]
+    run_planaria(arguments)
+
+
+def ratios(lines: list[dict[str, Any]]) -> list[float]:
+    """Tokens/s of each ready block against those of the block before it, which is not."""
+    blocks: dict[int, list[float]] = {}
+    for before, line in pairwise(lines):
+        if line["step"] % BLOCK:
+            blocks.setdefault(line["step"] // BLOCK, []).append(line["time"] - before["time"])
+    means = {block: statistics.median(seconds) for block, seconds in blocks.items()}
+    return [means[block - 1] / means[block] for block in sorted(means) if block % 2]
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        data = Path(directory) / "data"
+        prepare(Recipe([str(SHIPPED)]), data)
+        for number, (policy, goal) in enumerate(GOALS.items()):
+            run = resolve(override(loads(RUN), data__path=str(data), recovery__policy=policy))
+            found = ratios(train(run, run_alternating, Path(directory) / str(number), {}))
+            low, middle, high = statistics.quantiles(found, n=4)
+            print(
+                f"ratio {policy} ready / off: {middle:.3f} (quartiles {low:.3f} to {high:.3f}, "
+                f"{len(found)} pairs of blocks; goal {goal:.2f})"
+            )
+            keep("recovery", policy=policy, ready_to_off=found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""What a replica's loss in the middle of a step costs: going on with the step, or trying it again.
+
+A swarm with replicas of each stage loses three of them, one after the other, by SIGKILL, each when
+it has done half of its microbatches of a step; once for each way. The cost is the time from the
+commit before to the commit of that step, above the median of the steps around it, in steps. It is
+held against the lost replica's share of the step's microbatches, one part in as many as its stage
+has replicas: the time that it takes the stage to do them again with one replica's speed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import tempfile
+from pathlib import Path
+
+from planaria.node.data.prepare import prepare
+from planaria.node.data.recipe import Recipe
+from planaria.node.local.processes import run_planaria
+from planaria.node.resolve import SHIPPED, resolve
+from planaria.node.run_file import loads, override
+from planaria_lab.bench.rows import keep
+from planaria_lab.bench.swarm import train
+
+STAGES, REPLICAS = 2, 3
+LOST = {"1.1": 6, "2.0": 12, "1.0": 18}  # at which step
+AROUND = 4  # steps before and after
+GOAL = 1.5
+RUN = f"""
+name = "loss"
+steps = 24
+[model]
+preset = "mini"
+stages = {STAGES}
+context = 256
+[training]
+batch = 72
+microbatch = 2
+validation_microbatches = 0
+[swarm]
+replicas = {REPLICAS}
+"""
+
+
+def run_half(arguments: list[str]) -> None:
+    """`planaria ARGUMENTS...`; a number in front of them: dies in the middle of that step."""
+    from planaria.node.transaction.attempt import Attempt
+
+    if not arguments[0].isdigit():
+        run_planaria(arguments)
+        return
+    count, step = Attempt._count, int(arguments.pop(0))
+
+    def dying(self: Attempt, microbatch: int, seconds: float) -> None:
+        if self.begin.step == step and len(self.applied) >= len(self._plan.mine) // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count(self, microbatch, seconds)
+
+    Attempt._count = dying  # type: ignore[method-assign]
+    run_planaria(arguments)
+
+
+def costs(masking: str, data: Path, out: Path) -> tuple[list[float], int]:
+    """What each loss cost, in steps; and how many attempts were aborted."""
+    run = resolve(override(loads(RUN), data__path=str(data), recovery__masking=masking))
+    lines = train(run, run_half, out, {slot: [str(step)] for slot, step in LOST.items()})
+    times = {line["step"]: line["time"] for line in lines}
+    took = {step: times[step] - times[step - 1] for step in times if step - 1 in times}
+    events = [json.loads(line) for path in (out / "logs").glob("events-*") for line in path.open()]
+    return [cost(took, step) for step in LOST.values()], sum(
+        event["kind"] == "aborted" for event in events
+    )
+
+
+def cost(took: dict[int, float], lost_in: int) -> float:
+    around = [took[lost_in + by] for by in range(-AROUND, AROUND + 1) if by]
+    usual = statistics.median(around)
+    return (took[lost_in] - usual) / usual
+
+
+def main() -> None:
+    share = 1 / REPLICAS
+    found = {}
+    with tempfile.TemporaryDirectory() as directory:
+        data = Path(directory) / "data"
+        prepare(Recipe([str(SHIPPED)]), data)
+        for masking in ("abort", "reassign", "spare"):
+            lost, aborted = costs(masking, data, Path(directory) / masking)
+            found[masking] = statistics.mean(lost)
+            each = ", ".join(f"{cost:.2f}" for cost in lost)
+            print(f"{masking}: {found[masking]:.2f} steps a loss ({each}), {aborted} aborted")
+            keep("replica_loss", masking=masking, steps_a_loss=lost, aborted=aborted)
+    for masking in ("reassign", "spare"):
+        ratio = found[masking] / share
+        print(f"ratio {masking} / abort: {found[masking] / found['abort']:.2f}")
+        print(f"ratio {masking} / the lost replica's share of a step: {ratio:.2f} (goal {GOAL})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""What honest nodes notice of strangers who hold as many connections to the registry as they can:
+how long a join takes, and how late a member's renewals are, against the same without strangers. And
+to a node: how long a link takes to come up.
+
+Registry and node are processes of their own; the strangers are another, on another address of
+loopback. They come back when they are let go, and every tenth says a byte at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import resource
+import socket
+import statistics
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+
+import uvloop
+
+from planaria.bootstrap.address import Address
+from planaria.bootstrap.client import RegistryClient
+from planaria.bootstrap.identity import Identity
+from planaria.bootstrap.membership import PROTOCOL, MembershipRules
+from planaria.bootstrap.registry_pb2 import JoinRequest
+from planaria.bootstrap.service import RegistryServer
+from planaria_lab.bench.handshakes import answering, handshakes
+from planaria_lab.bench.rows import keep
+
+STRANGERS = 10_000
+JOINS = 200  # a phase
+GOAL = 1.0  # seconds, of 99 joins in 100
+AGAIN = 5.0  # seconds until a stranger that was let go is back
+FLOODED = 30.0  # seconds in which all strangers have come, or as many as can
+START = 60.0  # seconds; more means that it hangs
+RULES = MembershipRules("bench", stages=1, lease=5.0, max_replicas=64, joins_per_second=1e6)
+
+
+@dataclass(frozen=True)
+class Joins:
+    connections: int  # of strangers, as they see it; each has tried
+    median: float  # seconds of a join
+    p99: float
+    silence: float  # seconds, the longest since any member was heard; its renewals are 1 s apart
+
+    def __str__(self) -> str:
+        return (
+            f"{self.connections:>6,} connections of strangers: a join takes "
+            f"{1e3 * self.median:.1f} ms, 99 of 100 under {1e3 * self.p99:.0f} ms; "
+            f"no member unheard for {self.silence:.1f} s"
+        )
+
+
+def main() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    most = STRANGERS if hard == resource.RLIM_INFINITY else min(STRANGERS, hard - 200)
+    alone, flooded = asyncio.run(measure(most))
+    print(alone)
+    print(flooded)
+    print(
+        f"ratio of the 99th percentiles: {flooded.p99 / alone.p99:.1f}; "
+        f"goal: under {GOAL:g} s, and members heard within the lease of {RULES.lease:g} s"
+    )
+    keep("strangers", at="registry", alone=asdict(alone), flooded=asdict(flooded))
+    at_a_node(most)
+
+
+def at_a_node(strangers: int) -> None:
+    """Raises as `measure` does."""
+    flood = None
+    with answering(None, None) as address:
+        alone = handshakes(None, None, address).links
+        try:
+            flood, to_flood = _start(_flood, Address.parse(address).port, strangers)
+            there = int(_hear(to_flood))
+            flooded = handshakes(None, None, address).links
+        finally:
+            if flood is not None:
+                flood.kill()
+                flood.join()
+    medians = [1e3 * statistics.median(took) for took in (alone, flooded)]
+    print(
+        f"a link to a node comes up in {medians[0]:.1f} ms, and in {medians[1]:.1f} ms "
+        f"({1e3 * max(flooded):.0f} ms at most) while strangers have {there:,} connections to it; "
+        f"ratio {medians[1] / medians[0]:.1f}"
+    )
+    keep("strangers", at="node", connections=there, alone=alone, flooded=flooded)
+
+
+async def measure(strangers: int) -> tuple[Joins, Joins]:
+    """Raises RuntimeError when a process ends early, TimeoutError when one hangs."""
+    registry, to_registry = _start(_serve)
+    flood = None
+    try:
+        port = int(_hear(to_registry))
+        members = [await _member(port, number) for number in range(4)]
+        alone = await _joins(port, 0)
+        flood, to_flood = _start(_flood, port, strangers)
+        there = int(await asyncio.to_thread(_hear, to_flood))  # members renew meanwhile
+        flooded = await _joins(port, there)
+        for client, keeping in members:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+            await client.close()
+        return alone, flooded
+    finally:
+        for process in filter(None, (flood, registry)):
+            process.kill()
+            process.join()
+
+
+async def _joins(port: int, strangers: int) -> Joins:
+    seconds, silence = [], 0.0
+    for _ in range(JOINS):
+        client, began = RegistryClient([f"127.0.0.1:{port}"]), time.monotonic()
+        node = f"n{time.monotonic_ns()}"
+        await client.join(_request(node), Identity.generate(), deadline=START)
+        seconds.append(time.monotonic() - began)
+        described = await client.describe(START)
+        members = [one for one in described.members if one.member.node.startswith("member")]
+        assert len(members) == 4, "a member was evicted"
+        silence = max([silence, *(one.since_renewal for one in members)])
+        await client.close()
+    seconds.sort()
+    return Joins(strangers, seconds[JOINS // 2], seconds[JOINS * 99 // 100], silence)
+
+
+def _request(node: str) -> JoinRequest:
+    return JoinRequest(protocol=PROTOCOL, run="bench", node=node, standby=True)
+
+
+async def _member(port: int, number: int) -> tuple[RegistryClient, asyncio.Task[None]]:
+    client, node = RegistryClient([f"127.0.0.1:{port}"]), f"member{number}"
+    reply = await client.join(_request(node), Identity.generate())
+    keeping = client.keep_membership(node, reply, lambda view: None, lambda why: None)
+    return client, asyncio.create_task(keeping)
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+def _start(target: object, *arguments: object) -> tuple[multiprocessing.Process, Connection]:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=target, args=(*arguments, there), daemon=True)  # type: ignore[arg-type]
+    process.start()
+    there.close()
+    return process, here  # type: ignore[return-value]
+
+
+def _hear(connection: Connection) -> str:
+    if not connection.poll(START):
+        raise TimeoutError(f"a process of the benchmark said nothing for {START:g} s")
+    try:
+        return str(connection.recv())
+    except EOFError as error:
+        raise RuntimeError("a process of the benchmark ended early; see above") from error
+
+
+def _serve(connection: Connection) -> None:
+    async def serve() -> None:
+        registry = RegistryServer(RULES, "")
+        connection.send(await registry.start("127.0.0.1:0"))
+        await registry.wait()
+
+    uvloop.run(serve())
+
+
+def _flood(port: int, count: int, connection: Connection) -> None:
+    """Tells how many it has open once it has tried them all, and goes on."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    uvloop.run(_stranger_by_stranger(port, count, connection))
+
+
+async def _stranger_by_stranger(port: int, count: int, connection: Connection) -> None:
+    tried = asyncio.Semaphore(0)
+    there = 0
+
+    async def stranger(number: int) -> None:
+        nonlocal there
+        first = True
+        while True:
+            try:
+                reader, writer = await _connect(port)
+            except OSError:
+                await asyncio.sleep(1.0)
+                continue
+            there += 1
+            if first:
+                tried.release()
+                first = False
+            with suppress(OSError):
+                while number % 10 == 0 and not (reader.at_eof() or writer.is_closing()):
+                    writer.write(b"P")
+                    await asyncio.sleep(1.0)
+                await reader.read()
+            there -= 1
+            writer.close()
+            await asyncio.sleep(AGAIN)
+
+    strangers = []
+    for number in range(count):
+        strangers.append(asyncio.create_task(stranger(number)))
+        if number % 100 == 99:
+            await asyncio.sleep(0.01)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(FLOODED):
+            for _ in range(count):
+                await tried.acquire()
+    connection.send(there)
+    await asyncio.gather(*strangers)
+
+
+async def _connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    own = socket.socket()
+    try:
+        own.setblocking(False)
+        own.bind(("127.0.0.2", 0))
+        await asyncio.get_running_loop().sock_connect(own, ("127.0.0.1", port))
+    except OSError:
+        own.close()
+        raise
+    return await asyncio.open_connection(sock=own)
+
+
+if __name__ == "__main__":
+    main()

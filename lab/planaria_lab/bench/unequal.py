@@ -1,0 +1,130 @@
+"""Tokens per second of two nodes, one four times as fast, over the sum of what each does alone.
+
+Each node has a core of its own. One of them is stopped and goes on again, sixty times a second.
+Alone a node holds all stages; together they hold what the registry gives them, by their speed. In
+each round both train alone, at the same time, each in a swarm of its own, and then together, so
+that whatever else the machine does is much the same for both. A node's core also carries what it
+sends and receives; alone it has nothing to send. It takes some minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+from typing import NoReturn
+
+from planaria.node.data.prepare import prepare
+from planaria.node.data.recipe import Recipe
+from planaria.node.local.processes import die_with_parent, run_planaria
+from planaria.node.resolve import SHIPPED, resolve
+from planaria.node.run_file import RunFile, loads, override
+from planaria_lab.bench.rows import keep
+from planaria_lab.bench.swarm import Lines, swarm
+
+STAGES = 5
+TURN = 0.005  # seconds that the slow node runs at a time
+STILL = 2.6
+"""Seconds that it stands still for each that it runs. Being stopped costs more than that time (its
+caches are cold, its neighbour on the same physical core goes on): it is a quarter as fast."""
+ROUNDS = 3
+SECONDS = 40.0  # at least, from the end of the first steps on
+UNMEASURED = 1  # steps
+GOAL = 0.85
+RUN = f"""
+name = "unequal"
+steps = 100000
+[model]
+preset = "midi"
+stages = {STAGES}
+layers = {2 * STAGES}
+context = 128
+[training]
+batch = 64
+microbatch = 2
+validation_microbatches = 0
+[swarm]
+start_grace = 2
+"""
+FAST, SLOW = "fast", "slow"
+CORES = {FAST: 0, SLOW: -1}
+
+
+def run_pinned(arguments: list[str]) -> None:
+    """`planaria ARGUMENTS...`; a node's name in front of them: on its core, at its speed."""
+    if arguments[0] in CORES:
+        name = arguments.pop(0)
+        if name == SLOW and not os.fork():
+            stop_and_go(os.getppid())
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[CORES[name]]})
+    run_planaria(arguments)
+
+
+def stop_and_go(process: int) -> NoReturn:
+    """It runs for a turn and stands still, as long as it is there; what this is woken too late for
+    is made up for."""
+    die_with_parent()
+    still, since = 0.0, time.monotonic()  # seconds that it is to stand still
+    while True:
+        time.sleep(TURN)
+        os.kill(process, signal.SIGSTOP)
+        still, since = still + STILL * (time.monotonic() - since), time.monotonic()
+        time.sleep(max(0.0, still))
+        os.kill(process, signal.SIGCONT)
+        still, since = still - (time.monotonic() - since), time.monotonic()
+
+
+def node(name: str) -> list[str]:
+    seats = ["--seats", str(STAGES + 1)]
+    return [name, "node", "--threads", "1", "--cloud", "none", *seats]
+
+
+def train(run: RunFile, out: Path, *swarms: dict[str, list[str]]) -> list[float]:
+    """Tokens per second of swarms of such nodes, at the same time."""
+    with ExitStack() as stack:
+        looks = []
+        for number, nodes in enumerate(swarms):
+            looks.append(stack.enter_context(swarm(run, run_pinned, out / str(number), nodes)))
+        while min(len(look()) for look in looks) < UNMEASURED:
+            time.sleep(0.2)
+        time.sleep(SECONDS)
+        while min(len(look()) for look in looks) <= UNMEASURED:
+            time.sleep(0.2)
+        return [rate(look()) for look in looks]
+
+
+def rate(lines: Lines) -> float:
+    """Tokens per second."""
+    before, *measured = lines[UNMEASURED - 1 :]
+    seconds = float(measured[-1]["time"] - before["time"])
+    return float(sum(line["tokens"] for line in measured)) / seconds
+
+
+def main() -> None:
+    ratios = []
+    with tempfile.TemporaryDirectory() as directory:
+        data = Path(directory) / "data"
+        prepare(Recipe([str(SHIPPED)]), data)
+        run = resolve(override(loads(RUN), data__path=str(data)))
+        outs = (Path(directory) / str(number) for number in count())
+        for _ in range(ROUNDS):
+            fast, slow = train(run, next(outs), {FAST: node(FAST)}, {SLOW: node(SLOW)})
+            (both,) = train(run, next(outs), {FAST: node(FAST), SLOW: node(SLOW)})
+            ratios.append(both / (fast + slow))
+            print(
+                f"alone: {fast:.0f} and {slow:.0f} tokens/s ({fast / slow:.1f} times as fast), "
+                f"together: {both:.0f}; ratio {ratios[-1]:.2f}",
+                flush=True,
+            )
+            keep("unequal", tokens_per_second={"fast": fast, "slow": slow, "both": both})
+    print(f"ratio together / sum of both alone: {statistics.median(ratios):.2f} (goal {GOAL})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,377 @@
+"""What one join costs the registry when it has 100, 1,000 or 10,000 members: bytes that it sends,
+and CPU seconds of its process, against the same when it tells everybody the whole view, and against
+a bare gRPC server that tells as many streams as many bytes, and has no front door. And what a view
+costs who makes it, and a member.
+
+A real registry process; its members are streams of two other processes, over loopback, each with
+its own connection, which count what comes. With thousands of members some of them are there, and
+what all would cost is reckoned from how the cost grows with those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import logging
+import resource
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from multiprocessing import Process
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import grpc
+import uvloop
+
+from planaria.bootstrap import service
+from planaria.bootstrap.admission import Admission, folder_beside
+from planaria.bootstrap.client import RegistryClient
+from planaria.bootstrap.identity import Identity
+from planaria.bootstrap.journal import Journal
+from planaria.bootstrap.membership import PROTOCOL
+from planaria.bootstrap.registry_pb2 import (
+    JoinRequest,
+    Member,
+    NewView,
+    Seat,
+    View,
+    WatchRequest,
+)
+from planaria.bootstrap.views import apply, difference, follows, is_genuine, pack, sign, unpacked
+from planaria_lab.bench.registry import KEY, RULES, START, _ask, _hear, _name, _start, serve
+from planaria_lab.bench.rows import keep
+
+MEMBERS = (100, 1_000, 10_000)
+JOINS = 5  # of which the mean is told
+TOGETHER = 20  # that come at a time
+THERE = 3_000  # members that are told differences
+TOLD = 400  # bytes of a difference by which one has joined
+THERE_FOR_WHOLE = 100  # members that are told whole views
+GOAL_BYTES, GOAL_SECONDS = 20e6, 0.5  # of a join at 10,000 members
+TIMES = 20  # that a view is made and checked
+OPENED = 200.0  # streams a second in each of two processes
+AGAIN = 1.0  # seconds until one that wasn't taken is tried again
+LOOK = 0.02  # seconds between two looks whether all have it
+LONG = replace(
+    RULES,
+    lease=3600.0,
+    restart_grace=0.1,
+    max_replicas=1_000,
+    max_nodes=20_000,
+    joins_per_second=1e6,
+)
+"""Nobody renews here: what renewals cost is measured in bench/registry.py. A connection by which
+renewals come is never silent for so long that it is pinged, so these aren't either."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one join, at the registry."""
+
+    bytes: float  # in messages to members and to who joins
+    seconds: float  # of CPU
+
+    def __str__(self) -> str:
+        return f"{self.bytes / 1e6:,.2f} MB, {self.seconds:.3f} CPU s"
+
+
+@dataclass(frozen=True)
+class JoinCost:
+    members: int
+    alone: Cost
+    together: Cost  # one of TOGETHER that come at a time
+    whole: Cost  # alone, by whole views
+    bare: Cost  # of telling all, by a server that does nothing else
+
+    def __str__(self) -> str:
+        return (
+            f"{self.members:,} members: a join costs {self.alone}, one of {TOGETHER} together "
+            f"{self.together}; by whole views {self.whole}, "
+            f"{self.whole.bytes / self.alone.bytes:,.0f} times the bytes and "
+            f"{self.whole.seconds / self.alone.seconds:,.1f} times the CPU; a bare server takes "
+            f"{self.bare.seconds:.3f} CPU s to tell all, of which a join alone is "
+            f"{self.alone.seconds / self.bare.seconds:.1f} times"
+        )
+
+
+def cost_of_a_join(members: int) -> JoinCost:
+    """Raises RuntimeError when a process ends early, TimeoutError when one hangs."""
+    there, few = min(members, THERE), min(members, THERE_FOR_WHOLE)
+    alone, together = reckoned(members, there, partial(measured, members))
+    whole, _ = reckoned(members, few, partial(measured, members, whole=True))
+    (bare,) = reckoned(members, there, told_barely)
+    return JoinCost(members, alone, together, whole, bare)
+
+
+def reckoned(members: int, there: int, measure: Callable[[int], list[Cost]]) -> list[Cost]:
+    """What is measured by how many are there, for all members, of whom so many are there."""
+    few = there // 10
+    pairs = zip(measure(few), measure(there), strict=True)
+    more = (members - there) / (there - few)
+    return [
+        Cost(b.bytes + more * (b.bytes - a.bytes), b.seconds + more * (b.seconds - a.seconds))
+        for a, b in pairs
+    ]
+
+
+def measured(members: int, watching: int, whole: bool = False) -> list[Cost]:
+    """With so many in the view, of whom so many are there to be told it: of a join alone, and of
+    one of many together."""
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Path(folder) / "journal"
+        admission = Admission(folder_beside(journal), certifies=False)
+        view = members_of(admission.key, members)
+        with Journal(journal, LONG.run, admission.key) as file:
+            file.append(view)
+        registry = _start(_serve, journal, whole)
+        with _watching(registry, view.signature, watching) as (port, watchers):
+            time.sleep(LONG.grace)
+            return asyncio.run(_join_often(port, registry[1], watchers))
+
+
+def told_barely(watching: int) -> list[Cost]:
+    """By a server that has no more to do."""
+    server = _start(_tell)
+    began = 0.0
+    with _watching(server, b"", watching) as (_, watchers):
+        for number in range(JOINS + 2):
+            cpu = float(_ask(server[1]))  # before it tells all
+            if number == 1:  # by the first one all streams are known to be open
+                began = cpu
+            while any(_told(one)[0] <= number for one in watchers):
+                time.sleep(LOOK)
+        sent = sum(_told(one)[1] for one in watchers) / (JOINS + 2)
+        return [Cost(sent, (cpu - began) / JOINS)]
+
+
+@contextmanager
+def _watching(
+    server: tuple[Process, Connection], known: bytes, count: int
+) -> Iterator[tuple[int, list[Connection]]]:
+    """Its port, and those who watch: so many, in two processes."""
+    watchers = []
+    try:
+        port = int(_hear(server[1]))
+        for share in filter(None, (count // 2, (count + 1) // 2)):
+            watchers.append(_start(_watch, port, known, share))
+        for _, connection in watchers:
+            _hear(connection)
+        yield port, [connection for _, connection in watchers]
+    finally:
+        for process, _ in [*watchers, server]:
+            process.kill()
+            process.join()
+
+
+async def _join_often(port: int, registry: Connection, watchers: list[Connection]) -> list[Cost]:
+    """Of a join that comes alone, and of one of many that come together. The first isn't counted:
+    by it all streams are known to be open."""
+    numbers = itertools.count(1)
+
+    async def join() -> tuple[int, int]:
+        client, number = RegistryClient([f"127.0.0.1:{port}"]), next(numbers)
+        request = JoinRequest(
+            protocol=PROTOCOL, run=LONG.run, node=f"new-{number}", address=f"127.0.0.1:{number}"
+        )
+        reply = await client.join(request, Identity.generate(), START)
+        await client.close()
+        number, came = reply.view.number, pack(reply.view.SerializeToString())
+        reply.view.Clear()
+        return number, len(came) + reply.ByteSize()
+
+    async def cost(times: int, together: int) -> Cost:
+        cpu, sent, got = float(_ask(registry)), sum(_told(one)[1] for one in watchers), 0
+        for _ in range(times):
+            joined = await asyncio.gather(*(join() for _ in range(together)))
+            got += sum(size for _, size in joined)
+            newest = max(number for number, _ in joined)
+            while any(_told(one)[0] < newest for one in watchers):  # noqa: ASYNC110  processes
+                await asyncio.sleep(LOOK)
+        cpu = float(_ask(registry)) - cpu
+        sent = sum(_told(one)[1] for one in watchers) - sent
+        return Cost((sent + got) / times / together, cpu / times / together)
+
+    await cost(1, 1)
+    return [await cost(JOINS, 1), await cost(1, TOGETHER)]
+
+
+def _told(watcher: Connection) -> list[int]:
+    """The number of the oldest view that one of them has, and the bytes that have come."""
+    return [int(number) for number in _ask(watcher).split()]
+
+
+@dataclass(frozen=True)
+class ViewCost:
+    """Milliseconds of a processor, the shortest of `TIMES`."""
+
+    nodes: int
+    signed: float  # at the registry, once a view
+    differed: float  # there, too, for all who have the one before
+    applied: float  # at each node, from the difference
+    checked: float  # at each node: its signature, and that it follows the last one
+
+    def __str__(self) -> str:
+        return (
+            f"a view of {self.nodes:,}: {self.signed:.1f} ms to sign, {self.differed:.1f} to see "
+            f"what is new in it; {self.applied:.1f} to make it of that, {self.checked:.1f} to check"
+        )
+
+
+def cost_of_a_view(nodes: int) -> ViewCost:
+    former, view = members_of(KEY, nodes), members_of(KEY, nodes + 1)
+    signed = _shortest(lambda: sign(view, KEY, former))
+    told = difference(former, view)
+    genuine = _shortest(lambda: is_genuine(view, KEY.public, RULES.run))
+    return ViewCost(
+        nodes,
+        signed,
+        _shortest(lambda: difference(former, view)),
+        _shortest(lambda: apply(former, told)),
+        genuine + _shortest(lambda: follows(view, former)),
+    )
+
+
+def _shortest(what: Callable[[], object]) -> float:
+    def once() -> float:
+        began = time.perf_counter()
+        what()
+        return 1000 * (time.perf_counter() - began)
+
+    return min(once() for _ in range(TIMES))
+
+
+def main() -> None:
+    for nodes in MEMBERS:
+        cost = cost_of_a_view(nodes)
+        print(cost, flush=True)
+        keep("views", of="view", **asdict(cost))
+    for nodes in MEMBERS:
+        join = cost_of_a_join(nodes)
+        print(join, flush=True)
+        keep("views", of="join", **asdict(join))
+    print(f"goal at 10,000: under {GOAL_BYTES / 1e6:g} MB and {GOAL_SECONDS:g} CPU s")
+
+
+def members_of(key: Identity, nodes: int) -> View:
+    """As a registry restarted with its journal finds them."""
+    stages = RULES.stages + 1
+    members = [
+        Member(
+            node=_name(i),
+            address=f"10.0.{i // 250}.{i % 250}:7400",
+            seats=[Seat(stage=i % stages)],
+            joined=i + 1,
+            key=hashlib.sha256(b"%d" % i).digest(),  # nobody signs by it, and no two are alike
+            speed=1.0,
+            room=1,
+            host=f"host-{i:05}",
+            device="cuda:0",
+            block=f"10.0.{i // 250}.0/24",
+        )
+        for i in range(nodes)
+    ]
+    view = View(run=RULES.run, number=nodes, members=members, driver=_name(0))
+    sign(view, key, View())
+    return view
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+def _serve(journal: Path, whole: bool, connection: Connection) -> None:
+    """The registry's process; answers a question with the CPU seconds it has used. `whole`: it
+    tells no differences."""
+    logging.basicConfig(level=logging.ERROR)
+    service._OPTIONS = tuple(one for one in service._OPTIONS if "keepalive" not in one[0])
+    if whole:
+        service.MOST_RECENT = 0
+    uvloop.run(serve(LONG, journal, connection))
+
+
+def _tell(connection: Connection) -> None:
+    """Answers a question with the CPU seconds it has used, and then tells all something new."""
+    content, numbers = b"", itertools.count(1)
+    waiting: list[asyncio.Future[None]] = []
+
+    async def watch(request: bytes, context: object) -> AsyncIterator[bytes]:
+        told = b""
+        while True:
+            if told != content:
+                yield (told := content)
+            else:
+                waiting.append(asyncio.get_running_loop().create_future())
+                await waiting[-1]
+
+    def answer() -> None:
+        nonlocal content
+        connection.recv()
+        connection.send(time.process_time())
+        view = View(number=next(numbers), reason=TOLD * "x")
+        content = NewView(whole=view).SerializeToString()
+        for one in waiting:
+            one.set_result(None)
+        waiting.clear()
+
+    async def serve() -> None:
+        server = grpc.aio.server()
+        methods: Any = {"Watch": grpc.unary_stream_rpc_method_handler(watch)}
+        handler = grpc.method_handlers_generic_handler(service.SERVICE, methods)
+        server.add_generic_rpc_handlers((handler,))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        asyncio.get_running_loop().add_reader(connection.fileno(), answer)
+        connection.send(port)
+        await server.wait_for_termination()
+
+    uvloop.run(serve())
+
+
+def _watch(port: int, known: bytes, count: int, connection: Connection) -> None:
+    """So many members with a stream of views; answers a question with the oldest of those that they
+    have now, and with the bytes that have come."""
+    have, size = [0] * count, 0
+
+    async def member(index: int, method: grpc.aio.UnaryStreamMultiCallable[Any, bytes]) -> None:
+        nonlocal size
+        request = WatchRequest(run=LONG.run, known=known)
+        while True:
+            try:
+                async for content in method(request, wait_for_ready=True):
+                    told, size = unpacked(NewView.FromString(content)), size + len(content)
+                    view = told.difference.view if told.HasField("difference") else told.whole
+                    have[index], request.known = view.number, view.signature
+            except grpc.aio.AioRpcError:  # more came at once than gRPC can take
+                await asyncio.sleep(AGAIN)
+
+    async def watch() -> None:
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]
+        reading, channels = [], []
+        for index in range(count):
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options)
+            channels.append(channel)  # who lets go of it ends its calls
+            method: Any = channel.unary_stream(
+                f"/{service.SERVICE}/Watch", request_serializer=WatchRequest.SerializeToString
+            )
+            reading.append(asyncio.create_task(member(index, method)))
+            await asyncio.sleep(1 / OPENED)
+        asyncio.get_running_loop().add_reader(connection.fileno(), answer)
+        connection.send("there")
+        await asyncio.gather(*reading)
+
+    def answer() -> None:
+        connection.recv()
+        connection.send(f"{min(have)} {size}")
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    uvloop.run(watch())
+
+
+if __name__ == "__main__":
+    main()

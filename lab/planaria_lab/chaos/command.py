@@ -1,0 +1,154 @@
+"""`planaria lab chaos`. Modules are imported inside, so that --help is quick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planaria.node.commands.terminal import console, errors, refusing
+
+if TYPE_CHECKING:
+    from planaria.node.run_file import RunFile
+    from planaria_lab.chaos.schedule import Shape
+
+app = typer.Typer(help="Make a live swarm sick, and see what it costs.")
+PLACE = Path("out/chaos")
+
+
+@app.callback(invoke_without_command=True)
+def chaos(
+    context: typer.Context,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Of training under faults.")] = 2.0,
+    seed: Annotated[int, typer.Option(help="Of the schedule and of the run.")] = 0,
+    pieces: Annotated[
+        int, typer.Option(min=1, help="Runs, one after the other, with seeds from --seed on.")
+    ] = 1,
+    out: Annotated[Path, typer.Option(help="Gets a JSON file for each run.")] = PLACE,
+    logs: Annotated[Path, typer.Option(help="Gets a folder of logs for each run.")] = PLACE,
+    stages: Annotated[int, typer.Option(min=1, help="Of the body; a layer each.")] = 2,
+    replicas: Annotated[int, typer.Option(min=1, help="Nodes a stage.")] = 2,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="Of fault; repeatable. Default: all.")
+    ] = None,
+    rate: Annotated[float, typer.Option(min=0, help="Faults a minute; 0: none.")] = 6.0,
+    run_file: Annotated[
+        Path | None, typer.Option("--run", metavar="RUN.toml", help="Default: a small model.")
+    ] = None,
+) -> None:
+    """Train with a swarm on this machine under a drawn schedule of faults: what is killed, stopped,
+    cut off, hung, slowed, filled or wrong is healed after a while. Ends with a table; exit status 1
+    says that a promise was broken. Runs whose result is in --out already are not run again."""
+    from planaria.node.data.corpus import CorpusError
+    from planaria.node.run_file import RunFileError
+    from planaria_lab.chaos.schedule import Shape, schedule
+    from planaria_lab.chaos.swarm import ChaosError
+
+    if context.invoked_subcommand is not None:
+        return
+    with refusing(ChaosError, CorpusError, RunFileError, ValueError, OSError):
+        shape = Shape(stages, replicas, **({"kinds": tuple(kind)} if kind else {}), rate=rate)
+        run = _small_run(run_file, shape, out)
+        failed = False
+        for piece in range(seed, seed + pieces):
+            schedule(piece, minutes, shape)  # what is wrong with it is said before anything else
+            failed |= not _one(run, shape, minutes, piece, out, logs)
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The --out of runs.")],
+) -> None:
+    """Write table.md of all the runs in a folder."""
+    from planaria_lab.chaos.report import TABLE, read_outcomes, table
+
+    with refusing(ValueError, OSError):
+        text = table(read_outcomes(folder))
+        (folder / TABLE).write_text(text, encoding="utf-8")
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+RUN = """
+name = "chaos"
+steps = 100000
+[model]
+preset = "tiny"
+dim = 32
+context = 32
+[training]
+batch = 8
+microbatch = 1
+warmup = 5
+validation_microbatches = 0
+[recovery]
+relearn.seconds = 5.0
+[swarm]
+progress = 20.0
+"""
+
+
+def _small_run(run_file: Path | None, shape: Shape, out: Path) -> RunFile:
+    """Resolved; the shipped prose is prepared, in `out`, when it asks for no other data. Raises
+    RunFileError, CorpusError."""
+    from planaria.node.data.prepare import prepare
+    from planaria.node.data.recipe import Recipe
+    from planaria.node.resolve import resolve, text_to_prepare
+    from planaria.node.run_file import load, loads, override
+
+    run = override(
+        load(run_file) if run_file else loads(RUN),
+        model__stages=shape.stages,
+        model__layers=None if run_file else shape.stages,
+        swarm__replicas=shape.replicas,
+    )
+    text = text_to_prepare(run)
+    if text is not None:
+        run = override(run, data__path=str(out / run.data.path))
+        prepare(Recipe([str(text)]), Path(run.data.path))
+    return resolve(run)
+
+
+def _one(run: RunFile, shape: Shape, minutes: float, seed: int, out: Path, logs: Path) -> bool:
+    """Whether all promises were kept."""
+    import asyncio
+    import json
+    from dataclasses import asdict
+
+    from planaria.node.run_file import override
+    from planaria_lab.chaos.outcome import judge
+    from planaria_lab.chaos.report import table
+    from planaria_lab.chaos.schedule import schedule
+    from planaria_lab.chaos.swarm import SickSwarm
+
+    setting: dict[str, Any] = {"seed": seed, "minutes": minutes, **asdict(shape)}
+    name = f"{shape.stages}x{shape.replicas}-seed-{seed}"
+    result = out / f"{name}.json"
+    if result.exists():
+        console.print(f"{result} is there already", soft_wrap=True)
+        return not json.loads(result.read_text(encoding="utf-8"))["broken"]
+    faults = schedule(seed, minutes, shape)
+    folder = logs / name
+
+    def say(sentence: str) -> None:
+        errors.print(sentence, markup=False, highlight=False, soft_wrap=True, style="dim")
+
+    async def train() -> str:
+        swarm = SickSwarm(override(run, seed=seed), shape, faults, minutes, folder, say)
+        async with swarm:
+            return await swarm.train()
+
+    outcome = judge(folder, setting, asyncio.run(train()))
+    out.mkdir(parents=True, exist_ok=True)
+    lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in outcome.items())
+    result.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    console.print(table([outcome]), markup=False, highlight=False, soft_wrap=True)
+    for sentence in outcome["broken"]:
+        errors.print(f"broken: {sentence}", markup=False, highlight=False, soft_wrap=True)
+    if outcome["broken"]:
+        again = f"planaria lab chaos --minutes {minutes:g} --seed {seed} --stages {shape.stages} "
+        again += f"--replicas {shape.replicas} --rate {shape.rate:g}"
+        again += "".join(f" --kind {kind!r}" for kind in shape.kinds)
+        errors.print(f"again: {again}", markup=False, highlight=False, soft_wrap=True)
+    return not outcome["broken"]

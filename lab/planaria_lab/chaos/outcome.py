@@ -1,0 +1,472 @@
+"""What a sick swarm came to: steps lost by fault, evictions, audit, replicas, and what was taken.
+
+All of it follows from what swarm.py and the nodes have written. `judge` makes the outcome, which is
+stored as JSON; `broken` says which promises were not kept.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from planaria.node.local.swarm import read_events
+from planaria.node.naming import node_of
+from planaria.node.report.event_log import Tail
+from planaria.node.report.events import (
+    Aborted,
+    Applied,
+    AttemptMasked,
+    Committed,
+    Entry,
+    Exited,
+    Joined,
+    Killed,
+    LinkLost,
+    RebuildOrdered,
+    Severity,
+    StageRebuilt,
+    Started,
+    SwarmEnding,
+    entries,
+)
+from planaria.node.report.ledger import LedgerError, audit
+from planaria_lab.chaos.schedule import EVERYBODY, KINDS, REGISTRY
+from planaria_lab.chaos.swarm import FAULTS, NODES, TAKEN, VIEWS, Taken
+
+AFTERMATH: Final = 10.0
+"""Seconds after a fault is healed in which steps that are lost are its doing."""
+LATE: Final = 1.5
+"""Times the usual gap between two commits from which steps count as lost."""
+REMEMBERED: Final = 30.0
+"""Seconds after a fault is healed in which its node may still pay for it."""
+WARM: Final = 120.0
+"""Seconds of a process's life that don't count for the slope of its memory."""
+GONE: Final = re.compile(r"\b([0-9a-f]{12}) \([^)]*\) is gone: (.*?)(?=; [0-9a-f]{12} \(|$)")
+NOBODYS: Final = "no fault"
+
+
+class Began(NamedTuple):
+    """A fault that was carried out. Times in Unix seconds."""
+
+    kind: str
+    slot: str
+    time: float
+    end: float
+    pid: int | None
+
+    @property
+    def guilty(self) -> bool:
+        return KINDS[self.kind].blame == "guilty"
+
+    def hits(self, slot: str) -> bool:
+        return self.slot in (slot, EVERYBODY)
+
+
+class Change(NamedTuple):
+    """A view. `members`: the stages of its seats, by their ids."""
+
+    time: float
+    number: int
+    reason: str
+    members: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Of one run, as it was written, until its processes were ended."""
+
+    faults: Sequence[Began]
+    views: Sequence[Change]
+    events: Sequence[Entry]
+    taken: Sequence[Taken]
+    gone: Mapping[str, str] = field(default_factory=dict)
+    """Node -> why the registry dropped it, by the registry's logs."""
+
+    @staticmethod
+    def read(out: Path) -> RunRecord:
+        faults = [
+            Began(one["kind"], one["slot"], one["time"], one["time"] + one["seconds"], one["pid"])
+            for one in _lines(out / FAULTS)
+        ]
+        views = [
+            Change(one["time"], one["number"], one["reason"], dict(one["members"]))
+            for one in _lines(out / VIEWS)
+        ]
+        logs = sorted((out / "logs").glob("registry*.log"))
+        text = "\n".join(log.read_text(errors="replace") for log in logs)
+        gone = {node: why for line in text.splitlines() for node, why in GONE.findall(line)}
+        events = entries(read_events(out / "logs"))
+        ending = [n for n, one in enumerate(events) if isinstance(one.event, SwarmEnding)]
+        events = events[: ending[-1] if ending else None]
+        return RunRecord(faults, views, events, [Taken(**one) for one in _lines(out / TAKEN)], gone)
+
+    def slots(self) -> dict[str | None, str]:
+        """Node -> slot."""
+        by_pid = {e.event.pid: e.event.slot for e in self.events if isinstance(e.event, Started)}
+        joined = [entry for entry in self.events if isinstance(entry.event, Joined)]
+        return {
+            entry.node: by_pid[entry.event.pid]
+            for entry in joined
+            if isinstance(entry.event, Joined) and entry.event.pid in by_pid
+        }
+
+    def guilty_of(self, slot: str, at: float) -> str:
+        """The kind of fault for which a node of the slot may pay at that time; empty: none."""
+        kinds = [
+            fault.kind
+            for fault in self.faults
+            if fault.hits(slot) and fault.guilty and fault.time <= at <= fault.end + REMEMBERED
+        ]
+        return kinds[-1] if kinds else ""
+
+    def wrong_at(self, slot: str, at: float) -> str:
+        """The kind of fault that was there or, if there was none, elsewhere; NOBODYS."""
+        near = [fault for fault in self.faults if fault.time <= at <= fault.end + AFTERMATH]
+        near.sort(key=lambda fault: fault.hits(slot))
+        return near[-1].kind if near else NOBODYS
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+# --- steps
+
+
+def steps_lost(commits: Sequence[float], faults: Sequence[Began]) -> dict[str, float]:
+    """By kind of fault, and NOBODYS. `commits`: times, Unix seconds, in order.
+
+    The usual gap between two commits is their median. A gap that is `LATE` times that has lost what
+    would have fitted into the rest of it, and faults that were there meanwhile, or healed not
+    longer than `AFTERMATH` before, share it alike.
+    """
+    lost: defaultdict[str, float] = defaultdict(float)
+    gaps = [later - earlier for earlier, later in pairwise(commits)]
+    usual = statistics.median(gaps) if gaps else 0.0
+    for earlier, later in pairwise(commits):
+        if later - earlier <= LATE * usual:
+            continue
+        there = [f.kind for f in faults if f.time <= later and f.end + AFTERMATH >= earlier]
+        for kind in there or [NOBODYS]:
+            lost[kind] += ((later - earlier) / usual - 1) / len(there or [NOBODYS])
+    return dict(lost)
+
+
+class Toll(NamedTuple):
+    """Of one fault, in seconds: until others named its node, in an event or by dropping it from the
+    view (None: nobody did); and the longest time without a commit from then to its aftermath."""
+
+    kind: str
+    noticed: float | None
+    stop: float
+
+
+def tolls(record: RunRecord, commits: Sequence[float]) -> list[Toll]:
+    """Of every fault, in the order in which they began. `commits`: as in `steps_lost`."""
+    found = []
+    for fault in record.faults:
+        until = fault.end + AFTERMATH
+        near = [(a, b) for a, b in pairwise(commits) if b >= fault.time and a <= until]
+        stop = max((b - a for a, b in near), default=0.0)
+        noticed = _noticed(record, fault)
+        found.append(Toll(fault.kind, noticed and round(noticed, 3), round(stop, 3)))
+    return found
+
+
+def _noticed(record: RunRecord, fault: Began) -> float | None:
+    been = [
+        entry.node
+        for entry in record.events
+        if isinstance(entry.event, Joined)
+        and entry.event.pid == fault.pid
+        and entry.time <= fault.time
+    ]
+    if not been or been[-1] is None:
+        return None
+    node, last = been[-1], fault.end + AFTERMATH
+    named = [
+        entry.time
+        for entry in record.events
+        if (entry.event.severity >= Severity.NOTICE or isinstance(entry.event, LinkLost))
+        and not isinstance(entry.event, Killed | Exited)
+        and node_of(entry.node or "") != node
+        and node in entry.sentence
+    ]
+    dropped = [
+        b.time
+        for a, b in pairwise(record.views)
+        if node in set(map(node_of, a.members)) - set(map(node_of, b.members))
+    ]
+    times = [time for time in (*named, *dropped) if fault.time <= time <= last]
+    return min(times) - fault.time if times else None
+
+
+# --- who was dropped
+
+
+class Eviction(NamedTuple):
+    """`blame`: the kind of fault for which its node may pay; empty: it was innocent. `fault`: that,
+    or what else was wrong then, there or elsewhere. `last`: no other member of the stage had its
+    state."""
+
+    node: str
+    slot: str
+    stage: int
+    reason: str
+    blame: str
+    fault: str
+    last: bool
+    after: float  # seconds since the first view
+
+
+def evictions(record: RunRecord) -> list[Eviction]:
+    """Members whom the registry dropped, by its views; who said goodbye is not among them."""
+    slots = record.slots()
+    first_had: dict[str | None, float] = {}
+    ended = {e.event.pid: e.time for e in record.events if isinstance(e.event, Exited)}
+    pids = {e.node: e.event.pid for e in record.events if isinstance(e.event, Joined)}
+    for entry in record.events:
+        if isinstance(entry.event, Applied):
+            first_had.setdefault(entry.node, entry.time)
+    found = []
+    for before, after in pairwise(record.views):
+        if after.time >= record.events[-1].time:  # the swarm is being ended
+            break
+        for seat in before.members.keys() - after.members.keys():
+            node, stage = node_of(seat), before.members[seat]
+            slot = slots.get(node, "")
+            others = [
+                other for other, of in before.members.items() if of == stage and other != seat
+            ]
+            reason = record.gone.get(node, after.reason)
+            if reason.startswith("left:"):
+                continue
+            exit_time = ended.get(pids.get(node, 0), float("inf"))
+            blame = record.guilty_of(slot, after.time)
+            if not blame and exit_time <= after.time + 1.0:
+                blame = "its process had ended"
+            last = seat in first_had and not any(
+                first_had.get(other, after.time) < after.time for other in others
+            )
+            since = after.time - record.views[0].time
+            fault = blame or record.wrong_at(slot, after.time)
+            found.append(Eviction(node, slot, stage, reason, blame, fault, last, round(since, 1)))
+    return found
+
+
+class Exit(NamedTuple):
+    """A process that ended by itself."""
+
+    slot: str
+    how: str
+    blame: str  # as in Eviction
+    log: str
+
+
+def exits(record: RunRecord) -> list[Exit]:
+    told = [entry for entry in record.events if isinstance(entry.event, Exited)]
+    return [
+        Exit(e.event.slot, e.event.how, record.guilty_of(e.event.slot, e.time), e.event.log)
+        for e in told
+        if isinstance(e.event, Exited)
+    ]
+
+
+# --- weights
+
+
+class Differing(NamedTuple):
+    """`at_last`: stages whose nodes differ after the newest step that several of them have.
+    `steps`: at how many steps of any stage they did."""
+
+    at_last: list[int]
+    steps: int
+
+
+def differing(events: Iterable[Entry]) -> Differing:
+    stages: dict[str, int] = {}
+    digests: defaultdict[int, defaultdict[tuple[int, int], set[str]]]
+    digests = defaultdict(lambda: defaultdict(set))
+    nodes: defaultdict[tuple[int, int, int], set[str]] = defaultdict(set)
+    for entry in events:
+        node = entry.node or ""
+        if entry.event.kind == "serving":
+            stages[node] = int(getattr(entry.event, "stage", 0))
+        elif isinstance(entry.event, Applied) and node in stages:
+            stage, age = stages[node], (entry.event.lineage, entry.event.step)
+            digests[stage][age].add(entry.event.digest)
+            nodes[stage, *age].add(node)
+    at_last = []
+    for stage, by_age in digests.items():
+        common = [age for age in by_age if len(nodes[stage, *age]) > 1]
+        if common and len(by_age[max(common)]) > 1:
+            at_last.append(stage)
+    steps = sum(len(found) > 1 for by_age in digests.values() for found in by_age.values())
+    return Differing(sorted(at_last), steps)
+
+
+def guesses(record: RunRecord) -> list[tuple[int, str, str]]:
+    """Rebuilds that were not exact: stage, method, and the fault that a node of it had (empty: no
+    node of it had died or done anything wrong)."""
+    inexact = {
+        entry.event.node: entry.event.stage
+        for entry in record.events
+        if isinstance(entry.event, RebuildOrdered) and not entry.event.exact
+    }
+    found = []
+    for entry in record.events:
+        match entry.event:
+            case StageRebuilt(node=node, stage=stage, method=method) if node in inexact:
+                blame = {
+                    fault.kind
+                    for fault in record.faults
+                    if fault.guilty
+                    and fault.slot.partition(".")[0] == str(stage)
+                    and fault.time <= entry.time <= fault.end + 2 * REMEMBERED
+                }
+                del inexact[node]
+                found.append((stage, method, ", ".join(sorted(blame))))
+    return found
+
+
+# --- what processes take
+
+
+class Appetite(NamedTuple):
+    """Of one process. Bytes of RSS, descriptors and threads: `first` when it had settled, `last` at
+    the end. `slope`: MiB of RSS a minute after the first `WARM` seconds; None: it did not live for
+    as long again."""
+
+    slot: str
+    seconds: float
+    rss: tuple[int, int]
+    descriptors: tuple[int, int]
+    threads: tuple[int, int]
+    slope: float | None
+
+
+SETTLED: Final = 20.0
+"""Seconds after which a process has what it starts with."""
+
+
+def appetites(taken: Sequence[Taken]) -> list[Appetite]:
+    """Of every process that lived long enough to settle."""
+    by_pid: defaultdict[int, list[Taken]] = defaultdict(list)
+    for one in taken:
+        by_pid[one.pid].append(one)
+    found = []
+    for samples in by_pid.values():
+        begun, last = samples[0].time, samples[-1]
+        settled = [one for one in samples if one.time >= begun + SETTLED]
+        if not settled:
+            continue
+        first, warm = settled[0], [one for one in samples if one.time >= begun + WARM]
+        slope = None
+        if last.time - begun >= 2 * WARM:
+            fit = statistics.linear_regression([w.time for w in warm], [w.rss for w in warm])
+            slope = fit.slope * 60 / 2**20
+        found.append(
+            Appetite(
+                last.slot,
+                last.time - begun,
+                (first.rss, last.rss),
+                (first.descriptors, last.descriptors),
+                (first.threads, last.threads),
+                slope,
+            )
+        )
+    return sorted(found)
+
+
+# --- all of it
+
+
+def judge(out: Path, setting: Mapping[str, Any], stuck: str) -> dict[str, Any]:
+    """The outcome of a run that has written to `out`, for JSON. `setting`: what it was. `stuck`:
+    what kept it from going on at the end."""
+    for path in out.glob(f"{NODES}/*/*.jsonl"):
+        shutil.copy(path, out / "logs")  # as if all nodes had one folder
+    record = RunRecord.read(out)
+    commits = {e.event.step: e.time for e in record.events if isinstance(e.event, Committed)}
+    times = sorted(commits.values())
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    counts = Counter(entry.event.kind for entry in record.events)
+    try:
+        found = audit(out / "logs")
+        audited: dict[str, Any] = {
+            key: getattr(found, key)
+            for key in ("expected", "duplicates", "missing", "extra", "steps")
+        }
+    except LedgerError as error:
+        audited = {"error": str(error)}
+    outcome = {
+        "setting": dict(setting),
+        "stuck": stuck,
+        "steps": len(times),
+        "seconds": times[-1] - times[0] if times else 0.0,
+        "usual_step_seconds": statistics.median(gaps) if gaps else None,
+        "faults": dict(Counter(fault.kind for fault in record.faults)),
+        "steps_lost": steps_lost(times, record.faults),
+        "tolls": [toll._asdict() for toll in tolls(record, times)],
+        "skipped": len(skipped(out / "logs")),
+        "aborted": counts[Aborted.kind],
+        "masked": counts[AttemptMasked.kind],
+        "evictions": [one._asdict() for one in evictions(record)],
+        "exits": [one._asdict() for one in exits(record)],
+        "guesses": [
+            dict(zip(("stage", "method", "blame"), g, strict=True)) for g in guesses(record)
+        ],
+        "rebuilds": dict(
+            Counter(e.event.method for e in record.events if isinstance(e.event, StageRebuilt))
+        ),
+        "audit": audited,
+        "differing": differing(record.events)._asdict(),
+        "appetites": [one._asdict() for one in appetites(record.taken)],
+    }
+    return {**outcome, "broken": broken(outcome)}
+
+
+def skipped(logs: Path) -> set[int]:
+    """Steps that were committed with no update, by any ledger."""
+    lines = [line for path in logs.glob("ledger-*.jsonl") for line in Tail(path).lines()]
+    return {line["step"] for line in lines if line.get("skipped")}
+
+
+def broken(outcome: Mapping[str, Any]) -> list[str]:
+    """Promises that were not kept, in sentences."""
+    found = []
+    if outcome["stuck"]:
+        found.append(f"the swarm does not go on: {outcome['stuck']}")
+    audited = outcome["audit"]
+    if "error" in audited:
+        found.append(f"there is no audit: {audited['error']}")
+    elif any(audited[key] for key in ("duplicates", "missing", "extra")):
+        found.append(f"the audit is not zero: {audited}")
+    if stages := outcome["differing"]["at_last"]:
+        found.append(f"replicas differ at the end in stages {stages}")
+    for one in outcome["evictions"]:
+        if one["last"] and not one["blame"]:
+            found.append(
+                f"{one['node']}, the last holder of stage {one['stage']}, was evicted though it "
+                f"had done nothing wrong: {one['reason']}"
+            )
+    for one in outcome["guesses"]:
+        if not one["blame"]:
+            found.append(
+                f"stage {one['stage']} was guessed by {one['method']} though none of its nodes had "
+                "died"
+            )
+    for one in outcome["exits"]:
+        if not one["blame"] and one["slot"] != REGISTRY:
+            innocent = f"{one['slot']} {one['how']} though it had done nothing wrong"
+            found.append(f"{innocent}; its log is {one['log']}")
+    return found

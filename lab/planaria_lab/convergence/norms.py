@@ -1,0 +1,82 @@
+"""The stages' gradient norms while nothing is lost: what CheckFree's average goes by."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from planaria.node.data.mixture import open_data
+from planaria.recovery.checkfree import weights_of
+from planaria_lab.convergence.runner import machine
+from planaria_lab.convergence.study import Job, Study
+from planaria_lab.convergence.training import TrainingSwarm
+
+NORMS = "norms.jsonl"
+EVERY = 10
+"""Steps."""
+
+
+class Norms(NamedTuple):
+    """Of one run, a line in the file."""
+
+    seed: int
+    machine: str
+    squared: list[list[float]]  # ω of stages 0, 1, .., L after each tenth step
+    sizes: list[float]  # root mean square of the elements of each stage's matrices, at the end
+
+
+def measure(job: Job) -> Norms:
+    swarm = TrainingSwarm(job.run, open_data(job.run.data), job.ablation)
+    squared = []
+    while swarm.committed < job.run.steps:
+        swarm.step()
+        if swarm.committed % EVERY == 0:
+            squared.append([float(f"{stage.omega:.4g}") for stage in swarm.stages])
+    sizes = []
+    for stage in swarm.stages:
+        matrices = [one.detach().double() for one in stage.module.parameters() if one.dim() == 2]
+        values = sum(one.numel() for one in matrices)
+        sizes.append(math.sqrt(math.fsum(float(one.square().sum()) for one in matrices) / values))
+    return Norms(job.seed, machine("cpu"), squared, [round(size, 4) for size in sizes])
+
+
+def read(path: Path) -> list[Norms]:
+    if not path.exists():
+        return []
+    return [Norms(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def table(study: Study, lines: Iterable[Norms]) -> str:
+    """Medians over the steps in which the study loses stages, up to its target."""
+    first, last = study.losses.after // EVERY, study.target // EVERY
+    rows = [
+        f"# Gradient norms: {study.title}",
+        "",
+        f"Medians over the steps {first * EVERY} to {last * EVERY} of the run without losses.",
+        "",
+        "| seed | on | squared norm of stage 1, over that of stages 2, 3, .. | share of the stage "
+        "before in the average that stages 2, 3, .. are guessed from | size of the matrices of "
+        "stages 1, 2, .. |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for one in lines:
+        there = one.squared[first - 1 : last] if first else one.squared[:last]
+        body = range(1, len(one.sizes))
+        over = [median(at[1] / at[stage] for at in there) for stage in body[1:]]
+        shares = [
+            median(weights_of(at[stage - 1], at[stage + 1])[0] for at in there)
+            for stage in body[1:-1]
+        ]
+        cells = [
+            str(one.seed),
+            one.machine,
+            ", ".join(f"{x:.0f}" for x in over),
+            ", ".join(f"{x:.2f}" for x in shares),
+            ", ".join(f"{one.sizes[stage]:.3f}" for stage in body),
+        ]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows) + "\n"

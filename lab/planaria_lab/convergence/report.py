@@ -1,0 +1,229 @@
+"""A study's table and plots, from the results that there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from planaria_lab.convergence.compare import CostOfLosses, Spread, cost, curve_of, loss_at
+from planaria_lab.convergence.study import Study
+from planaria_lab.lines import COLORS, name_at_the_ends, told_apart
+
+matplotlib.use("agg")
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class VariantRow:
+    """A variant, over its seeds."""
+
+    name: str
+    runs: Sequence[Line]
+    others: Sequence[Line]  # of the baseline, seed by seed
+    costs: Sequence[CostOfLosses]
+
+    def spread(self, figure: Callable[[CostOfLosses], float]) -> Spread:
+        return Spread.of([figure(cost) for cost in self.costs])
+
+    @property
+    def losses(self) -> float:
+        """Rebuilds in a run, on average."""
+        return sum(len(run["rebuilds"]) for run in self.runs) / max(1, len(self.runs))
+
+
+def rows(study: Study, found: Mapping[tuple[str, int], Line]) -> list[VariantRow]:
+    """By variant, with the seeds that have both their run and the one to compare it with."""
+    made = []
+    for variant in study.variants:
+        seeds = [s for s in study.seeds if {(variant.name, s), (study.baseline, s)} <= found.keys()]
+        runs = [found[variant.name, seed] for seed in seeds]
+        others = [found[study.baseline, seed] for seed in seeds]
+        costs = [cost(run, other, study.target) for run, other in zip(runs, others, strict=True)]
+        made.append(VariantRow(variant.name, runs, others, costs))
+    return made
+
+
+def table(study: Study, made: Sequence[VariantRow], command: str) -> str:
+    """The results as a table in Markdown."""
+    named = {row.name: row for row in made}
+    references = {v.name: named.get(v.reference or study.reference) for v in study.variants}
+    relative = any(references.values())
+    texts = sorted(study.texts)
+    heads = ["variant", "seeds", "losses", "loss at the end", "above the baseline"]
+    heads += ["share of the reference"] if relative else []
+    heads += [f"extra iterations to the loss of step {study.target}", "iterations behind"]
+    relearned = any(cost.relearned for row in made for cost in row.costs)
+    background = any(cost.background for row in made for cost in row.costs)
+    heads += ["relearning, iterations of computing"] if relearned else []
+    heads += ["... in the background"] if background else []
+    heads += ["... of waiting"] if relearned else []
+    heads += ["behind and computing, share of the reference"] if relearned and relative else []
+    heads += ["... without the background's"] if background and relative else []
+    heads += [f"perplexity, {name}" for name in ("held out", *texts)] if texts else []
+    lines = [f"# {study.title}", "", _machines(made), f"Made by `{command}`.", ""]
+    lines += [f"Mean ± standard deviation over the seeds; `{study.baseline}` is the baseline."]
+    lines += _referred(references)
+    lines += ["", "| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    for row in made:
+        cells = [row.name, str(len(row.costs)), f"{row.losses:.1f}"]
+        if not row.costs:
+            lines.append("| " + " | ".join(cells + ["-"] * (len(heads) - 3)) + " |")
+            continue
+        cells += [_plain(row.spread(lambda c: c.final), 4)]
+        cells += [_plain(row.spread(lambda c: c.difference), 4, sign=True)]
+        reference = references[row.name]
+        cells += [_share(row, reference, lambda c: c.difference)] if relative else []
+        cells += [_reached(row), _plain(row.spread(lambda c: c.behind), 0)]
+        if relearned:
+            cells += [_plain(row.spread(lambda c: c.relearned), 1)]
+            cells += [_plain(row.spread(lambda c: c.background), 1)] if background else []
+            cells += [_plain(row.spread(lambda c: c.waited), 0)]
+            cells += [_share(row, reference, lambda c: c.net)] if relative else []
+            if background and relative:
+                cells += [_share(row, reference, lambda c: c.net_waited_for)]
+        if texts:
+            ends = [[run["validation"][-1][2] for run in row.runs]]
+            ends += [[run["texts"][name] for run in row.runs] for name in texts]
+            cells += [_plain(Spread.of([math.exp(x) for x in end]), 2) for end in ends]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _referred(references: Mapping[str, VariantRow | None]) -> list[str]:
+    """Said where variants are put to different ones."""
+    of: dict[str, list[str]] = {}
+    for name, row in references.items():
+        if row is not None:
+            of.setdefault(row.name, []).append(name)
+    if len(of) < 2:
+        return []
+    return ["", *(f"- `{name}` is the reference of: {', '.join(of[name])}." for name in of)]
+
+
+def _machines(made: Sequence[VariantRow]) -> str:
+    names = sorted({run["machine"] for row in made for run in row.runs})
+    seconds = sum(run["seconds"] for row in made for run in row.runs)
+    runs = sum(len(row.runs) for row in made)
+    return (
+        f"{runs} runs, {seconds / 60:.0f} minutes if one came after the other ({', '.join(names)})."
+    )
+
+
+def _plain(spread: Spread, digits: int, sign: bool = False) -> str:
+    mean = f"{spread.mean:{'+' if sign else ''}.{digits}f}"
+    return mean if math.isnan(spread.deviation) else f"{mean} ± {spread.deviation:.{digits}f}"
+
+
+def _share(
+    row: VariantRow, relative: VariantRow | None, figure: Callable[[CostOfLosses], float]
+) -> str:
+    """Of the sums over the seeds that both have: one seed's quotient may divide by next to
+    nothing."""
+    if relative is None:
+        return "-"
+    ours, theirs = (
+        {run["seed"]: figure(cost) for run, cost in zip(some.runs, some.costs, strict=True)}
+        for some in (row, relative)
+    )
+    both = ours.keys() & theirs.keys()
+    whole = math.fsum(theirs[seed] for seed in both)
+    return f"{math.fsum(ours[seed] for seed in both) / whole:.2f}" if whole else "-"
+
+
+def _reached(row: VariantRow) -> str:
+    finite = [cost.iterations for cost in row.costs if math.isfinite(cost.iterations)]
+    if not finite:
+        return "not reached"
+    missed = len(row.costs) - len(finite)
+    said = _plain(Spread.of(finite), 0, sign=True)
+    return f"{said} ({missed} of {len(row.costs)} seeds never)" if missed else said
+
+
+# --- plots
+
+
+def plot_curves(study: Study, made: Sequence[VariantRow], path: Path) -> None:
+    """Validation loss against iterations, and below, how far it is above the baseline's of the same
+    seed: the mean of the seeds with their range. Ticks mark the losses of the first seed."""
+    figure = Figure(figsize=(11, 8))
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    figure.subplots_adjust(left=0.07, right=0.76, top=0.95, bottom=0.1, hspace=0.1)
+    shown = [row for row in made if row.runs and row.name in (study.plotted or [row.name])]
+    for place, row in enumerate(shown):
+        at = [iteration for iteration, _ in curve_of(row.others[0])]
+        losses = [[loss_at(curve_of(run), i) for run in row.runs] for i in at]
+        others = [[loss_at(curve_of(other), i) for other in row.others] for i in at]
+        above = [
+            [a - b for a, b in zip(*pair, strict=True)] for pair in zip(losses, others, strict=True)
+        ]
+        style = told_apart(place, len(shown), len(at))
+        label = study.labels.get(row.name, row.name)
+        upper.plot(at, [sum(v) / len(v) for v in losses], label=label, **style)
+        _draw(lower, at, above, style, label)
+    upper.set_xlim(0, at[-1])
+    for axes in (upper, lower):  # as high and low as after the first sixth
+        late = [value for line in axes.get_lines() for value in line.get_ydata()[len(at) // 6 :]]
+        room = 0.06 * (max(late) - min(late))
+        axes.set_ylim(min(late) - room, max(late) + room)
+    upper.set_ylabel("validation loss, nats a token")
+    upper.set_title(study.title, loc="left")
+    lower.set_ylabel(f"nats above '{study.labels.get(study.baseline, study.baseline)}'")
+    seeds = max(len(row.runs) for row in shown)
+    over = f"lines: mean of {seeds} seeds, shaded: lowest to highest; " if seeds > 1 else ""
+    lower.set_xlabel(f"iteration\n{over}ticks: a stage is lost, with the first seed")
+    for axes in (upper, lower):
+        _mark_losses(axes, shown)
+        axes.grid(color="#e6e6e6")
+        axes.spines[["top", "right"]].set_visible(False)
+        name_at_the_ends(axes)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def _draw(
+    axes: Any,
+    at: Sequence[int],
+    values: Sequence[Sequence[float]],
+    style: Mapping[str, Any],
+    name: str,
+) -> None:
+    axes.plot(at, [sum(v) / len(v) for v in values], label=name, **style)
+    low, high = [min(v) for v in values], [max(v) for v in values]
+    axes.fill_between(at, low, high, color=style["color"], alpha=0.12, linewidth=0)
+
+
+def _mark_losses(axes: Any, shown: Sequence[VariantRow]) -> None:
+    seen = {line["iteration"] for row in shown for run in row.runs[:1] for line in run["rebuilds"]}
+    for iteration in seen:
+        axes.axvline(iteration, ymax=0.025, color="#404040", linewidth=1.2)
+
+
+def plot_costs(study: Study, made: Sequence[VariantRow], path: Path) -> None:
+    """How far above the baseline each variant ends: a dot for each seed, a bar for the mean."""
+    shown = [row for row in made if row.costs and row.name != study.baseline]
+    figure = Figure(figsize=(9, 1.4 + 0.34 * len(shown)), layout="constrained")
+    axes = figure.add_subplot()
+    for place, row in enumerate(shown):
+        values = [cost.difference for cost in row.costs]
+        axes.barh(place, sum(values) / len(values), color=COLORS[0], alpha=0.3, height=0.62)
+        axes.plot(values, [place] * len(values), "o", color=COLORS[0], markersize=4)
+    axes.margins(y=0.01)
+    names = [study.labels.get(row.name, row.name) for row in shown]
+    axes.set_yticks(range(len(shown)), names)
+    axes.invert_yaxis()
+    axes.axvline(0, color="#404040", linewidth=0.8)
+    baseline = study.labels.get(study.baseline, study.baseline)
+    axes.set_xlabel(
+        f"validation loss at the end, nats a token above '{baseline}'\n"
+        "dot: a seed, bar: their mean; further to the right is worse"
+    )
+    figure.suptitle(study.title, x=0.01, ha="left")
+    axes.grid(axis="x", color="#e6e6e6")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,242 @@
+"""Runs what a study lacks: several runs at once, each in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import torch
+
+from planaria.node.data.mixture import open_data
+from planaria.node.data.spread import over_dask
+from planaria.node.resolve import resolve
+from planaria.node.run_file import override
+from planaria_lab.convergence.compare import with_updates
+from planaria_lab.convergence.partial import PartialRun, Progress
+from planaria_lab.convergence.schedule import schedule
+from planaria_lab.convergence.study import Job, StudyError, append_result
+from planaria_lab.convergence.training import (
+    LostError,
+    TrainingSwarm,
+    update_tokens,
+    updates_a_token,
+)
+
+TICK = 0.5  # seconds
+SAMPLES = 256  # of another text, at most
+
+
+def resolved(jobs: Sequence[Job]) -> list[tuple[str, Job]]:
+    """Each with its key and with what follows from the data. Raises RunFileError, CorpusError."""
+    found = []
+    for job in jobs:
+        run = job.run
+        if run.recovery.policy == "checkpoint":  # kept in memory here
+            run = override(run, recovery__checkpoint__dir="memory")
+        run = resolve(run)
+        whole = Job(job.variant, job.seed, run, job.losses, job.ablation, job.texts)
+        found.append((whole.key(run.data.content), whole))
+    return found
+
+
+def counted(line: Mapping[str, Any], job: Job) -> dict[str, Any]:
+    """A line of the results of this resolved job, with what its updates took."""
+    config = job.run.model.config
+    a_token = updates_a_token(job.run, config, job.ablation)
+    return with_updates(line, update_tokens(config, job.ablation), a_token)
+
+
+def run_all(
+    todo: Sequence[tuple[str, Job]],
+    results: Path,
+    device: str,
+    at_once: int,
+    threads: int,
+    tell: Callable[[int, int], None],
+) -> None:
+    """Appends each result as it comes. `threads`: of a run; 0: all cores are shared out.
+    `tell(iterations, runs)` hears how many are done.
+
+    Raises StudyError for a run that can't be; the others' results are kept.
+    """
+    context = multiprocessing.get_context("spawn")
+    counter = context.Value("Q", 0)
+    threads = threads or max(1, (os.cpu_count() or 1) // at_once)
+    pool = ProcessPoolExecutor(at_once, context, _begin, (counter, threads))
+    runs = 0
+    futures = [
+        pool.submit(run_one, key, job, device, PartialRun(partial(results, key)), _count)
+        for key, job in todo
+    ]
+    try:
+        pending = set(futures)
+        while pending:
+            try:
+                for future in as_completed(pending, timeout=TICK):
+                    pending.discard(future)
+                    runs += 1
+                    _keep(results, future.result())
+                    tell(counter.value, runs)
+            except TimeoutError:
+                tell(counter.value, runs)
+    finally:
+        for process in multiprocessing.active_children():
+            process.terminate()
+        pool.shutdown(cancel_futures=True)
+
+
+def run_all_over_dask(
+    todo: Sequence[tuple[str, Job]],
+    results: Path,
+    device: str,
+    address: str,
+    tell: Callable[[int, int], None],
+) -> None:
+    """As `run_all`, on the workers of the cluster whose scheduler is there; a run is told of when
+    it is done. Raises CorpusError, too, where the cluster or a worker's data isn't there."""
+    keys, jobs = zip(*todo, strict=True)
+    kept = [PartialRun(partial(results, key)) for key in keys]
+    steps = {key: job.run.steps for key, job in todo}
+    done = 0
+    with over_dask(address, in_order=False) as spread:
+        of_all = spread(run_one, keys, jobs, [device] * len(todo), kept)
+        for runs, result in enumerate(of_all, 1):
+            _keep(results, result)
+            done += steps[result["key"]]
+            tell(done, runs)
+
+
+def _keep(results: Path, result: Mapping[str, Any]) -> None:
+    append_result(results, result)
+    partial(results, result["key"]).unlink(missing_ok=True)
+
+
+_counter: Synchronized[int] | None = None
+"""Of the worker's process: iterations that all workers have done."""
+
+
+def _begin(counter: Synchronized[int], threads: int) -> None:
+    global _counter  # noqa: PLW0603  the pool has no other way to hand it over
+    _counter = counter
+    torch.set_num_threads(threads)
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _count() -> None:
+    assert _counter is not None
+    with _counter.get_lock():
+        _counter.value += 1
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def partial(results: Path, key: str) -> Path:
+    """Where a run of these results is while it is under way."""
+    return results.with_name(f"{key}.partial")
+
+
+def run_one(
+    key: str,
+    job: Job,
+    device: str,
+    kept: PartialRun | None = None,
+    trained: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """One line of the results; goes on from where the run was `kept`. `trained` is told of each
+    iteration. Raises StudyError."""
+    started = time.perf_counter()
+    run = job.run
+    corpus = open_data(run.data)
+    swarm = TrainingSwarm(run, corpus, job.ablation, torch.device(device))
+    found = kept.load(swarm) if kept else None
+    progress = found or Progress([(0, 0, swarm.validate())])
+    started -= progress.seconds
+    curve, rebuilds = progress.curve, progress.rebuilds
+    try:
+        for iteration, lost in _iterations(job, swarm, progress.iteration):
+            swarm.step()
+            if lost:
+                rebuilds += [{"iteration": iteration, **line} for line in swarm.lose(lost)]
+            every = run.training.validate_every
+            if (every and iteration % every == 0) or swarm.committed == run.steps:
+                curve.append((iteration, swarm.committed, swarm.validate()))
+            progress.iteration, progress.seconds = iteration, time.perf_counter() - started
+            if kept:
+                kept.keep(swarm, progress)
+            trained()
+    except (LostError, ValueError) as error:
+        where = f"{job.variant}, seed {job.seed}, step {swarm.committed}"
+        raise StudyError(f"{where}: {error}") from error
+    return {
+        "key": key,
+        "variant": job.variant,
+        "seed": job.seed,
+        "validation": [(i, s, round(loss, 6)) for i, s, loss in curve],
+        "rebuilds": rebuilds,
+        "texts": {name: _other(swarm, Path(path)) for name, path in job.texts.items()},
+        "bytes": sum(running.bytes for running in swarm.snapshots.values()),
+        "averaged": swarm.replicas.sent if swarm.replicas is not None else 0,
+        "window": swarm.window_tokens,
+        "share": swarm.share_of_a_stage,
+        "update_tokens": update_tokens(swarm.config, job.ablation),
+        "seconds": round(time.perf_counter() - started, 1),
+        "machine": machine(device),
+    }
+
+
+def _iterations(job: Job, swarm: TrainingSwarm, done: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Counted from 1, without the first that are `done`, with the stages that are lost after each,
+    until all steps are committed. Who loses more than it gains is stopped at three times as
+    many."""
+    steps = job.run.steps
+    planned = schedule(job.losses, job.seed, 3 * steps, swarm.config.stages)
+    for iteration in range(done + 1, 3 * steps + 1):
+        if swarm.committed >= steps:
+            return
+        last = swarm.committed + 1 >= steps
+        yield iteration, () if last else planned.get(iteration, ())
+
+
+def _other(swarm: TrainingSwarm, folder: Path) -> float:
+    """Mean loss, nats a token, on the text files of `folder`. Raises StudyError."""
+    files = sorted(folder.glob("*.txt"))
+    if not files:
+        raise StudyError(f"there is no text (*.txt) in {folder}")
+    text = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
+    ids = np.array(swarm.corpus.tokenizer().encode(text).ids, np.int64)
+    context = swarm.config.context
+    count = (len(ids) - 1) // context
+    starts = np.linspace(0, count - 1, min(SAMPLES, count)).astype(np.int64) * context
+    samples = np.stack([ids[start : start + context + 1] for start in starts])
+    return swarm.validate(torch.from_numpy(samples))
+
+
+def machine(device: str) -> str:
+    """Which one a run's digits are of: other processors sum in another order."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(torch.device(device))
+    return f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores"
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

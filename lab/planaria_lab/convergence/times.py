@@ -1,0 +1,120 @@
+"""CheckFree's Table 2 with figures of our own: iterations to a loss from the lab's runs, seconds of
+an iteration and of a stall from live swarms."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from planaria_lab.convergence.compare import behind_at_the_end
+from planaria_lab.convergence.study import StudyError, read_results
+
+RATES: Final = ("low", "middle", "high")
+"""What the study of failure rates calls them."""
+ROWS: Final[Mapping[str, str]] = {
+    "redundant": "redundant",
+    "snapshot": "snapshot",
+    "checkpoint": "checkpoint",
+    "checkfree, relearned": "checkfree",
+    "checkfree": "checkfree",
+    "checkfree+": "checkfree+",
+}
+"""Variant of the study -> policy of the live swarms."""
+EACH: Final = 1000
+"""Iterations without losses whose worth is trained."""
+
+Runs = Mapping[tuple[str, int], Mapping[str, Any]]
+
+
+class PolicyRow(NamedTuple):
+    """How long a policy's runs take."""
+
+    step: float  # seconds
+    stall: float  # seconds, from a loss to the next commit
+    more: tuple[float, ...]  # by rate: iterations to a loss, for each that it takes without losses
+    minutes: tuple[float, ...]  # by rate
+
+
+def read_runs(path: Path) -> Runs:
+    """The runs of a study, by variant and seed. Raises StudyError."""
+    found = {(line["variant"], line["seed"]): line for line in read_results(path).values()}
+    if not found:
+        raise StudyError(f"{path} has no runs: planaria lab run the study first")
+    return found
+
+
+def more_iterations(by_run: Runs, variant: str) -> float:
+    """To a loss, for each that a run without losses takes: the mean over the seeds, by how many
+    iterations a run is behind at its end."""
+    shares = []
+    for (name, seed), line in by_run.items():
+        if name == variant:
+            other = by_run["none", seed]
+            steps = other["validation"][-1][0]
+            shares.append(steps / (steps - behind_at_the_end(line, other)))
+    return statistics.fmean(shares)
+
+
+def losses_per_iteration(by_run: Runs, rate: str) -> float:
+    """How many losses an iteration the schedule had, by the runs that never go back."""
+    return statistics.fmean(
+        len(line["rebuilds"]) / line["validation"][-1][0]
+        for (name, _), line in by_run.items()
+        if name == f"checkfree, {rate}"
+    )
+
+
+def times(by_run: Runs, live: Mapping[str, Any]) -> dict[str, PolicyRow]:
+    """A row for each policy. `live`: live.json's `policies`. Redundant computation loses
+    nothing."""
+    found = {}
+    for variant, policy in ROWS.items():
+        step = live[policy]["step_seconds"]["mean"]
+        stall = live[policy]["stall_seconds"]["median"]
+        more = tuple(
+            1.0 if variant == "redundant" else more_iterations(by_run, f"{variant}, {rate}")
+            for rate in RATES
+        )
+        minutes = tuple(
+            EACH
+            * factor
+            * (step + losses_per_iteration(by_run, rate) * max(0.0, stall - step))
+            / 60
+            for factor, rate in zip(more, RATES, strict=True)
+        )
+        found[variant] = PolicyRow(step, stall, more, minutes)
+    return found
+
+
+def table(by_run: Runs, live: Mapping[str, Any]) -> str:
+    """The policies' times as a table in Markdown."""
+    losses = ", ".join(f"{rate} {losses_per_iteration(by_run, rate):.3f}" for rate in RATES)
+    plain = EACH * live["plain"]["step_seconds"]["mean"] / 60
+    lines = [
+        f"| policy | s an iteration | stall, s | iterations: {' | '.join(RATES)} "
+        f"| minutes: {' | '.join(RATES)} |",
+        f"| --- |{' ---: |' * (2 + 2 * len(RATES))}",
+    ]
+    for name, row in times(by_run, live).items():
+        cells = [name, f"{row.step:.3f}", f"{row.stall:.1f}"]
+        cells += [f"x {factor:.2f}" for factor in row.more]
+        cells += [f"{minutes:.1f}" for minutes in row.minutes]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + (
+        f"\n\nTo the loss of {EACH:,} iterations without losses, which take {plain:.1f} minutes "
+        f"with no policy. Losses an iteration: {losses}.\n"
+    )
+
+
+def read_live(path: Path) -> Mapping[str, Any]:
+    """Raises StudyError."""
+    try:
+        policies: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))["policies"]
+    except (OSError, ValueError, KeyError) as error:
+        raise StudyError(f"can't read {path}: {error}; `planaria lab live` makes it") from error
+    if missing := {*ROWS.values(), "plain"} - {*policies}:
+        raise StudyError(f"{path} lacks {', '.join(sorted(missing))}: measure all policies")
+    return policies

@@ -1,0 +1,805 @@
+"""A whole swarm in one process, without a network: the daemon's model, windows and recovery.
+
+One node a stage. A loss falls between two steps, and everything that travels in the background has
+arrived by then: copies of stage 0 are of the last step, a running snapshot has all its updates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import model_validator
+from torch import Tensor
+
+from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION
+from planaria.node.data.mixture import Data, beginnings, count_scored, inputs_and_targets, windows
+from planaria.node.data.windows import microbatch_ids
+from planaria.node.hugging_face.checkpoint import Checkpoint
+from planaria.node.run_file import RunFile, Section, WireSection
+from planaria.node.stage.crossing import put_together, taken_apart
+from planaria.node.stage.initial import Beginning
+from planaria.node.stage.learning_rate import boost, of_run
+from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
+from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.stage.own_code import load_as_said
+from planaria.node.stage.shape import ModelConfig, trained_shapes
+from planaria.node.wire.frames import Codec
+from planaria.node.wire.tensors import as_received, decode, encode
+from planaria.recovery import relearning
+from planaria.recovery.checkfree import Omega, Trained, guess
+from planaria.recovery.decide import (
+    INEXACT,
+    Held,
+    Kind,
+    Left,
+    Rebuild,
+    RollBack,
+    Source,
+    Stop,
+    decide,
+    holder_stage,
+)
+from planaria.recovery.learner import ROUNDS, Learner, Muon, UpdateRule, orthogonalizing_flops
+from planaria.recovery.orders import all_orders, blocks, order, runs, window_orders
+from planaria.recovery.relearning import PULL, parts
+from planaria.recovery.snapshot import (
+    Group,
+    HeldSnapshot,
+    Layout,
+    SentSnapshot,
+    sent_as,
+    steps_between,
+)
+from planaria.recovery.snapshot import decode as decode_update
+from planaria_lab.convergence.averaging import Replicas
+from planaria_lab.convergence.lessons import BlockSamples, Lesson, LessonState, fit_scales, residual
+
+
+class LostError(Exception):
+    """The run can't go on; the message says what is lost."""
+
+
+class Ablation(Section):
+    """What can be varied here beyond what the daemon can do."""
+
+    omega: Omega = "squared"  # what the neighbours' shares in an average go by
+    clip_scope: Literal["global", "stage"] = "global"  # by the whole model's norm, or each stage's
+    stage0_moments: bool = False  # copies of stage 0 have Adam's moments
+    snapshot_choice: Literal["priority", "round", "random"] = "priority"  # which rows go next
+    start: Literal["policy", "copy", "random", "best"] = "policy"
+    """Weights that a guess starts from: the policy's, the stage before, new random ones, or of the
+    policy's, both neighbours' and its first ones those that do best what the kept tensors tell."""
+    anew_until: int = 0  # steps of training up to which a stage starts from its own first weights
+    second_moment: Literal["fresh", "averaged"] = "fresh"  # Adam's, after a guess
+    relearn_share: float = 1.0  # of the samples of each boundary tensor
+    relearn_codec: Literal["none", "bf16", "int8"] = "bf16"
+    relearn_constant: bool = False  # the learning rate of relearning doesn't fall
+    relearn_in_order: bool = False  # every pass takes its parts as they crossed, oldest first
+    relearn_pull: Literal["first", "all", "none"] = "first"  # body stages drawn back to the guess
+    relearn_young: bool = True  # the rate is less in the first steps
+    relearn_adam: float = 0.0  # not 0: relearning with Adam, at this rate
+    relearn_rounds: int = ROUNDS  # of Newton and Schulz's iteration
+    relearn_first_steps: bool = False
+    """Where the first body stage is learned from, as many times the steps are kept as it has
+    passes, which are then as others'."""
+    relearn_last: int = 1  # times as many passes where the last body stage is learned
+    relearn_scales: bool = False  # what attention and MLP add is first scaled by least squares
+    neighbours_lr: float = 1.0  # times the rate that those beside a guessed stage train at
+    neighbours_steps: int = 0  # for so many steps
+    relearn_moments: bool = False  # training goes on with those of Adam that relearning has made
+    alone_steps: int = 0  # after a guess, in which only the guessed stages are trained
+    lost_share: float = 0.0
+    """Instead of stages this share of all is lost, drawn anew each time, and restored from running
+    snapshots that outlive every node, as if they were in SCAR's storage."""
+    lost_by: Literal["row", "stage"] = "row"
+    replicas: int = 1  # of each stage, as far as averaging goes
+    averaging_feedback: bool = True  # what its codec leaves out goes with the next step's
+
+    @model_validator(mode="after")
+    def moments_are_adams(self) -> Ablation:
+        if self.relearn_moments and not self.relearn_adam:
+            raise ValueError(
+                "relearn_moments goes with relearning by Adam: give relearn_adam its rate"
+            )
+        return self
+
+
+@dataclass
+class Stage:
+    """A stage and what belongs to its state."""
+
+    module: EmbeddingStage | BodyStage
+    optimizer: StageOptimizer
+    omega: float = 0.0  # squared norm of the last gradient
+    boosted_at: int = 0
+
+
+class State(NamedTuple):
+    """All of it, copied."""
+
+    tensors: dict[str, Tensor]
+    optimizer_step: int
+    omega: float
+    boosted_at: int
+
+    @classmethod
+    def of(cls, stage: Stage) -> State:
+        optimizer = stage.optimizer
+        tensors = {name: flat.clone() for name, flat in optimizer.state(optimizer=True)}
+        return cls(tensors, optimizer.steps, stage.omega, stage.boosted_at)
+
+    def put(self, stage: Stage) -> None:
+        stage.optimizer.load(self.tensors.items(), self.optimizer_step)
+        stage.omega, stage.boosted_at = self.omega, self.boosted_at
+
+
+@dataclass
+class Adam:
+    """Updates of relearning by the stage's own optimizer, gradients clipped to 1."""
+
+    optimizer: StageOptimizer
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return []  # its moments are the stage's
+
+    def step(self, lr: float) -> None:
+        norm = math.sqrt(self.optimizer.squared_norm())
+        self.optimizer.step(lr, min(1.0, 1 / (norm + 1e-6)))
+
+
+def update_tokens(config: ModelConfig, ablation: Ablation) -> float:
+    """What an update of a stage that relearns computes beyond forward and backward passes, in
+    tokens of these: six operations for each weight."""
+    shapes = list(trained_shapes(config, 1).values())
+    flops = 0.0 if ablation.relearn_adam else orthogonalizing_flops(shapes, ablation.relearn_rounds)
+    return flops / (6 * sum(map(math.prod, shapes)))
+
+
+def updates_a_token(run: RunFile, config: ModelConfig, ablation: Ablation) -> float:
+    """Of relearning, from whole pairs."""
+    some = learned_of(run.training.microbatch, ablation)
+    at_most = relearning.at_a_time(run.recovery.relearn.tokens, config.context)
+    return len(parts(some, at_most)) / (some * config.context)
+
+
+def learned_of(samples: int, ablation: Ablation) -> int:
+    """Of so many that crossed together, those that are learned."""
+    return max(1, round(ablation.relearn_share * samples))
+
+
+class Crossing(torch.autograd.Function):
+    """A boundary between two stages: what comes is what the codecs leave of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, wire: WireSection, config: ModelConfig) -> Tensor:
+        ctx.wire, ctx.config = wire, config
+        return _as_received(x, "activation", wire.activations, config)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        return _as_received(gradient, "gradient", ctx.wire.gradients, ctx.config), None, None
+
+
+def _as_received(x: Tensor, kind: str, codec: Codec, config: ModelConfig) -> Tensor:
+    figures, *beside = taken_apart(x, config, kind)
+    return put_together([as_received(figures, codec), *beside], config)
+
+
+class Crossings(NamedTuple):
+    """What a microbatch carried in one step: before its first visit, after it, and so on."""
+
+    order: tuple[int, ...]
+    tensors: list[Tensor]
+
+
+@dataclass
+class Running:
+    """A running snapshot of a stage in the memory of its holder."""
+
+    layout: Layout
+    sent: SentSnapshot
+    held: HeldSnapshot
+    taken_at: int = -1
+    bytes: int = 0
+    state: tuple[int, float, int] = (0, 0.0, 0)  # Adam's steps, ω, boosted_at
+
+
+COUNTED: Final = (
+    *("updates", "stage_tokens", "stage_updates"),
+    *("background_stage_tokens", "background_stage_updates"),
+)
+"""What a line tells of relearning, that grows while it goes on."""
+STATE_CLASSES: Final[Sequence[Any]] = (
+    *(frozenset, State, Crossings, Running, Layout, Group, SentSnapshot, HeldSnapshot),
+    *(BlockSamples, LessonState),
+)
+"""Of all that `TrainingSwarm.state` is made of."""
+KEPT: Final = ("committed", "lineage", "alone", "beside", "since", "checkpoints", "snapshots")
+"""Of a swarm, beside its stages and its boundary tensors."""
+
+
+@dataclass
+class TrainingSwarm:
+    """Trains step after step; `lose` takes stages away, and rebuilds them."""
+
+    run: RunFile  # resolved
+    corpus: Data
+    ablation: Ablation = field(default_factory=Ablation)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        run = self.run
+        self.config: ModelConfig = run.config_for(self.corpus.vocabulary)
+        self.policy = run.recovery.policy
+        self.swapped = self.policy == "checkfree+"
+        origin = run.model.origin
+        checkpoint = None if origin is None else Checkpoint.open(Path(origin))
+        own = None if self.config.own is None else load_as_said(run, self.config)
+        self.beginning = Beginning(run, self.config, checkpoint, own)
+        self.stages = [self._new(stage) for stage in range(self.config.stages + 1)]
+        count, feedback = self.ablation.replicas, self.ablation.averaging_feedback
+        self.replicas = None
+        if count > 1:
+            shapes = [trained_shapes(self.config, of).values() for of in range(len(self.stages))]
+            self.replicas = Replicas(count, run.wire, self.stages, shapes, feedback)
+        context, batch = self.config.context, run.training.batch
+        self.windows = windows(self.corpus, run.seed, context, batch)
+        self.committed = 0
+        self.lineage = 0
+        self.alone: tuple[int, frozenset[int]] = (0, frozenset())  # until which step, which stages
+        times = relearning.FIRST if self.ablation.relearn_first_steps else 1
+        self.boundary: deque[tuple[int, list[Crossings]]] = deque(
+            maxlen=times * run.recovery.relearn.steps
+        )
+        self.lessons: list[Lesson] = []  # in the background
+        self.beside: dict[int, int] = {}  # until which step a stage is the neighbour of a guess
+        if self.relearns and run.recovery.relearn.enough and self.ablation.relearn_adam:
+            raise ValueError(
+                "relearn.enough = "
+                f"{run.recovery.relearn.enough:g} lets stages relearn in the background, which "
+                "Adam can't, since it has the stage's own moments: give it 0"
+            )
+        self.since = [0] * len(self.stages)  # the step after which each stage's node is there
+        self.checkpoints: dict[tuple[int, int], list[State]] = {}
+        first = run.recovery.snapshot.first
+        learning = [of for of, stage in enumerate(self.stages) if len(stage.optimizer.weights)]
+        sent = [of for of in learning if sent_as(self.policy, of, first) == "snapshot"]
+        self.snapshots = {stage: self._new_snapshot(stage) for stage in sent}
+
+    def _new(self, stage: int, seed: int | None = None) -> Stage:
+        if seed is None:
+            module = self.beginning.stage(stage)
+        else:
+            module = build_stage(self.config, stage, seed, self.beginning.own)
+        return Stage(module, StageOptimizer.of_run(module, self.device, self.run))
+
+    # --- all of it
+
+    def state(self) -> dict[str, Any]:
+        """What `put` takes; it changes with the swarm."""
+        kept = {name: getattr(self, name) for name in KEPT}
+        stages = [State.of(stage) for stage in self.stages]
+        lessons = [one.state() for one in self.lessons]
+        replicas = None if self.replicas is None else self.replicas.state()
+        held = {"stages": stages, "boundary": list(self.boundary), "replicas": replicas}
+        return {**kept, **held, "lessons": lessons}
+
+    def put(self, state: Mapping[str, Any]) -> None:
+        """Raises KeyError, ValueError for the state of another run."""
+        for stage, kept in zip(self.stages, state["stages"], strict=True):
+            kept.put(stage)
+        for name in KEPT:
+            setattr(self, name, state[name])
+        self.boundary.extend(state["boundary"])
+        if self.replicas is not None:
+            self.replicas.put(state["replicas"])
+        for lesson in state["lessons"]:
+            self.lessons.append(self._lesson(lesson.block, lesson.pieces, lesson.passes, lesson.lr))
+            self.lessons[-1].put(lesson)
+
+    # --- training
+
+    def step(self) -> float:
+        """Trains the next step; returns its mean loss, nats a token."""
+        training, replicas = self.run.training, self.replicas
+        step = self.committed + 1
+        ids = self.windows.ids(step)
+        ahead = self._ahead()
+        losses, crossed = [], []
+        scored = max(1, count_scored(self.corpus, TRAIN, self.config.context, ids))
+        orders = window_orders(step, training.microbatches, self.config.stages, self.swapped)
+        for microbatch, visits in enumerate(orders):
+            chosen = microbatch_ids(ids, microbatch, training.microbatch)
+            loss, tensors = self._forward(visits, *self._samples(TRAIN, chosen))
+            with nullcontext() if replicas is None else replicas.computing(microbatch):
+                (loss / scored).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.item())
+            crossed.append(Crossings(visits, tensors))
+        if replicas is not None:
+            replicas.average(step, training.microbatches)
+        self._commit(step, ahead)
+        if self.relearns:
+            self.boundary.append((step, crossed))
+        self._keep_ready()
+        return math.fsum(losses) / scored
+
+    @property
+    def window_tokens(self) -> int:
+        return self.run.training.batch * self.config.context
+
+    @property
+    def share_of_a_stage(self) -> float:
+        """A body stage's part in the computing of a step, by weights; embedding costs nothing."""
+        sizes = [len(stage.optimizer.weights) for stage in self.stages]
+        head = sizes[0] - self.config.vocabulary * self.config.written
+        return sizes[1] / (head + sum(sizes[1:]))
+
+    @property
+    def relearns(self) -> bool:
+        return self.run.recovery.relearn.passes > 0
+
+    @property
+    def updates_beside(self) -> int:
+        """Of a lesson, in a step. Where the run file leaves it to the gaps: as many as compute what
+        the stage itself does, as if its node were idle for half of the time."""
+        if each_step := self.run.recovery.relearn.each_step:
+            return each_step
+        tokens = 1 / updates_a_token(self.run, self.config, self.ablation)
+        tokens += update_tokens(self.config, self.ablation)
+        return max(1, round(self.window_tokens / tokens))
+
+    def _samples(self, split: str, ids: NDArray[np.int64]) -> list[Tensor]:
+        """Inputs and targets, and where documents begin, if attention is to know."""
+        context = self.config.context
+        given: list[NDArray[Any]] = [*inputs_and_targets(self.corpus, split, context, ids)]
+        if self.config.block_causal:
+            given.append(beginnings(self.corpus, split, context, ids))
+        return [torch.from_numpy(each).to(self.device) for each in given]
+
+    def _forward(
+        self,
+        visits: Sequence[int],
+        inputs: Tensor,
+        targets: Tensor,
+        begins: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The sum of the tokens' losses, and what crossed from stage to stage."""
+        ends = self.stages[0].module
+        assert isinstance(ends, EmbeddingStage)
+        crossed: list[Tensor] = []
+        with self._precision():
+            x = ends.embed(inputs, begins)
+            for stage in visits:
+                x = self._crosses(x, crossed)
+                x = self.stages[stage].module(x)
+            x = self._crosses(x, crossed)
+            return ends.loss(x, targets), crossed
+
+    def _crosses(self, x: Tensor, crossed: list[Tensor]) -> Tensor:
+        received: Tensor = Crossing.apply(x, self.run.wire, self.config)  # type: ignore[no-untyped-call]
+        crossed.append(self._packed(received))
+        return received
+
+    def _packed(self, x: Tensor) -> Tensor:
+        if not self.relearns or not torch.is_grad_enabled():
+            return torch.empty(0)
+        if self.ablation.relearn_codec == "int8":
+            cpu = x.detach().float().cpu()
+            return decode(*encode([cpu], "int8"))[0].to(x.device, torch.bfloat16)
+        return x.detach().to(torch.float32 if self._exact else torch.bfloat16, copy=True)
+
+    @property
+    def _exact(self) -> bool:
+        return self.ablation.relearn_codec == "none"
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        bf16 = self.run.training.precision == "bf16"
+        return torch.autocast(self.device.type, torch.bfloat16) if bf16 else nullcontext()
+
+    def _commit(self, step: int, ahead: Mapping[int, Tensor]) -> None:
+        training, recovery = self.run.training, self.run.recovery
+        for stage in self.stages:
+            stage.omega = stage.optimizer.squared_norm()
+        each = [math.sqrt(stage.omega) for stage in self.stages]
+        whole = math.sqrt(math.fsum(stage.omega for stage in self.stages))
+        norms = [whole] * len(each) if self.ablation.clip_scope == "global" else each
+        lr = of_run(step, self.run)
+        until, alone = self.alone
+        for number, (stage, norm) in enumerate(zip(self.stages, norms, strict=True)):
+            scale = boost(step, stage.boosted_at, recovery.lr_boost, recovery.lr_boost_steps)
+            if step <= self.beside.get(number, 0):
+                scale *= self.ablation.neighbours_lr
+            if step > until or number in alone:
+                stage.optimizer.step(lr * scale, min(1.0, training.clip / (norm + 1e-6)))
+            stage.optimizer.zero_gradient()
+            if number in ahead:
+                stage.optimizer.weights.add_(ahead[number])
+        self.committed = step
+
+    @torch.no_grad()
+    def validate(self, samples: Tensor | None = None) -> float:
+        """Mean loss, nats a token, of the run's validation microbatches, as the daemon takes them,
+        or of these samples, int64 [n, context + 1]."""
+        if samples is None:
+            training = self.run.training
+            wanted = range(training.validation_microbatches * training.microbatch)
+            held_out = self.corpus.held_out(self.config.context, wanted)
+            given = self._samples(VALIDATION, held_out)
+        else:
+            given = [samples[:, :-1].to(self.device), samples[:, 1:].to(self.device)]
+        natural = order(0, self.config.stages, swapped=False)
+        parts = zip(*(torch.split(one, 64) for one in given), strict=True)
+        losses = [self._forward(natural, *part)[0].item() for part in parts]
+        return math.fsum(losses) / max(1, int((given[1] != UNSCORED).sum()))
+
+    # --- what is kept for the day of a loss
+
+    def _keep_ready(self) -> None:
+        recovery = self.run.recovery
+        if self.policy == "checkpoint" and self.committed % recovery.checkpoint.every == 0:
+            state = [State.of(stage) for stage in self.stages]
+            self.checkpoints = {(self.lineage, self.committed): state}
+        snapshot = recovery.snapshot
+        period = steps_between(snapshot.fraction, snapshot.period)
+        for number, running in self.snapshots.items():
+            if running.taken_at < 0 or self.committed - running.taken_at >= period:
+                self._send(number, running)
+
+    def _new_snapshot(self, number: int) -> Running:
+        snapshot = self.run.recovery.snapshot
+        layout = Layout(trained_shapes(self.config, number).values())
+        sent = SentSnapshot(
+            layout,
+            self.ablation.snapshot_choice,
+            snapshot.fraction,
+            snapshot.codec,
+            snapshot.moments,
+            (self.run.seed, number),
+        )
+        held = HeldSnapshot(layout, 3 if snapshot.moments else 1)
+        return Running(layout, sent, held)
+
+    def _send(self, number: int, running: Running) -> None:
+        stage = self.stages[number]
+        tensors = [flat for _, flat in stage.optimizer.state(optimizer=True)]
+        update = running.sent.take((self.lineage, self.committed), tensors)
+        payload = (update.payload, update.blocks, update.tensors, update.codec)
+        running.held.overlay(self.committed, *decode_update(running.layout, *payload))
+        running.taken_at = self.committed
+        running.bytes += update.payload.nbytes
+        running.state = stage.optimizer.steps, stage.omega, stage.boosted_at
+
+    def _held(self, lost: frozenset[int]) -> list[Held]:
+        """What the survivors hold. Each node is named by its stage; files outlive their node."""
+
+        def held(kind: Kind, at: int, stage: int, step: int, lineage: int) -> Held:
+            return Held(kind, Source(str(at), stage, step, lineage))
+
+        now = self.committed, self.lineage
+        last, found = self.config.stages, []
+        for stage in range(last + 1):
+            if (
+                stage in lost
+                and self.policy == "redundant"
+                and (stage - 1) % (last + 1) not in lost
+            ):
+                found.append(held("redundant", (stage - 1) % (last + 1), stage, *now))
+            running, holder = self.snapshots.get(stage), holder_stage(stage, last)
+            if running is not None and holder not in lost and not running.held.missing:
+                step = running.held.staleness().newest
+                found.append(held("snapshot", holder, stage, step, self.lineage))
+            for lineage, step in self.checkpoints:
+                found.append(held("checkpoint", stage, stage, step, lineage))
+        if self.policy in ("checkfree", "checkfree+"):
+            found += [held("copy", at, 0, *now) for at in (1, last) if at not in lost]
+        return found
+
+    # --- losses
+
+    def lose(self, stages: Sequence[int]) -> list[dict[str, Any]]:
+        """All nodes of these stages are lost at once; a line for each rebuild, of which
+        `perturbation` is ||weights after it - weights before it||. Raises LostError."""
+        if self.ablation.lost_share:
+            return [self._lose_share(self.ablation.lost_share)]
+        lost = frozenset(stages)
+        before = {stage: self.stages[stage].optimizer.weights.clone() for stage in lost}
+        self.lessons = [one for one in self.lessons if not lost & one.learners.keys()]
+        guessed = {of for of, s in enumerate(self.stages) if s.boosted_at == self.committed}
+        survivors = {of: [str(of)] for of in range(len(self.stages)) if of not in lost}
+        left = Left(
+            self.config.stages,
+            self.committed,
+            survivors,
+            self.lineage,
+            self._held(lost),
+            frozenset(guessed - lost) if self.committed else frozenset(),
+            origin=[] if self.run.model.origin is None else ["checkpoint"],
+            adapters=self.config.lora is not None,
+        )
+        decisions = {
+            stage: decide(stage, left, self.policy, self.run.recovery.strict)
+            for stage in sorted(lost)
+        }
+        for decision in decisions.values():
+            if isinstance(decision, Stop):
+                raise LostError(decision.reason)
+            if isinstance(decision, RollBack):
+                return [self._roll_back(sorted(lost), decision)]
+        rebuilds = {of: d for of, d in decisions.items() if isinstance(d, Rebuild)}
+        lines = {of: self._rebuild(decision) for of, decision in rebuilds.items()}
+        self._forget(lost)
+        for stage in lost:
+            self.since[stage] = self.committed
+        inexact = [of for of, decision in rebuilds.items() if decision.method in INEXACT]
+        if self.relearns:
+            for block in blocks(all_orders(self.config.stages, self.swapped), inexact):
+                relearned = self._relearn(block)
+                for stage in block:
+                    lines[stage]["relearned"] = relearned
+        for of in inexact:
+            for side in {of - 1, of + 1} - lost - {0, self.config.stages + 1}:
+                self.beside[side] = self.committed + self.ablation.neighbours_steps
+        if self.ablation.alone_steps and inexact:
+            self.alone = self.committed + self.ablation.alone_steps, frozenset(inexact)
+        for stage, line in lines.items():
+            moved = self.stages[stage].optimizer.weights - before[stage]
+            line["perturbation"] = torch.linalg.vector_norm(moved).item()
+        return list(lines.values())
+
+    def _lose_share(self, share: float) -> dict[str, Any]:
+        """SCAR's experiment (section 5): partial recovery, full recovery for a share of 1."""
+        drawn = np.random.default_rng([self.run.seed, self.committed])
+        squared, ages = 0.0, []
+        whole = drawn.permutation(len(self.stages))[: round(share * len(self.stages))]
+        for number, stage in enumerate(self.stages):
+            if number not in self.snapshots:
+                continue
+            running, optimizer = self.snapshots[number], stage.optimizer
+            layout, taken = running.layout, running.held.taken
+            count = round(share * layout.blocks)
+            if self.ablation.lost_by == "stage":
+                count = layout.blocks if number in whole else 0
+            lost = torch.from_numpy(np.sort(drawn.permutation(layout.blocks)[:count]))
+            if (taken[lost] < 0).any():
+                raise LostError(f"the snapshot of stage {number} is not whole yet")
+            before = optimizer.weights.clone()
+            tensors = [flat for _, flat in optimizer.state(optimizer=True)]
+            for flat, held in zip(tensors, running.held.tensors, strict=False):
+                layout.scatter(flat, lost, layout.gather(held, lost))
+            moved = torch.linalg.vector_norm(optimizer.weights - before, dtype=torch.float64)
+            squared += moved.item() ** 2
+            ages += (self.committed - taken[lost]).tolist()
+        return {
+            "stage": None,
+            "method": "snapshot",
+            "step": self.committed,
+            "share": share,
+            "staleness": sum(ages) / max(1, len(ages)),
+            "perturbation": math.sqrt(squared),
+        }
+
+    def _roll_back(self, lost: Sequence[int], to: RollBack) -> dict[str, Any]:
+        before, self.committed = self.committed, to.step
+        self.boundary.clear()
+        self.lessons.clear()
+        state = self.checkpoints.get((to.lineage, to.step))
+        for number, stage in enumerate(self.stages):
+            if state is not None:
+                state[number].put(stage)
+            else:
+                self.stages[number] = self._new(number)
+            if self.replicas is not None:
+                self.replicas.forget(number)
+        self.lineage += 1
+        return {"stage": list(lost), "method": "checkpoint", "step": to.step, "from": before}
+
+    def _rebuild(self, decision: Rebuild) -> dict[str, Any]:
+        """Rebuilds a stage from what the survivors had before any of this loss's rebuilds."""
+        number = decision.stage
+        stage = self.stages[number]
+        line: dict[str, Any] = {
+            "stage": number,
+            "method": decision.method,
+            "step": self.committed,
+            "fallback": decision.fallback,
+        }
+        match decision.method:
+            case "redundant" | "origin":
+                pass  # the twin is equal, and nothing of stage 0 is trained beside adapters
+            case "pretrained":
+                stage.optimizer.load([("weights", self._new(number).optimizer.weights)], 0)
+                stage.omega, stage.boosted_at = 0.0, self.committed
+            case "adapters-anew":
+                stage.optimizer.load([("weights", self.beginning.adapters(number))], 0)
+                stage.omega, stage.boosted_at = 0.0, self.committed
+            case "stage0-copy":
+                if not self.ablation.stage0_moments:
+                    stage.optimizer.load([("weights", stage.optimizer.weights.clone())], 0)
+            case "snapshot":
+                running = self.snapshots[number]
+                line["staleness"] = self.committed - running.held.staleness().mean
+                names = ("weights", "first_moment", "second_moment")
+                steps, stage.omega, stage.boosted_at = running.state
+                tensors = list(zip(names, running.held.tensors, strict=False))
+                stage.optimizer.load(tensors, steps if len(tensors) > 1 else 0)
+            case _:
+                self._guess(decision)
+        return line
+
+    def _guess(self, decision: Rebuild) -> None:
+        number, ablation = decision.stage, self.ablation
+        stage = self.stages[number]
+        sources = [
+            Trained(s.stage, self.stages[s.stage].optimizer.weights, self.stages[s.stage].omega)
+            for s in decision.sources
+        ]
+        weights, stage.omega = guess(number, decision.method, sources, ablation.omega)
+        if self.committed <= ablation.anew_until:
+            weights = self._new(number).optimizer.weights
+        elif ablation.start == "random":
+            weights = self._new(number, self.run.seed + self.committed + 1).optimizer.weights
+        elif ablation.start == "copy":
+            weights = self.stages[number - 1 if number > 1 else 2].optimizer.weights
+        of = [self.stages[source.stage].optimizer for source in decision.sources]
+        state, steps = [("weights", weights.clone())], 0
+        if ablation.second_moment == "averaged":
+            moment = torch.stack([optimizer.second_moment for optimizer in of]).mean(dim=0)
+            steps = min(optimizer.steps for optimizer in of)
+            state += [("first_moment", torch.zeros_like(moment)), ("second_moment", moment)]
+        stage.optimizer.load(state, steps)
+        stage.boosted_at = self.committed
+
+    def _forget(self, lost: frozenset[int]) -> None:
+        """What the lost nodes held of others is gone, and what they were sending begins anew."""
+        if self.replicas is not None:
+            for stage in lost:
+                self.replicas.forget(stage)
+        for number in self.snapshots:
+            if holder_stage(number, self.config.stages) in lost:
+                self.snapshots[number] = self._new_snapshot(number)
+            elif number in lost:
+                self.snapshots[number].sent = self._new_snapshot(number).sent
+
+    # --- relearning
+
+    def _relearn(self, block: Sequence[int]) -> dict[str, Any]:
+        """As the daemon does it: measure, train on one piece at a time, keep the result or undo,
+        and once one that learns alone is good enough it learns the rest in the background."""
+        recovery, ablation = self.run.recovery, self.ablation
+        pieces = self._pieces(block)
+        self._choose_start(block, pieces)
+        guessed = {of: State.of(self.stages[of]) for of in block}
+        for of in block:
+            self.stages[of].optimizer.load([("weights", guessed[of].tensors["weights"])], 0)
+        lr = ablation.relearn_adam or recovery.relearn.lr
+        if ablation.relearn_young:
+            lr = relearning.peak(lr, self.committed)
+        lesson = self._lesson(block, pieces, self._passes(block), lr)
+        before = after = lesson.residual()
+        lesson.line |= {"before": before} | dict.fromkeys(COUNTED, 0)
+        enough = recovery.relearn.enough if len(block) == 1 else 0.0
+        while not lesson.over and not (enough and after <= enough):
+            lesson.update()
+            if enough and lesson.looks:
+                after = lesson.look()
+        if lesson.over:
+            after = lesson.residual()
+        undone = not (math.isfinite(after) and after <= before)
+        lesson.line |= {"after": after, "undone": undone}
+        for of in block:
+            optimizer = self.stages[of].optimizer
+            optimizer.zero_gradient()
+            if not undone and not ablation.relearn_moments:
+                guessed[of].tensors["weights"].copy_(optimizer.weights)
+            if undone or not ablation.relearn_moments:
+                guessed[of].put(self.stages[of])
+        if not lesson.over:
+            self.lessons.append(lesson)
+        return lesson.line
+
+    def _lesson(
+        self, block: Sequence[int], pieces: Sequence[BlockSamples], passes: int, lr: float
+    ) -> Lesson:
+        ablation = self.ablation
+        pull = {"first": relearning.pull(block), "all": PULL, "none": 0.0}[ablation.relearn_pull]
+        bf16 = self.run.training.precision == "bf16"
+        learners = {}
+        for of in block:
+            stage = self.stages[of]
+            update: UpdateRule = Muon(stage.module, pull, ablation.relearn_rounds)
+            if ablation.relearn_adam:
+                update = Adam(stage.optimizer)
+            learners[of] = Learner(stage.module, lr, bf16, update)
+        ways = ablation.relearn_in_order, ablation.relearn_constant
+        return Lesson(learners, pieces, passes, lr, *ways, self.run.recovery.relearn.within)
+
+    def _passes(self, block: Sequence[int]) -> int:
+        wanted, ablation = self.run.recovery.relearn.passes, self.ablation
+        if not ablation.relearn_first_steps:
+            wanted = relearning.passes(wanted, block)
+        return wanted * (ablation.relearn_last if self.config.stages in block else 1)
+
+    def _choose_start(self, block: Sequence[int], pieces: Sequence[BlockSamples]) -> None:
+        """Of several weights those that do best what the kept tensors tell, and then scaled."""
+        optimizers = [self.stages[of].optimizer for of in block]
+        newest = [piece for piece in pieces if piece.step == pieces[-1].step]
+        if self.ablation.start == "best" and len(block) == 1:
+            (number,), (optimizer,) = block, optimizers
+            learners = {number: Learner(self.stages[number].module, 0.0)}
+            sides = [of for of in (number - 1, number + 1) if 1 <= of <= self.config.stages]
+            starts = [
+                optimizer,
+                *(self.stages[of].optimizer for of in sides),
+                self._new(number).optimizer,
+            ]
+            found = []
+            for weights in [start.weights.clone() for start in starts]:
+                optimizer.load([("weights", weights)], 0)
+                found.append((residual(learners, newest), weights))
+            _, best = min(found, key=lambda one: one[0])
+            optimizer.load([("weights", best)], 0)
+        if self.ablation.relearn_scales:
+            for of in block:
+                module = self.stages[of].module
+                assert isinstance(module, BodyStage)
+                own = [piece for piece in newest if piece.stages == (of,)]
+                if own:
+                    fit_scales(module, own)
+
+    def _ahead(self) -> dict[int, Tensor]:
+        """What stages learn in the background of this step: by how much their weights move, which
+        are as they were."""
+        moved = {}
+        for lesson in self.lessons:
+            optimizers = {of: self.stages[of].optimizer for of in lesson.learners}
+            before = {of: optimizer.weights.clone() for of, optimizer in optimizers.items()}
+            lesson.in_background(self.updates_beside)
+            for of, optimizer in optimizers.items():
+                moved[of] = optimizer.weights - before[of]
+                optimizer.weights.copy_(before[of])
+                optimizer.zero_gradient()
+        self.lessons = [lesson for lesson in self.lessons if not lesson.over]
+        return moved
+
+    def _pieces(self, block: Sequence[int]) -> list[BlockSamples]:
+        """What the block learns from, the oldest step's first. Both ends of a pair were kept by the
+        nodes before and behind, unless these are lost too, or came later."""
+        found = []
+        relearn = self.run.recovery.relearn
+        at_most = relearning.at_a_time(relearn.tokens, self.config.context)
+        longer = self.ablation.relearn_first_steps and 1 in block
+        oldest = self.committed - relearn.steps * (relearning.FIRST if longer else 1)
+        for step, crossed in self.boundary:
+            if step <= oldest:
+                continue
+            for visits, tensors in crossed:
+                route = (0, *visits, 0)
+                some = learned_of(len(tensors[0]), self.ablation)
+                for run in runs(visits, block):
+                    if step <= max(self.since[route[run.start]], self.since[route[run.end + 1]]):
+                        continue
+                    found += [
+                        BlockSamples(
+                            step, run.stages, tensors[run.start][part], tensors[run.end][part]
+                        )
+                        for part in parts(some, at_most)
+                    ]
+        return found
+
+
+def train(run: RunFile, corpus: Data) -> Iterator[float]:
+    """The losses of a run without failures, step by step."""
+    swarm = TrainingSwarm(run, corpus)
+    for _ in range(run.steps):
+        yield swarm.step()

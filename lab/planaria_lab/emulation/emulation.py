@@ -1,0 +1,120 @@
+"""A network of machines, emulated on this one: real sockets behind links with delay and bandwidth,
+jitter and loss.
+
+Each machine is a network namespace; relay.py carries the packets between them. A process that is to
+be on a machine enters its namespace (`enter_network` of node/local/processes.py). All of it is gone
+as soon as the process that made it is, even by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from planaria.node.local.processes import enter_network
+from planaria.node.local.swarm import ProcessHome
+from planaria_lab.emulation.links import Network
+from planaria_lab.emulation.relay import NETWORK, RelayedTraffic, address
+
+ANSWER: Final = 30.0
+"""Seconds that the relay has for an answer."""
+
+
+class EmulationError(Exception):
+    """Links can't be emulated here, or no longer; the message says why and what to do."""
+
+
+class Emulation:
+    """A network that is up. `homes`: node -> its address and namespace. `congestion`: TCP's control
+    of it there."""
+
+    def __init__(self, network: Network, relay: subprocess.Popen[str]) -> None:
+        self.relay, self.nodes = relay, list(network.sites)
+        made = self._ask(NETWORK.dump_json(network).decode())
+        namespaces, self.congestion = made["namespaces"], str(made["congestion"])
+        self.homes = {
+            node: ProcessHome(address(number), Path(f"/proc/{relay.pid}/fd/{namespaces[number]}"))
+            for number, node in enumerate(self.nodes)
+        }
+
+    def traffic(self) -> dict[tuple[str, str], RelayedTraffic]:
+        """(from, to) -> what was sent so far. Raises EmulationError when the relay is gone."""
+        return {
+            (self.nodes[a], self.nodes[b]): RelayedTraffic(*figures)
+            for a, b, figures in self._ask("")
+        }
+
+    @contextmanager
+    def inside(self, node: str) -> Iterator[None]:
+        """The calling thread, and what it starts, is on this machine meanwhile; other threads that
+        are there already, such as gRPC's, stay where they are."""
+        own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            enter_network(self.homes[node].namespace)
+            try:
+                yield
+            finally:
+                enter_network(Path(f"/proc/self/fd/{own}"))
+        finally:
+            os.close(own)
+
+    def _ask(self, line: str) -> Any:
+        questions, answers = self.relay.stdin, self.relay.stdout
+        assert questions is not None
+        assert answers is not None
+        with suppress(BrokenPipeError):  # its last words may still be there to read
+            questions.write(line + "\n")
+            questions.flush()
+        if not select.select([answers], [], [], ANSWER)[0]:
+            raise EmulationError(f"the relay of the links has not answered for {ANSWER:.0f} s")
+        said = answers.readline()
+        if not said:
+            status = self.relay.wait()
+            raise EmulationError(f"the relay of the links has ended with status {status}")
+        answer = json.loads(said)
+        if isinstance(answer, dict) and "error" in answer:
+            raise EmulationError(
+                f"links can't be emulated: {answer['error']}. It takes root with the capabilities "
+                "NET_ADMIN and SYS_ADMIN and the device /dev/net/tun; in a container, start that "
+                "with --cap-add NET_ADMIN,SYS_ADMIN --device /dev/net/tun"
+            )
+        return answer
+
+
+@contextmanager
+def emulate(network: Network) -> Iterator[Emulation]:
+    """A machine for each node of the network, with its links, until the block ends. Raises
+    EmulationError."""
+    check_possible()
+    relay = subprocess.Popen(
+        [sys.executable, "-m", "planaria_lab.emulation.relay"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a Ctrl-C is for those who are behind the links
+    )
+    try:
+        yield Emulation(network, relay)
+    finally:
+        relay.kill()
+        relay.communicate()
+
+
+def check_possible() -> None:
+    """Raises EmulationError when this machine is certain not to do."""
+    if sys.platform != "linux":
+        raise EmulationError("links are emulated with network namespaces, which only Linux has")
+    if os.geteuid() != 0:
+        raise EmulationError("emulating links takes root, for network namespaces: use sudo")
+    if not Path("/dev/net/tun").exists():
+        raise EmulationError("there is no /dev/net/tun: load the kernel module with `modprobe tun`")
+    if shutil.which("ip") is None:
+        raise EmulationError("the command `ip` is missing: install iproute2")

@@ -1,0 +1,327 @@
+"""What each policy costs a real swarm whose links have delay and bandwidth.
+
+A swarm of processes trains behind emulated links (emulation.py), once for each policy and block; in
+each it loses a stage near the end. Policies take turns within a block, and begin it in turn, so
+that the machine's moods hit all alike. What was measured is kept by line: a measurement that was
+interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import shutil
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import TypeAdapter
+from rich.filesize import decimal
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from planaria.node.commands.terminal import console
+from planaria.node.data.prepare import prepare
+from planaria.node.data.recipe import Recipe
+from planaria.node.local.swarm import SwarmPlan, parse_kill
+from planaria.node.resolve import resolve, text_to_prepare
+from planaria.node.run_file import RunFile, override
+from planaria_lab.emulation.emulation import Emulation, emulate
+from planaria_lab.emulation.links import Link, Network
+from planaria_lab.emulation.live_swarm import (
+    FIRST,
+    LiveError,
+    MeasuredSwarm,
+    OnStep,
+    measure,
+    train,
+)
+from planaria_lab.emulation.relay import NETWORK
+
+PLAIN: Final = "plain"
+POLICIES: Final[Mapping[str, Mapping[str, Any]]] = {
+    PLAIN: {
+        "recovery__policy": "checkpoint",
+        "recovery__checkpoint__every": 1_000_000,
+        "recovery__relearn__passes": 0,
+    },
+    "checkfree": {"recovery__policy": "checkfree"},
+    "checkfree+": {"recovery__policy": "checkfree+"},
+    "snapshot": {"recovery__policy": "snapshot"},
+    "checkpoint": {"recovery__policy": "checkpoint"},
+    "redundant": {"recovery__policy": "redundant"},
+}
+"""Name -> changes to the run. `plain` keeps nothing ready, as it is over before its first
+checkpoint: the others are compared with it."""
+RUN: Final = """
+name = "live"
+steps = 30
+[model]
+preset = "tiny"
+stages = 4
+[training]
+batch = 16
+microbatch = 2
+validation_microbatches = 0
+"""
+KILL: Final = "2@25"
+SAMPLES, FIGURES, TABLE = "samples.jsonl", "live.json", "table.md"
+SCRATCH: Final = Path("out/live")
+"""Where swarms write; what counts of it ends up with the results."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a policy's swarm did in a block."""
+
+    block: int
+    policy: str
+    measured: MeasuredSwarm
+
+
+SAMPLE: Final = TypeAdapter(Sample)
+
+
+# --- the measurement
+
+
+def with_data(run: RunFile) -> RunFile:
+    """Resolved but for the policy, with the shipped prose prepared when the run asks for no other.
+    Raises RunFileError, CorpusError."""
+    text = text_to_prepare(run)
+    if text is not None:
+        prepare(Recipe([str(text)]), Path(run.data.path))
+    return resolve(override(run, recovery__policy="checkfree"))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a study measures. Samples of another setting can't be mixed with those of this one."""
+
+    run: RunFile  # without a policy
+    network: Network
+    kills: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Raises LiveError, SwarmError."""
+        if early := [text for text in self.kills if parse_kill(text, self.run).step <= FIRST]:
+            raise LiveError(
+                f"--kill {early[0]}: seconds a step are measured from step {FIRST} to the first "
+                "kill, so that must be later"
+            )
+
+    def header(self) -> dict[str, Any]:
+        """The first line of the samples."""
+        open_to_policies = {"data": {"path"}, "recovery": {"policy"}}
+        run = self.run.model_dump(mode="json", exclude_none=True, exclude=open_to_policies)
+        network = NETWORK.dump_python(self.network, mode="json")
+        return {"live": 1, "run": run, "network": network, "kills": [*self.kills]}
+
+
+def at_sites(
+    nodes: Sequence[str], sites: Sequence[str], links: Sequence[Link], uplink: float | None = None
+) -> Network:
+    """The registry at the first site, the nodes at one site after the other, so that neighbouring
+    stages are apart; each site sends `uplink` Mbit/s at most to others. Raises LinkError."""
+    placed = {nodes[0]: sites[0]}
+    placed |= {node: sites[number % len(sites)] for number, node in enumerate(nodes[1:])}
+    return Network(placed, links, {} if uplink is None else dict.fromkeys(sites, uplink))
+
+
+def open_samples(path: Path, setting: Setting) -> list[Sample]:
+    """Those that are there already; the file begins with the setting. Raises LiveError."""
+    header = setting.header()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]  # the rest is what an interrupted write has left
+        lines = [json.loads(line) for line in whole.splitlines()] or [header]
+        if lines[0] != header:
+            differ = ", ".join(key for key in header if lines[0].get(key) != header[key])
+            raise LiveError(
+                f"{path} was measured otherwise ({differ}): choose another --out, or remove it"
+            )
+        if whole != text or not text:
+            path.write_text(whole or json.dumps(header) + "\n", encoding="utf-8")
+        return [SAMPLE.validate_python(line) for line in lines[1:]]
+    except (OSError, ValueError, AttributeError) as error:
+        raise LiveError(f"{path} can't be used: {error}; remove it to begin anew") from error
+
+
+def schedule(policies: Sequence[str], blocks: int) -> Iterator[tuple[int, str]]:
+    """(block, policy) in the order of measuring: each block begins with another policy."""
+    for block in range(blocks):
+        shift = block % len(policies)
+        for policy in (*policies[shift:], *policies[:shift]):
+            yield block, policy
+
+
+def measure_all(
+    setting: Setting, policies: Sequence[str], blocks: int, device: str, out: Path
+) -> list[Sample]:
+    """Measure what is missing in `out`, and return all. Raises LiveError, EmulationError,
+    RunFileError, CorpusError, SwarmError."""
+    if unknown := set(policies) - POLICIES.keys():
+        raise LiveError(
+            f"--policy {min(unknown)}: there is none such; choose of {', '.join(POLICIES)}"
+        )
+    path = out / SAMPLES
+    samples = open_samples(path, setting)
+    done = {(sample.block, sample.policy) for sample in samples}
+    todo = [turn for turn in schedule(policies, blocks) if turn not in done]
+    if not todo:
+        return samples
+    columns = (
+        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
+        *(TextColumn("{task.fields[unit]}"), TimeElapsedColumn()),
+    )
+    with emulate(setting.network) as links, Progress(*columns, console=console) as progress:
+        swarms = progress.add_task("in all", total=len(todo), unit="swarms")
+        for block, policy in todo:
+            name = f"block {block + 1}, {policy}"
+            task = progress.add_task(name, total=setting.run.steps, unit="steps")
+            on_step = partial(_show, progress, task)
+            sample = _measure_one(setting, block, policy, device, links, on_step)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(SAMPLE.dump_json(sample).decode() + "\n")
+            samples.append(sample)
+            progress.console.print(f"{name}: {_in_short(sample)}", soft_wrap=True, highlight=False)
+            progress.remove_task(task)
+            progress.advance(swarms)
+    return samples
+
+
+def _show(progress: Progress, task: TaskID, step: int) -> None:
+    progress.update(task, completed=step)
+
+
+def _measure_one(
+    setting: Setting, block: int, policy: str, device: str, links: Emulation, on_step: OnStep
+) -> Sample:
+    folder = SCRATCH / f"{block + 1}-{policy}"
+    shutil.rmtree(folder, ignore_errors=True)  # of an interrupted swarm
+    plan = SwarmPlan(plan_run(setting.run, policy, folder), folder, None, device, links.homes)
+    kills = [parse_kill(text, plan.run) for text in setting.kills]
+    with links.inside("registry"):
+        carried = asyncio.run(train(plan, kills, links, on_step))
+    return Sample(block, policy, measure(folder, kills, carried))
+
+
+def plan_run(run: RunFile, policy: str, folder: Path) -> RunFile:
+    """The run as this policy's swarm trains it, resolved. Raises RunFileError, CorpusError."""
+    shared = str((folder / "checkpoints").absolute())
+    return resolve(override(run, **POLICIES[policy], recovery__checkpoint__dir=shared))
+
+
+def _in_short(sample: Sample) -> str:
+    stalls = ", ".join(f"{loss.stall:.1f} s" for loss in sample.measured.losses) or "none"
+    return (
+        f"{statistics.median(sample.measured.step_seconds):.3f} s a step, "
+        f"{decimal(round(sample.measured.step_bytes))} a step, stalls: {stalls}; "
+        f"packets {sample.measured.late * 1e3:.1f} ms late"
+    )
+
+
+# --- what it came to
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles; of a single value three times that."""
+    low, middle, high = (
+        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    )
+    return {"low": low, "median": middle, "high": high}
+
+
+def figures(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
+    """Policy -> its figures over all blocks. `against_plain` is of the medians within a block."""
+    by_policy: dict[str, list[Sample]] = {}
+    for sample in sorted(samples, key=lambda sample: sample.block):
+        by_policy.setdefault(sample.policy, []).append(sample)
+    plain = {
+        one.block: statistics.median(one.measured.step_seconds) for one in by_policy.get(PLAIN, ())
+    }
+    return {name: _figures(by_policy[name], plain) for name in POLICIES if name in by_policy}
+
+
+def _figures(samples: Sequence[Sample], plain: Mapping[int, float]) -> dict[str, Any]:
+    steps = [seconds for sample in samples for seconds in sample.measured.step_seconds]
+    ratios = [
+        statistics.median(sample.measured.step_seconds) / plain[sample.block]
+        for sample in samples
+        if sample.block in plain
+    ]
+    lost = [loss for sample in samples for loss in sample.measured.losses]
+    found: dict[str, Any] = {
+        "swarms": len(samples),
+        "steps": len(steps),
+        "step_seconds": {**quartiles(steps), "mean": statistics.fmean(steps)},
+        "step_bytes": quartiles([sample.measured.step_bytes for sample in samples]),
+        "dropped": sum(sample.measured.dropped for sample in samples),
+        "late": max(sample.measured.late for sample in samples),
+    }
+    if ratios:
+        found["against_plain"] = quartiles(ratios)
+    if lost:
+        found["methods"] = sorted({loss.method for loss in lost})
+        found["stall_seconds"] = quartiles([loss.stall for loss in lost])
+        found["caught_up_seconds"] = quartiles([loss.caught_up for loss in lost])
+    return found
+
+
+def table(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """The figures as Markdown; a range is from quartile to quartile."""
+    rows = [
+        "| policy | swarms | seconds a step | mean | of plain | bytes a step | rebuilt by "
+        "| stall, s | caught up, s |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | --- | ---: | ---: |",
+    ]
+    for name, one in found.items():
+        steps = one["step_seconds"]
+        cells = [
+            name,
+            str(one["swarms"]),
+            _spread(steps, 3),
+            f"{steps['mean']:.3f}",
+            _spread(one.get("against_plain"), 3),
+            decimal(round(one["step_bytes"]["median"])),
+            ", ".join(one.get("methods", ())) or "-",
+            _spread(one.get("stall_seconds"), 1),
+            _spread(one.get("caught_up_seconds"), 1),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _spread(of: Mapping[str, float] | None, digits: int) -> str:
+    if of is None:
+        return "-"
+    return f"{of['median']:.{digits}f} ({of['low']:.{digits}f} to {of['high']:.{digits}f})"
+
+
+def machine() -> str:
+    return (
+        f"{os.cpu_count()} cores of {platform.machine()}, Linux {platform.release()}, "
+        f"Python {platform.python_version()}, torch {version('torch')}"
+    )
+
+
+def write_results(setting: Setting, samples: Sequence[Sample], out: Path) -> str:
+    """The figures, as JSON and as the table that is returned."""
+    found = figures(samples)
+    content = {"machine": machine(), "setting": setting.header(), "policies": found}
+    (out / FIGURES).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    (out / TABLE).write_text(table(found), encoding="utf-8")
+    return table(found)

@@ -1,0 +1,174 @@
+"""A real swarm behind emulated links: how long its steps take, what it sends, what a loss stalls.
+
+The machines are emulation.py's, the processes those of `planaria up`. Nodes share this
+machine's cores, so a swarm tells of its links as long as there is little to compute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from rich.console import Console
+
+from planaria.node.local.swarm import Kill, SwarmPlan, up
+from planaria.node.report.event_log import Tail
+from planaria.node.report.events import Committed, Entry, Killed, StageRebuilt, entries
+from planaria.node.run_file import RunFile
+from planaria_lab.emulation.emulation import Emulation
+
+FIRST: Final = 5
+"""Step from which on seconds and bytes count: until then TCP finds out what its links can do."""
+LOOK: Final = 0.05
+"""Seconds between two looks at a swarm's ledgers and its links."""
+
+OnStep = Callable[[int], None]
+
+
+class LiveError(Exception):
+    """The measurement can't begin or go on; the message says why and what to do."""
+
+
+def machines(run: RunFile) -> list[str]:
+    """Of a resolved run's swarm: the registry's, and the nodes' from stage to stage."""
+    stages, replicas = run.model.stages or 0, run.swarm.replicas
+    nodes = [f"{stage}.{replica}" for replica in range(replicas) for stage in range(stages + 1)]
+    return ["registry", *nodes]
+
+
+class Carried(NamedTuple):
+    """What all links together have carried since they are up, at a time (Unix seconds)."""
+
+    time: float
+    packets: int = 0
+    bytes: int = 0
+    dropped: int = 0
+    late: float = 0.0
+
+
+async def train(
+    plan: SwarmPlan, kills: Sequence[Kill], links: Emulation, on_step: OnStep
+) -> list[Carried]:
+    """Run a swarm whose plan has homes in `links`; the caller is inside that of the registry.
+    Returns what the links carried meanwhile, by time. Raises LiveError when the run fails, and
+    EmulationError."""
+    carried = [_carried(links)]
+    plan.out.mkdir(parents=True)
+    with (plan.out / "up.log").open("w", encoding="utf-8") as log:
+        training = asyncio.create_task(up(plan, kills, Console(file=log, width=100)))
+        ledgers: dict[Path, Tail] = {}
+        while not training.done():
+            await asyncio.wait([training], timeout=LOOK)
+            carried.append(_carried(links))
+            for path in (plan.out / "logs").glob("ledger-*.jsonl"):
+                ledgers.setdefault(path, Tail(path))
+            for line in (line for tail in ledgers.values() for line in tail.lines()):
+                on_step(line.get("step", 0))
+        status, why = training.result()
+    if status >= 128:
+        raise LiveError("stopped; the same command goes on from here")
+    if status:
+        raise LiveError(f"a swarm in {plan.out} failed: {why}")
+    return carried
+
+
+def _carried(links: Emulation) -> Carried:
+    ways = list(links.traffic().values())
+    return Carried(
+        time=time.time(),
+        packets=sum(way.packets for way in ways),
+        bytes=sum(way.bytes for way in ways),
+        dropped=sum(way.dropped for way in ways),
+        late=sum(way.late for way in ways),
+    )
+
+
+@dataclass(frozen=True)
+class KilledStage:
+    """A stage, killed with all its nodes. Seconds from the SIGKILL."""
+
+    stage: int
+    method: str  # how it came back
+    stall: float  # to the next commit
+    caught_up: float  # to the next commit of a step that none had been made of before
+    fetched_bytes: int
+
+
+@dataclass(frozen=True)
+class MeasuredSwarm:
+    """What a swarm did."""
+
+    step_seconds: list[float]  # between the commits of the ledger, before the kill
+    step_bytes: float  # on all links, a step, before the kill
+    losses: list[KilledStage]
+    dropped: int  # packets, by full queues, in all the run
+    late: float  # seconds by which packets came late because of the relay, on average
+
+
+def measure(out: Path, kills: Sequence[Kill], carried: Sequence[Carried]) -> MeasuredSwarm:
+    """Reads what a swarm has written to `out`. Raises LiveError, see `losses`."""
+    times = commit_times(
+        line for path in (out / "logs").glob("ledger-*.jsonl") for line in Tail(path).lines()
+    )
+    events = entries(Tail(out / "events.jsonl").lines())
+    last = min((kill.step for kill in kills), default=max(times) + 1) - 1
+    begin, end = carried[0], carried[-1]
+    return MeasuredSwarm(
+        step_seconds=[times[step] - times[step - 1] for step in range(FIRST, last + 1)],
+        step_bytes=bytes_between(carried, times[FIRST - 1], times[last]) / (last - FIRST + 1),
+        losses=losses(events),
+        dropped=end.dropped - begin.dropped,
+        late=(end.late - begin.late) / max(1, end.packets - begin.packets),
+    )
+
+
+def commit_times(ledgers: Iterable[Mapping[str, Any]]) -> dict[int, float]:
+    """Step -> when it was first committed, Unix seconds, by lines of ledgers; headers may be among
+    them, and steps that were made again after all stages had gone back."""
+    times: dict[int, float] = {}
+    for line in ledgers:
+        if "step" in line:
+            times[line["step"]] = min(line["time"], times.get(line["step"], math.inf))
+    return times
+
+
+def bytes_between(carried: Sequence[Carried], since: float, to: float) -> float:
+    """Bytes carried between two times, by straight lines between those that were looked at."""
+    at = np.interp([since, to], [look.time for look in carried], [look.bytes for look in carried])
+    return float(at[1] - at[0])
+
+
+def losses(events: Sequence[Entry]) -> list[KilledStage]:
+    """What became of each kill, by a swarm's events in the order of time; nodes of a stage that
+    were killed together are one loss. Raises LiveError when the swarm did not get over it."""
+    first: dict[tuple[int, int], float] = {}  # by stage and step, when
+    commits: list[tuple[float, int]] = []
+    rebuilds: list[tuple[float, StageRebuilt]] = []
+    for entry in events:
+        match entry.event:
+            case Killed(stage=stage, step=step):
+                first.setdefault((stage, step), entry.time)
+            case Committed(step=step):
+                commits.append((entry.time, step))
+            case StageRebuilt() as told:
+                rebuilds.append((entry.time, told))
+    found = []
+    for (stage, step), killed in sorted(first.items(), key=lambda one: one[1]):
+        done = next((one for one in rebuilds if one[1].stage == stage and one[0] > killed), None)
+        if done is None:
+            raise LiveError(f"stage {stage}, killed at step {step}, was never rebuilt")
+        at, rebuilt = done
+        newest = max((step for time, step in commits if time < at), default=0)
+        after = [commit for commit in commits if commit[0] > at]
+        new = next((time for time, step in after if step > newest), None)
+        if new is None:
+            raise LiveError(f"nothing new was committed after stage {stage} had been rebuilt")
+        stall, caught_up = after[0][0] - killed, new - killed
+        found.append(KilledStage(stage, rebuilt.method, stall, caught_up, rebuilt.bytes))
+    return found

@@ -1,0 +1,183 @@
+"""Nodes and links that a plan is made for: as the command line has them, or as measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from itertools import combinations
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from planaria_lab.emulation.links import WAN_LINKS, Link, Network, all_alike, read_links
+from planaria_lab.planning.planner import Machine, PlanError
+from planaria_lab.simulator.swarm import one_site
+from planaria_lab.simulator.swarm import sites as network_of
+
+SUSTAINED: Final = 0.4
+"""Share of a GPU's peak that training sustains, where nothing was measured."""
+
+
+class Kind(NamedTuple):
+    """Of GPU, by its maker's data sheet: GB, dense bf16 (or fp16) TFLOP/s, GB/s."""
+
+    memory: float
+    tflops: float
+    bandwidth: float
+
+
+KINDS: Final[Mapping[str, Kind]] = {
+    "t4": Kind(16, 65, 320),
+    "v100": Kind(16, 125, 900),
+    "l4": Kind(24, 121, 300),
+    "rtx3090": Kind(24, 71, 936),
+    "rtx4090": Kind(24, 165, 1008),
+    "a100": Kind(80, 312, 2039),
+    "h100": Kind(80, 989, 3350),
+}
+
+
+class Hardware(NamedTuple):
+    """What the command line says of the nodes; None: nothing."""
+
+    nodes: int | None
+    kind: str | None
+    tflops: float | None
+    memory: float | None  # GB
+    host: float | None  # GB
+    bandwidth: float | None  # GB/s
+    price: float
+    cpu: bool
+
+
+def told(
+    hardware: Hardware,
+    sites: list[str],
+    table: Path | None,
+    delay: float,
+    mbps: float,
+    uplink: float | None,
+) -> tuple[tuple[Machine, ...], Network]:
+    """Nodes that are alike, at sites in turn; or without sites, each at home if that has an uplink.
+    Raises PlanError, LinkError."""
+    counts = _counts(hardware.nodes, sites)
+    if sites:
+        uplinks = {} if uplink is None else dict.fromkeys(counts, uplink)
+        network = network_of(read_links(table or WAN_LINKS), uplinks, counts)
+    elif uplink is not None:
+        homes = [f"home {number}" for number in range(1, sum(counts.values()) + 1)]
+        counts = dict.fromkeys(homes, 1)
+        network = all_alike(homes, delay, mbps, uplink)
+    else:
+        network = one_site(delay, mbps)
+    names = (name for name, count in counts.items() for _ in range(count))
+    machines = tuple(_machine(f"node {i}", at, hardware) for i, at in enumerate(names, 1))
+    return machines, network
+
+
+def _counts(nodes: int | None, sites: list[str]) -> dict[str, int]:
+    """The number of nodes at each site. Raises PlanError."""
+    counts: dict[str, int] = {}
+    open_sites = []
+    for text in sites:
+        name, colon, count = text.partition(":")
+        if colon and not (count.isascii() and count.isdigit() and int(count)):
+            raise PlanError(f"--site {text}: write NAME or NAME:NODES, as in Iowa:6")
+        counts[name] = int(count) if colon else 0
+        open_sites += [] if colon else [name]
+    given = sum(counts.values())
+    if nodes is None and (open_sites or not sites):
+        raise PlanError("how many nodes there are isn't said: give --nodes, or --site NAME:NODES")
+    left = (given if nodes is None else nodes) - given
+    if left < len(open_sites) or (left and sites and not open_sites):
+        raise PlanError(f"--nodes {nodes} don't go with the {given} of --site NAME:NODES")
+    for i, name in enumerate(open_sites):
+        counts[name] = left // len(open_sites) + (i < left % len(open_sites))
+    return counts or {"anywhere": left}
+
+
+def _machine(
+    name: str,
+    site: str,
+    hardware: Hardware,
+    tflops: float | None = None,
+    memory: float | None = None,
+    cpu: bool = False,
+) -> Machine:
+    """A machine as it is said to be, else as it was measured. Raises PlanError."""
+    if hardware.kind is not None and hardware.kind not in KINDS:
+        raise PlanError(
+            f"--kind {hardware.kind} isn't known: there are {', '.join(KINDS)}; for another one "
+            "give --tflops and --memory"
+        )
+    kind = KINDS[hardware.kind] if hardware.kind else None
+    flops = hardware.tflops or tflops or (SUSTAINED * kind.tflops if kind else 0.0)
+    size = hardware.memory or memory or (kind.memory if kind else 0.0)
+    if not (flops > 0 and size > 0):
+        raise PlanError(f"what {name} can do isn't said: give --kind, or --tflops and --memory")
+    moves = hardware.bandwidth or (kind.bandwidth if kind else 500.0)
+    host = math.inf if hardware.host is None else 1e9 * hardware.host
+    shared = cpu or hardware.cpu
+    return Machine(
+        name,
+        site,
+        flops=1e12 * flops,
+        memory=1e9 * size,
+        host=host,
+        bandwidth=1e9 * moves,
+        price=hardware.price,
+        shared=shared,
+    )
+
+
+def probed(path: Path, hardware: Hardware) -> tuple[tuple[Machine, ...], Network]:
+    """What `planaria probe` has measured (node/report/probe.py). Each node is a site of its own. Of
+    a pair's two directions the worse counts, and a pair that wasn't measured is as bad as the
+    worst that was. Raises PlanError."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        nodes = [
+            (str(one["node"]), str(one["device"]), float(one["memory"]), float(one["tflops"]))
+            for one in data["nodes"]
+        ]
+        links: dict[frozenset[str], tuple[float, float]] = {}
+        for one in data["links"]:
+            pair, delay, rate = frozenset((one["a"], one["b"])), one["rtt_ms"] / 2, one["mbps"]
+            other = links.get(pair, (delay, rate))
+            links[pair] = max(delay, other[0]), min(rate, other[1])
+    except (OSError, ValueError) as error:
+        raise PlanError(f"can't read the probe {path}: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise PlanError(f"{path} is no probe: {error!r} in it is missing or of no use") from error
+    if len(nodes) < 2 or not links:
+        raise PlanError(f"{path} has {len(nodes)} nodes and {len(links)} links: too few to plan")
+    bad = [pair for pair, (delay, rate) in links.items() if not (delay >= 0 and rate > 0)]
+    if bad:
+        delay, rate = links[bad[0]]
+        raise PlanError(
+            f"{path}: {2 * delay:g} ms and {rate:g} Mbit/s between {' and '.join(sorted(bad[0]))} "
+            "are no figures of a link"
+        )
+    worst = max(d for d, _ in links.values()), min(m for _, m in links.values())
+    names = _in_a_row([name for name, *_ in nodes], links, worst)
+    of = {node[0]: node for node in nodes}
+    machines = tuple(
+        _machine(name, name, hardware, tflops, memory / 1e9, device.startswith("cpu"))
+        for name, device, memory, tflops in (of[name] for name in names)
+    )
+    measured = (Link(a, b, *links.get(frozenset((a, b)), worst)) for a, b in combinations(names, 2))
+    return machines, network_of(measured)
+
+
+def _in_a_row(
+    names: list[str],
+    links: Mapping[frozenset[str], tuple[float, float]],
+    worst: tuple[float, float],
+) -> list[str]:
+    """Each followed by the nearest that is left: stages are cut from this row."""
+    row, left = names[:1], set(names[1:])
+    while left:
+        nearest = min(left, key=lambda n: (links.get(frozenset((row[-1], n)), worst)[0], n))
+        row.append(nearest)
+        left.remove(nearest)
+    return row

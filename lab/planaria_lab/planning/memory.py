@@ -1,0 +1,207 @@
+"""What a node of a stage has in memory, at most, by what it is for.
+
+Follows from the run file, the model's shape and the nodes of each stage. Activations are those that
+autograd keeps for the daemon's blocks (tests hold them against what torch allocates), the rest is
+what the daemon's own parts say that they keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from planaria.node.run_file import RunFile
+from planaria.node.stage.activations import saved, working
+from planaria.node.stage.crossing import crossing_bytes, kept_bytes
+from planaria.node.stage.model import parameter_shapes
+from planaria.node.stage.shape import ModelConfig
+from planaria.node.state.twin import next_stage
+from planaria.node.transaction.averaging import feeds_back
+from planaria.node.transaction.filling import most_out
+from planaria.recovery.snapshot import Layout, held_at, sent_as
+from planaria_lab.simulator.swarm import (
+    STATE,
+    VALUE,
+    copy_bytes,
+    parameters,
+    snapshot_bytes,
+)
+
+TAKEN = torch.int64.itemsize
+"""Bytes for each row of a snapshot or copy: the step that it is of."""
+FOLLOWED = 2
+"""Steps whose gradients wait for a newcomer: one is on its way."""
+SOURCES = 2
+"""Stages whose weights a guess is made of."""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes on the device, and in the machine's memory. A node that computes on a CPU has both
+    there."""
+
+    device: float = 0.0
+    host: float = 0.0
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.device + other.device, self.host + other.host)
+
+    @property
+    def both(self) -> float:
+        return self.device + self.host
+
+
+def needed(
+    run: RunFile, config: ModelConfig, stage: int, replicas: Sequence[int], saves: bool = False
+) -> dict[str, Bytes]:
+    """By what it is for; the sum is what a node of `stage` needs, but for the libraries' own.
+
+    `replicas`: nodes of stages 0, 1, .., L, equally fast: one that is faster than the others of its
+    stage gets more microbatches, and keeps more of what crosses. `saves`: the node is started with
+    --save-dir. Not in it: what `at_a_loss` has, and frames that wait for a link (16 MiB each at
+    most).
+    """
+    gradient = VALUE * parameters(config, stage)
+    stand_in = run.recovery.masking == "spare" and replicas[stage] > 1
+    under_way_here = under_way(run, config, stage, replicas) * (2 if stand_in else 1)
+    found = {
+        "model": Bytes(gradient + STATE * parameters(config, stage)),
+        "activations": Bytes(under_way_here * saved(run, config, stage)),
+        "working space": Bytes(working(run, config, stage)),
+    }
+    if replicas[stage] > 1:
+        found["averaging"] = Bytes(host=2 * gradient)
+        if feeds_back(run.wire.averaging):  # what is held back, and what is to be
+            found["held back"] = Bytes(2 * gradient)
+        if run.recovery.masking != "abort":
+            found["masking"] = Bytes(2 * gradient if stand_in else gradient)
+    if run.recovery.masking != "abort":
+        frames = _frames_kept(run, config, stage, replicas)
+        if stand_in:
+            frames += _share(run, replicas[stage]) * sum(_crossing(run, config))
+        found["masking"] = found.get("masking", Bytes()) + Bytes(host=frames)
+    if run.recovery.relearn.passes and run.recovery.policy != "checkpoint":
+        found["boundary"] = Bytes(host=_boundary(run, config, _share(run, replicas[stage])))
+    found |= _policy(run, config, stage)
+    if saves:
+        found["saves"] = Bytes(host=_writes(run, config, stage))
+    return {name: size for name, size in found.items() if size.both}
+
+
+def at_a_loss(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
+    """What a node of `stage` needs more for a while, by when: while a newcomer copies its state
+    (node/state/feeding.py), and while it relearns its stage, which it has guessed."""
+    gradient = VALUE * parameters(config, stage)
+    copied = STATE * parameters(config, stage) + FOLLOWED * gradient
+    found = {"a newcomer": Bytes(host=copied)}
+    if stage and run.recovery.relearn.passes and run.recovery.policy in ("checkfree", "checkfree+"):
+        weights = 4 if stage == 1 else 3  # of a copy, its gradient and momentum, and its guess
+        learned = _boundary(run, config, run.training.microbatches)
+        found["relearning"] = Bytes(weights * gradient, SOURCES * gradient + learned)
+    return found
+
+
+def whole(parts: Mapping[str, Bytes]) -> Bytes:
+    return sum(parts.values(), Bytes())
+
+
+# --- a step
+
+
+def _share(run: RunFile, replicas: int) -> int:
+    """Microbatches of a step that one of equal replicas computes, at most."""
+    return -(-run.training.microbatches // replicas)
+
+
+def under_way(run: RunFile, config: ModelConfig, stage: int, replicas: Sequence[int]) -> int:
+    """Microbatches whose activations a node holds at a time, at most: all that sources have out may
+    wait for their backward pass at one stage."""
+    out = replicas[0] * most_out(run.training.in_flight, config.stages)
+    return min(_share(run, replicas[stage]), -(-out // replicas[stage]))
+
+
+# --- for the day of a loss
+
+
+def _frames_kept(run: RunFile, config: ModelConfig, stage: int, replicas: Sequence[int]) -> int:
+    """What was sent in a step to stages with replicas, or twins (node/transaction/attempt.py):
+    activations to the next stage, gradients to the one before; with swapped orders to any."""
+    ring = config.stages + 1
+    swapped = run.recovery.policy == "checkfree+" and max(replicas) > 1
+    size = 0
+    for way, each in zip((1, -1), _crossing(run, config), strict=True):
+        other = (stage + way) % ring
+        has_twin = run.recovery.policy == "redundant" and other > 0
+        if swapped or has_twin or replicas[other] > 1:
+            size += each
+    return size * _share(run, replicas[stage])
+
+
+def _crossing(run: RunFile, config: ModelConfig) -> tuple[int, int]:
+    """Bytes of an activation and of a gradient, as they cross."""
+    return crossing_bytes(config, run.training.microbatch * config.context, run.wire)
+
+
+def _boundary(run: RunFile, config: ModelConfig, microbatches: int) -> int:
+    """Both sides of what crossed: of the last steps as it is kept, of the step under way as it
+    crossed."""
+    tokens = run.training.microbatch * config.context
+    crossed, _ = _crossing(run, config)
+    kept = kept_bytes(config, tokens, run.wire)
+    return 2 * microbatches * (run.recovery.relearn.steps * kept + crossed)
+
+
+def _policy(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
+    """What a node holds of others and for others: in node/state/, copies, twin and saves."""
+    policy, stages = run.recovery.policy, config.stages
+    if policy == "checkpoint":
+        return {"checkpoint": Bytes(host=_writes(run, config, stage))}
+    if policy == "redundant":
+        of = next_stage(stage, stages)
+        gradient = VALUE * parameters(config, of)
+        widest = config.vocabulary if of == 0 else 3 * config.hidden
+        forward = VALUE * run.training.microbatch * config.context * widest
+        return {"redundant": Bytes(gradient + STATE * parameters(config, of) + forward, gradient)}
+    first = run.recovery.snapshot.first
+    size = _sent(run, config, stage, sent_as(policy, stage, first))
+    for kind, of in held_at(stage, stages):
+        if kind == sent_as(policy, of, first):
+            size += _held(run, config, of, kind)
+    return {"snapshot" if policy == "snapshot" else "copies": size}
+
+
+def _sent(run: RunFile, config: ModelConfig, stage: int, kind: str | None) -> Bytes:
+    if kind == "copy":
+        return Bytes(host=copy_bytes(config))
+    if kind is None:
+        return Bytes()
+    snapshot, weights = run.recovery.snapshot, VALUE * parameters(config, stage)
+    restored = snapshot.fraction * weights * (1 if snapshot.codec == "none" else 2)
+    update = snapshot.fraction * snapshot_bytes(run, config, stage)
+    return Bytes(weights + restored + TAKEN * _rows(config, stage), update)
+
+
+def _held(run: RunFile, config: ModelConfig, of: int, kind: str) -> Bytes:
+    """With one that is arriving, and the values of one that has."""
+    taken = TAKEN * _rows(config, of)
+    if kind == "copy":
+        return Bytes(host=2 * copy_bytes(config) + taken)
+    snapshot = run.recovery.snapshot
+    whole = VALUE * (3 if snapshot.moments else 1) * parameters(config, of)
+    values = 0 if snapshot.codec == "none" else snapshot.fraction * whole
+    arriving = snapshot.fraction * snapshot_bytes(run, config, of)
+    return Bytes(host=whole + taken + arriving + values)
+
+
+@cache
+def _rows(config: ModelConfig, stage: int) -> int:
+    """Blocks of a snapshot."""
+    return Layout(parameter_shapes(config, stage)).blocks
+
+
+def _writes(run: RunFile, config: ModelConfig, stage: int) -> int:
+    """Saves on their way to the disk."""
+    return run.saves.in_flight * STATE * parameters(config, stage)

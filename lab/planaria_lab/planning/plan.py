@@ -1,0 +1,571 @@
+"""`planaria plan`: what to rent, and how to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from planaria.node.commands.terminal import console, errors, refusing
+
+if TYPE_CHECKING:
+    from planaria.node.local.losses import TraceRow
+    from planaria.node.run_file import RunFile
+    from planaria_lab.planning.planner import Answer, Candidate, Question
+    from planaria_lab.simulator.run import RunOutcome
+
+HOUR: Final = 3600.0
+RATES: Final = (0.0, 0.01, 0.02, 0.05, 0.1, 0.16, 0.25, 0.4)
+"""An hour, of the picture."""
+CODECS: Final = ("activations", "gradients", "averaging")
+TOKENS_A_STEP: Final = 2**18
+"""About as many, of a preset whose batch isn't given."""
+
+
+def plan(
+    run_file: Annotated[
+        Path | None, typer.Argument(metavar="RUN.toml", help="What is to be trained.")
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Instead of a run file: tiny, .., small, medium, large.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples a step.")] = None,
+    tokens: Annotated[
+        float | None, typer.Option(help="To train on. Default: the run file's steps.")
+    ] = None,
+    vocabulary: Annotated[int, typer.Option(help="If the run file names none.")] = 50_257,
+    nodes: Annotated[int | None, typer.Option(min=2, help="That are to be had.")] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(help="Of GPU, as a100 or rtx4090; 40 % of its peak is sustained."),
+    ] = None,
+    tflops: Annotated[
+        float | None, typer.Option(help="TFLOP/s that a node sustains in the model.")
+    ] = None,
+    memory: Annotated[float | None, typer.Option(help="GB of a node's device.")] = None,
+    host_memory: Annotated[
+        float | None, typer.Option(help="GB of a node's machine. Default: enough.")
+    ] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s that a node's device moves in its memory.")
+    ] = None,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="Nodes compute on CPUs: both memories are one.")
+    ] = False,
+    price: Annotated[float, typer.Option(min=0, help="Of a node, an hour.")] = 0.0,
+    site: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[:NODES]", help="Repeatable: where nodes are; links by --table."),
+    ] = None,
+    table: Annotated[
+        Path | None,
+        typer.Option(metavar="CSV", help="Links between sites. Default: twelve cloud sites."),
+    ] = None,
+    delay: Annotated[float, typer.Option(help="Without --site: of all links, ms one way.")] = 40.0,
+    mbps: Annotated[float, typer.Option(help="Without --site: of all links, Mbit/s.")] = 100.0,
+    uplink: Annotated[
+        float | None,
+        typer.Option(
+            help="Mbit/s that a site's nodes together send to others; without --site each is at "
+            "a site of its own."
+        ),
+    ] = None,
+    probe: Annotated[
+        Path | None,
+        typer.Option(metavar="JSON", help="Nodes and links as measured, instead of all these."),
+    ] = None,
+    hourly: Annotated[
+        float, typer.Option(help="Probability that a node is lost within an hour: 0.1 is 10 %.")
+    ] = 0.0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CSV", help="A spot trace (milliseconds, add or remove, node), to be replayed."
+        ),
+    ] = None,
+    replacement: Annotated[
+        float, typer.Option(help="Seconds until a machine is there in a lost one's place.")
+    ] = 120.0,
+    start: Annotated[
+        float, typer.Option(help="Seconds until the node on a machine asks to join.")
+    ] = 30.0,
+    storage: Annotated[float, typer.Option(help="Mbit/s to the folder of checkpoints.")] = 1000.0,
+    deadline: Annotated[
+        float | None, typer.Option(help="Hours: the cheapest plan that meets it.")
+    ] = None,
+    budget: Annotated[float | None, typer.Option(help="Money: the fastest plan within it.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Repeatable: choose among these. Default: all.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="PLAN.toml", help="Gets the plan as a run file.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="PNG", help="Gets time and cost by failure rate and policy."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", envvar="PLANARIA_PLAN_JSON", help="Print JSON.")
+    ] = False,
+) -> None:
+    """Which stages, replicas and policy for these nodes, and what it will take and cost."""
+    import math
+
+    from planaria.node.local.losses import read_trace
+    from planaria.node.run_file import RunFileError, dumps
+    from planaria_lab.emulation.links import LinkError
+    from planaria_lab.planning.machines import Hardware, probed, told
+    from planaria_lab.planning.planner import (
+        PlanError,
+        Question,
+        answer,
+        narrower,
+        with_codecs,
+    )
+    from planaria_lab.simulator.swarm import SwarmFiguresError
+
+    with refusing(RunFileError, LinkError, SwarmFiguresError, PlanError, OSError, ValueError):
+        run, wanted, free = _asked(run_file, preset, batch, tokens, vocabulary)
+        rows = read_trace(trace) if trace else ()
+        if rows:
+            mean, rate = figures(rows)
+            hourly, nodes = hourly or rate, nodes or max(2, round(mean))
+        hardware = Hardware(
+            nodes=nodes,
+            kind=kind,
+            tflops=tflops,
+            memory=memory,
+            host=host_memory,
+            bandwidth=bandwidth,
+            price=price,
+            cpu=cpu,
+        )
+        if probe is not None:
+            machines, network = probed(probe, hardware)
+        else:
+            machines, network = told(hardware, site or [], table, delay, mbps, uplink)
+        question = Question(
+            run=run,
+            vocabulary=run.model.vocabulary or vocabulary,
+            machines=machines,
+            network=network,
+            tokens=wanted,
+            hourly=hourly,
+            replacement=replacement,
+            start=start,
+            storage_mbps=storage,
+            deadline=math.inf if deadline is None else deadline,
+            budget=math.inf if budget is None else budget,
+            policies=_policies(policy),
+        )
+        question, wider = with_codecs(question, free)
+        found = answer(question)
+        narrow = narrower(question, found.best)
+        replayed = replay(question, rows) if rows else {}
+        if plot is not None:
+            draw(question, plot)
+        if out is not None:
+            out.write_text(dumps(found.best.run), encoding="utf-8")
+    if as_json:
+        console.print_json(data=as_data(found, wider, narrow, replayed))
+        return
+    _print_plan(question, found.best, wider, narrow)
+    _print_others(found)
+    if replayed:
+        _print_replayed(replayed)
+    if out is not None:
+        said = f"{out}: planaria up {out}, or planaria bootstrap --run {out} ..."
+        console.print(said, soft_wrap=True, markup=False, emoji=False)
+
+
+# --- what is asked
+
+
+def _asked(
+    run_file: Path | None,
+    preset: str | None,
+    batch: int | None,
+    tokens: float | None,
+    vocabulary: int,
+) -> tuple[RunFile, float, set[str]]:
+    """What is trained, on how many tokens, and the codecs that the run file doesn't name, which are
+    to be chosen. Raises RunFileError, PlanError, ValueError."""
+    from planaria.node.hugging_face.taking_in import take_in
+    from planaria.node.run_file import RunFile, load, override
+    from planaria.node.stage.shape import PRESETS, model_config
+    from planaria_lab.planning.planner import PlanError
+
+    if (run_file is None) == (preset is None):
+        raise PlanError("give a run file or else a --preset: that is what is planned for")
+    free = {*CODECS}
+    if run_file is not None:
+        given = load(run_file)
+        free -= given.wire.model_fields_set
+        run = override(take_in(given), training__batch=batch)
+    else:
+        assert preset is not None
+        if preset not in PRESETS:
+            raise PlanError(f"there is no preset {preset}; there are {', '.join(sorted(PRESETS))}")
+        size = batch or max(1, TOKENS_A_STEP // PRESETS[preset].context)
+        run = override(
+            RunFile(),
+            model__preset=preset,
+            training__batch=size,
+            training__microbatch=1,
+            training__precision="bf16",
+        )
+        if tokens is None:
+            raise PlanError("a preset says nothing of how much to train: give --tokens")
+    config = model_config(run.model, run.model.vocabulary or vocabulary)
+    return run, tokens or float(run.steps * run.training.batch * config.context), free
+
+
+def _policies(names: list[str] | None) -> Any:
+    """Raises PlanError."""
+    from planaria_lab.planning.planner import POLICIES, PlanError
+
+    if unknown := set(names or ()) - {*POLICIES}:
+        raise PlanError(f"--policy {min(unknown)}: there are {', '.join(POLICIES)}")
+    return tuple(names) if names else POLICIES
+
+
+# --- traces
+
+
+def figures(rows: Iterable[TraceRow]) -> tuple[float, float]:
+    """Nodes on average, and the probability that one is lost within an hour, of a trace."""
+    import math
+
+    nodes, seconds, lost, there, last = 0.0, 0.0, 0, 0, 0.0
+    for row in rows:
+        nodes += there * (row.time - last)
+        seconds += row.time - last
+        last = row.time
+        there += 1 if row.added else -1
+        lost += not row.added
+    if not nodes:
+        return float(there), 0.0
+    return nodes / seconds, -math.expm1(-lost * HOUR / nodes)
+
+
+def replay(
+    question: Question, rows: tuple[TraceRow, ...]
+) -> dict[str, tuple[Candidate, RunOutcome]]:
+    """By policy: its best plan, simulated on the trace from its first row to its last. Raises
+    PlanError."""
+    from dataclasses import replace
+
+    from rich.progress import track
+
+    from planaria.node.run_file import override
+    from planaria_lab.planning.planner import PlanError, answer
+    from planaria_lab.simulator.churn import Churn
+    from planaria_lab.simulator.run import simulate_run
+
+    found: dict[str, tuple[Candidate, RunOutcome]] = {}
+    for policy in track(question.policies, "policies", console=errors, transient=True):
+        try:
+            best = answer(replace(question, policies=(policy,))).best
+        except PlanError:
+            continue  # the answer to the question itself says why
+        run = override(best.run, steps=max(best.run.steps, 10**7))
+        churn = Churn(trace=rows, start=question.start)
+        swarm = replace(best.swarm, run=run)
+        found[policy] = best, simulate_run(swarm, churn, limit=rows[-1].time - rows[0].time)
+    return found
+
+
+# --- what is printed
+
+
+def as_data(
+    found: Answer,
+    wider: Candidate | None,
+    narrow: Candidate | None,
+    replayed: Mapping[str, tuple[Candidate, RunOutcome]],
+) -> dict[str, Any]:
+    """The answer for machines to read: seconds, bytes; null: never. `wider`: what it would be with
+    the codecs of [wire] that hold if nothing is said, where others were chosen; `narrow`: what
+    narrower ones than the run file's would make of it."""
+    data: dict[str, Any] = {
+        "plan": {**plan_data(found.best), "handover": handover_data(found.best)},
+        "wider": None if wider is None else plan_data(wider),
+        "narrow": None if narrow is None else plan_data(narrow),
+        "others": [{**plan_data(plan), "why": why} for plan, why in found.others],
+        "refused": list(found.refused),
+    }
+    if replayed:
+        data["trace"] = {name: replay_data(*one) for name, one in replayed.items()}
+    return data
+
+
+def plan_data(plan: Candidate) -> dict[str, Any]:
+    import math
+
+    def figure(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    training, recovery = plan.run.training, plan.run.recovery
+    return {
+        "stages": len(plan.counts),
+        "replicas": list(plan.counts),
+        "policy": plan.policy,
+        "checkpoint_every": recovery.checkpoint.every if plan.policy == "checkpoint" else None,
+        "microbatch": training.microbatch,
+        "microbatches": training.microbatches,
+        "in_flight": plan.swarm.in_flight,
+        "recompute": training.recompute,
+        "wire": {name: getattr(plan.run.wire, name) for name in CODECS},
+        "steps": plan.run.steps,
+        "step_seconds": plan.estimate.step,
+        "usual_step_seconds": plan.estimate.usual,
+        "tokens_per_second": plan.tokens_per_second,
+        "seconds": figure(plan.seconds),
+        "money": figure(plan.money),
+        "spent": {name: figure(seconds) for name, seconds in plan.estimate.spent.items()},
+        "lost_nodes": figure(plan.estimate.lost_nodes),
+        "lost_stages": figure(plan.estimate.lost_stages),
+        "memory": [asdict(need) for need in plan.memory()],
+        "more_memory": [asdict(more) for more in plan.more_memory()],
+        "nodes": [[machine.name for machine in of] for of in plan.nodes],
+    }
+
+
+def handover_data(plan: Candidate) -> list[dict[str, Any]]:
+    """By stage: bytes, seconds from a notice until they are handed over, and what each notice is
+    good for."""
+    from planaria.node.state.handover import NOTICES
+    from planaria_lab.planning.estimate import handovers
+
+    return [
+        {
+            "stage": one.stage,
+            "weights": {"bytes": one.weights, "seconds": one.seconds(one.weights)},
+            "state": {"bytes": one.state, "seconds": one.seconds(one.state)},
+            "possible": {f"{notice:.0f}": one.possible(notice) for notice in NOTICES},
+        }
+        for one in handovers(plan.swarm, plan.estimate.step)
+    ]
+
+
+def replay_data(plan: Candidate, outcome: RunOutcome) -> dict[str, Any]:
+    batch = plan.run.training.batch * plan.swarm.config.context
+    return {
+        "replicas": list(plan.counts),
+        "steps": outcome.steps,
+        "iterations": outcome.iterations,
+        "seconds": outcome.seconds,
+        "tokens_per_second": outcome.steps * batch / outcome.seconds,
+        "goodput": outcome.steps / outcome.seconds,
+        "losses": len(outcome.losses),
+        "masked": sum(loss.masked for loss in outcome.losses),
+        "rebuilt": sum(len(loss.rebuilt) for loss in outcome.losses),
+        "behind": behind(plan, outcome),
+        "training": outcome.kept / outcome.seconds,
+        "node_hours": outcome.node_seconds / HOUR,
+        "money": outcome.node_seconds / HOUR * plan.nodes[0][0].price,
+        "stopped": outcome.stopped,
+    }
+
+
+def behind(plan: Candidate, outcome: RunOutcome) -> float:
+    """Steps that the rebuilt stages cost in learning, by LEARNING of estimate.py."""
+    from planaria_lab.planning.estimate import LEARNING, lesson
+
+    cost = LEARNING[lesson(plan.run)]
+    guessed = sum(not one.same_weights for loss in outcome.losses for one in loss.rebuilt)
+    return min(cost.behind * guessed, cost.most * outcome.steps)
+
+
+def _print_plan(
+    question: Question, plan: Candidate, wider: Candidate | None, narrow: Candidate | None
+) -> None:
+    from rich.table import Table
+
+    from planaria.node.state.handover import NOTICES
+    from planaria.node.state.handover import told as in_words
+    from planaria_lab.planning.estimate import handovers
+    from planaria_lab.planning.planner import described
+    from planaria_lab.simulator.step import simulate_step
+
+    heirs = handovers(plan.swarm, plan.estimate.step)
+    training = plan.run.training
+    sheet = Table(title="The plan", show_header=False)
+    sheet.add_row("stages x replicas", f"{described(plan)}: {sum(plan.counts)} nodes")
+    sheet.add_row(
+        "microbatches", f"{training.microbatches}, samples in each: {training.microbatch}"
+    )
+    most = "" if training.in_flight else "at most "
+    sheet.add_row("in flight", f"{most}{plan.swarm.in_flight} a source")
+    sheet.add_row("on the wire", _told_codecs(plan, wider))
+    sheet.add_row("recomputation", "yes" if training.recompute else "no")
+    simulated = simulate_step(plan.swarm, steps=2).seconds
+    sheet.add_row("a step", f"{plan.estimate.step:.3g} s (simulated: {simulated:.3g} s)")
+    sheet.add_row("tokens a second", f"{plan.tokens_per_second:,.0f}, while no node is missing")
+    target = f"{question.tokens:,.0f} tokens, {plan.run.steps:,} steps"
+    sheet.add_row("time", f"{_duration(plan.seconds)} to {target}")
+    if plan.price:
+        sheet.add_row("money", f"{plan.money:,.2f} at {plan.price:,.2f} an hour")
+    for name, seconds in plan.estimate.spent.items():
+        if seconds >= 0.0005 * plan.seconds:
+            sheet.add_row(f"  {name}", f"{seconds / plan.seconds:.1%} of the time")
+    sheet.add_row(
+        "losses",
+        f"{plan.estimate.lost_nodes:,.1f} nodes, {plan.estimate.lost_stages:,.2f} whole stages",
+    )
+    each = zip(plan.nodes, plan.memory(), plan.more_memory(), strict=True)
+    for stage, (of, need, more) in enumerate(each):
+        places = ", ".join(dict.fromkeys(machine.site for machine in of))
+        memory = f"{need.device / 1e9:,.2f} GB on the device, {need.host / 1e9:,.2f} GB beside it"
+        after = f"{more.device / 1e9:,.2f} and {more.host / 1e9:,.2f} GB more"
+        told = f"a node needs {memory}; for a while after a loss {after}"
+        sheet.add_row(f"stage {stage}", f"{len(of)} at {places}; {told}")
+    if narrow is not None:
+        sheet.add_row("narrower links", _told_narrow(narrow))
+    for notice in NOTICES:
+        sheet.add_row(f"handover in {notice:.0f} s", in_words(heirs, notice))
+    console.print(sheet)
+
+
+def _told_codecs(plan: Candidate, wider: Candidate | None) -> str:
+    """Those of the plan, and why they were chosen, if they were."""
+    from planaria_lab.planning.planner import described
+
+    codecs = _codecs(plan)
+    if wider is None:
+        return codecs
+    return (
+        f"{codecs}; that costs nothing in learning that our lab would see "
+        f"(lab/results/bandwidth, lab/results/averaging). With {_codecs(wider)} a step "
+        f"would take {wider.estimate.step:.3g} s, and the run {_duration(wider.seconds)}, "
+        f"by {described(wider)}"
+    )
+
+
+def _told_narrow(plan: Candidate) -> str:
+    from rich.markup import escape
+
+    from planaria_lab.planning.planner import described
+
+    return (
+        f"a step takes {plan.estimate.step:.3g} s, and the run {_duration(plan.seconds)}, by "
+        f"{described(plan)}, if {escape('[wire]')} in the run file says {_codecs(plan)}"
+    )
+
+
+def _codecs(plan: Candidate) -> str:
+    return ", ".join(f'{name} = "{getattr(plan.run.wire, name)}"' for name in CODECS)
+
+
+def _print_others(found: Answer) -> None:
+    from rich.table import Table
+
+    from planaria_lab.planning.planner import described
+
+    sheet = Table(title="What loses, and why")
+    for column in ("plan", "a step", "time", "money", "why"):
+        sheet.add_column(column, justify="left" if column in ("plan", "why") else "right")
+    for plan, why in found.others:
+        money = f"{plan.money:,.2f}" if plan.price else "-"
+        sheet.add_row(
+            described(plan), f"{plan.estimate.step:.3g} s", _duration(plan.seconds), money, why
+        )
+    console.print(sheet)
+    for line in found.refused[:3]:
+        console.print(f"doesn't fit: {line}", soft_wrap=True, markup=False, emoji=False)
+    if len(found.refused) > 3:
+        console.print(f"nor do {len(found.refused) - 3} more")
+
+
+def _print_replayed(replayed: Mapping[str, tuple[Candidate, RunOutcome]]) -> None:
+    from rich.table import Table
+
+    from planaria_lab.planning.planner import described
+
+    sheet = Table(title="On the trace, simulated")
+    for column in ("plan", "steps", "tokens/s", "training", "losses", "stages", "behind", "money"):
+        sheet.add_column(column, justify="left" if column == "plan" else "right")
+    for plan, outcome in replayed.values():
+        data = replay_data(plan, outcome)
+        sheet.add_row(
+            described(plan),
+            f"{data['steps']:,}",
+            f"{data['tokens_per_second']:,.0f}",
+            f"{data['training']:.1%}",
+            f"{data['losses']:,}",
+            f"{data['rebuilt']:,}",
+            f"{data['behind']:,.0f}",
+            f"{data['money']:,.2f}",
+        )
+    console.print(sheet)
+    for name, (_, outcome) in replayed.items():
+        if outcome.steps == 0 or not outcome.stopped.endswith("are over"):
+            console.print(f"{name} stopped after {outcome.steps:,} steps: {outcome.stopped}")
+
+
+def _duration(seconds: float) -> str:
+    import math
+
+    if seconds < HOUR:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / HOUR:,.1f} h" if math.isfinite(seconds) else "never"
+
+
+def draw(question: Question, path: Path) -> None:
+    """Time of the fastest and money of the cheapest plan of each policy, by failure rate. Raises
+    OSError."""
+    import math
+
+    from matplotlib.figure import Figure
+
+    from planaria_lab.lines import name_at_the_ends, told_apart
+
+    drawn = curves(question)
+    figure = Figure(figsize=(12, 4.6))
+    sheets = figure.subplots(1, 2)
+    figure.subplots_adjust(left=0.06, right=0.9, top=0.82, bottom=0.13, wspace=0.42)
+    for place, (policy, points) in enumerate(drawn.items()):
+        rates = [100 * rate for rate, _, _ in points]
+        for column, axes in enumerate(sheets, 1):
+            values = [point[column] for point in points]
+            known = [value if math.isfinite(value) else math.nan for value in values]
+            axes.plot(rates, known, label=policy, **told_apart(place, len(drawn), len(points)))
+    titles = ("Hours until the fastest plan is done", "Money that the cheapest plan takes")
+    for axes, title in zip(sheets, titles, strict=True):
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.set_xlabel("nodes lost within an hour, %")
+        axes.set_xlim(0, 100 * max(RATES[-1], question.hourly))
+        axes.set_ylim(bottom=0)
+        axes.grid(color="#e6e6e6")
+        axes.spines[["top", "right"]].set_visible(False)
+        name_at_the_ends(axes)
+    figure.suptitle(
+        f"{question.tokens:,.0f} tokens into the preset '{question.run.model.preset}', "
+        f"with up to {len(question.machines)} nodes, by recovery policy",
+        **{"x": 0.06, "ha": "left"},
+    )
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def curves(question: Question) -> dict[str, list[tuple[float, float, float]]]:
+    """By policy: probability an hour, hours of its fastest plan, money of its cheapest."""
+    from dataclasses import replace
+
+    from rich.progress import track
+
+    from planaria_lab.planning.planner import Candidate, candidates
+
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    rates = sorted({*RATES, question.hourly})
+    for rate in track(rates, "failure rates", console=errors, transient=True):
+        plans = [p for p in candidates(replace(question, hourly=rate)) if isinstance(p, Candidate)]
+        for policy in question.policies:
+            of = [plan for plan in plans if plan.policy == policy]
+            if of:
+                fastest = min(plan.seconds for plan in of) / HOUR
+                cheapest = min(plan.money for plan in of)
+                found.setdefault(policy, []).append((rate, fastest, cheapest))
+    return found

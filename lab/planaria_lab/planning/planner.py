@@ -1,0 +1,490 @@
+"""Which stages, replicas, policy and settings: candidates, and the choice among them.
+
+What is tried follows from the model, the batch and the nodes alone, and what each comes to is a
+closed form (estimate.py) that falls with bandwidth and rises with delay and with the rate
+of losses. So does the least of them: more bandwidth is never slower, a higher rate never faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, product
+from typing import Final
+
+from planaria.node.run_file import RunFile, override
+from planaria.node.stage.shape import model_config
+from planaria.node.transaction.filling import MOST
+from planaria.recovery.decide import Policy
+from planaria_lab.emulation.links import Network
+from planaria_lab.planning.estimate import (
+    Estimate,
+    Losing,
+    Reach,
+    estimated,
+    missing,
+    step_seconds,
+    usual_seconds,
+)
+from planaria_lab.planning.memory import Bytes, at_a_loss, needed, whole
+from planaria_lab.simulator.churn import HOUR
+from planaria_lab.simulator.swarm import Group, Seconds, Swarm, Transport, seconds_at
+
+RESERVE: Final = 0.1
+"""Share of a device's memory for the libraries, and for what their allocators can't use."""
+MICROBATCHES: Final = (1, 2, 4, 8, 16, 32, 64)
+"""Samples that are tried."""
+INTERVALS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+"""Steps between checkpoints that are tried."""
+ALIKE: Final = 0.005
+"""Share of the time by which plans differ that are as good as each other."""
+FRAME: Final = 1.5e-3
+"""Seconds of a node's event loop for each frame that it sends or takes; 1.24 ms were measured, with
+nothing else on the machine (lab/results/simulator)."""
+POLICIES: Final[tuple[Policy, ...]] = (
+    "checkfree",
+    "checkfree+",
+    "snapshot",
+    "redundant",
+    "checkpoint",
+)
+NARROW: Final[Mapping[str, str]] = {"activations": "int8", "gradients": "int4", "averaging": "int8"}
+"""Codecs that cost nothing in learning that three seeds would show (lab/results/bandwidth and
+averaging)."""
+BOUNDARIES, AVERAGING = ("activations", "gradients"), ("averaging",)
+"""What they are for; each is narrowed as a whole, or not."""
+BYTES: Final = ("none", "fp16", "bf16", "int8", "int4", "topk", "lowrank")
+"""Codecs, by how much they leave of a tensor."""
+WORTH: Final = 0.05
+"""Share of the time that narrower links have to save to be told of."""
+LEAST_STAGES: Final[Mapping[Policy, int]] = {"checkfree": 2, "checkfree+": 4, "snapshot": 2}
+"""Body stages from which on a policy can do what it is for."""
+
+
+class PlanError(ValueError):
+    """Nothing can be planned; the message names what stands against it, and a remedy."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A node that is to be had."""
+
+    name: str
+    site: str
+    flops: float  # FLOP/s that it sustains in the model
+    memory: float  # bytes, of the device
+    host: float = math.inf  # bytes
+    bandwidth: float = 5e11  # bytes/s that the device moves in its memory
+    price: float = 0.0  # an hour
+    shared: bool = False  # the device has no memory of its own: it computes on a CPU
+
+    def lacks(self, need: Bytes) -> str:
+        """What it has too little of; empty: nothing."""
+        room = (1 - RESERVE) * self.memory
+        if self.shared:
+            need = Bytes(need.both)
+        if need.device > room:
+            return f"needs {_gb(need.device)} of {_gb(room)} device memory"
+        if need.host > self.host:
+            return f"needs {_gb(need.host)} of {_gb(self.host)} host memory"
+        return ""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be trained, and on what. Raises PlanError."""
+
+    run: RunFile  # model and batch, and all that isn't chosen here
+    vocabulary: int  # of the data
+    machines: tuple[Machine, ...]  # nodes of a site in a row
+    network: Network  # of the sites
+    tokens: float
+    hourly: float = 0.0  # probability that a node is lost within an hour
+    replacement: float = 120.0  # seconds until a machine is there in a lost one's place
+    start: float = 30.0  # and until the node on it asks to join
+    storage_mbps: float = 1000.0  # between a node and the folder of checkpoints
+    deadline: float = math.inf  # hours
+    budget: float = math.inf  # in the unit of the prices
+    policies: tuple[Policy, ...] = POLICIES
+
+    def __post_init__(self) -> None:
+        if not self.machines:
+            raise PlanError("there are no nodes: say how many with --nodes, or give --probe")
+        if not 0 <= self.hourly < 1:
+            raise PlanError(
+                f"hourly = {self.hourly:g} is no probability from 0 to below 1; 10 % are 0.1"
+            )
+        for name in ("tokens", "deadline", "budget", "storage_mbps"):
+            if not getattr(self, name) > 0:
+                raise PlanError(f"{name} = {getattr(self, name):g} must be more than 0")
+        if not (0 <= self.replacement < math.inf and 0 <= self.start < math.inf):
+            raise PlanError(
+                f"replacement = {self.replacement:g} s and start = {self.start:g} s must be 0 or "
+                "more: a run that gets no machines in place of lost ones can't be planned"
+            )
+
+    @property
+    def losing(self) -> Losing:
+        return Losing(self.hourly, self.replacement, self.start)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A candidate, and what it comes to."""
+
+    run: RunFile
+    swarm: Swarm
+    nodes: tuple[tuple[Machine, ...], ...]  # by stage
+    estimate: Estimate
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until the tokens are trained on; inf: losses come faster than it gets on."""
+        return self.estimate.seconds
+
+    @property
+    def price(self) -> float:
+        """What an hour costs."""
+        return math.fsum(machine.price for machine in chain.from_iterable(self.nodes))
+
+    @property
+    def money(self) -> float:
+        return self.price * self.seconds / HOUR if self.price else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.run.training.batch * self.swarm.config.context / self.estimate.step
+
+    @property
+    def policy(self) -> Policy:
+        return self.run.recovery.policy
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(map(len, self.nodes))
+
+    @property
+    def shape(self) -> str:
+        """The shape as people write it: stages x replicas."""
+        least, most = min(self.counts), max(self.counts)
+        return f"{len(self.counts)} x {least}" + (f"-{most}" if most > least else "")
+
+    def memory(self) -> list[Bytes]:
+        """That a node of each stage needs."""
+        stages = range(len(self.counts))
+        return [whole(needed(self.run, self.swarm.config, s, self.counts)) for s in stages]
+
+    def more_memory(self) -> list[Bytes]:
+        """That it needs more for a while, after a loss."""
+        each = [at_a_loss(self.run, self.swarm.config, s).values() for s in range(len(self.counts))]
+        return [Bytes(max(of.device for of in more), max(of.host for of in more)) for more in each]
+
+
+def placed(machines: Sequence[Machine], counts: Sequence[int]) -> tuple[tuple[Machine, ...], ...]:
+    """A stage's nodes in a row, so that most stages are at one site each, and neighbours near: the
+    driver's plan doesn't look at sites."""
+    left = iter(machines)
+    return tuple(tuple(next(left) for _ in range(count)) for count in counts)
+
+
+# --- candidates
+
+
+def candidates(question: Question) -> Iterator[Candidate | str]:
+    """All that is tried, as plans, or, of what doesn't fit, the reason. What is tried follows from
+    the model, the batch and the nodes alone."""
+    layers = model_config(question.run.model, question.vocabulary).layers
+    for stages in range(1, min(layers, len(question.machines) - 1) + 1):
+        if layers % stages == 0:
+            for counts in spreads(len(question.machines), stages + 1):
+                yield from _Shape(question, stages, counts, layers).plans()
+
+
+def spreads(nodes: int, stages: int) -> list[tuple[int, ...]]:
+    """Nodes of each stage: as many at each, up to all that there are; and all of them, what is left
+    over at stage 0 (the head) and then at the others in turn."""
+    most, rest = divmod(nodes, stages)
+    equal = [r for r in range(1, most + 1) if r <= 4 or r % 4 == 0 or r == most]
+    found = [(replicas,) * stages for replicas in equal]
+    if most and rest:
+        found.append(tuple(most + (stage < rest) for stage in range(stages)))
+    return found
+
+
+class _Shape:
+    """A number of stages and their replicas, for which settings are looked for."""
+
+    def __init__(self, question: Question, stages: int, counts: Sequence[int], layers: int) -> None:
+        run = override(question.run, model__stages=stages, model__layers=layers)
+        self.question, self.counts = question, counts
+        self.config = model_config(run.model, question.vocabulary)
+        steps = question.tokens / (run.training.batch * self.config.context)
+        self.run = override(run, swarm__replicas=min(counts), steps=max(1, math.ceil(steps)))
+        self.nodes = placed(question.machines, counts)
+        sites = [[machine.site for machine in of] for of in self.nodes]
+        self.reach = Reach.of(question.network, sites)
+        self.steps: dict[object, tuple[float, float]] = {}  # with all nodes, and usually
+        self.tasks: dict[object, Seconds] = {}
+
+    def plans(self) -> Iterator[Candidate | str]:
+        batch = self.run.training.batch
+        for policy in self.question.policies:
+            if self.config.stages < LEAST_STAGES.get(policy, 1):
+                continue
+            problems, fits = [], False
+            for size in MICROBATCHES:
+                if batch % size == 0 and batch // size >= max(self.counts):
+                    for window in self._windows():
+                        run, problem = self._fitting(policy, size, window)
+                        if problem:
+                            problems.append(problem)
+                            continue
+                        fits = True
+                        yield from self._settings(run)
+                        if not run.training.recompute:
+                            break  # narrower ones are no quicker
+            if problems and not fits:
+                yield f"{len(self.counts)} x {min(self.counts)} nodes, {policy}: {problems[0]}"
+
+    def _windows(self) -> Iterator[int]:
+        """Microbatches out at a time, the most first: what a source finds out, which may be as many
+        as `MOST` says, and then less memory."""
+        yield 0
+        for times in range(MOST - 1, 0, -1):
+            yield times * (self.config.stages + 1)
+
+    def _fitting(self, policy: Policy, size: int, window: int) -> tuple[RunFile, str]:
+        """Without recomputation if it fits, since that is quicker, else with; or why not so."""
+        problem = ""
+        for recompute in (False, True):
+            run = _changed(self.run, policy, size, window, recompute)
+            problem = self._lacking(run)
+            if not problem:
+                break
+        return run, problem
+
+    def _lacking(self, run: RunFile) -> str:
+        """Which stage doesn't fit on one of its nodes; empty: all do."""
+        for stage, machines in enumerate(self.nodes):
+            need = whole(needed(run, self.config, stage, self.counts))
+            more = {"": Bytes()} | at_a_loss(run, self.config, stage)
+            for machine, (when, extra) in product(machines, more.items()):
+                if problem := machine.lacks(need + extra):
+                    during = f" (while there is {when})" if when else ""
+                    return f"stage {stage} {problem}{during} at {machine.name}"
+        return ""
+
+    def _settings(self, run: RunFile) -> Iterator[Candidate]:
+        """The run with each of the policy's own settings that are worth a try."""
+        recovery, training = run.recovery, run.training
+        if recovery.policy == "snapshot":  # half of what there is, at most
+            mbps = min(recovery.snapshot.mbps, *(of.mbps / 2 for of in self.reach.farthest))
+            snapshot = recovery.snapshot.model_copy(update={"mbps": mbps})
+            run = _with_recovery(run, snapshot=snapshot)
+        swarm, losing = self._swarm(run), self.question.losing
+        away = [missing(swarm, self.reach, losing, stage) for stage in range(len(self.counts))]
+        apart = self.question.network.uplinks or recovery.policy in ("redundant", "checkfree+")
+        kind = recovery.policy if apart else "others"
+        key = kind, training.microbatch, training.in_flight, training.recompute
+        if key not in self.steps:
+            step = step_seconds(swarm, self.reach)
+            self.steps[key] = step, usual_seconds(swarm, self.reach, away, step)
+        for every in INTERVALS if recovery.policy == "checkpoint" else (recovery.checkpoint.every,):
+            checkpoint = recovery.checkpoint.model_copy(update={"every": every})
+            of = replace(swarm, run=_with_recovery(run, checkpoint=checkpoint))
+            comes_to = estimated(of, self.reach, losing, away, *self.steps[key])
+            yield Candidate(of.run, of, self.nodes, comes_to)
+
+    def _swarm(self, run: RunFile) -> Swarm:
+        groups: Counter[tuple[int, str, Seconds]] = Counter()
+        for stage, machines in enumerate(self.nodes):
+            for machine in machines:
+                groups[stage, machine.site, self._tasks(run, stage, machine)] += 1
+        return Swarm(
+            run,
+            self.config,
+            tuple(Group(stage, count, site, s) for (stage, site, s), count in groups.items()),
+            self.question.network,
+            Transport(frame=FRAME),
+            storage_mbps=self.question.storage_mbps,
+        )
+
+    def _tasks(self, run: RunFile, stage: int, machine: Machine) -> Seconds:
+        """Body stages are alike."""
+        training, kind = run.training, min(stage, 1)
+        key = kind, training.microbatch, training.recompute, machine.flops, machine.bandwidth
+        if key not in self.tasks:
+            self.tasks[key] = seconds_at(run, self.config, kind, machine.flops, machine.bandwidth)
+        return self.tasks[key]
+
+
+def _changed(run: RunFile, policy: Policy, size: int, window: int, recompute: bool) -> RunFile:
+    """Changes a run as `override` does, but quicker: these values are known to be good."""
+    training = {"microbatch": size, "in_flight": window, "recompute": recompute}
+    run = run.model_copy(update={"training": run.training.model_copy(update=training)})
+    return _with_recovery(run, policy=policy)
+
+
+def _with_recovery(run: RunFile, **changes: object) -> RunFile:
+    return run.model_copy(update={"recovery": run.recovery.model_copy(update=changes)})
+
+
+# --- the choice
+
+
+@dataclass(frozen=True)
+class Answer:
+    best: Candidate
+    others: tuple[tuple[Candidate, str], ...]  # that lose, and why
+    refused: tuple[str, ...]  # what doesn't fit
+
+
+def answer(question: Question) -> Answer:
+    """The fastest plan within the budget; with a deadline the cheapest that meets it. Beside it the
+    best of each other policy, and of other numbers of stages and replicas. Raises PlanError."""
+    found = [*candidates(question)]
+    plans = [plan for plan in found if isinstance(plan, Candidate)]
+    refused = tuple(dict.fromkeys(one for one in found if isinstance(one, str)))
+    if not plans:
+        raise PlanError(_nothing_fits(question, refused))
+    best = _best(question, plans)
+    if best is None:
+        nearest = min(plans, key=lambda plan: _worth(question, plan))
+        raise PlanError(
+            f"no plan does it: the nearest, {described(nearest)}, {_why_not(question, nearest)}"
+        )
+    others = [plan for plan in _shown(question, plans, best) if plan is not best]
+    told = tuple((plan, _why_not(question, plan) or _why(plan, best)) for plan in others)
+    return Answer(best, told, refused)
+
+
+def with_codecs(question: Question, free: Collection[str]) -> tuple[Question, Candidate | None]:
+    """The question with codecs as in `NARROW` for those of [wire] that are `free`, where they save
+    `WORTH` of the time (or, with a deadline, of the money), and no more of them than that takes.
+    If there are any, the best plan with the run's own beside it, if one does it."""
+    codecs = _narrowed(question.run, free)
+    tried: list[tuple[Question, Candidate]] = []
+    own: Candidate | None = None
+    for kept in ((*NARROW,), BOUNDARIES, AVERAGING, ()):
+        few = {what: codec for what, codec in codecs.items() if what not in kept}
+        if few or kept == (*NARROW,):
+            wire = question.run.wire.model_copy(update=few)
+            asked = replace(question, run=question.run.model_copy(update={"wire": wire}))
+            plans = (one for one in candidates(asked) if isinstance(one, Candidate))
+            if (best := _best(asked, plans)) is not None:
+                tried.append((asked, best))
+                own = own if few else best
+    if not tried:
+        return question, None
+    least = min(_worth(question, best)[0] for _, best in tried)
+    asked, best = next(one for one in tried if (1 - WORTH) * _worth(question, one[1])[0] <= least)
+    return (question, None) if best is own else (asked, own)
+
+
+def _narrowed(run: RunFile, free: Collection[str]) -> dict[str, str]:
+    """Of these codecs, those of `NARROW` that leave less than the run's."""
+    return {
+        what: codec
+        for what, codec in NARROW.items()
+        if what in free and BYTES.index(codec) > BYTES.index(getattr(run.wire, what))
+    }
+
+
+def narrower(question: Question, best: Candidate) -> Candidate | None:
+    """The best plan of that policy with codecs as in `NARROW`, where the run's own leave more;
+    None: it is hardly quicker."""
+    wire = question.run.wire.model_copy(update=_narrowed(question.run, NARROW))
+    run = question.run.model_copy(update={"wire": wire})
+    found = candidates(replace(question, run=run, policies=(best.policy,)))
+    plan = _best(question, (one for one in found if isinstance(one, Candidate)))
+    return plan if plan and plan.seconds < (1 - WORTH) * best.seconds else None
+
+
+def _best(question: Question, plans: Iterable[Candidate]) -> Candidate | None:
+    """Of those that do it; None: none does."""
+    able = (plan for plan in plans if not _why_not(question, plan))
+    return min(able, key=lambda plan: _worth(question, plan), default=None)
+
+
+def _worth(question: Question, plan: Candidate) -> tuple[float, float]:
+    """The least is best."""
+    if question.deadline < math.inf:
+        return plan.money, plan.seconds
+    return plan.seconds, plan.money
+
+
+def _why_not(question: Question, plan: Candidate) -> str:
+    hours = plan.seconds / HOUR
+    if hours == math.inf:
+        return "never gets there: losses come faster than it gets on"
+    if hours > question.deadline:
+        return f"takes {hours:,.1f} h of {question.deadline:,.1f} h"
+    if plan.money > question.budget:
+        return f"costs {plan.money:,.2f} of {question.budget:,.2f}"
+    homeless = plan.policy == "checkpoint" and not plan.run.recovery.checkpoint.dir
+    if homeless and question.policies != ("checkpoint",):
+        return "takes a folder that all nodes share: name it in recovery.checkpoint.dir"
+    return ""
+
+
+def _shown(question: Question, plans: Sequence[Candidate], best: Candidate) -> list[Candidate]:
+    """The best of each policy, and, of the best's policy, of each number of stages and of nodes."""
+    kinds: dict[tuple[object, ...], Candidate] = {}
+    for plan in sorted(plans, key=lambda plan: _worth(question, plan)):
+        kinds.setdefault(("policy", plan.policy), plan)
+        if plan.policy == best.policy:
+            kinds.setdefault(("stages", len(plan.counts)), plan)
+            if len(plan.counts) == len(best.counts):
+                kinds.setdefault(("nodes", plan.counts), plan)
+    shown = {id(plan): plan for plan in kinds.values()}
+    return sorted(shown.values(), key=lambda plan: _worth(question, plan))
+
+
+def _why(plan: Candidate, best: Candidate) -> str:
+    """What most of the difference is."""
+    if plan.seconds < best.seconds:
+        return f"dearer: {plan.money:,.2f} instead of {best.money:,.2f}"
+    ours, its = best.estimate, plan.estimate
+    spent = {name: of - ours.spent[name] for name, of in its.spent.items()}
+    name = max(spent, key=lambda of: spent[of])
+    more = plan.seconds / best.seconds - 1
+    if more < ALIKE:
+        return f"as good as that: {more:+.2%} of the time"
+    if name == "training":
+        return f"a step takes {its.step:.3g} s instead of {ours.step:.3g} s"
+    reasons = {
+        "replicas missing": "steps are slower while replicas are missing",
+        "learning again": "what was lost is to be learned again",
+        "rolled back": "steps are rolled back and made again",
+        "replicas lost": "losses of replicas hold it up",
+        "stages lost": "losses of stages hold it up",
+    }
+    return f"{reasons[name]}: {spent[name] / best.seconds:+.1%} of the time"
+
+
+def _nothing_fits(question: Question, refused: Iterable[str]) -> str:
+    reasons = list(refused)
+    layers = model_config(question.run.model, question.vocabulary).layers
+    if reasons:
+        return (
+            f"nothing fits on {len(question.machines)} nodes. {reasons[-1]}. Take nodes with more "
+            "memory, more of them (more stages are smaller ones), or shorter samples"
+        )
+    return (
+        f"{len(question.machines)} nodes, {layers} layers and a batch of "
+        f"{question.run.training.batch} samples allow no plan: there must be two nodes or more, "
+        f"and a microbatch for each node of a stage (policies: {', '.join(question.policies)})"
+    )
+
+
+def described(plan: Candidate) -> str:
+    text = f"{plan.shape}, {plan.policy}"
+    if plan.policy == "checkpoint":
+        text += f" every {plan.run.recovery.checkpoint.every}"
+    return text
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB"

@@ -1,0 +1,49 @@
+"""`scar run` and `scar report`. Modules are imported inside, so that --help is quick."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+RESULTS: Final = "convex.jsonl"
+TABLES: Final = "convex.md"
+
+app = typer.Typer(no_args_is_help=True, help="SCAR's experiments on convex problems.")
+Out = Annotated[Path, typer.Option(help="The folder of the results.")]
+
+
+@app.command()
+def run(
+    out: Out,
+    trials: Annotated[
+        int, typer.Option(help="Of logistic regression; a quadratic has ten times as many.", min=2)
+    ] = 100,
+) -> None:
+    """Run everything (three minutes on one core), store it, and report."""
+    from planaria_lab.scar.results import records
+
+    out.mkdir(parents=True, exist_ok=True)
+    unfinished = out / f"{RESULTS}.unfinished"
+    with unfinished.open("w") as file:
+        for record in records(trials):
+            file.write(json.dumps(record) + "\n")
+            typer.echo(" ".join(str(record[key]) for key in record["of"]))
+    unfinished.replace(out / RESULTS)
+    report(out)
+
+
+@app.command()
+def report(out: Out) -> None:
+    """Make the tables and plots of stored results."""
+    from planaria_lab.scar.results import plot, tables
+
+    stored = out / RESULTS
+    if not stored.exists():
+        raise typer.BadParameter(f"{stored} doesn't exist; `scar run` makes it")
+    results = [json.loads(line) for line in stored.read_text().splitlines()]
+    (out / TABLES).write_text(tables(results))
+    plot(results, out)
+    typer.echo(f"{TABLES} and four plots are in {out}")

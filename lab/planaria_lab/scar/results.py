@@ -1,0 +1,340 @@
+"""SCAR's experiments on convex problems: as records, and the records as tables and plots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from planaria_lab.scar import convex, partial
+from planaria_lab.scar.convex import (
+    Floats,
+    Trials,
+    iteration_cost_bound,
+    iterations_bound,
+    time_discounted,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Record = dict[str, Any]  # a line of the results; `of` lists the keys that say what of
+
+PROBLEMS: Final = 20  # quadratics; the first is plotted
+PERIODS: Final = (8, 16, 32)
+MARGINS: Final = (0, 4)  # black columns to each side of the digits
+COLOURS: Final = {"priority": "#1b7837", "round": "#2166ac", "random": "#b35806", "full": "#444444"}
+
+# Records
+
+
+def records(trials: int) -> Iterator[Record]:
+    """One at a time, as they are done."""
+    of: Record
+    for problem in range(PROBLEMS):
+        for kind in ("one", "any"):
+            made = convex.quadratic_trials(kind, problem, 10 * trials)
+            of = {"figure": "quadratic", "kind": kind, "problem": problem}
+            yield _record(of, bounded(made) | (points(made) if problem == 0 else {}))
+    for kind, criterion, made in convex.regression_trials(trials):
+        of = {"figure": "regression", "kind": kind, "criterion": criterion}
+        yield _record(of, bounded(made) | points(made))
+    for margin in MARGINS:
+        runs = partial.runs(convex.digits(margin), trials)
+        half_way = runs.path[partial.ITERATIONS // 2 - 8 : partial.ITERATIONS // 2 + 1]
+        eighth = partial.concentration(half_way, 1 / 8)
+        yield _record({"figure": "concentration", "margin": margin}, {"eighth": _short(eighth)})
+        for period in PERIODS:
+            for case in partial.cases(period):
+                of = {"figure": "recovery", "margin": margin, "restored": case.restored}
+                of |= case.saving._asdict()
+                costs = partial.costs(runs, case)
+                yield _record(of, {name: _short(value) for name, value in costs._asdict().items()})
+
+
+def _record(of: Record, content: Record) -> Record:
+    return {"of": list(of)} | of | content
+
+
+def _short(values: Iterable[float]) -> list[float]:
+    """Six digits, so that a file doesn't change with the last bits of a sum."""
+    return [float(f"{value:.6g}") for value in values]
+
+
+def bounded(made: Trials) -> Record:
+    """How the costs compare with the bound, for each way to have c; of perturbed trials only."""
+    costs = made.iterations - made.unperturbed
+    result: Record = {"unperturbed": made.unperturbed}
+    for name, c in made.rates._asdict().items():
+        discounted = time_discounted(made.norms, c)
+        some = discounted > 0
+        bound = iteration_cost_bound(discounted[some], made.distance, c)
+        needed = iterations_bound(discounted[some], made.distance, c, made.tolerance)
+        # Iterations are whole: what is less than one above a bound is not above it.
+        comparison = {
+            "c": c,
+            "above": np.mean(costs[some] >= bound + 1),
+            "worst": np.max(costs[some] - bound),
+            "share": np.median(costs[some] / bound),
+            "needed_above": np.mean(made.iterations[some] >= needed + 1),
+        }
+        result[name] = dict(zip(comparison, _short(comparison.values()), strict=True))
+    return result
+
+
+def points(made: Trials) -> Record:
+    return {
+        "distance": made.distance,
+        "norms": _short(time_discounted(made.norms, 1)),
+        "discounted": _short(time_discounted(made.norms, made.rates.mean)),
+        "perturbed_at": list(made.norms),
+        "costs": (made.iterations - made.unperturbed).tolist(),
+    }
+
+
+def pick(results: Iterable[Record], **of: object) -> list[Record]:
+    return [record for record in results if all(record.get(k) == v for k, v in of.items())]
+
+
+def confidence(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half of its 95 % confidence interval (normal)."""
+    half = 1.96 * np.std(values, ddof=1) / np.sqrt(len(values))
+    return float(np.mean(values)), float(half)
+
+
+def saved(costs: Floats, full: Floats) -> tuple[float, float, float]:
+    """1 - mean(costs) / mean(full), and its 95 % interval: bootstrap of the trials, in pairs."""
+    rng = np.random.default_rng(95)
+    drawn = rng.integers(len(costs), size=(2_000, len(costs)))
+    ratios = 1 - costs[drawn].mean(axis=1) / full[drawn].mean(axis=1)
+    low, high = np.quantile(ratios, [0.025, 0.975])
+    return float(1 - costs.mean() / full.mean()), float(low), float(high)
+
+
+# Tables
+
+
+def tables(results: Sequence[Record]) -> str:
+    recoveries = pick(results, figure="recovery")
+    plain = pick(recoveries, margin=0, fraction=1.0)
+    halves = [record for record in recoveries if record["restored"] in (1.0, 1 / 2)]
+    parts = [
+        "# SCAR on convex problems: tables",
+        f"## Figure 3: {PROBLEMS} quadratics, mean (least to most) over them",
+        _quadratic_table(results),
+        "## Figures 5 and 6: logistic regression on digits, by gradient descent",
+        _regression_table(results),
+        "## Figure 7: partial recovery from whole checkpoints",
+        _recovery_table(plain, recoveries),
+        "## Figure 8: what to save next, half of the rows lost",
+        _concentrations(results),
+        _recovery_table(halves, recoveries),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+RATES: Final = {"mean": "mean of the run", "largest": "largest of the run", "exact": "exact"}
+
+
+def _quadratic_table(results: Sequence[Record]) -> str:
+    def spread(values: Floats, form: str) -> str:
+        return f"{values.mean():{form}} ({values.min():{form}} to {values.max():{form}})"
+
+    rows = []
+    for kind, words in {"one": "one, at 500", "any": "p = 0.001 at each"}.items():
+        problems = pick(results, figure="quadratic", kind=kind)
+        for name, of in RATES.items():
+            columns = {
+                key: np.array([record[name][key] for record in problems])
+                for key in ("c", "above", "worst", "share", "needed_above")
+            }
+            rows.append(
+                [
+                    words,
+                    of,
+                    spread(columns["c"], ".4f"),
+                    spread(columns["above"], ".0%"),
+                    spread(columns["worst"], ".0f"),
+                    spread(columns["share"], ".2f"),
+                    spread(columns["needed_above"], ".0%"),
+                ]
+            )
+    return _table(["perturbations", *BOUND_COLUMNS], rows)
+
+
+BOUND_COLUMNS: Final = (
+    "c",
+    "its value",
+    "trials that cost more than the bound",
+    "the worst by (iterations)",
+    "median cost / bound",
+    "trials that need more than log((d + Δ) / ε) / log(1/c)",
+)
+
+
+def _regression_table(results: Sequence[Record]) -> str:
+    rows = []
+    for record in pick(results, figure="regression"):
+        for name, of in RATES.items():
+            one = record[name]
+            rows.append(
+                [
+                    f"{record['kind']}, until the {record['criterion']}",
+                    of,
+                    f"{one['c']:.4f}",
+                    f"{one['above']:.0%}",
+                    f"{one['worst']:.1f}",
+                    f"{one['share']:.2f}",
+                    # The last column is of distances, which is what the theorem is about.
+                    f"{one['needed_above']:.0%}" if record["criterion"] == "distance" else "",
+                ]
+            )
+    return _table(["perturbation", *BOUND_COLUMNS], rows)
+
+
+def _recovery_table(of: Iterable[Record], recoveries: Sequence[Record]) -> str:
+    rows = []
+    for record in of:
+        whole = record["restored"] == 1
+        (full,) = pick(recoveries, margin=record["margin"], period=record["period"], restored=1.0)
+        mean, half = confidence(record["iterations"])
+        share, low, high = saved(np.array(record["iterations"]), np.array(full["iterations"]))
+        squares, of_full = (np.square(one["perturbation"]).mean() for one in (record, full))
+        rows.append(
+            [
+                data_name(record["margin"]),
+                str(record["period"]),
+                "any" if whole else str(Fraction(record["restored"])),
+                "full" if whole else "partial",
+                "" if record["fraction"] == 1 else record["choice"],
+                str(Fraction(record["fraction"])),
+                f"{mean:.2f} ± {half:.2f}",
+                "" if whole else f"{share:.0%} ({low:.0%} to {high:.0%})",
+                f"{squares / of_full:.2f}",
+                f"{np.mean(record['loss']) / np.mean(full['loss']):.2f}",
+            ]
+        )
+    head = ["data", "C", "lost", "recovery", "choice", "r", "iteration cost", "less than full"]
+    return _table([*head, "‖δ‖², of full's", "loss raised by, of full's"], rows)
+
+
+def _concentrations(results: Sequence[Record]) -> str:
+    parts = [
+        f"{np.mean(record['eighth']):.0%} ({data_name(record['margin'])})"
+        for record in pick(results, figure="concentration")
+    ]
+    return (
+        "The eighth of the rows that changed most in the 8 iterations before iteration 30 has "
+        f"this part of the squared change: {', '.join(parts)}."
+    )
+
+
+def data_name(margin: int) -> str:
+    return "digits with a margin" if margin else "digits"
+
+
+# Plots
+
+
+def plot(results: Sequence[Record], out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    def save(name: str) -> None:
+        plt.tight_layout()
+        plt.savefig(out / name, dpi=120)
+        plt.close()
+
+    _, axes = plt.subplots(1, 3, figsize=(14, 4.4))
+    _plot_quadratic(results, axes)
+    save("quadratic.png")
+    _, axes = plt.subplots(2, 3, figsize=(14, 8), sharey="row")
+    for axis, record in zip(axes.T.flatten(), pick(results, figure="regression"), strict=True):
+        _plot_bound(axis, record, "norms", "‖δ‖ at iteration 50")
+        if record["kind"] == "reset":
+            axis.set_xscale("linear")
+        axis.set_title(f"{record['kind']}, until the {record['criterion']} of iteration 100")
+    axes[0, 0].legend(frameon=False)
+    save("regression.png")
+    _, axes = plt.subplots(1, len(PERIODS), figsize=(13, 4.2))
+    for axis, period in zip(axes, PERIODS, strict=True):
+        _plot_partial(axis, pick(results, figure="recovery", margin=0, period=period))
+    axes[0].legend(frameon=False)
+    save("partial.png")
+    _, axes = plt.subplots(len(MARGINS), len(PERIODS), figsize=(13, 7.6))
+    for row, margin in zip(axes, MARGINS, strict=True):
+        for axis, period in zip(row, PERIODS, strict=True):
+            _plot_choice(axis, pick(results, figure="recovery", margin=margin, period=period))
+    axes[0, 0].legend(frameon=False, fontsize=8)
+    save("choice.png")
+
+
+def _plot_quadratic(results: Sequence[Record], axes: Sequence[Axes]) -> None:
+    (one,), (many,) = (
+        pick(results, figure="quadratic", kind=kind, problem=0) for kind in ("one", "any")
+    )
+    _plot_bound(axes[0], one, "norms", "‖δ‖")
+    axes[0].set_title("one perturbation, at iteration 500")
+    _plot_bound(axes[1], one, "discounted", "Δ (time-discounted)")
+    axes[1].set_title("one perturbation, at iteration 500")
+    _plot_bound(axes[2], many, "discounted", "Δ (time-discounted)")
+    axes[2].set_title("perturbations with p = 0.001 at each iteration")
+    axes[0].legend(frameon=False)
+
+
+def _plot_bound(axis: Axes, record: Record, x: str, label: str) -> None:
+    """The costs against ||delta|| (`norms`) or against Delta_T (`discounted`), and the bound."""
+    values, costs = np.array(record[x]), np.array(record["costs"])
+    some = values > 0
+    axis.scatter(values[some], costs[some], s=7, alpha=0.45, color="#2166ac", label="a trial")
+    along = np.geomspace(values[some].min(), values[some].max(), 100)
+    c = record["mean"]["c"]
+    discounted = along if x == "discounted" else along / c ** record["perturbed_at"][0]
+    bound = iteration_cost_bound(discounted, record["distance"], c)
+    axis.plot(along, bound, color="#b2182b", label="bound, c = mean of the run")
+    if x == "norms":
+        c = record["exact"]["c"]
+        bound = iteration_cost_bound(along / c ** record["perturbed_at"][0], record["distance"], c)
+        axis.plot(along, bound, "--", color="#b2182b", label="bound, exact c")
+    axis.axhline(0, color="#bbbbbb", linewidth=0.8, zorder=0)
+    axis.set(xscale="log", xlabel=label, ylabel="iteration cost")
+
+
+def _plot_partial(axis: Axes, of: Sequence[Record]) -> None:
+    (full,) = pick(of, restored=1.0)
+    mean, half = confidence(full["iterations"])
+    axis.axhline(mean, color=COLOURS["full"], linestyle="--", label="full recovery")
+    axis.axhspan(mean - half, mean + half, color=COLOURS["full"], alpha=0.12, linewidth=0)
+    wholes = [record for record in pick(of, fraction=1.0) if record["restored"] < 1]
+    means, halves = zip(*(confidence(record["iterations"]) for record in wholes), strict=True)
+    lost = [str(Fraction(record["restored"])) for record in wholes]
+    axis.bar(lost, means, yerr=halves, capsize=4, width=0.6, color="#92c5de", label="partial")
+    axis.set(xlabel="share of the rows lost", ylabel="iteration cost", ylim=(0, None))
+    axis.set_title(f"a checkpoint every {full['period']} iterations")
+
+
+def _plot_choice(axis: Axes, of: Sequence[Record]) -> None:
+    (full,) = pick(of, restored=1.0)
+    mean, _ = confidence(full["iterations"])
+    axis.axhline(mean, color=COLOURS["full"], linestyle="--", label="full recovery, r = 1")
+    whole = pick(of, fraction=1.0, restored=1 / 2)
+    for shift, choice in zip((-0.04, 0, 0.04), partial.CHOICES, strict=True):
+        some = [*whole, *(r for r in pick(of, choice=choice) if r["fraction"] < 1)]
+        means, halves = zip(*(confidence(record["iterations"]) for record in some), strict=True)
+        places = np.arange(len(some)) + shift
+        axis.errorbar(
+            places, means, halves, capsize=3, marker="o", color=COLOURS[choice], label=choice
+        )
+    axis.set_xticks(range(len(partial.FRACTIONS)), [str(Fraction(f)) for f in partial.FRACTIONS])
+    axis.set(xlabel="r", ylabel="iteration cost", ylim=(0, None))
+    axis.set_title(f"{data_name(full['margin'])}, C = {full['period']}")

@@ -1,0 +1,688 @@
+"""A whole run in simulated time: steps, losses, rebuilds and joins, until its steps are committed.
+
+Between two events that change the swarm all steps are alike, so they are simulated once for each
+set of nodes there is (simulator/step.py) and passed over together. What a loss or a joiner
+takes besides is in closed form (simulator/reaction.py), what is done about a loss is
+recovery/decide.py's word.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final
+
+import simpy
+
+from planaria.recovery.decide import Decision, Held, Left, Rebuild, RollBack, Source, Stop, decide
+from planaria.recovery.relearning import time_for
+from planaria.recovery.snapshot import held_at, sent_as, steps_between
+from planaria_lab.simulator import reaction
+from planaria_lab.simulator.churn import Churn, Lives, LostPlace
+from planaria_lab.simulator.step import MeanStep, simulate_step
+from planaria_lab.simulator.swarm import Group, Swarm, SwarmFiguresError
+
+Events = Generator[simpy.Event, object, None]
+IN_VAIN: Final = 10_000
+"""Losses in a row, with no step committed between, after which a run is given up."""
+NOT_LATE: Final = 1e-9
+"""Share of a step by which rounding may make it seem unfinished."""
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """A stage that had lost all its nodes."""
+
+    stage: int
+    method: str
+    same_weights: bool  # as were lost
+    fallback: bool
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Nodes lost at about the same time, and what came of it. Seconds."""
+
+    time: float  # of the first of them, since the run's begin
+    step: int  # that was under way
+    nodes: int
+    rebuilt: tuple[Rebuilt, ...]  # none: every stage had replicas left
+    detected: float  # until the driver had a view without them
+    waited: float  # and until every stage had a node again
+    recovered: float  # and until the next attempt began: gathered, fetched, relearned
+    stall: float  # from the loss to the next commit
+    masked: bool  # the attempt went on without them
+    rolled_back: int  # committed steps that had to be made again
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """What a run came to. The seconds of `kept`, `again`, `aborted` and `stalled` add up to
+    `seconds`."""
+
+    steps: int  # committed at the end
+    iterations: int  # steps trained to their end, those that were rolled back too
+    seconds: float
+    kept: float  # in steps that count
+    again: float  # in steps that were rolled back
+    aborted: float  # in attempts that failed
+    stalled: float  # without training: noticing, waiting, rebuilding, letting joiners in
+    attempts_aborted: int
+    losses: tuple[Loss, ...]
+    joined: int  # newcomers that copied their stage's state while others trained
+    node_seconds: float  # that nodes were there, in all
+    first_step: MeanStep | None  # with all nodes of the swarm; None: a trace had others
+    stopped: str  # why the run ended before its steps were committed; empty: it did not
+    shapes: int  # of the swarm, each simulated once
+
+    @property
+    def seconds_per_step(self) -> float:
+        return self.seconds / self.steps if self.steps else math.inf
+
+
+def simulate_run(
+    swarm: Swarm,
+    churn: Churn = Churn(),  # noqa: B008 (a value)
+    seed: int = 0,
+    limit: float = math.inf,
+    known: dict[tuple[int, ...], MeanStep] | None = None,
+) -> RunOutcome:
+    """Simulates a run until its steps are committed, or for `limit` seconds.
+
+    `known`: steps simulated before, by the nodes of each group; new ones are added. The same
+    arguments give the same outcome. Raises SwarmFiguresError.
+    """
+    if churn.stages is not None and (bad := set(churn.stages) - {*range(swarm.config.stages + 1)}):
+        raise SwarmFiguresError(
+            f"stage {min(bad)} can't be lost: there are 0 to {swarm.config.stages}"
+        )
+    return _Run(swarm, churn, seed, {} if known is None else known).outcome(limit)
+
+
+@dataclass
+class _Node:
+    group: int
+    trains: bool  # has its stage's state
+    since: int  # committed step when it began to train
+    leaving: bool = False  # it has been given notice
+
+
+@dataclass
+class _Struck:
+    """What has happened to nodes that trained, and isn't dealt with yet."""
+
+    time: float
+    noticed: float
+    nodes: list[LostPlace] = field(default_factory=list)
+
+
+class _Run:
+    def __init__(
+        self,
+        swarm: Swarm,
+        churn: Churn,
+        seed: int,
+        known: dict[tuple[int, ...], MeanStep],
+    ) -> None:
+        self.swarm, self.churn, self.known = swarm, churn, known
+        self.policy, self.masking = swarm.run.recovery.policy, swarm.run.recovery.masking
+        self.environment = simpy.Environment()
+        self.changed = self.environment.event()  # something that the training has to look at
+        self.lives = Lives(churn, seed)
+        self.stages = range(swarm.config.stages + 1)
+        self.nodes: dict[LostPlace, _Node] = {}
+        self.training = [0] * len(swarm.groups)  # nodes that train, by group
+        self.before: Counter[LostPlace] = Counter()  # nodes that were in the place
+        self.driver: LostPlace | None = None
+        self.struck: _Struck | None = None
+        self.entering: list[LostPlace] = []  # joiners that have caught up
+        self.listed = dict(churn.at)
+        self.begun = False  # every stage has had a node
+        self.left = 1.0  # of the step under way, to be computed
+        self.invested = 0.0  # seconds that its attempt has trained
+        self.ahead = 0.0  # what stand-ins get done of it (`MeanStep.ahead`)
+        self.vain = 0  # losses since the last commit
+        self.trains_since = 0.0  # without a loss of all that a stage has
+        self.iterations = self.aborts = self.joined = 0
+        self.spent: list[float] = []  # seconds of each committed step
+        self.again = self.aborted = 0.0
+        self.losses: list[Loss] = []
+        self.node_seconds = self.counted = 0.0
+        self.shapes: set[tuple[int, ...]] = set()
+        self.stopped = ""
+
+    @property
+    def now(self) -> float:
+        return float(self.environment.now)
+
+    @property
+    def committed(self) -> int:
+        return len(self.spent)
+
+    def outcome(self, limit: float) -> RunOutcome:
+        if self.churn.trace:
+            self._follow_trace()
+        else:
+            self._start_all()
+        training = self.environment.process(self.train())
+        self._later(limit, partial(self._stop, f"{limit:,.0f} s are over"))
+        try:
+            self.environment.run(training)
+        except RuntimeError:  # simpy has run out of events
+            if training.triggered:
+                raise
+            vacant = ", ".join(map(str, self._vacant()))
+            self.stopped = f"stage {vacant} has no node, and none comes"
+        self._count_nodes()
+        kept = sum(self.spent)
+        first = self.known.get(self.swarm.counts)
+        return RunOutcome(
+            steps=self.committed,
+            iterations=self.iterations,
+            seconds=self.now,
+            kept=kept,
+            again=self.again,
+            aborted=self.aborted + self.invested,
+            stalled=self.now - kept - self.again - self.aborted - self.invested,
+            attempts_aborted=self.aborts,
+            losses=tuple(self.losses),
+            joined=self.joined,
+            node_seconds=self.node_seconds,
+            first_step=first,
+            stopped=self.stopped,
+            shapes=len(self.shapes),
+        )
+
+    # --- machines come and go
+
+    def _later(self, seconds: float, then: Callable[[], None]) -> None:
+        if seconds < math.inf:
+            timeout = self.environment.timeout(max(0.0, seconds))
+            timeout.callbacks.append(lambda _: then())
+
+    def _tell(self) -> None:
+        self.changed.succeed()
+        self.changed = self.environment.event()
+
+    def _stop(self, why: str) -> None:
+        self.stopped = self.stopped or why
+        self._tell()
+
+    def _count_nodes(self) -> None:
+        self.node_seconds += len(self.nodes) * (self.now - self.counted)
+        self.counted = self.now
+
+    def _start_all(self) -> None:
+        numbers: Counter[int] = Counter()
+        for index, group in enumerate(self.swarm.groups):
+            for _ in range(group.count):
+                self._put(LostPlace(group.stage, numbers[group.stage]), index, trains=True)
+                numbers[group.stage] += 1
+        self.swarm.nodes()  # every stage has one
+        self.begun = True
+        if self.churn.of == "stage":
+            for stage in self.stages:
+                self._live_as_a_stage(stage)
+
+    def _put(self, place: LostPlace, group: int, trains: bool) -> None:
+        self._count_nodes()
+        self.nodes[place] = node = _Node(group, trains, self.committed)
+        self.training[group] += trains
+        before, self.before[place] = self.before[place], self.before[place] + 1
+        if self.churn.of == "node" and self.churn.may_lose(place.stage):
+            life, notice = self.lives.life(place, before), self.churn.notice
+            if notice:
+                self._later(life - notice, partial(self._warn, place, node))
+            self._later(life, partial(self._lose, [(place, node)]))
+
+    def _live_as_a_stage(self, stage: int) -> None:
+        if self.churn.may_lose(stage):
+            whole = LostPlace(stage, None)
+            life = self.lives.life(whole, self.before[whole])
+            self.before[whole] += 1
+            self._later(life, partial(self._lose_stage, stage))
+
+    def _lose_stage(self, stage: int) -> None:
+        self._lose_place(LostPlace(stage, None))
+        self._later(
+            self.churn.replacement + self.churn.start, partial(self._live_as_a_stage, stage)
+        )
+
+    def _lose_place(self, place: LostPlace) -> None:
+        stage, number = place
+        self._lose(
+            [
+                (at, node)
+                for at, node in self.nodes.items()
+                if at.stage == stage and number in (None, at.number)
+            ]
+        )
+
+    def _warn(self, place: LostPlace, node: _Node) -> None:
+        """It leaves at once if it isn't missed, else as late as it can."""
+        if self.nodes.get(place) is not node:
+            return
+        if self._trained(place.stage) > node.trains:
+            self._lose([(place, node)])
+            return
+        node.leaving = True
+        self._replace(LostPlace(place.stage, self._free_number(place.stage)), node.group)
+
+    def _lose(self, lost: Sequence[tuple[LostPlace, _Node]]) -> None:
+        self._count_nodes()
+        self.vain += 1
+        if self.vain > IN_VAIN:
+            self._stop(f"{IN_VAIN:,} losses in a row, and no step committed between them")
+            return
+        struck = []
+        for place, node in lost:
+            if self.nodes.get(place) is not node:
+                continue  # it has gone before
+            del self.nodes[place]
+            if place in self.entering:
+                self.entering.remove(place)
+            if node.trains:
+                self.training[node.group] -= 1
+                struck.append(place)
+            if not (node.leaving or self.churn.trace):
+                self._replace(place, node.group)
+        if struck:
+            noticed = max(reaction.noticed(self.swarm, self.churn, stage) for stage, _ in struck)
+            self.struck = self.struck or _Struck(self.now, 0.0)
+            self.struck.noticed = max(self.struck.noticed, self.now + noticed)
+            self.struck.nodes += struck
+            self._tell()
+
+    def _replace(self, place: LostPlace, group: int) -> None:
+        wait = self.churn.replacement + self.churn.start
+        self._later(wait, partial(self._join, place, group))
+
+    def _join(self, place: LostPlace, group: int) -> None:
+        """A newcomer's node is there; the driver hears of it a little later."""
+        if place in self.nodes:  # a place that a trace or a notice has filled
+            place = LostPlace(place.stage, self._free_number(place.stage))
+        self._put(place, group, trains=False)
+        node, stage = self.nodes[place], place.stage
+        if self.begun and self._trained(stage):
+            ready = reaction.following(self.swarm, stage)
+        else:
+            ready = reaction.joining(self.swarm, stage)
+        self._later(ready, partial(self._is_ready, place, node))
+
+    def _is_ready(self, place: LostPlace, node: _Node) -> None:
+        if self.nodes.get(place) is node and not node.trains:
+            self.entering.append(place)
+            self._tell()
+
+    def _follow_trace(self) -> None:
+        there: dict[str, LostPlace] = {}
+        counts: Counter[int] = Counter()
+        numbers: Counter[int] = Counter()  # that nodes of a stage have had
+        groups = {group.stage: i for i, group in reversed([*enumerate(self.swarm.groups)])}
+
+        def add(name: str) -> None:
+            stage = min(self.stages, key=lambda of: (counts[of], of))
+            there[name] = place = LostPlace(stage, numbers[stage])
+            counts[stage] += 1
+            numbers[stage] += 1
+
+            def start() -> None:
+                if there.get(name) == place:
+                    self._join(place, groups[stage])
+
+            self._later(self.churn.start, start)
+
+        def remove(name: str) -> None:
+            if (place := there.pop(name, None)) is not None:
+                counts[place.stage] -= 1
+                self._lose_place(place)
+
+        for row in self.churn.trace:
+            self._later(row.time, partial(add if row.added else remove, row.node))
+
+    def _free_number(self, stage: int) -> int:
+        """One that no node has had."""
+        return 1 + max(
+            (place.number or 0 for place in self.before if place.stage == stage), default=-1
+        )
+
+    # --- who is there
+
+    def _trained(self, stage: int) -> int:
+        counts = zip(self.swarm.groups, self.training, strict=True)
+        return sum(count for group, count in counts if group.stage == stage)
+
+    def _vacant(self) -> list[int]:
+        """Stages without any node that could train, or be rebuilt."""
+        ready = {place.stage for place in self.entering}
+        return [stage for stage in self.stages if not self._trained(stage) and stage not in ready]
+
+    def _present(self) -> Swarm:
+        return self.swarm.with_counts(self.training)
+
+    def _step(self) -> MeanStep:
+        counts = tuple(self.training)
+        self.shapes.add(counts)
+        if counts not in self.known:
+            self.known[counts] = simulate_step(self._present())
+        return self.known[counts]
+
+    def _duration(self) -> float:
+        """A step's; a checkpoint for which all wait counts in equal shares to the steps before."""
+        recovery = self.swarm.run.recovery
+        seconds = self._step().seconds
+        if self.policy == "checkpoint" and self.swarm.blocking:
+            seconds += reaction.writing(self.swarm) / recovery.checkpoint.every
+        return seconds
+
+    # --- training
+
+    def train(self) -> Events:
+        while self._vacant() and not self.stopped:
+            yield self.changed  # a trace has yet to add nodes
+        self.begun, self.trains_since = True, self.now
+        self._admit()
+        while self.committed < self.swarm.run.steps and not self.stopped:
+            if self.struck is not None and self._can_mask(self.struck):
+                yield from self.go_on()
+            elif self.struck is not None:
+                yield from self.get_over()
+            elif self.entering:
+                yield from self.let_in()
+            else:
+                yield from self.work()
+
+    def work(self) -> Events:
+        """Trains as many steps as there are until something happens."""
+        duration, began = self._duration(), self.now
+        self.ahead = self._step().ahead
+        ahead = self._ahead(duration) if self.left == 1.0 else 1
+        end = began + duration * (ahead - 1 + self.left)
+        while self.struck is None and self.now < end and not self.stopped:
+            yield self.environment.any_of([self.environment.timeout(end - self.now), self.changed])
+            if self.entering and self.struck is None:  # they enter when the step is over
+                over = math.ceil((self.now - began) / duration - self.left - NOT_LATE)
+                end = min(end, began + (max(0, over) + self.left) * duration)
+        progress = (self.now - began) / duration + 1 - self.left
+        done = max(0, math.floor(progress + NOT_LATE))
+        if done:
+            began += (done - 1 + self.left) * duration
+            self.commit(self.left * duration)
+            self.spent += [duration] * (done - 1)
+            self.iterations += done - 1
+        if progress - done > NOT_LATE:
+            self.invested += self.now - began
+            self.left = 1 - (progress - done)
+
+    def commit(self, seconds: float) -> None:
+        """The step under way, whose attempt has trained for these at last."""
+        self.spent.append(self.invested + seconds)
+        self.iterations += 1
+        self.vain = 0
+        self.left, self.invested = 1.0, 0.0
+
+    def _ahead(self, duration: float) -> int:
+        """Steps until the next listed loss. One that is due in the coming step is arranged for."""
+        coming = self.iterations + 1
+        for place in self.listed.pop(coming, ()):
+            self._later(self.churn.phase * duration, partial(self._lose_place, place))
+        left = self.swarm.run.steps - self.committed
+        return min([left, *(at - coming for at in self.listed if at > coming)])
+
+    def _admit(self) -> None:
+        """Those who are ready have their stage's state now."""
+        for place in self.entering:
+            node = self.nodes[place]
+            node.trains, node.since = True, self.committed
+            self.training[node.group] += 1
+        self.entering = []
+        if self.driver not in self.nodes:  # the oldest follows (bootstrap/membership.py)
+            ends = [p for p, node in self.nodes.items() if p.stage == 0 and node.trains]
+            self.driver = min(ends, key=lambda place: (self.nodes[place].since, place))
+
+    def let_in(self) -> Events:
+        """Joiners that have caught up, at a step boundary."""
+        joiners, present = len(self.entering), self._present()
+        settling = max(reaction.settling(present, stage, "replica") for stage, _ in self.entering)
+        seconds = reaction.entering(present) + settling + self.churn.warm_up
+        yield from self.pause(seconds)
+        if self.struck is None:
+            self.joined += joiners
+            self._admit()
+
+    def pause(self, seconds: float) -> Events:
+        """Waits `seconds`, or less when nodes are lost meanwhile."""
+        end = self.now + seconds
+        while self.struck is None and self.now < end and not self.stopped:
+            yield self.environment.any_of([self.environment.timeout(end - self.now), self.changed])
+
+    # --- losses
+
+    def _can_mask(self, struck: _Struck) -> bool:
+        """Whether the attempt can go on: all stages live, and the driver."""
+        return self.masking != "abort" and not self._lost() and self.driver not in struck.nodes
+
+    def go_on(self) -> Events:
+        """By a new plan, by which others redo what the lost nodes had; the commit waits for the
+        view without them, and then the driver gathers."""
+        first = self.struck
+        assert first is not None
+        nodes: list[LostPlace] = []
+        viewed = 0.0
+        while self.struck is not None:
+            struck, self.struck = self.struck, None
+            nodes, viewed = nodes + struck.nodes, max(viewed, struck.noticed)
+            if not self._can_mask(struck):
+                self.struck = _Struck(first.time, viewed, nodes)
+                return
+            began, duration = self.now, self._duration()
+            self.left = self._left_without(struck.nodes)
+            yield from self.pause(self.left * duration)
+            self.invested += self.now - began
+            self.left -= (self.now - began) / duration
+            yield from self.pause(viewed - self.now)
+            if self.stopped:
+                return
+        self.commit(0.0)
+        noticed, stall = first.noticed - first.time, self.now - first.time
+        step = self.committed
+        yield from self.pause(reaction.gathering(self._present()))
+        loss = Loss(
+            time=first.time,
+            step=step,
+            nodes=len(nodes),
+            rebuilt=(),
+            detected=noticed,
+            waited=0.0,
+            recovered=0.0,
+            stall=stall,
+            masked=True,
+            rolled_back=0,
+        )
+        self.losses.append(loss)
+
+    def _left_without(self, lost: Sequence[LostPlace]) -> float:
+        """What is left of the step under way, in steps of those who are left. They take the lost
+        nodes' part of what is to come, and redo what these had done, at their own stages only:
+        which matters where a stage has more to compute, or is sent more, than the step leaves it
+        time for."""
+        step, present = self._step(), self._present()
+        window = self.swarm.run.training.microbatches
+        longest = self.left * step.seconds
+        for stage, gone in Counter(stage for stage, _ in lost).items():
+            here = self._trained(stage)
+            redone = (1 - self.left) * window * gone / (gone + here)
+            groups = [group for group in present.groups if group.stage == stage]
+            told = reaction.told(present, self.churn, stage)
+            if self.masking == "spare":  # one does it all, but what it has done ahead
+                share = window / (gone + here)
+                microbatches = share * (2 * self.left + (1 - self.left) * (1 - self.ahead))
+                slowest = max(group.seconds.microbatch for group in groups if group.count)
+                longest = max(longest, told + microbatches * slowest + step.reduce)
+                continue
+            speed = sum(group.count / group.seconds.microbatch for group in groups)
+            computing = (redone + self.left * window) / speed
+            sending = reaction.sending_again(present, stage, redone / here)
+            longest = max(longest, told + max(computing, sending) + step.reduce)
+        return longest / step.seconds
+
+    def get_over(self) -> Events:
+        """Waits until every stage has trained nodes again, and the next attempt can begin."""
+        first = self.struck
+        assert first is not None
+        nodes: list[LostPlace] = []
+        waited, back, spent, syncing = 0.0, 0, 0.0, math.inf
+        rebuilt: list[Rebuilt] = []
+        trained = max(first.noticed, self.now) - self.trains_since
+        while self.struck is not None or self._lost():
+            if self.struck is not None:
+                struck, self.struck = self.struck, None
+                nodes += struck.nodes
+                yield self.environment.timeout(max(0.0, struck.noticed - self.now))
+                spent, syncing = spent + max(0.0, self.now - syncing), math.inf
+            began = self.now
+            while self._vacant() and self.struck is None and not self.stopped:
+                yield self.changed
+            waited += self.now - began
+            if self.stopped:
+                return
+            if self.struck is not None:
+                continue
+            decisions = self._decide(self._lost())
+            if self.stopped:
+                return
+            relearning = time_for(self.swarm.run.recovery.relearn.seconds, trained, spent)
+            if decisions:
+                syncing = self.now + reaction.gathering(self._present())
+            yield from self.pause(self._rebuilding(decisions, relearning))
+            if self.stopped:
+                return
+            if self.struck is None and not self._vacant():
+                back += self._go_back(decisions)
+                rebuilt += [_rebuilt(stage, how) for stage, how in decisions.items()]
+                self._admit()
+        self._abort()
+        if rebuilt:
+            self.trains_since = self.now
+        noticed = first.noticed - first.time
+        loss = Loss(
+            time=first.time,
+            step=self.committed + back + 1,
+            nodes=len(nodes),
+            rebuilt=tuple(rebuilt),
+            detected=noticed,
+            waited=waited,
+            recovered=self.now - first.time - noticed - waited,
+            stall=self.now - first.time + self._duration(),
+            masked=False,
+            rolled_back=back,
+        )
+        self.losses.append(loss)
+
+    def _lost(self) -> list[int]:
+        return [stage for stage in self.stages if not self._trained(stage)]
+
+    def _abort(self) -> None:
+        """The attempt under way; all of the step is left."""
+        self.aborts += 1
+        self.aborted += self.invested
+        self.left, self.invested = 1.0, 0.0
+
+    def _decide(self, lost: Sequence[int]) -> dict[int, Decision]:
+        """Decides for each lost stage. Before the first commit newcomers make the initial weights
+        themselves."""
+        if not (lost and self.committed):
+            return {}
+        survivors: dict[int, list[str]] = {}
+        for (stage, number), node in self.nodes.items():
+            if node.trains:
+                survivors.setdefault(stage, []).append(f"{stage}.{number}")
+        left = Left(self.swarm.config.stages, self.committed, survivors, held=[*self._held()])
+        recovery = self.swarm.run.recovery
+        decisions = {stage: decide(stage, left, recovery.policy, recovery.strict) for stage in lost}
+        stops = [how.reason for how in decisions.values() if isinstance(how, Stop)]
+        self.stopped = stops[0] if stops else ""
+        return decisions
+
+    def _held(self) -> Iterator[Held]:
+        """What those who are left keep of others, by the run's policy. A node that began to train
+        in this very step has nothing yet."""
+        stages, recovery = self.swarm.config.stages, self.swarm.run.recovery
+        if self.policy == "checkpoint":
+            write = reaction.writing(self.swarm) / self._last_duration()
+            every = recovery.checkpoint.every
+            step = max(0, math.floor(self.committed - write)) // every * every
+            for stage in self.stages if step else ():
+                yield Held("checkpoint", Source("the shared folder", stage, step))
+            return
+        first: dict[int, LostPlace] = {}
+        for place in sorted(at for at, node in self.nodes.items() if node.trains):
+            if self.policy == "redundant" or self.nodes[place].since < self.committed:
+                first.setdefault(place.stage, place)
+        snapshot = recovery.snapshot
+        due = steps_between(snapshot.fraction, snapshot.period)
+        for place in first.values():
+            name = f"{place.stage}.{place.number}"
+            if self.policy == "redundant":
+                of = (place.stage + 1) % (stages + 1)
+                yield Held("redundant", Source(name, of, self.committed))
+            for kind, of in held_at(place.stage, stages):
+                if kind == sent_as(self.policy, of, snapshot.first):
+                    late = due if kind == "snapshot" else 0
+                    yield Held(kind, Source(name, of, max(0, self.committed - late)))
+
+    def _last_duration(self) -> float:
+        return self.spent[-1] if self.spent else math.inf
+
+    def _rebuilding(self, decisions: Mapping[int, Decision], relearning: float) -> float:
+        """Seconds, of which `relearning` at most for that: the driver gathers, one node of each
+        lost stage gets a state and then its replicas theirs from it, and the driver gathers again.
+        The first step is longer by what a newcomer needs to settle."""
+        present = self._present()
+        gather = reaction.gathering(present)
+        if not decisions:
+            return gather + (self.churn.warm_up if self.entering else 0.0)
+        if any(isinstance(how, RollBack) for how in decisions.values()):
+            loading = [reaction.fetching(present, of, "checkpoint", ()) for of in self.stages]
+            settling = [reaction.settling(present, of, "checkpoint") for of in decisions]
+            return 2 * gather + max(loading) + max(settling) + self.churn.warm_up
+        longest = 0.0
+        for stage, how in decisions.items():
+            assert isinstance(how, Rebuild)
+            seconds = reaction.fetching(present, stage, how.method, self._sources(how))
+            seconds += reaction.relearning(present, stage, how.method, relearning)
+            newcomers = [place for place in self.entering if place.stage == stage]
+            if len(newcomers) > 1:
+                one = replace(self.swarm.groups[self.nodes[newcomers[0]].group], count=1)
+                seconds += gather + reaction.fetching(present, stage, "replica", [one])
+            if self.policy == "redundant":  # it needs its twin, too
+                of = (stage + 1) % len(self.stages)
+                held = [group for group in self.swarm.groups if group.stage == of]
+                seconds += gather + reaction.fetching(present, stage, "replica", held, twin=True)
+            longest = max(longest, seconds + reaction.settling(present, stage, how.method))
+        return 2 * gather + longest + self.churn.warm_up
+
+    def _sources(self, how: Rebuild) -> list[Group]:
+        places = (LostPlace(*map(int, source.node.split("."))) for source in how.sources)
+        counts = Counter(self.nodes[place].group for place in places)
+        return [replace(self.swarm.groups[group], count=n) for group, n in counts.items()]
+
+    def _go_back(self, decisions: Mapping[int, Decision]) -> int:
+        """Committed steps that are given up."""
+        to = min(
+            (how.step for how in decisions.values() if isinstance(how, RollBack)),
+            default=self.committed,
+        )
+        given_up = self.spent[to:]
+        self.again += sum(given_up)
+        del self.spent[to:]
+        return len(given_up)
+
+
+def _rebuilt(stage: int, how: Decision) -> Rebuilt:
+    if isinstance(how, Rebuild):
+        return Rebuilt(stage, how.method, how.same_weights, how.fallback)
+    return Rebuilt(stage, "checkpoint", same_weights=True, fallback=False)

@@ -1,0 +1,270 @@
+"""The command `planaria lab simulate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from planaria.node.commands.terminal import console, refusing
+
+if TYPE_CHECKING:
+    from planaria_lab.simulator.churn import LostPlace
+    from planaria_lab.simulator.run import RunOutcome
+    from planaria_lab.simulator.step import MeanStep
+    from planaria_lab.simulator.swarm import Swarm
+
+app = typer.Typer(
+    no_args_is_help=True, help="A swarm in simulated time: seconds a step, and what losses cost."
+)
+ENOUGH = 20  # iterations for each step
+
+RunPath = Annotated[Path, typer.Argument(metavar="RUN.toml", help="What is trained.")]
+Seed = Annotated[int, typer.Option(help="Of all that is random.")]
+Table = Annotated[
+    Path | None,
+    typer.Option(metavar="CSV", help="Links between sites. Default: twelve cloud sites."),
+]
+
+
+@app.command("run")
+def simulate(
+    run_file: RunPath,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="A stage. Default: the run file's replicas.")
+    ] = None,
+    flops: Annotated[float, typer.Option(help="FLOP/s that a node sustains in the model.")] = 1e13,
+    memory: Annotated[float, typer.Option(help="Bytes/s that a node moves in memory.")] = 5e11,
+    vocabulary: Annotated[int, typer.Option(help="If the run file names none.")] = 50_257,
+    delay: Annotated[float, typer.Option(help="Of all links, ms one way.")] = 40.0,
+    mbps: Annotated[float, typer.Option(help="Of all links, Mbit/s each way.")] = 100.0,
+    site: Annotated[
+        list[str] | None,
+        typer.Option(help="Repeatable: stages are at these sites in turn; links by --table."),
+    ] = None,
+    table: Table = None,
+    uplink: Annotated[
+        float | None, typer.Option(help="Mbit/s that a site's nodes together send to others.")
+    ] = None,
+    storage: Annotated[float, typer.Option(help="Mbit/s to the folder of checkpoints.")] = 1000.0,
+    blocking: Annotated[bool, typer.Option(help="All wait while a checkpoint is written.")] = False,
+    hourly: Annotated[
+        float, typer.Option(help="Probability that a node is lost within an hour.")
+    ] = 0.0,
+    shape: Annotated[float, typer.Option(help="Of the Weibull distribution of lives.")] = 1.0,
+    whole: Annotated[bool, typer.Option(help="Lose whole stages at that rate, not nodes.")] = False,
+    per_step: Annotated[
+        float, typer.Option(help="Probability that a body stage is lost, each step.")
+    ] = 0.0,
+    kill: Annotated[
+        list[str] | None,
+        typer.Option(metavar="STAGE[.NODE]@STEP", help="Lose this besides; repeatable."),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="CSV", help="Milliseconds, add or remove, node.")
+    ] = None,
+    replacement: Annotated[
+        float, typer.Option(help="Seconds until a machine is there in place of a lost one.")
+    ] = 30.0,
+    notice: Annotated[float, typer.Option(help="Seconds that a node is given.")] = 0.0,
+    silent: Annotated[
+        bool, typer.Option(help="Lost nodes fall silent; else their connections are reset.")
+    ] = False,
+    limit: Annotated[float, typer.Option(help="Hours to simulate at most.")] = 24 * 365.0,
+    seed: Seed = 0,
+) -> None:
+    """What a step of this run takes on these nodes and links, and what becomes of the run."""
+    from dataclasses import replace
+
+    from planaria.node.local.losses import read_trace
+    from planaria.node.run_file import RunFileError, load
+    from planaria.node.stage.shape import model_config
+    from planaria_lab.emulation.links import WAN_LINKS, LinkError, read_links
+    from planaria_lab.simulator.churn import HOUR, Churn
+    from planaria_lab.simulator.run import simulate_run
+    from planaria_lab.simulator.step import simulate_step
+    from planaria_lab.simulator.swarm import SwarmFiguresError, one_site, seconds_at, sites, uniform
+
+    with refusing(RunFileError, LinkError, SwarmFiguresError, ValueError):
+        run = load(run_file)
+        config = model_config(run.model, run.model.vocabulary or vocabulary)
+        if site:
+            uplinks = {} if uplink is None else dict.fromkeys(site, uplink)
+            network = sites(read_links(table or WAN_LINKS), uplinks, site)
+        else:
+            network = one_site(delay, mbps)
+        seconds = {
+            stage: seconds_at(run, config, stage, flops, memory)
+            for stage in range(config.stages + 1)
+        }
+        swarm = uniform(run, config, network, seconds, nodes, site)
+        swarm = replace(swarm, storage_mbps=storage, blocking=blocking)
+        churn = Churn(
+            hourly=hourly,
+            shape=shape,
+            of="stage" if whole else "node",
+            at=_listed(kill or [], swarm, per_step, seed),
+            trace=read_trace(trace) if trace else (),
+            silent=silent,
+            notice=notice,
+            replacement=replacement,
+        )
+        _print_step(swarm, simulate_step(swarm))
+        _print_run(simulate_run(swarm, churn, seed, limit * HOUR))
+
+
+def _listed(
+    texts: list[str], swarm: Swarm, rate: float, seed: int
+) -> dict[int, tuple[LostPlace, ...]]:
+    """Losses by iteration; those at a rate for many more of them than steps. Raises
+    SwarmFiguresError."""
+    from planaria_lab.convergence.schedule import Losses
+    from planaria_lab.simulator.churn import LostPlace, per_step
+    from planaria_lab.simulator.swarm import SwarmFiguresError
+
+    losses = Losses(rate=rate, apart=False)
+    found = per_step(losses, seed, ENOUGH * swarm.run.steps, swarm.config.stages)
+    for text in texts:
+        place, _, step = text.partition("@")
+        stage, dot, number = place.partition(".")
+        figures = [stage, step, *([number] if dot else [])]
+        if not all(figure.isascii() and figure.isdigit() for figure in figures) or step == "0":
+            raise SwarmFiguresError(
+                f"--kill {text}: write STAGE@STEP or STAGE.NODE@STEP, as in 2@15"
+            )
+        if int(stage) > swarm.config.stages or int(number or 0) >= swarm.replicas(int(stage)):
+            raise SwarmFiguresError(f"--kill {text}: the swarm has no such node")
+        one = LostPlace(int(stage), int(number) if dot else None)
+        found[int(step)] = (*found.get(int(step), ()), one)
+    return found
+
+
+def _print_step(swarm: Swarm, step: MeanStep) -> None:
+    from rich.filesize import decimal
+    from rich.table import Table as Sheet
+
+    sheet = Sheet(title="A step", show_header=False)
+    aggregated = "one lane stands for all" if step.pooled else "each node simulated"
+    busiest = step.bottleneck
+    sheet.add_row("nodes", f"{sum(swarm.counts):,} ({aggregated})")
+    sheet.add_row("seconds", f"{step.seconds:.3f}")
+    sheet.add_row("until all microbatches are home", f"{step.pipeline:.3f}")
+    sheet.add_row("and until all are ready", f"{step.reduce:.3f}")
+    rest = "; mostly it waits for delays" if busiest.waits else ""
+    sheet.add_row("busiest", f"{busiest.what} {busiest.where}, {busiest.share:.0%} of it{rest}")
+    sheet.add_row("on all links", decimal(round(step.bytes)))
+    tokens = swarm.run.training.batch * swarm.config.context
+    sheet.add_row("tokens a second", f"{tokens / step.seconds:,.0f}")
+    console.print(sheet)
+
+
+def _print_run(outcome: RunOutcome) -> None:
+    from collections import Counter
+    from statistics import median
+
+    from rich.table import Table as Sheet
+
+    sheet = Sheet(title="The run", show_header=False)
+    whole = outcome.seconds or 1.0
+    sheet.add_row("steps committed", f"{outcome.steps:,}")
+    sheet.add_row("seconds", f"{outcome.seconds:,.1f} ({outcome.seconds_per_step:.3f} a step)")
+    parts = {
+        "in steps that count": outcome.kept,
+        "in steps rolled back": outcome.again,
+        "in attempts aborted": outcome.aborted,
+        "without training": outcome.stalled,
+    }
+    for name, seconds in parts.items():
+        sheet.add_row(name, f"{seconds:,.1f} ({seconds / whole:.1%})")
+    sheet.add_row("losses", f"{len(outcome.losses):,}, of {_nodes(outcome)} nodes")
+    masked = sum(loss.masked for loss in outcome.losses)
+    sheet.add_row("attempts that went on without them", f"{masked:,}")
+    methods = Counter(rebuilt.method for loss in outcome.losses for rebuilt in loss.rebuilt)
+    rebuilt = ", ".join(f"{count} by {method}" for method, count in methods.most_common())
+    sheet.add_row("stages rebuilt", rebuilt or "none")
+    if outcome.losses:
+        stall = median(loss.stall for loss in outcome.losses)
+        sheet.add_row("median stall, seconds", f"{stall:.1f}")
+    sheet.add_row("joined while others trained", f"{outcome.joined:,}")
+    sheet.add_row("node hours", f"{outcome.node_seconds / 3600:,.1f}")
+    if outcome.stopped:
+        sheet.add_row("stopped", outcome.stopped)
+    console.print(sheet)
+
+
+def _nodes(outcome: RunOutcome) -> int:
+    return sum(loss.nodes for loss in outcome.losses)
+
+
+@app.command()
+def table2(
+    out: Annotated[Path, typer.Option(help="Folder of the table.")],
+    draws: Annotated[int, typer.Option(min=1, help="Choices of five sites.")] = 40,
+    study: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUNS.jsonl",
+            help="Of the lab, that iterations are taken from too.",
+            exists=True,
+        ),
+    ] = None,
+    links: Table = None,
+    seed: Seed = 0,
+) -> None:
+    """CheckFree's Table 2: iteration and train times of four policies at three failure rates."""
+    from rich.progress import track
+
+    from planaria_lab.emulation.links import WAN_LINKS, LinkError, read_links
+    from planaria_lab.simulator.swarm import SwarmFiguresError
+    from planaria_lab.simulator.table2 import draw, findings, lab_factors, table
+
+    with refusing(LinkError, SwarmFiguresError):
+        known = read_links(links or WAN_LINKS)
+        drawn = [draw(known, seed, number) for number in track(range(draws), "choices of sites")]
+    factors = lab_factors(study) if study is not None else None
+    text = f"{table(drawn, factors)}\n{findings(drawn, factors)}"
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "table2.md").write_text(text, encoding="utf-8")
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def check(
+    out: Annotated[Path, typer.Option(help="Folder of the results.")],
+    blocks: Annotated[int, typer.Option(min=1, help="Swarms of each kind.")] = 1,
+    device: Annotated[str, typer.Option(help="Of every node: auto, cpu or cuda:N.")] = "cpu",
+) -> None:
+    """Run live swarms behind emulated links and compare them with their simulation. Takes root. It
+    can be stopped, and goes on from there."""
+    from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+    from planaria.node.data.corpus import CorpusError
+    from planaria.node.local.swarm import SwarmError
+    from planaria.node.run_file import RunFileError
+    from planaria_lab.emulation.emulation import EmulationError
+    from planaria_lab.emulation.links import LinkError
+    from planaria_lab.emulation.live_study import with_data
+    from planaria_lab.emulation.live_swarm import LiveError
+    from planaria_lab.simulator import check as checking
+
+    kinds = (LiveError, EmulationError, LinkError, RunFileError, CorpusError, SwarmError)
+    with refusing(*kinds):
+        path = out / checking.SAMPLES
+        samples = checking.read_samples(path)
+        vocabulary = with_data(checking.PLAIN.run()).model.vocabulary
+        assert vocabulary is not None
+        columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console) as progress:
+            for case in checking.missing(samples, blocks):
+                task = progress.add_task(case.name, total=checking.STEPS)
+
+                def on_step(step: int, task: TaskID = task) -> None:
+                    progress.update(task, completed=step)
+
+                sample = checking.measure_case(case, device, on_step)
+                checking.append(path, sample)
+                samples.append(sample)
+        text = checking.table(*checking.compare(samples, vocabulary))
+    (out / checking.TABLE).write_text(text, encoding="utf-8")
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

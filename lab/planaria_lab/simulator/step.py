@@ -1,0 +1,750 @@
+"""One step in simulated time, microbatch by microbatch, as node/transaction/attempt.py runs it.
+
+The plan is the driver's, node/transaction/routing.py; each node has one compute thread that runs
+backward work before forward work; frames cross links; the replicas of each stage average as in
+node/transaction/averaging.py once all that is theirs has gone back; everyone says Ready, once it
+has been told the step's records, and the driver's commit begins the next step. What policies send
+competes for links and threads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from random import Random
+from typing import Final, Literal
+
+from planaria.bootstrap.neighbours import lengths, partners
+from planaria.node.ports import Priority
+from planaria.node.stage.shape import named_shapes
+from planaria.node.state.copies import FRAME, OUTSTANDING
+from planaria.node.transaction.averaging import PIECE, gradient_bytes, parts
+from planaria.node.transaction.filling import Filling
+from planaria.node.transaction.routing import Route, plan, stand_ins
+from planaria.node.wire.chunks import BACKGROUND
+from planaria.node.wire.frames import KINDS
+from planaria.node.wire.stage_pb2 import Place
+from planaria.recovery.orders import window_orders
+from planaria.recovery.snapshot import route as route_of_copies
+from planaria.recovery.snapshot import sent_as, steps_between
+from planaria_lab.emulation.links import Link
+from planaria_lab.simulator.clock import ON_WIRE, Clock, Cores, Then, Uplink, Wire, Worker
+from planaria_lab.simulator.swarm import (
+    HEAD,
+    VALUE,
+    Group,
+    Seconds,
+    Swarm,
+    SwarmFiguresError,
+    copy_bytes,
+    frame_bytes,
+    parameters,
+    snapshot_bytes,
+)
+
+URGENCY: Final = {kind: number for number, kind in enumerate(KINDS)}
+MOST_PIECES: Final = 8
+"""Of a replica's part of a gradient; those of a part of more than 64 MiB are larger here."""
+TWIN_PIECE: Final = 4 << 20  # bytes
+MOST_SETTLING: Final = 8
+"""Steps after which sources' numbers of microbatches out at a time count as settled."""
+POOLED: Final = 256
+"""Nodes from which on one lane stands for all, where it may."""
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """What was busy for the largest share of a step."""
+
+    what: Literal["compute", "link", "uplink"]
+    where: str  # a node, FROM -> TO, or a site
+    share: float  # of the step's seconds
+
+    @property
+    def waits(self) -> bool:
+        """Nothing is busy for half of the time: delays, or the window, hold the step up."""
+        return self.share < 0.5
+
+
+@dataclass(frozen=True)
+class MeanStep:
+    """What a step comes to, on average over the steps simulated but for the first."""
+
+    seconds: float  # from decision to decision
+    pipeline: float  # of these, until all microbatches were home
+    reduce: float  # and then until everyone was ready
+    busy: Mapping[str, float]  # node -> seconds of its compute thread
+    sent: Mapping[tuple[str, str], float]  # from, to -> bytes of frames
+    bottleneck: Bottleneck
+    ahead: float  # of what stand-ins would do in others' places, the share that they get done
+    pooled: bool  # one lane stands for all
+    events: int  # simulated in all
+
+    @property
+    def bytes(self) -> float:
+        """Bytes sent on all links."""
+        return sum(self.sent.values())
+
+
+def simulate_step(swarm: Swarm, steps: int = 3, pooled: bool | None = None) -> MeanStep:
+    """Simulate `steps` steps in a row, none of which fails: the first finds empty links, the others
+    what the one before has left on them. They begin when sources have found out how many
+    microbatches to have out at a time.
+
+    `pooled`: one lane stands for all sources, and a pool with the sum of their speeds for the
+    replicas of each stage; see `lane`. Left out: from `POOLED` nodes on, where it may be. Raises
+    SwarmFiguresError.
+    """
+    if steps < 2:
+        raise SwarmFiguresError(f"steps = {steps}: the first doesn't count, so take 2 or more")
+    if pooled is None:
+        pooled = sum(swarm.counts) >= POOLED and _why_not_pooled(swarm) is None
+    if pooled and (why := _why_not_pooled(swarm)):
+        raise SwarmFiguresError(f"one lane can't stand for all: {why}")
+    return _Training(lane(swarm) if pooled else _each(swarm), steps).run(pooled)
+
+
+# --- who takes part
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The nodes that are simulated, and for how many each of them stands."""
+
+    swarm: Swarm
+    nodes: Mapping[str, Group]
+    microbatches: int
+    occupied: Mapping[int, float]  # stage -> share of a task for which a node is occupied by it
+    others: int  # nodes besides, with which the driver exchanges messages too
+    away: float  # seconds one way from the driver to the other sources that its node stands for
+    reduces: Mapping[int, float] | None  # stage -> seconds; None: simulated
+    comparing: Mapping[int, float]  # stage -> seconds until all tell of the same commit, likewise
+
+
+def _each(swarm: Swarm) -> Cast:
+    training = swarm.run.training
+    alone = dict.fromkeys(range(swarm.config.stages + 1), 1.0)
+    return Cast(swarm, swarm.nodes(), training.microbatches, alone, 0, 0.0, None, {})
+
+
+def _why_not_pooled(swarm: Swarm) -> str | None:
+    stages = [group.stage for group in swarm.groups if group.count]
+    if len(set(stages)) < len(stages):
+        return "nodes of a stage are not alike"
+    if swarm.cores:
+        return "nodes share the cores of a machine"
+    if swarm.run.recovery.masking == "spare" and max(map(swarm.replicas, stages)) > 1:
+        return "stand-ins do ahead what others are to do"
+    policy = swarm.run.recovery.policy
+    if policy in ("snapshot", "redundant") or (policy != "checkpoint" and swarm.network.uplinks):
+        return f"what {policy} sends besides does not come from all lanes alike"
+    return None
+
+
+def lane(swarm: Swarm) -> Cast:
+    """One source with its share of the window, rounded up, and one node a stage in its route. A
+    stage with R nodes for R_0 sources is occupied by a microbatch for R_0 / R of what it takes.
+
+    Exact where each source has nodes of its own and the window divides; else as if work were spread
+    evenly, without the queues that form when several sources choose the same node at once, and
+    with R_0 / R as a fluid would have it. Averaging takes `averaging_seconds`.
+    """
+    stages = range(swarm.config.stages + 1)
+    one = swarm.with_counts(min(1, count) for count in swarm.counts)
+    nodes = one.nodes()  # raises when a stage has none
+    sources = swarm.replicas(0)
+    uplinks = {site: mbps / sources for site, mbps in swarm.network.uplinks.items()}
+    one = replace(one, network=replace(swarm.network, uplinks=uplinks))
+    return Cast(
+        one,
+        nodes,
+        -(-swarm.run.training.microbatches // sources),
+        {stage: sources / swarm.replicas(stage) for stage in stages},
+        sum(swarm.counts) - len(stages),
+        one.link(0, 0).delay_ms / 1e3 if sources > 1 else 0.0,
+        {stage: averaging_seconds(swarm, stage) for stage in stages},
+        {of: one.link(of, of).delay_ms / 1e3 for of in stages if compares(swarm.replicas(of), of)},
+    )
+
+
+def compares(replicas: int, stage: int) -> bool:
+    """Whether that its replicas compare commits holds a lane up. Of two sources one is the driver,
+    which waits for the other's word as long as that one's last microbatch will be on its way to be
+    known as home."""
+    return replicas > (1 if stage else 2)
+
+
+def averaging_seconds(swarm: Swarm, stage: int, link: Link | None = None) -> float:
+    """Of equal replicas in closed form, with this link between any two of them; left out: the one
+    within the site of the first. If they aren't equal, as if all were like the slowest.
+
+    Each sends (R-1)/R of the gradient twice, over R-1 links at once, and passes over it three
+    times; the shorter of sending and passing over is hidden behind the longer but for a piece. In
+    rows a link carries a part of its row's twice, and what crosses between rows meanwhile is less.
+    """
+    replicas = swarm.replicas(stage)
+    if replicas == 1:
+        return 0.0
+    groups = [group for group in swarm.groups if group.stage == stage and group.count]
+    link = link or swarm.network.between(groups[0].site, groups[0].site)
+    pieces, size = averaging_pieces(swarm, stage, replicas)
+    some = lengths(replicas)
+    row, owners, column = max(some), min(some), len(some)
+    once = pieces * size * ON_WIRE * 8 / (link.mbps * 1e6)
+    sending = 2 * column * once
+    passes = 2 * (owners - 1) + (row - 1) + (3 * column - 3) / column
+    computing = max(group.seconds.add for group in groups) * passes / owners
+    each_way = (owners - 1 + row - 1) * column + 2 * (column - 1)
+    frames = 2 * each_way * pieces * swarm.transport.frame
+    short, _, long = sorted((sending, computing, frames))
+    return (2 if column == 1 else 4) * link.delay_ms / 1e3 + long + short / (column * pieces)
+
+
+def averaging_pieces(swarm: Swarm, stage: int, replicas: int) -> tuple[int, int]:
+    """Of each of the parts that they make: how many, and the bytes of each on a link."""
+    shapes, count = named_shapes(swarm.config, min(stage, 1)).values(), parts(replicas)
+    values = -(-parameters(swarm.config, stage) // count)
+    pieces = min(MOST_PIECES, -(-values // PIECE))
+    sent = gradient_bytes(swarm.run.wire, shapes, replicas)
+    return pieces, HEAD + -(-sent // (count * pieces))
+
+
+# --- a node's part
+
+
+class _Node:
+    def __init__(
+        self, name: str, group: Group, thread: Worker, loop: Worker, filling: Filling
+    ) -> None:
+        self.name, self.stage, self.site = name, group.stage, group.site
+        self.seconds: Seconds = group.seconds
+        self.thread, self.loop = thread, loop
+        self.step = 0  # that it has begun
+        self.heard = 0  # commits of the driver's
+        self.told = 0  # by its partners, of commits that they have heard
+        self.partners: list[_Node] = []  # replicas with which it compares them
+        self.held: list[Then] = []  # frames of the next one
+        self.visits = 0  # in a step
+        self.left = 0  # of these, whose gradient has yet to go back
+        self.waiting: deque[Route] = deque()  # microbatches to be injected here
+        self.out = 0  # injected, and not home
+        self.filling = filling  # how many may be
+        self.twin = 0.0  # seconds of a microbatch's forward pass of the next stage
+        self.twin_apply = 0.0
+        self.unscored = 0  # of this source's microbatches
+        self.lacking = 0  # of the twin's gradient, its own and the records, before it is ready
+
+
+class _Average:
+    """The reduction of one stage: counts what is where. A reduce-scatter, then an all-gather; in
+    rows, and between the owners of a part, as if names had nothing to do with groups."""
+
+    def __init__(self, training: _Training, nodes: list[_Node]) -> None:
+        self.training, self.count = training, parts(len(nodes))
+        self.pieces, self.size = averaging_pieces(training.swarm, nodes[0].stage, len(nodes))
+        some = lengths(len(nodes))
+        drawn = iter(nodes if len(some) == 1 else Random(0).sample(nodes, len(nodes)))
+        self.rows = [list(islice(drawn, length)) for length in some]
+        self.owners = min(some)  # of a row
+        numbers = range(len(some) * self.pieces)  # of pieces of an owner; by row who makes the sum
+        self.contributions = {
+            (owner.name, k): len(row) - 1
+            for row in self.rows
+            for owner in row[: self.owners]
+            for k in numbers
+        }
+        self.row_sums = {(p, k): len(some) for p in range(self.owners) for k in numbers}
+        self.sums = {n.name: self.count * self.pieces for n in nodes}  # that it lacks
+
+    def _row(self, node: _Node) -> list[_Node]:
+        """From the node's successor on, without it."""
+        row = next(row for row in self.rows if node in row)
+        place = row.index(node)
+        return row[place + 1 :] + row[:place]
+
+    def _is_owner(self, node: _Node) -> bool:
+        return any(node in row[: self.owners] for row in self.rows)
+
+    def _pass(self, node: _Node, some: int) -> float:
+        """Seconds to go over a piece of so many parts."""
+        return node.seconds.add * some / (self.count * self.pieces)
+
+    def start(self, node: _Node) -> None:
+        owners = [other for other in self._row(node) if self._is_owner(other)]
+        for number in range(len(self.rows) * self.pieces):
+            then = partial(self._contribute, node, owners, number)
+            node.thread.post(Priority.CONTROL, self._pass(node, len(owners)), then)
+
+    def _send(self, node: _Node, others: Iterable[_Node], work: Callable[[_Node], None]) -> None:
+        """Others go over it when it is there, and then do that."""
+
+        def come(other: _Node) -> None:
+            other.thread.post(Priority.CONTROL, self._pass(other, 1), partial(work, other))
+
+        for other in others:
+            self.training.frame("average", node, other, self.size, partial(come, other))
+
+    def _contribute(self, node: _Node, owners: list[_Node], number: int) -> None:
+        self._send(node, owners, lambda owner: self._added(owner, number))
+
+    def _added(self, owner: _Node, number: int) -> None:
+        self.contributions[owner.name, number] -= 1
+        if self.contributions[owner.name, number]:
+            return
+        place = next(row.index(owner) for row in self.rows if owner in row)
+        maker = self.rows[number // self.pieces][place]
+        if maker is owner:
+            self._row_added(place, number, owner)
+            return
+        then = partial(self._send, owner, [maker], partial(self._row_added, place, number))
+        owner.thread.post(Priority.CONTROL, self._pass(owner, 1), then)
+
+    def _row_added(self, place: int, number: int, maker: _Node) -> None:
+        self.row_sums[place, number] -= 1
+        if not self.row_sums[place, number]:
+            self._send(maker, [row[place] for row in self.rows if maker not in row], self._pass_on)
+            self._pass_on(maker)
+
+    def _pass_on(self, owner: _Node) -> None:
+        self._send(owner, self._row(owner), self._has)
+        self._has(owner)
+
+    def _has(self, node: _Node) -> None:
+        self.sums[node.name] -= 1
+        if not self.sums[node.name]:
+            self.training.averaged(node)
+
+
+class _Updates:
+    """Copies or snapshots of a stage on their way to its holders: one at a time, each in frames of
+    which a holder has two at most to answer, at no more than a rate."""
+
+    def __init__(
+        self,
+        training: _Training,
+        sender: _Node,
+        holders: list[_Node],
+        size: int,
+        period: int,
+        pace: float,
+    ) -> None:
+        self.training, self.sender, self.holders = training, sender, holders
+        self.size, self.period = size, period
+        self.pace = pace  # seconds a byte
+        self.started = {holder.name: -period for holder in holders}  # in which step
+        self.rest = 0
+        self.outstanding = 0
+        self.free = 0.0  # when the rate allows the next frame
+
+    def committed(self) -> None:
+        """The weights of the step that has begun are in place."""
+        if self.rest or self.outstanding:
+            return
+        step = self.sender.step
+        due = [h for h in self.holders if step - self.started[h.name] >= self.period]
+        if due:
+            holder = min(due, key=lambda h: (self.started[h.name], h.name))
+            self.started[holder.name] = step
+            self.rest = self.size
+            self._send(holder)
+
+    def _send(self, holder: _Node) -> None:
+        clock = self.training.clock
+        while self.rest and self.outstanding < OUTSTANDING:
+            if self.free > clock.now:
+                clock.at(self.free, partial(self._send, holder))
+                return
+            size = min(self.rest, FRAME)
+            self.rest -= size
+            self.outstanding += 1
+            self.free = clock.now + size * self.pace
+            self.training.frame("copy", self.sender, holder, size, partial(self._kept, holder))
+
+    def _kept(self, holder: _Node) -> None:
+        self.training.message(holder, self.sender, partial(self._answered, holder))
+
+    def _answered(self, holder: _Node) -> None:
+        self.outstanding -= 1
+        if self.rest:
+            self._send(holder)
+        elif not self.outstanding:
+            self.committed()
+
+
+# --- all of it
+
+
+class _Training:
+    """Some steps in a row. Methods are events, in the order in which a microbatch meets them."""
+
+    def __init__(self, cast: Cast, steps: int) -> None:
+        swarm = cast.swarm
+        self.cast, self.swarm, self.transport, self.steps = cast, swarm, swarm.transport, steps
+        self.clock = Clock()
+        cores = Cores(self.clock, swarm.cores)
+        self.nodes = {
+            name: _Node(
+                name,
+                group,
+                Worker(self.clock, cores, cast.occupied[group.stage]),
+                Worker(self.clock, cores),
+                Filling(swarm.run.training.in_flight, swarm.config.stages),
+            )
+            for name, group in cast.nodes.items()
+        }
+        self.stages = range(swarm.config.stages + 1)
+        self.by_stage: dict[int, list[_Node]] = {stage: [] for stage in self.stages}
+        for node in self.nodes.values():
+            self.by_stage[node.stage].append(node)
+        self.driver = self.by_stage[0][0]
+        for node in self.nodes.values():
+            there = [other.name for other in self.by_stage[node.stage]]
+            node.partners = [self.nodes[name] for name in partners(node.name, there)]
+        replicas = [[node.name for node in self.by_stage[stage]] for stage in self.stages]
+        speeds = {name: node.seconds.microbatch for name, node in self.nodes.items()}
+        orders = window_orders(1, cast.microbatches, swarm.config.stages, swarm.swapped)
+        self.plan = plan(orders, replicas, speeds)
+        for route in self.plan:
+            for name in {*route.nodes}:
+                self.nodes[name].visits += 1
+        self.sizes = {
+            kind: frame_bytes(swarm.run, swarm.config, kind) for kind in ("activation", "gradient")
+        }
+        self.uplinks = {site: Uplink(mbps) for site, mbps in swarm.uplinks.items()}
+        self.wires: dict[tuple[str, str], Wire] = {}
+        self.stand_ins: dict[str, str] = {}
+        if swarm.run.recovery.masking == "spare":
+            members = [Place(node=name, stage=node.stage) for name, node in self.nodes.items()]
+            self.stand_ins = stand_ins(members)
+        self.sent_ahead = self.done_ahead = 0  # frames to stand-ins, and what they have done
+        self.twins = swarm.run.recovery.policy == "redundant"
+        for node in self.nodes.values() if self.twins else ():
+            held = self.by_stage[(node.stage + 1) % len(self.stages)][0].seconds
+            node.twin = held.head / 3 if held.head else held.forward
+            node.twin_apply = held.apply
+        self.updates = dict(self._updates())
+        self.averages: dict[int, _Average] = {}
+        self.scored = self.homes = self.ready = 0  # sources, microbatches, nodes
+        self.settling = 0  # steps since which sources' numbers might have settled
+        self.decided: list[float] = []
+        self.all_home: list[float] = []
+
+    def _updates(self) -> Iterator[tuple[str, _Updates]]:
+        run, config = self.swarm.run, self.swarm.config
+        policy = run.recovery.policy
+        members = [(node.name, node.stage) for node in self.nodes.values()]
+        snapshot = run.recovery.snapshot
+        for stage in self.stages:
+            kind = sent_as(policy, stage, snapshot.first)
+            way = None if kind is None else route_of_copies(kind, stage, members, config.stages)
+            if way is None or not way.holders:
+                continue
+            size, period, pace = copy_bytes(config), 1, 0.0
+            if kind == "snapshot":
+                size = round(snapshot.fraction * snapshot_bytes(run, config, stage))
+                period = steps_between(snapshot.fraction, snapshot.period)
+                pace = 8 / (snapshot.mbps * 1e6)
+            holders = [self.nodes[name] for name in way.holders]
+            sender = self.nodes[way.sender]
+            yield way.sender, _Updates(self, sender, holders, size, period, pace)
+
+    def run(self, pooled: bool) -> MeanStep:
+        self.begin()
+        self.clock.run(lambda: len(self.decided) > self.steps)
+        if len(self.decided) <= self.steps:
+            raise AssertionError(f"nothing is due after {len(self.decided) - 1} steps")
+        return self._measured(pooled)
+
+    def _measured(self, pooled: bool) -> MeanStep:
+        count, whole = self.steps - 1, self.decided[-1] - self.decided[0]
+        seconds = (self.decided[-1] - self.decided[1]) / count
+        pipeline = sum(
+            home - begun for home, begun in zip(self.all_home[1:], self.decided[1:], strict=False)
+        )
+        busy = {name: node.thread.busy_seconds / self.steps for name, node in self.nodes.items()}
+        candidates = [Bottleneck("compute", n, of * self.steps / whole) for n, of in busy.items()]
+        candidates += [
+            Bottleneck("link", f"{a} -> {b}", wire.busy_seconds / whole)
+            for (a, b), wire in self.wires.items()
+        ]
+        candidates += [
+            Bottleneck("uplink", site, uplink.busy_seconds / whole)
+            for site, uplink in self.uplinks.items()
+        ]
+        return MeanStep(
+            seconds=seconds,
+            pipeline=pipeline / count,
+            reduce=seconds - pipeline / count,
+            busy=busy,
+            sent={pair: wire.sent / self.steps for pair, wire in self.wires.items()},
+            bottleneck=max(candidates, key=lambda one: one.share),
+            ahead=self.done_ahead / self.sent_ahead if self.sent_ahead else 0.0,
+            pooled=pooled,
+            events=self.clock.events,
+        )
+
+    # --- what travels
+
+    def frame(self, kind: str, a: _Node, b: _Node, size: int, then: Then) -> None:
+        wire = self.wires.get((a.name, b.name))
+        if wire is None:
+            link = self.swarm.network.between(a.site, b.site)
+            uplink = self.uplinks.get(a.site) if a.site != b.site else None
+            wire = Wire(self.clock, link.delay_ms / 1e3, link.mbps, uplink)
+            self.wires[a.name, b.name] = wire
+        background = kind == BACKGROUND
+        if not self.transport.frame:
+            wire.send(URGENCY[kind], size, then, background)
+            return
+        taken = partial(b.loop.post, 0, self.transport.frame, then)
+        sent = partial(wire.send, URGENCY[kind], size, taken, background)
+        a.loop.post(0, self.transport.frame, sent)
+
+    def message(self, a: _Node, b: _Node, then: Then) -> None:
+        """Sends a message on a stream of its own, which no frame delays."""
+        if a is b:
+            self.clock.after(self.cast.away, then) if self.cast.away else then()
+            return
+        delay = self.swarm.network.between(a.site, b.site).delay_ms / 1e3
+        taken = partial(b.loop.post, 0, self.transport.message, then)
+        sent = partial(self.clock.after, delay, taken)
+        a.loop.post(0, self.transport.message, sent)
+
+    def speak_to_others(self, then: Then | None = None) -> None:
+        """What a message to or from each node that isn't simulated takes the driver; as if those
+        that are simulated were the last."""
+        if self.cast.others:
+            seconds = self.cast.others * self.transport.message
+            self.driver.loop.post(0, seconds, then or _nothing)
+        elif then is not None:
+            then()
+
+    # --- a step
+
+    def begin(self) -> None:
+        """The driver decides: commit, and begin the next step."""
+        if self._fills_anew():
+            self._count_from_here()
+        self.decided.append(self.clock.now)
+        if len(self.decided) > self.steps:
+            return
+        self.scored = self.homes = self.ready = 0
+        self.averages = {
+            stage: _Average(self, nodes) for stage, nodes in self.by_stage.items() if len(nodes) > 1
+        }
+        self.speak_to_others()
+        for node in self.nodes.values():
+            self.message(self.driver, node, partial(self.hear, node))
+
+    def _fills_anew(self) -> bool:
+        """A source has another number out than in the step before, and there may be such steps."""
+        before = [source.filling.out for source in self.by_stage[0]]
+        for source in self.by_stage[0]:
+            source.filling.begin()
+        self.settling += 1
+        changed = before != [source.filling.out for source in self.by_stage[0]]
+        return changed and self.settling <= MOST_SETTLING
+
+    def _count_from_here(self) -> None:
+        """What was until now doesn't count, but for what it has left on links and in threads."""
+        self.decided, self.all_home = [], []
+        self.sent_ahead = self.done_ahead = 0
+        for worker in (node.thread for node in self.nodes.values()):
+            worker.busy_seconds = 0.0
+        for wire in self.wires.values():
+            wire.busy_seconds, wire.sent = 0.0, 0
+        for uplink in self.uplinks.values():
+            uplink.busy_seconds = 0.0
+
+    def hear(self, node: _Node) -> None:
+        """Of a commit; whoever hears of one tells its partners, and applies it when they have told
+        it (node/transaction/comparing.py)."""
+        node.heard += 1
+        for other in node.partners:
+            self.message(node, other, partial(self.tell, other))
+        if far := self.cast.comparing.get(node.stage):
+            self.clock.after(far, partial(self.begun, node))
+        else:
+            self.if_compared(node)
+
+    def tell(self, node: _Node) -> None:
+        node.told += 1
+        self.if_compared(node)
+
+    def if_compared(self, node: _Node) -> None:
+        if node.step < node.heard and node.told == node.heard * len(node.partners):
+            self.begun(node)
+
+    def begun(self, node: _Node) -> None:
+        """A node applies the commit, and begins."""
+        node.step += 1
+        node.left = node.visits
+        node.lacking = 2 + self._twin_pieces((node.stage + 1) % len(self.stages))
+        apply = node.seconds.apply + (node.twin_apply if self.twins else 0.0)
+        updates = self.updates.get(node.name)
+        node.thread.post(Priority.CONTROL, apply, updates.committed if updates else _nothing)
+        if node.stage == 0:
+            node.waiting.extend(route for route in self.plan if route.nodes[0] == node.name)
+            node.unscored = len(node.waiting)
+            self.inject(node)
+        held, node.held = node.held, []
+        for take in held:
+            take()
+        if not node.visits:
+            self.reduce(node)
+
+    def inject(self, source: _Node) -> None:
+        while source.waiting and source.out < source.filling.out:
+            source.out += 1
+            then = partial(self.embedded, source, source.waiting.popleft())
+            source.thread.post(Priority.FORWARD, source.seconds.forward, then)
+
+    def embedded(self, source: _Node, route: Route) -> None:
+        source.filling.left(id(route), self.clock.now)
+        self.forward_done(source, route, 0)
+
+    def forward_done(self, node: _Node, route: Route, position: int) -> None:
+        self.pass_on("activation", node, route, position + 1)
+        if self.twins:
+            node.thread.post(Priority.BACKGROUND, node.twin, _nothing)
+
+    def backward_done(self, node: _Node, route: Route, position: int) -> None:
+        if position == 0:
+            self.home(node, route)
+        else:
+            self.pass_on("gradient", node, route, position - 1)
+        node.left -= 1
+        if not node.left:
+            self.reduce(node)
+
+    def head_done(self, source: _Node, route: Route) -> None:
+        """The loss is known; a source tells of its microbatches' when it has all."""
+        self.pass_on("gradient", source, route, len(route.nodes) - 2)
+        source.unscored -= 1
+        if not source.unscored:
+            self.message(source, self.driver, self.heard_of_losses)
+
+    def heard_of_losses(self) -> None:
+        """When all sources have told theirs, who keeps records is told them; in a small swarm that
+        is everybody."""
+        self.scored += 1
+        if self.scored == len({route.nodes[0] for route in self.plan}):
+            for node in self.nodes.values():
+                self.message(self.driver, node, partial(self.told_records, node, self.driver.step))
+
+    def told_records(self, node: _Node, step: int) -> None:
+        if node.step < step:
+            node.held.append(partial(self.told_records, node, step))
+            return
+        self.one_less_lacking(node)
+
+    def pass_on(self, kind: str, node: _Node, route: Route, position: int) -> None:
+        """Sends a microbatch on to the node of that visit, and to its stand-in."""
+        name = route.nodes[position]
+        take = partial(self.take, self.nodes[name], node.step, route, position, kind)
+        self.frame(kind, node, self.nodes[name], self.sizes[kind], take)
+        if name in self.stand_ins:
+            self.sent_ahead += 1
+            other = self.nodes[self.stand_ins[name]]
+            take = partial(self.take_ahead, other, node.step, route, position, kind)
+            self.frame(kind, node, other, self.sizes[kind], take)
+
+    def take_ahead(self, node: _Node, step: int, route: Route, position: int, kind: str) -> None:
+        """A stand-in does it when it has nothing else to do, and until the step is over."""
+        if node.step < step:
+            node.held.append(partial(self.take_ahead, node, step, route, position, kind))
+            return
+        seconds = node.seconds.forward
+        if kind == "gradient":
+            seconds = node.seconds.backward
+        elif position == len(route.nodes) - 1:  # it has to embed first
+            seconds += node.seconds.head
+
+        def done() -> None:
+            self.done_ahead += 1
+
+        node.thread.post(Priority.BACKGROUND, seconds, done, lambda: node.step == step)
+
+    def take(self, node: _Node, step: int, route: Route, position: int, kind: str) -> None:
+        """A frame has come."""
+        if node.step < step:
+            again = partial(self.take, node, step, route, position, kind)
+            node.held.append(again)
+            return
+        seconds = node.seconds
+        if kind == "gradient":
+            done = partial(self.backward_done, node, route, position)
+            node.thread.post(Priority.BACKWARD, seconds.backward, done)
+        elif position == len(route.nodes) - 1:
+            done = partial(self.head_done, node, route)
+            node.thread.post(Priority.BACKWARD, seconds.head, done)
+        else:
+            done = partial(self.forward_done, node, route, position)
+            node.thread.post(Priority.FORWARD, seconds.forward, done)
+
+    def home(self, source: _Node, route: Route) -> None:
+        source.out -= 1
+        source.filling.home(id(route), self.clock.now)
+        self.message(source, self.driver, self.heard_of_home)
+        self.inject(source)
+
+    def heard_of_home(self) -> None:
+        self.homes += 1
+        if self.homes == self.cast.microbatches:
+            self.all_home.append(self.clock.now)
+
+    def reduce(self, node: _Node) -> None:
+        if self.cast.reduces is not None:
+            self.clock.after(self.cast.reduces[node.stage], partial(self.averaged, node))
+        elif node.stage in self.averages:
+            self.averages[node.stage].start(node)
+        else:
+            self.averaged(node)
+
+    def averaged(self, node: _Node) -> None:
+        then = partial(self.exchange if self.twins else self.one_less_lacking, node)
+        node.thread.post(Priority.CONTROL, node.seconds.norm, then)
+
+    def exchange(self, node: _Node) -> None:
+        """With redundant computation: the reduced gradient to those who hold this stage's twin
+        (node/state/twin.py, `servers`)."""
+        own = self.by_stage[node.stage]
+        holders = self.by_stage[(node.stage - 1) % len(self.stages)]
+        size = VALUE * parameters(self.swarm.config, node.stage)
+        pieces = self._twin_pieces(node.stage)
+        for holder in holders[own.index(node) :: len(own)]:
+            for _ in range(pieces):
+                come = partial(self.one_less_lacking, holder)
+                self.frame("twin", node, holder, HEAD + size // pieces, come)
+        self.one_less_lacking(node)
+
+    def _twin_pieces(self, stage: int) -> int:
+        if not self.twins:
+            return 0
+        return min(MOST_PIECES, -(-VALUE * parameters(self.swarm.config, stage) // TWIN_PIECE))
+
+    def one_less_lacking(self, node: _Node) -> None:
+        """A piece of its twin's gradient, its own stage's gradient, or the records are at the
+        node."""
+        node.lacking -= 1
+        if node.lacking:
+            return
+        if self.twins:  # redundant passes are done first
+            node.thread.post(Priority.BACKGROUND, 0.0, partial(self.say_ready, node))
+        else:
+            self.say_ready(node)
+
+    def say_ready(self, node: _Node) -> None:
+        self.message(node, self.driver, self.heard_of_ready)
+
+    def heard_of_ready(self) -> None:
+        self.ready += 1
+        if self.ready == len(self.nodes):
+            self.speak_to_others(self.begin)
+
+
+def _nothing() -> None:
+    pass

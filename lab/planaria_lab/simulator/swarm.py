@@ -1,0 +1,308 @@
+"""What is simulated: a run file and the nodes, sites and links that are to train it.
+
+All of it are values; nothing here is computed from time. Seconds, bytes and FLOPs that follow from
+the run file and the shape of the model are functions of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import prod
+
+import torch
+
+from planaria.node.run_file import RunFile
+from planaria.node.stage.crossing import crossing_bytes
+from planaria.node.stage.model import parameter_shapes
+from planaria.node.stage.shape import ModelConfig
+from planaria.node.transaction.filling import most_out
+from planaria.recovery.learner import orthogonalizing_flops
+from planaria.recovery.relearning import at_a_time
+from planaria_lab.emulation.links import Link, Network
+
+VALUE = torch.float32.itemsize
+"""Bytes of a weight, of a gradient's value, and of each of Adam's moments."""
+STATE = 3 * VALUE
+"""Bytes of a parameter with Adam's moments."""
+HEARTBEAT = 700
+"""Bytes a second that a node sends to each other one to be known as there, and to acknowledge what
+that one sends; on a wire."""
+HEAD = 400
+"""Bytes of a frame's head, with its route of some seven visits."""
+
+
+class SwarmFiguresError(ValueError):
+    """These figures describe no swarm; the message names them and the remedy."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """What a node of a stage takes for its tasks, alone on its machine."""
+
+    forward: float  # a microbatch: a body stage's blocks; at stage 0 the embedding
+    backward: float
+    head: float = 0.0  # at stage 0: the loss of a microbatch, forward and backward
+    norm: float = 0.0  # of the reduced gradient, once a step
+    apply: float = 0.0  # optimizer and digest, once a step
+    add: float = 0.0  # to copy a replica's gradient to be sent, or to add it: a pass over it all
+    relearn: float = 0.0  # an update of relearning, with as many samples as it takes at a time
+
+    def __post_init__(self) -> None:
+        if any(value < 0 for value in vars(self).values()):
+            raise SwarmFiguresError(f"{self}: no task takes less than 0 seconds")
+
+    @property
+    def microbatch(self) -> float:
+        """What routing knows a node by."""
+        return self.forward + self.backward + self.head
+
+    def faster(self, factor: float) -> Seconds:
+        return Seconds(**{name: value / factor for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class Group:
+    """Nodes that are alike: of one stage, at one site, equally fast."""
+
+    stage: int
+    count: int
+    site: str
+    seconds: Seconds
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What the software on both ends adds to a link: seconds of a node's event loop, which is apart
+    from its compute thread but has the machine's cores in common with it."""
+
+    frame: float = 0.0  # for each frame that is sent or taken
+    message: float = 0.0  # for each control message that is sent or taken
+
+    def __post_init__(self) -> None:
+        if min(self.frame, self.message) < 0:
+            raise SwarmFiguresError(f"{self}: nothing takes less than 0 seconds")
+
+
+@dataclass(frozen=True)
+class Swarm:
+    """What is simulated: a run, its nodes, the links between them.
+
+    Raises SwarmFiguresError when nobody could train with it, LinkError when sites lack a link.
+    """
+
+    run: RunFile
+    config: ModelConfig
+    groups: tuple[Group, ...]
+    network: Network  # of the sites
+    transport: Transport = field(default_factory=Transport)
+    cores: int = 0  # that all nodes share, on one machine; 0: each has enough of its own
+    storage_mbps: float = float("inf")  # between a node and the folder of checkpoints, Mbit/s
+    blocking: bool = False  # all wait while a checkpoint is written
+    registry: str = ""  # its site; empty: that of the first nodes of stage 0
+
+    def __post_init__(self) -> None:
+        if self.config.stages < 4 and self.swapped:
+            raise SwarmFiguresError(
+                f"checkfree+ needs at least 4 body stages, not {self.config.stages}"
+            )
+        for group in self.groups:
+            if not 0 <= group.stage <= self.config.stages or group.count < 0:
+                raise SwarmFiguresError(f"{group}: no such stage, or no such count")
+        if self.storage_mbps <= 0:
+            raise SwarmFiguresError(f"storage_mbps = {self.storage_mbps:g} must be more than 0")
+        sites = {group.site for group in self.groups} | {self.registry or self.site_of(0)}
+        for a in sites:
+            if a not in self.network.sites:
+                raise SwarmFiguresError(f"the network has no site {a}, where nodes are to be")
+            for b in sites:
+                self.network.between(a, b)
+
+    @property
+    def swapped(self) -> bool:
+        return self.run.recovery.policy == "checkfree+"
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches that a source has out at a time, at most."""
+        return most_out(self.run.training.in_flight, self.config.stages)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of nodes in each group."""
+        return tuple(group.count for group in self.groups)
+
+    @property
+    def uplinks(self) -> dict[str, float]:
+        """Site -> Mbit/s that heartbeats leave of its uplink; a tenth of it at least."""
+        nodes = sum(self.counts)
+        left = {}
+        for site, mbps in self.network.uplinks.items():
+            here = sum(group.count for group in self.groups if group.site == site)
+            left[site] = max(mbps / 10, mbps - 8e-6 * HEARTBEAT * here * (nodes - here))
+        return left
+
+    def with_counts(self, counts: Iterable[int]) -> Swarm:
+        groups = zip(self.groups, counts, strict=True)
+        return replace(self, groups=tuple(replace(group, count=n) for group, n in groups))
+
+    def replicas(self, stage: int) -> int:
+        return sum(group.count for group in self.groups if group.stage == stage)
+
+    def nodes(self) -> dict[str, Group]:
+        """Name -> its group. Names are STAGE.NUMBER, as the slots of `planaria up`; of group after
+        group. Raises SwarmFiguresError when a stage has no node."""
+        numbers = dict.fromkeys(range(self.config.stages + 1), 0)
+        found: dict[str, Group] = {}
+        for group in self.groups:
+            for _ in range(group.count):
+                found[f"{group.stage}.{numbers[group.stage]}"] = group
+                numbers[group.stage] += 1
+        if vacant := [stage for stage, count in numbers.items() if not count]:
+            raise SwarmFiguresError(
+                f"stage {', '.join(map(str, vacant))} has no node: give each one"
+            )
+        return found
+
+    def site_of(self, stage: int) -> str:
+        """The site of the stage's first nodes. Raises SwarmFiguresError."""
+        for group in self.groups:
+            if group.stage == stage:
+                return group.site
+        raise SwarmFiguresError(f"stage {stage} has no nodes: name a group of them")
+
+    def link(self, stage: int, to: int) -> Link:
+        """Between the first nodes of two stages."""
+        return self.network.between(self.site_of(stage), self.site_of(to))
+
+
+def sites(
+    links: Iterable[Link], uplinks: Mapping[str, float] | None = None, more: Iterable[str] = ()
+) -> Network:
+    """The network of the sites that these links join, and of `more` that stand alone. Raises
+    LinkError when two have no link."""
+    links = list(links)
+    names = sorted({*more, *(site for link in links for site in link[:2])})
+    return Network({name: name for name in names}, links, uplinks or {})
+
+
+def one_site(delay_ms: float, mbps: float, name: str = "anywhere") -> Network:
+    """A network with the same link between any two nodes. Raises LinkError."""
+    return sites([Link(name, name, delay_ms, mbps)])
+
+
+def uniform(
+    run: RunFile,
+    config: ModelConfig,
+    network: Network,
+    seconds: Mapping[int, Seconds],
+    replicas: int | None = None,
+    at: Iterable[str] | None = None,
+) -> Swarm:
+    """`replicas` nodes a stage (the run file's when left out). Stage after stage is at the sites
+    `at`, in turn; left out: all at the network's first."""
+    places = list(at or [next(iter(network.sites))])
+    groups = [
+        Group(stage, replicas or run.swarm.replicas, places[stage % len(places)], seconds[stage])
+        for stage in range(config.stages + 1)
+    ]
+    return Swarm(run, config, tuple(groups), network)
+
+
+# --- bytes and FLOPs that follow
+
+
+@cache
+def parameters(config: ModelConfig, stage: int) -> int:
+    """The number of parameters of the whole stage."""
+    return sum(prod(shape) for shape in parameter_shapes(config, min(stage, 1)))
+
+
+def values_sent(run: RunFile, config: ModelConfig) -> int:
+    """Values of the tensor that crosses a stage's boundary for a microbatch."""
+    return run.training.microbatch * config.context * config.crossing
+
+
+def frame_bytes(run: RunFile, config: ModelConfig, kind: str) -> int:
+    """Bytes of an activation or gradient of a microbatch, head included. The residual stream is
+    float32, with autocast too: four bytes a value in codec none."""
+    tokens = run.training.microbatch * config.context
+    activation, gradient = crossing_bytes(config, tokens, run.wire)
+    return HEAD + (activation if kind == "activation" else gradient)
+
+
+def forward_flops(config: ModelConfig, stage: int, tokens: int) -> float:
+    """Of one forward pass: two for each weight of a matrix and token, and attention's two products
+    over the causal half of the context. Stage 0: the head; an embedding is looked up."""
+    if stage == 0:
+        return 2.0 * tokens * config.dim * config.vocabulary
+    norms = 2 * config.dim * config.layers_per_stage
+    matrices = parameters(config, stage) - norms
+    attention = 2 * config.context * config.dim * config.layers_per_stage
+    return float(tokens * (2 * matrices + attention))
+
+
+def seconds_at(
+    run: RunFile, config: ModelConfig, stage: int, flops: float, memory: float
+) -> Seconds:
+    """For a node that sustains `flops` FLOP/s in the model and moves `memory` bytes a second.
+
+    A backward pass costs two forward passes, three with recomputation. The optimizer reads four
+    tensors and writes three, its gradient is cleared, and the digest reads the weights and an
+    eighth of the moments: 37 bytes a parameter. Relearning passes forward and backward, and
+    orthogonalizes. Raises SwarmFiguresError.
+    """
+    if config.own is not None:
+        raise SwarmFiguresError(
+            f"what a stage of {config.own.module} takes isn't known here, only what LLaMA's do: "
+            "choose a preset of about its size"
+        )
+    if run.training.lora is not None:
+        raise SwarmFiguresError(
+            "what training.lora leaves of a step isn't known here: leave it out, to plan for the "
+            "training of all weights, which takes more"
+        )
+    if not (flops > 0 and memory > 0):
+        raise SwarmFiguresError(
+            f"{flops:g} FLOP/s and {memory:g} bytes/s: both must be more than 0"
+        )
+    forward = forward_flops(config, stage, run.training.microbatch * config.context) / flops
+    gradient = VALUE * parameters(config, stage) / memory
+    state = {"norm": gradient, "apply": 9.25 * gradient, "add": 2 * gradient}
+    embedding = 2 * VALUE * values_sent(run, config) / memory
+    if stage == 0:
+        return Seconds(forward=embedding, backward=embedding, head=3 * forward, **state)
+    relearn = 3 * forward * relearned_at_a_time(run, config) / run.training.microbatch
+    relearn += orthogonalizing_flops(parameter_shapes(config, 1)) / flops
+    backward = (3 if run.training.recompute else 2) * forward
+    return Seconds(forward, backward, relearn=relearn, **state)
+
+
+def relearned_at_a_time(run: RunFile, config: ModelConfig) -> int:
+    """Samples in an update of relearning, which are of one microbatch."""
+    return min(at_a_time(run.recovery.relearn.tokens, config.context), run.training.microbatch)
+
+
+def copy_bytes(config: ModelConfig) -> int:
+    """Bytes of stage 0's copy, as it travels to a holder (checkfree, checkfree+)."""
+    return VALUE * parameters(config, 0)
+
+
+def snapshot_bytes(run: RunFile, config: ModelConfig, stage: int) -> int:
+    """Bytes of a whole running snapshot."""
+    whole = (STATE if run.recovery.snapshot.moments else VALUE) * parameters(config, stage)
+    return whole if run.recovery.snapshot.codec == "none" else whole // 4
+
+
+def fetched_bytes(run: RunFile, config: ModelConfig, stage: int, method: str) -> int:
+    """That a newcomer fetches to rebuild `stage` by this method, from each source stage."""
+    match method:
+        case "checkfree" | "checkfree+" | "interpolate":
+            return VALUE * parameters(config, stage)
+        case "stage0-copy":
+            return copy_bytes(config)
+        case "snapshot":
+            moments = run.recovery.snapshot.moments
+            return (STATE if moments else VALUE) * parameters(config, stage)
+    return STATE * parameters(config, stage)  # replica, redundant, checkpoint, save

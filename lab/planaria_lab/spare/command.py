@@ -1,0 +1,76 @@
+"""The command `planaria lab spare`. Modules are imported inside, so that --help is quick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="SPARe: what masking losses endures and costs.")
+
+Groups = Annotated[list[int], typer.Option(help="Data-parallel groups; repeatable.")]
+Trials = Annotated[int, typer.Option(min=1, help="Losses of all groups in random order.")]
+Seed = Annotated[int, typer.Option(help="Of all that is random.")]
+Out = Annotated[Path, typer.Option(help="Folder for tables and plots.")]
+SIZES = [200, 600, 1000]
+PLACE = Path("out/spare")
+
+
+@app.command("tables")
+def spare_tables(
+    groups: Groups = SIZES,
+    trials: Trials = 20,
+    patched: Annotated[int, typer.Option(min=1, help="Trials that call the controller.")] = 1,
+    seed: Seed = 0,
+    out: Out = PLACE,
+) -> None:
+    """Failures and stacks by redundancy, beside tables 4 to 6 of the paper; a file a size."""
+    from planaria_lab.spare.tables import tables
+
+    tables(groups, trials, patched, seed, out)
+
+
+@app.command("granularity")
+def spare_granularity(
+    groups: Groups = SIZES,
+    redundancy: Annotated[list[int], typer.Option(help="Hosts of a type; repeatable.")] = [3, 6, 9],  # noqa: B006
+    parts: Annotated[list[int], typer.Option(help="Microbatches a shard.")] = [1, 2, 4, 8, 16],  # noqa: B006
+    trials: Trials = 3,
+    seed: Seed = 0,
+    out: Out = PLACE,
+) -> None:
+    """Computation by the microbatches that a shard is cut into, at the same failures."""
+    from planaria_lab.spare.tables import granularity
+
+    granularity(groups, redundancy, parts, trials, seed, out)
+
+
+@app.command("compare")
+def spare_compare(
+    groups: Groups = SIZES,
+    trails: Annotated[int, typer.Option(min=1, help="Event trails for each scheme.")] = 3,
+    deepest: Annotated[int, typer.Option(min=3, help="Redundancy up to which to look.")] = 12,
+    seed: Seed = 0,
+    out: Out = PLACE,
+) -> None:
+    """Time-to-train and availability of SPARe, replication and checkpoints alone, beside table 2 of
+    the paper, and how much the assumptions matter."""
+    from planaria_lab.spare.tables import compare
+
+    compare(groups, trails, deepest, seed, out)
+
+
+@app.command("figures")
+def spare_figures(
+    groups: Groups = SIZES,
+    trials: Trials = 20,
+    trails: Annotated[int, typer.Option(min=1, help="Event trails for each scheme.")] = 3,
+    deepest: Annotated[int, typer.Option(min=3, help="Redundancy up to which to look.")] = 12,
+    seed: Seed = 0,
+    out: Out = PLACE,
+) -> None:
+    """Failures endured, stacks and availability by redundancy: the paper's figures 4, 5, 7, 8."""
+    from planaria_lab.spare.figures import figures
+
+    figures(groups, trials, trails, deepest, seed, out)

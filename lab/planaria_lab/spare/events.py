@@ -1,0 +1,255 @@
+"""SPARe, replication and checkpoints alone under the same failures, event by event (SPARe, §5).
+
+A step computes its stacks and sums gradients. Groups fail at any time but during a restart; the
+all-reduce after a failure fails, and by that it is noticed. Then a *scheme* says what more is to be
+computed for this step to end, or that everything starts again from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+import simpy
+from numpy.typing import NDArray
+
+from planaria.recovery.golomb import place
+from planaria.recovery.masking import Stacks, WipedOut, reorder, stack
+from planaria_lab.spare.endurance import best_period, endured
+
+Events = Generator[simpy.Event, object, None]
+DAY = 86_400.0
+
+
+@dataclass(frozen=True)
+class System:
+    """Table 1, with assumptions where its figures are lost (lab/results/spare says which). Times
+    in seconds."""
+
+    groups: int
+    mtbf: float = 300.0  # between failures of any group, all of them running
+    shape: float = 0.78  # of the Weibull distribution
+    clocks: Literal["groups", "system"] = "groups"  # whose times are Weibull's: see `gaps`
+    restart: float = 3600.0
+    save: float = 60.0
+    compute: float = 64.0  # a stack
+    reduce_each: float = 0.006  # an all-reduce, by group: a ring
+    failed_reduce: float = 0.5  # of an all-reduce
+    control: float = 1.0  # shrinking the communicator, and reordering: each
+    jitter: float = 0.05  # standard deviation of every time, by its mean
+    horizon: float = DAY  # of training with one stack and no failures
+
+    @property
+    def reduce(self) -> float:
+        return self.reduce_each * self.groups
+
+    @property
+    def steps(self) -> int:
+        return round(self.horizon / (self.compute + self.reduce))
+
+
+class Scheme(Protocol):
+    """What the groups compute, and what becomes of it as they are lost."""
+
+    endures: float  # failures until a restart, on average: what the period is chosen by
+
+    @property
+    def stacks(self) -> float:
+        """How many stacks a step computes."""
+
+    def reset(self) -> None: ...
+
+    def lose(self, groups: list[int]) -> float | None:
+        """Stacks that survivors compute more in this step, or None: restart."""
+
+
+class Replication:
+    """Every group computes all of its `redundancy` types; hosts: (types, hosts of each).
+    Redundancy 1 is checkpoints alone."""
+
+    def __init__(self, hosts: NDArray[np.int64], redundancy: int, endures: float) -> None:
+        self.hosts, self.stacks, self.endures = hosts, float(redundancy), endures
+        self.reset()
+
+    def reset(self) -> None:
+        self.alive = np.ones(int(self.hosts.max()) + 1, dtype=bool)
+
+    def lose(self, groups: list[int]) -> float | None:
+        self.alive[groups] = False
+        return 0.0 if self.alive[self.hosts].any(axis=1).all() else None
+
+
+class Spare:
+    """Groups stop when all types are computed, and reorder their stacks to be soon done."""
+
+    def __init__(self, groups: int, redundancy: int, parts: int = 1) -> None:
+        self.start: Stacks = stack(place(groups, redundancy), parts)
+        self.parts, self.endures = parts, endured(groups, redundancy)
+        self.reset()
+
+    @property
+    def stacks(self) -> float:
+        return self.now.depth / self.parts
+
+    def reset(self) -> None:
+        self.now = self.start
+
+    def lose(self, groups: list[int]) -> float | None:
+        result = reorder(self.now, groups)
+        if isinstance(result, WipedOut):
+            return None
+        self.now = result.stacks
+        return result.patch_depth / self.parts
+
+
+def replicate(groups: int, redundancy: int) -> Replication:
+    """Replication as the paper counts it: as many types as groups, hosted as SPARe's."""
+    return Replication(place(groups, redundancy), redundancy, endured(groups, redundancy))
+
+
+def replicate_in_sets(groups: int, redundancy: int) -> Replication:
+    """Replication as it is built: sets of `redundancy` groups that compute the same, and the groups
+    that are left over in one more of the sets each. There are fewer sets than types to die, so it
+    endures r^(1/r) times as many failures."""
+    sets = groups // redundancy
+    member = np.arange(sets) + sets * np.arange(redundancy + 1)[:, None]
+    hosts = np.where(member < groups, member, np.arange(sets)).T
+    endures = endured(groups, redundancy) * redundancy ** (1 / redundancy)
+    return Replication(hosts, redundancy, endures)
+
+
+@dataclass
+class WallTime:
+    """Wall time by what became of it, in seconds."""
+
+    steps: int = 0
+    wall: float = 0.0
+    kept: float = 0.0  # in steps that count
+    restarting: float = 0.0
+    failures: int = 0
+    restarts: int = 0
+    stacks: list[float] = field(default_factory=list)  # of each step computed, with patches
+
+    @property
+    def availability(self) -> float:
+        """The share of wall time that became progress."""
+        return self.kept / self.wall
+
+    @property
+    def up(self) -> float:
+        """The share of wall time outside restarts."""
+        return 1 - self.restarting / self.wall
+
+
+def train(system: System, scheme: Scheme, trail: int, limit: float = math.inf) -> WallTime:
+    """One training until the horizon is done, or until `limit` (seconds). `trail` seeds failures
+    and jitter apart, so that schemes meet the same failures."""
+    return _Training(system, scheme, trail).run(limit)
+
+
+class _Training:
+    def __init__(self, system: System, scheme: Scheme, trail: int) -> None:
+        self.system, self.scheme = system, scheme
+        self.environment = simpy.Environment()
+        self.failing, self.shaking = (np.random.default_rng([trail, kind]) for kind in (0, 1))
+        self.period = best_period(system.save, system.mtbf * scheme.endures)
+        self.outcome = WallTime()
+        self.begin()
+
+    def begin(self) -> None:
+        """All groups are there and none has failed."""
+        self.scheme.reset()
+        self.running = list(range(self.system.groups))
+        self.struck: list[int] = []
+        self.failures = self.environment.process(self.fail())
+
+    def run(self, limit: float) -> WallTime:
+        training = self.environment.process(self.train())
+        until: Iterable[simpy.Event] = [training]
+        if limit < math.inf:
+            until = [training, self.environment.timeout(limit)]
+        self.environment.run(self.environment.any_of(until))
+        self.outcome.wall = self.environment.now
+        return self.outcome
+
+    def takes(self, seconds: float) -> simpy.Event:
+        factor = self.shaking.normal(1.0, self.system.jitter)
+        return self.environment.timeout(max(0.0, seconds * factor))
+
+    def fail(self) -> Events:
+        try:
+            for gap in self.gaps():
+                yield self.environment.timeout(gap)
+                victim = int(self.failing.integers(len(self.running)))
+                self.struck.append(self.running.pop(victim))
+                self.outcome.failures += 1
+        except simpy.Interrupt:
+            return  # a restart
+
+    def gaps(self) -> Iterator[float]:
+        """Seconds between failures, until no group is left."""
+        system, groups = self.system, self.system.groups
+        life = system.mtbf * groups / math.gamma(1 + 1 / system.shape)
+        if system.clocks == "groups":
+            lives = np.sort(life * self.failing.weibull(system.shape, groups))
+            return iter(np.diff(lives, prepend=0.0))
+        return (life / left * self.failing.weibull(system.shape) for left in range(groups, 0, -1))
+
+    def train(self) -> Events:
+        system, outcome = self.system, self.outcome
+        saved, saved_kept, saved_at = 0, 0.0, 0.0
+        while outcome.steps < system.steps:
+            began, idle = self.environment.now, [0.0]
+            stacks = self.scheme.stacks
+            yield self.takes(stacks * system.compute)
+            patched = yield from self.mend(idle)
+            if patched is None:
+                outcome.steps, outcome.kept = saved, saved_kept
+                yield from self.restart()
+                saved_at = self.environment.now
+                continue
+            yield self.takes(system.reduce)
+            outcome.steps += 1
+            outcome.kept += self.environment.now - began - idle[0]
+            outcome.stacks.append(stacks + patched)
+            if self.environment.now - saved_at >= self.period:
+                yield self.takes(system.save)
+                saved, saved_kept, saved_at = outcome.steps, outcome.kept, self.environment.now
+
+    def mend(self, idle: list[float]) -> Generator[simpy.Event, object, float | None]:
+        """Ends a step in which groups failed, and more may fail: stacks computed besides, None if
+        it can't be. Adds to `idle` what isn't computing."""
+        patched = 0.0
+        while self.struck:
+            noticed = self.environment.now
+            yield self.takes(self.system.failed_reduce * self.system.reduce)
+            lost, self.struck = self.struck, []
+            patch = self.scheme.lose(lost)
+            if patch is None:
+                return None
+            yield self.takes(2 * self.system.control)
+            idle[0] += self.environment.now - noticed
+            yield self.takes(patch * self.system.compute)
+            patched += patch
+        return patched
+
+    def restart(self) -> Events:
+        if self.failures.is_alive:
+            self.failures.interrupt()
+        began = self.environment.now
+        yield self.takes(self.system.restart)
+        self.outcome.restarting += self.environment.now - began
+        self.outcome.restarts += 1
+        self.begin()
+
+
+MICROBATCHES = "SPARe+CKPT by microbatches"  # four in a shard
+SCHEMES: dict[str, Callable[[int, int], Scheme]] = {
+    "SPARe+CKPT": Spare,
+    "Rep+CKPT": replicate,
+    "Rep+CKPT in sets": replicate_in_sets,
+    MICROBATCHES: lambda groups, redundancy: Spare(groups, redundancy, parts=4),
+}

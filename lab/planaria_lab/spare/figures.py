@@ -1,0 +1,138 @@
+"""What the paper's figures 4, 5, 7 and 8 show: failures endured, stacks and availability by
+redundancy. Its figure 6 is `compare`'s."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from planaria_lab.spare.endurance import (
+    best_availability,
+    endured,
+    mean_stacks,
+    mean_stacks_patched,
+)
+from planaria_lab.spare.events import DAY, System
+from planaria_lab.spare.published import MONTE_CARLO
+from planaria_lab.spare.tables import monte_carlo, runs
+
+ROWS = "figures.jsonl"
+SCHEMES = ("SPARe+CKPT", "Rep+CKPT")
+Row = Mapping[str, Any]
+Curves = dict[tuple[int, str], dict[int, float]]
+"""By groups and what it is; redundancy -> figure."""
+
+
+def measure(
+    groups: Sequence[int], trials: int, trails: int, deepest: int, seed: int
+) -> Iterator[Row]:
+    """A row for each redundancy of the paper's tables by Monte Carlo, and for each trail of events
+    of each scheme up to the deepest redundancy."""
+    for size in groups:
+        for r in sorted(r for n, r in MONTE_CARLO if n == size):
+            found = monte_carlo(size, r, trials=trials, patched=0, seed=seed)
+            told = {"failures": found.failures, "stacks": found.stacks}
+            yield {"groups": size, "how": "Monte Carlo", "redundancy": r, **told}
+        for scheme in SCHEMES:
+            for r in range(2, deepest + 1):
+                for trail, run in enumerate(runs(System(size), scheme, r, trails, seed)):
+                    yield {
+                        "groups": size,
+                        "how": scheme,
+                        "redundancy": r,
+                        "trail": trail,
+                        "days": run.wall / DAY,
+                        "availability": run.availability,
+                        "stacks": float(np.mean(run.stacks)),
+                        "failures": run.failures,
+                        "restarts": run.restarts,
+                    }
+
+
+def curves(rows: Sequence[Row]) -> dict[str, tuple[str, Curves]]:
+    """By the figure's name: what it shows, and its lines."""
+    found: dict[tuple[str, str], defaultdict[tuple[int, int], list[float]]] = {}
+    for row in rows:
+        for figure in ("failures", "stacks", "availability"):
+            if figure in row:
+                one = found.setdefault((row["how"], figure), defaultdict(list))
+                one[row["groups"], row["redundancy"]].append(row[figure])
+    means = {
+        of: {at: float(np.mean(values)) for at, values in by.items()} for of, by in found.items()
+    }
+    tabled, simulated = means["Monte Carlo", "failures"], means["SPARe+CKPT", "stacks"]
+    published = {at: row for at, row in MONTE_CARLO.items() if at in tabled}
+    projected = {
+        (n, r): best_availability(System(n).save, System(n).mtbf * endured(n, r), System(n).restart)
+        for n, r in simulated
+    }
+    return {
+        "figure-4": (
+            "failures until a wipe-out",
+            _lines(
+                {
+                    "closed form": {at: endured(*at) for at in tabled},
+                    "the paper's Monte Carlo": {at: row.failures for at, row in published.items()},
+                    "ours": tabled,
+                }
+            ),
+        ),
+        "figure-5": (
+            "stacks a step",
+            _lines(
+                {
+                    "replication": {(n, r): float(r) for n, r in tabled},
+                    "closed form, with a patch": {at: mean_stacks_patched(*at) for at in tabled},
+                    "closed form": {at: mean_stacks(*at) for at in tabled},
+                    "the paper's Monte Carlo": {at: row.stacks for at, row in published.items()},
+                    "ours": means["Monte Carlo", "stacks"],
+                }
+            ),
+        ),
+        "figure-7": (
+            "availability",
+            _lines(
+                {
+                    "closed form": projected,
+                    **{scheme: means[scheme, "availability"] for scheme in SCHEMES},
+                }
+            ),
+        ),
+        "figure-8": (
+            "stacks a step, by events",
+            _lines(
+                {
+                    "closed form, with a patch": {at: mean_stacks_patched(*at) for at in simulated},
+                    "closed form": {at: mean_stacks(*at) for at in simulated},
+                    "SPARe+CKPT": simulated,
+                }
+            ),
+        ),
+    }
+
+
+def _lines(by_name: Mapping[str, Mapping[tuple[int, int], float]]) -> Curves:
+    found: Curves = {}
+    for name, by in by_name.items():
+        for (groups, redundancy), value in sorted(by.items()):
+            found.setdefault((groups, name), {})[redundancy] = value
+    return found
+
+
+def figures(
+    groups: Sequence[int], trials: int, trails: int, deepest: int, seed: int, out: Path
+) -> None:
+    """Writes rows and pictures."""
+    from planaria_lab.spare.plots import plot_by_redundancy
+
+    rows = list(measure(groups, trials, trails, deepest, seed))
+    out.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (out / ROWS).write_text(text, encoding="utf-8")
+    for name, (what, lines) in curves(rows).items():
+        plot_by_redundancy(lines, what, out / f"{name}.png")

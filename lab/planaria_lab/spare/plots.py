@@ -1,0 +1,59 @@
+"""The pictures of `planaria lab spare`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from numpy.typing import NDArray
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from planaria_lab.lines import told_apart
+
+
+def plot_depths(curves: Mapping[tuple[int, int, int], NDArray[np.float64]], path: Path) -> None:
+    """Stacks a step against failures so far, by (groups, redundancy, parts): of each number of
+    groups the largest redundancy, a line for each number of parts."""
+    sizes = sorted({groups for groups, _, _ in curves})
+    redundancy = max(r for _, r, _ in curves)
+    figure, axes = plt.subplots(1, len(sizes), figsize=(4.5 * len(sizes), 3.6), squeeze=False)
+    for ax, size in zip(axes[0], sizes, strict=True):
+        shown = {m: curve for (n, r, m), curve in curves.items() if (n, r) == (size, redundancy)}
+        for place, (parts, stacks) in enumerate(shown.items()):
+            lost = np.arange(len(stacks))
+            style = told_apart(place, len(shown))
+            ax.step(lost, stacks, where="post", label=f"m = {parts}", **style)
+        ax.plot(lost, size / (size - lost), "k--", linewidth=1, label="N/(N-k)")
+        ax.set(title=f"N = {size}, r = {redundancy}", xlabel="groups lost", ylabel="stacks a step")
+        ax.legend(frameon=False)
+    _save(figure, path)
+
+
+def plot_by_redundancy(
+    curves: Mapping[tuple[int, str], Mapping[int, float]], what: str, path: Path
+) -> None:
+    """`what` against redundancy, by (groups, line)."""
+    sizes = sorted({groups for groups, _ in curves})
+    figure, axes = plt.subplots(1, len(sizes), figsize=(4.5 * len(sizes), 3.8), squeeze=False)
+    for ax, size in zip(axes[0], sizes, strict=True):
+        shown = {line: by for (groups, line), by in curves.items() if groups == size}
+        for place, (line, by) in enumerate(shown.items()):
+            style = told_apart(place, len(shown), len(by))
+            ax.plot(list(by), list(by.values()), label=line, **style)
+        ax.set(title=f"N = {size}", xlabel="redundancy r", ylabel=what, ylim=(0, None))
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.legend(frameon=False, fontsize=8)
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

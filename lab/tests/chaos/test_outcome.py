@@ -1,0 +1,256 @@
+"""What is made of the records of a run."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from planaria.node.report.events import entries
+from planaria_lab.chaos.outcome import (
+    GONE,
+    NOBODYS,
+    SETTLED,
+    WARM,
+    Began,
+    Change,
+    RunRecord,
+    appetites,
+    broken,
+    differing,
+    evictions,
+    exits,
+    guesses,
+    skipped,
+    steps_lost,
+    tolls,
+)
+from planaria_lab.chaos.report import read_outcomes, table
+from planaria_lab.chaos.schedule import EVERYBODY
+from planaria_lab.chaos.swarm import Taken
+
+ALICE, BOB, CAROL = "a1" * 6, "b2" * 6, "c3" * 6
+WELL: dict[str, Any] = {
+    "setting": {"seed": 3},
+    "stuck": "",
+    "steps": 10,
+    "seconds": 60.0,
+    "faults": {"kill": 2},
+    "steps_lost": {"kill": 3.0, NOBODYS: 0.5},
+    "tolls": [
+        {"kind": "kill", "noticed": 0.25, "stop": 3.0},
+        {"kind": "kill", "noticed": None, "stop": 5.0},
+    ],
+    "skipped": 0,
+    "aborted": 1,
+    "masked": 2,
+    "evictions": [],
+    "exits": [],
+    "guesses": [],
+    "rebuilds": {"replica": 2},
+    "audit": {"expected": 80, "duplicates": 0, "missing": 0, "extra": 0, "steps": 10},
+    "differing": {"at_last": [], "steps": 0},
+    "appetites": [],
+}
+
+
+def event(time: float, kind: str, node: str = "", **fields: Any) -> dict[str, Any]:
+    return {"time": time, "kind": kind, "node": node, **fields}
+
+
+def record(*lines: dict[str, Any], **parts: Any) -> RunRecord:
+    """Of alice at 1.0 and bob at 1.1, who both had stage 1 at time 10."""
+    lives = [
+        event(1.0 + number, kind, name, **fields)
+        for number, name in enumerate((ALICE, BOB))
+        for kind, fields in (
+            ("started", {"slot": f"1.{number}", "pid": number + 1}),
+            ("joined", {"pid": number + 1}),
+            ("serving", {"stage": 1}),
+            ("applied", {"lineage": 0, "step": 1, "digest": "d"}),
+        )
+    ]
+    parts = {"faults": [], "views": [], "taken": [], **parts}
+    return RunRecord(events=entries([*lives, *lines, event(99.0, "committed", step=9)]), **parts)
+
+
+def test_steps_are_lost_in_long_gaps_and_by_what_was_there():
+    """A step takes a second; 4 and 2 are lost."""
+    commits = [0.0, 1.0, 2.0, 3.0, 8.0, 9.0, 10.0, 11.0, 12.0, 100.0, 101.0, 104.0, 105.0]
+    kill, blink = Began("kill", "1.0", 3.5, 4.0, 1), Began("blink 9 s", EVERYBODY, 2.0, 9.0, None)
+    assert steps_lost(commits, [kill, blink]) == {"kill": 45.5, "blink 9 s": 45.5, NOBODYS: 2.0}
+    assert steps_lost(commits[:8], [kill]) == {"kill": 4.0}
+    assert steps_lost(commits[:4], [kill]) == {}
+    assert steps_lost([], [kill]) == {}
+
+
+def test_a_fault_is_noticed_when_others_name_its_node():
+    """Bob says so himself too early; the view is without him later."""
+    lines = [
+        event(21.0, "link lost", BOB, peer=ALICE, reason="closed"),
+        event(21.5, "link lost", ALICE, peer=BOB, reason="closed"),
+        event(30.0, "committed", ALICE, step=2),
+    ]
+    views = [Change(10.0, 1, "", {ALICE: 1, BOB: 1}), Change(22.0, 2, "", {ALICE: 1})]
+    faults = [Began("kill", "1.1", 20.0, 21.0, 2), Began("crawl", "1.0", 24.0, 25.0, 1)]
+    found = tolls(record(*lines, faults=faults, views=views), [5.0, 19.0, 26.0, 27.0, 31.0])
+    assert found == [("kill", 1.5, 7.0), ("crawl", None, 7.0)]
+
+
+def test_who_is_evicted_and_why():
+    """Bob was killed, alice cut off; then carol, who never had the state, is gone too."""
+    views = [
+        Change(20.0, 1, "", {ALICE: 1, BOB: 1}),
+        Change(30.0, 2, "bob is gone", {ALICE: 1}),
+        Change(40.0, 3, "", {CAROL: 1}),
+        Change(50.0, 4, "", {}),
+    ]
+    faults = [Began("kill", "1.1", 28.0, 29.0, 2), Began("reset", "1.0", 35.0, 35.0, 1)]
+    gone = {ALICE: "no link", CAROL: "left: stopped by its owner"}
+    found = evictions(record(faults=faults, views=views, gone=gone))
+    first, second = found
+    assert (first.node, first.reason, second.node, second.reason) == (
+        *(BOB, "bob is gone"),
+        *(ALICE, "no link"),
+    )
+    assert (first.blame, first.fault, first.last) == ("kill", "kill", False)
+    assert (second.blame, second.fault, second.last) == ("", "reset", True)
+    assert (first.slot, second.slot) == ("1.1", "1.0")
+
+
+def test_who_ends_by_itself_is_blamed_when_it_was_sick():
+    lines = [
+        event(at, "exited", slot=slot, pid=number, log="x.log", how="ended with status 1", stage=1)
+        for at, slot, number in ((30.0, "1.0", 1), (31.0, "1.1", 2))
+    ]
+    faults = [Began("nan", "1.0", 20.0, 21.0, 1), Began("reset", "1.1", 20.0, 21.0, 2)]
+    found = exits(record(*lines, faults=faults))
+    assert [(one.slot, one.blame) for one in found] == [("1.0", "nan"), ("1.1", "")]
+
+
+def test_a_guess_without_a_death_is_told():
+    lines = [
+        event(at, kind, node=ALICE, stage=1, method="checkfree", exact=False, step=1)
+        for at, kind in ((40.0, "rebuilding"), (41.0, "rebuilt"))
+    ]
+    assert guesses(record(*lines)) == [(1, "checkfree", "")]
+    kill = Began("kill", "1.0", 39.0, 39.0, 1)
+    assert guesses(record(*lines, faults=[kill])) == [(1, "checkfree", "kill")]
+
+
+def test_replicas_are_compared_after_their_newest_common_step():
+    def applied(step: int, node: str, digest: str) -> dict[str, Any]:
+        return event(50.0 + step, "applied", node, lineage=0, step=step, digest=digest)
+
+    same = [applied(2, ALICE, "e"), applied(2, BOB, "e")]
+    once = [applied(2, ALICE, "e"), applied(2, BOB, "f")]
+    healed = [*once, applied(3, ALICE, "g"), applied(3, BOB, "g"), applied(4, ALICE, "h")]
+    found = [differing(record(*lines).events) for lines in (same, once, healed)]
+    assert found == [([], 0), ([1], 1), ([], 1)]
+
+
+def test_a_process_grows_by_so_many_mib_a_minute():
+    """It takes a lot in its first two minutes, then 3 MiB a minute."""
+    mib = 2**20
+    taken = [
+        Taken(1000.0 + s, "1.0", 7, mib * int(100 + min(s, WARM)) + mib * 3 * s // 60, 30, 9)
+        for s in range(0, 601, 20)
+    ]
+    short = [Taken(1000.0, "1.1", 8, mib, 30, 9), Taken(1000.0 + SETTLED, "1.1", 8, mib, 31, 8)]
+    brief = [Taken(1000.0, "2.0", 9, mib, 30, 9)]
+    first, second = appetites([*taken, *short, *brief])
+    assert first.slope == pytest.approx(3.0, rel=1e-6)
+    assert first.rss == (121 * mib, 250 * mib)
+    assert (second.slope, second.descriptors, second.threads) == (None, (31, 31), (8, 8))
+
+
+def test_skipped_steps_count_once(tmp_path):
+    for name in ("a", "b"):
+        lines = [{"ledger": 1}, {"step": 1, "skipped": True}, {"step": 2, "skipped": False}]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / f"ledger-{name}.jsonl").write_text(text)
+    assert skipped(tmp_path) == {1}
+
+
+def test_reasons_are_found_in_the_registrys_log():
+    line = (
+        f"INFO view 7: {ALICE} (stage 1) is gone: its stream broke, and none came for 1 s; "
+        f"suspected by {CAROL}: closed; {BOB} (standby) is gone: left: bye; {CAROL} joined"
+    )
+    assert dict(GONE.findall(line)) == {
+        ALICE: f"its stream broke, and none came for 1 s; suspected by {CAROL}: closed",
+        BOB: f"left: bye; {CAROL} joined",
+    }
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"stuck": "no steps"}, "the swarm does not go on: no steps"),
+        ({"audit": {"error": "no ledger"}}, "there is no audit: no ledger"),
+        ({"audit": {**WELL["audit"], "missing": 8}}, "the audit is not zero: "),
+        (
+            {"differing": {"at_last": [2], "steps": 1}},
+            "replicas differ at the end in stages",
+        ),
+        (
+            {"evictions": [{"node": ALICE, "stage": 1, "last": True, "blame": "", "reason": "x"}]},
+            f"{ALICE}, the last holder of stage 1, was evicted though it had done nothing wrong: x",
+        ),
+        (
+            {"guesses": [{"stage": 1, "method": "checkfree", "blame": ""}]},
+            "stage 1 was guessed by checkfree though none of its nodes had died",
+        ),
+        (
+            {"exits": [{"slot": "1.0", "how": "ended with status 1", "blame": "", "log": "x"}]},
+            "1.0 ended with status 1 though it had done nothing wrong; its log is x",
+        ),
+    ],
+)
+def test_every_broken_promise_is_a_sentence(wrong, says):
+    assert broken(WELL) == []
+    (sentence,) = broken({**WELL, **wrong})
+    assert re.match(says, sentence)
+
+
+def test_blame_excuses():
+    excused = {
+        "evictions": [{"node": ALICE, "stage": 1, "last": True, "blame": "kill", "reason": "x"}],
+        "exits": [{"slot": "registry", "how": "ended", "blame": "", "log": "x"}],
+        "guesses": [{"stage": 1, "method": "checkfree", "blame": "kill"}],
+    }
+    assert broken({**WELL, **excused}) == []
+
+
+def test_a_table_sums_what_a_folder_has(tmp_path):
+    evicted = {
+        "blame": "kill",
+        "fault": "kill",
+        "last": False,
+        "reason": f"suspected by {BOB}; twice",
+    }
+    process = {
+        "slot": "1.0",
+        "seconds": 300.0,
+        "rss": [100 * 2**20, 110 * 2**20],
+        "descriptors": [30, 31],
+        "threads": [9, 9],
+        "slope": 0.25,
+    }
+    for name in ("one", "two"):
+        outcome = {**WELL, "evictions": [evicted], "appetites": [process]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(outcome))
+    text = table(read_outcomes(tmp_path))
+    assert "2 runs, 2 minutes, 20 steps committed." in text
+    assert "| audit: expected | 160 |" in text
+    assert "| kill | 4 | 0.2, at most 0.2 | 4.0, at most 5.0 | 6.0 | 1.5 | 2 | 0 |" in text
+    assert "| kill |  |  | suspected by ... | 2 |" in text
+    assert "| 1.0 of seed 3 | 5.0 | 100 to 110 | 0.25 | 30 to 31 | 9 to 9 |" in text
+
+
+def test_a_file_that_is_no_outcome_is_named(tmp_path):
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"other.json is no outcome of `planaria lab chaos`"):
+        read_outcomes(tmp_path)

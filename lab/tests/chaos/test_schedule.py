@@ -1,0 +1,83 @@
+"""Schedules of faults: drawn from a seed, and bearable."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planaria_lab.chaos.schedule import (
+    EVERYBODY,
+    KINDS,
+    QUIET_AT_FIRST,
+    QUIET_AT_LAST,
+    RECOVERY,
+    REGISTRY,
+    Fault,
+    Shape,
+    schedule,
+)
+from planaria_lab.chaos.sick_node import KINDS as SICK
+
+shapes = st.builds(
+    Shape,
+    stages=st.integers(1, 5),
+    replicas=st.integers(1, 3),
+    kinds=st.sets(st.sampled_from(sorted(KINDS))).map(sorted),
+    rate=st.just(0.0) | st.floats(0.01, 60),
+)
+
+
+@given(seed=st.integers(0, 2**32), minutes=st.floats(0, 30), shape=shapes)
+def test_every_fault_is_bearable_and_healed(seed, minutes, shape):
+    found = schedule(seed, minutes, shape)
+    assert found == schedule(seed, minutes, shape)
+    assert all(a.at <= b.at for a, b in pairwise(found))
+    for number, fault in enumerate(found):
+        assert fault.kind in shape.kinds
+        assert fault.slot in (*shape.slots, REGISTRY, EVERYBODY)
+        assert QUIET_AT_FIRST <= fault.at <= fault.end <= 60 * minutes - QUIET_AT_LAST + 1e-3
+        near = [one for one in found[:number] if one.end + RECOVERY > fault.at]
+        assert all(fault.slots.isdisjoint(one.slots) for one in near)
+        guilty = [one for one in (*near, fault) if one.blame == "guilty"]
+        if shape.replicas == 1:
+            assert len(guilty) <= 1 or fault.blame == "innocent"
+        of_stages = Counter(one.stage for one in guilty)
+        if fault.blame == "guilty" and shape.replicas > 1:
+            assert of_stages[fault.stage] < shape.replicas
+
+
+def test_a_schedule_is_the_same_on_any_machine():
+    assert schedule(1, 1, Shape(2, 2, ("kill", "one way"), 12))[:3] == [
+        Fault(5.721, "one way", "0.1", 7.874, {"way": "out"}),
+        Fault(5.865, "one way", "2.1", 4.895, {"way": "out"}),
+        Fault(5.994, "kill", "0.0", 1.878),
+    ]
+
+
+@given(seed=st.integers(0, 2**32), stages=st.integers(1, 6))
+def test_who_is_cut_off_from_each_other_would_talk_in_every_step(seed, stages):
+    for fault in schedule(seed, 3, Shape(stages, 2, ("cut",), rate=20)):
+        one, other = (int(slot.partition(".")[0]) for slot in fault.slots)
+        assert abs(one - other) <= 1 or 0 in (one, other)
+
+
+def test_long_schedules_have_every_kind():
+    assert {fault.kind for fault in schedule(0, 200, Shape(2, 2))} == KINDS.keys()
+
+
+def test_a_lone_node_is_spared_what_would_rightly_pause_the_run():
+    kinds = {fault.kind for fault in schedule(0, 200, Shape(2, 1))}
+    assert kinds == {kind for kind in KINDS if not KINDS[kind].needs_replica}
+
+
+def test_a_kind_that_there_is_not():
+    with pytest.raises(ValueError, match="'fever' is no kind of fault; there are kill, stop, "):
+        schedule(0, 1, Shape(1, 1, ("fever",)))
+
+
+def test_all_that_can_be_wrong_with_a_node_is_drawn():
+    assert SICK.keys() <= KINDS.keys()

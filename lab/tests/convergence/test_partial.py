@@ -1,0 +1,99 @@
+"""A run that is killed goes on where it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from planaria.node.data.corpus import Corpus
+from planaria_lab.convergence.partial import PartialRun
+from planaria_lab.convergence.runner import resolved, run_one
+from planaria_lab.convergence.study import Job, Study, StudyError, jobs
+from planaria_lab.convergence.training import TrainingSwarm
+
+KILLED_AFTER = 14
+BACKGROUND = {"recovery": {"relearn": {"enough": 0.5, "each_step": 3}}}
+PATIENCE = 600.0
+
+
+def study(data: Path) -> Study:
+    """Losses before and behind the end of the process; kept tensors, copies and files of all
+    policies are needed for those behind."""
+    return Study.model_validate(
+        {
+            "title": "Killed",
+            "seeds": [0],
+            "run": {
+                "steps": 24,
+                "data": {"path": str(data)},
+                "model": {"preset": "tiny", "dim": 32, "context": 32, "stages": 5, "layers": 5},
+                "training": {"batch": 4, "microbatch": 2, "warmup": 5, "validate_every": 6},
+                "recovery": {"policy": "checkfree", "checkpoint": {"every": 6}},
+            },
+            "losses": {"at": ["3@8", "2@13", "2@15", "4@18"]},
+            "baseline": "relearned",
+            "target": 10,
+            "variants": [
+                {"name": "relearned"},
+                {"name": "in the background", "run": BACKGROUND},
+                {"name": "snapshot", "run": {"recovery": {"policy": "snapshot"}}},
+                {"name": "checkpoint", "run": {"recovery": {"policy": "checkpoint"}}},
+            ],
+        }
+    )
+
+
+class Killed:
+    """Counts iterations, and ends the process without a word."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+        if self.count == KILLED_AFTER:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("variant", ["relearned", "in the background", "snapshot", "checkpoint"])
+def test_who_is_killed_ends_as_if_it_had_not_been(data: Path, tmp_path: Path, variant: str) -> None:
+    todo = {job.variant: (key, job) for key, job in resolved(jobs(study(data)))}
+    key, job = todo[variant]
+    path = tmp_path / "a.partial"
+    process = get_context("spawn").Process(
+        target=run_one, args=(key, job, "cpu", PartialRun(path, every=0), Killed())
+    )
+    process.start()
+    process.join(PATIENCE)
+    assert process.exitcode == -signal.SIGKILL
+    trained: list[None] = []
+    again = run_one(key, job, "cpu", PartialRun(path), lambda: trained.append(None))
+    whole = run_one(key, job, "cpu")
+    assert len(trained) == whole["validation"][-1][0] - KILLED_AFTER
+    assert {**again, "seconds": 0} == {**whole, "seconds": 0}
+    assert [line["iteration"] for line in whole["rebuilds"]] == [8, 13, 15, 18]
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", None])
+def test_a_file_of_something_else_is_refused(
+    data: Path, tmp_path: Path, content: bytes | None
+) -> None:
+    path = tmp_path / "a.partial"
+    key, job = resolved(jobs(study(data)))[0]
+    if content is None:  # of another model
+        other = job.run.model.model_copy(update={"layers": 10})
+        run = job.run.model_copy(update={"model": other})
+        bigger = Job(job.variant, job.seed, run, job.losses, job.ablation, job.texts)
+        process = get_context("spawn").Process(
+            target=run_one, args=(key, bigger, "cpu", PartialRun(path, every=0), Killed())
+        )
+        process.start()
+        process.join(PATIENCE)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(StudyError, match=r"a\.partial is no run .* delete it"):
+        PartialRun(path).load(TrainingSwarm(job.run, Corpus.open(data)))

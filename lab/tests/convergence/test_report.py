@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planaria_lab.convergence.report import Line, plot_costs, plot_curves, rows, table
+from planaria_lab.convergence.study import Study
+
+
+@pytest.fixture
+def study() -> Study:
+    names = ("none", "guessed", "relearned", "nothing yet")
+    return Study.model_validate(
+        {
+            "title": "Three ways",
+            "seeds": [0, 1],
+            "run": {"steps": 30},
+            "baseline": "none",
+            "reference": "guessed",
+            "target": 20,
+            "variants": [{"name": name} for name in names],
+        }
+    )
+
+
+def line(name: str, seed: int, *losses: float, relearned: int = 0) -> Line:
+    """Its losses after 0, 10, 20, 30 iterations."""
+    rebuild: dict[str, Any] = {"iteration": 12, "stage": 2}
+    if relearned:
+        rebuild["relearned"] = {
+            **{"before": 0.5, "stage_tokens": relearned, "stage_updates": 12},
+            **{"background_stage_tokens": relearned // 3, "background_stage_updates": 4},
+        }
+    return {
+        "variant": name,
+        "seed": seed,
+        "validation": [(10 * place, 10 * place, loss) for place, loss in enumerate(losses)],
+        "rebuilds": [] if name == "none" else [rebuild],
+        "texts": {},
+        "window": 100,
+        "share": 0.25,
+        "update_tokens": 50.0,
+        "seconds": 60.0,
+        "machine": "abacus",
+    }
+
+
+@pytest.fixture
+def found() -> dict[tuple[str, int], Line]:
+    lines = [
+        line("none", 0, 7.0, 6.0, 5.0, 4.0),
+        line("none", 1, 7.0, 6.0, 5.0, 4.0),
+        line("guessed", 0, 7.0, 6.0, 5.5, 5.0),  # where the other was 10 iterations before
+        line("guessed", 1, 7.0, 6.0, 5.5, 4.5),
+        line("relearned", 0, 7.0, 6.0, 5.5, 4.2, relearned=1200),
+    ]
+    return {(one["variant"], one["seed"]): one for one in lines}
+
+
+def cells(text: str, name: str) -> dict[str, str]:
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    (values,) = (line for line in lines if line[0] == name)
+    return dict(zip(lines[0], values, strict=True))
+
+
+def test_a_row_is_compared_seed_by_seed(study: Study, found: dict[tuple[str, int], Line]) -> None:
+    text = table(study, rows(study, found), "planaria lab report")
+    assert "5 runs, 5 minutes" in text
+    guessed, relearned = cells(text, "guessed"), cells(text, "relearned")
+    assert guessed["above the baseline"] == "+0.7500 ± 0.3536"
+    assert guessed["extra iterations to the loss of step 20"] == "+8 ± 4"
+    assert guessed["iterations behind"] == "8 ± 4"
+    assert relearned["seeds"] == "1"
+    assert relearned["share of the reference"] == "0.20"  # 0.2 of 1.0, the seed that both have
+    assert relearned["relearning, iterations of computing"] == "4.5"  # (1200 + 12 * 50) / 400
+    assert relearned["... in the background"] == "1.5"
+    assert relearned["... of waiting"] == "12"
+    assert relearned["behind and computing, share of the reference"] == "0.65"  # 2 + 4.5 of 10
+    assert relearned["... without the background's"] == "0.50"
+    assert set(cells(text, "nothing yet").values()) == {"nothing yet", "0", "0.0", "-"}
+
+
+def test_a_variant_may_have_a_reference_of_its_own(
+    study: Study, found: dict[tuple[str, int], Line]
+) -> None:
+    other = [
+        one.model_copy(update={"reference": "relearned" if one.name == "guessed" else ""})
+        for one in study.variants
+    ]
+    text = table(study.model_copy(update={"variants": other}), rows(study, found), "report")
+    assert cells(text, "guessed")["share of the reference"] == "5.00"  # 1.0 of 0.2
+    assert cells(text, "relearned")["share of the reference"] == "0.20"
+    assert "`relearned` is the reference of: guessed." in text
+    assert "`guessed` is the reference of: none, relearned, nothing yet." in text
+
+
+def test_plots_are_drawn(study: Study, found: dict[tuple[str, int], Line], tmp_path: Path) -> None:
+    for plot in (plot_curves, plot_costs):
+        path = tmp_path / f"{plot.__name__}.png"
+        plot(study, rows(study, found), path)
+        assert path.read_bytes().startswith(b"\x89PNG")

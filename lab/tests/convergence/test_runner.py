@@ -1,0 +1,66 @@
+"""Who does a study's runs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import distributed
+import pytest
+
+import planaria.node.data.spread
+from planaria.node.data.corpus import CorpusError
+from planaria_lab.convergence.runner import resolved, run_all_over_dask, run_one
+from planaria_lab.convergence.study import Job, Study, jobs, read_results
+
+
+def todo(data: Path) -> list[tuple[str, Job]]:
+    study = Study.model_validate(
+        {
+            "title": "Two seeds",
+            "seeds": [0, 1],
+            "run": {
+                "steps": 4,
+                "data": {"path": str(data)},
+                "model": {"preset": "tiny", "dim": 32, "context": 32, "stages": 3, "layers": 3},
+                "training": {"batch": 2, "microbatch": 2, "warmup": 2, "validate_every": 2},
+            },
+            "losses": {"at": ["2@2"]},
+            "baseline": "relearned",
+            "target": 2,
+            "variants": [{"name": "relearned"}],
+        }
+    )
+    return resolved(jobs(study))
+
+
+def test_a_dask_cluster_has_the_same_results(data: Path, tmp_path: Path) -> None:
+    own = tmp_path / "data"
+    shutil.copytree(data, own)
+    wanted, results, told = todo(own), tmp_path / "runs.jsonl", []
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None
+    ) as cluster:
+        address = cluster.scheduler_address
+        run_all_over_dask(wanted, results, "cpu", address, lambda *done: told.append(done))
+        found = read_results(results)
+        assert found.keys() == {key for key, _ in wanted}
+        for key, job in wanted:
+            alone = run_one(key, job, "cpu")
+            for volatile in ("seconds", "rebuilds"):  # these have JSON's lists
+                del alone[volatile], found[key][volatile]
+            assert {**alone, "validation": [list(one) for one in alone["validation"]]} == found[key]
+        assert told == [(4, 1), (8, 2)]
+        shutil.rmtree(own)
+        with pytest.raises(CorpusError, match=str(own)):
+            run_all_over_dask(wanted, results, "cpu", address, lambda *done: None)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_cluster_that_is_not_there_is_named(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planaria.node.data.spread, "WORKERS_COME", 0.5)
+    nowhere = "tcp://127.0.0.1:9"
+    with pytest.raises(CorpusError, match=f"no Dask scheduler answers at {nowhere}"):
+        run_all_over_dask(todo(data), tmp_path / "runs.jsonl", "cpu", nowhere, lambda *done: None)

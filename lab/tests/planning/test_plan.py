@@ -1,0 +1,298 @@
+"""`planaria plan`: what it reads, refuses, prints and writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from planaria.node import cli
+from planaria.node.local.losses import TraceRow
+from planaria.node.local.swarm import parse_kill
+from planaria.node.resolve import registry_rules
+from planaria.node.run_file import dumps, load, loads
+from planaria_lab.planning.machines import Hardware, probed, told
+from planaria_lab.planning.plan import curves, figures
+from planaria_lab.planning.planner import Machine, PlanError, Question
+from planaria_lab.simulator.swarm import one_site
+
+RUN = """
+name = "mine"
+steps = 300
+[model]
+preset = "tiny"
+vocabulary = 512
+[training]
+batch = 16
+[saves]
+every = 7
+"""
+NODES = ("--tflops", "0.05", "--memory", "1", "--price", "0.5")
+
+
+def invoke(tmp_path: Path, *arguments: str, run: str = RUN) -> tuple[int, str]:
+    path = tmp_path / "run.toml"
+    path.write_text(run)
+    words = [word.replace("RUN", str(path)) for word in arguments]
+    result = CliRunner().invoke(cli.app, ["plan", *words], env={"COLUMNS": "220"})
+    return result.exit_code, result.output
+
+
+def data(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    status, said = invoke(tmp_path, *arguments, "--json")
+    assert status == 0, said
+    found: dict[str, Any] = json.loads(said)
+    return found
+
+
+def test_a_plan_is_printed_and_written_as_a_run_file(tmp_path: Path) -> None:
+    out = tmp_path / "plan.toml"
+    sites = ("--site", "Iowa:7", "--site", "Oregon:3")
+    status, said = invoke(tmp_path, "RUN", *NODES, *sites, "--hourly", "0.1", "--out", str(out))
+    assert status == 0, said
+    assert re.search(r"a step +│ [\d.]+ s \(simulated: [\d.]+ s\)", said)
+    assert "What loses, and why" in said
+    assert re.search(r"redundant .* instead of", said)
+    planned = load(out)
+    assert (planned.name, planned.saves.every) == ("mine", 7)  # what isn't chosen stays
+    assert planned.training.batch == 16
+    assert planned.steps == 300
+    assert loads(dumps(planned)) == planned
+    rules = registry_rules(planned)
+    assert rules.stages == planned.model.stages
+    assert parse_kill(f"{planned.model.stages}@2", planned).stage == planned.model.stages
+
+
+def test_json_has_the_plan_and_what_loses(tmp_path: Path) -> None:
+    found = data(tmp_path, "RUN", *NODES, "--nodes", "6", "--hourly", "0.2")
+    plan = found["plan"]
+    assert sum(plan["replicas"]) <= 6
+    assert len(plan["memory"]) == len(plan["nodes"]) == plan["stages"]
+    assert math.fsum(plan["spent"].values()) == pytest.approx(plan["seconds"])
+    price = sum(plan["replicas"]) * 0.5
+    assert plan["money"] == pytest.approx(plan["seconds"] / 3600 * price)
+    assert {other["policy"] for other in found["others"]} > {"redundant"}
+    assert all(other["why"] for other in found["others"])
+
+
+HOMES = ("--nodes", "8", "--delay", "35", "--mbps", "20", "--uplink", "2")
+
+
+def test_codecs_that_the_run_file_leaves_open_are_chosen_and_it_is_said_why(tmp_path: Path) -> None:
+    out = tmp_path / "plan.toml"
+    found = data(tmp_path, "RUN", *NODES, *HOMES, "--out", str(out))
+    chosen = found["plan"]["wire"]
+    assert (chosen["activations"], chosen["gradients"]) == ("int8", "int4")
+    assert found["wider"]["wire"] == {
+        "activations": "bf16",
+        "gradients": "bf16",
+        "averaging": "none",
+    }
+    assert found["plan"]["step_seconds"] < found["wider"]["step_seconds"]
+    assert found["narrow"] is None  # there is nothing left to narrow that would save anything
+    assert {name: getattr(load(out).wire, name) for name in chosen} == chosen
+    status, said = invoke(tmp_path, "RUN", *NODES, *HOMES)
+    assert status == 0
+    assert re.search(r"on the wire .*costs nothing in learning.*With activations", said, re.S)
+
+
+def test_codecs_of_the_run_file_are_kept(tmp_path: Path) -> None:
+    wire = '[wire]\nactivations = "none"\ngradients = "bf16"\naveraging = "none"\n'
+    status, said = invoke(tmp_path, "RUN", *NODES, *HOMES, "--json", run=RUN + wire)
+    assert status == 0, said
+    found = json.loads(said)
+    assert found["plan"]["wire"]["activations"] == "none"
+    assert found["wider"] is None
+    assert found["narrow"]["wire"]["activations"] == "int8"  # told of, not chosen
+
+
+def test_without_sites_each_node_with_an_uplink_is_at_home(tmp_path: Path) -> None:
+    hardware = NOTHING._replace(nodes=4, tflops=0.05, memory=1.0)
+    machines, network = told(hardware, [], None, 35.0, 20.0, 2.0)
+    assert len({machine.site for machine in machines}) == 4
+    assert set(network.uplinks.values()) == {2.0}
+    assert network.between(machines[0].site, machines[3].site)[2:4] == (35.0, 20.0)
+    slow = data(tmp_path, "RUN", *NODES, *HOMES)["plan"]["tokens_per_second"]
+    assert slow < data(tmp_path, "RUN", *NODES, *HOMES[:-2])["plan"]["tokens_per_second"]
+
+
+def test_a_preset_and_a_kind_are_enough(tmp_path: Path) -> None:
+    found = data(
+        tmp_path, "--preset", "small", "--nodes", "4", "--kind", "t4", "--tokens", "1e9",
+        "--policy", "snapshot", "--policy", "checkpoint",
+    )  # fmt: skip
+    plan = found["plan"]
+    assert plan["microbatch"] * plan["microbatches"] == 512
+    assert plan["steps"] == math.ceil(1e9 / 2**18)
+    assert {plan["policy"], *(one["policy"] for one in found["others"])} == {
+        "snapshot",
+        "checkpoint",
+    }
+
+
+PROBE: dict[str, Any] = {
+    "nodes": [
+        {"node": f"n{i}", "stage": 0, "device": "cpu", "memory": 2e9, "tflops": 0.01 * (1 + i)}
+        for i in range(4)
+    ],
+    "links": [
+        {"a": "n0", "b": "n2", "rtt_ms": 2.0, "mbps": 900.0},
+        {"a": "n1", "b": "n3", "rtt_ms": 4.0, "mbps": 800.0},
+        {"a": "n0", "b": "n1", "rtt_ms": 80.0, "mbps": 70.0},
+        {"a": "n1", "b": "n0", "rtt_ms": 79.0, "mbps": 50.0},
+    ],
+}
+NOTHING = Hardware(None, None, None, None, None, None, 0.25, cpu=False)
+
+
+def test_a_probe_says_what_nodes_and_links_are(tmp_path: Path) -> None:
+    path = tmp_path / "probe.json"
+    path.write_text(json.dumps(PROBE))
+    machines, network = probed(path, NOTHING)
+    assert [machine.name for machine in machines] == ["n0", "n2", "n1", "n3"]  # by nearness
+    assert machines[1].flops == pytest.approx(0.03e12)
+    assert (machines[0].memory, machines[0].price, machines[0].shared) == (2e9, 0.25, True)
+    assert network.between("n0", "n2")[2:4] == (1.0, 900.0)
+    assert network.between("n2", "n3")[2:4] == (40.0, 50.0)  # not measured: as the worst
+    found = data(tmp_path, "RUN", "--probe", str(path))
+    assert found["plan"]["nodes"][0] == ["n0"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"nodes": PROBE["nodes"][:1]}, "has 1 nodes and 3 links: too few"),
+        ({"links": []}, "has 4 nodes and 0 links"),
+        ({"links": [{"a": "n0", "b": "n1", "rtt_ms": 8}]}, "KeyError('mbps')"),
+        (
+            {"links": [{"a": "n0", "b": "n1", "rtt_ms": 8, "mbps": 0}]},
+            "8 ms and 0 Mbit/s between n0 and n1 are no figures of a link",
+        ),
+    ],
+)
+def test_a_bad_probe_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    path = tmp_path / "probe.json"
+    path.write_text(json.dumps(PROBE | change))
+    with pytest.raises(PlanError, match=re.escape(said)):
+        probed(path, NOTHING)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((*NODES, "--nodes", "4"), "give a run file or else a --preset"),
+        (("--preset", "huge", *NODES, "--nodes", "4"), "there is no preset huge; there are large"),
+        (("--preset", "tiny", *NODES, "--nodes", "4"), "give --tokens"),
+        (("RUN", *NODES), "give --nodes, or --site NAME:NODES"),
+        (("RUN", "--nodes", "4"), "give --kind, or --tflops and --memory"),
+        (("RUN", "--nodes", "4", "--kind", "abacus"), "--kind abacus isn't known: there are t4"),
+        (("RUN", *NODES, "--site", "Iowa:x"), "--site Iowa:x: write NAME or NAME:NODES"),
+        (("RUN", *NODES, "--site", "Iowa:3", "--nodes", "9"), "--nodes 9 don't go with the 3"),
+        (("RUN", *NODES, "--site", "Iowa", "--site", "Mars", "--nodes", "4"), "no link between"),
+        (("RUN", *NODES, "--nodes", "4", "--policy", "hope"), "--policy hope: there are checkfree"),
+        (("RUN", *NODES, "--nodes", "4", "--hourly", "10"), "10 % are 0.1"),
+        (("RUN", *NODES, "--nodes", "4", "--deadline", "0.0001"), "no plan does it: the nearest"),
+        (("RUN", *NODES, "--nodes", "4", "--probe", "none.json"), "can't read the probe none.json"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(
+    tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    status, output = invoke(tmp_path, *arguments)
+    assert status == 1
+    assert said in output
+
+
+# --- traces
+
+
+def trace(tmp_path: Path) -> Path:
+    rows = [f"0,add,m{i}" for i in range(6)]
+    rows += ["60000,remove,m3", "100000,add,m6", "200000,remove,m0", "250000,add,m7"]
+    path = tmp_path / "spot.csv"
+    path.write_text("\n".join([*rows, "400000,remove,m1"]) + "\n")
+    return path
+
+
+def test_figures_of_a_trace() -> None:
+    rows = [
+        TraceRow(0.0, True, "a"),
+        TraceRow(0.0, True, "b"),
+        TraceRow(1800.0, False, "a"),
+        TraceRow(3600.0, True, "c"),
+    ]
+    nodes, hourly = figures(rows)
+    assert nodes == pytest.approx(1.5)
+    assert hourly == pytest.approx(-math.expm1(-1 / 1.5))
+
+
+def test_a_trace_is_replayed_for_each_policy(tmp_path: Path) -> None:
+    path = str(trace(tmp_path))
+    words = ("RUN", *NODES, "--trace", path, "--policy", "checkfree", "--policy", "redundant")
+    found = data(tmp_path, *words)
+    assert set(found["trace"]) == {"checkfree", "redundant"}
+    for one in found["trace"].values():
+        assert one["seconds"] == pytest.approx(400.0)
+        assert one["steps"] > 0
+        assert one["losses"] == 2  # the last comes as it ends
+        assert one["goodput"] == pytest.approx(one["steps"] / 400.0)
+        assert 0 < one["training"] < 1
+        assert 0 < one["node_hours"] <= 6 * 400 / 3600
+    status, said = invoke(tmp_path, *words)
+    assert status == 0
+    assert "On the trace, simulated" in said
+
+
+# --- the picture
+
+
+def test_curves_rise_with_the_rate(tmp_path: Path) -> None:
+    machines = tuple(Machine(f"n{i}", "anywhere", 5e10, 1e9, price=1.0) for i in range(5))
+    asked = Question(loads(RUN), 512, machines, one_site(40, 100), 1e7, hourly=0.07)
+    drawn = curves(asked)
+    assert set(drawn) == {"checkfree", "checkfree+", "snapshot", "redundant", "checkpoint"}
+    for points in drawn.values():
+        assert 0.07 in [rate for rate, _, _ in points]
+        assert points == sorted(points)
+        for column in (1, 2):
+            values = [point[column] for point in points]
+            assert values == sorted(values)
+    status, said = invoke(
+        tmp_path, "RUN", *NODES, "--nodes", "3", "--plot", str(tmp_path / "plan.png")
+    )
+    assert status == 0, said
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def planned(tmp_path: Path, *arguments: str) -> str:
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\npreset = "small"\nvocabulary = 32000\n')
+    command = ["plan", str(path), "--kind", "t4", "--policy", "snapshot", *arguments]
+    result = CliRunner().invoke(cli.app, command, env={"COLUMNS": "220"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_plan_says_what_a_notice_is_good_for(tmp_path: Path) -> None:
+    said = planned(tmp_path, "--nodes", "3", "--mbps", "10000", "--delay", "1")
+    assert "handover in 120 s" in said
+    assert "exact: stages 0-" in said
+
+
+def test_a_slow_uplink_delays_handovers(tmp_path: Path) -> None:
+    def stages(*arguments: str) -> list[dict[str, Any]]:
+        said = planned(tmp_path, "--site", "Iowa:2", "--site", "Oregon:2", *arguments, "--json")
+        found: list[dict[str, Any]] = json.loads(said)["plan"]["handover"]
+        return found
+
+    slow = stages("--uplink", "10")
+    for one in slow:
+        assert one["state"]["bytes"] == 3 * one["weights"]["bytes"]
+        assert one["state"]["seconds"] > one["state"]["bytes"] * 8 / 10e6
+        assert "exact" not in one["possible"].values()
+    assert any("exact" in one["possible"].values() for one in stages())

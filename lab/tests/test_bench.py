@@ -1,0 +1,38 @@
+"""Measurements keep their figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planaria_lab import bench
+from planaria_lab.bench.rows import keep
+from planaria_lab.convergence.runner import machine
+
+BENCH = Path(bench.__file__).parent
+
+
+def test_a_row_is_added_where_out_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OUT", raising=False)
+    keep("link", ratio=0.8)
+    monkeypatch.setenv("OUT", str(tmp_path / "mine"))
+    keep("link", ratio=0.9)
+    keep("link", ratio=1.0)
+    rows = {
+        path.parent.name: [json.loads(line) for line in path.read_text().splitlines()]
+        for path in (tmp_path / "out/bench/link.jsonl", tmp_path / "mine/link.jsonl")
+    }
+    assert [row["ratio"] for row in rows["bench"]] == [0.8]
+    assert [row["ratio"] for row in rows["mine"]] == [0.9, 1.0]
+    assert rows["mine"][0]["machine"] == machine("cpu")
+
+
+def test_every_measurement_keeps_its_figures() -> None:
+    titles = (BENCH / "__main__.py").read_text(encoding="utf-8")
+    named = [path.stem for path in BENCH.glob("*.py") if f"{path.stem}.main" in titles]
+    assert len(named) >= 10
+    for name in named:
+        assert f'keep("{name}", ' in (BENCH / f"{name}.py").read_text(encoding="utf-8"), name

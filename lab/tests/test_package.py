@@ -1,0 +1,65 @@
+"""What planaria-lab installs, and what it adds to the command `planaria`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+import planaria_lab
+from planaria.node.cli import app
+from tests.node.test_readme import PAGES, is_of_lab, shown
+from tests.node.test_readme import test_a_command_that_a_page_shows_is_one as check_command
+from tests.test_package import commands, contents, python
+
+LAB = Path(__file__).parents[1]
+PACKAGE = LAB / "planaria_lab"
+OWN_PAGES = [*(LAB / "docs").glob("*.md"), *(LAB / "results").glob("*/README.md")]
+COMMANDS = sorted({*shown(OWN_PAGES), *filter(is_of_lab, shown(PAGES))})
+
+
+def test_the_package_is_this_one() -> None:
+    assert Path(planaria_lab.__file__).parent == PACKAGE
+
+
+def test_each_folder_tells_of_all_its_modules() -> None:
+    for path in PACKAGE.glob("*/[a-z]*.py"):
+        text = path.with_name("__init__.py").read_text()
+        assert path.parent.name == "bench" or path.name in text, f"{path} is not in __init__.py"
+
+
+def test_no_command_writes_among_the_results_without_being_told() -> None:
+    found = dict(commands(get_command(app)))
+    assert {"planaria plan", "planaria lab simulate check"} <= found.keys()
+    for name, command in found.items():
+        for option in command.params:
+            if isinstance(option.default, str | Path) and "/" in str(option.default):
+                assert Path(option.default).parts[0] == "out", f"{name} {option.opts}"
+
+
+@pytest.mark.parametrize("command", ["lab", "plan"])
+def test_help_loads_no_heavy_module(command: str) -> None:
+    code = (
+        "import sys, planaria.node.cli\n"
+        "planaria.node.cli.app([*sys.argv[1:], '--help'], standalone_mode=False)\n"
+        "print(sorted({'torch', 'numpy', 'grpc', 'matplotlib', 'scipy'} & set(sys.modules)))"
+    )
+    assert python("-c", code, command).stdout.splitlines()[-1] == "[]"
+
+
+def test_the_wheel_has_the_package_and_its_tables_of_links(tmp_path: Path) -> None:
+    python("-m", "hatchling", "build", "-d", tmp_path, "-t", "wheel", cwd=LAB)
+    [wheel] = tmp_path.glob("planaria_lab-*.whl")
+    found = {name for name in contents(wheel) if ".dist-info/" not in name}
+    files = {
+        str(path.relative_to(LAB))
+        for path in PACKAGE.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert found == files and "planaria_lab/emulation/wan-links.csv" in found
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_that_a_page_shows_is_one(line: str) -> None:
+    check_command(line)
