@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -11,31 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
+from planaria.node.commands.options import flattened
 from planaria.node.commands.terminal import console, interruptible, refusing, tracking
+from planaria.node.data.options import PrepareOptions
 
 if TYPE_CHECKING:
     from planaria.node.data.corpus import Corpus, Source
 
 data_app = typer.Typer(no_args_is_help=True, help="Prepare data for training, and look at it.")
-
-
-class Begin(enum.StrEnum):
-    AUTO = "auto"
-    YES = "yes"
-    NO = "no"
-
-
-class Format(enum.StrEnum):
-    TEXT = "text"
-    MESSAGES = "messages"
-    SHAREGPT = "sharegpt"
-    ALPACA = "alpaca"
-    COMPLETION = "completion"
-
-
-class LongerConversations(enum.StrEnum):
-    CUT = "cut"
-    LEAVE_OUT = "leave-out"
 
 
 SHOWN = 3
@@ -45,71 +27,10 @@ LOOKED_AT = 1 << 16
 
 
 @data_app.command("prepare")
+@flattened
 def data_prepare(
-    inputs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="INPUT...",
-            help="Text, JSON or Parquet files, folders of them, or hf:NAME[:CONFIG]\\[@SPLIT].",
-        ),
-    ],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|DIR|NAME",
-            help="A tokenizer.json, a folder with one, or a NAME\\[@REVISION] on the Hugging Face "
-            "hub; without one, a tokenizer is trained.",
-        ),
-    ] = None,
-    vocabulary: Annotated[int, typer.Option(help="Tokens of the tokenizer to train.")] = 2048,
-    validation: Annotated[float, typer.Option(help="Share of documents to hold out.")] = 0.05,
-    text_field: Annotated[str, typer.Option(help="Field that holds a record's text.")] = "text",
-    document_separator: Annotated[
-        str | None,
-        typer.Option(
-            metavar="REGEX",
-            help="In text files, a line that begins like this begins a document; the match is left "
-            "out, a lookahead (?=...) keeps it. Default: chapter headings, else some 200 lines.",
-        ),
-    ] = None,
-    chat_template: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="For records with messages: Jinja that makes them text; default: the tokenizer's.",
-        ),
-    ] = None,
-    bos: Annotated[
-        Begin, typer.Option(help="Begin each text with the bos token; auto: as the tokenizer does.")
-    ] = Begin.AUTO,
-    end_token: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TOKEN", help="Ends each document; default: what the tokenizer's files name."
-        ),
-    ] = None,
-    skip_bad: Annotated[
-        float, typer.Option(metavar="SHARE", help="Bad rows to leave out; ten at least.")
-    ] = 0.01,
-    longest_record: Annotated[
-        int, typer.Option(metavar="BYTES", min=1, help="A longer one is a bad row.")
-    ] = 16 << 20,
-    format: Annotated[
-        Format | None,
-        typer.Option(help="What all records are. Default: as their fields say."),
-    ] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Tokens of a sample, in which a conversation should fit. Default: as the "
-            "tokenizer's folder says.",
-        ),
-    ] = None,
-    longer: Annotated[
-        LongerConversations, typer.Option(help="What to do with conversations that don't fit.")
-    ] = LongerConversations.CUT,
+    options: PrepareOptions,
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -134,23 +55,18 @@ def data_prepare(
         from planaria.node.data.spread import spreading
         from planaria.node.hugging_face.taking_in import find_tokenizer
 
-        file = None if tokenizer is None else find_tokenizer(tokenizer)
-        recipe = Recipe(
-            *(inputs, file, vocabulary, validation, text_field, document_separator),
-            *(chat_template, bos.value, end_token, skip_bad, longest_record),
-            form=None if format is None else format.value,
-            context=context,
-            longer=longer.value,
-        )
+        given = options.tokenizer
+        file = None if given is None else find_tokenizer(str(given))
+        recipe = Recipe(**vars(options) | {"tokenizer": file})
         with spreading(jobs, dask) as spread, tracking("") as track:
             corpus, written = prepare(recipe, out, spread=spread, force=force, track=track)
         if not written:
             console.print(f"{out} holds this very data already")
         _print_corpus(corpus)
-    if tokenizer is None and corpus.vocabulary < vocabulary:
+    if options.tokenizer is None and corpus.vocabulary < options.vocabulary:
         console.print(
-            f"--vocabulary {vocabulary}: this text has only enough for {corpus.vocabulary} tokens; "
-            "models that train on it have so many",
+            f"--vocabulary {options.vocabulary}: this text has only enough for {corpus.vocabulary} "
+            "tokens; models that train on it have so many",
             style="yellow",
             highlight=False,
             soft_wrap=True,

@@ -3,7 +3,6 @@ doctor."""
 
 from __future__ import annotations
 
-import enum
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.markup import escape
@@ -45,19 +44,6 @@ from planaria.node.commands.terminal import console, errors, refuse, refusing, w
 
 BEGAN = time.monotonic()
 ENDING = "When it ends"
-
-
-class Restart(enum.StrEnum):
-    NO = "no"
-    ALWAYS = "always"
-
-
-class CloudName(enum.StrEnum):
-    AUTO = "auto"
-    AWS = "aws"
-    GCP = "gcp"
-    AZURE = "azure"
-    NONE = "none"
 
 
 @flattened
@@ -148,20 +134,20 @@ def node_command(
         ),
     ] = 25.0,
     cloud: Annotated[
-        CloudName,
+        Literal["auto", "aws", "gcp", "azure", "none"],
         typer.Option(
             help="Whose notices that this machine will be taken to listen to; auto: find out. What "
             "they leave of time goes before --grace.",
             rich_help_panel=ENDING,
         ),
-    ] = CloudName.AUTO,
+    ] = "auto",
     restart: Annotated[
-        Restart,
+        Literal["no", "always"],
         typer.Option(
             help="What to do when this node crashes; always: start another, after a pause.",
             rich_help_panel=ENDING,
         ),
-    ] = Restart.ALWAYS,
+    ] = "always",
     metrics: Annotated[
         str,
         typer.Option(
@@ -219,8 +205,8 @@ def node_command(
         check_there(addresses, [Answer.UNKNOWN], TRY_AGAIN)
     with refusing(NodeError, ValueError):
         check_reachable(addresses, listens, told, dials_only)
-    if not watched and (restart is Restart.ALWAYS or len(nodes) > 1):
-        raise typer.Exit(asyncio.run(supervise(nodes, grace, restart is Restart.ALWAYS)))
+    if not watched and (restart == "always" or len(nodes) > 1):
+        raise typer.Exit(asyncio.run(supervise(nodes, grace, restart == "always")))
 
     from planaria.bootstrap.client import JoinRefused
     from planaria.bootstrap.credentials import CredentialsError
@@ -252,13 +238,13 @@ def node_command(
             save_dir=folder,
             saving=save_dir != Path("none"),
             grace=grace,
-            cloud=cloud.value,
+            cloud=cloud,
             credentials=security.credentials(),
             insecure=insecure,
             metrics=security.place(metrics, insecure, "--metrics"),
             name=called,
             log=lines if share_log else None,
-            track=track and track.value,
+            track=track,
             invitation=invitation,
         )
         status = run_on_loop(begin(options))

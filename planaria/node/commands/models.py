@@ -42,6 +42,7 @@ def export_command(
         ),
     ] = None,
     *,
+    options: ExportOptions,
     join: Living = None,
     run_file: Annotated[
         Path | None,
@@ -49,7 +50,6 @@ def export_command(
             "--run", envvar="PLANARIA_EXPORT_RUN", metavar="RUN.toml", help="Whose saves these are."
         ),
     ] = None,
-    options: ExportOptions,
     security: Security,
 ) -> None:
     """Write a run's model as a folder that Hugging Face's transformers reads; where adapters were
@@ -269,9 +269,9 @@ def evaluate_command(
         typer.Argument(metavar="[DIR]", help="Folder that `planaria export` has written."),
     ] = None,
     *,
+    options: EvaluateOptions,
     join: Living = None,
     device: OneDevice = "auto",
-    options: EvaluateOptions,
     security: Security,
 ) -> None:
     """Loss and perplexity, on prepared data, of an exported model, or of one step of a living run,

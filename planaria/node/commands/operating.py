@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.table import Table
@@ -23,12 +22,6 @@ if TYPE_CHECKING:
 say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
 
 
-class InvitedAs(enum.StrEnum):
-    NODE = "node"
-    READER = "reader"
-    OPERATOR = "operator"
-
-
 @dataclass(frozen=True, kw_only=True)
 class InviteOptions:
     """Of `planaria invite`."""
@@ -43,9 +36,9 @@ class InviteOptions:
         int | None, typer.Option(min=0, help="The only one that who comes by it may serve.")
     ] = None
     role: Annotated[
-        InvitedAs,
+        Literal["node", "reader", "operator"],
         typer.Option(help="node: serve a stage; reader: look on; operator: these commands, too."),
-    ] = InvitedAs.NODE
+    ] = "node"
     listing: Annotated[
         bool,
         typer.Option("--list", envvar="PLANARIA_INVITE_LIST", help="Show the invites there are."),
@@ -93,7 +86,7 @@ def invite_command(options: InviteOptions) -> None:
 
     with refusing(CredentialsError, ValueError):
         invitation = invitation_of(options.join)
-        credentials = credentials_for(options.join, options.security, InvitedAs.OPERATOR)
+        credentials = credentials_for(options.join, options.security, "operator")
         ask_registry(options.join, credentials, act)
 
 
@@ -131,7 +124,7 @@ def members_command(join: Join, security: Security) -> None:
         console.print(table)
 
     with refusing(CredentialsError, ValueError):
-        ask_registry(join, credentials_for(join, security, InvitedAs.OPERATOR), show)
+        ask_registry(join, credentials_for(join, security, "operator"), show)
 
 
 @flattened
@@ -185,4 +178,4 @@ def _have_done(join: str, security: Security, method: str, request: Message) -> 
         say((await client.command(method, request)).what)
 
     with refusing(CredentialsError, ValueError):
-        ask_registry(join, credentials_for(join, security, InvitedAs.OPERATOR), act)
+        ask_registry(join, credentials_for(join, security, "operator"), act)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -238,18 +237,6 @@ Living = Annotated[
 ]
 
 
-class LogLevel(enum.StrEnum):
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-class LogFormat(enum.StrEnum):
-    TEXT = "text"
-    JSON = "json"
-
-
 LOG = "Log"
 
 
@@ -258,23 +245,23 @@ class Log:
     """What a process logs."""
 
     log_level: Annotated[
-        LogLevel,
+        Literal["debug", "info", "warning", "error"],
         typer.Option(
             "--log-level",
             envvar="PLANARIA_LOG_LEVEL",
             help="What the log has: this, and what is graver.",
             rich_help_panel=LOG,
         ),
-    ] = LogLevel.INFO
+    ] = "info"
     log_format: Annotated[
-        LogFormat,
+        Literal["text", "json"],
         typer.Option(
             "--log-format",
             envvar="PLANARIA_LOG_FORMAT",
             help="Lines for people, or JSON for what collects logs.",
             rich_help_panel=LOG,
         ),
-    ] = LogFormat.TEXT
+    ] = "text"
 
     def begin(self, name: str) -> LastLines:
         """See `begin_log`."""
@@ -283,14 +270,8 @@ class Log:
         return begin_log(self.log_level, self.log_format, name)
 
 
-class Tracker(enum.StrEnum):
-    TENSORBOARD = "tensorboard"
-    WANDB = "wandb"
-    MLFLOW = "mlflow"
-
-
 Tracked = Annotated[
-    Tracker | None,
+    Literal["tensorboard", "wandb", "mlflow"] | None,
     typer.Option(
         "--track",
         help="Keep the run there, too: losses, rates, recoveries, samples, the run file.",
@@ -298,12 +279,12 @@ Tracked = Annotated[
 ]
 
 
-def check_tracker(track: Tracker | None) -> None:
+def check_tracker(track: str | None) -> None:
     """Raises ModuleNotFoundError, which says what is missing."""
     from planaria.node import extras
 
     if track is not None:
-        extras.check(track.value)
+        extras.check(track)
 
 
 FILES, NETWORK = "Files", "Network"

@@ -202,7 +202,7 @@ def up_command(
             with shown as progress:
                 plan = plan_run(run, out, save_dir, device, say, progress)
         plan = plan._replace(http=http, price=price, log=(log.log_level, log.log_format))
-        plan = plan._replace(track=track and track.value, hold=hold)
+        plan = plan._replace(track=track, hold=hold)
         kills = [parse_kill(text, plan.run) for text in kill or []]
         losses = choose_losses(plan.run, loss_rate, trace, speedup)
         ending = asyncio.run(

@@ -18,7 +18,8 @@ from typing import Any, AnyStr, TypeAlias
 
 from planaria.node.data.chat import MARKS, Conversation
 from planaria.node.data.corpus import CorpusError, RowError
-from planaria.node.data.messages import Completion, Form, conversation, form_of
+from planaria.node.data.messages import Completion, conversation, form_of
+from planaria.node.data.options import LONGEST, Form
 from planaria.node.data.places import PACKED, Listing, files_in, opened, packing, unpacked
 from planaria.node.extras import remedy
 
@@ -37,8 +38,6 @@ CHAPTER = re.compile(r"(?=\s*(CHAPTER\b|Chapter\s+(\d+|[IVXLCDM]+)\b))")
 LINES_PER_DOCUMENT = 200
 LINES_AT_MOST = 2000
 
-LONGEST = 16 << 20
-"""Bytes of a record: its tokens and their offsets take some 25 times as much memory."""
 ROWS_AT_A_TIME = 4
 """Of a Parquet file: a few bytes there may stand for a long text, again and again."""
 LARGE, PACKED_TIGHTLY = 256 << 20, 100

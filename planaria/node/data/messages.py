@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Final, NamedTuple, get_args
 
 from planaria.node.data.chat import THOUGHT, Conversation
 from planaria.node.data.corpus import CorpusError
+from planaria.node.data.options import Form
 
-Form: TypeAlias = Literal["text", "messages", "sharegpt", "alpaca", "completion"]
 FORMS: Final[dict[Form, tuple[str, ...]]] = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),

@@ -6,15 +6,14 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from typing import Final, Literal, TypeAlias, TypeVar
+from typing import Final, TypeVar
 
 from planaria.node.data.chat import Conversation, Template, template_of
 from planaria.node.data.corpus import CorpusError, RowError
-from planaria.node.data.documents import LONGEST, Row, documents, files_of
-from planaria.node.data.messages import Completion, Form
+from planaria.node.data.documents import Row, documents, files_of
+from planaria.node.data.messages import Completion
+from planaria.node.data.options import PrepareOptions
 from planaria.node.data.places import Listing
-from planaria.node.data.tokenizer import Bos
 
 T = TypeVar("T")
 ALWAYS_SKIPPED: Final = 10
@@ -27,29 +26,12 @@ SHOWN: Final = 3
 
 COMPLETIONS: Final = Template("", "prompts with completions", {})
 """Stands for none: these are texts, of which a part is scored."""
-Longer: TypeAlias = Literal["cut", "leave-out"]
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Raises CorpusError for figures that make no sense."""
-
-    inputs: Sequence[str]
-    tokenizer: Path | None = None  # a tokenizer.json; None: train one
-    vocabulary: int = 2048  # of the tokenizer to train
-    validation: float = 0.05  # share of the documents to hold out
-    text_field: str = "text"
-    separator: str | None = None  # see documents.lines_to_documents
-    chat_template: Path | None = None  # None: the tokenizer's
-    bos: Bos = "auto"  # see tokenizer.bounds_of; so for end_token
-    end_token: str | None = None
-    skip_bad: float = 0.01  # share of the rows that may be left out
-    longest_record: int = LONGEST  # bytes
-    form: Form | None = None  # of all records; None: each by its fields
-    context: int | None = None  # tokens of a sample; None: what the tokenizer's folder says
-    longer: Longer = "cut"  # conversations that are longer are cut by samples, or left out
-
+class Recipe(PrepareOptions):
     def __post_init__(self) -> None:
+        """Raises CorpusError for values that make no sense."""
         if not 0 < self.validation < 1:
             raise CorpusError(
                 f"--validation is a share between 0 and 1, not {self.validation}: "
@@ -66,11 +48,12 @@ class Recipe:
             raise CorpusError(f"--context is a number of tokens from 1 on, not {self.context}")
         if not self.inputs:
             raise CorpusError("nothing to prepare: name a text file, a folder or a dataset")
+        separator = self.document_separator or ""
         try:
-            re.compile(self.separator or "")
+            re.compile(separator)
         except re.error as error:
             raise CorpusError(
-                f"--document-separator {self.separator!r} is not a regular expression: {error}"
+                f"--document-separator {separator!r} is not a regular expression: {error}"
             ) from error
 
     def files(self) -> Listing:
@@ -83,12 +66,12 @@ class Recipe:
     @property
     def reading(self) -> list[object]:
         """What decides, beside the files, which documents there are: of simple types."""
-        return [self.text_field, self.separator, self.longest_record, self.form]
+        return [self.text_field, self.document_separator, self.longest_record, self.format]
 
     def documents(self, file: str) -> Iterator[Row | RowError]:
         """Of one of the files. Raises CorpusError, also when most of them are bad rows."""
-        separator = None if self.separator is None else re.compile(self.separator)
-        found = documents(file, self.text_field, separator, self.longest_record, self.form)
+        separator = None if self.document_separator is None else re.compile(self.document_separator)
+        found = documents(file, self.text_field, separator, self.longest_record, self.format)
         return mostly_good(found, self.skip_bad)
 
     def check(self, bad: int, rows: int, reasons: Iterable[str]) -> None:

@@ -11,15 +11,15 @@ import shutil
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from planaria.node.data.corpus import CorpusError, file_checksum, load_tokenizer
+from planaria.node.data.options import Bos
 from planaria.node.stage.shape import LONGEST
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-Bos: TypeAlias = Literal["auto", "yes", "no"]
 TOKENIZER: Final = "tokenizer.json"
 CONFIG: Final = "tokenizer_config.json"
 SPECIAL: Final = "special_tokens_map.json"

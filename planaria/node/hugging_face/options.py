@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -13,11 +12,6 @@ Wait = Annotated[
     float,
     typer.Option(min=1, help="With --join: seconds for a step that all stages have committed."),
 ]
-
-
-class ExportDtype(enum.StrEnum):
-    FP32 = "fp32"
-    BF16 = "bf16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +23,7 @@ class ExportOptions:
         Path | None,
         typer.Option(help="Prepared data, whose tokenizer goes along, if not the run's."),
     ] = None
-    dtype: Annotated[ExportDtype, typer.Option(help="Of the weights.")] = ExportDtype.FP32
+    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of the weights.")] = "fp32"
     merged: Annotated[
         bool,
         typer.Option(

@@ -93,11 +93,11 @@ class Result:
         is said there of prepared data and of adapters goes for `data` and `merged`. Raises
         ExportError, SwarmError, ResumeError, SaveError and CorpusError."""
         from planaria.node.hugging_face.from_saves import export_saves
-        from planaria.node.hugging_face.options import ExportDtype, ExportOptions
+        from planaria.node.hugging_face.options import ExportOptions
 
         plan = read_plan(self.folder)
         found, folder = plan.kept.find(), None if data is None else Path(data)
-        options = ExportOptions(out=Path(out), data=folder, dtype=ExportDtype(dtype), merged=merged)
+        options = ExportOptions(out=Path(out), data=folder, dtype=dtype, merged=merged)
         export_saves(plan.run, found, self.summary, options, untracked)
         return Path(out)
 

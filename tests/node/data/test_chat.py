@@ -324,7 +324,7 @@ def test_the_same_conversations_in_another_form(
     file = write_records(tmp_path / "other.jsonl", [record(said) for said in messages()])
     assert prepare(recipe(folder, file), tmp_path / "data")[0].content == chat.content
     with pytest.raises(CorpusError, match="--format alpaca have"):
-        prepare(recipe(folder, file, form="alpaca"), tmp_path / "alpaca")
+        prepare(recipe(folder, file, format="alpaca"), tmp_path / "alpaca")
 
 
 def test_of_a_prompt_and_its_completion_the_latter_and_the_end_are_scored(

@@ -545,7 +545,7 @@ def test_of_a_few_documents_about_the_share_is_held_out(
         ({"validation": 1.0}, "between 0 and 1, not 1.0"),
         ({"vocabulary": 256}, "--vocabulary 256 is too small"),
         ({"inputs": []}, "nothing to prepare"),
-        ({"separator": "("}, r"'\(' is not a regular expression"),
+        ({"document_separator": "("}, r"'\(' is not a regular expression"),
     ],
 )
 def test_recipes_that_make_no_sense_are_refused(
