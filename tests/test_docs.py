@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 QUOTED = re.findall(r"^### `(.*)`$", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
+SHOWN = re.findall(r"^- \*\*`(.*?)`\*\*", (ROOT / "docs/tutorial.md").read_text(), re.M)
 
 
 @cache
@@ -35,7 +36,7 @@ def said() -> str:
     return "\n".join(text.replace("\n", " ") for text in texts)
 
 
-@pytest.mark.parametrize("message", QUOTED)
+@pytest.mark.parametrize("message", QUOTED + SHOWN)
 def test_a_message_that_is_explained_is_one(message: str) -> None:
     assert message in said()
 
