@@ -90,6 +90,12 @@ def test_imports_go_downwards_only():
                 assert str(node.module).split(".")[1] in below, f"{path} imports {node.module}"
 
 
+def test_neither_the_package_nor_its_tests_import_the_lab():
+    files = [path for folder in ("planaria", "tests") for path in (ROOT / folder).rglob("*.py")]
+    importing = re.compile(r"^\s*(from|import) planaria_lab\b", re.M)
+    assert [path for path in files if importing.search(path.read_text())] == []
+
+
 def test_each_folder_tells_of_all_its_modules():
     told = {path.parent: ast.get_docstring(m) for path, m in parsed() if path.stem == "__init__"}
     for path, _ in parsed():

@@ -11,7 +11,7 @@ import pytest
 
 from planaria.node.data.corpus import Corpus
 from planaria.node.report.ledger import audit
-from planaria_lab.convergence.training import train
+from tests.reference import train
 from tests.swarm.deaths import Swarm
 from tests.swarm.small import small
 

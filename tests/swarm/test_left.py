@@ -10,7 +10,7 @@ import pytest
 from planaria.node.data.corpus import Corpus
 from planaria.node.naming import was_added
 from planaria.node.report.ledger import check, merge
-from planaria_lab.convergence.training import train
+from tests.reference import train
 from tests.swarm.deaths import Swarm
 from tests.swarm.small import small
 

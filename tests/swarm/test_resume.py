@@ -13,7 +13,7 @@ from planaria.node.data.corpus import Corpus
 from planaria.node.report.ledger import audit
 from planaria.node.run_file import override
 from planaria.node.state.saves import find_saves
-from planaria_lab.convergence.training import TrainingSwarm
+from tests.reference import Reference
 from tests.swarm.lines import Lines
 from tests.swarm.small import small
 from tests.swarm.test_supervised import DEADLINE, ByHand
@@ -58,7 +58,7 @@ def test_in_other_stages_and_nodes_it_goes_on_as_if_nothing_had_happened(up, dat
     assert summary["audit"] == {"expected": 128, "duplicates": 0, "missing": 0, "extra": 0}
     assert {row["method"] for row in summary["rebuilds"]} <= {"save", "replica"}
 
-    golden = TrainingSwarm(RUN, Corpus.open(data))
+    golden = Reference(RUN, Corpus.open(data))
     found = losses(Lines(out), "ledger.jsonl")
     assert list(found) == list(range(1, RUN.steps + 1))
     for step, loss in found.items():

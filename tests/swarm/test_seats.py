@@ -19,7 +19,7 @@ from planaria.node.state.rebuild import Rebuilding
 from planaria.node.state.stage_state import StageState
 from planaria.node.state.transfer import StateServer
 from planaria.node.wire import stage_pb2 as pb
-from planaria_lab.convergence.training import train
+from tests.reference import train
 from tests.swarm.in_process import LocalSwarm, OneSeat
 from tests.swarm.small import small
 

@@ -3,7 +3,6 @@ named, and the swarm trains on."""
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
@@ -13,18 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
-from planaria.node.local import swarm as local
 from planaria.node.naming import node_of
-from planaria.node.resolve import resolve
 from planaria.node.run_file import override
 from planaria.node.transaction import joining, standing_out
 from planaria.node.transaction.effects import Effect
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.tensors import decode, encode
-from planaria_lab.chaos.sick_node import run_sick, tell
 from tests.swarm.in_process import LocalSwarm, OneSeat
 from tests.swarm.small import small
 
@@ -308,28 +303,3 @@ async def test_nan_without_a_replica_skips_steps_and_then_the_run_pauses(corpus,
         assert driver.member.last.skips == 3
         assert {told["node"] for told in swarm.lines.events("not finite")} == {f"{sick.node}/1"}
         assert not any(node.over.done() for node, _ in swarm.nodes.values())
-
-
-async def test_planaria_up_ends_with_the_sentence_of_a_run_that_paused(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Processes, as a person has them; one makes NaN from the start."""
-    faults, out, said = tmp_path / "faults", tmp_path / "out", io.StringIO()
-    tell(faults, {"nan": {}})
-    command = local._Swarm._command
-
-    def with_a_sick_one(swarm: local._Swarm, slot: str) -> list[str]:
-        sick = ["--faults", str(faults)] if slot == "1.0" else []
-        return [*sick, *command(swarm, slot)]
-
-    monkeypatch.setattr(local._Swarm, "_command", with_a_sick_one)
-    run = resolve(override(PAIRS, swarm__replicas=1, data__path=str(data)))
-    plan = local.SwarmPlan(run, out, None, "cpu", work=run_sick)
-    ending = await local.up(plan, [], Console(file=said, width=300))
-    summary = json.loads((out / "summary.json").read_text())
-    why = "3 steps in a row were skipped, since the gradient of stage "
-    assert ending.status == 1
-    assert summary["skipped_steps"] == 3
-    assert summary["stopped"].startswith(f"paused: {why}")
-    assert f"error: paused: {why}" in said.getvalue()
-    assert '"kind": "not finite"' in (out / "events.jsonl").read_text()

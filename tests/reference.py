@@ -1,0 +1,120 @@
+"""One process that trains as a swarm of one node a stage does, to compare losses with.
+
+It has a node's stages, windows, codecs and optimizer, and no network, replicas or recovery.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION
+from planaria.node.data.mixture import Data, beginnings, count_scored, inputs_and_targets, windows
+from planaria.node.data.windows import microbatch_ids
+from planaria.node.hugging_face.checkpoint import Checkpoint
+from planaria.node.run_file import RunFile
+from planaria.node.stage.crossing import put_together, taken_apart
+from planaria.node.stage.initial import Beginning
+from planaria.node.stage.learning_rate import of_run
+from planaria.node.stage.model import EmbeddingStage
+from planaria.node.stage.optimizer import StageOptimizer
+from planaria.node.stage.own_code import load_as_said
+from planaria.node.stage.shape import ModelConfig
+from planaria.node.wire.frames import Codec
+from planaria.node.wire.tensors import as_received
+from planaria.recovery.orders import order, window_orders
+
+
+class Boundary(torch.autograd.Function):
+    """What arrives at the next stage of an activation, and of its gradient on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: RunFile, config: ModelConfig) -> Tensor:
+        ctx.run, ctx.config = run, config
+        return _received(x, "activation", run.wire.activations, config)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        codec = ctx.run.wire.gradients
+        return _received(gradients[0], "gradient", codec, ctx.config), None, None
+
+
+def _received(x: Tensor, kind: str, codec: Codec, config: ModelConfig) -> Tensor:
+    figures, *beside = taken_apart(x, config, kind)
+    return put_together([as_received(figures, codec), *beside], config)
+
+
+class Reference:
+    """All stages of a resolved run; `step` trains them for one step."""
+
+    def __init__(self, run: RunFile, data: Data) -> None:
+        self.run, self.data = run, data
+        self.config = run.config_for(data.vocabulary)
+        origin = run.model.origin
+        checkpoint = None if origin is None else Checkpoint.open(Path(origin))
+        own = None if self.config.own is None else load_as_said(run, self.config)
+        beginning = Beginning(run, self.config, checkpoint, own)
+        self.stages = [beginning.stage(stage) for stage in range(self.config.stages + 1)]
+        cpu = torch.device("cpu")
+        self.optimizers = [StageOptimizer.of_run(stage, cpu, run) for stage in self.stages]
+        self.windows = windows(data, run.seed, self.config.context, run.training.batch)
+        self.committed = 0
+
+    def step(self) -> float:
+        """Trains the next step; returns its mean loss, nats a scored token."""
+        training, number = self.run.training, self.committed + 1
+        ids = self.windows.ids(number)
+        scored = max(1, count_scored(self.data, TRAIN, self.config.context, ids))
+        swapped = self.run.recovery.policy == "checkfree+"
+        losses = []
+        orders = window_orders(number, training.microbatches, self.config.stages, swapped)
+        for microbatch, visits in enumerate(orders):
+            loss = self._loss(visits, TRAIN, microbatch_ids(ids, microbatch, training.microbatch))
+            (loss / scored).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.item())
+        norm = math.sqrt(math.fsum(one.squared_norm() for one in self.optimizers))
+        for optimizer in self.optimizers:
+            optimizer.step(of_run(number, self.run), min(1.0, training.clip / (norm + 1e-6)))
+            optimizer.zero_gradient()
+        self.committed = number
+        return math.fsum(losses) / scored
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss of the run's validation microbatches, nats a scored token."""
+        training, context = self.run.training, self.config.context
+        wanted = range(training.validation_microbatches * training.microbatch)
+        ids = self.data.held_out(context, wanted)
+        loss = self._loss(order(0, self.config.stages, swapped=False), VALIDATION, ids)
+        _, targets = inputs_and_targets(self.data, VALIDATION, context, ids)
+        return loss.item() / max(1, int((targets != UNSCORED).sum()))
+
+    def _loss(self, visits: Sequence[int], split: str, ids: NDArray[np.int64]) -> Tensor:
+        """The sum over all scored tokens of these samples."""
+        ends, context = self.stages[0], self.config.context
+        assert isinstance(ends, EmbeddingStage)
+        inputs, targets = map(torch.from_numpy, inputs_and_targets(self.data, split, context, ids))
+        begins = None
+        if self.config.block_causal:
+            begins = torch.from_numpy(beginnings(self.data, split, context, ids))
+        bf16 = self.run.training.precision == "bf16"
+        with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
+            x = ends.embed(inputs, begins)
+            for stage in visits:
+                x = self.stages[stage](Boundary.apply(x, self.run, self.config))
+            return ends.loss(Boundary.apply(x, self.run, self.config), targets)
+
+
+def train(run: RunFile, data: Data) -> Iterator[float]:
+    """The losses of a run to which nothing happens, step by step."""
+    reference = Reference(run, data)
+    for _ in range(run.steps):
+        yield reference.step()
