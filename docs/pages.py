@@ -14,6 +14,7 @@ PAGES = (
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "SECURITY.md",
     "docs/*.md",
     "examples/README.md",
     "lab/docs/*.md",
