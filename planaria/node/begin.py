@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
 
 from planaria.bootstrap.address import Address
+from planaria.node.node_options import Addresses, NodeOptions
 
 if TYPE_CHECKING:
     from planaria.bootstrap.credentials import Credentials
@@ -34,38 +34,20 @@ class NodeCrashed(Exception):  # noqa: N818  what it did
 
 
 @dataclass(frozen=True)
-class Options:
-    """The command line of `planaria node`."""
+class Setup:
+    """What a node begins with: its options, and what follows from them."""
 
-    join: tuple[str, ...]
-    stage: int | None
-    listen: Address
-    advertise: Address | None  # None: whatever peers can be expected to dial
-    dials_only: bool  # can't be dialled
-    device: str
-    seats: int | None  # that it can hold; None: as its memory allows
-    standby: bool
-    data: tuple[str, ...]  # folders, or URLs of some elsewhere
-    model: Path | None  # the checkpoint that the run begins from
-    out: Path | None
-    threads: int | None
-    save_dir: Path | None  # None: one of its own, where its event log is
-    saving: bool
-    grace: float  # seconds between SIGTERM and the end
-    cloud: str  # whose notices to listen to: auto, none, or one of CLOUDS
+    options: NodeOptions
+    addresses: Addresses
     credentials: Credentials
-    insecure: bool
     name: str = ""  # with which its identities begin
-    track: str | None = None  # where the run is kept, too, of experiment.KINDS
     log: LastLines | None = None  # its last lines, for others to read; None: not for others
     metrics: Place | None = None  # where Prometheus finds its figures
-    allow_module: str | None = None  # code of a run's architecture that may be loaded
-    checkpoint_dir: Path | None = None  # that all nodes share
     invitation: Invitation | None = None  # by which this node comes
     instance: Instance | None = None  # None: that of its folder
 
 
-async def begin(options: Options) -> int:
+async def begin(setup: Setup) -> int:
     """Asks the registry about its run, then serves. Returns the exit status. Raises NodeError,
     NodeCrashed, RegistryUnreachable, JoinRefused, RunFileError, CredentialsError, NotAdmitted,
     OSError."""
@@ -73,14 +55,15 @@ async def begin(options: Options) -> int:
     from planaria.bootstrap.credentials import check_port
     from planaria.node.run_file import loads
 
-    for option, folder in (("--save-dir", options.save_dir), ("--out", options.out)):
+    options = setup.options
+    for option, folder in (("--save-dir", options.saves), ("--out", options.out)):
         if folder is not None:
             check_writable(option, folder)
-    if options.invitation is not None:
-        return await _begin_invited(options, options.invitation)
-    if not options.dials_only:
-        check_port(options.listen, options.credentials, options.insecure)
-    client = RegistryClient(options.join, options.credentials)
+    if setup.invitation is not None:
+        return await _begin_invited(setup, setup.invitation)
+    if not setup.addresses.dials_only:
+        check_port(setup.addresses.listen, setup.credentials, options.insecure)
+    client = RegistryClient(setup.addresses.registries, setup.credentials)
     try:
         await client.check_one_run()
         description = await client.describe()
@@ -91,28 +74,33 @@ async def begin(options: Options) -> int:
 
         from planaria.node.serve import serve
 
-        return await serve(options, client, description, run, corpus)
+        return await serve(setup, client, description, run, corpus)
     finally:
         await client.close()
 
 
-async def _begin_invited(options: Options, invitation: Invitation) -> int:
+async def _begin_invited(setup: Setup, invitation: Invitation) -> int:
     """The node's folder has its key, and once it has come by the invite, its certificate."""
     from planaria.bootstrap.authority import Role
     from planaria.bootstrap.credentials import Credentials
     from planaria.node.enrolled import check_role, enrolled
 
     check_role(invitation, Role.NODE)
-    folder = options.save_dir or options.out or Path("out") / invitation.run
+    options = setup.options
+    folder = options.saves or options.out or Path("out") / invitation.run
+    if invitation.HasField("stage"):
+        options = replace(options, stage=invitation.stage)
     async with enrolled(invitation, folder) as (instance, certified):
-        known = replace(
-            options,
-            credentials=Credentials.of(certified, options.credentials.token),
-            instance=instance,
-            stage=invitation.stage if invitation.HasField("stage") else options.stage,
-            invitation=None,
+        credentials = Credentials.of(certified, options.security.token)
+        return await begin(
+            replace(
+                setup,
+                options=options,
+                credentials=credentials,
+                instance=instance,
+                invitation=None,
+            )
         )
-        return await begin(known)
 
 
 def check_stage(stage: int | None, run: RunFile) -> None:
@@ -137,17 +125,16 @@ def check_module(run: RunFile, allowed: str | None) -> None:
         )
 
 
-def check_reachable(
-    join: Sequence[str], listen: Address, advertise: Address | None, dials_only: bool
-) -> None:
+def check_reachable(addresses: Addresses) -> None:
     """Raises NodeError when nobody, or nobody but this machine, could dial a node of a run on
     several, and AddressError."""
+    registries, listen, advertise, dials_only = addresses
     if advertise is not None and advertise.is_any:
         raise NodeError(
             f"--advertise {advertise} stands for all addresses of a machine, and nobody can dial "
             "it: give the one that others know this machine by"
         )
-    remote = [one for one in join if not Address.to_dial(one).is_loopback]
+    remote = [each for each in registries if not Address.to_dial(each).is_loopback]
     if remote and not (advertise or dials_only) and listen.is_loopback:
         raise NodeError(
             f"--listen {listen} can be reached from this machine only, and the registry at "
@@ -174,7 +161,7 @@ def check_writable(option: str, folder: Path) -> None:
         ) from error
 
 
-def find_corpus(run: RunFile, options: Options) -> Data | None:
+def find_corpus(run: RunFile, options: NodeOptions) -> Data | None:
     """The prepared data, where --data says or, below this node's own folder, the run file; needed
     at stage 0 only.
 
@@ -185,7 +172,7 @@ def find_corpus(run: RunFile, options: Options) -> Data | None:
     from planaria.node.data.mixture import open_data
     from planaria.node.own_folders import data_below, own_folder
 
-    kept = (options.save_dir or options.out or Path("out")) / "data"
+    kept = (options.saves or options.out or Path("out")) / "data"
     needed = options.stage == 0 or bool(options.data)
     data: DataSection | None
     try:
@@ -198,7 +185,7 @@ def find_corpus(run: RunFile, options: Options) -> Data | None:
         log.info("this node has no prepared data (--data DIR), so it serves any stage but 0")
         return None
     try:
-        corpus = open_data(data, [folder_of(place, kept) for place in options.data])
+        corpus = open_data(data, [folder_of(place, kept) for place in options.data or ()])
     except CorpusError as error:
         if needed:
             raise NodeError(
@@ -207,7 +194,7 @@ def find_corpus(run: RunFile, options: Options) -> Data | None:
         log.warning("not fit for stage 0: %s", error)
         return None
     if problem := corpus.index.misfit(corpus.path, run.data.content, run.model.vocabulary):
-        where = " with ".join(options.data) or data.where
+        where = " with ".join(options.data or ()) or data.where
         if needed:
             raise NodeError(f"{where} {problem}")
         log.warning("not fit for stage 0: %s %s", where, problem)

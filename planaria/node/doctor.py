@@ -45,6 +45,7 @@ from planaria.node.diagnosis import (
     Missing,
     Verdict,
 )
+from planaria.node.node_options import Addresses, DoctorOptions
 from planaria.node.own_folders import data_below, own_folder
 from planaria.node.run_file import RunFile, RunFileError, loads
 
@@ -74,19 +75,11 @@ T = TypeVar("T")
 
 
 class Asked(NamedTuple):
-    """The command line of `planaria doctor`, as `planaria node` would have it."""
+    """What `planaria doctor` looks at."""
 
-    join: tuple[str, ...]
-    stage: int | None
-    listen: Address
-    advertise: Address | None
-    dials_only: bool
-    device: str
-    data: tuple[str, ...]  # folders, or URLs of some elsewhere
-    saves: Path  # the folder for saves, which needn't be there
+    options: DoctorOptions
+    addresses: Addresses
     credentials: Credentials
-    insecure: bool
-    allow_module: str | None = None  # code of a run's architecture that may be loaded
 
 
 class Port(NamedTuple):
@@ -99,10 +92,13 @@ class Port(NamedTuple):
 
 async def examine(asked: Asked, version: str, gone: float = 0.0) -> Facts:
     """All the facts, of a process that began so many seconds ago. Raises AddressError."""
-    seeing = _see_device(asked.device)
+    options, addresses = asked.options, asked.addresses
+    seeing = _see_device(options.device)
     looking = asyncio.create_task(_in_time("PyTorch", max(0.0, IN_ALL - gone), seeing))
-    writing = asyncio.create_task(_in_time("the disk", LOOK, _in_thread(_look_at, asked.saves)))
-    client = RegistryClient(asked.join, asked.credentials)
+    writing = asyncio.create_task(
+        _in_time("the disk", LOOK, _in_thread(_look_at, options.save_dir))
+    )
+    client = RegistryClient(addresses.registries, asked.credentials)
     try:
         async with _listening(asked) as port:
             described = await _describe(client, asked)
@@ -118,7 +114,7 @@ async def examine(asked: Asked, version: str, gone: float = 0.0) -> Facts:
                 )
         data: Data | Missing = Missing("what the run trains on isn't known")
         if isinstance(run, RunFile):
-            data = await _in_time("the data", LOOK, _in_thread(_data_at, asked.data, run))
+            data = await _in_time("the data", LOOK, _in_thread(_data_at, options.data or (), run))
         return Facts(
             version=version,
             protocol=PROTOCOL,
@@ -126,7 +122,7 @@ async def examine(asked: Asked, version: str, gone: float = 0.0) -> Facts:
             run=run,
             tokens_per_second=_rate(described),
             tls=asked.credentials.channel is not None,
-            loopback=all(Address.parse(one).is_loopback for one in asked.join),
+            loopback=all(Address.parse(one).is_loopback for one in addresses.registries),
             clock=clock,
             port=port.fact,
             advertise=_advertised(asked),
@@ -134,10 +130,10 @@ async def examine(asked: Asked, version: str, gone: float = 0.0) -> Facts:
             link=link,
             saves=await writing,
             data=data,
-            stage=asked.stage,
+            stage=options.stage,
             device=await looking,
-            wanted=asked.device,
-            allow_module=asked.allow_module,
+            wanted=options.device,
+            allow_module=options.allow_module,
             proxies=proxies(os.environ),
         )
     finally:
@@ -178,7 +174,7 @@ async def _in_thread(work: Callable[..., T], *arguments: object) -> T:
 
 
 async def _describe(client: RegistryClient, asked: Asked) -> Description | Missing:
-    answers = await knock_at_all(asked.join, KNOCK)
+    answers = await knock_at_all(asked.addresses.registries, KNOCK)
     if why := dead_end(answers, NOBODY):
         return Missing(why, Verdict.PROBLEM)
     try:
@@ -213,13 +209,14 @@ def _rate(described: Description | Missing) -> float:
 async def _listening(asked: Asked) -> AsyncIterator[Port]:
     """Serves where a node would, under a name that nobody else has."""
     name = f"doctor-{secrets.token_hex(8)}"
-    if asked.dials_only:
+    if asked.addresses.dials_only:
         yield Port(name, 0, "")
         return
     server = grpc.aio.server()
     try:
-        check_reachable(asked.join, asked.listen, asked.advertise, asked.dials_only)
-        number = add_port(server, str(asked.listen), asked.credentials, asked.insecure)
+        check_reachable(asked.addresses)
+        listen, insecure = str(asked.addresses.listen), asked.options.insecure
+        number = add_port(server, listen, asked.credentials, insecure)
     except (NodeError, CredentialsError, OSError) as error:
         yield Port(name, 0, Missing(str(error), Verdict.PROBLEM))
         return
@@ -228,7 +225,7 @@ async def _listening(asked: Asked) -> AsyncIterator[Port]:
     await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
     await server.start()
     try:
-        yield Port(name, number, str(asked.listen._replace(port=number)))
+        yield Port(name, number, str(asked.addresses.listen._replace(port=number)))
     finally:
         await server.stop(None)
 
@@ -236,7 +233,7 @@ async def _listening(asked: Asked) -> AsyncIterator[Port]:
 async def _dial_back(client: RegistryClient, asked: Asked, port: Port) -> DialledBack | Missing:
     if not port.number:
         return Missing("nothing listens here")
-    number = asked.advertise.port if asked.advertise else port.number
+    number = asked.addresses.advertise.port if asked.addresses.advertise else port.number
     try:
         reply = await client.examine(ExamineRequest(name=port.name, port=number), DIAL)
     except (JoinRefused, RegistryUnreachable) as error:
@@ -283,13 +280,13 @@ async def _speed(
 
 def _advertised(asked: Asked) -> tuple[str, tuple[str, ...]] | None:
     """HOST:PORT, and what its name stands for here."""
-    if asked.advertise is None:
+    if asked.addresses.advertise is None:
         return None
     hosts: tuple[str, ...] = ()
     with suppress(OSError, UnicodeError):
-        found = socket.getaddrinfo(asked.advertise.host, None, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(asked.addresses.advertise.host, None, type=socket.SOCK_STREAM)
         hosts = tuple(dict.fromkeys(str(place[0]) for *_, place in found))
-    return str(asked.advertise), hosts
+    return str(asked.addresses.advertise), hosts
 
 
 # -- this machine ----------------------------------------------------------------------------------

@@ -42,6 +42,14 @@ def invitation_of(join: str) -> Invitation | None:
     return None
 
 
+def addresses_of(join: str) -> tuple[str, ...]:
+    """The addresses of --join, or of the invite that it is, or names as @FILE. Raises
+    InviteError."""
+    if (invitation := invitation_of(join)) is not None:
+        return tuple(invitation.registries)
+    return tuple(address.strip() for address in text_of(join).split(","))
+
+
 def text_of(said: str, option: str = "--join", what: str = "the invite") -> str:
     """Itself, or what is in the file that it names as @FILE. Raises InviteError."""
     if not said.startswith("@"):

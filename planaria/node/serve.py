@@ -35,7 +35,7 @@ from planaria.node.advertised import (
     own,
     unforwarded,
 )
-from planaria.node.begin import NodeCrashed, NodeError, Options, check_writable
+from planaria.node.begin import NodeCrashed, NodeError, Setup, check_writable
 from planaria.node.cores import available_cores
 from planaria.node.daemon import Node, NodePlace
 from planaria.node.data.corpus import CorpusError
@@ -43,6 +43,7 @@ from planaria.node.data.mixture import Data
 from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.hugging_face.config import UnsupportedModelError
 from planaria.node.instance import Instance, find_instance, release
+from planaria.node.node_options import Addresses, NodeOptions
 from planaria.node.notices import Aws, Notice, Watch, ask
 from planaria.node.own_folders import below, checkpoint_dir, own_folder
 from planaria.node.report.ledger import LedgerError
@@ -93,7 +94,7 @@ class Departure:
 
 
 async def serve(
-    options: Options,
+    setup: Setup,
     client: RegistryClient,
     description: Description,
     run: RunFile,
@@ -101,6 +102,7 @@ async def serve(
 ) -> int:
     """Serves the run of that description; see `begin`. Returns the exit status. Raises NodeError,
     NodeCrashed, RegistryUnreachable, JoinRefused."""
+    options = setup.options
     device = pick_device(options.device)
     threads = options.threads or min(torch.get_num_threads(), available_cores())
     torch.set_num_threads(threads)
@@ -111,8 +113,8 @@ async def serve(
         shared = checkpoint_dir(run, folder, options.checkpoint_dir)
         if options.out is None:
             options = replace(options, out=default_out(folder))
-        instance = options.instance or find_instance(options.save_dir or options.out)
-        if options.saving and options.save_dir is None:
+        instance = setup.instance or find_instance(options.saves or options.out)
+        if options.save_dir is None:
             saves = place_for_saves(folder / "saves", instance, description.run_file)
             options = replace(options, save_dir=saves)
         vocabulary = run.model.vocabulary or (corpus.vocabulary if corpus else None)
@@ -127,10 +129,10 @@ async def serve(
             log.warning("%s", problem)
         log.info("this node has room for %d seat%s", room, "" if room == 1 else "s")
         place = replace(
-            await find_place(options, device),
+            await find_place(replace(setup, options=options), device),
             identity=instance.identity,
             room=room,
-            reach=await reach_by(options.join),
+            reach=await reach_by(setup.addresses.registries),
             checkpoint=find_checkpoint(run, options),
             checkpoint_dir=shared,
             own=own,
@@ -146,9 +148,10 @@ async def serve(
         if options.cloud != "none":
             listen_to_cloud(options, departure)
         if options.track is not None:
-            place = replace(place, experiment=experiment_of(options, run, description))
-        if options.metrics is not None:
-            await stack.enter_async_context(serve_metrics(options.metrics, description.run, living))
+            experiment = experiment_of(options.track, place, run, description)
+            place = replace(place, experiment=experiment)
+        if setup.metrics is not None:
+            await stack.enter_async_context(serve_metrics(setup.metrics, description.run, living))
         pauses = Pauses(1.0, 30.0)
         collect_often()
         while not departure.told.is_set():
@@ -187,7 +190,7 @@ async def serve(
         await stack.aclose()
         if place is not None and place.experiment is not None:
             await asyncio.to_thread(place.experiment.close)
-        if instance is not None and options.instance is None:
+        if instance is not None and setup.instance is None:
             release(instance)
 
 
@@ -215,7 +218,7 @@ def check_precision(run: RunFile, device: torch.device) -> None:
         )
 
 
-def find_checkpoint(run: RunFile, options: Options) -> Checkpoint | None:
+def find_checkpoint(run: RunFile, options: NodeOptions) -> Checkpoint | None:
     """That which the run begins from, if it is there; a node without it gets its weights from
     others. Raises NodeError when it is needed."""
     given, origin = options.model, run.model.origin
@@ -250,13 +253,14 @@ def find_own_code(run: RunFile, config: ModelConfig) -> Architecture | None:
         raise NodeError(f"model.module: {error}") from error
 
 
-def experiment_of(options: Options, run: RunFile, description: Description) -> ExperimentPipe:
+def experiment_of(
+    kind: str, place: NodePlace, run: RunFile, description: Description
+) -> ExperimentPipe:
     """Where the run is kept, too; beside its event log."""
     from planaria.node.report.experiment import ExperimentPipe, Opening
 
-    name = options.name or "node"
-    folder = str(options.out or Path("out"))
-    opening = Opening(options.track or "", name, description.run, dumps(run), folder)
+    name, folder = place.name or "node", str(place.out or Path("out"))
+    opening = Opening(kind, name, description.run, dumps(run), folder)
     return ExperimentPipe(opening)
 
 
@@ -283,7 +287,7 @@ def collect_often() -> None:
     gc.collect()
 
 
-def listen_to_cloud(options: Options, departure: Departure) -> None:
+def listen_to_cloud(options: NodeOptions, departure: Departure) -> None:
     """A notice of the cloud's is what SIGTERM is, with the time that it leaves."""
 
     def noticed(notice: Notice) -> None:
@@ -360,48 +364,49 @@ def room_on(device: torch.device, config: ModelConfig) -> int:
     return max(1, min(config.stages + 1, int(memory_of(device) / 2 / config.seat_bytes)))
 
 
-async def find_place(options: Options, device: torch.device) -> NodePlace:
+async def find_place(setup: Setup, device: torch.device) -> NodePlace:
     """Raises OSError: no way leads to the registry."""
+    options, addresses = setup.options, setup.addresses
     stage, saved = options.stage, False
-    if stage is None and options.save_dir is not None:
-        stage = newest_saved_stage(options.save_dir)
+    if stage is None and options.saves is not None:
+        stage = newest_saved_stage(options.saves)
         saved = stage is not None
         if saved:
-            log.info("asking for stage %d, of which %s has saves", stage, options.save_dir)
+            log.info("asking for stage %d, of which %s has saves", stage, options.saves)
     place = NodePlace(
         stage=stage,
-        listen=str(options.listen),
-        advertise=str(options.advertise or options.listen),
+        listen=str(addresses.listen),
+        advertise=str(addresses.advertise or addresses.listen),
         device=device,
         out=options.out,
         host=socket.gethostname(),
-        name=options.name,
-        log=options.log,
-        save_dir=options.save_dir,
-        credentials=options.credentials,
+        name=setup.name,
+        log=setup.log,
+        save_dir=options.saves,
+        credentials=setup.credentials,
         insecure=options.insecure,
         standby=options.standby,
         saved=saved,
     )
-    if options.dials_only:
+    if addresses.dials_only:
         return replace(place, listen=None, advertise="")
-    if options.advertise is None and not options.listen.is_loopback:
-        address, why = await find_address(options)
+    if addresses.advertise is None and not addresses.listen.is_loopback:
+        address, why = await find_address(addresses, options.cloud)
         log.info("peers are told to dial %s: %s (--advertise HOST:PORT: another)", address, why)
         return replace(place, advertise=str(address))
     return place
 
 
-async def find_address(options: Options) -> Advertised:
+async def find_address(addresses: Addresses, cloud: str) -> Advertised:
     """What peers are to dial, where nobody has said so. Raises OSError: no way leads to the
     registry."""
-    listen, found = options.listen, None
-    way = await way_out(options.join, PATIENCE)
+    listen, found = addresses.listen, None
+    way = await way_out(addresses.registries, PATIENCE)
     if is_known_otherwise(listen, way):
         found = forwarded(listen, os.environ)
         if found is None and (trouble := unforwarded(listen, os.environ)):
             log.warning("%s", trouble)
-        elif found is None and options.cloud in ("auto", "aws"):
+        elif found is None and cloud in ("auto", "aws"):
             found = await asyncio.to_thread(of_aws, listen)
     return found or own(listen, way)
 

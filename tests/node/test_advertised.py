@@ -12,7 +12,7 @@ from planaria.node import serve
 from planaria.node.advertised import Advertised, forwarded, is_known_otherwise, own, unforwarded
 from planaria.node.notices import ADDRESS_VARIABLE
 from tests.metadata_service import metadata_service
-from tests.node.test_serve import CPU, options
+from tests.node.test_serve import CPU, setup
 
 EVERYWHERE = Address.parse("0.0.0.0:7401")
 BEHIND = Way("172.17.0.2", "1.2.3.4")
@@ -101,7 +101,7 @@ async def tell(monkeypatch: pytest.MonkeyPatch, cloud: str, listen: str = "0.0.0
         return BEHIND
 
     monkeypatch.setattr(serve, "way_out", way_out)
-    chosen = options(join="registry.example.org:7400", listen=listen, cloud=cloud)
+    chosen = setup(join="registry.example.org:7400", listen=listen, cloud=cloud)
     return (await serve.find_place(chosen, CPU)).advertise
 
 
@@ -117,7 +117,7 @@ async def test_a_node_says_where_it_is_and_how_it_knows(
     assert await tell(monkeypatch, "none", "0.0.0.0:7402") == "172.17.0.2:7402"
     assert "vast.ai forwards nothing to port 7402" in caplog.text
     monkeypatch.setattr(serve, "way_out", None)
-    told = options(join="1.2.3.4:7400", listen="0.0.0.0:7401", advertise="my.host:7401")
+    told = setup(join="1.2.3.4:7400", listen="0.0.0.0:7401", advertise="my.host:7401")
     assert (await serve.find_place(told, CPU)).advertise == "my.host:7401"
 
 

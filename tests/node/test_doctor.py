@@ -18,6 +18,7 @@ from planaria.node import doctor
 from planaria.node.cli import app
 from planaria.node.diagnosis import DialledBack, Link, Missing, Verdict, findings, worst
 from planaria.node.doctor import Asked, examine
+from planaria.node.node_options import Addresses, DoctorOptions
 from tests.bootstrap.conftest import serving
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
@@ -38,19 +39,10 @@ def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(doctor, name, DEADLINE)
 
 
-def asked(join: str, saves: Path, **changes: Any) -> Asked:
-    return Asked(
-        join=(join,),
-        stage=None,
-        listen=Address("127.0.0.1", 0),
-        advertise=None,
-        dials_only=False,
-        device="auto",
-        data=(),
-        saves=saves / "deep" / "saves",
-        credentials=PLAIN,
-        insecure=False,
-    )._replace(**changes)
+def asked(join: str, saves: Path, credentials: Credentials = PLAIN, **options: Any) -> Asked:
+    given = {"listen": "127.0.0.1:0", "save_dir": saves / "deep" / "saves"} | options
+    doctor = DoctorOptions(join=join, **given)
+    return Asked(doctor, Addresses.of(doctor), credentials)
 
 
 async def test_a_machine_that_could_join(tmp_path: Path) -> None:
@@ -73,7 +65,7 @@ async def test_a_port_that_somebody_has_is_a_problem(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = Address("127.0.0.1", server.getsockname()[1])
         async with serving() as place:
-            facts = await examine(asked(place.address, tmp_path, listen=taken), "1")
+            facts = await examine(asked(place.address, tmp_path, listen=str(taken)), "1")
     assert isinstance(facts.port, Missing) and "the address is in use" in facts.port.why
     assert isinstance(facts.back, Missing)
     assert worst(findings(facts)) is Verdict.PROBLEM
@@ -83,14 +75,14 @@ async def test_an_advertised_port_that_leads_elsewhere_is_a_problem(tmp_path: Pa
     with socket.create_server(("127.0.0.1", 0)) as server:
         nobody = server.getsockname()[1]
     async with serving() as place:
-        elsewhere = asked(place.address, tmp_path, advertise=Address("127.0.0.1", nobody))
+        elsewhere = asked(place.address, tmp_path, advertise=f"127.0.0.1:{nobody}")
         facts = await examine(elsewhere, "1")
     assert facts.back == DialledBack("127.0.0.1", nobody, False)
 
 
 async def test_who_only_dials_out_listens_nowhere(tmp_path: Path) -> None:
     async with serving() as place:
-        facts = await examine(asked(place.address, tmp_path, dials_only=True), "1")
+        facts = await examine(asked(place.address, tmp_path, advertise="none"), "1")
     assert facts.port == ""
     assert {one.verdict for one in findings(facts) if one.about == "reachable"} == {Verdict.OK}
 

@@ -14,7 +14,7 @@ from planaria.node.own_folders import below, checkpoint_dir, data_below, own_fol
 from planaria.node.resolve import resolve
 from planaria.node.run_file import RunFile, RunFileError, loads, override
 from planaria.node.serve import find_checkpoint
-from tests.node.test_serve import options
+from tests.node.test_serve import setup
 
 ELSEWHERE = ["/etc", "..", "../secrets", "inside/../..", "a/../../b", ".", "", "/proc/self/cwd"]
 
@@ -55,14 +55,14 @@ def test_data_is_looked_for_below_it(data: Path, tmp_path: Path, caplog: pytest.
     """Where the registry names another place, nothing is read there."""
     caplog.set_level(logging.INFO)
     run = resolve(loads(f"data.path = '{data}'\nmodel.stages = 2"))
-    mine = replace(options(), out=tmp_path, stage=None)
+    mine = replace(setup().options, out=tmp_path, stage=None)
     assert find_corpus(run, mine) is None
     (said,) = caplog.records
     assert said.getMessage().startswith("this node has no prepared data (--data DIR)")
     assert said.levelno == logging.INFO
     with pytest.raises(NodeError, match=r"data\.path = .*--data DIR says where it is"):
         find_corpus(run, replace(mine, stage=0))
-    found = find_corpus(run, replace(mine, data=(str(data),)))
+    found = find_corpus(run, replace(mine, data=[str(data)]))
     assert isinstance(found, Corpus) and found.path == data
     below_it = override(run, data__path="prose")
     assert find_corpus(below_it, mine) is None
@@ -105,7 +105,7 @@ def test_an_index_names_no_shard_elsewhere(data: Path, tmp_path: Path) -> None:
 def test_the_model_is_where_the_nodes_owner_says(tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.INFO)
     run = RunFile.model_validate({"model": {"from": "/etc", "vocabulary": 64}})
-    mine = replace(options(), out=tmp_path)
+    mine = replace(setup().options, out=tmp_path)
     assert find_checkpoint(run, mine) is None
     assert "model.from = '/etc'" in caplog.text and "--model DIR says" in caplog.text
     with pytest.raises(NodeError, match=r"each node needs the checkpoint.*--model DIR"):

@@ -6,17 +6,18 @@ import errno
 import os
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import PLAIN
 from planaria.node import serve
-from planaria.node.begin import NodeError, Options, check_reachable, check_writable
+from planaria.node.begin import NodeError, Setup, check_reachable, check_writable
 from planaria.node.cli import app
 from planaria.node.instance import Instance, find_instance, release
+from planaria.node.node_options import Addresses, NodeOptions
 from planaria.node.run_file import loads
 from planaria.node.serve import (
     Departure,
@@ -32,33 +33,9 @@ from planaria.node.state.saves import SaveError
 CPU = torch.device("cpu")
 
 
-def options(
-    join: str = "127.0.0.1:7400",
-    listen: str = "127.0.0.1:0",
-    advertise: str | None = None,
-    dials_only: bool = False,
-    cloud: str = "none",
-) -> Options:
-    return Options(
-        join=(join,),
-        stage=1,
-        listen=Address.parse(listen),
-        advertise=None if advertise is None else Address.parse(advertise),
-        dials_only=dials_only,
-        device="cpu",
-        seats=None,
-        standby=False,
-        data=(),
-        model=None,
-        out=None,
-        threads=None,
-        save_dir=None,
-        saving=True,
-        grace=1.0,
-        cloud=cloud,
-        credentials=PLAIN,
-        insecure=False,
-    )
+def setup(join: str = "127.0.0.1:7400", listen: str = "127.0.0.1:0", **others: Any) -> Setup:
+    options = NodeOptions(join=join, listen=listen, **{"device": "cpu", "cloud": "none"} | others)
+    return Setup(options, Addresses.of(options), PLAIN)
 
 
 def test_a_node_has_room_for_what_fits_into_half_of_its_memory(
@@ -77,27 +54,26 @@ def test_a_node_has_room_for_what_fits_into_half_of_its_memory(
 
 @pytest.mark.parametrize("join", ["registry.example.org:7400", "10.0.0.1:7400", "[2001:db8::1]:1"])
 def test_a_node_on_loopback_is_none_for_a_registry_that_is_not(join: str) -> None:
-    loopback, everywhere = Address.parse("127.0.0.1:0"), Address.parse("0.0.0.0:7401")
     with pytest.raises(NodeError, match=r"from this machine only.*--listen 0\.0\.0\.0:PORT"):
-        check_reachable([join], loopback, None, False)
-    check_reachable([join], everywhere, None, False)
-    check_reachable([join], loopback, Address.parse("tunnel.example.org:7401"), False)
-    check_reachable([join], loopback, None, True)
+        check_reachable(setup(join).addresses)
+    check_reachable(setup(join, "0.0.0.0:7401").addresses)
+    check_reachable(setup(join, advertise="tunnel.example.org:7401").addresses)
+    check_reachable(setup(join, advertise="none").addresses)
     with pytest.raises(NodeError, match=r"--advertise 0\.0\.0\.0:7401 stands for all addresses"):
-        check_reachable([join], everywhere, everywhere, False)
+        check_reachable(setup(join, advertise="0.0.0.0:7401").addresses)
 
 
 @pytest.mark.parametrize("join", ["127.0.0.1:7400", "localhost:7400", "[::1]:7400"])
 def test_on_one_machine_loopback_will_do(join: str) -> None:
-    check_reachable([join], Address.parse("127.0.0.1:0"), None, False)
+    check_reachable(setup(join).addresses)
 
 
 async def test_peers_are_told_an_address_that_they_can_dial() -> None:
-    assert (await find_place(options(), CPU)).advertise == "127.0.0.1:0"
-    everywhere, named = options(listen="0.0.0.0:7401"), options(advertise="my.host:7401")
+    assert (await find_place(setup(), CPU)).advertise == "127.0.0.1:0"
+    everywhere, named = setup(listen="0.0.0.0:7401"), setup(advertise="my.host:7401")
     assert (await find_place(everywhere, CPU)).advertise == "127.0.0.1:7401"
     assert (await find_place(named, CPU)).advertise == "my.host:7401"
-    hidden = await find_place(options(dials_only=True), CPU)
+    hidden = await find_place(setup(advertise="none"), CPU)
     assert (hidden.listen, hidden.advertise) == (None, "")
 
 

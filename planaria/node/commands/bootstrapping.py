@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.admission import Admission, folder_beside
@@ -25,31 +26,31 @@ from planaria.node.commands.terminal import console
 from planaria.node.page.place import Place
 from planaria.node.run_file import loads
 
+if TYPE_CHECKING:
+    from planaria.node.commands.machines import BootstrapOptions
+
 Part = Callable[[RegistryServer], AbstractAsyncContextManager[None]]
 
 
 @dataclass(frozen=True)
 class Bootstrapping:
-    """What `planaria bootstrap` was told. Its methods raise what they are made of does."""
+    """What a registry begins with: its options, and what follows from them. Its methods raise what
+    they are made of does."""
 
+    options: BootstrapOptions
     listen: Address
     rules: MembershipRules
     run_file: str
     credentials: Credentials
-    authority: Path | None = None  # None: beside the journal, or in memory
-    enrol: Address | None = None  # None: beside `listen`
-    advertise: str | None = None
-    others: Sequence[Address] = ()
-    page: Place | None = None
-    price: float | None = None
-    insecure: bool = False
-    address_file: Path | None = None
+    enrol: Address | None  # None: beside `listen`
+    others: Sequence[Address]
+    page: Place | None
 
-    def alone(self, journal: Path | None, after: Path | None) -> None:
-        """Until it is told to stop."""
+    def alone(self) -> None:
+        """Serves with a journal, or none, until this process is told to stop."""
+        journal, after, folder = self.options.journal, self.options.after, self.options.authority
         if after is not None and journal is None:
             raise ValueError(f"--after {after}: give this run a --journal of its own, too")
-        folder = self.authority
         if folder is None and journal is not None:
             folder = folder_beside(journal)
         admission = Admission(folder, self._certifies)
@@ -64,35 +65,37 @@ class Bootstrapping:
             serving = replace(self, page=kept)
             run_on_loop(serving._serve(admission, self._certified(admission), log))
 
-    def among(self, store: str) -> None:
-        """Those that share this store, in turns, until it is told to stop."""
-        if self.authority is None or not self.listen.port:
+    def among(self) -> None:
+        """Serves in turns with those that share the store, until this process is told to stop."""
+        authority = self.options.authority
+        if authority is None or not self.listen.port:
             raise ValueError(
                 "--store wants --authority DIR, in which each of the run's registries has the same "
                 "authority.pem, and a port in --listen"
             )
-        admission = Admission(self.authority, self._certifies)
+        admission = Admission(authority, self._certifies)
         certified = self._certified(admission)
         credentials = self._credentials(certified)
         at = told(self.listen, self.listen.port, self._known(self.listen.port))
-        shared = Store(Etcd(EtcdPlace.parse(store)), self.rules.run, admission.key, str(at))
+        etcd = Etcd(EtcdPlace.parse(self.options.store))
+        shared = Store(etcd, self.rules.run, admission.key, str(at))
         patient = replace(self, rules=replace(self.rules, restart_grace=self.rules.grace + GRACE))
 
         async def lead(stop: asyncio.Event, term: asyncio.Task[None]) -> None:
-            decided = partial(Admission, self.authority, self._certifies, decided=shared)
+            decided = partial(Admission, authority, self._certifies, decided=shared)
             leading = await asyncio.to_thread(decided)
             await patient._serve(leading, certified, shared, stop, partial(ending_with, term))
 
-        place = str(self.listen), credentials, self.insecure, self.address_file
+        place = str(self.listen), credentials, self.options.insecure, self.options.address_file
         run_on_loop(take_turns(shared, lead, *place))
 
     # -- inside ----------------------------------------------------------------------------------
 
     @cached_property
     def _certifies(self) -> bool:
-        if self.credentials.server is not None or self.insecure:
+        if self.credentials.server is not None or self.options.insecure:
             return False
-        return self.authority is not None or not self.listen.is_loopback
+        return self.options.authority is not None or not self.listen.is_loopback
 
     def _certified(self, admission: Admission) -> Certified | None:
         return Certified(admission.own_pair(), admission.own_pair) if self._certifies else None
@@ -104,7 +107,8 @@ class Bootstrapping:
 
     def _known(self, port: int) -> Address | None:
         """What it is to be known as."""
-        return None if self.advertise is None else Address.parse_host(self.advertise, port)
+        named = self.options.advertise
+        return None if named is None else Address.parse_host(named, port)
 
     def _serve(
         self,
@@ -120,7 +124,7 @@ class Bootstrapping:
         if certified is not None:
             parts = (*parts, partial(self._invites_beside, admission, certified))
         listen, credentials = str(self.listen), self._credentials(certified)
-        place = listen, credentials, self.insecure, self.address_file
+        place = listen, credentials, self.options.insecure, self.options.address_file
         return serve(registry, *place, partial(_all_beside, parts), stop)
 
     def _invites_beside(
@@ -144,7 +148,7 @@ class Bootstrapping:
     ) -> AbstractAsyncContextManager[None]:
         from planaria.node.page.serving import page_beside
 
-        return page_beside(registry, loads(self.run_file), place, self.price)
+        return page_beside(registry, loads(self.run_file), place, self.options.price)
 
 
 @asynccontextmanager

@@ -5,179 +5,39 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
 from planaria.node.commands.options import (
     FILES,
-    LOG,
     LOOPBACK,
-    MACHINE,
     NETWORK,
     SECURITY,
-    AllowModule,
-    DataPlaces,
     Http,
     Insecure,
     InsecureHttp,
-    Join,
     Log,
-    OneDevice,
     Price,
-    Seats,
     Security,
-    Tracked,
     check_tracker,
     flattened,
-    parse_devices,
-    parse_name,
 )
-from planaria.node.commands.registry import addresses_of, check_there, credentials_for, run_on_loop
+from planaria.node.commands.registry import check_there, credentials_for, run_on_loop
 from planaria.node.commands.terminal import console, errors, refuse, refusing, warn
+from planaria.node.node_options import Addresses, DoctorOptions, NodeOptions
 
 BEGAN = time.monotonic()
-ENDING = "When it ends"
 
 
 @flattened
-def node_command(
-    *,
-    join: Join,
-    stage: Annotated[
-        int | None, typer.Option(min=0, help="Default: where a node is needed most.")
-    ] = None,
-    listen: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            show_default="127.0.0.1:0; where the registry of an invite is elsewhere, 0.0.0.0:0",
-            help="Where peers dial in; port 0: any.",
-            rich_help_panel=NETWORK,
-        ),
-    ] = None,
-    advertise: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT|none",
-            help="What to tell peers, if not --listen; none: this node only dials out.",
-            rich_help_panel=NETWORK,
-        ),
-    ] = None,
-    device: Annotated[
-        str,
-        typer.Option(
-            parser=parse_devices,
-            metavar="auto|cpu|cuda:N[,cuda:M]",
-            help="What to compute with; of several, a node on each: the next one has the next "
-            "port, and a folder of its own in --save-dir.",
-            rich_help_panel=MACHINE,
-        ),
-    ] = "auto",
-    seats: Seats = None,
-    standby: Annotated[
-        bool, typer.Option("--standby", help="Wait until a stage has nobody, then take it.")
-    ] = False,
-    data: DataPlaces = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            help="The checkpoint that the run begins from.",
-            rich_help_panel=FILES,
-        ),
-    ] = None,
-    checkpoint_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Where checkpoints are, which all nodes share, if the run's policy writes some.",
-            rich_help_panel=FILES,
-        ),
-    ] = None,
-    allow_module: AllowModule = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for event log and ledger. Default: out/RUN, RUN as in status.",
-            rich_help_panel=FILES,
-        ),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="That PyTorch computes with on CPUs. Default: its.",
-            rich_help_panel=MACHINE,
-        ),
-    ] = None,
-    save_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR|none",
-            help="Folder for saves of this node's stages; it goes on from what is there. Default: "
-            "one of its own in out/RUN/saves; with --out DIR, in DIR/RUN/saves.",
-            rich_help_panel=FILES,
-        ),
-    ] = None,
-    grace: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            help="Seconds after SIGTERM in which to save, hand over and leave.",
-            rich_help_panel=ENDING,
-        ),
-    ] = 25.0,
-    cloud: Annotated[
-        Literal["auto", "aws", "gcp", "azure", "none"],
-        typer.Option(
-            help="Whose notices that this machine will be taken to listen to; auto: find out. What "
-            "they leave of time goes before --grace.",
-            rich_help_panel=ENDING,
-        ),
-    ] = "auto",
-    restart: Annotated[
-        Literal["no", "always"],
-        typer.Option(
-            help="What to do when this node crashes; always: start another, after a pause.",
-            rich_help_panel=ENDING,
-        ),
-    ] = "always",
-    metrics: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT|none",
-            help="Where Prometheus finds this node's figures; port 0: any.",
-            rich_help_panel=NETWORK,
-        ),
-    ] = "none",
-    name: Annotated[
-        str | None,
-        typer.Option(
-            parser=parse_name,
-            metavar="NAME",
-            help="With which all begins by which logs, status and page call this node. Default: "
-            "its host's.",
-        ),
-    ] = None,
-    log: Log,
-    track: Tracked = None,
-    share_log: Annotated[
-        bool,
-        typer.Option(
-            "--share-log/--no-share-log",
-            help="Whether those of the run may read this node's log by `planaria logs`.",
-            rich_help_panel=LOG,
-        ),
-    ] = True,
-    insecure: Insecure = False,
-    security: Security,
-) -> None:
+def node_command(options: NodeOptions) -> None:
     """Join a run, and serve a stage of its model."""
     import asyncio
     import socket
@@ -189,29 +49,27 @@ def node_command(
     from planaria.node.naming import name_of_host
     from planaria.node.supervisor import TRY_AGAIN, is_watched, one_each, supervise
 
-    called = name or name_of_host(socket.gethostname())
-    check_tracker(track)
-    lines = log.begin(called)
-    dials_only = advertise == "none"
+    name = options.name or name_of_host(socket.gethostname())
+    check_tracker(options.track)
+    lines = options.log.begin(name)
     with refusing(NodeError, ValueError):
-        invitation, addresses = invitation_of(join), addresses_of(join)
-        listens = Address.parse(listen or (anywhere(addresses) if invitation else LOOPBACK))
-        told = None if advertise is None or dials_only else Address.to_dial(advertise)
-        folder = None if save_dir == Path("none") else save_dir
-        shown = None if metrics == "none" else Address.parse(metrics)
-        nodes = one_each(device.split(","), listens, told, folder, shown)
+        addresses = Addresses.of(options)
+        metrics = None if options.metrics == "none" else Address.parse(options.metrics)
+        listen, advertise = addresses.listen, addresses.advertise
+        nodes = one_each(options.device.split(","), listen, advertise, options.saves, metrics)
     watched = is_watched()
     if not watched:
-        check_there(addresses, [Answer.UNKNOWN], TRY_AGAIN)
+        check_there(addresses.registries, [Answer.UNKNOWN], TRY_AGAIN)
     with refusing(NodeError, ValueError):
-        check_reachable(addresses, listens, told, dials_only)
-    if not watched and (restart == "always" or len(nodes) > 1):
-        raise typer.Exit(asyncio.run(supervise(nodes, grace, restart == "always")))
+        check_reachable(addresses)
+    again = options.restart == "always"
+    if not watched and (again or len(nodes) > 1):
+        raise typer.Exit(asyncio.run(supervise(nodes, options.grace, again)))
 
     from planaria.bootstrap.client import JoinRefused
     from planaria.bootstrap.credentials import CredentialsError
     from planaria.bootstrap.invites import NotAdmitted
-    from planaria.node.begin import Options, begin
+    from planaria.node.begin import Setup, begin
     from planaria.node.data.corpus import CorpusError
     from planaria.node.report.ledger import LedgerError
     from planaria.node.run_file import RunFileError
@@ -220,44 +78,18 @@ def node_command(
     kinds = (JoinRefused, NotAdmitted, NodeError, CorpusError, LedgerError, RunFileError)
     refused = (*kinds, CredentialsError, SaveError, OSError, ValueError)
     with ending_whatever_hangs(), saying_whether_another_would_do(), refusing(*refused):
-        options = Options(
-            join=addresses,
-            stage=stage,
-            seats=seats,
-            standby=standby,
-            listen=listens,
-            advertise=told,
-            dials_only=dials_only,
-            device=device,
-            data=tuple(data or ()),
-            model=model,
-            checkpoint_dir=checkpoint_dir,
-            allow_module=allow_module,
-            out=out,
-            threads=threads,
-            save_dir=folder,
-            saving=save_dir != Path("none"),
-            grace=grace,
-            cloud=cloud,
-            credentials=security.credentials(),
-            insecure=insecure,
-            metrics=security.place(metrics, insecure, "--metrics"),
-            name=called,
-            log=lines if share_log else None,
-            track=track,
-            invitation=invitation,
+        security = options.security
+        setup = Setup(
+            options,
+            addresses,
+            security.credentials(),
+            name=name,
+            log=lines if options.share_log else None,
+            metrics=security.place(options.metrics, options.insecure, "--metrics"),
+            invitation=invitation_of(options.join),
         )
-        status = run_on_loop(begin(options))
+        status = run_on_loop(begin(setup))
     raise typer.Exit(status)
-
-
-def anywhere(registries: Sequence[str]) -> str:
-    """Where a node listens by default that has TLS: where others than this machine are to reach it,
-    to all of its addresses."""
-    from planaria.bootstrap.address import Address
-
-    here = all(Address.to_dial(one).is_loopback for one in registries)
-    return LOOPBACK if here else "0.0.0.0:0"
 
 
 @contextmanager
@@ -309,21 +141,22 @@ def saying_whether_another_would_do() -> Iterator[None]:
         raise typer.Exit(CRASHED) from error
 
 
-@flattened
-def bootstrap_command(
-    *,
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0: any.")],
+@dataclass(frozen=True, kw_only=True)
+class BootstrapOptions:
+    """Of `planaria bootstrap`."""
+
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0: any.")]
     run_file: Annotated[
         Path,
         typer.Option("--run", envvar="PLANARIA_BOOTSTRAP_RUN", metavar="RUN.toml", help="The run."),
-    ],
+    ]
     journal: Annotated[
         Path | None,
         typer.Option(
             help="File that lets a restarted registry go on.",
             rich_help_panel=FILES,
         ),
-    ] = None,
+    ] = None
     after: Annotated[
         Path | None,
         typer.Option(
@@ -331,14 +164,14 @@ def bootstrap_command(
             help="Of the run that this one goes on from, in other numbers: views go on counting.",
             rich_help_panel=FILES,
         ),
-    ] = None,
+    ] = None
     address_file: Annotated[
         Path | None,
         typer.Option(
             help="File that gets HOST:PORT once the registry listens.",
             rich_help_panel=FILES,
         ),
-    ] = None,
+    ] = None
     most_per_block: Annotated[
         int,
         typer.Option(
@@ -348,7 +181,7 @@ def bootstrap_command(
             "machine's own aside. 0: any number.",
             rich_help_panel=SECURITY,
         ),
-    ] = 0,
+    ] = 0
     allow: Annotated[
         Path | None,
         typer.Option(
@@ -356,7 +189,7 @@ def bootstrap_command(
             help="Instances that alone may join, one a line. Default: all.",
             rich_help_panel=SECURITY,
         ),
-    ] = None,
+    ] = None
     authority: Annotated[
         Path | None,
         typer.Option(
@@ -366,7 +199,7 @@ def bootstrap_command(
             "without a journal, in memory.",
             rich_help_panel=SECURITY,
         ),
-    ] = None,
+    ] = None
     enrol: Annotated[
         str | None,
         typer.Option(
@@ -375,7 +208,7 @@ def bootstrap_command(
             help="Where who has an invite gets a certificate.",
             rich_help_panel=SECURITY,
         ),
-    ] = None,
+    ] = None
     advertise: Annotated[
         str | None,
         typer.Option(
@@ -383,7 +216,7 @@ def bootstrap_command(
             help="What invites say of where the registry is, if not --listen.",
             rich_help_panel=NETWORK,
         ),
-    ] = None,
+    ] = None
     store: Annotated[
         str,
         typer.Option(
@@ -393,7 +226,7 @@ def bootstrap_command(
             "of them leads. ?ca=FILE&cert=FILE&key=FILE: what it is spoken to with.",
             rich_help_panel=FILES,
         ),
-    ] = "",
+    ] = ""
     others: Annotated[
         str,
         typer.Option(
@@ -401,14 +234,17 @@ def bootstrap_command(
             help="The run's other registries, which invites name, too.",
             rich_help_panel=NETWORK,
         ),
-    ] = "",
-    http: Http = LOOPBACK,
-    insecure_http: InsecureHttp = False,
-    price: Price = None,
-    log: Log,
-    insecure: Insecure = False,
-    security: Security,
-) -> None:
+    ] = ""
+    http: Http = LOOPBACK
+    insecure_http: InsecureHttp = False
+    price: Price = None
+    log: Log
+    insecure: Insecure = False
+    security: Security
+
+
+@flattened
+def bootstrap_command(options: BootstrapOptions) -> None:
     """Run the registry: who serves what, and the page on which one watches."""
     from planaria.bootstrap.address import Address
     from planaria.bootstrap.admission import AdmissionError
@@ -423,101 +259,51 @@ def bootstrap_command(
     from planaria.node.run_file import RunFileError, dumps, load
     from planaria.node.stage.learning_rate import too_long
 
-    log.begin("registry")
+    options.log.begin("registry")
     kinds = (AdmissionError, CorpusError, CredentialsError, JournalError, RunFileError)
     with refusing(*kinds, EtcdRefused, StoreError, OSError, ValueError):
-        if store and not (journal is None is after):
+        if options.store and not (options.journal is None is options.after):
             raise ValueError("--store is instead of --journal and --after; leave those out")
-        place = Address.parse(listen)  # said at once, before a model is looked at
-        page = security.place(http, insecure or insecure_http)
-        run = resolve(load(run_file))
+        listen = Address.parse(options.listen)  # said at once, before a model is looked at
+        insecure = options.insecure or options.insecure_http
+        page = options.security.place(options.http, insecure)
+        run = resolve(load(options.run_file))
         if problem := too_long(run):
             warn(problem)
         begun = Bootstrapping(
-            listen=place,
+            options,
+            listen,
             rules=replace(
                 registry_rules(run),
-                max_per_block=most_per_block,
-                allowed=None if allow is None else read_allowed(allow),
+                max_per_block=options.most_per_block,
+                allowed=None if options.allow is None else read_allowed(options.allow),
             ),
             run_file=dumps(run),
-            credentials=security.credentials(),
-            authority=authority,
-            enrol=None if enrol is None else Address.parse(enrol),
-            advertise=advertise,
-            others=[Address.to_dial(other) for other in others.split(",") if other],
+            credentials=options.security.credentials(),
+            enrol=None if options.enrol is None else Address.parse(options.enrol),
+            others=[Address.to_dial(other) for other in options.others.split(",") if other],
             page=page,
-            price=price,
-            insecure=insecure,
-            address_file=address_file,
         )
-        if store:
-            begun.among(store)
+        if options.store:
+            begun.among()
         else:
-            begun.alone(journal, after)
+            begun.alone()
 
 
 @flattened
-def doctor_command(
-    *,
-    join: Join,
-    stage: Annotated[
-        int | None, typer.Option(min=0, help="That a node here would serve. Default: any.")
-    ] = None,
-    listen: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            show_default="as of planaria node",
-            help="Where a node here would listen.",
-            rich_help_panel=NETWORK,
-        ),
-    ] = None,
-    advertise: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT|none",
-            help="What it would tell peers; none: it would only dial out.",
-            rich_help_panel=NETWORK,
-        ),
-    ] = None,
-    device: OneDevice = "auto",
-    data: DataPlaces = None,
-    allow_module: AllowModule = None,
-    save_dir: Annotated[
-        Path, typer.Option(help="Where it would save.", rich_help_panel=FILES)
-    ] = Path("out"),
-    insecure: Insecure = False,
-    security: Security,
-) -> None:
+def doctor_command(options: DoctorOptions) -> None:
     """See, in 15 seconds, whether a node with these options could join from this machine; the exit
     status is 0 if all is well, 1 after a warning, 2 after a problem."""
-    from planaria.bootstrap.address import Address
     from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.advertised import forwarded
     from planaria.node.diagnosis import Verdict, findings, lines, worst
     from planaria.node.doctor import Asked, examine
-    from planaria.node.enrolled import invitation_of
 
-    dials_only = advertise == "none"
     with refusing(CredentialsError, ValueError):
-        invited = invitation_of(join) is not None
-        listens = Address.parse(listen or (anywhere(addresses_of(join)) if invited else LOOPBACK))
-        rented = forwarded(listens, os.environ) if advertise is None else None
-        told = None if advertise is None or dials_only else Address.to_dial(advertise)
-        asked = Asked(
-            join=addresses_of(join),
-            stage=stage,
-            listen=listens,
-            advertise=rented.address if rented else told,
-            dials_only=dials_only,
-            device=device,
-            data=tuple(data or ()),
-            saves=save_dir,
-            credentials=credentials_for(join, security),
-            insecure=insecure,
-            allow_module=allow_module,
-        )
+        addresses = Addresses.of(options)
+        if options.advertise is None and (rented := forwarded(addresses.listen, os.environ)):
+            addresses = addresses._replace(advertise=rented.address)
+        asked = Asked(options, addresses, credentials_for(options.join, options.security))
         with errors.status("looking, for 15 seconds at most"):
             found = findings(
                 run_on_loop(examine(asked, version("planaria"), time.monotonic() - BEGAN))

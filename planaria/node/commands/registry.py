@@ -22,16 +22,6 @@ KNOCK = 3.0
 """Seconds to wait for an address to take, or refuse, a connection."""
 
 
-def addresses_of(join: str) -> tuple[str, ...]:
-    """The addresses of --join, or of the invite that it is, or names as @FILE. Raises
-    InviteError."""
-    from planaria.node.enrolled import invitation_of, text_of
-
-    if (invitation := invitation_of(join)) is not None:
-        return tuple(invitation.registries)
-    return tuple(address.strip() for address in text_of(join).split(","))
-
-
 def credentials_for(join: str, security: Security, role: str | None = None) -> Credentials:
     """By an invite, if --join is one, else from files, if there are some. `role`: that the invite
     has to be for. Raises InviteError, CredentialsError; ends where the invite gets nothing."""
@@ -58,6 +48,7 @@ def credentials_for(join: str, security: Security, role: str | None = None) -> C
 def check_registry(join: str) -> None:
     """Ends at once where there is no registry to ask."""
     from planaria.bootstrap.knock import Answer
+    from planaria.node.enrolled import addresses_of
 
     with refusing(ValueError):
         addresses = addresses_of(join)
@@ -88,7 +79,7 @@ def ask_registry(
 ) -> None:
     """Asks the registry, until it has answered or Ctrl-C, for however long that takes."""
     from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
-    from planaria.node.enrolled import renewed
+    from planaria.node.enrolled import addresses_of, renewed
 
     addresses = addresses_of(join)
     check_registry(join)
