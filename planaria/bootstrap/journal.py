@@ -5,8 +5,7 @@ the record's number as uint64, the content's length as uint32 and its CRC-32, an
 that. Record 0 is a JSON header that names the run; the others are `View` messages, the newest last.
 Header and first view are written as one file, which replaces the old one at once or not at all;
 what comes later is appended. Views are signed by the run's key (views.py), so nobody who can write
-the file makes one. Those of formats 1 and 2 were not, and the newest is signed when it is read; so
-is that of format 3, without what it said more of members, if its own signature is right.
+the file makes one.
 
 A crash can leave the last appended record incomplete, and a power cut zeros behind it. That tail is
 cut. Whatever else is wrong is damage: the newest view that is whole counts, wherever it stands, and
@@ -37,11 +36,7 @@ from planaria.bootstrap.views import is_genuine, sign
 
 log = logging.getLogger(__name__)
 
-FORMAT = 4
-UNSIGNED = (1, 2)
-"""Formats whose views nobody has signed."""
-FORMER = (*UNSIGNED, 3)
-"""Those that are read, too."""
+FORMAT = 1
 MARKER = b"\xb6plJ"
 VIEWS_UNREAD = 2**20
 """More views than a damaged journal can have lacked."""
@@ -51,7 +46,6 @@ COMPACT_ABOVE = 64 * 2**20  # bytes, and at least 8 times what compacting leaves
 _HEAD = struct.Struct("<4sQII")
 _CHECKSUM = struct.Struct("<I")
 _HEAD_BYTES = _HEAD.size + _CHECKSUM.size
-_OLD_HEAD = struct.Struct("<II")  # of format 1: length, CRC-32 of the content
 
 
 class JournalError(Exception):
@@ -158,7 +152,7 @@ class Journal:
             return None, ""
         found = _found(self.path, content)
         self._check_run(found)
-        self._check_signed(found)
+        self._check_signed(found.view)
         if found.damage:
             return found.view, self._keep(content, found)
         if found.torn:
@@ -171,37 +165,18 @@ class Journal:
         return found.view, ""
 
     def _check_run(self, found: _Found) -> None:
-        header, expected = found.header, {"format": FORMAT, "run": self._run}
+        header = found.header
         if header is None:  # what a view says of its run is all there is to go by
-            header = {} if found.view is None else {"run": found.view.run}
-            expected = {key: expected[key] for key in header}
-        elif header.get("format") in FORMER:
-            expected["format"] = header["format"]
-        wrong = [key for key, value in expected.items() if header.get(key) != value]
-        if wrong == ["format"]:
+            header = {"run": self._run if found.view is None else found.view.run}
+        if header.get("run") != self._run:
             raise JournalError(
-                f"the journal {self.path} has format {header.get('format')}, this planaria reads "
-                f"formats 1 to {FORMAT}; use the planaria that wrote it, or move it away: the "
-                "registry learns the membership from its nodes"
-            )
-        if wrong:
-            differs = ", ".join(f"{k} = {header.get(k)!r}, not {expected[k]!r}" for k in wrong)
-            raise JournalError(
-                f"the journal {self.path} belongs to another run ({differs}); use the run file it "
-                "was made with, or choose another --journal for this run"
+                f"the journal {self.path} belongs to another run (run = {header.get('run')!r}, not "
+                f"{self._run!r}); use the run file it was made with, or choose another --journal "
+                "for this run"
             )
 
-    def _check_signed(self, found: _Found) -> None:
-        view, format = found.view, (found.header or {}).get("format")
-        if view is None:
-            return
-        genuine = is_genuine(view, self._key.public, self._run)
-        if genuine and format not in FORMER:
-            return
-        if genuine or (format in UNSIGNED and not view.signature):
-            for member in view.members:
-                member.ClearField("former_instance")
-            sign(view, self._key, View())
+    def _check_signed(self, view: View | None) -> None:
+        if view is None or is_genuine(view, self._key.public, self._run):
             return
         raise JournalError(
             f"view {view.number} in the journal {self.path} is not signed by the run's key: it was "
@@ -283,7 +258,13 @@ def read_view(path: Path) -> tuple[View, str]:
 
 def _found(path: Path, content: bytes) -> _Found:
     """Raises JournalError."""
-    found = _read_old(content) or _read(content)
+    found = _read(content)
+    if (format := (found.header or {}).get("format", FORMAT)) != FORMAT:
+        raise JournalError(
+            f"the journal {path} has format {format}, and this planaria reads format {FORMAT}; use "
+            "the planaria that wrote it, or move it away: the registry learns the membership from "
+            "its nodes"
+        )
     if found.foreign:
         raise JournalError(
             f"{path} is no journal of a registry ({len(content)} bytes, beginning with "
@@ -293,7 +274,6 @@ def _found(path: Path, content: bytes) -> _Found:
 
 
 def _read(content: bytes) -> _Found:
-    """Of formats 2 to 4."""
     whole: list[_Record] = []
     beyond: list[_Record] = []  # the damage
     for record in _intact(content):
@@ -362,7 +342,6 @@ def _resembles(content: bytes) -> bool:
         not content.strip(b"\0")
         or content.startswith(MARKER[: len(content)])
         or KIND.encode() in content
-        or b'{"format": 1, "run":' in content[:64]
     )
 
 
@@ -383,26 +362,6 @@ def _newest(records: list[_Record]) -> tuple[View | None, str]:
         except DecodeError as error:
             problem = problem or f"its record {record.number} is no view ({error})"
     return None, problem
-
-
-def _read_old(content: bytes) -> _Found | None:
-    """Of format 1, whose records had no marker or number, and whose lengths no checksum: what is
-    not whole to the last byte is taken for damaged. None: it is not of that format."""
-    records: list[_Record] = []
-    at = 0
-    while at + _OLD_HEAD.size <= len(content):
-        length, checksum = _OLD_HEAD.unpack_from(content, at)
-        record = content[at + _OLD_HEAD.size : at + _OLD_HEAD.size + length]
-        if not length or len(record) < length or crc32(record) != checksum:
-            break
-        records.append(_Record(at, len(records), record))
-        at = records[-1].at + _OLD_HEAD.size + length
-    header = _header(records[0].content) if records else None
-    if header is None or header.get("format") != 1:
-        return None
-    view, unreadable = _newest(records[1:])
-    broken = "no whole record is there" if at < len(content) else ""
-    return _Found(header, view, at, damage=broken or unreadable)
 
 
 def _unusable(path: Path, error: OSError) -> JournalError:

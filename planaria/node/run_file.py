@@ -588,36 +588,6 @@ class RunFile(Section):
         return self
 
 
-def _ablation(key: str) -> str:
-    return f"is no key any more: remove it; a study of `planaria lab` varies ablation.{key}"
-
-
-WRITTEN = "is no key any more: remove it; training goes on while a save is written"
-SAMPLES = "is now tokens in [recovery.relearn]: so many samples times model.context"
-GONE = {
-    **{
-        f"recovery.{table}_{key}": f"is now {key} in [recovery.{table}]"
-        for table, keys in (
-            ("relearn", ("steps", "passes", "seconds", "lr")),
-            ("snapshot", ("fraction", "period", "codec", "moments", "mbps")),
-            ("checkpoint", ("dir", "every")),
-        )
-        for key in keys
-    },
-    "recovery.relearn_samples": SAMPLES,
-    "recovery.relearn.samples": SAMPLES,
-    "recovery.omega": _ablation("omega"),
-    "recovery.stage0_moments": _ablation("stage0_moments"),
-    "recovery.snapshot_choice": _ablation("snapshot_choice"),
-    "training.clip_scope": _ablation("clip_scope"),
-    "recovery.checkpoint_writes": WRITTEN,
-    "saves.writes": WRITTEN,
-    "swarm.renew": "is no key any more: remove it; a node renews its lease five times before it is "
-    "over",
-}
-"""Keys of older run files, and what has become of each."""
-
-
 def from_fields(fields: dict[str, Any], name: str = "the run", local: bool = False) -> RunFile:
     """`local`: expand `~` in the names of folders. Raises RunFileError."""
     try:
@@ -628,7 +598,7 @@ def from_fields(fields: dict[str, Any], name: str = "the run", local: bool = Fal
             where = ".".join(map(str, problem["loc"])) or "file"
             said = problem["msg"].removeprefix("Value error, ").removeprefix(f"{where}: ")
             if problem["type"] == "extra_forbidden":
-                said = GONE.get(where) or _unknown(problem["loc"])
+                said = _unknown(problem["loc"])
             lines.append(f"  {where}: {said} (value: {_shortened(problem['input'])})")
         raise RunFileError(f"{name} is not a valid run file:\n" + "\n".join(lines)) from error
 

@@ -79,7 +79,7 @@ def issued(number: int, former: View | None = None, **fields: Any) -> View:
 
 def whole() -> View:
     """With something in each field."""
-    names = ("node", "address", "host", "device", "data", "former_instance", "block")
+    names = ("node", "address", "host", "device", "data", "block")
     member = Member(joined=1, speed=2.5, room=2, leaving=True, key=b"k", standby=True)
     for name in names:
         setattr(member, name, name)

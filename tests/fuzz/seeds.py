@@ -17,13 +17,14 @@ from planaria.bootstrap.authority import Request, Role, to_der
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.invites import encode as encode_invite
+from planaria.bootstrap.journal import FORMAT, KIND
 from planaria.bootstrap.registry_pb2 import Member, NewView, Seat, View
 from planaria.bootstrap.views import difference
 from planaria.node.hugging_face.config import to_config
 from planaria.node.hugging_face.layout import weights
 from planaria.node.report.ledger import Line, _joint_hash
 from planaria.node.run_file import RunFile, dumps
-from planaria.node.state.saves import Saves
+from planaria.node.state.saves import Contents, Saves
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chunks import Outbox
@@ -116,13 +117,11 @@ def _manifests() -> list[bytes]:
 
 
 def _journals() -> list[bytes]:
-    header = json.dumps({"journal": "planaria registry", "format": 2, "run": "r", "view": 1})
+    header = json.dumps({"journal": KIND, "format": FORMAT, "run": "r", "view": 1})
     views = [
         View(run="r", number=n, members=[Member(node="a", address="h:1", joined=1)]) for n in (1, 2)
     ]
-    old = json.dumps({"format": 1, "run": "r"}).encode()
-    lines = [len(old).to_bytes(4, "little") + bytes(4) + old]
-    return [_joined([header.encode(), *(view.SerializeToString() for view in views)]), *lines]
+    return [_joined([header.encode(), *(view.SerializeToString() for view in views)])]
 
 
 def _ledgers() -> list[bytes]:
@@ -160,7 +159,7 @@ def _saves() -> list[bytes]:
         optimizer_step=4,
     )
     with folder_with() as folder:
-        store = Saves(folder, "r", 1, 2)
+        store = Saves(folder, "r", 1, 2, Contents({"flat": [3]}, {}))
         store.write(state)
         return [path.read_bytes() for path in sorted(store.folder.glob("step-*"))]
 

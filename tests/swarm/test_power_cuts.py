@@ -16,7 +16,7 @@ import uvloop
 from planaria.node.data.corpus import Corpus
 from planaria.node.local.processes import PLANARIA, die_with_parent
 from planaria.node.report.ledger import audit
-from planaria.node.state.saves import Saves
+from planaria.node.state.saves import Contents, Saves
 from planaria.node.state.stage_state import Age
 from tests.swarm.in_process import LocalSwarm
 from tests.swarm.lines import Lines
@@ -68,7 +68,8 @@ def saved(out: Path) -> list[list[Age]]:
     """Of each stage, what is on disk; every file must be sound."""
     found = []
     for stage in range(STAGES + 1):
-        saves = Saves(out / "saves" / f"{stage}.0", "run", stage, RUN.saves.keep)
+        contents = Contents.of(RUN.model.config, stage)
+        saves = Saves(out / "saves" / f"{stage}.0", "run", stage, RUN.saves.keep, contents)
         assert saves.sound() == saves.listed()
         found.append(saves.listed())
     return found

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from planaria.node.state.saves import Saves, Writer
+from planaria.node.state.saves import Contents, Saves, Writer
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 from planaria_lab.saves import saving_node
@@ -34,7 +34,7 @@ def state(step: int) -> StageState:
 @contextmanager
 def writer(folder: Path, in_flight: int) -> Iterator[Writer]:
     failed: list[str] = []
-    saves = Saves(folder, "run", 1, 2 + in_flight)
+    saves = Saves(folder, "run", 1, 2 + in_flight, Contents({"flat": [500]}, {}))
     opened = Writer(saves, in_flight, failed.append, lambda _: None)
     try:
         yield opened

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("planaria")
 
-FORMAT, MASKED = FORMATS = 1, 2
-"""Without masks, and with them."""
+FORMAT = 1
 SCORED, BEGINS = 1, 2
 """Of a mask's byte: its token is scored; a document begins with it."""
 UNSCORED = -100
@@ -68,7 +67,7 @@ class TokenShard(BaseModel):
     name: str = Field(pattern=r"^\w[\w.-]*$", max_length=200)  # no way out of its folder
     tokens: int
     checksum: str
-    blocks: str = ""  # checksum of those of its blocks (blocks.py); empty: by an older planaria
+    blocks: str  # checksum of those of its blocks (blocks.py)
 
 
 class Split(BaseModel):
@@ -115,16 +114,12 @@ class Index(BaseModel):
         fields: list[object] = [*figures, shards]
         if self.masked:
             masks = (self.splits[name].masks or [] for name in SPLITS)
-            fields.append([[mask.checksum for mask in found] for found in masks])
+            fields.append([[mask.checksum for mask in each] for each in masks])
         return xxhash.xxh3_128_hexdigest(json.dumps(fields).encode())
 
     @property
     def masked(self) -> bool:
-        return self.format == MASKED
-
-    def shards(self) -> list[TokenShard]:
-        """Those of masks, too."""
-        return [one for split in self.splits.values() for one in split.shards + (split.masks or [])]
+        return any(split.masks is not None for split in self.splits.values())
 
     def misfit(self, folder: Path, content: str, vocabulary: int | None) -> str:
         """Why a run that says this of its data and its model can't train on it, and what to do;
@@ -482,11 +477,10 @@ def read_index(path: Path) -> Index:
     file = path / "index.json"
     try:
         fields = json.loads(read_small(file))
-        found = fields["format"]
-        if found not in FORMATS:
+        if (format := fields["format"]) != FORMAT:
             raise CorpusError(
-                f"{path} was prepared in format {found}, this planaria reads formats "
-                f"{' and '.join(map(str, FORMATS))}: {_remedy(path)}"
+                f"{path} was prepared in format {format}, and this planaria reads format {FORMAT}: "
+                f"{_remedy(path)}"
             )
         index = Index.model_validate(fields)
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -25,7 +25,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from planaria.node.data.chat import Template
 from planaria.node.data.corpus import (
     FORMAT,
-    MASKED,
     SPLITS,
     TRAIN,
     VALIDATION,
@@ -242,7 +241,7 @@ def _laid_out(tokenizing: Tokenizing, parts: Parts, whole: Path, source: Source)
         raise CorpusError("all documents were held out: lower --validation")
     _check_scored(splits)
     index = Index(
-        format=MASKED if tokenizing.masked else FORMAT,
+        format=FORMAT,
         vocabulary=vocabulary.size,
         dtype=vocabulary.dtype,
         end_of_document=vocabulary.end_of_document,

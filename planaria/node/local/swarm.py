@@ -75,7 +75,7 @@ from planaria.node.report.unsaved import named, unsaved
 from planaria.node.resolve import resolve, text_to_prepare
 from planaria.node.run_file import RunFile, RunFileError, dumps, load, override
 from planaria.node.stage import learning_rate
-from planaria.node.stage.shape import COMPUTED, PRESETS
+from planaria.node.stage.shape import COMPUTED
 from planaria.node.supervisor import FINAL
 
 PLAN, ADDRESS = "up.json", "registry.address"
@@ -447,20 +447,13 @@ def read_plan(folder: Path) -> SwarmPlan:
     except RunFileError as error:
         raise SwarmError(
             f"the run in {folder} can't be used: {error}\nA run goes on with the very run file "
-            "that it began with. If an older planaria wrote this one, go on with that planaria"
+            "that it began with"
         ) from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise SwarmError(
             f"there is no run in {folder}: {PLAN} there, or the run file that it names, can't be "
             f"read ({error}). Name the folder that `planaria up` wrote (--out), or its --save-dir"
         ) from error
-    model = run.model
-    if model.layers is None and model.stages not in (None, PRESETS[model.preset].stages):
-        raise SwarmError(
-            f"an older planaria wrote the run file in {out}, for which a model grew with its "
-            f"stages: model.stages = {model.stages} doesn't say how many layers it has. Go on with "
-            "that planaria"
-        )
     plan = SwarmPlan(run, out, None if saves is None else Path(saves), device)
     if saves is None and not run.recovery.checkpoint.dir:
         raise SwarmError(

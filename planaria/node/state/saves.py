@@ -54,7 +54,7 @@ from planaria.node.wire import stage_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-FORMATS: Final = ("planaria-save-1", "planaria-save-2")  # the second says what tensors consist of
+FORMAT: Final = "planaria-save-1"
 LATEST: Final = "latest"
 CHUNK: Final = 16 << 20  # bytes read at a time
 METADATA: Final = "__metadata__"  # no tensor's name
@@ -122,11 +122,8 @@ class Saves:
     1 more for each write that may be in flight, leaves a step that all of them have.
     """
 
-    def __init__(
-        self, folder: Path, run: str, stage: int, keep: int, contents: Contents | None = None
-    ) -> None:
-        """With `contents` each parameter has its name and shape in the files; else other readers
-        find flat tensors there."""
+    def __init__(self, folder: Path, run: str, stage: int, keep: int, contents: Contents) -> None:
+        """`contents`: name and shape of each parameter in the files."""
         if keep < 1:
             raise ValueError(f"{keep} saves to keep; at least 1")
         self.folder = folder / f"stage-{stage}"
@@ -216,7 +213,7 @@ class Saves:
         """As `write`, of a state whose tensors are these; each is made twice."""
         self.check(state)
         for name, (length, _) in tensors.items():
-            if self.contents is not None and length != self.contents.values:
+            if length != self.contents.values:
                 raise ValueError(
                     f"{name_of(state.id.age)}: {name} has {length} values, and the parameters of "
                     f"stage {self.stage} {self.contents.values}"
@@ -593,7 +590,7 @@ def saves_on_disk(
     stage: int,
     in_flight: int,
     on_loop: Callable[..., object],
-    contents: Contents | None = None,
+    contents: Contents,
 ) -> OpenDisk:
     """Opens folders for the saves of a stage; the rest as for Saves and SavesOnDisk."""
 
@@ -613,12 +610,10 @@ def saves_on_disk(
 # ours is in the header's "__metadata__", text by name.
 
 
-def _fields(
-    run: str, state: StageState, tensors: Sequence[Listed], contents: Contents | None
-) -> Fields:
-    for_others = {} if contents is None else {**contents._asdict(), "commit": state.id.made}
+def _fields(run: str, state: StageState, tensors: Sequence[Listed], contents: Contents) -> Fields:
+    for_others = {**contents._asdict(), "commit": state.id.made}
     return {
-        "format": FORMATS[contents is not None],
+        "format": FORMAT,
         "run": run,
         **{field: repr(value) for field, value in _numbers(state).items()},
         **({"relearning": repr(state.relearning)} if state.relearning else {}),
@@ -693,13 +688,10 @@ def _encode(fields: Fields) -> Bytes:
 
 def _entries(fields: Fields) -> Iterator[tuple[str, list[int]]]:
     """The tensors that other readers find, end to end, and their shapes."""
-    parameters = json.loads(fields["parameters"]) if "parameters" in fields else None
-    for tensor, values, _ in _listed(fields):
-        if parameters is None:
-            yield tensor, [values]
-        else:
-            for name, shape in parameters.items():
-                yield (name if tensor == "weights" else f"{tensor}.{name}"), shape
+    parameters = json.loads(fields["parameters"])
+    for tensor, _, _ in _listed(fields):
+        for name, shape in parameters.items():
+            yield (name if tensor == "weights" else f"{tensor}.{name}"), shape
 
 
 def _checksum(fields: Fields) -> str:
@@ -723,9 +715,11 @@ def _read_header(path: Path, file: io.FileIO) -> Fields:
         raise SaveError(f"{path} is damaged, or no save: its header can't be read") from error
     if checksum != _checksum(fields):
         raise SaveError(f"{path} is damaged: its header's checksum is not {checksum}")
-    if fields.get("format") not in FORMATS:
-        known = " and ".join(FORMATS)
-        raise SaveError(f"{path} is in the format {fields.get('format')}; {known} are read here")
+    if fields.get("format") != FORMAT:
+        raise SaveError(
+            f"{path} has the format {fields.get('format')}, and this planaria reads {FORMAT}: use "
+            "the planaria that wrote it, or move it away"
+        )
     try:
         whole = np.array_equal(_encode(fields)[8:], text)
         if wrong := _no_number(_state(fields)):

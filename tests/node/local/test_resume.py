@@ -25,9 +25,9 @@ from planaria.node.local.resume import (
 )
 from planaria.node.resolve import resolve
 from planaria.node.run_file import RunFile, RunFileError, dumps, load, loads, override
-from planaria.node.state.saves import Saves, find_saves
+from planaria.node.state.saves import find_saves
 from planaria.node.state.stage_state import Age
-from tests.node.state.test_regroup import state
+from tests.node.state.small_saves import opened, state
 
 RUN = resolve(
     loads("""
@@ -66,14 +66,14 @@ def begun(tmp_path: Path, run: RunFile = RUN) -> Kept:
 
 def save(kept: Kept, slot: str, stage: int, *steps: int) -> None:
     assert kept.save_dir is not None
-    saves = Saves(kept.save_dir / slot, kept.id, stage, 9)
+    saves = opened(kept.save_dir / slot, kept.id, kept.run.model.config, stage)
     for step in steps:
         saves.write(state(kept.run.model.config, stage, step))
 
 
 def at(kept: Kept, slot: str, stage: int) -> list[Age]:
     assert kept.saves is not None
-    return Saves(kept.saves / slot, kept.id, stage, 9).sound()
+    return opened(kept.saves / slot, kept.id, kept.run.model.config, stage).sound()
 
 
 def slots_of(kept: Kept) -> list[str]:
@@ -119,7 +119,8 @@ def test_a_shared_folder_is_everybodys(tmp_path: Path) -> None:
     shared = {"policy": "checkpoint", "checkpoint": {"dir": str(tmp_path / "shared")}}
     kept = begun(tmp_path, override(RUN, recovery=shared))._replace(save_dir=None)
     for stage in range(3):
-        Saves(tmp_path / "shared", kept.id, stage, 4).write(state(RUN.model.config, stage))
+        config = RUN.model.config
+        opened(tmp_path / "shared", kept.id, config, stage).write(state(config, stage))
     assert put_in_place(kept, slots_of(kept)) == []
 
 
@@ -264,7 +265,8 @@ def test_checkpoints_go_to_a_folder_of_their_own(tmp_path: Path) -> None:
     shared = {"policy": "checkpoint", "checkpoint": {"dir": str(tmp_path / "shared")}}
     kept = begun(tmp_path, override(RUN, recovery=shared))
     for stage in range(3):
-        Saves(tmp_path / "shared", kept.id, stage, 4).write(state(RUN.model.config, stage))
+        config = RUN.model.config
+        opened(tmp_path / "shared", kept.id, config, stage).write(state(config, stage))
     new = kept._replace(run=changed(kept.run, 4, None))
     take_over(kept, new, slots_of(new))
     assert new.checkpoints == tmp_path / "shared-4x1"

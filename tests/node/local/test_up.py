@@ -128,14 +128,6 @@ def test_a_gpu_that_is_not_there_is_missed_at_once(there, says):
     check_gpu("cuda:7", lambda: 8)
 
 
-def test_a_run_whose_model_grew_with_its_stages_is_left_to_the_planaria_that_began_it(tmp_path):
-    plan = SwarmPlan(loads("[model]\nstages = 2"), tmp_path / "out", tmp_path / "saves", "cpu")
-    claim(plan)
-    write_plan(plan)
-    with pytest.raises(SwarmError, match=r"older planaria .* model.stages = 2 doesn't say"):
-        read_plan(tmp_path / "out")
-
-
 def test_a_folder_with_saves_of_another_run_is_refused(tmp_path):
     (tmp_path / "saves/1.0/stage-1").mkdir(parents=True)
     (tmp_path / "saves/1.0/stage-1/step-00000010-0.safetensors").touch()

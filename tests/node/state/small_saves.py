@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from planaria.node.stage.shape import ModelConfig
-from planaria.node.state.saves import SaveFile, Saves, find_saves
+from planaria.node.state.saves import Contents, SaveFile, Saves, find_saves
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 
@@ -28,6 +28,15 @@ def model(layers: int, stages: int, **changes: int) -> ModelConfig:
         **changes,
     }
     return ModelConfig(**figures, rope_theta=1e4, norm_eps=1e-5, learning_rate=1e-3)
+
+
+def flat(values: int) -> Contents:
+    """Of a stage with one parameter."""
+    return Contents({"flat": [values]}, {})
+
+
+def opened(folder: Path, run: str, config: ModelConfig, stage: int) -> Saves:
+    return Saves(folder, run, stage, 9, Contents.of(config, stage))
 
 
 def state(config: ModelConfig, stage: int, step: int = 8, **changes: Any) -> StageState:
@@ -58,5 +67,5 @@ def saved(
     for stage in range(config.stages + 1):
         for step in steps:
             node = folder / f"{stage}.0"
-            Saves(node, run, stage, 9).write(state(config, stage, step, **changes))
+            opened(node, run, config, stage).write(state(config, stage, step, **changes))
     return find_saves(folder)

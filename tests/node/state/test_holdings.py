@@ -23,6 +23,7 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError
 from planaria.recovery.snapshot import Layout
+from tests.node.state.small_saves import flat
 
 T = TypeVar("T")
 STAGE = 1
@@ -97,7 +98,7 @@ def holdings(
     def at_once(work: Callable[..., object], *arguments: Any) -> object:
         return work(*arguments)
 
-    disk = open_disk or saves_on_disk("run", STAGE, 2, at_once)
+    disk = open_disk or saves_on_disk("run", STAGE, 2, at_once, flat(3))
     host = Host(run)
     twin = make_twin(host, torch.device("cpu")) if policy == "redundant" else None
     shared = folder / "shared" if policy == "checkpoint" else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ from planaria.node.state.regroup import (
     regroup,
     stages_of,
 )
-from planaria.node.state.saves import SaveFile, Saves, find_saves, name_of
+from planaria.node.state.saves import SaveFile, find_saves, name_of
 from planaria.node.state.stage_state import StageState
-from tests.node.state.small_saves import model, saved, state
+from tests.node.state.small_saves import model, opened, saved, state
 
 CPU = torch.device("cpu")
 DIVISIONS = [
@@ -39,8 +40,8 @@ DIVISIONS = [
 def regrouped(
     saves: Sequence[SaveFile], config: ModelConfig, folder: Path, run: str = "new"
 ) -> list[StageState]:
-    regroup(saves, config, lambda stage: Saves(folder, run, stage, 9))
-    own = [Saves(folder, run, stage, 9) for stage in range(config.stages + 1)]
+    regroup(saves, config, partial(opened, folder, run, config))
+    own = [opened(folder, run, config, stage) for stage in range(config.stages + 1)]
     return [saves.load(saves.listed()[0]) for saves in own]
 
 
@@ -98,7 +99,7 @@ def test_a_model_computes_the_same_in_other_stages(tmp_path: Path) -> None:
     for stage, built in enumerate(modules):
         tensors = dict(StageOptimizer(built, CPU).state(optimizer=True))
         one = state(old, stage, tensors=tensors, optimizer_step=0)
-        Saves(tmp_path / "old", "old", stage, 9).write(one)
+        opened(tmp_path / "old", "old", old, stage).write(one)
     found = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
     built = [build_stage(new, stage, seed=0) for stage in range(4)]
     for stage, one in enumerate(found):
@@ -124,7 +125,7 @@ def test_what_a_stage_knows_of_itself_goes_with_its_layers(tmp_path: Path) -> No
     second.last.lr_scale[2] = 1.1
     first.last.signature = second.last.signature = b"of three stages"
     for one in (state(old, 0), first, second):
-        Saves(tmp_path / "old", "old", one.id.stage, 9).write(one)
+        opened(tmp_path / "old", "old", old, one.id.stage).write(one)
     _, found = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
     assert (found.omega, found.boosted_at, found.id.stage) == (7.0, 7, 1)
     assert list(found.last.lr_scale) == [1.1]  # for each of the new stages
@@ -139,7 +140,7 @@ def test_adams_counts_that_differ_become_the_least_and_averages_stay(tmp_path: P
     old, new = model(2, 2), model(2, 1)
     young = state(old, 2, optimizer_step=3)
     for one in (state(old, 0), state(old, 1, optimizer_step=8), young):
-        Saves(tmp_path / "old", "old", one.id.stage, 9).write(one)
+        opened(tmp_path / "old", "old", old, one.id.stage).write(one)
     _, found = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
     assert found.optimizer_step == 3
     moment = found.tensors["first_moment"] / (1 - BETAS[0] ** 3)
@@ -158,7 +159,7 @@ def test_with_a_stage_that_has_no_moments_adam_begins_afresh(tmp_path: Path) -> 
     bare = state(old, 2)
     weights = {"weights": bare.tensors["weights"]}
     for one in (state(old, 0), state(old, 1), replace(bare, tensors=weights, optimizer_step=0)):
-        Saves(tmp_path / "old", "old", one.id.stage, 9).write(one)
+        opened(tmp_path / "old", "old", old, one.id.stage).write(one)
     _, found = regrouped(find_saves(tmp_path / "old"), new, tmp_path / "new")
     assert list(found.tensors) == ["weights"]
     assert found.optimizer_step == 0
@@ -172,7 +173,7 @@ def test_with_a_stage_that_has_no_moments_adam_begins_afresh(tmp_path: Path) -> 
 def test_the_newest_step_that_all_have_is_taken_wherever_it_lies(tmp_path: Path) -> None:
     config = model(2, 2)
     saved(tmp_path, config, (4, 8))
-    Saves(tmp_path / "2.0", "old", 2, 9).write(state(config, 2, 12))
+    opened(tmp_path / "2.0", "old", config, 2).write(state(config, 2, 12))
     (tmp_path / "1.0").rename(tmp_path / "who-has-gone")
     found, chosen = choose(find_saves(tmp_path), 2)
     assert (found.step, found.exact) == (8, True)
@@ -200,7 +201,7 @@ def test_a_damaged_save_is_named_and_the_step_before_is_taken(
 def test_the_same_save_at_another_node_serves_for_a_damaged_one(tmp_path: Path) -> None:
     config = model(2, 1)
     saved(tmp_path, config)
-    Saves(tmp_path / "1.1", "old", 1, 9).write(state(config, 1))
+    opened(tmp_path / "1.1", "old", config, 1).write(state(config, 1))
     path = tmp_path / "1.0" / "stage-1" / "step-00000008-1.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     found, chosen = choose(find_saves(tmp_path), 1)
@@ -228,10 +229,10 @@ def test_stages_without_a_common_step_are_named(tmp_path: Path) -> None:
     saves = saved(tmp_path / "old", old, (4, 8))
     some = [s for s in saves if s.state.id.stage != 1]
     with pytest.raises(RegroupError, match=r"nothing of stage 1\. .* go on with 2 stages"):
-        regroup(some, new, lambda stage: Saves(tmp_path / "new", "new", stage, 9))
+        regroup(some, new, partial(opened, tmp_path / "new", "new", new))
     apart = [s for s in saves if (s.state.id.stage == 1) == (s.state.id.step == 4)]
     with pytest.raises(RegroupError, match="stage 0 from step 8, stage 1 from step 4"):
-        regroup(apart, new, lambda stage: Saves(tmp_path / "new", "new", stage, 9))
+        regroup(apart, new, partial(opened, tmp_path / "new", "new", new))
     assert not (tmp_path / "new").exists()
 
 
@@ -240,7 +241,7 @@ def test_a_mix_of_steps_goes_on_in_the_same_stages(tmp_path: Path) -> None:
     saves = saved(tmp_path / "old", config, (4, 8))
     mixed = [s for s in saves if s.state.id.stage == 0 or s.state.id.step == 4 * s.state.id.stage]
     mixed = [s for s in mixed if s.state.id.stage]
-    regroup(mixed, config, lambda stage: Saves(tmp_path / "new", "new", stage, 9))
+    regroup(mixed, config, partial(opened, tmp_path / "new", "new", config))
     found = find_saves(tmp_path / "new")
     assert [(s.state.id.stage, s.state.id.step) for s in found] == [(1, 4), (2, 8)]
 
@@ -278,4 +279,4 @@ def test_nodes_of_the_old_division_are_refused_what_is_of_the_new(tmp_path: Path
     regrouped(find_saves(tmp_path / "old"), model(4, 4), tmp_path / "new")
     for folder, run in ((tmp_path / "old" / "1.0", "new"), (tmp_path / "new", "old")):
         with pytest.raises(module.SaveError, match="planaria regroup"):
-            Saves(folder, run, 1, 9)
+            opened(folder, run, model(4, 2), 1)
