@@ -102,23 +102,6 @@ class Tensors(Protocol):
         """Raises WireError for bytes that can't be these tensors."""
         ...
 
-    def encode_largest(
-        self, row: Tensor, share: float
-    ) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
-        """That share of a float32 row [n], the largest in amount."""
-        ...
-
-    def decode_largest(
-        self,
-        descriptors: Sequence[Descriptor],
-        payload: Payload,
-        size: int,
-        share: float,
-        device: Any = "cpu",
-    ) -> Tensor:
-        """float32 [size], zero but for those. Raises WireError."""
-        ...
-
     def encode_low_rank(
         self, row: Tensor, cuts: Sequence[Cut], rank: int
     ) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
@@ -135,16 +118,6 @@ class Tensors(Protocol):
         device: Any = "cpu",
     ) -> Tensor:
         """float32 [size], the same bits everywhere. Raises WireError."""
-        ...
-
-    def encode_sum(self, row: Tensor) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
-        """A float32 row [n], bit by bit; where most of it is zero, what isn't."""
-        ...
-
-    def decode_sum(
-        self, descriptors: Sequence[Descriptor], payload: Payload, size: int, device: Any = "cpu"
-    ) -> Tensor:
-        """float32 [size]. Raises WireError."""
         ...
 
     def finite(self, tensor: Tensor) -> bool:

@@ -36,7 +36,7 @@ from planaria.node.stage.shape import (
 )
 from planaria.recovery.decide import Masking, Policy
 
-Averaging = Literal["none", "bf16", "fp16", "int8", "topk", "lowrank"]
+Averaging = Literal["none", "bf16", "fp16", "int8", "lowrank"]
 Narrow = Literal["none", "bf16", "fp16", "int8", "int4"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -480,15 +480,13 @@ class WireSection(Section):
     activations: Narrow = "bf16"
     gradients: Narrow = "bf16"
     averaging: Averaging = "none"
-    topk: float = Field(default=0.01, gt=0, le=0.5, description="share of values that travel")
-    topk_after: int = Field(default=200, ge=0, description="steps in which all of them do, in int8")
     rank: int = Field(default=4, ge=1, le=256, description="of the factors that travel of a matrix")
     rank_after: int = Field(default=200, ge=0, description="steps in which all of it does, in int8")
 
     @property
     def averaging_after(self) -> int:
         """So many first steps are averaged in int8."""
-        return {"topk": self.topk_after, "lowrank": self.rank_after}.get(self.averaging, 0)
+        return self.rank_after if self.averaging == "lowrank" else 0
 
 
 class RunFile(Section):
@@ -513,11 +511,7 @@ class RunFile(Section):
         training = {k: v for k, v in said.pop("training", {}).items() if v != unsaid.get(k)}
         said |= {"training": training} if training else {}
         wire = {key: value for key, value in self.wire.model_dump().items() if value != "none"}
-        if self.wire.averaging != "topk":
-            del wire["topk"]  # which has no effect then
-        if self.wire.averaging != "topk" or not self.wire.topk_after:
-            del wire["topk_after"]
-        if self.wire.averaging != "lowrank":
+        if self.wire.averaging != "lowrank":  # which have no effect then
             del wire["rank"], wire["rank_after"]
         return {**said, "wire": wire} if wire else said
 

@@ -31,7 +31,7 @@ from planaria.node.wire.chunks import Outbox
 from planaria.node.wire.frames import Descriptor, Frame, pack_chunk
 from planaria.node.wire.lowrank import cuts
 from planaria.node.wire.session import Hello
-from planaria.node.wire.tensors import encode, encode_largest, encode_low_rank
+from planaria.node.wire.tensors import encode, encode_low_rank
 from tests.fuzz.targets import (
     ADMISSION,
     HELD,
@@ -79,15 +79,6 @@ def _frames() -> list[bytes]:
         found.append(_joined([frame.head()]) + b"".join(payload))
     empty = Descriptor("float32", (0, 3), "none", xxh3_64_intdigest(b""), 0)
     return [*found, _joined([Frame("twin", (1, 0), {}, [empty], b"").head()])]
-
-
-def _sums() -> list[bytes]:
-    found = []
-    for size, share in ((40, 51), (4999, 5)):
-        row = torch.arange(float(size)).sin()
-        _, payload = encode_largest(row, share / 510 + 0.002)
-        found.append(size.to_bytes(2, "little") + bytes([share]) + b"".join(payload))
-    return found
 
 
 def _factors() -> list[bytes]:

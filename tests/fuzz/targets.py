@@ -46,7 +46,7 @@ from planaria.node.state.saves import METADATA, SaveError, SaveFile, _checksum, 
 from planaria.node.state.transfer import _parse_tensors
 from planaria.node.transaction.bounds import told_to_driver, told_to_member
 from planaria.node.transaction.rules import TransactionRules
-from planaria.node.wire import largest, lowrank
+from planaria.node.wire import lowrank
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import (
     HEAD_LIMIT,
@@ -61,7 +61,7 @@ from planaria.node.wire.frames import (
 )
 from planaria.node.wire.greetings import ForgedError, Greetings
 from planaria.node.wire.session import Begun, Bounds, Forgotten, Hello, Outdated, Session
-from planaria.node.wire.tensors import decode, decode_largest, decode_low_rank, decode_sum
+from planaria.node.wire.tensors import decode, decode_low_rank
 from tests.bootstrap.fake_etcd import FakeEtcd
 
 RULES: Final = TransactionRules(
@@ -170,20 +170,6 @@ def frames(data: bytes) -> None:
         decode(frame.descriptors, bytearray(payload))
         packed = frame.head() if frame.fields else head
         assert str(Frame.parse(packed, payload).fields) == str(frame.fields)
-
-
-def sums(data: bytes) -> None:
-    """Of the largest values of a row, and of those that aren't zero. The length of the row and the
-    share come first; behind them are bytes of that length, with checksums that are right."""
-    size, share = int.from_bytes(data[:2], "little") % 5000, (data[2:3] or b"\0")[0] / 510 + 0.002
-    count = min(size // largest.FEW, largest.count_of(size, share))
-    few = [Form("uint8", (largest.places_size(count, size),)), Form("float32", (count,))]
-    with suppress(WireError):
-        row = decode_largest(*_filled(largest.forms(size, share), data[3:]), size, share)
-        assert len(row) == size
-        assert row.count_nonzero() <= largest.count_of(size, share)
-    with suppress(WireError):
-        assert decode_sum(*_filled(few, data[3:]), size).count_nonzero() <= count
 
 
 MATRICES: Final = (40, 30), (30,), (30, 7, 3), (9, 200)
@@ -424,7 +410,6 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     for target in (
         chunks,
         frames,
-        sums,
         factors,
         messages,
         hellos,

@@ -260,22 +260,8 @@ def test_a_rank_tells_runs_apart_only_where_averaging_goes_by_it() -> None:
     assert {"averaging": "lowrank", "rank": 8, "rank_after": 9}.items() <= low.said()[
         "wire"
     ].items()
-    assert "topk" not in low.said()["wire"]
-    assert "topk_after" not in low.said()["wire"]
-    codecs = ("lowrank", "topk", "int8")
+    codecs = ("lowrank", "int8")
     found = [override(low, wire__averaging=codec).wire.averaging_after for codec in codecs]
-    assert found == [9, 200, 0]
+    assert found == [9, 0]
     with pytest.raises(RunFileError, match=r"wire\.rank"):
         loads("[wire]\naveraging = 'lowrank'\nrank = 0")
-
-
-def test_a_share_tells_runs_apart_only_where_averaging_goes_by_it() -> None:
-    dense, sparse = loads("[wire]\ntopk = 0.1"), loads("[wire]\naveraging = 'topk'\ntopk = 0.1")
-    assert dense.said() == RunFile().said()
-    assert sparse.said()["wire"]["topk"] == 0.1
-    assert sparse.said()["wire"]["topk_after"] == 200
-    at_once = override(sparse, wire__topk_after=0)
-    assert "topk_after" not in at_once.said()["wire"], "as it was before there was that key"
-    for share in (0, 0.6):
-        with pytest.raises(RunFileError, match=r"wire\.topk"):
-            loads(f"[wire]\naveraging = 'topk'\ntopk = {share}")

@@ -117,7 +117,7 @@ def run_of(
             },
             "saves": {"every": files.save_every or 1},
             "swarm": {"progress": rules.progress},
-            "wire": {"averaging": averaging, "topk": 0.25, "topk_after": 2},
+            "wire": {"averaging": averaging, "rank": 1, "rank_after": 2},
         }
     )
 

@@ -474,7 +474,7 @@ class Scenario:
 class HoldingBack(Scenario):
     """Averaging leaves most of each gradient for later steps, and two or three of a stage do it."""
 
-    averaging = "topk"
+    averaging = "lowrank"
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:
         replicas = self.random.choice([2, 3])

@@ -95,7 +95,7 @@ USED = {
     ],
     "node/own_folders.py": ["recovery.checkpoint.dir"],
     "node/resolve.py": ["data.path", "data.corpora"],
-    "node/run_file.py": ["wire.topk_after", "wire.rank_after"],
+    "node/run_file.py": ["wire.rank_after"],
     "node/stage/arithmetic.py": ["training.precision", "training.recompute"],
     "node/stage/initial.py": ["seed", "model.content"],
     "node/stage/learning_rate.py": [
@@ -117,7 +117,7 @@ USED = {
         *("recovery.relearn.lr", "recovery.relearn.enough", "recovery.relearn.each_step"),
         "recovery.relearn.within",
     ],
-    "node/transaction/averaging.py": ["wire.averaging", "wire.topk", "wire.rank"],
+    "node/transaction/averaging.py": ["wire.averaging", "wire.rank"],
 }
 
 

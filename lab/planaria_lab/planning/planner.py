@@ -55,7 +55,7 @@ NARROW: Final[Mapping[str, str]] = {"activations": "int8", "gradients": "int4", 
 averaging)."""
 BOUNDARIES, AVERAGING = ("activations", "gradients"), ("averaging",)
 """What they are for; each is narrowed as a whole, or not."""
-BYTES: Final = ("none", "fp16", "bf16", "int8", "int4", "topk", "lowrank")
+BYTES: Final = ("none", "fp16", "bf16", "int8", "int4", "lowrank")
 """Codecs, by how much they leave of a tensor."""
 WORTH: Final = 0.05
 """Share of the time that narrower links have to save to be told of."""

@@ -114,11 +114,10 @@ def test_replicas_that_send_all_of_their_gradients_train_as_one_does(
     assert swarm.replicas.sent == 5 * 2 * (replicas - 1) * 4 * weights
 
 
-@pytest.mark.parametrize(("codec", "less"), [("int8", 3.8), ("topk", 20), ("lowrank", 12)])
+@pytest.mark.parametrize(("codec", "less"), [("int8", 3.8), ("lowrank", 12)])
 def test_replicas_learn_by_fewer_bytes(corpus: Corpus, codec: str, less: float) -> None:
     """And what a stage's replicas hold back goes with them."""
-    at_once = {"wire__topk_after": 0, "wire__rank_after": 0}
-    run = override(run_with(), wire__averaging=codec, wire__topk=0.1, **at_once)
+    run = override(run_with(), wire__averaging=codec, wire__rank_after=0)
     swarm = TrainingSwarm(run, corpus, Ablation(replicas=2))
     whole = TrainingSwarm(run_with(), corpus, Ablation(replicas=2))
     found = [swarm.step() for _ in range(20)]
@@ -134,7 +133,7 @@ def test_replicas_learn_by_fewer_bytes(corpus: Corpus, codec: str, less: float) 
 
 
 def test_few_values_travel_after_the_first_steps_only(corpus: Corpus) -> None:
-    sparse = override(run_with(), wire__averaging="topk", wire__topk=0.01, wire__topk_after=3)
+    sparse = override(run_with(), wire__averaging="lowrank", wire__rank=1, wire__rank_after=3)
     early = TrainingSwarm(sparse, corpus, Ablation(replicas=2))
     all_of_them = override(run_with(), wire__averaging="int8")
     dense = TrainingSwarm(all_of_them, corpus, Ablation(replicas=2))
@@ -148,7 +147,7 @@ def test_few_values_travel_after_the_first_steps_only(corpus: Corpus) -> None:
 
 
 def test_without_feedback_nothing_is_held_back(corpus: Corpus) -> None:
-    run = override(run_with(), wire__averaging="topk", wire__topk=0.1)
+    run = override(run_with(), wire__averaging="lowrank", wire__rank_after=0)
     swarm = TrainingSwarm(run, corpus, Ablation(replicas=2, averaging_feedback=False))
     for _ in range(3):
         swarm.step()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from planaria.node.ports import Tensors
 from planaria.node.state.stage_state import StageState
 from planaria.node.transaction.effects import Ballot
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.frames import Form, Frame, check_forms
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +68,7 @@ def gradient_frame(ballot: Ballot, gradient: Tensor, tensors: Tensors) -> Frame:
     """A copy of the reduced gradient, exact, as it is sent to a joiner. Compute thread."""
     copy = tensors.empty(gradient.numel())
     copy.copy_(gradient.detach())
-    return Frame("follow", ballot, {}, *tensors.encode_sum(copy))
+    return Frame("follow", ballot, {}, *tensors.encode([copy], "none"))
 
 
 def no_gradient(ballot: Ballot) -> Frame:
@@ -100,8 +100,9 @@ class Gradients:
 
     def parse(self, frame: Frame) -> Tensor:
         """float32 [n] on the CPU. Raises WireError."""
-        size = self._like.numel()
-        return self._tensors.decode_sum(frame.descriptors, frame.payload, size)
+        check_forms(frame.descriptors, [Form("float32", tuple(self._like.shape))])
+        (gradient,) = self._tensors.decode(frame.descriptors, frame.payload)
+        return gradient
 
     def put(self, ballot: Ballot, gradient: Tensor) -> bool:
         """False: too many wait already."""

@@ -36,7 +36,7 @@ from planaria.node.wire.exchange import (
     Lost,
     PeerLostError,
 )
-from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.frames import Form, Frame, WireError, check_forms
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -177,7 +177,7 @@ class Twin:
 
     def _frame(self, ballot: Ballot, fields: dict[str, float], part: Tensor) -> Frame:
         # A copy: what waits to be sent must not change, whatever becomes of the gradient.
-        return Frame("twin", ballot, fields, *self._tensors.encode_sum(part.clone()))
+        return Frame("twin", ballot, fields, *self._tensors.encode([part.clone()], "none"))
 
     async def _gather(
         self, inbox: ExchangeInbox[Frame], gathering: _Gathering, patience: float
@@ -274,9 +274,8 @@ class _Gathering:
             raise self._complaint(f"{_repr(squared_norm)} as a squared norm", NUMBERS)
         part = self.parts[piece]
         try:
-            values = self.tensors.decode_sum(
-                frame.descriptors, frame.payload, part.numel(), part.device
-            )
+            check_forms(frame.descriptors, [Form("float32", tuple(part.shape))])
+            (values,) = self.tensors.decode(frame.descriptors, frame.payload, part.device)
         except WireError as error:
             raise self._complaint(f"what can't be used: {error}", error.cause) from error
         part.copy_(values)  # once more does no harm: a link that broke sends again

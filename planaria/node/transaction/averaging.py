@@ -3,7 +3,7 @@
 With R replicas, sorted by node id, replica i owns the i-th of R equal parts of the flat gradient.
 Everyone sends its values of a part to the owner, who adds them up in the order of the node ids and
 sends the sum to all. The order of arrival changes nothing, and with a lossy codec the owner, too,
-goes on with the decoded bits: replicas stay bit-identical. What int8, topk and lowrank leave out,
+goes on with the decoded bits: replicas stay bit-identical. What int8 and lowrank leave out,
 of a contribution and of a sum, is held back for the next step (held_back.py).
 
 More than eight replicas are laid out in rows (bootstrap/neighbours.py), so that none needs a link
@@ -53,8 +53,8 @@ from planaria.node.wire.frames import (
     WireError,
     buffers_of,
     check_forms,
+    encoded_size,
 )
-from planaria.node.wire.largest import row_bytes
 from planaria.node.wire.lowrank import Cut, Shape, counts, cuts, encoded_bytes, row_start
 
 if TYPE_CHECKING:
@@ -76,33 +76,29 @@ LATE: Final = 1 << 62
 
 Outgoing: TypeAlias = list[tuple[str, Frame]]  # frames, each with the node it goes to
 Coded: TypeAlias = tuple[list[Descriptor], tuple[memoryview, ...]]
-Averaged: TypeAlias = Codec | Literal["topk", "lowrank"]
-
-LAGGING: Final[tuple[Averaged, ...]] = "topk", "lowrank"
-"""What these leave out comes many steps later."""
+Averaged: TypeAlias = Codec | Literal["lowrank"]
 
 
 def feeds_back(codec: Averaged) -> bool:
     """What it leaves out is held back for the next step."""
-    return codec in ("int8", "int4", *LAGGING)
+    return codec in ("int8", "int4", "lowrank")
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How parts of a gradient travel: in a codec, or a share of them, the largest, or by factors of
-    its matrices."""
+    """How parts of a gradient travel: in a codec, or by factors of its matrices."""
 
     tensors: Tensors
     codec: Averaged = "none"
-    share: float = 1.0  # of the values, that travel in topk; of lowrank about as many
-    after: int = 0  # so many steps of the run, in which these two are int8
+    share: float = 1.0  # about, of the values, that travel in lowrank
+    after: int = 0  # so many steps of the run, in which that is int8
     rank: int = 1  # of lowrank
     shapes: tuple[Shape, ...] = ()  # of the parameters that the gradient is of, end to end
 
     @classmethod
     def of_run(cls, tensors: Tensors, wire: WireSection, shapes: Iterable[Shape]) -> Coding:
         """As the run file has it."""
-        shapes, share = tuple(shapes), wire.topk
+        shapes, share = tuple(shapes), 1.0
         if wire.averaging == "lowrank":
             size = sum(map(math.prod, shapes))
             sent = sum(counts(cuts(shapes, wire.rank, 0, size), wire.rank))
@@ -112,18 +108,16 @@ class Coding:
     def at(self, step: int) -> Coding:
         """In that step. A run's first steps are where its gradients change fastest, so little of
         them would come in time (Lin et al., ICLR 2018, section 3.3)."""
-        early = self.codec in LAGGING and step <= self.after
+        early = self.codec == "lowrank" and step <= self.after
         return replace(self, codec="int8") if early else self
 
     @property
     def settles(self) -> int:
         """Steps until what a replica holds back is as much as it ever will be."""
-        return math.ceil(2 / self.share) if self.codec in LAGGING else 0
+        return math.ceil(2 / self.share) if self.codec == "lowrank" else 0
 
     def encode(self, row: Tensor, start: int) -> Coded:
         """The gradient's values from `start` on."""
-        if self.codec == "topk":
-            return self.tensors.encode_largest(row, self.share)
         if self.codec == "lowrank":
             return self.tensors.encode_low_rank(row, self._cuts(row, start), self.rank)
         return self.tensors.encode([row], self.codec)
@@ -132,8 +126,6 @@ class Coding:
         """Of the length of `like`, and where that is. Raises WireError."""
         descriptors, payload = frame.descriptors, frame.payload
         size, device = like.numel(), like.device
-        if self.codec == "topk":
-            return self.tensors.decode_largest(descriptors, payload, size, self.share, device)
         if self.codec == "lowrank":
             some = self._cuts(like, start)
             return self.tensors.decode_low_rank(descriptors, payload, size, some, self.rank, device)
@@ -165,7 +157,7 @@ def gradient_bytes(wire: WireSection, shapes: Iterable[Shape], replicas: int) ->
     replicas make of it."""
     if wire.averaging == "lowrank":
         return _factor_bytes(tuple(shapes), wire.rank, replicas)
-    return row_bytes(sum(map(math.prod, shapes)), wire.averaging, wire.topk)
+    return encoded_size(sum(map(math.prod, shapes)), "float32", wire.averaging)
 
 
 @lru_cache(maxsize=64)  # a search for a plan asks again and again
@@ -278,7 +270,6 @@ class Averaging:
         cancelled the gradient's contents are void.
         """
         coding = self._coding.at(step)
-        settled = coding.codec != "topk" or step - coding.after >= coding.settles
         together = {n for n in replicas if self._together[n] >= coding.settles}
         reduction = Reduction(
             self._node,
@@ -291,7 +282,7 @@ class Averaging:
             held_back=self.held_back,
             non_finite=non_finite,
             chance=self._chance,
-            comparable=together if settled else (),
+            comparable=together,
         )
         try:
             with self._inboxes.open(ballot) as inbox:

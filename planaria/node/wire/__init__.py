@@ -1,8 +1,8 @@
 """Everything between nodes.
 
 proto/planaria/node/wire/stage.proto has the messages, frames.py the frames that carry tensors,
-tensors.py their payloads, largest.py those of a sum's largest values, lowrank.py those of factors
-of its matrices. link.py is a link: messages and frames in order over gRPC streams that come and go.
+tensors.py their payloads, lowrank.py those of the factors of a sum's matrices. link.py is a link:
+messages and frames in order over gRPC streams that come and go.
 session.py is what outlives them, idle.py says when nobody needs any, greetings.py how its ends
 prove who they are, chunks.py the frames in pieces, streams.py says by how many streams these go,
 ordering.py puts them in order again, round_trip.py has heartbeats say how long an answer takes,

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from xxhash import xxh3_64_intdigest
 
-from planaria.node.wire import largest, lowrank
+from planaria.node.wire import lowrank
 from planaria.node.wire.frames import (
     BLOCK,
     CODECS,
@@ -23,7 +23,6 @@ from planaria.node.wire.frames import (
     Codec,
     DamagedError,
     Descriptor,
-    Form,
     Payload,
     WireError,
     buffers_of,
@@ -117,75 +116,6 @@ def decode(
             )
         tensors.append(_decompress(descriptor, part, torch.device(device)))
     return tensors
-
-
-def encode_largest(
-    row: torch.Tensor, share: float
-) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
-    """That share of a float32 row [n], the largest in amount: their places, and values in int8."""
-    count = largest.count_of(row.numel(), share)
-    chosen = row.detach().abs().topk(count, sorted=False).indices.sort().values
-    places = torch.from_numpy(largest.pack(chosen.cpu().numpy(), row.numel()))
-    where, there = encode([places], "none"), encode([row[chosen]], "int8")
-    return where[0] + there[0], where[1] + there[1]
-
-
-def encode_sum(row: torch.Tensor) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
-    """A float32 row [n], bit by bit: all of it, or the places and values of what isn't zero, where
-    that is one in eight or less."""
-    there = row.detach().view(torch.int32).nonzero().view(-1)
-    if len(there) > row.numel() // largest.FEW:
-        return encode([row], "none")
-    places = torch.from_numpy(largest.pack(there.cpu().numpy(), row.numel()))
-    return encode([places, row[there]], "none")
-
-
-def decode_sum(
-    descriptors: Sequence[Descriptor],
-    payload: Payload,
-    size: int,
-    device: torch.device | str = "cpu",
-) -> torch.Tensor:
-    """float32 [size]. Raises WireError as `decode` does, and for places that can't be."""
-    if len(descriptors) < 2:
-        check_forms(descriptors, [Form("float32", (size,))])
-        (row,) = decode(descriptors, payload, device)
-        return row
-    count = min(descriptors[1].values, size // largest.FEW)
-    places_form = Form("uint8", (largest.places_size(count, size),))
-    check_forms(descriptors, [places_form, Form("float32", (count,))])
-    return _put_in_place(descriptors, payload, size, device)
-
-
-def _put_in_place(
-    descriptors: Sequence[Descriptor],
-    payload: Payload,
-    size: int,
-    device: torch.device | str,
-) -> torch.Tensor:
-    """Values, at places in a row of zeros."""
-    packed, values = decode(descriptors, payload)
-    places = torch.from_numpy(largest.unpack(packed.numpy(), len(values), size))
-    row = torch.zeros(size, device=device)
-    row[places.to(device)] = values.to(device)
-    return row
-
-
-def decode_largest(
-    descriptors: Sequence[Descriptor],
-    payload: Payload,
-    size: int,
-    share: float,
-    device: torch.device | str = "cpu",
-) -> torch.Tensor:
-    """float32 [size], zero but for what `encode_largest` has sent of it, with the same share.
-    Raises WireError as `decode` does, and for places that can't be."""
-    check_forms(descriptors, largest.forms(size, share))
-    packed, values = decode(descriptors, payload)
-    places = torch.from_numpy(largest.unpack(packed.numpy(), len(values), size))
-    row = torch.zeros(size, device=device)
-    row[places.to(device)] = values.to(device)
-    return row
 
 
 def encode_low_rank(

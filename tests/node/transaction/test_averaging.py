@@ -33,7 +33,7 @@ from planaria.node.wire.tensors import decode
 
 BALLOT = Ballot(3, 1)
 NODES = ["a", "b", "c", "d", "e"]
-CODECS: tuple[Averaged, ...] = (*get_args(Codec), "topk", "lowrank")
+CODECS: tuple[Averaged, ...] = (*get_args(Codec), "lowrank")
 SHAPES = (3,), (30, 2), (1,), (40, 2)
 """Pieces of seven values have four rows of these matrices at most: six factors of rank one."""
 
@@ -173,9 +173,6 @@ def test_replicas_are_bit_identical(replicas: int, codec: Averaged) -> None:
         assert left <= 0.7 * torch.linalg.vector_norm(expected)
         assert (left > 0) == (replicas > 1)
         return
-    if codec == "topk":
-        assert 0 < (found[0] != 0).sum() <= 101 * (0.4 if replicas > 1 else 1)
-        return
     tolerance = {"none": 0.0, "bf16": 2**-7, "fp16": 2**-9, "int8": 2**-5, "int4": 1.0}[codec]
     assert (found[0] - expected).abs().max() <= tolerance * expected.abs().max()
 
@@ -262,7 +259,7 @@ def test_as_many_bytes_travel_as_are_planned_with(
 
 # What is held back
 
-LOSSY: list[Averaged] = ["int8", "int4", "topk", "lowrank"]
+LOSSY: list[Averaged] = ["int8", "int4", "lowrank"]
 
 
 def held_by(network: Network) -> torch.Tensor | float:
@@ -317,7 +314,7 @@ def test_what_was_left_out_of_committed_sums_is_held_back(
 
 def test_what_is_small_comes_in_time_and_without_feedback_never_would() -> None:
     """Of a constant gradient the mean of what is applied becomes what it is."""
-    network = Network(NODES[:3], "topk")
+    network = Network(NODES[:3], "lowrank")
     once = [10.0 ** torch.linspace(0, -1, 40) * (i + 1) for i in range(3)]
     total = torch.zeros(40)
     for step in range(1, 101):
@@ -327,7 +324,7 @@ def test_what_is_small_comes_in_time_and_without_feedback_never_would() -> None:
 
 
 def test_of_one_ballot_only_that_commit_counts() -> None:
-    network = Network(NODES[:2], "topk")
+    network = Network(NODES[:2], "lowrank")
     one_step(network, gradients("ab", 40), 1)
     commit(network, 1)
     before = [node.held_back.row for node in network.nodes.values()]
@@ -365,7 +362,7 @@ def test_a_joiner_begins_with_nothing_and_whoever_is_left_keeps_what_it_holds(
 
 
 def test_who_is_alone_sends_nothing_and_drops_what_it_held_back() -> None:
-    network = Network(NODES[:2], "topk")
+    network = Network(NODES[:2], "lowrank")
     one_step(network, gradients("ab", 50), 1)
     commit(network, 1)
     del network.nodes["b"]
@@ -386,13 +383,10 @@ def told_in(network: Network, values: Sequence[torch.Tensor], step: int) -> list
     return [network.time.outcome(one) for one in exchanges]
 
 
-def test_a_replicas_own_contribution_is_told_as_if_it_had_come_from_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Coding, "settles", 0)
+def test_a_replicas_own_contribution_is_told_as_if_it_had_come_from_another() -> None:
     nodes = NODES[:3]
     before = [row.clone() for row in gradients(nodes, 84)]
-    told = told_in(Network(nodes, "topk", looks=True), gradients(nodes, 84), 1)
+    told = told_in(Network(nodes, "int4", looks=True), gradients(nodes, 84), 1)
     for rank, seen in enumerate(told):
         norms = {one.node: one.squared_norm for one in seen}
         largest_of = [
@@ -406,22 +400,12 @@ def test_a_replicas_own_contribution_is_told_as_if_it_had_come_from_another(
 
 
 def test_of_a_newcomer_nothing_is_told_until_it_holds_back_as_much_as_the_others() -> None:
-    network = Network(NODES[:3], "topk", looks=True)
-    settled = Coding(tensors, "topk", 0.25).settles
+    network = Network(NODES[:3], "lowrank", looks=True)
+    settled = Coding(tensors, "lowrank", 0.25).settles
     for step in range(1, settled + 3):
         seen = told_in(network, gradients("abc", 21), step)
         assert all(bool(told) == (step > settled) for told in seen)
     assert all(told_in(Network(NODES[:3], "int8", looks=True), gradients("abc", 21), 1))
-
-
-def test_when_few_values_begin_to_travel_it_is_a_while_until_they_are_told_of() -> None:
-    """Before that they are compared from the first step on, whatever the codec."""
-    settled = Coding(tensors, "topk", 0.25).settles
-    sparse, dense = (Network(NODES[:3], codec, looks=True, after=2) for codec in ("topk", "none"))
-    for step in range(1, settled + 5):
-        seen = told_in(sparse, gradients("abc", 21), step)
-        assert all(bool(told) == (step <= 2 or step >= settled + 2) for told in seen), step
-        assert all(told_in(dense, gradients("abc", 21), step))
 
 
 # Faults
@@ -814,7 +798,7 @@ def test_what_rows_leave_out_of_committed_sums_is_held_back(
 
 def test_who_is_left_of_nine_goes_on_with_what_it_holds() -> None:
     """In one row then; and in rows again with a joiner."""
-    network = Network(many(9), "topk")
+    network = Network(many(9), "lowrank")
     for step, count in enumerate((9, 9, 8, 10), start=1):
         nodes = many(count)
         for gone in network.nodes.keys() - set(nodes):
@@ -822,7 +806,7 @@ def test_who_is_left_of_nine_goes_on_with_what_it_holds() -> None:
         for node in nodes:
             if node not in network.nodes:
                 network.exchanges[node] = network.time.new(Slow(network.time, network.random))
-                network.nodes[node] = network._node(node, "topk", None)
+                network.nodes[node] = network._node(node, "lowrank", None)
         before, values = held_by(network), of_many(nodes, 150, seed=step)
         whole = reduce(torch.add, [one.double() for one in values])
         found = one_step(network, values, step)
