@@ -134,10 +134,6 @@ class VirtualWork:
         self.inherited |= lost
         return self.kept
 
-    def forward_twin(self, ballot: Ballot, frame: Frame) -> None:
-        if ballot == self.ballot:
-            self.done["twin"] += 1
-
     @property
     def kept(self) -> int:
         own = 0 if self.own is None else self.own.nbytes

@@ -160,7 +160,6 @@ class Agent:
         self.holdings = make_holdings(self)
         self.member.holdings = self.kept
         self.member.recording = self.record.recording
-        self.arithmetic.work.twin = self.holdings.twin
         self.workplace = Workplace(
             node=node,
             masking=run.recovery.masking,

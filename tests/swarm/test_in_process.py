@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, reduce
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -326,16 +326,13 @@ async def test_bf16_and_recomputation(corpus, tmp_path):
 async def test_twins_equal_the_next_stage_after_each_commit(
     corpus, tmp_path, monkeypatch, stages, replicas
 ):
-    """And they compute each forward pass once, in a step whose first attempt is committed."""
     digests: dict[tuple[int, int], set[str]] = {}  # of stages and of their twins, by stage, step
-    forwards: dict[Twin, list[int]] = {}  # until each commit
     apply = Twin.apply
 
     def noted(twin: Twin, commit: pb.Commit, lr: float) -> None:
         apply(twin, commit, lr)
         found = digests.setdefault((twin.stage, commit.step), set())
         found.add(twin.optimizer.digest().hex())
-        forwards.setdefault(twin, []).append(twin.forwards)
 
     monkeypatch.setattr(Twin, "apply", noted)
     changes = {"recovery__policy": "redundant", **OTHER_OPTIMIZER}
@@ -343,18 +340,10 @@ async def test_twins_equal_the_next_stage_after_each_commit(
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(swarm.finished)
         stage_of = {node.node: node.stage for node, _ in swarm.nodes.values()}
-    again: set[int] = set()  # steps whose first attempt was not committed as it began
     for event in swarm.lines.events("applied"):
         digests[stage_of[node_of(event["node"])], event["step"]].add(event["digest"])
-    for kind in ("aborted", "masked"):
-        again |= {event["step"] for event in swarm.lines.events(kind)}
     assert sorted(digests) == [(s, t) for s in range(stages + 1) for t in range(1, run.steps + 1)]
     assert all(len(found) == 1 for found in digests.values())
-    once = (stages + 1) * run.training.microbatches
-    until = [0, *map(sum, zip(*forwards.values(), strict=True))]
-    assert len(until) == 1 + run.steps
-    for step, (before, after) in enumerate(pairwise(until), start=1):
-        assert after - before == once or (step in again and after - before > once)
     assert losses(tmp_path) == pytest.approx(undisturbed(run, corpus, run.steps), rel=1e-5)
 
 

@@ -156,7 +156,6 @@ def step_seconds(swarm: Swarm, reach: Reach) -> float:
     rounds, after = divmod(own - 1, swarm.in_flight)
     computing = max(
         _twice(swarm, s) * (math.ceil(count / replicas[s]) - 1) * seconds[s].microbatch
-        + math.ceil(count / replicas[s]) * _twins_forward(swarm, seconds, s)
         for s in stages
     )
     sending = max(
@@ -279,13 +278,6 @@ def _twice(swarm: Swarm, stage: int) -> int:
 def _share_at(swarm: Swarm, stage: int, site: str) -> float:
     at = sum(g.count for g in swarm.groups if g.stage == stage and g.site == site)
     return at / swarm.replicas(stage)
-
-
-def _twins_forward(swarm: Swarm, seconds: Sequence[Seconds], stage: int) -> float:
-    if swarm.run.recovery.policy != "redundant":
-        return 0.0
-    held = seconds[(stage + 1) % len(seconds)]
-    return held.head / 3 if held.head else held.forward
 
 
 def _twins_apply(swarm: Swarm, seconds: Sequence[Seconds]) -> float:

@@ -162,9 +162,7 @@ def _policy(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
     if policy == "redundant":
         of = next_stage(stage, stages)
         gradient = VALUE * parameters(config, of)
-        widest = config.vocabulary if of == 0 else 3 * config.hidden
-        forward = VALUE * run.training.microbatch * config.context * widest
-        return {"redundant": Bytes(gradient + STATE * parameters(config, of) + forward, gradient)}
+        return {"redundant": Bytes(gradient + STATE * parameters(config, of), gradient)}
     first = run.recovery.snapshot.first
     size = _sent(run, config, stage, sent_as(policy, stage, first))
     for kind, of in held_at(stage, stages):

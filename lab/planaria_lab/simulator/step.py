@@ -232,7 +232,6 @@ class _Node:
         self.waiting: deque[Route] = deque()  # microbatches to be injected here
         self.out = 0  # injected, and not home
         self.filling = filling  # how many may be
-        self.twin = 0.0  # seconds of a microbatch's forward pass of the next stage
         self.twin_apply = 0.0
         self.unscored = 0  # of this source's microbatches
         self.lacking = 0  # of the twin's gradient, its own and the records, before it is ready
@@ -423,7 +422,6 @@ class _Training:
         self.twins = swarm.run.recovery.policy == "redundant"
         for node in self.nodes.values() if self.twins else ():
             held = self.by_stage[(node.stage + 1) % len(self.stages)][0].seconds
-            node.twin = held.head / 3 if held.head else held.forward
             node.twin_apply = held.apply
         self.updates = dict(self._updates())
         self.averages: dict[int, _Average] = {}
@@ -608,8 +606,6 @@ class _Training:
 
     def forward_done(self, node: _Node, route: Route, position: int) -> None:
         self.pass_on("activation", node, route, position + 1)
-        if self.twins:
-            node.thread.post(Priority.BACKGROUND, node.twin, _nothing)
 
     def backward_done(self, node: _Node, route: Route, position: int) -> None:
         if position == 0:
@@ -730,11 +726,7 @@ class _Training:
         """A piece of its twin's gradient, its own stage's gradient, or the records are at the
         node."""
         node.lacking -= 1
-        if node.lacking:
-            return
-        if self.twins:  # redundant passes are done first
-            node.thread.post(Priority.BACKGROUND, 0.0, partial(self.say_ready, node))
-        else:
+        if not node.lacking:
             self.say_ready(node)
 
     def say_ready(self, node: _Node) -> None:

@@ -7,6 +7,5 @@ it, and room.py how many there may be at a time. What is computed: shape.py (how
 torch), model.py (the blocks), subspace.py (so that little crosses between them), crossing.py (what
 does), architecture.py (what one of a run's own is), own_code.py (loads it), lora.py (adapters,
 which may be all that is trained of it), initial.py (first weights), random_state.py (layers draw
-from it), optimizer.py (AdamW over one flat view) and learning_rate.py; next_stage.py is what a twin
-computes of the stage behind the node's own.
+from it), optimizer.py (AdamW over one flat view) and learning_rate.py.
 """

@@ -22,7 +22,6 @@ from planaria.node.stage.initial import Beginning, NotHereError
 from planaria.node.stage.lesson import StageLesson, boundary_tensor
 from planaria.node.stage.lora import Frozen, copied
 from planaria.node.stage.model import BodyStage, EmbeddingStage, Stage, with_weights
-from planaria.node.stage.next_stage import build as build_next_stage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.room import Room
 from planaria.node.stage.shape import ModelConfig, trained_shapes
@@ -272,14 +271,12 @@ def make_twin(
     """A twin of the stage behind the seat's own, as it is at step 0. Called in the compute thread.
     Raises NotHereError."""
     behind = next_stage(seat.stage, seat.config.stages)
-    beginning = Beginning(seat.run, seat.config, checkpoint, own)
-    optimizer, forward = build_next_stage(behind, beginning, device)
+    module = Beginning(seat.run, seat.config, checkpoint, own).stage(behind).to(device)
     return Twin(
         node=seat.node,
         stage=seat.stage,
         stages=seat.config.stages,
-        optimizer=optimizer,
-        forward=forward,
+        optimizer=StageOptimizer.of_run(module, device, seat.run),
         exchanges=seat.exchanges,
         send=seat.send,
         tensors=tensors,

@@ -29,7 +29,6 @@ from planaria.node.stage.model import BodyStage, EmbeddingStage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.room import Room
 from planaria.node.stage.shape import ModelConfig
-from planaria.node.state.twin import Twin
 from planaria.node.transaction.attempt import Done, NoRoomError, Visit
 from planaria.node.transaction.bounds import UNLIKE
 from planaria.node.transaction.effects import NEVER, Ballot
@@ -89,13 +88,12 @@ class TorchWork:
         config: ModelConfig,
         device: torch.device,
         corpus: Data | None = None,
-        twin: Twin | None = None,
         room: Room | None = None,
     ) -> None:
         """`room`: for all that compute on the device."""
         self.node, self.optimizer = node, optimizer
         self.run, self.config, self.device = run, config, device
-        self.corpus, self.twin = corpus, twin
+        self.corpus = corpus
         codecs = {"activation": run.wire.activations, "gradient": run.wire.gradients}
         self._forms = {
             kind: forms(config, run.training.microbatch, codec, kind)
@@ -364,18 +362,6 @@ class TorchWork:
             self.optimizer.gradient.add_(begun.ahead.pop(node))
         begun.inherited |= lost
         return self._kept
-
-    # --- the twin
-
-    def forward_twin(self, ballot: Ballot, frame: Frame) -> None:
-        begun = self._begun
-        if ballot != begun.ballot or self._evaluating or self.twin is None:
-            return
-        if self.twin.state.id.step != begun.begin.step - 1:  # it is stale
-            return
-        x = put_together(decode(frame.descriptors, frame.payload, self.device), self.config)
-        with self._mode():
-            self.twin.forward(x)
 
 
 def _as_it_is(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,11 +5,9 @@ replicas of s + 1 send their reduced gradient to the nodes of s *before* either 
 Ready. So a commit finds both with the same gradient, and both apply it, whoever dies next.
 
 When the last node of s + 1 dies within a step, its seat is taken with this state, and the step goes
-on (node/transaction/takeover.py). Bamboo's node also computes the forward pass of what it holds, in
-the bubbles of its pipeline, and keeps the results, so that only the backward pass is left to be
-done then. All inner activations of a stage over a whole window are often more than the stage
-itself, so here the results are dropped, and whoever takes the seat computes both passes; what is
-left of the redundant forward is its cost.
+on (node/transaction/takeover.py). Bamboo's node also computes the forward passes of what it holds,
+so that only the backward passes are left then. Here whoever takes the seat computes both: all inner
+activations of a stage over a whole window are often more than the stage itself.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from reprlib import repr as _repr
 from typing import TYPE_CHECKING, Final
 
 from planaria.bootstrap.registry_pb2 import NUMBERS, Cause
-from planaria.node.ports import Optimizer, Priority, Tensors
+from planaria.node.ports import Optimizer, Tensors
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.scales import of_stage
@@ -69,7 +67,7 @@ class Twin:
     """The next stage, as a node holds it beside its own.
 
     Takes 16 bytes for each of the stage's parameters, and the gradient's 4 once more while it
-    travels. `apply`, `forward` and `load` run in the compute thread, all else on the event loop.
+    travels. `apply` and `load` run in the compute thread, all else on the event loop.
     """
 
     def __init__(
@@ -78,20 +76,17 @@ class Twin:
         stage: int,
         stages: int,
         optimizer: Optimizer,
-        forward: Callable[[Tensor], Tensor],
         exchanges: Exchanges,
         send: Callable[[str, Frame], bool],
         tensors: Tensors,
     ) -> None:
-        """`stage` is the node's own; `optimizer` and `forward` are of the stage behind it, as it is
-        at step 0: made from the seed, and so exact. `send` queues a frame for a peer and says False
-        when there is no way to it.
+        """`stage` is the node's own; `optimizer` is of the stage behind it at step 0, made from the
+        seed, and so exact. `send` queues a frame for a peer; False: there is no link to it.
         """
         self.stage = next_stage(stage, stages)
         self.optimizer = optimizer
         self._node, self._own_stage, self._stages = node, stage, stages
-        self._forward, self._tensors = forward, tensors
-        self._exchanges, self._send = exchanges, send
+        self._tensors, self._exchanges, self._send = tensors, exchanges, send
         some_twice = 2 * optimizer.gradient.nbytes
         open_limit = some_twice + OPEN_LIMIT
         self._inboxes: Inboxes[Ballot, Frame] = Inboxes(exchanges, NEVER, some_twice, open_limit)
@@ -101,7 +96,6 @@ class Twin:
         self.state = StageState(initial, state, 0.0, 0, pb.Commit(), 0)
         self._reduced = (NEVER, 0.0)  # whose gradient is whole in the optimizer's; its squared norm
         # What it costs
-        self.forwards = 0
         self.bytes_sent = 0  # of this node's gradient, to those who hold its stage's twin
         self._exchange_seconds = 0.0
 
@@ -117,15 +111,6 @@ class Twin:
 
     # --- training
 
-    def forward(self, x: Tensor) -> Tensor:
-        """What the next stage makes of this stage's output, float [B, T, dim] to the same.
-
-        The twin of stage 0 gives the logits, float [B, T, vocabulary]: the targets, and with them
-        the loss, are at the source.
-        """
-        self.forwards += 1
-        return self._forward(x)
-
     async def exchange(
         self,
         ballot: Ballot,
@@ -134,8 +119,8 @@ class Twin:
         squared_norm: float,
         patience: float,
     ) -> None:
-        """Send this stage's reduced `gradient` to who holds its twin, get the next stage's, and let
-        the redundant forwards finish. Only then may the node answer Ready.
+        """Send this stage's reduced `gradient` to the holders of its twin, and get that of the next
+        stage. Only then may the node answer Ready.
 
         `squared_norm` is the gradient's, `patience` the seconds that each frame is waited for,
         once there is `hurry`.
@@ -148,8 +133,7 @@ class Twin:
             with self._inboxes.open(ballot) as inbox:
                 await self._serve(ballot, members, gradient, squared_norm)
                 await self._gather(inbox, gathering, patience)
-                whole = partial(self._hold, ballot, gathering)
-                await self._exchanges.compute(whole, Priority.BACKGROUND)
+                self._reduced = ballot, gathering.squared_norm
         finally:
             self.forget(Ballot(ballot.view, ballot.attempt + 1))
             self._exchange_seconds += self._exchanges.now - started
@@ -198,11 +182,6 @@ class Twin:
                 )
                 continue
             await self._exchanges.compute(partial(gathering.absorb, frame))
-
-    def _hold(self, ballot: Ballot, gathering: _Gathering) -> None:
-        """Holds what was reduced until `apply`; called in the compute thread, behind the redundant
-        forwards."""
-        self._reduced = ballot, gathering.squared_norm
 
     def on_frame(self, peer: str, frame: Frame) -> None:
         """A frame of kind "twin" has come. It waits for its exchange if that is to start yet; if it

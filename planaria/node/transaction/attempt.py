@@ -38,7 +38,6 @@ from planaria.recovery.decide import Masking
 
 if TYPE_CHECKING:
     from planaria.node.state.boundary import BoundaryKeeper, Side
-    from planaria.node.state.twin import Twin
     from planaria.node.wire.frames import Frame
 
 log = logging.getLogger(__name__)
@@ -137,9 +136,6 @@ class StageWork(Protocol):
     own, until that node's are inherited. `embed`, `forward` and `backward` raise NoRoomError.
     """
 
-    twin: Twin | None
-    """Of the next stage, for redundant computation."""
-
     def begin(self, ballot: Ballot, begin: pb.Begin) -> None:
         """Nothing is left of what began before, and the gradient is zero."""
         ...
@@ -187,10 +183,6 @@ class StageWork(Protocol):
         most, which also says that it can't be read."""
         ...
 
-    def forward_twin(self, ballot: Ballot, frame: Frame) -> None:
-        """What the next stage makes of this very frame is computed redundantly."""
-        ...
-
 
 class AttemptHost(Protocol):
     """What a node does for its attempt; all called on the event loop."""
@@ -215,7 +207,7 @@ class Workplace:
     compute: Compute
     host: AttemptHost
     boundary: BoundaryKeeper | None = None
-    redundant: bool = False  # the next stage's forward passes are computed, too
+    redundant: bool = False  # a node of the stage before holds each one's twin
     computed: int = 0  # microbatches, forward and backward
     most_kept: int = 0  # by an attempt that is over; bytes, as `Attempt.kept`
     blameless_until: int = -1  # step up to which no peer is blamed for what is raised here
@@ -602,9 +594,6 @@ class Attempt:
         if made is not None:
             onward = visit.after(made.kind)
             self._send_or_withhold(Pass(onward.microbatch, onward.position, made.kind), made)
-            if made.kind == "activation" and self.place.redundant:
-                twin = partial(self.place.work.forward_twin, self.began, made)
-                self._tell_work(twin, Priority.BACKGROUND)
         if done.home is not None:
             self._is_scored(done.home)
         elif made is None:

@@ -1,34 +1,25 @@
 from __future__ import annotations
 
-import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from conversing import AtOnce, Nodes, Slow
+from conversing import Nodes, Slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planaria.bootstrap.registry_pb2 import SILENT, Cause
-from planaria.node.ports import Priority
-from planaria.node.run_file import RunFile, loads, override
-from planaria.node.stage.compute import ComputeThread
+from planaria.node.run_file import loads, override
 from planaria.node.stage.initial import Beginning
-from planaria.node.stage.model import EmbeddingStage, build_stage
-from planaria.node.stage.next_stage import build
+from planaria.node.stage.model import build_stage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.shape import ModelConfig, model_config
-from planaria.node.stage.work import TorchWork
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.state.twin import Twin, next_stage, servers
-from planaria.node.transaction.attempt import Attempt, Workplace
 from planaria.node.transaction.effects import NEVER, Ballot
-from planaria.node.transaction.filling import Filling
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError, Exchange, Exchanges, PeerLostError
@@ -68,10 +59,10 @@ def twin_of(
     config: ModelConfig,
     exchanges: Exchanges,
     send: Callable[[str, Frame], bool] = lambda peer, frame: True,
-    run: RunFile = RUN,
 ) -> Twin:
-    optimizer, forward = build(next_stage(stage, config.stages), Beginning(run, config), CPU)
-    return Twin(node, stage, config.stages, optimizer, forward, exchanges, send, tensors)
+    module = Beginning(RUN, config).stage(next_stage(stage, config.stages))
+    optimizer = StageOptimizer.of_run(module, CPU, RUN)
+    return Twin(node, stage, config.stages, optimizer, exchanges, send, tensors)
 
 
 def copied(frame: Frame) -> Frame:
@@ -565,149 +556,3 @@ def test_a_state_of_another_stage_changes_nothing() -> None:
         of_body.load(fetched(of_embedding.state))
     assert of_body.state is one
     assert all(map(torch.equal, before[1], state_of(of_body.optimizer)[1]))
-
-
-# Redundant forward
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("stage", range(4))
-def test_the_redundant_forward_is_the_next_stages_bit_for_bit(stage: int, bf16: bool) -> None:
-    config = config_of(3)
-    twin = twin_of("n", stage, config, Nodes().new())
-    behind = build_stage(config, (stage + 1) % 4, RUN.seed)
-    x = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(stage))
-    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        real = behind.logits if isinstance(behind, EmbeddingStage) else behind
-        expected = real(x.clone().requires_grad_())
-        found = twin.forward(x)
-    assert expected.requires_grad
-    assert not found.requires_grad
-    assert torch.equal(found, expected)
-    assert twin.forwards == 1
-    assert twin.memory_bytes == 16 * sum(p.numel() for p in behind.parameters())
-
-
-class Outgoing:
-    """What an attempt of the tests sends."""
-
-    def __init__(self) -> None:
-        self.frames: asyncio.Queue[Frame] = asyncio.Queue()
-
-    def send_frame(self, peer: str, frame: Frame) -> bool:
-        self.frames.put_nowait(frame)
-        return True
-
-    def send(self, peer: str, item: Frame) -> bool:
-        return self.send_frame(peer, item)
-
-    def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None:
-        raise AssertionError("nobody here is a source")
-
-    def cut_off(self, ballot: Ballot, node: str, reason: str, cause: Cause = SILENT) -> None:
-        raise AssertionError(reason)
-
-    def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None:
-        raise AssertionError(reason)
-
-    def crashed(self, error: BaseException) -> None:
-        raise error
-
-
-async def pass_through(
-    run: RunFile, kind: pb.Begin.Kind, twin_step: int = 0
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What the twins at stages 1 and 2 of three compute of two microbatches, and what stages 2 and
-    3 really send."""
-    config, loop = config_of(3), asyncio.get_running_loop()
-    compute, outgoing = ComputeThread("test", loop), Outgoing()
-    redundant: list[torch.Tensor] = []
-    real: list[torch.Tensor] = []
-    places = [[(m.node, m.stage) for m in MEMBERS].index((f"{s}.0", s)) for s in (1, 2, 3)]
-    plan = [pb.Microbatch(id=i, source="0.0", order=[1, 2, 3], places=places) for i in range(2)]
-    begin = pb.Begin(step=1, kind=kind, members=MEMBERS, plan=plan)
-    frames = []
-    for microbatch in range(2):
-        x = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(microbatch))
-        fields = {"microbatch": microbatch, "position": 1}
-        frames.append(Frame("activation", BALLOT, fields, *encode([x], run.wire.activations)))
-    try:
-        for stage in (1, 2, 3):
-            node = f"{stage}.0"
-            module = build_stage(config, stage, run.seed)
-            twin = twin_of(node, stage, config, Nodes().new(), outgoing.send_frame, run)
-            twin.state = replace(twin.state, id=replace(twin.state.id, step=twin_step))
-            twin.forward = partial(_note, twin.forward, redundant)
-            work = TorchWork(
-                *(node, module, StageOptimizer(module, CPU), run, config, CPU),
-                twin=twin if stage < 3 else None,
-            )
-            place = Workplace(
-                node, "reassign", Filling(4, 3), work, compute, outgoing, redundant=stage < 3
-            )
-            attempt = Attempt(place, BALLOT, begin)
-            attempt.start()
-            for frame in frames:
-                attempt.take(f"{stage - 1}.0", copied(frame))
-            frames = [await outgoing.frames.get() for _ in frames]
-            await compute.run(lambda: None, Priority.BACKGROUND)
-            if stage > 1:
-                real += [decode(f.descriptors, copied(f).payload)[0] for f in frames]
-    finally:
-        await asyncio.to_thread(compute.stop)
-    return redundant, real
-
-
-def _note(
-    forward: Callable[[torch.Tensor], torch.Tensor], outputs: list[torch.Tensor], x: torch.Tensor
-) -> None:
-    outputs.append(forward(x))
-
-
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-async def test_a_node_computes_the_next_stage_too(precision: str) -> None:
-    run = override(RUN, training__precision=precision, wire__activations="none")
-    redundant, real = await pass_through(run, pb.Begin.TRAIN)
-    assert len(redundant) == len(real) == 4
-    assert all(map(torch.equal, redundant, real))
-
-
-async def test_with_a_lossy_codec_the_twin_takes_in_what_the_next_stage_gets() -> None:
-    run = override(RUN, wire__activations="int8")
-    redundant, real = await pass_through(run, pb.Begin.TRAIN)
-    for found, sent in zip(redundant, real, strict=True):
-        assert torch.equal(decode(*_through("int8", found))[0], sent)
-
-
-def _through(codec: Any, tensor: torch.Tensor) -> tuple[Any, bytes]:
-    descriptors, payload = encode([tensor], codec)
-    return descriptors, b"".join(payload)
-
-
-@pytest.mark.parametrize(("kind", "step"), [(pb.Begin.EVALUATE, 0), (pb.Begin.TRAIN, 3)])
-async def test_nothing_is_computed_twice_in_an_evaluation_or_by_a_stale_twin(
-    kind: pb.Begin.Kind, step: int
-) -> None:
-    redundant, real = await pass_through(RUN, kind, step)
-    assert redundant == []
-    assert len(real) == 4
-
-
-def test_nobody_is_ready_before_the_redundant_forwards_are_done() -> None:
-    forwards: list[Callable[[], object]] = []
-
-    class Busy(AtOnce):
-        """There is no bubble: background work is done when somebody waits for it."""
-
-        def post(self, work: Any, then: Any, priority: Priority) -> None:
-            if priority is Priority.BACKGROUND:
-                for forward in forwards:
-                    forward()
-            super().post(work, then, priority)
-
-    holder = Holder(compute=Busy())
-    forwards += [lambda: holder.twin.forward(torch.zeros(2, 8, 8))] * 5
-    for frame in frames_of(1.0):
-        holder.on_frame("2.0", frame)
-    holder.gather()
-    assert holder.twin.forwards == 5

@@ -563,17 +563,6 @@ def test_what_comes_early_again_and_again_waits_once() -> None:
     assert [len(early) for early in node.attempt._early.values()] == [1]
 
 
-def test_where_the_next_stage_is_computed_too_it_is_when_nothing_else_is_to_be_done() -> None:
-    node, compute = working(Swarm(1, random.Random(0)), "1.0")
-    node.workplace.redundant = True
-    comes(node, "0.0", "activation", 0, 1)
-    while not compute.posted or compute.posted == [Priority.FORWARD]:
-        compute.moves[0]()
-    assert compute.posted == [Priority.BACKGROUND]
-    exhaust(compute)
-    assert node.work.done["twin"] == 1
-
-
 # --- attempts, one after the other
 
 
