@@ -34,7 +34,8 @@ from planaria.node.stage.shape import (
     RopeType,
     model_config,
 )
-from planaria.recovery.decide import Masking, Policy
+from planaria.recovery.decide import Policy
+from planaria.recovery.masking import Masking
 
 Averaging = Literal["none", "bf16", "fp16", "int8", "lowrank"]
 Narrow = Literal["none", "bf16", "fp16", "int8", "int4"]

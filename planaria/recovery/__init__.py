@@ -3,6 +3,6 @@
 Read decide.py first: what is done about a lost stage, from what is left. orders.py: which stages
 stand in for each other. How a stage comes back: checkfree.py (from its neighbours), snapshot.py
 (from a peer's memory) and relearning.py (what was guessed is trained on what crossed its
-boundaries; learner.py has its arithmetic). golomb.py and masking.py place shards so that many
-losses can be masked, and reorder after one (SPARe); no daemon uses these two yet.
+boundaries; learner.py has its arithmetic). masking.py: what becomes of a step in which a replica is
+lost.
 """

@@ -9,7 +9,6 @@ from typing import Literal
 from planaria.recovery.orders import partner
 
 Policy = Literal["checkfree", "checkfree+", "snapshot", "checkpoint", "redundant"]
-Masking = Literal["abort", "reassign", "spare"]
 """What to do when a node is lost in the middle of a step and its stage lives on: try the step again
 from the start; have the others do what was that node's; the same, and some of them have done a part
 of it ahead."""

@@ -15,9 +15,9 @@ from typing import TypeVar
 import networkx as nx
 import numpy as np
 
-from planaria.recovery.golomb import place
-from planaria.recovery.masking import Masked, Stacks, WipedOut, reorder, stack
 from planaria_lab.bench.rows import keep
+from planaria_lab.spare.golomb import place
+from planaria_lab.spare.masking import Masked, Stacks, WipedOut, reorder, stack
 
 T = TypeVar("T")
 GROUPS, REDUNDANCY, LOST = 1000, 9, 400

@@ -23,10 +23,11 @@ from planaria.node.stage.shape import named_shapes
 from planaria.node.state.copies import FRAME, OUTSTANDING
 from planaria.node.transaction.averaging import PIECE, gradient_bytes, parts
 from planaria.node.transaction.filling import Filling
-from planaria.node.transaction.routing import Route, plan, stand_ins
+from planaria.node.transaction.routing import Route, plan
 from planaria.node.wire.chunks import BACKGROUND
 from planaria.node.wire.frames import KINDS
 from planaria.node.wire.stage_pb2 import Place
+from planaria.recovery.masking import stand_ins
 from planaria.recovery.orders import window_orders
 from planaria.recovery.snapshot import route as route_of_copies
 from planaria.recovery.snapshot import sent_as, steps_between

@@ -16,9 +16,9 @@ import numpy as np
 import simpy
 from numpy.typing import NDArray
 
-from planaria.recovery.golomb import place
-from planaria.recovery.masking import Stacks, WipedOut, reorder, stack
 from planaria_lab.spare.endurance import best_period, endured
+from planaria_lab.spare.golomb import place
+from planaria_lab.spare.masking import Stacks, WipedOut, reorder, stack
 
 Events = Generator[simpy.Event, object, None]
 DAY = 86_400.0

@@ -11,10 +11,10 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from planaria.recovery.golomb import place
-from planaria.recovery.masking import Stacks, WipedOut, reorder, shallowest, stack
 from planaria_lab.spare.endurance import endured, mean_stacks, mean_stacks_patched
 from planaria_lab.spare.events import DAY, MICROBATCHES, SCHEMES, System, WallTime, train
+from planaria_lab.spare.golomb import place
+from planaria_lab.spare.masking import Stacks, WipedOut, reorder, shallowest, stack
 from planaria_lab.spare.published import MONTE_CARLO, REPLICATION, SPARE
 
 Ints = NDArray[np.int64]

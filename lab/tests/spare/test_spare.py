@@ -20,6 +20,8 @@ from planaria_lab.spare.events import (
     replicate_in_sets,
     train,
 )
+from planaria_lab.spare.golomb import place
+from planaria_lab.spare.masking import shallowest, stack
 from planaria_lab.spare.published import MONTE_CARLO
 from planaria_lab.spare.tables import depths, first_wipe_out, mape, monte_carlo, patches
 

@@ -31,10 +31,10 @@ from planaria.node.ports import Compute, Priority
 from planaria.node.transaction.doubles import DOUBLE, Neighbour, Pair, Second
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.filling import Filling
-from planaria.node.transaction.routing import Route, routes, stand_ins
+from planaria.node.transaction.routing import Route, routes
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
-from planaria.recovery.decide import Masking
+from planaria.recovery.masking import Masking, stand_ins
 
 if TYPE_CHECKING:
     from planaria.node.state.boundary import BoundaryKeeper, Side

@@ -18,13 +18,14 @@ from planaria.node.transaction.diverging import Told
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.gathering import Standing, unrecorded
 from planaria.node.transaction.overdue import Inquest
-from planaria.node.transaction.routing import Pair, paces, plan, share_out, stand_ins
+from planaria.node.transaction.routing import Pair, paces, plan, share_out
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.transaction.scales import told_once
 from planaria.node.transaction.takeover import Takeover, holders, to_be_taken_over
 from planaria.node.transaction.telling import in_order
 from planaria.node.transaction.voting import norm
 from planaria.node.wire import stage_pb2 as pb
+from planaria.recovery.masking import stand_ins
 
 UNREACHED = 2.0
 """Seconds in which a node that a member can't reach must turn out to be lost; then the attempt is

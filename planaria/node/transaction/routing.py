@@ -221,20 +221,6 @@ def _untangle(
     return changed
 
 
-def stand_ins(members: Iterable[pb.Place]) -> dict[str, str]:
-    """By node, who computes its microbatches ahead, in case that it is lost: the next replica of
-    its stage in the order of their ids. (That is SPARe's placement with a redundancy of 2: the
-    shortest Golomb ruler of two marks is 0, 1.)"""
-    replicas: dict[int, list[str]] = {}
-    for place in members:
-        replicas.setdefault(place.stage, []).append(place.node)
-    found: dict[str, str] = {}
-    for nodes in map(sorted, replicas.values()):
-        if len(nodes) > 1:
-            found.update(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
-    return found
-
-
 def routes(begin: pb.Begin) -> dict[int, Route]:
     """The way of each microbatch of the plan. Raises ValueError for a plan that can't be."""
     return {microbatch.id: route(begin, microbatch) for microbatch in begin.plan}

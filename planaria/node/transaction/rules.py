@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planaria.recovery.decide import Masking, Policy
+from planaria.recovery.decide import Policy
+from planaria.recovery.masking import Masking
 
 
 @dataclass(frozen=True)

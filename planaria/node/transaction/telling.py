@@ -20,8 +20,8 @@ from operator import attrgetter
 from types import MappingProxyType
 
 from planaria.node.transaction.effects import NEVER, Ballot
-from planaria.node.transaction.routing import stand_ins
 from planaria.node.wire import stage_pb2 as pb
+from planaria.recovery.masking import stand_ins
 
 Members = Mapping[str, int]
 """Stages of those who take part."""

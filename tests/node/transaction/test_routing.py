@@ -3,7 +3,6 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations, islice, pairwise
 from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,11 +19,10 @@ from planaria.node.transaction.routing import (
     plan,
     routes,
     share_out,
-    stand_ins,
     turns,
 )
 from planaria.node.wire import stage_pb2 as pb
-from planaria.recovery import masking
+from planaria.recovery.masking import stand_ins
 from planaria.recovery.orders import window_orders
 from planaria.recovery.snapshot import route as copied
 
@@ -65,14 +63,6 @@ def test_shares_end_together_but_for_a_microbatch(speeds, count):
 def test_turns_are_shares_of_an_idle_stage_in_the_same_order(speeds, count):
     pace = {f"n{i}": speed for i, speed in enumerate(speeds)}
     assert [*islice(turns([*pace], pace), count)] == share_out(range(count), [*pace], pace)
-
-
-def test_where_all_are_alike_lost_microbatches_are_shared_out_as_the_controller_does():
-    stacks = masking.share(12, 4)
-    lost = ~stacks.without([1]).covered()
-    _, depth = masking.assign(stacks.without([1]), lost)
-    shares = share_out(np.flatnonzero(lost), ["a", "c", "d"], paces("acd", {}))
-    assert max(map(shares.count, "acd")) == depth == 1
 
 
 def test_a_plan_gives_each_visit_a_node_of_its_stage_by_speed():

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from planaria.node.transaction.attempting import planned
 from planaria.node.transaction.effects import Ballot
-from planaria.node.transaction.routing import routes, stand_ins
+from planaria.node.transaction.routing import routes
 from planaria.node.transaction.telling import Heard, Telling, in_order
 from planaria.node.wire import stage_pb2 as pb
+from planaria.recovery.masking import stand_ins
 
 STAGES = 2
 Swarm = dict[str, int]

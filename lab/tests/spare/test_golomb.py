@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.recovery.golomb import OPTIMAL, is_golomb, place, ruler
+from planaria_lab.spare.golomb import OPTIMAL, is_golomb, place, ruler
 
 
 def test_the_table_holds_golomb_rulers_of_1_to_28_marks() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from planaria.recovery.golomb import place
-from planaria.recovery.masking import (
+from planaria_lab.spare.golomb import place
+from planaria_lab.spare.masking import (
     NONE,
     Masked,
     Stacks,

@@ -1,0 +1,242 @@
+"""Who computes what when groups are lost: SPARe's reordering controller (§3.2, algorithm 2).
+
+Groups compute types of work, each from a stack of its own, from the first place on, and sum their
+gradients as soon as every type has been computed somewhere: after `depth` places. What a type is
+is for the caller to say: a whole shard of a data-parallel group, one microbatch of such a shard, or
+one microbatch of a step, with the replicas of a stage for groups.
+
+Everything here is a pure function of the stacks and of who is lost. Flows are found by scipy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_flow
+
+Ints = NDArray[np.int64]
+NONE = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Stacks:
+    """order[g, s] is the type that group g computes in place s: int64, (groups, height), no type
+    twice in a row. alive: bool, (groups,). Gradients are summed after `depth` places."""
+
+    types: int
+    order: Ints
+    alive: NDArray[np.bool_]
+    depth: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.depth <= self.order.shape[1]:
+            raise ValueError(f"depth {self.depth} of stacks of {self.order.shape[1]} places")
+
+    def without(self, groups: Iterable[int]) -> Stacks:
+        lost = list(groups)
+        if unknown := [group for group in lost if not 0 <= group < len(self.alive)]:
+            raise ValueError(f"groups {unknown} lost, of groups 0 to {len(self.alive) - 1}")
+        alive = self.alive.copy()
+        alive[lost] = False
+        return replace(self, alive=alive)
+
+    def covered(self) -> NDArray[np.bool_]:
+        """Which types a survivor computes within `depth`: bool, (types,)."""
+        return self._in_places(self.depth)
+
+    def hosted(self) -> NDArray[np.bool_]:
+        """Which types a survivor hosts at all: bool, (types,)."""
+        return self._in_places(self.order.shape[1])
+
+    def owners(self) -> Ints:
+        """The group whose gradient of each type is summed, so that none counts twice: the survivor
+        that is soonest done with it, NONE if nobody computes it within `depth`. int64, (types,)."""
+        owners = np.full(self.types, NONE)
+        survivors = np.flatnonzero(self.alive)[::-1]
+        for place in reversed(range(self.depth)):
+            owners[self.order[survivors, place]] = survivors
+        return owners
+
+    def _in_places(self, depth: int) -> NDArray[np.bool_]:
+        found = np.zeros(self.types, dtype=bool)
+        found[self.order[self.alive, :depth]] = True
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Masked:
+    """A loss that training can go on from."""
+
+    stacks: Stacks  # from the next step on
+    patch: dict[int, int]  # missing type -> the survivor that computes it to end this step
+    patch_depth: int  # types that the busiest of those computes
+    moves: int  # types brought into places where they were not
+    reason: str
+
+
+@dataclass(frozen=True)
+class WipedOut:
+    """A loss that it can't: nobody hosts these types any more."""
+
+    types: tuple[int, ...]
+    reason: str
+
+
+def stack(hosts: Ints, parts: int = 1) -> Stacks:
+    """The stacks at the start, nobody lost, every type computed once in the first `parts` places.
+
+    hosts: int64, (shards, redundancy), as `golomb.place` makes it: as many groups as shards, each
+    once in every column. A shard is cut into `parts` types (microbatches) with the same hosts:
+    shard i into types i * parts to (i + 1) * parts - 1.
+    """
+    shards, redundancy = hosts.shape
+    order = np.empty((shards, redundancy, parts), dtype=np.int64)
+    units = np.arange(shards * parts).reshape(shards, parts)
+    for column in range(redundancy):
+        order[hosts[:, column], column] = units
+    return Stacks(shards * parts, order.reshape(shards, -1), np.ones(shards, dtype=bool), parts)
+
+
+def share(types: int, groups: int) -> Stacks:
+    """Stacks of which every group hosts every type, its own (i modulo groups) first: what replicas
+    that can compute any microbatch of a step are to each other. Nothing is computed twice only if
+    `groups` divides `types`."""
+    own = [np.arange(group, types, groups) for group in range(groups)]
+    rows = [np.concatenate([own[g], np.setdiff1d(np.arange(types), own[g])]) for g in range(groups)]
+    return Stacks(types, np.array(rows), np.ones(groups, dtype=bool), -(-types // groups))
+
+
+def reorder(stacks: Stacks, lost: Iterable[int]) -> Masked | WipedOut:
+    """What to do when these groups are lost in a step that was computed by these stacks.
+
+    Phase 0: is every type still computed within the present depth? The paper asks a matching; with
+    the order fixed every place has one type, so looking is enough. Phase 1: the smallest depth from
+    the present one on that does, if survivors reorder their stacks. Phase 2: the order of that
+    depth with the fewest moves.
+    """
+    stacks = stacks.without(lost)
+    gone = np.flatnonzero(~stacks.hosted())
+    if len(gone):
+        return WipedOut(
+            tuple(gone.tolist()),
+            f"wiped out: no survivor hosts {len(gone)} of {stacks.types} types, first {gone[0]}",
+        )
+    missing = ~stacks.covered()
+    if not missing.any():
+        return Masked(stacks, {}, 0, 0, f"all types within {stacks.depth} places as they are")
+    patch, patch_depth = assign(stacks, missing)
+    reordered, moves = fewest_moves(replace(stacks, depth=shallowest(stacks)))
+    return Masked(
+        reordered,
+        patch,
+        patch_depth,
+        moves,
+        f"{len(patch)} types recomputed by {len(set(patch.values()))} survivors; "
+        f"{moves} moves for all types within {reordered.depth} places",
+    )
+
+
+def shallowest(stacks: Stacks) -> int:
+    """The smallest depth from the present one on in which survivors, free to reorder their stacks,
+    compute every type; every type must have a surviving host."""
+    types, groups, _ = _edges(stacks)
+    height = int(stacks.order.shape[1])
+    fewest = -(-stacks.types // int(stacks.alive.sum()))
+    for depth in range(max(stacks.depth, fewest), height):
+        if (_spread(stacks, types, groups, depth) != NONE).all():
+            return depth
+    return height
+
+
+def assign(stacks: Stacks, missing: NDArray[np.bool_]) -> tuple[dict[int, int], int]:
+    """A surviving host for each of these types (bool, (types,)), so that the busiest has as few as
+    possible, and how many it has. Every one must have a surviving host. The patch compute."""
+    types, groups, _ = _edges(stacks)
+    asked = missing[types]
+    (wanted,) = np.nonzero(missing)
+    depth = max(1, -(-len(wanted) // int(stacks.alive.sum())))
+    while True:
+        hosts = _spread(stacks, types[asked], groups[asked], depth)[wanted]
+        if (hosts != NONE).all():
+            return dict(zip(wanted.tolist(), hosts.tolist(), strict=True)), depth
+        depth += 1
+
+
+def fewest_moves(stacks: Stacks) -> tuple[Stacks, int]:
+    """The stacks reordered so that survivors compute every type within the present depth, with as
+    few types as possible brought in from behind it, and how many that are.
+
+    Raises ValueError if no order does.
+    """
+    types, groups, places = _edges(stacks)
+    inside = places < stacks.depth
+    # No order moves fewer types than are missing, and often one moves no more. That asks no costs:
+    # what is inside stays where it is, and any host will do for what is missing.
+    cheap = inside | ~stacks.covered()[types]
+    hosts = _spread(stacks, types[cheap], groups[cheap], stacks.depth)
+    if (hosts == NONE).any():
+        hosts = _cheapest(stacks, types, groups, np.where(inside, 0.0, 1.0))
+    order = stacks.order.copy()
+    entering = np.flatnonzero((np.arange(stacks.types) != order[hosts, : stacks.depth].T).all(0))
+    for entrant in entering:
+        row = order[hosts[entrant]]
+        (behind,) = np.flatnonzero(row == entrant)
+        filled = next(p for p in range(stacks.depth) if hosts[row[p]] != hosts[entrant])
+        row[[behind, filled]] = row[[filled, behind]]
+    return replace(stacks, order=order), len(entering)
+
+
+def _edges(stacks: Stacks) -> tuple[Ints, Ints, Ints]:
+    """Each type that each survivor hosts, and in which place: types, groups, places."""
+    groups, places = np.nonzero(np.broadcast_to(stacks.alive[:, None], stacks.order.shape))
+    return stacks.order[groups, places], groups, places
+
+
+def _spread(stacks: Stacks, types: Ints, groups: Ints, depth: int) -> Ints:
+    """A group for each of as many of the types as can be, along edges type-group, with at most
+    `depth` for each group; NONE for the others. int64, (types,).
+
+    The paper matches types with places by Hopcroft-Karp. The places of a group that may reorder
+    them are all alike, so here they are one vertex of capacity `depth`, and Dinic's algorithm (the
+    same one where capacities are 1) finds the flow.
+    """
+    left, right = np.arange(stacks.types), stacks.types + np.arange(len(stacks.order))
+    source, sink = stacks.types + len(right), stacks.types + len(right) + 1
+    tails = np.concatenate([np.full(len(left), source), types, right])
+    heads = np.concatenate([left, stacks.types + groups, np.full(len(right), sink)])
+    capacity = np.ones(len(tails), dtype=np.int32)
+    capacity[-len(right) :] = depth
+    network = csr_array((capacity, (tails, heads)), shape=(sink + 1, sink + 1))
+    flow = maximum_flow(network, source, sink).flow.tocoo()
+    used = (flow.data > 0) & (flow.row < stacks.types)
+    hosts = np.full(stacks.types, NONE)
+    hosts[flow.row[used]] = flow.col[used] - stacks.types
+    return hosts
+
+
+def _cheapest(stacks: Stacks, types: Ints, groups: Ints, costs: NDArray[np.float64]) -> Ints:
+    """A group for each type, along edges type-group, with at most `depth` for each group, at the
+    lowest cost. int64, (types,). Raises ValueError if there is none.
+
+    Min-cost flow as a linear program, whose corners are whole numbers.
+    """
+    edges, ones = np.arange(len(types)), np.ones(len(types))
+    solution = linprog(
+        costs,
+        A_eq=csr_array((ones, (types, edges)), shape=(stacks.types, len(edges))),
+        b_eq=np.ones(stacks.types),
+        A_ub=csr_array((ones, (groups, edges)), shape=(len(stacks.order), len(edges))),
+        b_ub=np.full(len(stacks.order), stacks.depth),
+        method="highs-ds",
+    )
+    if solution.x is None:
+        raise ValueError(f"no order has all types within {stacks.depth}: {solution.message}")
+    chosen = solution.x > 0.5
+    hosts = np.full(stacks.types, NONE)
+    hosts[types[chosen]] = groups[chosen]
+    return hosts
