@@ -1,7 +1,8 @@
 # Everything runs in .venv; each target sets up what it needs.
 PYTHON ?= python3
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
-PROTOS = planaria/bootstrap/enrolment.proto planaria/bootstrap/registry.proto planaria/node/wire/stage.proto
+SERVICES = planaria/bootstrap/enrolment.proto planaria/bootstrap/registry.proto
+PROTOC = .venv/bin/python -m grpc_tools.protoc -I proto
 LEAST = $(shell sed -n 's/^requires-python = ">=3\.\(.*\)"/\1/p' pyproject.toml)
 CHECK = 'import sys; v = tuple(sys.version_info[:3]); v >= (3, $(LEAST)) or sys.exit( \
 	"%s is Python %d.%d.%d, and planaria needs 3.$(LEAST) or newer. Name another: \
@@ -33,7 +34,8 @@ lint: .venv/installed-dev
 	.venv/bin/mypy
 
 proto: .venv/installed-dev
-	.venv/bin/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+	$(PROTOC) --python_out=. --pyi_out=. $(SERVICES) planaria/node/wire/stage.proto
+	$(PROTOC) --grpc_python_out=. $(SERVICES)
 
 # Pages as a site, in out/site; with tools of their own.
 docs: .venv-docs/installed

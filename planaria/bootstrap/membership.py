@@ -47,7 +47,7 @@ from planaria.bootstrap.views import is_genuine, sign
 from planaria.bootstrap.words import WHY_LENGTH, Guilty, Words, evidence
 from planaria.recovery.decide import Policy
 
-PROTOCOL = 11
+PROTOCOL = 1
 DECISIONS_KEPT = 200
 DECISION_LENGTH = 4000  # characters of a decision, or of a view's reason
 EVICTED_KEPT = 10_000

@@ -33,7 +33,7 @@ class Seat(_message.Message):
     def __init__(self, stage: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("node", "address", "joined", "speed", "host", "device", "data", "former_instance", "seats", "room", "leaving", "key", "block", "standby")
+    __slots__ = ("node", "address", "joined", "speed", "host", "device", "data", "seats", "room", "leaving", "key", "block", "standby")
     NODE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
@@ -41,7 +41,6 @@ class Member(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
-    FORMER_INSTANCE_FIELD_NUMBER: _ClassVar[int]
     SEATS_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
@@ -55,14 +54,13 @@ class Member(_message.Message):
     host: str
     device: str
     data: str
-    former_instance: str
     seats: _containers.RepeatedCompositeFieldContainer[Seat]
     room: int
     leaving: bool
     key: bytes
     block: str
     standby: bool
-    def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., joined: _Optional[int] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., data: _Optional[str] = ..., former_instance: _Optional[str] = ..., seats: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., room: _Optional[int] = ..., leaving: _Optional[bool] = ..., key: _Optional[bytes] = ..., block: _Optional[str] = ..., standby: _Optional[bool] = ...) -> None: ...
+    def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., joined: _Optional[int] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., data: _Optional[str] = ..., seats: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., room: _Optional[int] = ..., leaving: _Optional[bool] = ..., key: _Optional[bytes] = ..., block: _Optional[str] = ..., standby: _Optional[bool] = ...) -> None: ...
 
 class View(_message.Message):
     __slots__ = ("run", "number", "members", "driver", "reason", "committed", "lineage", "relays", "quarantined", "before", "signature", "banned")

@@ -80,7 +80,7 @@ from planaria.node.wire.streams import MOST as MOST_STREAMS
 
 log = logging.getLogger(__name__)
 
-PROTOCOL: Final = 14
+PROTOCOL: Final = 1
 CHUNK_LIMIT: Final = 4 << 20  # bytes; gRPC slows down beyond
 MESSAGE_LIMIT: Final = CHUNK_LIMIT + HEAD_LIMIT + 1024  # bytes
 CARRIED: Final = 1024  # bytes that a message takes more when it is carried for two others

@@ -168,7 +168,7 @@ def test_masks_are_content_and_damage_to_them_is_found(
     with pytest.raises(CorpusError, match=r"train-00000\.mask is damaged: its checksum"):
         Corpus.open(tmp_path / "data").scored(TRAIN, 8, 0)
     index = tmp_path / "data" / "index.json"
-    index.write_text(index.read_text().replace('"format": 2', '"format": 1'))
+    index.write_text(index.read_text().replace('"masks"', '"other"'))
     with pytest.raises(CorpusError, match=r"index\.json is damaged"):
         Corpus.open(tmp_path / "data")
 

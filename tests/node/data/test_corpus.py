@@ -679,7 +679,7 @@ def test_missing_and_damaged_data_is_named_with_a_remedy(copy: Path, tmp_path: P
     shard.unlink()
     refused(r"train-00000\.bin is missing")
     index.write_text(text.replace('"format": 1', '"format": 9'))
-    refused("prepared in format 9, this planaria reads format 1")
+    refused("prepared in format 9, and this planaria reads format 1")
     index.write_text(text.replace('"vocabulary": 300', '"vocabulary": 301'))
     refused("its content hash is wrong")
     index.write_text("[]")
