@@ -9,14 +9,8 @@ command=${1:-node}
 
 case $command in
 node)
-    # Who starts containers anew sees them crash where the node is their only process.
-    case ${PLANARIA_DEVICE:-} in
-    *,*) restart=always ;;
-    *) restart=no ;;
-    esac
     : "${PLANARIA_JOIN:?set it to an invite, or to the HOST:PORT of the registry}"
-    set -- --restart $restart \
-        ${PLANARIA_STAGE:+--stage "$PLANARIA_STAGE"} \
+    set -- ${PLANARIA_STAGE:+--stage "$PLANARIA_STAGE"} \
         ${PLANARIA_ADVERTISE:+--advertise "$PLANARIA_ADVERTISE"} \
         ${PLANARIA_DEVICE:+--device "$PLANARIA_DEVICE"} \
         ${PLANARIA_DATA:+--data "$PLANARIA_DATA"} \

@@ -349,7 +349,7 @@ async def farewell(call: Any) -> str:
         ({"node": "x"}, "PERMISSION_DENIED", "'x' is no member of view 7, the newest that b knows"),
         ({"run": "other"}, "PERMISSION_DENIED", "b is in run run, not 'other'"),
         ({"peer": "c"}, "NOT_FOUND", "this is node b, not 'c'"),
-        ({"protocol": "1"}, "FAILED_PRECONDITION", "b speaks protocol 14, the dialler 1"),
+        ({"protocol": "2"}, "FAILED_PRECONDITION", "b speaks protocol 1, the dialler 2"),
         ({"link": "x"}, "INVALID_ARGUMENT", "'x' is no hello of a link"),
         ({"link": hello(other=9)}, "DATA_LOSS", "b has no such link: its session 9 is over"),
         (
