@@ -9,8 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from planaria.recovery.golomb import place
-from planaria.recovery.masking import shallowest, stack
 from planaria_lab.spare.command import app
 from planaria_lab.spare.events import (
     DAY,
