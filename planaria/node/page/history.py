@@ -24,7 +24,6 @@ from planaria.node.report.events import (
     StageRebuilt,
     Validated,
     is_for_all,
-    is_sound,
     parse,
 )
 from planaria.node.report.ledger import Line
@@ -118,11 +117,11 @@ class History:
             return
         try:
             entry = parse(line)
-        except (TypeError, ValueError, AttributeError, RecursionError, OverflowError):
+        except (ValueError, RecursionError):
             return
         if entry is None:
             self.hear_unknown(line, now)
-        elif not (is_sound(entry.event) and is_for_all(entry.event)):
+        elif not is_for_all(entry.event):
             return
         elif self._may_say(node, entry) and self._is_ours(entry, stages):
             when = entry.time if abs(entry.time - now) < SKEW else now

@@ -35,7 +35,6 @@ from planaria.node.report.events import (
     Started,
     SwarmEnding,
     Validated,
-    is_sound,
     parse,
 )
 from planaria.node.report.ledger import MERGED, Line, merge
@@ -114,7 +113,7 @@ class Scene:
         self.history.look(len(self.nodes), float(line["time"]))
         if entry is None:
             self.history.hear_unknown(line, float(line["time"]))
-        elif is_sound(entry.event):
+        else:
             self._hear(entry)
             if not self._ending or isinstance(entry.event, _AT_THE_END):
                 self.history.hear(entry)

@@ -3,7 +3,7 @@ is and its sentence for people.
 
 A log has one JSON object a line (`line`): `time`, `node`, `kind` and the event's fields. A float
 that isn't finite is null there, and an optional field that says nothing isn't there at all. `parse`
-makes an `Entry` of a line again, whatever version wrote it.
+makes an `Entry` of a line again.
 """
 
 from __future__ import annotations
@@ -12,19 +12,27 @@ import dataclasses
 import enum
 import logging
 import math
-import types
-import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar
 
+from annotated_types import Interval
+from pydantic import BeforeValidator, Field, TypeAdapter
 from rich.filesize import decimal
 
 from planaria.bootstrap.spelling import readable
 from planaria.recovery.decide import ARRIVED, OWN
 
-Read = TypeVar("Read")
+
+def _figure(value: Any) -> Any:
+    return math.nan if value is None else value
+
+
+Figure = Annotated[float, BeforeValidator(_figure)]
+"""null in JSON is one that isn't finite."""
+MaybeFigure = Annotated[float | None, BeforeValidator(_figure)]
+Count = Annotated[int, Field(strict=True), Interval(ge=-(2**63), lt=2**63)]
 
 
 class Severity(enum.IntEnum):
@@ -73,7 +81,7 @@ class Event:
 class Joined(Event, kind="joined", severity=Severity.INFO):
     reason: str
     host: str
-    pid: int
+    pid: Count
 
     def sentence(self, node: str | None) -> str:
         return f"joined as {node}: {self.reason}"
@@ -83,7 +91,7 @@ class Joined(Event, kind="joined", severity=Severity.INFO):
 class Serving(Event, kind="serving", severity=Severity.INFO):
     """The node has built its stage and answers."""
 
-    stage: int
+    stage: Count
     device: str | None = None
 
     def sentence(self, node: str | None) -> str:
@@ -94,7 +102,7 @@ class Serving(Event, kind="serving", severity=Severity.INFO):
 class GivenBack(Event, kind="given back", severity=Severity.INFO):
     """The node has a seat less."""
 
-    stage: int
+    stage: Count
 
     def sentence(self, node: str | None) -> str:
         return f"{node} serves stage {self.stage} no longer"
@@ -102,7 +110,7 @@ class GivenBack(Event, kind="given back", severity=Severity.INFO):
 
 @dataclass(frozen=True, kw_only=True)
 class Preempted(Event, kind="preempted", severity=Severity.WARNING):
-    grace: float  # seconds
+    grace: Figure  # seconds
     reason: str = ""  # SIGTERM, SIGINT, or what a cloud says
 
     def sentence(self, node: str | None) -> str:
@@ -114,7 +122,7 @@ class Preempted(Event, kind="preempted", severity=Severity.WARNING):
 @dataclass(frozen=True, kw_only=True)
 class HandedOver(Event, kind="handed over", severity=Severity.NOTICE):
     to: str  # node
-    stage: int
+    stage: Count
 
     def sentence(self, node: str | None) -> str:
         return f"{node} has handed its state over to {self.to}"
@@ -125,8 +133,8 @@ class ComputeHangs(Event, kind="hangs", severity=Severity.ERROR):
     """A node's compute thread is at one task for too long."""
 
     task: str
-    seconds: float  # so far
-    usual: float | None = None  # median of such tasks, in seconds
+    seconds: Figure  # so far
+    usual: MaybeFigure = None  # median of such tasks, in seconds
 
     def sentence(self, node: str | None) -> str:
         usual = f", which takes {self.usual:.2g} s" if self.usual else ""
@@ -183,12 +191,12 @@ class MessageRefused(Event, kind="refused", severity=Severity.INFO):
 class Wall(Event, kind="wall", severity=Severity.DEBUG):
     """Where the node's time went so far, in seconds, as `WallClock` has it."""
 
-    compute: float
-    average: float
-    rebuild: float
-    send: float
-    idle: float
-    total: float
+    compute: Figure
+    average: Figure
+    rebuild: Figure
+    send: Figure
+    idle: Figure
+    total: Figure
 
     def sentence(self, node: str | None) -> str:
         return f"{node} computed {self.compute:.1f} of {self.total:.1f} s"
@@ -198,9 +206,9 @@ class Wall(Event, kind="wall", severity=Severity.DEBUG):
 class HoldingCost:
     """What keeping something for the day of a loss has cost so far, or takes now."""
 
-    extra_bytes: int = 0  # sent or written
-    memory_bytes: int = 0
-    critical_seconds: float = 0.0  # of the compute thread, or waited for by it
+    extra_bytes: Count = 0  # sent or written
+    memory_bytes: Count = 0
+    critical_seconds: Figure = 0.0  # of the compute thread, or waited for by it
 
     def __add__(self, other: HoldingCost) -> HoldingCost:
         return HoldingCost(
@@ -214,9 +222,9 @@ class HoldingCost:
 class CostSoFar(Event, kind="cost", severity=Severity.DEBUG):
     """What keeping things for the day of a loss has cost a node so far, in all and by part."""
 
-    extra_bytes: int
-    memory_bytes: int
-    critical_seconds: float
+    extra_bytes: Count
+    memory_bytes: Count
+    critical_seconds: Figure
     parts: Mapping[str, HoldingCost]
 
     @staticmethod
@@ -238,8 +246,8 @@ class CostSoFar(Event, kind="cost", severity=Severity.DEBUG):
 
 @dataclass(frozen=True, kw_only=True)
 class Committed(Event, kind="committed", severity=Severity.INFO):
-    step: int
-    loss: float  # nats a token
+    step: Count
+    loss: Figure  # nats a token
 
     def sentence(self, node: str | None) -> str:
         return f"step {self.step} is committed, loss {figure(self.loss)}"
@@ -249,8 +257,8 @@ class Committed(Event, kind="committed", severity=Severity.INFO):
 class Applied(Event, kind="applied", severity=Severity.DEBUG):
     """A node has the weights after a step; replicas have the same digest of weights and moments."""
 
-    lineage: int
-    step: int
+    lineage: Count
+    step: Count
     digest: str
 
     def sentence(self, node: str | None) -> str:
@@ -259,8 +267,8 @@ class Applied(Event, kind="applied", severity=Severity.DEBUG):
 
 @dataclass(frozen=True, kw_only=True)
 class Validated(Event, kind="validated", severity=Severity.NOTICE):
-    step: int
-    loss: float  # nats a token
+    step: Count
+    loss: Figure  # nats a token
 
     def sentence(self, node: str | None) -> str:
         return f"validation loss {figure(self.loss)} at step {self.step}"
@@ -270,7 +278,7 @@ class Validated(Event, kind="validated", severity=Severity.NOTICE):
 class Sampled(Event, kind="sampled", severity=Severity.INFO):
     """The stages have gone on from a prompt. `text`, which follows it, may hold anything."""
 
-    step: int  # the newest one that was committed when it was begun
+    step: Count  # the newest one that was committed when it was begun
     prompt: str
     text: str
 
@@ -280,8 +288,8 @@ class Sampled(Event, kind="sampled", severity=Severity.INFO):
 
 @dataclass(frozen=True, kw_only=True)
 class Aborted(Event, kind="aborted", severity=Severity.WARNING):
-    step: int
-    view: int
+    step: Count
+    view: Count
     reason: str
 
     def sentence(self, node: str | None) -> str:
@@ -292,9 +300,9 @@ class Aborted(Event, kind="aborted", severity=Severity.WARNING):
 class AttemptMasked(Event, kind="masked", severity=Severity.NOTICE):
     """An attempt at a step goes on without nodes that were lost."""
 
-    step: int
+    step: Count
     nodes: tuple[str, ...]
-    microbatches: int  # theirs, counted at each stage
+    microbatches: Count  # theirs, counted at each stage
     reason: str
 
     def sentence(self, node: str | None) -> str:
@@ -308,12 +316,12 @@ class SeatTaken(Event, kind="seat taken", severity=Severity.NOTICE):
     """The last node of a stage was lost in the middle of a step. Another one has its seat, with the
     very state that the lost one had, and the attempt goes on."""
 
-    step: int
-    stage: int
+    step: Count
+    stage: Count
     lost: str
     by: str
-    microbatches: int  # of which the stage's part is computed once more
-    seconds: float  # in which the stage had nobody
+    microbatches: Count  # of which the stage's part is computed once more
+    seconds: Figure  # in which the stage had nobody
     reason: str
 
     def sentence(self, node: str | None) -> str:
@@ -328,9 +336,9 @@ class SeatTaken(Event, kind="seat taken", severity=Severity.NOTICE):
 class HeldUp(Event, kind="held up", severity=Severity.ERROR):
     """The driver has found out for whom an attempt at a step waits."""
 
-    step: int
+    step: Count
     node: str
-    stage: int
+    stage: Count
     reason: str
 
     def sentence(self, node: str | None) -> str:
@@ -341,10 +349,10 @@ class HeldUp(Event, kind="held up", severity=Severity.ERROR):
 class Relieved(Event, kind="relieved", severity=Severity.NOTICE):
     """What a slow node hadn't begun of a step was given to the others of its stage."""
 
-    step: int
+    step: Count
     node: str
-    stage: int
-    microbatches: int
+    stage: Count
+    microbatches: Count
 
     def sentence(self, node: str | None) -> str:
         return (
@@ -357,9 +365,9 @@ class Relieved(Event, kind="relieved", severity=Severity.NOTICE):
 class NonFinite(Event, kind="not finite", severity=Severity.WARNING):
     """A node has made a tensor that is not finite, of what was."""
 
-    step: int
+    step: Count
     node: str
-    stage: int
+    stage: Count
     reason: str
 
     def sentence(self, node: str | None) -> str:
@@ -371,7 +379,7 @@ class Accused(Event, kind="accused", severity=Severity.WARNING):
     """What a node has sent can't be right; the registry takes it out."""
 
     node: str
-    stage: int
+    stage: Count
     by: str  # the node that got it
     reason: str
 
@@ -383,11 +391,11 @@ class Accused(Event, kind="accused", severity=Severity.WARNING):
 class ComputedWrong(Event, kind="computed wrong", severity=Severity.WARNING):
     """Two others of its stage have made something else of the same."""
 
-    step: int
+    step: Count
     node: str
-    stage: int
+    stage: Count
     by: str  # who has compared
-    difference: float  # relative
+    difference: Figure  # relative
 
     def sentence(self, node: str | None) -> str:
         return (
@@ -400,10 +408,10 @@ class ComputedWrong(Event, kind="computed wrong", severity=Severity.WARNING):
 class ResultsDiffer(Event, kind="results differ", severity=Severity.WARNING):
     """Two nodes make different things of the same, and there is no third that could decide."""
 
-    step: int
+    step: Count
     nodes: tuple[str, ...]
-    stage: int
-    difference: float  # relative
+    stage: Count
+    difference: Figure  # relative
 
     def sentence(self, node: str | None) -> str:
         return (
@@ -417,9 +425,9 @@ class ResultsDiffer(Event, kind="results differ", severity=Severity.WARNING):
 class GradientStandsOut(Event, kind="gradient stands out", severity=Severity.WARNING):
     """A replica's, among those of its stage, over many steps."""
 
-    step: int
+    step: Count
     node: str
-    stage: int
+    stage: Count
     reason: str
 
     def sentence(self, node: str | None) -> str:
@@ -428,9 +436,9 @@ class GradientStandsOut(Event, kind="gradient stands out", severity=Severity.WAR
 
 @dataclass(frozen=True, kw_only=True)
 class Diverged(Event, kind="diverged", severity=Severity.ERROR):
-    stage: int
+    stage: Count
     nodes: tuple[str, ...]
-    step: int
+    step: Count
     reason: str = ""  # which of them is wrong, and why
 
     def sentence(self, node: str | None) -> str:
@@ -444,8 +452,8 @@ class WeightsChanged(Event, kind="weights changed", severity=Severity.ERROR):
     left."""
 
     node: str
-    stage: int
-    step: int  # of that update
+    stage: Count
+    step: Count  # of that update
     restored: bool  # somebody has them as they were; else the run goes on with what is there
     reason: str = ""  # from where
 
@@ -456,9 +464,9 @@ class WeightsChanged(Event, kind="weights changed", severity=Severity.ERROR):
 
 @dataclass(frozen=True, kw_only=True)
 class Finished(Event, kind="finished", severity=Severity.INFO):
-    step: int
+    step: Count
     reason: str
-    validation: float  # nats a token
+    validation: Figure  # nats a token
 
     def sentence(self, node: str | None) -> str:
         return f"all {self.step} steps are committed"
@@ -468,9 +476,9 @@ class Finished(Event, kind="finished", severity=Severity.INFO):
 class Stopped(Event, kind="stopped", severity=Severity.ERROR):
     """The run can't go on."""
 
-    step: int
+    step: Count
     reason: str
-    validation: float  # nats a token
+    validation: Figure  # nats a token
 
     def sentence(self, node: str | None) -> str:
         return f"the run is stopped at step {self.step}: {self.reason}"
@@ -484,7 +492,7 @@ class NodeLost(Event, kind="lost", severity=Severity.NOTICE):
     """The driver's link to a member broke."""
 
     node: str
-    stage: int
+    stage: Count
     reason: str
 
     def sentence(self, node: str | None) -> str:
@@ -495,7 +503,7 @@ class NodeLost(Event, kind="lost", severity=Severity.NOTICE):
 class Waiting(Event, kind="waiting", severity=Severity.NOTICE):
     """Nothing goes on until each of these stages has a node."""
 
-    stages: tuple[int, ...]
+    stages: tuple[Count, ...]
     reason: str
 
     def sentence(self, node: str | None) -> str:
@@ -517,7 +525,7 @@ class RebuildOrdered(Event, kind="rebuilding", severity=Severity.NOTICE):
     """The driver has told a node to get its stage's state."""
 
     node: str
-    stage: int
+    stage: Count
     method: str
     sources: tuple[str, ...]  # nodes
     exact: bool  # weights and optimizer state as they were lost
@@ -540,19 +548,19 @@ class Origin:
     """A node whose state was taken, and of which step it was."""
 
     node: str
-    stage: int
-    step: int | None = None
+    stage: Count
+    step: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fetching(Event, kind="fetching", severity=Severity.DEBUG):
     """How much a node has of the state that it gets, told now and then."""
 
-    stage: int
+    stage: Count
     method: str
     sources: tuple[Origin, ...]
-    bytes: int
-    seconds: float
+    bytes: Count
+    seconds: Figure
 
     @property
     def so_far(self) -> str:
@@ -566,9 +574,9 @@ class Fetching(Event, kind="fetching", severity=Severity.DEBUG):
 
 @dataclass(frozen=True, kw_only=True)
 class RelearningRound(Event, kind="relearning", severity=Severity.DEBUG):
-    stage: int
-    round: int  # from 1
-    residual: float  # relative
+    stage: Count
+    round: Count  # from 1
+    residual: Figure  # relative
 
     def sentence(self, node: str | None) -> str:
         when = f"in round {self.round}" if self.round > 1 else "at first"
@@ -579,16 +587,16 @@ class RelearningRound(Event, kind="relearning", severity=Severity.DEBUG):
 class RelearningResult:
     """What became of a guess that was trained on boundary tensors."""
 
-    residual_before: float
-    residual_after: float
-    passes: int
-    seconds: float
-    bytes: int
-    pairs: int
-    left_out: int
+    residual_before: Figure
+    residual_after: Figure
+    passes: Count
+    seconds: Figure
+    bytes: Count
+    pairs: Count
+    left_out: Count
     undone: bool
-    updates: int = 0
-    left: int = 0  # updates, for while the stage trains
+    updates: Count = 0
+    left: Count = 0  # updates, for while the stage trains
 
     def __str__(self) -> str:
         if math.isnan(self.residual_before):
@@ -610,13 +618,13 @@ class RelearningResult:
 class RelearnedBeside(Event, kind="relearned", severity=Severity.NOTICE):
     """A stage that has trained while it relearned does so no more."""
 
-    stage: int
-    step: int  # the first that is trained without
-    residual: float  # over the newest pairs that it learned from
-    updates: int  # that have entered its weights since it trains
-    left: int  # that were to follow
-    steps: int  # in which
-    seconds: float  # of computing, in the gaps of these
+    stage: Count
+    step: Count  # the first that is trained without
+    residual: Figure  # over the newest pairs that it learned from
+    updates: Count  # that have entered its weights since it trains
+    left: Count  # that were to follow
+    steps: Count  # in which
+    seconds: Figure  # of computing, in the gaps of these
     reason: str  # why it has ended with some left; or empty
 
     def sentence(self, node: str | None) -> str:
@@ -635,19 +643,19 @@ class StageRebuilt(Event, kind="rebuilt", severity=Severity.GOOD):
     there when a running snapshot was used: the steps of its rows, and how far it was from the
     weights when it was last sent. The first two, when what had come to a joiner was."""
 
-    stall_seconds: float  # in which nothing was trained; the driver's count
+    stall_seconds: Figure  # in which nothing was trained; the driver's count
     node: str
-    stage: int
+    stage: Count
     method: str
-    step: int
+    step: Count
     sources: tuple[Origin, ...]
-    bytes: int
-    fetch_seconds: float
+    bytes: Count
+    fetch_seconds: Figure
     relearned: RelearningResult | None = None
-    oldest_step: int | None = None
-    mean_step: float | None = None
-    perturbation: float | None = None
-    rebuild_seconds: float
+    oldest_step: Count | None = None
+    mean_step: MaybeFigure = None
+    perturbation: MaybeFigure = None
+    rebuild_seconds: Figure
 
     @property
     def is_own(self) -> bool:
@@ -689,8 +697,8 @@ class RebuildFailed(Event, kind="rebuild failed", severity=Severity.WARNING):
 class RolledBack(Event, kind="rolled back", severity=Severity.WARNING):
     """All stages go back to a checkpoint, as the policy has it."""
 
-    lost: int = field(metadata={"key": "from"})  # the newest step
-    step: int
+    lost: Annotated[Count, Field(alias="from")] = field(metadata={"key": "from"})  # newest step
+    step: Count
     reason: str
 
     def sentence(self, node: str | None) -> str:
@@ -701,7 +709,7 @@ class RolledBack(Event, kind="rolled back", severity=Severity.WARNING):
 class Resuming(Event, kind="resuming", severity=Severity.NOTICE):
     """Nothing was left but files, or states that are behind, from which all stages go on."""
 
-    step: int
+    step: Count
     exact: bool  # all of them are of this step
     reason: str
 
@@ -719,7 +727,7 @@ class Resuming(Event, kind="resuming", severity=Severity.NOTICE):
 @dataclass(frozen=True, kw_only=True)
 class Saved(Event, kind="saved", severity=Severity.INFO):
     holding: str  # "save" or "checkpoint"
-    step: int
+    step: Count
 
     def sentence(self, node: str | None) -> str:
         return f"step {self.step} is on disk ({self.holding})"
@@ -738,7 +746,7 @@ class WriteFailed(Event, kind="write failed", severity=Severity.ERROR):
 @dataclass(frozen=True, kw_only=True)
 class WrittenAgain(Event, kind="written again", severity=Severity.GOOD):
     path: str
-    dropped: int  # lines, of which there were too many to keep
+    dropped: Count  # lines, of which there were too many to keep
 
     def sentence(self, node: str | None) -> str:
         lost = f"; {self.dropped} lines are lost" if self.dropped else ""
@@ -759,7 +767,7 @@ class SaveFailed(Event, kind="save failed", severity=Severity.ERROR):
 @dataclass(frozen=True, kw_only=True)
 class Started(Event, kind="started", severity=Severity.INFO):
     slot: str  # STAGE.REPLICA, or "registry"
-    pid: int
+    pid: Count
 
     def sentence(self, node: str | None) -> str:
         return f"{_process(self.slot)} started as process {self.pid}"
@@ -770,11 +778,11 @@ class Killed(Event, kind="killed", severity=Severity.WARNING):
     """A process was killed on purpose, by `--kill`."""
 
     slot: str
-    pid: int
-    step: int  # that was under way
+    pid: Count
+    step: Count  # that was under way
     node: str | None  # None: it had not joined yet
-    stage: int
-    left: int  # other processes of the stage
+    stage: Count
+    left: Count  # other processes of the stage
 
     @property
     def severity(self) -> Severity:
@@ -789,11 +797,11 @@ class Exited(Event, kind="exited", severity=Severity.WARNING):
     """A process ended by itself; unless nobody is to be replaced, it gets another in its place."""
 
     slot: str
-    pid: int
+    pid: Count
     node: str | None
     log: str  # its path
-    stage: int | None = None  # None: the registry
-    left: int | None = None  # other processes of the stage
+    stage: Count | None = None  # None: the registry
+    left: Count | None = None  # other processes of the stage
     how: str
 
     @property
@@ -898,76 +906,23 @@ def _plain(value: Any) -> Any:
 
 
 def entries(lines: Iterable[Mapping[str, Any]]) -> list[Entry]:
-    """Those of the lines that say something this version knows."""
+    """Of the lines whose kind this version knows. Raises ValueError."""
     return [entry for line in lines if (entry := parse(line)) is not None]
 
 
 def parse(line: Mapping[str, Any]) -> Entry | None:
-    """None: of a kind that this version doesn't know."""
-    kind = _kinds().get(str(line.get("kind")))
-    if kind is None or "time" not in line:
+    """None: of a kind that this version doesn't know. Raises ValueError for a line without what
+    its kind has, or with anything else in a field."""
+    reader = _readers().get(str(line.get("kind")))
+    if reader is None:
         return None
-    return Entry(float(line["time"]), line.get("node"), read(kind, line))
+    time, node = _HEAD.validate_python((line.get("time"), line.get("node")))
+    return Entry(time, node, reader.validate_python(line))
 
 
-def is_sound(value: Any, hint: Any = None) -> bool:
-    """Whether an event that was read from JSON has what its fields are said to hold, and no number
-    that a double or 64 bits can't: a line of a stranger's may have anything. `hint`: the type of
-    `value`, if that isn't its own."""
-    hint = hint or type(value)
-    origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if origin is types.UnionType:
-        return value is None or is_sound(value, arguments[0])
-    if origin is tuple:
-        return isinstance(value, tuple) and all(is_sound(inner, arguments[0]) for inner in value)
-    if origin is Mapping:
-        return isinstance(value, dict) and all(is_sound(v, arguments[1]) for v in value.values())
-    if isinstance(origin, type) and dataclasses.is_dataclass(origin):
-        hints, fields = _hints(origin), dataclasses.fields(origin)
-        return all(is_sound(getattr(value, one.name), hints[one.name]) for one in fields)
-    if origin is float:
-        return isinstance(value, float) or is_sound(value, int)
-    if origin is int:
-        return type(value) is int and abs(value) < 2**63
-    return type(value) is origin
+_HEAD: TypeAdapter[tuple[float, str | None]] = TypeAdapter(tuple[float, str | None])
 
 
 @cache
-def _kinds() -> dict[str, type[Event]]:
-    return {kind.kind: kind for kind in Event.__subclasses__()}
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
-_ABSENT = object()
-
-
-def read(kind: type[Read], fields: Mapping[str, Any]) -> Read:
-    """A dataclass of this module, by its fields as JSON has them. One that isn't there is None
-    where that is allowed, else zero or empty."""
-    assert dataclasses.is_dataclass(kind)
-    keys = {one.name: one.metadata.get("key", one.name) for one in dataclasses.fields(kind)}
-    return kind(
-        **{name: _read(_hints(kind)[name], fields.get(key, _ABSENT)) for name, key in keys.items()}
-    )
-
-
-def _read(hint: Any, value: Any) -> Any:
-    """`value`, as JSON has it, as the type `hint`."""
-    origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
-    absent = value is _ABSENT
-    if origin is types.UnionType:  # T | None; null is a float that isn't finite
-        none = absent or (value is None and arguments[0] is not float)
-        return None if none else _read(arguments[0], value)
-    if origin is tuple:
-        return () if absent else tuple(_read(arguments[0], inner) for inner in value)
-    if origin is Mapping:
-        return {} if absent else {key: _read(arguments[1], value[key]) for key in value}
-    if dataclasses.is_dataclass(origin):
-        return read(hint, {} if absent else value)
-    if absent:
-        return origin()
-    return math.nan if value is None and origin is float else value
+def _readers() -> dict[str, TypeAdapter[Event]]:
+    return {kind.kind: TypeAdapter(kind) for kind in Event.__subclasses__()}

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from planaria.node.extras import remedy
 from planaria.node.page.history import History
-from planaria.node.report.events import Sampled, Validated, is_sound, parse
+from planaria.node.report.events import Sampled, Validated, parse
 from planaria.node.report.ledger import Line
 from planaria.node.report.line_file import BackgroundLineFile
 from planaria.node.report.samples import markdown
@@ -137,7 +137,7 @@ class Telling:
         """What belongs to no run is passed over."""
         if "kind" not in line:
             self._committed(Line(**line))  # type: ignore[typeddict-item]
-        elif (entry := parse(line)) is not None and is_sound(entry.event):
+        elif (entry := parse(line)) is not None:
             before = self._newest_mark()
             self._history.hear(entry)
             mark, over = self._newest_mark(), self._history.story.finished is not None

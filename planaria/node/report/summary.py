@@ -44,7 +44,7 @@ from planaria.node.report.events import (
     Validated,
     Wall,
     fields,
-    read,
+    parse,
 )
 from planaria.node.report.ledger import Audit, Line
 from planaria.node.report.wall_clock import PARTS
@@ -439,11 +439,13 @@ def tell(summary: dict[str, Any]) -> Iterator[str]:
 
 def _rebuild(row: Mapping[str, Any]) -> str:
     fallback = " (a fallback)" if row.get("fallback") else ""
-    quality = read(StageRebuilt, row).quality
+    others = {"kind": StageRebuilt.kind, "time": 0.0, "node": "", "fetch_seconds": 0.0}
+    entry = parse({**others, **row})
+    assert entry is not None and isinstance(entry.event, StageRebuilt)
     return (
         f"stage {row['stage']} rebuilt by {row['method']}{fallback} at step {row['step']}: noticed "
         f"in {row['detect_seconds']:.2f} s, {decimal(row['bytes'])} in "
-        f"{row['rebuild_seconds']:.2f} s, stalled {row['stall_seconds']:.2f} s{quality}"
+        f"{row['rebuild_seconds']:.2f} s, stalled {row['stall_seconds']:.2f} s{entry.event.quality}"
     )
 
 

@@ -14,7 +14,8 @@ from planaria.node.page.history import (
     Curve,
     History,
 )
-from planaria.node.report.events import Event, Severity, parse
+from planaria.node.report.events import Event, Severity
+from tests.node.report.lines import entry as entry_of
 
 NODE, NOW = "3fa2b18c0d11", 1000.0
 
@@ -116,7 +117,7 @@ def test_a_clock_that_is_wrong_does_not_count() -> None:
 def test_pace_is_that_of_the_last_commits() -> None:
     history = History(1000)
     for step in range(1, 200):
-        entry = parse({"time": 3.0 * step, "node": NODE, "kind": "committed", "step": step})
+        entry = entry_of({"time": 3.0 * step, "node": NODE, "kind": "committed", "step": step})
         assert entry is not None
         history.hear(entry)
     assert math.isclose(history.seconds_a_step, 3.0)

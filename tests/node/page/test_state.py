@@ -20,9 +20,9 @@ from planaria.bootstrap.registry_pb2 import (
 from planaria.node.page.app import as_json, joined
 from planaria.node.page.history import History
 from planaria.node.page.state import NODES_SHOWN, Moment, page_state
-from planaria.node.report.events import parse
 from planaria.node.run_file import RunFile, override
 from planaria.node.stage.learning_rate import of_run
+from tests.node.report.lines import entry as entry_of
 
 NOW = 1000.0
 RUN = override(RunFile(), model__stages=2, model__vocabulary=300, steps=50)
@@ -67,9 +67,7 @@ def state(
 def heard(*events: dict[str, Any]) -> History:
     history = History(RUN.steps)
     for event in events:
-        entry = parse({"time": NOW, "node": f"{DRIVER}/0", **event})
-        assert entry is not None
-        history.hear(entry)
+        history.hear(entry_of({"time": NOW, "node": f"{DRIVER}/0", **event}))
     return history
 
 
@@ -145,7 +143,7 @@ def test_a_run_that_has_gone_back_to_files_is_at_the_older_step() -> None:
 def test_time_and_money() -> None:
     history = History(RUN.steps)
     for step in range(1, 11):
-        entry = parse({"time": 6.0 * step, "node": DRIVER, "kind": "committed", "step": step})
+        entry = entry_of({"time": 6.0 * step, "node": DRIVER, "kind": "committed", "step": step})
         assert entry is not None
         history.hear(entry)
     history.look(4, 0.0)

@@ -50,12 +50,22 @@ def test_a_line_is_read_as_it_was_written(kind: type[Event], data: st.DataObject
     assert entry.event.severity in Severity
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
-def test_what_an_older_version_did_not_write_harms_no_reader(kind: type[Event]):
-    entry = parse({"time": 3, "node": "abc", "kind": kind.kind})
-    assert entry is not None
-    assert entry.sentence
-    json.dumps(line(entry.event, "abc", entry.time), allow_nan=False)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"step": 1},
+        {"step": "1", "loss": 1.0},
+        {"step": True, "loss": 1.0},
+        {"step": 2**63, "loss": 1.0},
+        {"step": 1, "loss": "low"},
+        {"step": 1, "loss": 10**400},
+        {"step": 1, "loss": 1.0, "node": 7},
+    ],
+)
+def test_a_line_that_is_not_what_its_kind_has_is_refused(fields: dict[str, Any]):
+    with pytest.raises(ValueError, match="validation error"):
+        parse({"time": 3, "node": "abc", "kind": "committed", **fields})
 
 
 def test_what_this_version_does_not_know_is_passed_over():

@@ -22,9 +22,10 @@ from planaria.bootstrap.registry_pb2 import (
     SeatReport,
     View,
 )
-from planaria.node.report.events import Stopped, parse
+from planaria.node.report.events import Stopped
 from planaria.node.report.live_view import News, Screen, Story, stage_table, styled, under_way
 from planaria.node.report.status_page import as_text, page, status
+from tests.node.report.lines import entry as entry_of
 
 OLD, NEW = "3fa2b18c0d11", "77aa00bb12cd"
 
@@ -34,9 +35,7 @@ def event(kind: str, node: str | None = "up", **fields: Any) -> dict[str, Any]:
 
 
 def news(story: Story, told: dict[str, Any]) -> News | None:
-    entry = parse(told)
-    assert entry is not None
-    return story.hear(entry)
+    return story.hear(entry_of(told))
 
 
 def hear(story: Story, told: dict[str, Any]) -> str | None:

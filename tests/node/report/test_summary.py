@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planaria.node.report.events import Entry, parse
+from planaria.node.report.events import Entry
 from planaria.node.report.ledger import Audit, Line
 from planaria.node.report.summary import (
     cost,
@@ -22,6 +22,7 @@ from planaria.node.report.summary import (
     wall,
 )
 from planaria.node.run_file import loads
+from tests.node.report.lines import entry as entry_of
 
 RUN = loads("steps = 4\nseed = 7\n[model]\nstages = 3\nlayers = 3\n[swarm]\nreplicas = 2")
 AUDIT = Audit(expected=64, duplicates=0, missing=0, extra=0, steps=4, superseded=0)
@@ -46,9 +47,7 @@ def line(step: int, time: float, loss: float | None = 2.0, tokens: int = 100) ->
 
 
 def event(time: float, kind: str, node: str | None = "up", **fields: Any) -> Entry:
-    entry = parse({"time": time, "node": node, "kind": kind, **fields})
-    assert entry is not None
-    return entry
+    return entry_of({"time": time, "node": node, "kind": kind, **fields})
 
 
 def rebuilt(
