@@ -23,8 +23,7 @@ from planaria.node.transaction.telling import Heard, Telling
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchange, Exchanges
 from planaria.node.wire.frames import Frame, buffers_of
-from planaria.recovery.decide import Masking
-from planaria.recovery.masking import stand_ins
+from planaria.recovery.masking import Masking, stand_ins
 
 STAGES, MICROBATCHES = 2, 5
 BEGAN = Ballot(1, 1)

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import pytest
 
 from planaria.node.transaction.rules import TransactionRules
-from planaria.recovery.decide import Masking, Policy
+from planaria.recovery.decide import Policy
+from planaria.recovery.masking import Masking
 from simulation.cluster import Host, Trap
 from simulation.fingerprints import TRAINED
 from simulation.network import SILENCE
