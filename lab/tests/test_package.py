@@ -11,7 +11,7 @@ import planaria_lab
 from planaria.node.cli import app
 from tests.node.test_readme import PAGES, is_of_lab, shown
 from tests.node.test_readme import test_a_command_that_a_page_shows_is_one as check_command
-from tests.test_package import commands, contents, python
+from tests.test_package import built, commands, python
 
 LAB = Path(__file__).parents[1]
 PACKAGE = LAB / "planaria_lab"
@@ -48,16 +48,13 @@ def test_help_loads_no_heavy_module(command: str) -> None:
     assert python("-c", code, command).stdout.splitlines()[-1] == "[]"
 
 
-def test_the_wheel_has_the_package_and_its_tables_of_links(tmp_path: Path) -> None:
-    python("-m", "hatchling", "build", "-d", tmp_path, "-t", "wheel", cwd=LAB)
-    [wheel] = tmp_path.glob("planaria_lab-*.whl")
-    found = {name for name in contents(wheel) if ".dist-info/" not in name}
+def test_wheel_and_sdist_have_the_package(tmp_path: Path) -> None:
     files = {
         str(path.relative_to(LAB))
         for path in PACKAGE.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert found == files and "planaria_lab/emulation/wan-links.csv" in found
+    assert built(LAB, tmp_path) == files
 
 
 @pytest.mark.parametrize("line", COMMANDS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import prod
 
 import torch
 
@@ -216,7 +215,7 @@ def uniform(
 @cache
 def parameters(config: ModelConfig, stage: int) -> int:
     """The number of parameters of the whole stage."""
-    return sum(prod(shape) for shape in parameter_shapes(config, min(stage, 1)))
+    return config.parameters[min(stage, 1)]
 
 
 def values_sent(run: RunFile, config: ModelConfig) -> int:
