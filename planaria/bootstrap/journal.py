@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, NamedTuple, Self
 from zlib import crc32
 
@@ -32,6 +31,7 @@ from google.protobuf.message import DecodeError
 
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import View
+from planaria.bootstrap.secret_files import flush_folder
 from planaria.bootstrap.views import is_genuine, sign
 
 log = logging.getLogger(__name__)
@@ -127,12 +127,7 @@ class Journal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _take_lock(self) -> None:
@@ -214,7 +209,7 @@ class Journal:
             file.write(b"".join(_record(n, content) for n, content in enumerate(records)))
             _flush(file)
             new.replace(self.path)
-            _flush_folder(self.path.parent)
+            flush_folder(self.path.parent)
         except OSError:
             _abandon(file)
             raise
@@ -388,11 +383,3 @@ def _abandon(file: BinaryIO) -> None:
         file.close()
     except OSError as error:
         log.debug("closing %s: %s", file.name, error)
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -21,6 +21,12 @@ def misspelt(what: str, name: str) -> str:
     )
 
 
+def shortened(value: object) -> str:
+    """As it is quoted in a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
 def readable(text: str) -> str:
     """One line, in which what would move a terminal's cursor or change its colours, or the order
     in which text is read, is told instead of done."""

@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from planaria.bootstrap.small_files import read_small
+from planaria.bootstrap.spelling import shortened
 from planaria.node.data.turns import turns_of
 from planaria.node.stage.learning_rate import WARMUP, Schedule, peak_of, warmup_of
 from planaria.node.stage.shape import (
@@ -594,7 +595,7 @@ def from_fields(fields: dict[str, Any], name: str = "the run", local: bool = Fal
             said = problem["msg"].removeprefix("Value error, ").removeprefix(f"{where}: ")
             if problem["type"] == "extra_forbidden":
                 said = _unknown(problem["loc"])
-            lines.append(f"  {where}: {said} (value: {_shortened(problem['input'])})")
+            lines.append(f"  {where}: {said} (value: {shortened(problem['input'])})")
         raise RunFileError(f"{name} is not a valid run file:\n" + "\n".join(lines)) from error
 
 
@@ -617,11 +618,6 @@ def _keys(section: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[
         yield (*path, field.alias or name)
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from _keys(field.annotation, (*path, name))
-
-
-def _shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def loads(text: str, name: str = "the run file", local: bool = False) -> RunFile:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, get_args
 
+from planaria.bootstrap.spelling import shortened
 from planaria.node.data.chat import THOUGHT, Conversation
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.options import Form
@@ -92,7 +93,7 @@ def conversation(
 
 def _list(place: str, field: str, value: object) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise CorpusError(f"{place}: {field!r} is no list of messages but {_shortened(value)}")
+        raise CorpusError(f"{place}: {field!r} is no list of messages but {shortened(value)}")
     return value
 
 
@@ -105,8 +106,7 @@ def _alpaca(place: str, record: Mapping[str, Any]) -> list[Any]:
     for pair in record.get("history") or []:
         if not isinstance(pair, list) or len(pair) != 2:
             raise CorpusError(
-                f"{place}: 'history' is no list of questions with answers but has "
-                f"{_shortened(pair)}"
+                f"{place}: 'history' is no list of questions with answers but has {shortened(pair)}"
             )
         messages += _turn(*pair)
     asked = "\n".join(filter(None, (record["instruction"], record.get("input"))))
@@ -121,7 +121,7 @@ def _message(place: str, message: object) -> tuple[dict[str, Any], bool]:
     """As a chat template reads it, and whether it is scored where the assistant says it. Raises
     CorpusError."""
     if not isinstance(message, dict):
-        raise CorpusError(f"{place} has no role, as in {_EXAMPLE}, but is {_shortened(message)}")
+        raise CorpusError(f"{place} has no role, as in {_EXAMPLE}, but is {shortened(message)}")
     fields = _without_nulls(message)
     scored = _scored(place, fields)
     role = _role(place, fields)
@@ -150,9 +150,9 @@ def _scored(place: str, fields: dict[str, Any]) -> bool:
     """Takes `weight` and `train` out of the fields: with 0 or false nothing of it is scored."""
     weight, train = fields.pop("weight", 1), fields.pop("train", True)
     if weight not in (0, 1):
-        raise CorpusError(f"{place}: weight is 0 or 1, not {_shortened(weight)}")
+        raise CorpusError(f"{place}: weight is 0 or 1, not {shortened(weight)}")
     if not isinstance(train, bool):
-        raise CorpusError(f"{place}: train is true or false, not {_shortened(train)}")
+        raise CorpusError(f"{place}: train is true or false, not {shortened(train)}")
     return bool(weight) and train
 
 
@@ -161,7 +161,7 @@ def _role(place: str, fields: dict[str, Any]) -> str:
     sender = fields.pop("from", None)
     role = fields.get("role", sender)
     if not isinstance(role, str):
-        raise CorpusError(f"{place} has no role, as in {_EXAMPLE}, but is {_shortened(fields)}")
+        raise CorpusError(f"{place} has no role, as in {_EXAMPLE}, but is {shortened(fields)}")
     name = ROLES.get(role.lower(), role.lower())
     if name in USUAL:
         return name
@@ -180,7 +180,7 @@ def _content(place: str, fields: dict[str, Any]) -> str:
         return content
     if not isinstance(content, list):
         raise CorpusError(
-            f"{place}: the content is no text and no list of parts but {_shortened(content)}"
+            f"{place}: the content is no text and no list of parts but {shortened(content)}"
         )
     return "".join(_part(place, part) for part in content)
 
@@ -192,7 +192,7 @@ def _part(place: str, part: object) -> str:
     text = part.get("text") if isinstance(part, dict) else None
     if kind != "text" or not isinstance(text, str):
         raise CorpusError(
-            f"{place}: a part of the content is of type {_shortened(kind)}, and only text can be "
+            f"{place}: a part of the content is of type {shortened(kind)}, and only text can be "
             "learned from: leave it out"
         )
     return text
@@ -203,7 +203,7 @@ def _thoughts(place: str, fields: dict[str, Any]) -> dict[str, str]:
     names = THOUGHT, "thinking", "reasoning"
     thought = next((fields[name] for name in names if name in fields), "")
     if not isinstance(thought, str):
-        raise CorpusError(f"{place}: {THOUGHT} is no text but {_shortened(thought)}")
+        raise CorpusError(f"{place}: {THOUGHT} is no text but {shortened(thought)}")
     return {"thinking": fields.get("thinking", thought), THOUGHT: thought} if thought else {}
 
 
@@ -211,20 +211,20 @@ def _calls(place: str, fields: dict[str, Any]) -> list[Any]:
     """The calls of tools, whose arguments are objects."""
     calls = fields.pop("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise CorpusError(f"{place}: tool_calls is no list of calls but {_shortened(calls)}")
+        raise CorpusError(f"{place}: tool_calls is no list of calls but {shortened(calls)}")
     return [_call(place, call) for call in calls]
 
 
 def _call(place: str, call: dict[str, Any]) -> dict[str, Any]:
     inner = call.get("function", call)
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
-        raise CorpusError(f"{place}: a call of a tool has no name: {_shortened(call)}")
+        raise CorpusError(f"{place}: a call of a tool has no name: {shortened(call)}")
     arguments = inner.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _parsed(f"{place}: the arguments of {inner['name']}", arguments)
     if not isinstance(arguments, dict):
         raise CorpusError(
-            f"{place}: the arguments of {inner['name']} are no object but {_shortened(arguments)}"
+            f"{place}: the arguments of {inner['name']} are no object but {shortened(arguments)}"
         )
     inner = {**inner, "arguments": arguments}
     return {**call, "function": inner} if "function" in call else inner
@@ -236,10 +236,10 @@ def _tools(place: str, tools: object) -> list[Any] | None:
     if not tools:
         return None
     if not isinstance(tools, list):
-        raise CorpusError(f"{place}: 'tools' is no list of objects but {_shortened(tools)}")
+        raise CorpusError(f"{place}: 'tools' is no list of objects but {shortened(tools)}")
     read = [_parsed(f"{place}: a tool", one) if isinstance(one, str) else one for one in tools]
     if strange := [one for one in read if not isinstance(one, dict)]:
-        raise CorpusError(f"{place}: 'tools' has no object but {_shortened(strange[0])}")
+        raise CorpusError(f"{place}: 'tools' has no object but {shortened(strange[0])}")
     return [_without_nulls(one) for one in read]
 
 
@@ -247,9 +247,4 @@ def _parsed(what: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CorpusError(f"{what}: {_shortened(text)} is not JSON: {error}") from error
-
-
-def _shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
+        raise CorpusError(f"{what}: {shortened(text)} is not JSON: {error}") from error

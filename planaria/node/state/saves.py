@@ -45,6 +45,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
+from planaria.bootstrap.secret_files import flush_folder
 from planaria.node.hugging_face.config import to_config
 from planaria.node.ports import OpenDisk
 from planaria.node.stage.compute import waiting_for_disk
@@ -248,7 +249,7 @@ class Saves:
                 temporary.replace(self.folder / name)
         finally:
             temporary.unlink(missing_ok=True)  # there only after an error
-        _flush_folder(self.folder)
+        flush_folder(self.folder)
 
     def _prune(self) -> None:
         kept: list[Age] = []
@@ -808,15 +809,7 @@ def _make_folder(folder: Path) -> None:
     if not folder.is_dir():
         _make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
-        _flush_folder(folder.parent)
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        flush_folder(folder.parent)
 
 
 def _remove_leftovers(folder: Path) -> None:

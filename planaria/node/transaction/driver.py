@@ -1009,12 +1009,6 @@ class Driver:
 
     # --- an attempt that waits for who takes the seat of a lost node
 
-    def _may_be_taken_over(self, node: str) -> bool:
-        attempt = self.current
-        if not isinstance(attempt, Attempting) or node == self.node:
-            return False
-        return attempt.to_be_taken_over([node], self.rules) == node
-
     def _ask_seat(self, attempt: Attempting, now: float) -> list[Effect]:
         """Whether it is there; then it is told where its state is."""
         assert attempt.takeover is not None
