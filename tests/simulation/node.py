@@ -247,7 +247,6 @@ class Node:
                 stage=seat.stage,
                 stages=stages,
                 optimizer=optimizer,
-                forward=lambda x: x,
                 exchanges=seat.exchanges,
                 send=seat.send,
                 tensors=tensors,

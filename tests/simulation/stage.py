@@ -72,7 +72,6 @@ class Work(VirtualWork):
 
     def __init__(self, owner: Stage) -> None:
         self.owner = owner
-        self.twin: Twin | None = None
         self.step = 0
         self.lets_through = self.tainted = False  # what is not finite; by what came last
         super().__init__(owner.name, owner.stage)
