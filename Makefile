@@ -32,6 +32,7 @@ lint: .venv/installed-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/lint-imports --no-logo --no-cache
 
 proto: .venv/installed-dev
 	$(PROTOC) --python_out=. --pyi_out=. $(SERVICES) planaria/node/wire/stage.proto

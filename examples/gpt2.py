@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from planaria.node.stage.shape import ModelConfig
+    from planaria.node.model.shape import ModelConfig
 
 
 class Ends(nn.Module):

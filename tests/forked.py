@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from multiprocessing import forkserver
 from pathlib import Path
 
-from planaria.node.local.processes import (
+from planaria.node.machine.processes import (
     PLANARIA,
     die_with_parent,
     heed_signals,

@@ -19,15 +19,15 @@ from torch import Tensor
 from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION
 from planaria.node.data.mixture import Data, beginnings, count_scored, inputs_and_targets, windows
 from planaria.node.data.windows import microbatch_ids
-from planaria.node.hugging_face.checkpoint import Checkpoint
+from planaria.node.model.checkpoint import Checkpoint
+from planaria.node.model.learning_rate import of_run
+from planaria.node.model.modules import EmbeddingStage
+from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
 from planaria.node.stage.crossing import put_together, taken_apart
 from planaria.node.stage.initial import Beginning
-from planaria.node.stage.learning_rate import of_run
-from planaria.node.stage.model import EmbeddingStage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.own_code import load_as_said
-from planaria.node.stage.shape import ModelConfig
 from planaria.node.wire.frames import Codec
 from planaria.node.wire.tensors import as_received
 from planaria.recovery.orders import order, window_orders

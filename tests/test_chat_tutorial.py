@@ -13,8 +13,8 @@ import pytest
 from planaria.node.data.corpus import TRAIN, VALIDATION
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
+from planaria.node.model.learning_rate import too_long
 from planaria.node.run_file import load, loads
-from planaria.node.stage.learning_rate import too_long
 from tests.node.data import test_chat
 
 ROOT = Path(__file__).parent.parent

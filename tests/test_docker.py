@@ -17,7 +17,7 @@ import pytest
 
 from planaria.bootstrap import registry_pb2 as pb
 from planaria.node.data.corpus import FORMAT, SPLITS, Index, Split
-from planaria.node.report.status_page import as_text
+from planaria.node.page.status_page import as_text
 
 ROOT = Path(__file__).parent.parent
 

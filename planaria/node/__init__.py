@@ -1,19 +1,28 @@
 """The node daemon, and the command `planaria`.
 
-Beside the rooms is what is the process itself: cli.py (the command, whose parts are in `commands`),
-run_file.py and resolve.py (the job), extras.py (libraries that may be missing), imports.py (where
-other Pythons look for modules), secret_words.py (secrets among a command's words), supervisor.py
-(starts a node, and another when it crashes), node_options.py and begin.py (what a node was asked
-for), own_folders.py (where it reads and writes), serve.py (a process that joins, and joins again),
-advertised.py (where peers dial it), notices.py (what clouds say of the end of a machine),
-instance.py (its key, over all its identities), enrolled.py (how it comes by an invite), daemon.py
-(one identity: joining, links, and an agent for each seat), doctor.py and diagnosis.py (whether a
-node could join: what is found, and what that means), seats.py (who of its seats hears what),
-naming.py (how seats are called), cores.py (how many processors there are), agent.py (a seat at a
-stage: all that a node does there, without loop, clock, socket, thread or tensor) and ports.py (what
-an agent asks of the world).
+Beside the rooms, from the top down:
 
-Read the rooms in this order: `transaction` decides, `stage` computes, `wire` carries, `state` keeps
-and restores, `data` feeds, `report` tells, `page` shows it in a browser, `hugging_face` hands the
-model out, and `local` starts all of it on one machine.
+- `cli.py`: the command; its subcommands are in `commands/`
+- `serve.py`: a process that joins a run, and joins again after its node was dropped
+- `daemon.py`: one identity: it joins, keeps links, and makes an agent for each seat
+- `seats.py`: the seats of a node, and which of them gets a message
+- `agent.py`: a seat at a stage: all that a node does there, without clock, socket or tensor
+- `ports.py`: what an agent asks of the world
+- `run_file.py`: the run file
+
+A room imports only the rooms after it (`make lint` checks that):
+
+- `commands/`: the subcommands
+- `local/`: a whole swarm on one machine
+- `launch/`: all that comes before a node joins
+- `page/`: the run in a browser, for Prometheus, and in a terminal
+- `hugging_face/`: models in the format of transformers, into a run and out of it
+- `stage/`: computes
+- `state/`: keeps what a loss may need, and restores it
+- `transaction/`: decides
+- `report/`: events, ledger, summary
+- `wire/`: carries
+- `model/`: the model: shapes, layers, files
+- `data/`: text to tokens, tokens to samples
+- `machine/`: processes, devices, the compute thread
 """

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import NUMBERS, SHAPE, SILENT, Cause
+from planaria.node.model import learning_rate
+from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.ports import Learned, Ports, Priority
 from planaria.node.report.events import (
     Applied,
@@ -29,8 +31,6 @@ from planaria.node.report.events import (
     SaveFailed,
 )
 from planaria.node.run_file import RunFile
-from planaria.node.stage import learning_rate
-from planaria.node.stage.shape import ModelConfig, trained_shapes
 from planaria.node.state.boundary import BoundaryClient, BoundaryServer
 from planaria.node.state.feeding import (
     FEWEST,

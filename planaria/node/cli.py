@@ -18,9 +18,9 @@ from planaria.node.commands import looking, machines, models, operating, saves
 from planaria.node.commands.data import data_app
 from planaria.node.commands.terminal import end, refuse, warn
 from planaria.node.commands.up import up_command
-from planaria.node.extras import remedy
-from planaria.node.imports import leave_out_current_folder
-from planaria.node.secret_words import warnings
+from planaria.node.launch.secret_words import warnings
+from planaria.node.machine.extras import remedy
+from planaria.node.machine.imports import leave_out_current_folder
 
 ADDED = "planaria.commands"
 """The group of entry points through which other packages add commands."""

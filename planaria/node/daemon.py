@@ -30,13 +30,17 @@ from planaria.bootstrap.membership import PROTOCOL
 from planaria.bootstrap.neighbours import to_link
 from planaria.bootstrap.spelling import readable
 from planaria.node.agent import Agent, frame_bytes, held_bytes
-from planaria.node.begin import NodeError
 from planaria.node.data.mixture import Data
 from planaria.node.data.windows import AnyWindows
-from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.hugging_face.living_run import from_inside
 from planaria.node.hugging_face.samples import Sampler
-from planaria.node.naming import new_identity, node_of, seat_id
+from planaria.node.launch.begin import NodeError
+from planaria.node.machine.compute import ComputeThread
+from planaria.node.machine.device import memory_of
+from planaria.node.machine.watch import COMPILING, FLOOR, Hang, Watch
+from planaria.node.model.architecture import Architecture
+from planaria.node.model.checkpoint import Checkpoint
+from planaria.node.model.shape import ModelConfig
 from planaria.node.ports import Ports, Priority
 from planaria.node.report.event_log import EventLog
 from planaria.node.report.events import (
@@ -71,29 +75,25 @@ from planaria.node.report.samples import SamplesFile
 from planaria.node.report.wall_clock import WallClock
 from planaria.node.run_file import RunFile
 from planaria.node.seats import SeatCompute, SeatNet, Seats
-from planaria.node.stage.architecture import Architecture
 from planaria.node.stage.arithmetic import TorchStage, layout_of, make_twin
-from planaria.node.stage.compute import ComputeThread
-from planaria.node.stage.device import memory_of
 from planaria.node.stage.room import Room
-from planaria.node.stage.shape import ModelConfig
-from planaria.node.stage.watch import COMPILING, FLOOR, Hang, Watch
 from planaria.node.state.handover import FAREWELL
 from planaria.node.state.holdings import CLOSE, Holdings
 from planaria.node.state.saves import Contents, saves_on_disk
 from planaria.node.transaction.attempt import NoRoomError
-from planaria.node.transaction.chain import has_records
 from planaria.node.transaction.effects import (
     NEVER,
 )
 from planaria.node.transaction.leaving import Leaving
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
+from planaria.node.wire.chain import has_records
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings, Peer
 from planaria.node.wire.looped import ClosedError, LoopedExchanges
 from planaria.node.wire.measuring import measure
 from planaria.node.wire.missing import Missing
+from planaria.node.wire.naming import new_identity, node_of, seat_id
 from planaria.node.wire.onlookers import Onlookers
 from planaria.node.wire.relays import Relay
 from planaria.recovery.decide import COPIED, OWN

@@ -23,8 +23,8 @@ from pydantic import (
 from planaria.bootstrap.small_files import read_small
 from planaria.bootstrap.spelling import shortened
 from planaria.node.data.turns import turns_of
-from planaria.node.stage.learning_rate import WARMUP, Schedule, peak_of, warmup_of
-from planaria.node.stage.shape import (
+from planaria.node.model.learning_rate import WARMUP, Schedule, peak_of, warmup_of
+from planaria.node.model.shape import (
     ADAM_BYTES,
     BETAS,
     PROJECTIONS,

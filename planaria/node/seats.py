@@ -16,12 +16,12 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT, Cause
 from planaria.node.agent import TO_MEMBER, Agent
-from planaria.node.naming import node_of, seat_id, seat_name, seated
 from planaria.node.ports import Compute, Net, Priority
 from planaria.node.state.taken import PIN
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.budget import Budget
 from planaria.node.wire.frames import Frame, WireError, buffers_of
+from planaria.node.wire.naming import node_of, seat_id, seat_name, seated
 
 log = logging.getLogger(__name__)
 

@@ -28,36 +28,36 @@ from planaria.bootstrap.client import (
 )
 from planaria.bootstrap.knock import way_out
 from planaria.bootstrap.registry_pb2 import Description
-from planaria.node.advertised import (
+from planaria.node.daemon import Node, NodePlace
+from planaria.node.data.corpus import CorpusError
+from planaria.node.data.mixture import Data
+from planaria.node.launch.advertised import (
     Advertised,
     forwarded,
     is_known_otherwise,
     own,
     unforwarded,
 )
-from planaria.node.begin import NodeCrashed, NodeError, Setup, check_writable
-from planaria.node.cores import available_cores
-from planaria.node.daemon import Node, NodePlace
-from planaria.node.data.corpus import CorpusError
-from planaria.node.data.mixture import Data
-from planaria.node.hugging_face.checkpoint import Checkpoint
-from planaria.node.hugging_face.config import UnsupportedModelError
-from planaria.node.instance import Instance, find_instance, release
-from planaria.node.node_options import Addresses, NodeOptions
-from planaria.node.notices import Aws, Notice, Watch, ask
-from planaria.node.own_folders import below, checkpoint_dir, own_folder
+from planaria.node.launch.begin import NodeCrashed, NodeError, Setup, check_writable
+from planaria.node.launch.instance import Instance, find_instance, release
+from planaria.node.launch.notices import Aws, Notice, Watch, ask
+from planaria.node.launch.own_folders import below, checkpoint_dir, own_folder
+from planaria.node.launch.supervisor import Pauses
+from planaria.node.machine.cores import available_cores
+from planaria.node.machine.device import measure_speed, memory_of, why_no_bf16
+from planaria.node.model import learning_rate
+from planaria.node.model.architecture import Architecture
+from planaria.node.model.checkpoint import Checkpoint
+from planaria.node.model.config import UnsupportedModelError
+from planaria.node.model.shape import ModelConfig
 from planaria.node.report.ledger import LedgerError
 from planaria.node.report.unsaved import named, unsaved
 from planaria.node.run_file import RunFile, dumps
-from planaria.node.stage import learning_rate
-from planaria.node.stage.architecture import Architecture
-from planaria.node.stage.device import measure_speed, memory_of, why_no_bf16
 from planaria.node.stage.own_code import OwnCodeError, load_as_said
-from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.saves import newest_saved_stage
-from planaria.node.supervisor import Pauses
 
 if TYPE_CHECKING:
+    from planaria.node.commands.node_options import Addresses, NodeOptions
     from planaria.node.page.place import Place
     from planaria.node.report.experiment import ExperimentPipe
 

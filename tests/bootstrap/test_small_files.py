@@ -7,7 +7,7 @@ import pytest
 
 from planaria.bootstrap.invites import InviteError
 from planaria.bootstrap.small_files import read_small
-from planaria.node.enrolled import text_of
+from planaria.node.launch.enrolled import text_of
 from planaria.node.run_file import RunFileError, load
 
 

@@ -20,8 +20,8 @@ from planaria.bootstrap.invites import encode as encode_invite
 from planaria.bootstrap.journal import FORMAT, KIND
 from planaria.bootstrap.registry_pb2 import Member, NewView, Seat, View
 from planaria.bootstrap.views import difference
-from planaria.node.hugging_face.config import to_config
-from planaria.node.hugging_face.layout import weights
+from planaria.node.model.config import to_config
+from planaria.node.model.layout import weights
 from planaria.node.report.ledger import Line, _joint_hash
 from planaria.node.run_file import RunFile, dumps
 from planaria.node.state.saves import Contents, Saves

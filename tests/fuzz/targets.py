@@ -36,12 +36,12 @@ from planaria.bootstrap.store import LEASE, Store, StoreError
 from planaria.bootstrap.views import is_genuine, sign, told_view, unpacked
 from planaria.node.data.chat import ChatTemplate, Conversation
 from planaria.node.data.corpus import CorpusError, Index, read_index
-from planaria.node.hugging_face.checkpoint import ONE_FILE, Checkpoint
-from planaria.node.hugging_face.config import CONFIG, UnsupportedModelError, read_config, to_config
 from planaria.node.local.swarm import PLAN, SwarmError, read_plan
+from planaria.node.model.checkpoint import ONE_FILE, Checkpoint
+from planaria.node.model.config import CONFIG, UnsupportedModelError, read_config, to_config
+from planaria.node.model.shape import ModelConfig
 from planaria.node.report.ledger import LedgerError, audit, check, merge
 from planaria.node.run_file import RunFileError, dumps, loads
-from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.saves import METADATA, SaveError, SaveFile, _checksum, _encode
 from planaria.node.state.transfer import _parse_tensors
 from planaria.node.transaction.bounds import told_to_driver, told_to_member

@@ -17,11 +17,11 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
 from planaria.node.agent import NOTING, Agent, crossing_bytes, frame_bytes, held_bytes
 from planaria.node.data import tokenizer
+from planaria.node.model.shape import model_config
 from planaria.node.ports import Ports
 from planaria.node.report.events import Event
 from planaria.node.run_file import loads
 from planaria.node.stage.arithmetic import TorchStage
-from planaria.node.stage.shape import model_config
 from planaria.node.state.holdings import Holdings
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.member import MemberPhase

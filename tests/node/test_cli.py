@@ -17,10 +17,11 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from planaria.node import cli, supervisor
+from planaria.node import cli
 from planaria.node.cli import BY_USE, app
-from planaria.node.local.processes import NO_OPTIONS
-from planaria.node.notices import ADDRESS_VARIABLE
+from planaria.node.launch import supervisor
+from planaria.node.launch.notices import ADDRESS_VARIABLE
+from planaria.node.machine.processes import NO_OPTIONS
 
 LOADED = """
 import sys
@@ -117,7 +118,7 @@ def test_the_environment_is_read() -> None:
 def test_nodes_of_a_local_swarm_take_no_options_from_the_environment() -> None:
     code = (
         "import json, os, runpy\n"
-        "from planaria.node.local.processes import run_planaria\n"
+        "from planaria.node.machine.processes import run_planaria\n"
         "runpy.run_module = lambda *_, **__: print(json.dumps(dict(os.environ)))\n"
         "run_planaria(['node'])"
     )

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from planaria.bootstrap.membership import MembershipRules
 from planaria.bootstrap.service import HELD_UP
 from planaria.node.cli import app
-from planaria.node.resolve import registry_rules
+from planaria.node.launch.resolve import registry_rules
+from planaria.node.model.learning_rate import boost, peak_of, scheduled, warmup_of
 from planaria.node.run_file import (
     HEARTBEAT,
     LEASE,
@@ -29,7 +30,6 @@ from planaria.node.run_file import (
     loads,
     override,
 )
-from planaria.node.stage.learning_rate import boost, peak_of, scheduled, warmup_of
 from planaria.node.wire.frames import PAYLOAD_LIMIT
 from planaria.node.wire.link import LinkSettings
 

@@ -9,13 +9,13 @@ import pytest
 from conversing import AtOnce, Nodes, VirtualNet
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.node.naming import node_of, seat_id, seated
 from planaria.node.ports import Priority
 from planaria.node.seats import VIEW_TO_COME, SeatCompute, SeatNet, Seats, SenselessError
 from planaria.node.transaction.gathering import active
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import Exchanges
 from planaria.node.wire.frames import Frame
+from planaria.node.wire.naming import node_of, seat_id, seated
 
 
 def view(number: int, **seats: list[tuple[int, int]]) -> registry.View:

@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 
 from planaria.bootstrap.credentials import PLAIN
 from planaria.node import serve
-from planaria.node.begin import NodeError, Setup, check_reachable, check_writable
 from planaria.node.cli import app
-from planaria.node.instance import Instance, find_instance, release
-from planaria.node.node_options import Addresses, NodeOptions
+from planaria.node.commands.node_options import Addresses, NodeOptions
+from planaria.node.launch.begin import NodeError, Setup, check_reachable, check_writable
+from planaria.node.launch.instance import Instance, find_instance, release
+from planaria.node.model.shape import model_config
 from planaria.node.run_file import loads
 from planaria.node.serve import (
     Departure,
@@ -27,7 +28,6 @@ from planaria.node.serve import (
     place_for_saves,
     room_on,
 )
-from planaria.node.stage.shape import model_config
 from planaria.node.state.saves import SaveError
 
 CPU = torch.device("cpu")

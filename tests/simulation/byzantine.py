@@ -13,11 +13,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from drawn_messages import Drawing
 
 from planaria.bootstrap.registry_pb2 import SHAPE, SILENT
-from planaria.node.naming import node_of
 from planaria.node.transaction.effects import Ballot, Effect
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
+from planaria.node.wire.naming import node_of
 from simulation.node import Node
 from simulation.sickness import Sick
 

@@ -36,11 +36,10 @@ import torch
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.neighbours import stages_of
-from planaria.node.naming import node_of, seated
+from planaria.node.model.shape import model_config
 from planaria.node.run_file import RunFile, from_fields
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.optimizer import digest as weights_digest
-from planaria.node.stage.shape import model_config
 from planaria.node.state.copies import Holder
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.stage_state import StageState
@@ -54,6 +53,7 @@ from planaria.node.transaction.rules import TransactionRules
 from planaria.node.transaction.tally import entering
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
+from planaria.node.wire.naming import node_of, seated
 from planaria.recovery.decide import (
     ARRIVED,
     COPIED,

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 
 from planaria.bootstrap.registry_pb2 import DIVERGENCE, HANG, NONFINITE, NUMBERS, SHAPE
 from planaria.node.transaction.attempting import Attempting, Vote
-from planaria.node.transaction.chain import seal, without_votes
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import Effect, Send
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.transaction.voting import sign, vote_of
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.chain import seal, without_votes
 from simulation.byzantine import Lying
 from simulation.cluster import Host, Trap
 from simulation.node import Node

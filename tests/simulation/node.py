@@ -14,26 +14,26 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.neighbours import to_link
 from planaria.node import ports
 from planaria.node.agent import Agent
-from planaria.node.naming import node_of, seat_id
+from planaria.node.machine.watch import Hang
 from planaria.node.ports import Ports, Priority
 from planaria.node.report.events import Event
 from planaria.node.report.ledger import recording
 from planaria.node.report.line_file import LineFile
 from planaria.node.seats import SeatCompute, SeatNet, Seats
-from planaria.node.stage.watch import Hang
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.stage_state import Age
 from planaria.node.state.twin import next_stage
-from planaria.node.transaction.chain import has_records
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import Ballot, Effect, GoOn
 from planaria.node.transaction.leaving import Leaving
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
+from planaria.node.wire.chain import has_records
 from planaria.node.wire.exchange import Exchanges
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.missing import Missing
+from planaria.node.wire.naming import node_of, seat_id
 from planaria.recovery.snapshot import Layout
 from simulation.fingerprints import SHAPE
 from simulation.links import Links

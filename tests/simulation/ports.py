@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from planaria.node.machine.watch import Watch, kind_of
 from planaria.node.ports import Priority
 from planaria.node.report.line_file import LineFile
-from planaria.node.stage.watch import Watch, kind_of
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from simulation.fingerprints import chain_of
 from simulation.world import Process

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from unittest.mock import patch
 
-from planaria.node.naming import node_of
 from planaria.node.report import line_file
 from planaria.node.stage import optimizer
 from planaria.node.state import copies, twin
@@ -19,6 +18,7 @@ from planaria.node.transaction import averaging
 from planaria.node.transaction.member import MemberPhase
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import chunks
+from planaria.node.wire.naming import node_of
 from planaria.recovery.decide import Policy
 from simulation.cluster import Cluster, Host, InvariantError, Machines, Trap
 from simulation.links import unpacked

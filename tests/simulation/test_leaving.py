@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from planaria.node.naming import node_of, was_added
 from planaria.node.transaction.leaving import APPOINTMENT
+from planaria.node.wire.naming import node_of, was_added
 from planaria.recovery.decide import Policy
 from simulation.node import Node, Seat
 from simulation.scenario import Result, run

@@ -13,9 +13,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from planaria.node.local.processes import PLANARIA, Processes
-from planaria.node.own_folders import said_here
-from planaria.node.resolve import resolve
+from planaria.node.launch.own_folders import said_here
+from planaria.node.launch.resolve import resolve
+from planaria.node.machine.processes import PLANARIA, Processes
 from planaria.node.run_file import RunFile, dumps, override
 from tests.swarm.lines import Lines
 
@@ -176,7 +176,7 @@ def run_planaria_until(arguments: list[str]) -> None:
         point, how, step = found.groups()
         _arm(*_points()[point], int(step), _die if how == "@" else _hang)
         arguments.pop(0)
-    from planaria.node.local.processes import run_planaria
+    from planaria.node.machine.processes import run_planaria
 
     run_planaria(arguments)
 

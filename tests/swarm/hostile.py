@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from planaria.bootstrap.registry_pb2 import SHAPE
 from planaria.node.agent import Agent
-from planaria.node.local.processes import run_planaria
+from planaria.node.machine.processes import run_planaria
 from planaria.node.transaction.effects import Ballot, Effect, Send
 from planaria.node.wire import stage_pb2 as pb
 

@@ -27,8 +27,8 @@ from planaria.bootstrap.views import sign
 from planaria.node.agent import Agent
 from planaria.node.daemon import Node, NodePlace
 from planaria.node.data.mixture import Data
-from planaria.node.hugging_face.checkpoint import Checkpoint
-from planaria.node.own_folders import checkpoint_dir
+from planaria.node.launch.own_folders import checkpoint_dir
+from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.run_file import RunFile, dumps
 from planaria.node.stage.own_code import load_as_said
 from planaria.node.state.holdings import Holdings

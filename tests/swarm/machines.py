@@ -13,9 +13,9 @@ from typing import Any
 
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.invites import decode, encode
-from planaria.node.local.processes import PLANARIA, Processes, Work, run_planaria
-from planaria.node.own_folders import said_here
-from planaria.node.resolve import resolve
+from planaria.node.launch.own_folders import said_here
+from planaria.node.launch.resolve import resolve
+from planaria.node.machine.processes import PLANARIA, Processes, Work, run_planaria
 from planaria.node.run_file import dumps
 from tests.swarm.small import small
 

@@ -6,9 +6,9 @@ import shutil
 import time
 from pathlib import Path
 
-from planaria.node.local.processes import PLANARIA, Processes
+from planaria.node.launch.resolve import resolve
+from planaria.node.machine.processes import PLANARIA, Processes
 from planaria.node.report.ledger import audit
-from planaria.node.resolve import resolve
 from planaria.node.run_file import dumps
 from tests.range_server import range_server
 from tests.swarm.lines import Lines

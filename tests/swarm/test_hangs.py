@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from planaria.node.naming import node_of
+from planaria.node.machine.watch import FLOOR
 from planaria.node.report.ledger import audit
 from planaria.node.run_file import override
-from planaria.node.stage.watch import FLOOR
+from planaria.node.wire.naming import node_of
 from tests.swarm.deaths import Swarm
 from tests.swarm.in_process import LocalSwarm, OneSeat
 from tests.swarm.small import small

@@ -11,9 +11,9 @@ import pytest
 
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.registry_pb2 import Description
-from planaria.node.local.processes import PLANARIA, Processes
-from planaria.node.own_folders import said_here
-from planaria.node.resolve import resolve
+from planaria.node.launch.own_folders import said_here
+from planaria.node.launch.resolve import resolve
+from planaria.node.machine.processes import PLANARIA, Processes
 from planaria.node.run_file import dumps
 from tests.swarm.hostile import JOINING, MUCH, run_hostile, tell
 from tests.swarm.lines import Lines

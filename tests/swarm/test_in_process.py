@@ -21,10 +21,8 @@ from planaria.bootstrap.client import RegistryUnreachable
 from planaria.bootstrap.credentials import PLAIN
 from planaria.bootstrap.registry_pb2 import SILENT, Description
 from planaria.node import agent
-from planaria.node.begin import NodeError
 from planaria.node.data.corpus import UNSCORED, Corpus
 from planaria.node.data.mixture import Data, Mixture
-from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.hugging_face.export import export
 from planaria.node.hugging_face.from_swarm import LivingModel
 from planaria.node.hugging_face.generate import Sampling, Speaker, texts
@@ -32,7 +30,9 @@ from planaria.node.hugging_face.living_run import from_outside
 from planaria.node.hugging_face.taking_in import take_in
 from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.hugging_face.whole_model import WholeModel
-from planaria.node.naming import node_of
+from planaria.node.launch.begin import NodeError
+from planaria.node.model.checkpoint import Checkpoint
+from planaria.node.model.modules import with_weights
 from planaria.node.report import line_file
 from planaria.node.report.ledger import audit, merge
 from planaria.node.report.line_file import LineFile
@@ -45,7 +45,6 @@ from planaria.node.run_file import (
     override,
 )
 from planaria.node.serve import check_saved
-from planaria.node.stage.model import with_weights
 from planaria.node.stage.own_code import fill_in
 from planaria.node.state.holdings import CLOSE, Holdings
 from planaria.node.state.saves import Saves, find_saves
@@ -53,6 +52,7 @@ from planaria.node.state.stage_state import StageState
 from planaria.node.state.twin import Twin
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
+from planaria.node.wire.naming import node_of
 from tests.node.hugging_face.test_folders import exported
 from tests.node.stage.shapes import QWEN3
 from tests.reference import Reference, train

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from planaria.node.data.corpus import Corpus
-from planaria.node.naming import was_added
 from planaria.node.report.ledger import check, merge
+from planaria.node.wire.naming import was_added
 from tests.reference import train
 from tests.swarm.deaths import Swarm
 from tests.swarm.small import small

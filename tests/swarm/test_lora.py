@@ -12,15 +12,15 @@ import torch
 
 from planaria.bootstrap.credentials import PLAIN
 from planaria.node.data.corpus import Corpus
+from planaria.node.data.progress import untracked
 from planaria.node.hugging_face.adapters import way_out
-from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.hugging_face.from_swarm import LivingModel
 from planaria.node.hugging_face.living_run import from_outside
 from planaria.node.hugging_face.taking_in import take_in
 from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.hugging_face.whole_model import WholeModel
+from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.report.ledger import audit
-from planaria.node.report.progress import untracked
 from planaria.node.run_file import RunFile, from_fields, override
 from planaria.node.state.saves import find_saves
 from tests.node.hugging_face.test_folders import exported

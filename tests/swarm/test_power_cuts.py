@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from planaria.node.data.corpus import Corpus
-from planaria.node.local.processes import PLANARIA, die_with_parent
+from planaria.node.machine.processes import PLANARIA, die_with_parent
 from planaria.node.report.ledger import audit
 from planaria.node.state.saves import Contents, Saves
 from planaria.node.state.stage_state import Age

@@ -15,9 +15,9 @@ from planaria.bootstrap.admission import Admission
 from planaria.bootstrap.invites import encode
 from planaria.bootstrap.registry_pb2 import View
 from planaria.bootstrap.store import Store
-from planaria.node.local.processes import run_planaria
+from planaria.node.launch.resolve import registry_rules
+from planaria.node.machine.processes import run_planaria
 from planaria.node.report.ledger import audit
-from planaria.node.resolve import registry_rules
 from planaria.node.run_file import load
 from tests.etcd_server import EtcdServer, Way, etcd_server
 from tests.swarm.test_invited import DEADLINE, TOKEN, Machines

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from planaria.node.agent import rules
-from planaria.node.resolve import registry_rules, resolve
+from planaria.node.launch.resolve import registry_rules, resolve
+from planaria.node.model.shape import model_config
 from planaria.node.run_file import RunFile, Section, override
-from planaria.node.stage.shape import model_config
 from planaria.recovery.decide import Policy
 from tests.swarm.in_process import LocalSwarm
 from tests.swarm.small import small
@@ -93,12 +93,12 @@ USED = {
         *("training.sample_every", "training.prompts", "training.sampling.tokens"),
         *("training.sampling.temperature", "training.sampling.top_p", "training.sampling.seed"),
     ],
-    "node/own_folders.py": ["recovery.checkpoint.dir"],
-    "node/resolve.py": ["data.path", "data.corpora"],
+    "node/launch/own_folders.py": ["recovery.checkpoint.dir"],
+    "node/launch/resolve.py": ["data.path", "data.corpora"],
     "node/run_file.py": ["wire.rank_after"],
     "node/stage/arithmetic.py": ["training.precision", "training.recompute"],
     "node/stage/initial.py": ["seed", "model.content"],
-    "node/stage/learning_rate.py": [
+    "node/model/learning_rate.py": [
         *("training.lr", "training.warmup", "training.schedule", "training.lr_floor"),
         "training.decay_share",
     ],

@@ -11,7 +11,6 @@ import torch
 
 from planaria.bootstrap.neighbours import stages_of
 from planaria.node.data.corpus import Corpus
-from planaria.node.naming import node_of
 from planaria.node.report.ledger import audit, merge
 from planaria.node.stage import initial
 from planaria.node.stage.arithmetic import TorchStage
@@ -19,6 +18,7 @@ from planaria.node.state.rebuild import Rebuilding
 from planaria.node.state.stage_state import StageState
 from planaria.node.state.transfer import StateServer
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.naming import node_of
 from tests.reference import train
 from tests.swarm.in_process import LocalSwarm, OneSeat
 from tests.swarm.small import small

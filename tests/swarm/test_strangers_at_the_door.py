@@ -27,7 +27,7 @@ from planaria.bootstrap.registry_pb2 import (
     View,
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
-from planaria.node.local.processes import run_planaria
+from planaria.node.machine.processes import run_planaria
 from planaria.node.report.ledger import audit
 from tests.swarm.machines import DEADLINE, Machines, machines
 

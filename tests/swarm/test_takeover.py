@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from planaria.node.naming import node_of
+from planaria.node.wire.naming import node_of
 from tests.swarm.deaths import Swarm
 from tests.swarm.small import small
 from tests.swarm.test_masking import check_nothing_shows

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from planaria.node.naming import node_of
 from planaria.node.run_file import override
 from planaria.node.transaction import joining, standing_out
 from planaria.node.transaction.effects import Effect
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
+from planaria.node.wire.naming import node_of
 from planaria.node.wire.tensors import decode, encode
 from tests.swarm.in_process import LocalSwarm, OneSeat
 from tests.swarm.small import small

@@ -20,8 +20,8 @@ from typing import Final, NamedTuple
 
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
+from planaria.node.launch.resolve import SHIPPED, resolve
 from planaria.node.report.events import Committed
-from planaria.node.resolve import SHIPPED, resolve
 from planaria.node.run_file import loads, override
 from planaria_lab.bench.rows import keep
 from planaria_lab.chaos.command import RUN

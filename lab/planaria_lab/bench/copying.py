@@ -34,7 +34,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import Cause
-from planaria.node.local.processes import enter_network
+from planaria.node.machine.processes import enter_network
 from planaria.node.wire.background import Background
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings, Peer

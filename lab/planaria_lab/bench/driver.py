@@ -27,9 +27,9 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import INSTANCE_LETTERS, Identity
 from planaria.bootstrap.votes import is_cast
 from planaria.node.agent import rules
+from planaria.node.model.shape import model_config
 from planaria.node.run_file import loads
 from planaria.node.serve import collect_often
-from planaria.node.stage.shape import model_config
 from planaria.node.transaction.attempting import Attempting
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import Ballot, Effect, Send

@@ -27,8 +27,8 @@ import torch
 import uvloop
 
 from planaria.bootstrap.registry_pb2 import Cause
-from planaria.node.local.processes import enter_network
-from planaria.node.stage.compute import ComputeThread
+from planaria.node.machine.compute import ComputeThread
+from planaria.node.machine.processes import enter_network
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.transfer import WEIGHTS, StateClient, StateServer
 from planaria.node.transaction.effects import NEVER

@@ -23,8 +23,8 @@ from planaria.bootstrap.authority import Authority, Pair, Request, Role, Who
 from planaria.bootstrap.credentials import PLAIN, Certified, Credentials
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import Cause
-from planaria.node.local.processes import enter_network
 from planaria.node.local.swarm import ProcessHome
+from planaria.node.machine.processes import enter_network
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, Peer
 from planaria.node.wire.stage_pb2 import Message

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
-from planaria.node.resolve import SHIPPED
+from planaria.node.launch.resolve import SHIPPED
 from planaria.node.run_file import dumps, loads, override
 from planaria_lab.bench.rows import keep
 

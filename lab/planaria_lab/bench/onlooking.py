@@ -24,14 +24,14 @@ from pathlib import Path
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import PLAIN
 from planaria.node.data.prepare import prepare
+from planaria.node.data.progress import untracked
 from planaria.node.data.recipe import Recipe
 from planaria.node.hugging_face.from_swarm import export_swarm
 from planaria.node.hugging_face.generate import Sampling, texts
 from planaria.node.hugging_face.options import ExportOptions
 from planaria.node.hugging_face.through_swarm import speak
-from planaria.node.local.processes import run_planaria
-from planaria.node.report.progress import untracked
-from planaria.node.resolve import SHIPPED, resolve
+from planaria.node.launch.resolve import SHIPPED, resolve
+from planaria.node.machine.processes import run_planaria
 from planaria.node.run_file import loads, override
 from planaria_lab.bench.rows import keep
 from planaria_lab.bench.swarm import Lines, swarm

@@ -17,11 +17,11 @@ from torch import nn
 
 from planaria.node.data.corpus import TRAIN, UNSCORED
 from planaria.node.data.mixture import Data, inputs_and_targets, open_data, windows
-from planaria.node.resolve import resolve
+from planaria.node.launch.resolve import resolve
+from planaria.node.model.learning_rate import of_run
+from planaria.node.model.shape import trained_shapes
 from planaria.node.run_file import RunFile, load, override
 from planaria.node.stage.initial import Beginning
-from planaria.node.stage.learning_rate import of_run
-from planaria.node.stage.shape import trained_shapes
 from planaria_lab.bench.rows import keep
 from planaria_lab.convergence.training import TrainingSwarm
 

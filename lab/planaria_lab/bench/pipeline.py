@@ -22,8 +22,8 @@ import torch
 from planaria.node.data.corpus import Corpus
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
-from planaria.node.local.processes import run_planaria
-from planaria.node.resolve import SHIPPED, resolve
+from planaria.node.launch.resolve import SHIPPED, resolve
+from planaria.node.machine.processes import run_planaria
 from planaria.node.run_file import RunFile, loads, override
 from planaria_lab.bench.rows import keep
 from planaria_lab.bench.swarm import Living, swarm

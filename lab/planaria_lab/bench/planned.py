@@ -24,11 +24,11 @@ from random import Random
 
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
+from planaria.node.launch.resolve import SHIPPED, resolve
 from planaria.node.local.swarm import SwarmPlan
+from planaria.node.model.shape import model_config
 from planaria.node.report.event_log import Tail
-from planaria.node.resolve import SHIPPED, resolve
 from planaria.node.run_file import loads, override
-from planaria.node.stage.shape import model_config
 from planaria_lab.bench.rows import keep
 from planaria_lab.emulation.emulation import EmulationError, emulate
 from planaria_lab.emulation.links import Link, Network

@@ -48,7 +48,7 @@ def _write_texts(folder: Path) -> None:
     """Files with the corpus's documents, again and again, and a tokenizer made of them."""
     from planaria.node.data.prepare import prepare
     from planaria.node.data.recipe import Recipe
-    from planaria.node.resolve import SHIPPED
+    from planaria.node.launch.resolve import SHIPPED
 
     recipe = Recipe([str(SHIPPED.parent)])
     prepare(recipe, folder / "prepared")

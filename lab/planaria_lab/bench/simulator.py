@@ -14,8 +14,8 @@ from typing import Any
 import simpy
 from simpy.resources.resource import PriorityRequest
 
+from planaria.node.model.shape import model_config
 from planaria.node.run_file import loads
-from planaria.node.stage.shape import model_config
 from planaria_lab.bench.rows import keep
 from planaria_lab.simulator.churn import Churn
 from planaria_lab.simulator.run import simulate_run

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from planaria.node.local.processes import PLANARIA, Processes, Work
+from planaria.node.launch.own_folders import said_here
 from planaria.node.local.swarm import ProcessHome
-from planaria.node.naming import node_of
-from planaria.node.own_folders import said_here
+from planaria.node.machine.processes import PLANARIA, Processes, Work
 from planaria.node.run_file import RunFile, dumps
+from planaria.node.wire.naming import node_of
 
 PATIENCE = 600.0  # seconds that a swarm that isn't held up may take for its next step
 LOOK = 0.05  # seconds between two at the ledgers

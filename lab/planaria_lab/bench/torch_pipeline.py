@@ -19,11 +19,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from planaria.node.data.corpus import TRAIN, Corpus
 from planaria.node.data.mixture import inputs_and_targets, windows
-from planaria.node.local.processes import PLANARIA, Processes
-from planaria.node.resolve import resolve
+from planaria.node.launch.resolve import resolve
+from planaria.node.machine.processes import PLANARIA, Processes
+from planaria.node.model.learning_rate import of_run
+from planaria.node.model.modules import BodyStage, EmbeddingStage, build_stage
 from planaria.node.run_file import RunFile, dumps, load
-from planaria.node.stage.learning_rate import of_run
-from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria_lab.bench.swarm import Lines, Living
 

@@ -25,8 +25,8 @@ from planaria.bootstrap import identity
 from planaria.bootstrap.identity import Identity
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
-from planaria.node.local.processes import run_planaria
-from planaria.node.resolve import SHIPPED, resolve
+from planaria.node.launch.resolve import SHIPPED, resolve
+from planaria.node.machine.processes import run_planaria
 from planaria.node.run_file import RunFile, loads, override
 from planaria_lab.bench.rows import keep
 from planaria_lab.bench.swarm import Lines, swarm

@@ -28,8 +28,8 @@ from unittest.mock import patch
 
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
-from planaria.node.local.processes import run_planaria
-from planaria.node.resolve import SHIPPED, resolve
+from planaria.node.launch.resolve import SHIPPED, resolve
+from planaria.node.machine.processes import run_planaria
 from planaria.node.run_file import RunFile, loads, override
 from planaria.node.wire import streams
 from planaria_lab.bench.pipeline import CONTEXT, RUN, STAGES, Processes, measure, ratio

@@ -94,7 +94,7 @@ def _small_run(run_file: Path | None, shape: Shape, out: Path) -> RunFile:
     RunFileError, CorpusError."""
     from planaria.node.data.prepare import prepare
     from planaria.node.data.recipe import Recipe
-    from planaria.node.resolve import resolve, text_to_prepare
+    from planaria.node.launch.resolve import resolve, text_to_prepare
     from planaria.node.run_file import load, loads, override
 
     run = override(

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from planaria.node.local.swarm import read_events
-from planaria.node.naming import node_of
 from planaria.node.report.event_log import Tail
 from planaria.node.report.events import (
     Aborted,
@@ -38,6 +37,7 @@ from planaria.node.report.events import (
     entries,
 )
 from planaria.node.report.ledger import LedgerError, audit
+from planaria.node.wire.naming import node_of
 from planaria_lab.chaos.schedule import EVERYBODY, KINDS, REGISTRY
 from planaria_lab.chaos.swarm import FAULTS, NODES, TAKEN, VIEWS, Taken
 

@@ -121,10 +121,10 @@ def arm(faults: Faults, wrap: Callable[[Any, str, Any], None] = setattr) -> None
     """From here on the node's code in this process obeys `faults`."""
     import torch
 
+    from planaria.node.machine.compute import ComputeThread
+    from planaria.node.machine.watch import kind_of
     from planaria.node.report.line_file import LineFile
     from planaria.node.stage.arithmetic import TorchStage
-    from planaria.node.stage.compute import ComputeThread
-    from planaria.node.stage.watch import kind_of
     from planaria.node.stage.work import TorchWork
 
     stages: weakref.WeakSet[TorchStage] = weakref.WeakSet()
@@ -190,7 +190,7 @@ def arm(faults: Faults, wrap: Callable[[Any, str, Any], None] = setattr) -> None
 
 def run_sick(arguments: list[str]) -> None:
     """`planaria ARGUMENTS...`; behind `--faults FILE`, with these. For `Processes`."""
-    from planaria.node.local.processes import run_planaria
+    from planaria.node.machine.processes import run_planaria
 
     if arguments[0] == "--faults":
         faults = Faults(Path(arguments[1]))

@@ -26,16 +26,16 @@ from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import View, WatchRequest
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
 from planaria.bootstrap.views import told_view, unpacked
-from planaria.node.local.processes import PLANARIA, Processes, describe_status
+from planaria.node.launch.own_folders import said_here
 from planaria.node.local.resume import JOURNAL, RUN_FILE
 from planaria.node.local.swarm import ADDRESS
-from planaria.node.naming import node_of, seated
-from planaria.node.own_folders import said_here
+from planaria.node.machine.processes import PLANARIA, Processes, describe_status
 from planaria.node.report.event_log import EventLog, Tail
 from planaria.node.report.events import Applied, Exited, Killed, Started, SwarmEnding, parse
 from planaria.node.report.live_view import Story
 from planaria.node.run_file import RunFile, dumps
 from planaria.node.transaction.gathering import active
+from planaria.node.wire.naming import node_of, seated
 from planaria_lab.chaos.proxy import Proxy, Way
 from planaria_lab.chaos.schedule import BLINKS, REGISTRY, Fault, Shape
 from planaria_lab.chaos.sick_node import KINDS as SICK
@@ -113,7 +113,7 @@ class SickSwarm:
         self.events = EventLog(self.logs, "chaos")
         self.story = Story(run.steps)
         self.tails: dict[Path, Tail] = {}
-        self.quarantined: set[str] = set()  # instances, see node/instance.py
+        self.quarantined: set[str] = set()  # instances, see node/launch/instance.py
         self.applied: dict[str | None, range] = {}  # node -> steps that it has applied
         self.blinking: set[asyncio.Task[None]] = set()
         self.sampled = 0.0

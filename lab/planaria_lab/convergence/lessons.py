@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from planaria.node.stage.model import BodyStage
+from planaria.node.model.modules import BodyStage
 from planaria.recovery import relearning
 from planaria.recovery.learner import Learner, learn, residual_error, squared_distance
 from planaria.recovery.relearning import rate, shuffled, updates_to_look

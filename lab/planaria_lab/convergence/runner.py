@@ -19,7 +19,7 @@ import torch
 
 from planaria.node.data.mixture import open_data
 from planaria.node.data.spread import over_dask
-from planaria.node.resolve import resolve
+from planaria.node.launch.resolve import resolve
 from planaria.node.run_file import override
 from planaria_lab.convergence.compare import with_updates
 from planaria_lab.convergence.partial import PartialRun, Progress

@@ -2,8 +2,8 @@
 jitter and loss.
 
 Each machine is a network namespace; relay.py carries the packets between them. A process that is to
-be on a machine enters its namespace (`enter_network` of node/local/processes.py). All of it is gone
-as soon as the process that made it is, even by SIGKILL.
+be on a machine enters its namespace (`enter_network` of node/machine/processes.py). All of it is
+gone as soon as the process that made it is, even by SIGKILL.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from planaria.node.local.processes import enter_network
 from planaria.node.local.swarm import ProcessHome
+from planaria.node.machine.processes import enter_network
 from planaria_lab.emulation.links import Network
 from planaria_lab.emulation.relay import NETWORK, RelayedTraffic, address
 

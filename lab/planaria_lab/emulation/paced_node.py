@@ -62,7 +62,7 @@ def arm(pace: Pace, wrap: Callable[[Any, str, Any], None] = setattr) -> None:
 
 def run_paced(pace: Pace, arguments: list[str]) -> None:
     """`planaria ARGUMENTS...`, and if that is a node, at this pace. For `Processes`."""
-    from planaria.node.local.processes import run_planaria
+    from planaria.node.machine.processes import run_planaria
 
     if arguments[0] == "node":
         arm(pace)

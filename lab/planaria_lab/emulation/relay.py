@@ -35,7 +35,7 @@ from typing import Final, NamedTuple
 
 from pydantic import TypeAdapter
 
-from planaria.node.local.processes import die_with_parent
+from planaria.node.machine.processes import die_with_parent
 from planaria_lab.emulation.links import Network, Pipe
 
 NETWORK: Final = TypeAdapter(Network)

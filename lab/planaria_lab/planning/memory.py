@@ -13,11 +13,11 @@ from functools import cache
 
 import torch
 
+from planaria.node.model.modules import parameter_shapes
+from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
 from planaria.node.stage.activations import saved, working
 from planaria.node.stage.crossing import crossing_bytes, kept_bytes
-from planaria.node.stage.model import parameter_shapes
-from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.twin import next_stage
 from planaria.node.transaction.averaging import feeds_back
 from planaria.node.transaction.filling import most_out

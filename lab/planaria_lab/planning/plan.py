@@ -194,8 +194,8 @@ def _asked(
     """What is trained, on how many tokens, and the codecs that the run file doesn't name, which are
     to be chosen. Raises RunFileError, PlanError, ValueError."""
     from planaria.node.hugging_face.taking_in import take_in
+    from planaria.node.model.shape import PRESETS, model_config
     from planaria.node.run_file import RunFile, load, override
-    from planaria.node.stage.shape import PRESETS, model_config
     from planaria_lab.planning.planner import PlanError
 
     if (run_file is None) == (preset is None):

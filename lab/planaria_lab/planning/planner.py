@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import Final
 
+from planaria.node.model.shape import model_config
 from planaria.node.run_file import RunFile, override
-from planaria.node.stage.shape import model_config
 from planaria.node.transaction.filling import MOST
 from planaria.recovery.decide import Policy
 from planaria_lab.emulation.links import Network

@@ -32,7 +32,7 @@ def arm(
     nothing else, and `waited`, those of them that passed without copying (for a write before, or
     with `blocking` for the write itself); or `write`, seconds until a save was on disk.
     """
-    from planaria.node.stage.compute import waiting_for_disk
+    from planaria.node.machine.compute import waiting_for_disk
     from planaria.node.state import saves
     from planaria.node.state.stage_state import StageState
 
@@ -87,7 +87,7 @@ def arm(
 
 def run_saving(arguments: list[str]) -> None:
     """`planaria ARGUMENTS...`; behind `--timed DIR`, with these. For `Processes`."""
-    from planaria.node.local.processes import run_planaria
+    from planaria.node.machine.processes import run_planaria
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--timed", type=Path)

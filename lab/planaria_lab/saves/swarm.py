@@ -19,10 +19,10 @@ from typing import Any, Final, Literal
 
 from rich.console import Console
 
-from planaria.node.local.processes import PLANARIA, Processes
+from planaria.node.launch.own_folders import said_here
 from planaria.node.local.resume import RUN_FILE
 from planaria.node.local.swarm import ADDRESS, Ending, SwarmPlan, claim, go_on, wrap_up, write_plan
-from planaria.node.own_folders import said_here
+from planaria.node.machine.processes import PLANARIA, Processes
 from planaria.node.report.event_log import EventLog
 from planaria.node.report.events import Started, SwarmEnding
 from planaria.node.run_file import RunFile, override

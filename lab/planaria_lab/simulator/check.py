@@ -25,6 +25,8 @@ import torch
 from pydantic import TypeAdapter
 
 from planaria.node.local.swarm import Kill, SwarmPlan, parse_kill
+from planaria.node.model.modules import BodyStage, EmbeddingStage, build_stage
+from planaria.node.model.shape import PRESETS, ModelConfig, model_config
 from planaria.node.report.event_log import Tail
 from planaria.node.report.events import (
     Committed,
@@ -36,9 +38,7 @@ from planaria.node.report.events import (
     entries,
 )
 from planaria.node.run_file import RunFile, loads, override
-from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.shape import PRESETS, ModelConfig, model_config
 from planaria.recovery.decide import COPIED
 from planaria.recovery.learner import Learner, learn
 from planaria_lab.emulation.emulation import emulate

@@ -78,8 +78,8 @@ def simulate(
     from dataclasses import replace
 
     from planaria.node.local.losses import read_trace
+    from planaria.node.model.shape import model_config
     from planaria.node.run_file import RunFileError, load
-    from planaria.node.stage.shape import model_config
     from planaria_lab.emulation.links import WAN_LINKS, LinkError, read_links
     from planaria_lab.simulator.churn import HOUR, Churn
     from planaria_lab.simulator.run import simulate_run

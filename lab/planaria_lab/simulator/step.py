@@ -18,8 +18,8 @@ from random import Random
 from typing import Final, Literal
 
 from planaria.bootstrap.neighbours import lengths, partners
+from planaria.node.model.shape import named_shapes
 from planaria.node.ports import Priority
-from planaria.node.stage.shape import named_shapes
 from planaria.node.state.copies import FRAME, OUTSTANDING
 from planaria.node.transaction.averaging import PIECE, gradient_bytes, parts
 from planaria.node.transaction.filling import Filling

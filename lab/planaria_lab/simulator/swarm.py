@@ -12,10 +12,10 @@ from functools import cache
 
 import torch
 
+from planaria.node.model.modules import parameter_shapes
+from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
 from planaria.node.stage.crossing import crossing_bytes
-from planaria.node.stage.model import parameter_shapes
-from planaria.node.stage.shape import ModelConfig
 from planaria.node.transaction.filling import most_out
 from planaria.recovery.learner import orthogonalizing_flops
 from planaria.recovery.relearning import at_a_time

@@ -17,8 +17,8 @@ from typing import Final
 
 import numpy as np
 
+from planaria.node.model.shape import model_config
 from planaria.node.run_file import RunFile, loads, override
-from planaria.node.stage.shape import model_config
 from planaria_lab.convergence.times import RATES as LAB_RATES
 from planaria_lab.convergence.times import more_iterations, read_runs
 from planaria_lab.emulation.links import Link

@@ -4,7 +4,7 @@ Each stage has a matrix [rank, dim] where it begins and one [dim, rank] where it
 the rest, in the manner of ResBM (arXiv 2604.11947). They begin as the basis of a subspace of that
 rank and its transpose, so that what lies in it passes unchanged. Either the whole stream crosses
 so, or what is left of it without a fixed embedding of the token, whose id crosses then, as in
-node/stage/subspace.py. The runs, seeds and data are those of study.toml beside this file.
+node/model/subspace.py. The runs, seeds and data are those of study.toml beside this file.
 
     python lab/results/bandwidth/trained_ends.py ROWS.jsonl
 """
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from planaria.node.data.mixture import open_data
-from planaria.node.resolve import resolve
+from planaria.node.launch.resolve import resolve
+from planaria.node.model import modules as model
+from planaria.node.model.shape import ModelConfig
+from planaria.node.model.subspace import Subspace
 from planaria.node.run_file import RunFile
-from planaria.node.stage import model
-from planaria.node.stage.shape import ModelConfig
-from planaria.node.stage.subspace import Subspace
 from planaria_lab.convergence import training
 
 STUDY: Final = tomllib.loads((Path(__file__).parent / "study.toml").read_text())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from planaria.node import resolve
+from planaria.node.launch import resolve
 from planaria_lab.chaos.command import _small_run
 from planaria_lab.chaos.schedule import Shape
 

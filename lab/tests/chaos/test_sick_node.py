@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from planaria.node.machine.compute import ComputeThread
+from planaria.node.machine.watch import kind_of
+from planaria.node.model.shape import model_config
 from planaria.node.report.event_log import EventLog
 from planaria.node.report.events import SwarmEnding
 from planaria.node.run_file import ModelSection, RunFile, WireSection
 from planaria.node.stage.arithmetic import TorchStage
-from planaria.node.stage.compute import ComputeThread
-from planaria.node.stage.shape import model_config
-from planaria.node.stage.watch import kind_of
 from planaria.node.transaction.attempt import Visit
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.routing import Route

@@ -60,7 +60,7 @@ def test_what_is_left_of_a_pass_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
 def test_only_nodes_are_paced(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[list[str]] = []
     armed: list[Pace] = []
-    monkeypatch.setattr("planaria.node.local.processes.run_planaria", ran.append)
+    monkeypatch.setattr("planaria.node.machine.processes.run_planaria", ran.append)
     monkeypatch.setattr(paced_node, "arm", armed.append)
     run_paced(PACE, ["bootstrap", "--run", "x"])
     assert armed == []

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from planaria.node.data.corpus import Corpus
+from planaria.node.machine.device import why_no_bf16
+from planaria.node.model.modules import BodyStage, EmbeddingStage, build_stage
+from planaria.node.model.shape import ModelConfig, model_config
 from planaria.node.run_file import RunFile, loads, override
-from planaria.node.stage.device import why_no_bf16
 from planaria.node.stage.lesson import StageLesson
-from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.shape import ModelConfig, model_config
 from planaria.node.state.boundary import Fetched, Pair
 from planaria.node.state.feeding import gradient_frame
 from planaria.node.state.relearn import Piece

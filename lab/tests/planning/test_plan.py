@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from planaria.node import cli
+from planaria.node.launch.resolve import registry_rules
 from planaria.node.local.losses import TraceRow
 from planaria.node.local.swarm import parse_kill
-from planaria.node.resolve import registry_rules
 from planaria.node.run_file import dumps, load, loads
 from planaria_lab.planning.machines import Hardware, probed, told
 from planaria_lab.planning.plan import curves, figures

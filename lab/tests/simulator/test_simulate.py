@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from planaria.node import cli
+from planaria.node.model.shape import ModelConfig
 from planaria.node.report.events import entries
 from planaria.node.run_file import RunFile
-from planaria.node.stage.shape import ModelConfig
 from planaria_lab.emulation.links import WAN_LINKS, read_links
 from planaria_lab.emulation.live_study import machine
 from planaria_lab.emulation.live_swarm import LiveError

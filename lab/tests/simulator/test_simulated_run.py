@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.node.local.losses import TraceRow
+from planaria.node.model.shape import model_config
 from planaria.node.run_file import loads, override
-from planaria.node.stage.shape import model_config
 from planaria.node.wire.frames import BLOCK
 from planaria.recovery.relearning import time_for
 from planaria_lab.convergence.schedule import Losses, schedule

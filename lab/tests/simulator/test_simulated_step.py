@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planaria.node.model.shape import Own, model_config
 from planaria.node.run_file import loads, override
-from planaria.node.stage.shape import Own, model_config
 from planaria.node.wire.background import LEAST, TARGET
 from planaria_lab.bench.simulator import by_simpy
 from planaria_lab.emulation.links import Link

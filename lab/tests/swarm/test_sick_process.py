@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from planaria.node.launch.resolve import resolve
 from planaria.node.local import swarm as local
-from planaria.node.resolve import resolve
 from planaria.node.run_file import override
 from planaria_lab.chaos.sick_node import run_sick, tell
 from tests.swarm.small import small

@@ -146,7 +146,7 @@ def _first_documents(corpus: Corpus, context: int, opening: str, closing: str) -
 def _print_data_of_run(file: Path) -> None:
     """Raises RunFileError, CorpusError."""
     from planaria.node.data.mixture import folders_of, open_data
-    from planaria.node.resolve import resolve
+    from planaria.node.launch.resolve import resolve
     from planaria.node.run_file import load
 
     run = resolve(load(file))

@@ -43,7 +43,7 @@ def status_command(
 ) -> None:
     """Show a run: its members, its steps, and why the registry did what."""
     from planaria.bootstrap.credentials import CredentialsError
-    from planaria.node.report.status_page import status
+    from planaria.node.page.status_page import status
 
     with refusing(CredentialsError, ValueError):
         credentials = credentials_for(join, security)

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from planaria.node.commands.node_options import Addresses, DoctorOptions, NodeOptions
 from planaria.node.commands.options import (
     FILES,
     LOOPBACK,
@@ -31,7 +32,6 @@ from planaria.node.commands.options import (
 )
 from planaria.node.commands.registry import check_there, credentials_for, run_on_loop
 from planaria.node.commands.terminal import console, errors, refuse, refusing, warn
-from planaria.node.node_options import Addresses, DoctorOptions, NodeOptions
 
 BEGAN = time.monotonic()
 
@@ -44,10 +44,10 @@ def node_command(options: NodeOptions) -> None:
 
     from planaria.bootstrap.address import Address
     from planaria.bootstrap.knock import Answer
-    from planaria.node.begin import NodeError, check_reachable
-    from planaria.node.enrolled import invitation_of
-    from planaria.node.naming import name_of_host
-    from planaria.node.supervisor import TRY_AGAIN, is_watched, one_each, supervise
+    from planaria.node.launch.begin import NodeError, check_reachable
+    from planaria.node.launch.enrolled import invitation_of
+    from planaria.node.launch.supervisor import TRY_AGAIN, is_watched, one_each, supervise
+    from planaria.node.wire.naming import name_of_host
 
     name = options.name or name_of_host(socket.gethostname())
     check_tracker(options.track)
@@ -69,8 +69,8 @@ def node_command(options: NodeOptions) -> None:
     from planaria.bootstrap.client import JoinRefused
     from planaria.bootstrap.credentials import CredentialsError
     from planaria.bootstrap.invites import NotAdmitted
-    from planaria.node.begin import Setup, begin
     from planaria.node.data.corpus import CorpusError
+    from planaria.node.launch.begin import Setup, begin
     from planaria.node.report.ledger import LedgerError
     from planaria.node.run_file import RunFileError
     from planaria.node.state.stage_state import SaveError
@@ -88,8 +88,15 @@ def node_command(options: NodeOptions) -> None:
             metrics=security.place(options.metrics, options.insecure, "--metrics"),
             invitation=invitation_of(options.join),
         )
-        status = run_on_loop(begin(setup))
+        status = run_on_loop(begin(setup, _serve))
     raise typer.Exit(status)
+
+
+def _serve(*begun: Any) -> Awaitable[int]:
+    """Loads torch, so it is called once nothing else can be wrong."""
+    from planaria.node.serve import serve
+
+    return serve(*begun)
 
 
 @contextmanager
@@ -123,8 +130,8 @@ def saying_whether_another_would_do() -> Iterator[None]:
 
     from planaria.bootstrap.client import RegistryUnreachable
     from planaria.bootstrap.enrolling import EnrolmentUnreachable
-    from planaria.node.begin import NodeCrashed
-    from planaria.node.supervisor import CRASHED, TRY_AGAIN
+    from planaria.node.launch.begin import NodeCrashed
+    from planaria.node.launch.supervisor import CRASHED, TRY_AGAIN
 
     try:
         yield
@@ -255,9 +262,9 @@ def bootstrap_command(options: BootstrapOptions) -> None:
     from planaria.bootstrap.store import StoreError
     from planaria.node.commands.bootstrapping import Bootstrapping
     from planaria.node.data.corpus import CorpusError
-    from planaria.node.resolve import registry_rules, resolve
+    from planaria.node.launch.resolve import registry_rules, resolve
+    from planaria.node.model.learning_rate import too_long
     from planaria.node.run_file import RunFileError, dumps, load
-    from planaria.node.stage.learning_rate import too_long
 
     options.log.begin("registry")
     kinds = (AdmissionError, CorpusError, CredentialsError, JournalError, RunFileError)
@@ -295,9 +302,9 @@ def doctor_command(options: DoctorOptions) -> None:
     """See, in 15 seconds, whether a node with these options could join from this machine; the exit
     status is 0 if all is well, 1 after a warning, 2 after a problem."""
     from planaria.bootstrap.credentials import CredentialsError
-    from planaria.node.advertised import forwarded
-    from planaria.node.diagnosis import Verdict, findings, lines, worst
-    from planaria.node.doctor import Asked, examine
+    from planaria.node.launch.advertised import forwarded
+    from planaria.node.launch.diagnosis import Verdict, findings, lines, worst
+    from planaria.node.launch.doctor import Asked, examine
 
     with refusing(CredentialsError, ValueError):
         addresses = Addresses.of(options)

@@ -72,10 +72,10 @@ def export_command(
     from planaria.node.hugging_face.export import ExportError
     from planaria.node.hugging_face.from_saves import export_saves
     from planaria.node.hugging_face.push import check_push, upload
+    from planaria.node.launch.resolve import resolve
     from planaria.node.local.resume import ResumeError
     from planaria.node.local.swarm import PLAN, SwarmError, read_plan
     from planaria.node.report.summary import read_summary
-    from planaria.node.resolve import resolve
     from planaria.node.run_file import RunFileError, load
     from planaria.node.state.saves import find_saves
     from planaria.node.state.stage_state import SaveError
@@ -177,13 +177,13 @@ def generate_command(options: GenerateOptions) -> None:
         _check_model(folder)
 
     from planaria.bootstrap.credentials import CredentialsError
-    from planaria.node.begin import NodeError
     from planaria.node.data.corpus import CorpusError
-    from planaria.node.hugging_face.config import UnsupportedModelError
     from planaria.node.hugging_face.dialogue import Dialogue
     from planaria.node.hugging_face.export import ExportError
     from planaria.node.hugging_face.generate import Sampling, Speaker, texts
     from planaria.node.hugging_face.whole_model import WholeModel
+    from planaria.node.launch.begin import NodeError
+    from planaria.node.model.config import UnsupportedModelError
     from planaria.node.run_file import RunFileError
     from planaria.node.serve import pick_device
 
@@ -250,7 +250,7 @@ def _converse(answer: Callable[[str], None]) -> None:
 
 def _check_model(folder: Path) -> None:
     """Ends at once, before torch is loaded, where no model was exported to."""
-    from planaria.node.hugging_face.config import CONFIG, UnsupportedModelError, check_not_adapters
+    from planaria.node.model.config import CONFIG, UnsupportedModelError, check_not_adapters
 
     with refusing(UnsupportedModelError):
         check_not_adapters(folder)
@@ -289,12 +289,12 @@ def evaluate_command(
         read_index(options.data)
 
     from planaria.bootstrap.credentials import CredentialsError
-    from planaria.node.begin import NodeError
-    from planaria.node.hugging_face.config import UnsupportedModelError
     from planaria.node.hugging_face.evaluate import Evaluation, evaluate
     from planaria.node.hugging_face.export import ExportError
     from planaria.node.hugging_face.through_swarm import evaluate_swarm
     from planaria.node.hugging_face.whole_model import WholeModel
+    from planaria.node.launch.begin import NodeError
+    from planaria.node.model.config import UnsupportedModelError
     from planaria.node.run_file import RunFileError
     from planaria.node.serve import pick_device
 
@@ -328,8 +328,8 @@ def presets_command(
     ] = 2048,
 ) -> None:
     """List the sizes of models that model.preset names."""
+    from planaria.node.model.shape import PRESETS, divisors, model_config
     from planaria.node.run_file import ModelSection
-    from planaria.node.stage.shape import PRESETS, divisors, model_config
 
     table = Table(
         Column("preset", no_wrap=True),

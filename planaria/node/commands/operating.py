@@ -60,7 +60,7 @@ def invite_command(options: InviteOptions) -> None:
         RevokeRequest,
     )
     from planaria.bootstrap.invites import encode
-    from planaria.node.enrolled import invitation_of
+    from planaria.node.launch.enrolled import invitation_of
 
     async def act(client: RegistryClient) -> None:
         if options.revoke is not None:

@@ -55,7 +55,7 @@ def parse_token(text: str) -> str:
         return text
 
     from planaria.bootstrap.invites import InviteError
-    from planaria.node.enrolled import text_of
+    from planaria.node.launch.enrolled import text_of
 
     try:
         return text_of(text, "--token", "the token")
@@ -281,7 +281,7 @@ Tracked = Annotated[
 
 def check_tracker(track: str | None) -> None:
     """Raises ModuleNotFoundError, which says what is missing."""
-    from planaria.node import extras
+    from planaria.node.machine import extras
 
     if track is not None:
         extras.check(track)

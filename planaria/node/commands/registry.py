@@ -28,7 +28,7 @@ def credentials_for(join: str, security: Security, role: str | None = None) -> C
     from planaria.bootstrap.credentials import Credentials
     from planaria.bootstrap.enrolling import EnrolmentUnreachable
     from planaria.bootstrap.invites import NotAdmitted
-    from planaria.node.enrolled import check_role, enrolled, folder_of, invitation_of
+    from planaria.node.launch.enrolled import check_role, enrolled, folder_of, invitation_of
 
     invitation = invitation_of(join)
     if invitation is None:
@@ -48,7 +48,7 @@ def credentials_for(join: str, security: Security, role: str | None = None) -> C
 def check_registry(join: str) -> None:
     """Ends at once where there is no registry to ask."""
     from planaria.bootstrap.knock import Answer
-    from planaria.node.enrolled import addresses_of
+    from planaria.node.launch.enrolled import addresses_of
 
     with refusing(ValueError):
         addresses = addresses_of(join)
@@ -79,7 +79,7 @@ def ask_registry(
 ) -> None:
     """Asks the registry, until it has answered or Ctrl-C, for however long that takes."""
     from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
-    from planaria.node.enrolled import addresses_of, renewed
+    from planaria.node.launch.enrolled import addresses_of, renewed
 
     addresses = addresses_of(join)
     check_registry(join)

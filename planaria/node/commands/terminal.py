@@ -13,7 +13,7 @@ from rich.markup import escape
 from planaria.node.report.readable_console import ReadableConsole
 
 if TYPE_CHECKING:
-    from planaria.node.report.progress import Track
+    from planaria.node.data.progress import Track
 
 T = TypeVar("T")
 

@@ -157,6 +157,8 @@ def up_command(
 
     from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.data.corpus import CorpusError
+    from planaria.node.data.progress import untracked
+    from planaria.node.launch.resolve import text_to_prepare
     from planaria.node.local.resume import ResumeError, changed
     from planaria.node.local.swarm import (
         SwarmError,
@@ -166,8 +168,6 @@ def up_command(
         read_plan,
         up,
     )
-    from planaria.node.report.progress import untracked
-    from planaria.node.resolve import text_to_prepare
     from planaria.node.run_file import RunFile, RunFileError, load, override
 
     check_tracker(track)

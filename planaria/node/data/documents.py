@@ -21,7 +21,7 @@ from planaria.node.data.corpus import CorpusError, RowError
 from planaria.node.data.messages import Completion, conversation, form_of
 from planaria.node.data.options import LONGEST, Form
 from planaria.node.data.places import PACKED, Listing, files_in, opened, packing, unpacked
-from planaria.node.extras import remedy
+from planaria.node.machine.extras import remedy
 
 TEXT_SUFFIXES = (".txt", ".text")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")

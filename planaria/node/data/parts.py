@@ -32,11 +32,11 @@ from planaria.node.data.corpus import (
 from planaria.node.data.documents import Row
 from planaria.node.data.messages import Completion
 from planaria.node.data.places import stamp
+from planaria.node.data.progress import Track, untracked
 from planaria.node.data.recipe import COMPLETIONS, SHOWN, Recipe, mostly_good
 from planaria.node.data.rendering import Renderer
 from planaria.node.data.shards import SplitWriter
 from planaria.node.data.tokenizer import bounds_of, special_tokens_in
-from planaria.node.report.progress import Track, untracked
 
 BATCH_CHARACTERS = 1 << 20
 FEW = 64

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, cast
 
 from planaria.node.data.corpus import CorpusError
-from planaria.node.extras import remedy
+from planaria.node.machine.extras import remedy
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -48,11 +48,11 @@ from planaria.node.data.parts import (
     vocabulary_of,
 )
 from planaria.node.data.places import Listing, size, stamp
+from planaria.node.data.progress import Track, untracked
 from planaria.node.data.recipe import Recipe, in_words
 from planaria.node.data.shards import SplitWriter
 from planaria.node.data.spread import Spread
 from planaria.node.data.tokenizer import context_of, write_tokenizer
-from planaria.node.report.progress import Track, untracked
 
 log = logging.getLogger("planaria")
 

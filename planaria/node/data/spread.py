@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from multiprocessing import active_children, get_context
 from typing import Any, Protocol, TypeVar
 
-from planaria.node.cores import available_cores
 from planaria.node.data.corpus import CorpusError
-from planaria.node.extras import remedy
-from planaria.node.local.processes import die_with_parent
+from planaria.node.machine.cores import available_cores
+from planaria.node.machine.extras import remedy
+from planaria.node.machine.processes import die_with_parent
 
 T = TypeVar("T")
 WORKERS_COME = 30.0

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from planaria.node.data.corpus import CorpusError, file_checksum, load_tokenizer
 from planaria.node.data.options import Bos
-from planaria.node.stage.shape import LONGEST
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -27,6 +26,8 @@ TEMPLATE: Final = "chat_template.jinja"
 SHARED: Final = (TOKENIZER, CONFIG, TEMPLATE, "generation_config.json", "index.json")
 """Files of prepared data, or of a model, that say how text becomes tokens: nodes give them to who
 may read. Not all need be there; the index is written last."""
+LONGEST: Final = 4096
+"""Tokens of a sample at most, for a model from elsewhere, if no option says how many."""
 PART: Final = 1 << 20
 """Bytes of such a file that are given at a time."""
 UNBOUNDED: Final = 1e9

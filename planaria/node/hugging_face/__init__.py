@@ -1,12 +1,19 @@
-"""Models as others read and write them: folders in the format of Hugging Face's transformers.
+"""Models as transformers reads and writes them.
 
-Read layout.py (where each of their tensors lies in our stages), config.py (their config.json) and
-checkpoint.py (such a folder, read tensor by tensor), taking_in.py (a run that begins from one),
-then export.py (a folder out of a run's weights; card.py writes its page, push.py uploads it),
-adapters.py (where only adapters were trained, these, or weights with them in), from_saves.py (the
-weights, out of a run's saves), living_run.py (which nodes of a run are asked), from_swarm.py (the
-weights, out of those) and whole_model.py (such a folder, computed with in one process), with which
-generate.py makes text, dialogue.py answers questions and evaluate.py tells how good it is;
-through_swarm.py computes with the stages where they are trained, samples.py has them do so while
-they are. options.py has what the commands say of an export and of an evaluation.
+Into a run: `taking_in.py`, a run that begins from a model. The files are read in `model/`.
+
+Out of it:
+
+- `export.py`: a folder of a run's weights; `card.py` writes its page, `push.py` uploads it
+- `adapters.py`: a run's adapters, or weights with the adapters merged
+- `from_saves.py`: the weights from a run's saves
+- `living_run.py`, `from_swarm.py`: the weights from the nodes of a run that is training
+
+Computing with it:
+
+- `whole_model.py`: the whole model in one process; `through_swarm.py`: through the nodes
+- `generate.py`: text; `dialogue.py`: answers; `evaluate.py`: losses
+- `samples.py`: text that nodes generate while they train
+
+`options.py` has the options of exports and evaluations.
 """

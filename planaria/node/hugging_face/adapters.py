@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
-from planaria.node.hugging_face.checkpoint import Checkpoint
-from planaria.node.hugging_face.config import ADAPTER_CONFIG, UnsupportedModelError
+from planaria.node.data.progress import Track
 from planaria.node.hugging_face.export import (
     DTYPES,
     ExportError,
@@ -30,12 +29,13 @@ from planaria.node.hugging_face.export import (
     write_tensors,
     write_vocabulary,
 )
-from planaria.node.hugging_face.layout import adapters, weights
 from planaria.node.hugging_face.taking_in import HUB_NAME, name_of
-from planaria.node.report.progress import Track
+from planaria.node.model.checkpoint import Checkpoint
+from planaria.node.model.config import ADAPTER_CONFIG, UnsupportedModelError
+from planaria.node.model.layout import adapters, weights
+from planaria.node.model.lora import merged
+from planaria.node.model.shape import Lora, ModelConfig
 from planaria.node.run_file import RunFile, override
-from planaria.node.stage.lora import merged
-from planaria.node.stage.shape import Lora, ModelConfig
 
 log = logging.getLogger("planaria")
 

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 from planaria.node.data.chat import Conversation, template_of
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.rendering import Renderer
-from planaria.node.hugging_face.checkpoint import TOKENIZER
-from planaria.node.hugging_face.config import read_stops
 from planaria.node.hugging_face.generate import Sampling, Speaker, decoded, encoded, generate
+from planaria.node.model.checkpoint import TOKENIZER
+from planaria.node.model.config import read_stops
 
 log = logging.getLogger("planaria")
 

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from planaria.node.data.corpus import SPLITS, UNSCORED, Corpus, CorpusError
 from planaria.node.data.mixture import beginnings, inputs_and_targets
-from planaria.node.data.tokenizer import TOKENIZER, same_tokenizer
+from planaria.node.data.progress import Track, untracked
+from planaria.node.data.tokenizer import LONGEST, TOKENIZER, same_tokenizer
 from planaria.node.hugging_face.options import EvaluateOptions
 from planaria.node.hugging_face.whole_model import WholeModel
-from planaria.node.report.progress import Track, untracked
-from planaria.node.stage.shape import LONGEST
 
 
 @dataclass(frozen=True)

@@ -19,18 +19,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from planaria.node.data.progress import Track, untracked
 from planaria.node.data.tokenizer import read_object, write_tokenizer
-from planaria.node.hugging_face.checkpoint import INDEX, OF_ORIGIN, ONE_FILE
-from planaria.node.hugging_face.config import (
+from planaria.node.model.checkpoint import INDEX, OF_ORIGIN, ONE_FILE
+from planaria.node.model.config import (
     CONFIG,
     GENERATION_CONFIG,
     special_tokens,
     to_config,
 )
-from planaria.node.hugging_face.layout import Weight, weights
-from planaria.node.report.progress import Track, untracked
-from planaria.node.stage.shape import ModelConfig
-from planaria.node.stage.subspace import subspace_of
+from planaria.node.model.layout import Weight, weights
+from planaria.node.model.shape import ModelConfig
+from planaria.node.model.subspace import subspace_of
 
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SHARD: Final = 256 << 20

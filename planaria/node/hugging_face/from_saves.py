@@ -14,14 +14,14 @@ from torch import Tensor
 
 from planaria.node.data.corpus import CorpusError, file_checksum, load_tokenizer, read_index
 from planaria.node.data.mixture import folders_of, index_of
+from planaria.node.data.progress import Track
 from planaria.node.data.tokenizer import TOKENIZER, bounds_of
 from planaria.node.hugging_face.adapters import base_of, begun_from, way_out
 from planaria.node.hugging_face.card import model_card
 from planaria.node.hugging_face.export import ExportError, Vocabulary
 from planaria.node.hugging_face.options import ExportOptions
-from planaria.node.report.progress import Track
+from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
-from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.regroup import RegroupError, choose, of_one_run, stages_of
 from planaria.node.state.saves import SaveFile
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import Credentials
 from planaria.bootstrap.registry_pb2 import Cause, Description
+from planaria.node.data.progress import Track
 from planaria.node.hugging_face.adapters import REMEDY, base_of, begun_from, way_out, what
 from planaria.node.hugging_face.card import model_card
 from planaria.node.hugging_face.export import ExportError
@@ -24,7 +25,6 @@ from planaria.node.hugging_face.living_run import LOOK, Access, LivingRun, from_
 from planaria.node.hugging_face.options import ExportOptions
 from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.ports import Priority
-from planaria.node.report.progress import Track
 from planaria.node.state.stage_state import Age
 from planaria.node.state.taken import PIN
 from planaria.node.state.transfer import WEIGHTS, StateClient

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from planaria.node.data.corpus import load_tokenizer
 from planaria.node.data.tokenizer import added, bounds_of
-from planaria.node.hugging_face.checkpoint import TOKENIZER
 from planaria.node.hugging_face.whole_model import WholeModel
+from planaria.node.model.checkpoint import TOKENIZER
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from planaria.bootstrap.credentials import Credentials
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import Description, Member, View
 from planaria.node.hugging_face.export import ExportError
-from planaria.node.naming import seat_id, seat_name
 from planaria.node.run_file import RunFile, loads
 from planaria.node.state.taken import LEASE
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.asking import Asking, Converse, NoAnswerError, over_streams
 from planaria.node.wire.frames import Frame
+from planaria.node.wire.naming import seat_id, seat_name
 from planaria.node.wire.onlookers import Inside, Onlookers
 
 log = logging.getLogger(__name__)

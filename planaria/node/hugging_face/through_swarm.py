@@ -22,6 +22,7 @@ from torch import Tensor
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import Credentials
 from planaria.node.data.corpus import CorpusError, load_tokenizer, read_index
+from planaria.node.data.progress import Track
 from planaria.node.data.tokenizer import PART, SHARED
 from planaria.node.hugging_face.evaluate import Evaluation, Portion
 from planaria.node.hugging_face.export import ExportError, Vocabulary
@@ -29,13 +30,12 @@ from planaria.node.hugging_face.from_saves import of_data, of_given, of_model
 from planaria.node.hugging_face.generate import Speaker
 from planaria.node.hugging_face.living_run import Access, LivingRun, from_outside
 from planaria.node.hugging_face.options import EvaluateOptions
-from planaria.node.naming import node_of
-from planaria.node.report.progress import Track
 from planaria.node.run_file import RunFile
 from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.asking import NoAnswerError
 from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.naming import node_of
 from planaria.node.wire.onlookers import FRAME_LIMIT
 from planaria.node.wire.tensors import decode, encode
 

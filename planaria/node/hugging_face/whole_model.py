@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from planaria.node.hugging_face.checkpoint import Checkpoint
-from planaria.node.hugging_face.config import UnsupportedModelError
-from planaria.node.stage.model import LlamaBody, LlamaEnds, rope_tables
-from planaria.node.stage.shape import ModelConfig
+from planaria.node.model.checkpoint import Checkpoint
+from planaria.node.model.config import UnsupportedModelError
+from planaria.node.model.modules import LlamaBody, LlamaEnds, rope_tables
+from planaria.node.model.shape import ModelConfig
 
 
 class WholeModel:

@@ -7,7 +7,7 @@ hear: were this process gone, its children would be, before they have saved.
 
 import signal
 
-from planaria.node.local.processes import die_with_parent
+from planaria.node.machine.processes import die_with_parent
 
 die_with_parent()
 for number in (signal.SIGHUP, signal.SIGTERM):

@@ -24,13 +24,13 @@ from typing import IO, Any, Literal, NamedTuple
 
 from rich.console import Console
 
-from planaria.node.imports import calling, leave_out_current_folder
-from planaria.node.local.processes import describe_status, die_with_parent
+from planaria.node.data.progress import untracked
 from planaria.node.local.swarm import Ending, SwarmError, parse_kill, plan_run, read_plan
 from planaria.node.local.swarm import up as up_here
+from planaria.node.machine.imports import calling, leave_out_current_folder
+from planaria.node.machine.processes import describe_status, die_with_parent
 from planaria.node.report.event_log import Tail
 from planaria.node.report.ledger import MERGED
-from planaria.node.report.progress import untracked
 from planaria.node.report.readable_console import ReadableConsole
 from planaria.node.report.summary import read_summary, tell
 from planaria.node.run_file import RunFile, RunFileError, override

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from planaria.bootstrap.admission import AdmissionError, key_beside
 from planaria.bootstrap.journal import Journal, JournalError
 from planaria.bootstrap.registry_pb2 import View
+from planaria.node.launch.resolve import resolve, run_id
 from planaria.node.local.losses import stage_of
-from planaria.node.resolve import resolve, run_id
+from planaria.node.model.shape import divisors
 from planaria.node.run_file import RunFile, dumps, override
-from planaria.node.stage.shape import divisors
 from planaria.node.state.stage_state import SaveError
 from planaria.recovery.decide import Resume
 

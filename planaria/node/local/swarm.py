@@ -26,11 +26,12 @@ from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnrea
 from planaria.bootstrap.journal import JournalError
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import Description, View
-from planaria.node.cores import available_cores
 from planaria.node.data.mixture import index_of
-from planaria.node.extras import remedy
-from planaria.node.hugging_face.checkpoint import TOKENIZER
+from planaria.node.data.progress import Track
 from planaria.node.hugging_face.taking_in import take_in
+from planaria.node.launch.own_folders import said_here
+from planaria.node.launch.resolve import resolve, text_to_prepare
+from planaria.node.launch.supervisor import FINAL
 from planaria.node.local.losses import (
     DrawnLosses,
     Losses,
@@ -41,7 +42,10 @@ from planaria.node.local.losses import (
     read_trace,
     stage_of,
 )
-from planaria.node.local.processes import (
+from planaria.node.local.resume import RUN_FILE, Kept, ResumeError, put_in_place, take_over
+from planaria.node.machine.cores import available_cores
+from planaria.node.machine.extras import remedy
+from planaria.node.machine.processes import (
     GRACE,
     PLANARIA,
     EndedProcess,
@@ -51,9 +55,10 @@ from planaria.node.local.processes import (
     run_planaria,
     stop_signals,
 )
-from planaria.node.local.processes import tail as end_of
-from planaria.node.local.resume import RUN_FILE, Kept, ResumeError, put_in_place, take_over
-from planaria.node.own_folders import said_here
+from planaria.node.machine.processes import tail as end_of
+from planaria.node.model import learning_rate
+from planaria.node.model.checkpoint import TOKENIZER
+from planaria.node.model.shape import COMPUTED
 from planaria.node.report.event_log import EventLog, Tail
 from planaria.node.report.events import (
     Exited,
@@ -68,15 +73,10 @@ from planaria.node.report.events import (
 from planaria.node.report.experiment import ExperimentPipe, Opening
 from planaria.node.report.ledger import MERGED, Audit, Ledger, LedgerError, Line, check, merge
 from planaria.node.report.live_view import Screen, Story
-from planaria.node.report.progress import Track
 from planaria.node.report.samples import SamplesFile
 from planaria.node.report.summary import draw_loss, summarize, tell
 from planaria.node.report.unsaved import named, unsaved
-from planaria.node.resolve import resolve, text_to_prepare
 from planaria.node.run_file import RunFile, RunFileError, dumps, load, override
-from planaria.node.stage import learning_rate
-from planaria.node.stage.shape import COMPUTED
-from planaria.node.supervisor import FINAL
 
 PLAN, ADDRESS = "up.json", "registry.address"
 SAVING_GRACE = 30.0

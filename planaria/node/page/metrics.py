@@ -14,8 +14,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from planaria.bootstrap.registry_pb2 import Description, MemberDescription, Report
-from planaria.node.page.history import History
 from planaria.node.page.state import committed_of
+from planaria.node.report.history import History
 from planaria.node.report.live_view import seats_of
 from planaria.node.run_file import RunFile
 

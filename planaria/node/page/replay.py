@@ -17,8 +17,6 @@ from planaria.bootstrap.registry_pb2 import (
     SeatReport,
     View,
 )
-from planaria.node.naming import node_of
-from planaria.node.page.history import History
 from planaria.node.page.state import Moment, page_state
 from planaria.node.report.event_log import Tail
 from planaria.node.report.events import (
@@ -37,8 +35,10 @@ from planaria.node.report.events import (
     Validated,
     parse,
 )
+from planaria.node.report.history import History
 from planaria.node.report.ledger import MERGED, Line, merge
 from planaria.node.run_file import RunFile, load
+from planaria.node.wire.naming import node_of
 
 RUN_FILE = "run.toml"
 

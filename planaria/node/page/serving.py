@@ -27,12 +27,12 @@ from planaria.node.page.app import (
     make_app,
     metrics_app,
 )
-from planaria.node.page.history import History
 from planaria.node.page.http_server import listening
 from planaria.node.page.metrics import exposition, of_registry
 from planaria.node.page.place import Place
 from planaria.node.page.replay import Replay
 from planaria.node.page.state import Moment, page_state
+from planaria.node.report.history import History
 from planaria.node.run_file import RunFile
 
 log = logging.getLogger("planaria")

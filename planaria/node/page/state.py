@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from planaria.bootstrap.fitting import cut_from
 from planaria.bootstrap.membership import place_of
 from planaria.bootstrap.registry_pb2 import Description, Member, MemberDescription, SeatReport
-from planaria.node.naming import node_of
-from planaria.node.page.history import Curve, History
+from planaria.node.model.learning_rate import of_run
 from planaria.node.report.events import Severity
+from planaria.node.report.history import Curve, History
 from planaria.node.report.live_view import seats_of, state_of, told_of
 from planaria.node.run_file import RunFile
-from planaria.node.stage.learning_rate import of_run
+from planaria.node.wire.naming import node_of
 
 NODES_SHOWN = 24
 """Of a stage; the others are counted."""

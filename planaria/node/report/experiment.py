@@ -20,14 +20,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
-from planaria.node.extras import remedy
-from planaria.node.page.history import History
+from planaria.node.machine.extras import remedy
+from planaria.node.model.learning_rate import of_run
 from planaria.node.report.events import Sampled, Validated, parse
+from planaria.node.report.history import History
 from planaria.node.report.ledger import Line
 from planaria.node.report.line_file import BackgroundLineFile
 from planaria.node.report.samples import markdown
 from planaria.node.run_file import RunFile, loads
-from planaria.node.stage.learning_rate import of_run
 
 log = logging.getLogger(__name__)
 

@@ -45,8 +45,8 @@ from typing_extensions import TypedDict
 
 from planaria.node.data.turns import Share
 from planaria.node.report.line_file import LineFile
-from planaria.node.transaction.chain import hash_of, hash_of_records
 from planaria.node.wire import stage_pb2
+from planaria.node.wire.chain import hash_of, hash_of_records
 
 if TYPE_CHECKING:
     from planaria.node.data.windows import AnyWindows

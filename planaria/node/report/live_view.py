@@ -18,7 +18,6 @@ from rich.text import Text
 
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import Description, Member, MemberDescription, SeatReport
-from planaria.node.naming import node_of
 from planaria.node.report.events import (
     Applied,
     Committed,
@@ -48,6 +47,7 @@ from planaria.node.report.events import (
     shown,
 )
 from planaria.node.report.summary import noticed_at, stall_seconds
+from planaria.node.wire.naming import node_of
 from planaria.recovery.decide import COPIED, ORIGIN
 
 NEWS_SHOWN = 12

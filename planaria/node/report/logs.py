@@ -14,11 +14,11 @@ from planaria.bootstrap.membership import place_of
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import Description, Member
 from planaria.bootstrap.spelling import readable
-from planaria.node.naming import seat_id
 from planaria.node.report.log_stream import LONGEST, MOST_KEPT
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.asking import PATIENCE, Asking, Converse
 from planaria.node.wire.frames import Frame
+from planaria.node.wire.naming import seat_id
 
 LOOK: Final = 1.0
 """Seconds between two looks at what is new."""

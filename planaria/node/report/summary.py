@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from rich.filesize import decimal
 
-from planaria.node.naming import node_of, was_added
 from planaria.node.report.events import (
     Aborted,
     Applied,
@@ -49,6 +48,7 @@ from planaria.node.report.events import (
 from planaria.node.report.ledger import Audit, Line
 from planaria.node.report.wall_clock import PARTS
 from planaria.node.run_file import RunFile
+from planaria.node.wire.naming import node_of, was_added
 from planaria.recovery.decide import COPIED, ORIGIN, OWN
 
 NOTICED_LATE = 1.0

@@ -11,9 +11,9 @@ from typing import Final
 
 import torch
 
+from planaria.node.model.modules import parameter_shapes
+from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
-from planaria.node.stage.model import parameter_shapes
-from planaria.node.stage.shape import ModelConfig
 
 VALUE: Final = torch.float32.itemsize
 HALF: Final = torch.bfloat16.itemsize

@@ -14,17 +14,17 @@ from planaria.bootstrap.registry_pb2 import CHECKSUM
 from planaria.node.data.corpus import UNSCORED
 from planaria.node.data.mixture import Data
 from planaria.node.data.tokenizer import part_of
-from planaria.node.hugging_face.checkpoint import Checkpoint, digest
+from planaria.node.model.architecture import Architecture
+from planaria.node.model.checkpoint import Checkpoint, digest
+from planaria.node.model.lora import Frozen, copied
+from planaria.node.model.modules import BodyStage, EmbeddingStage, Stage, with_weights
+from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.ports import Learned
 from planaria.node.run_file import RunFile
-from planaria.node.stage.architecture import Architecture
 from planaria.node.stage.initial import Beginning, NotHereError
 from planaria.node.stage.lesson import StageLesson, boundary_tensor
-from planaria.node.stage.lora import Frozen, copied
-from planaria.node.stage.model import BodyStage, EmbeddingStage, Stage, with_weights
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.room import Room
-from planaria.node.stage.shape import ModelConfig, trained_shapes
 from planaria.node.stage.work import TorchWork
 from planaria.node.state.boundary import Fetched
 from planaria.node.state.stage_state import StageState, StateId

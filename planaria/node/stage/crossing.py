@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import WireSection
-from planaria.node.stage.shape import ModelConfig
 from planaria.node.wire.frames import Codec, Form, encoded_size
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from planaria.node.hugging_face.checkpoint import Checkpoint, digest
+from planaria.node.model.architecture import Architecture
+from planaria.node.model.checkpoint import Checkpoint, digest
+from planaria.node.model.lora import adapt, initial_adapters
+from planaria.node.model.modules import Stage, build_stage, empty_stage
+from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
-from planaria.node.stage.architecture import Architecture
-from planaria.node.stage.lora import adapt, initial_adapters
-from planaria.node.stage.model import Stage, build_stage, empty_stage
-from planaria.node.stage.shape import ModelConfig
 
 log = logging.getLogger("planaria")
 

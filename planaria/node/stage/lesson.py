@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from planaria.node.stage.lora import copied
-from planaria.node.stage.model import BodyStage
+from planaria.node.model.lora import copied
+from planaria.node.model.modules import BodyStage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state.boundary import Fetched, Pair
 from planaria.node.state.relearn import Piece, PieceResult

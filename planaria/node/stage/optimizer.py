@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from planaria.node.stage.shape import BETAS
+from planaria.node.model.shape import BETAS
 
 if TYPE_CHECKING:
     from planaria.node.run_file import RunFile

@@ -19,12 +19,12 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from planaria.node.model.random_state import kept_random_state
 from planaria.node.run_file import RunFile, RunFileError, dumps, loads, override
-from planaria.node.stage.random_state import kept_random_state
 
 if TYPE_CHECKING:
-    from planaria.node.stage.architecture import Architecture
-    from planaria.node.stage.shape import ModelConfig, Shapes
+    from planaria.node.model.architecture import Architecture
+    from planaria.node.model.shape import ModelConfig, Shapes
 
 TRIED = 2
 """Tokens that go through it to see what comes out."""

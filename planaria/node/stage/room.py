@@ -19,7 +19,7 @@ from typing import Final
 
 import torch
 
-from planaria.node.stage.device import available_memory
+from planaria.node.machine.device import available_memory
 from planaria.node.transaction.attempt import NoRoomError
 
 log = logging.getLogger(__name__)

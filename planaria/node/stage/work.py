@@ -21,14 +21,14 @@ from torch import Tensor
 from planaria.node.data.corpus import TRAIN, UNSCORED, VALIDATION
 from planaria.node.data.mixture import Data, beginnings, count_scored, inputs_and_targets, windows
 from planaria.node.data.windows import microbatch_ids, samples_hash
+from planaria.node.machine.compute import waiting_for_disk
+from planaria.node.model.modules import BodyStage, EmbeddingStage
+from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
 from planaria.node.stage.activations import saved, working
-from planaria.node.stage.compute import waiting_for_disk
 from planaria.node.stage.crossing import forms, put_together, taken_apart
-from planaria.node.stage.model import BodyStage, EmbeddingStage
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.room import Room
-from planaria.node.stage.shape import ModelConfig
 from planaria.node.transaction.attempt import Done, NoRoomError, Visit
 from planaria.node.transaction.bounds import UNLIKE
 from planaria.node.transaction.effects import NEVER, Ballot

@@ -18,8 +18,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from planaria.node.notices import MARGIN, POLL
-
+POLL = 2.0
+"""Seconds between two looks for a notice; AWS recommends five or less, GCP leaves only thirty."""
+MARGIN = 3.0
+"""Seconds before the said end at which a node wants to be gone; the time is approximate."""
 NOTICES: Final = (120.0, 30.0, 10.0)
 """Seconds that AWS gives, that GCP and Azure give, and that are left where it is heard late."""
 FAREWELL = 2.0

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from planaria.bootstrap.registry_pb2 import Cause
-from planaria.node.naming import node_of
+from planaria.node.model.shape import ModelConfig
 from planaria.node.ports import Disk, Net, OpenDisk, Tensors
 from planaria.node.report.events import HoldingCost
 from planaria.node.run_file import RunFile
-from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.boundary import BoundaryKeeper
 from planaria.node.state.copies import Holder, Outgoing, Sender
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
@@ -28,6 +27,7 @@ from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
 from planaria.node.wire.frames import Frame
+from planaria.node.wire.naming import node_of
 from planaria.recovery.decide import Kind
 from planaria.recovery.snapshot import Layout, route, sent_as
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from planaria.node.model.shape import ModelConfig
 from planaria.node.ports import Arithmetic
 from planaria.node.report.events import Event, Fetching, Origin
 from planaria.node.run_file import RunFile
-from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.boundary import BoundaryClient, Wanted
 from planaria.node.state.homework import Homework
 from planaria.node.state.relearn import Course, Relearning, RelearningBlock, Terms

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planaria.node.stage.shape import BETAS, ModelConfig
+from planaria.node.model.shape import BETAS, ModelConfig
 from planaria.node.state.saves import Bytes, SaveFile, Saves, Values
 from planaria.node.state.stage_state import SaveError, StageState, StateId
 from planaria.node.transaction.scales import has_for, of_stage

@@ -46,10 +46,10 @@ from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from planaria.bootstrap.secret_files import flush_folder
-from planaria.node.hugging_face.config import to_config
+from planaria.node.machine.compute import waiting_for_disk
+from planaria.node.model.config import to_config
+from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.ports import OpenDisk
-from planaria.node.stage.compute import waiting_for_disk
-from planaria.node.stage.shape import ModelConfig, trained_shapes
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 

@@ -11,9 +11,7 @@ from types import MappingProxyType
 
 from planaria.bootstrap.registry_pb2 import Vote as SignedVote
 from planaria.bootstrap.votes import gathered, hash_of
-from planaria.node.naming import node_of
 from planaria.node.report.events import NonFinite
-from planaria.node.transaction.chain import hash_of_records, head
 from planaria.node.transaction.diverging import Told
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.gathering import Standing, unrecorded
@@ -25,6 +23,8 @@ from planaria.node.transaction.takeover import Takeover, holders, to_be_taken_ov
 from planaria.node.transaction.telling import in_order
 from planaria.node.transaction.voting import norm
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.chain import hash_of_records, head
+from planaria.node.wire.naming import node_of
 from planaria.recovery.masking import stand_ins
 
 UNREACHED = 2.0

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from planaria.bootstrap.registry_pb2 import SILENT
-from planaria.node.naming import node_of
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.naming import node_of
 
 VAIN: Final = 3
 """Times that a node may accuse others for cause when nobody else does; with the last one it is

@@ -12,11 +12,11 @@ from typing import Final
 
 from planaria.bootstrap import votes
 from planaria.bootstrap.registry_pb2 import Cause
-from planaria.node.transaction.chain import hash_of_records
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.transaction.scales import has_for
 from planaria.node.transaction.standing_out import LOOKED_AT
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.chain import hash_of_records
 
 MOST_STEPS: Final = 1 << 53
 """And lineages, attempts and bytes: whole numbers that a double has exactly."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Final, NamedTuple
 
-from planaria.node.naming import node_of
 from planaria.node.transaction.routing import Route, route
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.naming import node_of
 
 WRONG: Final = 2
 """Checks in which a node is found to be wrong before it has to go."""

@@ -25,7 +25,6 @@ from planaria.bootstrap.registry_pb2 import HANG, NONFINITE, NUMBERS, SILENT, Vo
 from planaria.bootstrap.registry_pb2 import Vote as SignedVote
 from planaria.bootstrap.votes import hash_of as hash_of_votes
 from planaria.bootstrap.votes import is_cast
-from planaria.node.naming import node_of
 from planaria.node.report.events import (
     Aborted,
     Accused,
@@ -59,13 +58,6 @@ from planaria.node.transaction.blaming import (
     Spoiling,
 )
 from planaria.node.transaction.bounds import told_to_driver
-from planaria.node.transaction.chain import (
-    has_records,
-    seal,
-    with_votes,
-    without_records,
-    without_votes,
-)
 from planaria.node.transaction.checking import WRONG, Checked, SpotChecks, Undecided, Wrong
 from planaria.node.transaction.doubting import Doubts
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
@@ -98,6 +90,14 @@ from planaria.node.transaction.takeover import Takeover, beside
 from planaria.node.transaction.telling import Telling
 from planaria.node.transaction.voting import roll_of, vote_of
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.chain import (
+    has_records,
+    seal,
+    with_votes,
+    without_records,
+    without_votes,
+)
+from planaria.node.wire.naming import node_of
 from planaria.recovery.decide import COPIED, Rebuild, Resume, RollBack, Source, Stop, resume
 from planaria.recovery.orders import window_orders
 from planaria.recovery.relearning import time_for

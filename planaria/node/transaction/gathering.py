@@ -8,9 +8,9 @@ from typing import Any
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import HANG
-from planaria.node.transaction.chain import has_records, hash_of
 from planaria.node.transaction.effects import Ballot, Effect, Send, Suspect
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.chain import has_records, hash_of
 from planaria.recovery.decide import Held, Left, Source
 
 QUERY_AGAIN = 1.0

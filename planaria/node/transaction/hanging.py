@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-from planaria.node.naming import node_of
 from planaria.node.transaction.overdue import patience
+from planaria.node.wire.naming import node_of
 
 HEIR: Final = 30.0
 """Seconds in which an heir has to take over from the last node of a stage, which hangs."""

@@ -24,19 +24,8 @@ from planaria.bootstrap.registry_pb2 import (
     Roll,
     Votes,
 )
-from planaria.node.naming import node_of
 from planaria.node.report.events import MessageRefused
 from planaria.node.transaction.bounds import HASH, LONGEST_WORDS, told_to_member
-from planaria.node.transaction.chain import (
-    decision,
-    has_records,
-    hash_of,
-    hash_of_records,
-    head,
-    is_sealed,
-    with_records,
-    without_votes,
-)
 from planaria.node.transaction.comparing import UNHEARD, Comparing, same_attempt
 from planaria.node.transaction.effects import (
     NEVER,
@@ -71,6 +60,17 @@ from planaria.node.transaction.voting import (
     sign,
 )
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.chain import (
+    decision,
+    has_records,
+    hash_of,
+    hash_of_records,
+    head,
+    is_sealed,
+    with_records,
+    without_votes,
+)
+from planaria.node.wire.naming import node_of
 from planaria.recovery.decide import COPIED
 
 

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from planaria.bootstrap.registry_pb2 import Member, Proof
-from planaria.node.naming import node_of
-from planaria.node.transaction.chain import decision, hash_of, is_sealed
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.voting import about, has_voted, is_of
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.chain import decision, hash_of, is_sealed
+from planaria.node.wire.naming import node_of
 
 Age = tuple[int, int]
 """Lineage and committed step."""

@@ -18,8 +18,8 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from planaria.bootstrap.neighbours import ALL, scattered
-from planaria.node.naming import node_of
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.naming import node_of
 
 ROUNDING: Final = 1e-9
 """Of sums of seconds: nothing is moved to gain less."""

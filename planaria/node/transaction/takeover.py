@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from planaria.node.naming import node_of
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.naming import node_of
 
 VACANT = 3.0
 """Seconds that an attempt waits for the view in which somebody else has the seat."""

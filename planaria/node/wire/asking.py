@@ -21,10 +21,10 @@ from google.protobuf.message import DecodeError
 
 from planaria.bootstrap.address import EVERYWHERE, Reach, resolved_not_to_dial
 from planaria.bootstrap.credentials import Credentials, channel
-from planaria.node.naming import node_of
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame, WireError, seal, unseal
 from planaria.node.wire.link import PROTOCOL, SERVICE
+from planaria.node.wire.naming import node_of
 from planaria.node.wire.onlookers import FRAME_LIMIT
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from planaria.node.data.corpus import Corpus, CorpusError
 from planaria.node.data.mixture import Mixture, folders_of, index_of, open_data
 from planaria.node.data.prepare import END_OF_DOCUMENT, prepare
 from planaria.node.data.recipe import Recipe
-from planaria.node.resolve import resolve
+from planaria.node.launch.resolve import resolve
 from planaria.node.run_file import RunFile, dumps, loads
 
 WORDS = ("apple pear plum cherry " * 40, "seven eight nine ten " * 40)

@@ -12,19 +12,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from planaria.node.data.progress import untracked
 from planaria.node.hugging_face.adapters import base_of, begun_from, way_out
 from planaria.node.hugging_face.card import model_card
-from planaria.node.hugging_face.checkpoint import Checkpoint
-from planaria.node.hugging_face.config import UnsupportedModelError
 from planaria.node.hugging_face.export import ExportError
 from planaria.node.hugging_face.taking_in import name_of, take_in
 from planaria.node.hugging_face.whole_model import WholeModel
-from planaria.node.report.progress import untracked
+from planaria.node.model.checkpoint import Checkpoint
+from planaria.node.model.config import UnsupportedModelError
+from planaria.node.model.lora import copied, initial_adapters
+from planaria.node.model.modules import EmbeddingStage
+from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile, from_fields, override
 from planaria.node.stage.initial import Beginning
-from planaria.node.stage.lora import copied, initial_adapters
-from planaria.node.stage.model import EmbeddingStage
-from planaria.node.stage.shape import ModelConfig
 from tests.node.hugging_face.test_folders import exported, some_tokens
 from tests.node.stage.shapes import GROUPED, QWEN2
 

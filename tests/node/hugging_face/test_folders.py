@@ -13,12 +13,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from planaria.node.hugging_face.config import UnsupportedModelError
 from planaria.node.hugging_face.export import ExportError, Vocabulary, export, shards
-from planaria.node.hugging_face.layout import Weight, weights
 from planaria.node.hugging_face.whole_model import WholeModel
-from planaria.node.stage.model import build_stage, with_weights
-from planaria.node.stage.shape import ModelConfig
+from planaria.node.model.config import UnsupportedModelError
+from planaria.node.model.layout import Weight, weights
+from planaria.node.model.modules import build_stage, with_weights
+from planaria.node.model.shape import ModelConfig
 from tests.node.data.test_tokenizer import AROUND, NAMED, TEXTS, documents, prepared, write
 from tests.node.stage.shapes import FAMILIES, GROUPED
 

@@ -10,9 +10,9 @@ import torch
 
 from planaria.node.hugging_face.export import ExportError
 from planaria.node.hugging_face.from_saves import saved_model
-from planaria.node.hugging_face.layout import weights
+from planaria.node.model.layout import weights
+from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import ModelSection, RunFile
-from planaria.node.stage.shape import ModelConfig
 from planaria.node.state.saves import find_saves
 from tests.node.state.small_saves import model, saved, state
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from planaria.node.data.progress import untracked
 from planaria.node.local.swarm import plan_run
-from planaria.node.report.progress import untracked
 from planaria.node.run_file import RunFileError, dumps, from_fields, override
 from tests.hub import Hub, commit_of, files_of, serving
 from tests.node.hugging_face.test_folders import exported

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from planaria.node.hugging_face.checkpoint import Checkpoint
 from planaria.node.hugging_face.export import export
 from planaria.node.hugging_face.taking_in import take_in
 from planaria.node.hugging_face.whole_model import WholeModel
+from planaria.node.model.checkpoint import Checkpoint
+from planaria.node.model.shape import RopeScaling
 from planaria.node.run_file import dumps, from_fields, loads
 from planaria.node.stage.initial import Beginning
-from planaria.node.stage.shape import RopeScaling
 from tests.node.hugging_face.test_folders import some_tokens, transformers_model
 from tests.node.stage.shapes import GROUPED
 

@@ -15,15 +15,15 @@ from safetensors.torch import load_file, save_file
 
 from planaria.bootstrap.registry_pb2 import CHECKSUM
 from planaria.node.data.corpus import Corpus, CorpusError
-from planaria.node.hugging_face.checkpoint import Checkpoint
-from planaria.node.hugging_face.config import UnsupportedModelError
 from planaria.node.hugging_face.taking_in import find_tokenizer, stages_for, take_in
 from planaria.node.hugging_face.whole_model import WholeModel
-from planaria.node.resolve import resolve
+from planaria.node.launch.resolve import resolve
+from planaria.node.model.checkpoint import Checkpoint
+from planaria.node.model.config import UnsupportedModelError
+from planaria.node.model.shape import FINE_TUNING, ModelConfig, model_config
 from planaria.node.run_file import RunFile, RunFileError, dumps, from_fields, loads
 from planaria.node.stage.arithmetic import TorchStage
 from planaria.node.stage.initial import Beginning, NotHereError
-from planaria.node.stage.shape import FINE_TUNING, ModelConfig, model_config
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
 from tests.node.hugging_face.test_folders import exported, some_tokens

@@ -12,6 +12,7 @@ from planaria.bootstrap.admission import key_beside
 from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.registry_pb2 import View
 from planaria.bootstrap.views import sign
+from planaria.node.launch.resolve import resolve
 from planaria.node.local import resume as module
 from planaria.node.local.losses import places
 from planaria.node.local.resume import (
@@ -23,7 +24,6 @@ from planaria.node.local.resume import (
     put_in_place,
     take_over,
 )
-from planaria.node.resolve import resolve
 from planaria.node.run_file import RunFile, RunFileError, dumps, load, loads, override
 from planaria.node.state.saves import find_saves
 from planaria.node.state.stage_state import Age

@@ -19,7 +19,7 @@ from planaria.node.commands.options import parse_seats
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
-from planaria.node.local.processes import stop_signals
+from planaria.node.launch.resolve import registry_rules, resolve, run_id, text_to_prepare
 from planaria.node.local.swarm import (
     Ending,
     Kill,
@@ -38,7 +38,7 @@ from planaria.node.local.swarm import (
     wrap_up,
     write_plan,
 )
-from planaria.node.resolve import registry_rules, resolve, run_id, text_to_prepare
+from planaria.node.machine.processes import stop_signals
 from planaria.node.run_file import RunFile, dumps, loads, override
 
 RUN = loads("steps = 40\n[model]\nstages = 4\n[swarm]\nreplicas = 2")

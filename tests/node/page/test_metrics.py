@@ -26,8 +26,8 @@ from planaria.bootstrap.registry_pb2 import (
 )
 from planaria.node.page import metrics
 from planaria.node.page.app import metrics_app
-from planaria.node.page.history import History
 from planaria.node.page.metrics import ALL, AT_NODE, COUNTER, exposition, of_node, of_registry
+from planaria.node.report.history import History
 from planaria.node.run_file import RunFile, override
 
 ROOT = Path(__file__).parents[3]

@@ -17,11 +17,11 @@ from planaria.bootstrap.registry_pb2 import (
     SeatReport,
     View,
 )
+from planaria.node.model.learning_rate import of_run
 from planaria.node.page.app import as_json, joined
-from planaria.node.page.history import History
 from planaria.node.page.state import NODES_SHOWN, Moment, page_state
+from planaria.node.report.history import History
 from planaria.node.run_file import RunFile, override
-from planaria.node.stage.learning_rate import of_run
 from tests.node.report.lines import entry as entry_of
 
 NOW = 1000.0

@@ -26,8 +26,8 @@ from planaria.node.report.ledger import (
     merge,
     windows_in,
 )
-from planaria.node.transaction.chain import hash_of, hash_of_records
 from planaria.node.wire import stage_pb2
+from planaria.node.wire.chain import hash_of, hash_of_records
 
 HEADER = LedgerHeader(
     ledger=1, run="demo", seed=3, samples=50, batch=12, microbatch=4, context=64, content="c0ffee"

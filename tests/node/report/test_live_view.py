@@ -22,9 +22,9 @@ from planaria.bootstrap.registry_pb2 import (
     SeatReport,
     View,
 )
+from planaria.node.page.status_page import as_text, page, status
 from planaria.node.report.events import Stopped
 from planaria.node.report.live_view import News, Screen, Story, stage_table, styled, under_way
-from planaria.node.report.status_page import as_text, page, status
 from tests.node.report.lines import entry as entry_of
 
 OLD, NEW = "3fa2b18c0d11", "77aa00bb12cd"

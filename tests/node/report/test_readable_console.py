@@ -23,9 +23,9 @@ from planaria.bootstrap.registry_pb2 import (
     View,
 )
 from planaria.bootstrap.spelling import readable_lines
+from planaria.node.page.status_page import as_text, news_of, page
 from planaria.node.report.log_stream import JsonLines, TextLines
 from planaria.node.report.readable_console import ReadableConsole
-from planaria.node.report.status_page import as_text, news_of, page
 
 NASTY = (
     "\x1b[2J\x1b]0;owned\x07",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planaria.node.stage.shape import ModelConfig, RopeScaling
+from planaria.node.model.shape import ModelConfig, RopeScaling
 
 GROUPED = ModelConfig(
     vocabulary=97,

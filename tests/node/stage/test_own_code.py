@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from planaria.node.begin import NodeError, check_module
-from planaria.node.hugging_face.config import UnsupportedModelError
 from planaria.node.hugging_face.export import export
-from planaria.node.hugging_face.layout import weights
 from planaria.node.hugging_face.whole_model import WholeModel
-from planaria.node.resolve import resolve
+from planaria.node.launch.begin import NodeError, check_module
+from planaria.node.launch.resolve import resolve
+from planaria.node.model.config import UnsupportedModelError
+from planaria.node.model.layout import weights
+from planaria.node.model.modules import build_stage, with_weights
+from planaria.node.model.shape import named_shapes
 from planaria.node.run_file import RunFile, RunFileError, dumps, loads, override
 from planaria.node.serve import find_own_code
-from planaria.node.stage.model import build_stage, with_weights
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.own_code import OwnCodeError, fill_in, load, load_as_said
-from planaria.node.stage.shape import named_shapes
 
 ROOT = Path(__file__).parents[3]
 GPT2 = (ROOT / "examples/gpt2.py").read_text()
@@ -225,7 +225,7 @@ def test_a_node_loads_no_code_because_a_registry_says_so():
 
 def test_who_resolves_a_run_file_loads_neither_torch_nor_the_code(data):
     code = (
-        "import sys; from planaria.node.resolve import resolve\n"
+        "import sys; from planaria.node.launch.resolve import resolve\n"
         "from planaria.node.run_file import dumps, loads\n"
         "run = resolve(loads(sys.stdin.read()))\n"
         "assert not {'torch', 'numpy', 'examples.gpt2'} & set(sys.modules)\n"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from planaria.node.machine.device import available_memory
 from planaria.node.stage import room as module
-from planaria.node.stage.device import available_memory
 from planaria.node.stage.room import SMALL, Room
 from planaria.node.transaction.attempt import NoRoomError
 

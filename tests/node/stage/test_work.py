@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from planaria.bootstrap.registry_pb2 import NONFINITE
 from planaria.node.data.corpus import Corpus
 from planaria.node.data.mixture import beginnings, windows
+from planaria.node.machine.compute import ComputeThread
+from planaria.node.model.modules import build_stage
+from planaria.node.model.shape import model_config
 from planaria.node.run_file import ModelSection, RunFile, TrainingSection, WireSection
-from planaria.node.stage.compute import ComputeThread
-from planaria.node.stage.model import build_stage
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.shape import model_config
 from planaria.node.stage.work import TorchWork
 from planaria.node.transaction.attempt import (
     Attempt,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from planaria.node.stage.shape import ModelConfig
+from planaria.node.model.shape import ModelConfig
 from planaria.node.state.saves import Contents, SaveFile, Saves, find_saves
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.wire import stage_pb2 as pb

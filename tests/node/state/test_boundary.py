@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from planaria.bootstrap.registry_pb2 import CHECKSUM, NUMBERS, SILENT, Cause
 from planaria.bootstrap.registry_pb2 import SHAPE as WRONG_SHAPE
+from planaria.node.model.modules import build_stage
+from planaria.node.model.shape import model_config
 from planaria.node.ports import Priority
 from planaria.node.run_file import ModelSection, RunFile, WireSection
 from planaria.node.stage.lesson import boundary_tensor
-from planaria.node.stage.model import build_stage
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.shape import model_config
 from planaria.node.stage.work import TorchWork
 from planaria.node.state import boundary
 from planaria.node.state.boundary import (

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from planaria.node.model.modules import Stage, build_stage
+from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
 from planaria.node.stage.arithmetic import layout_of
 from planaria.node.stage.initial import Beginning
-from planaria.node.stage.model import Stage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.shape import ModelConfig
 from planaria.recovery import checkfree
 from planaria.recovery.snapshot import HeldSnapshot, SentSnapshot, decode
 from tests.node.stage.shapes import LLAMA3, QWEN2, QWEN3

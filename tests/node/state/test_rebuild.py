@@ -12,10 +12,10 @@ import torch
 from conversing import Nodes
 
 from planaria.bootstrap import registry_pb2 as registry
+from planaria.node.model.shape import model_config
 from planaria.node.ports import Learned
 from planaria.node.report.events import Event, Fetching
 from planaria.node.run_file import loads, override
-from planaria.node.stage.shape import model_config
 from planaria.node.state.boundary import Fetched, Wanted
 from planaria.node.state.rebuild import Rebuilding, Rebuilt
 from planaria.node.state.relearn import RelearningBlock, Terms

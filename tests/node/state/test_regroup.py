@@ -14,9 +14,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planaria.node.stage.model import build_stage
+from planaria.node.model.modules import build_stage
+from planaria.node.model.shape import BETAS, ModelConfig
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.shape import BETAS, ModelConfig
 from planaria.node.state import saves as module
 from planaria.node.state.regroup import (
     RegroupError,

@@ -11,12 +11,12 @@ import pytest
 import torch
 from conversing import AtOnce, Nodes
 
+from planaria.node.model.modules import BodyStage, EmbeddingStage, build_stage
+from planaria.node.model.shape import ModelConfig, model_config
 from planaria.node.ports import Priority
 from planaria.node.run_file import ModelSection
 from planaria.node.stage.lesson import StageLesson
-from planaria.node.stage.model import BodyStage, EmbeddingStage, build_stage
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.shape import ModelConfig, model_config
 from planaria.node.state import relearn
 from planaria.node.state.boundary import Fetched, Pair
 from planaria.node.state.relearn import Relearning, RelearningBlock, Terms, whole_pairs

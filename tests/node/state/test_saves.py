@@ -25,11 +25,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from planaria.node.machine.compute import ComputeThread
+from planaria.node.model.modules import build_stage
+from planaria.node.model.shape import model_config
 from planaria.node.run_file import ModelSection
-from planaria.node.stage.compute import ComputeThread
-from planaria.node.stage.model import build_stage
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.shape import model_config
 from planaria.node.state import saves as module
 from planaria.node.state.saves import Contents, Saves, Writer, find_saves, name_of
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId

@@ -12,11 +12,11 @@ from conversing import Nodes, Slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planaria.node.model.modules import build_stage
+from planaria.node.model.shape import ModelConfig, model_config
 from planaria.node.run_file import loads, override
 from planaria.node.stage.initial import Beginning
-from planaria.node.stage.model import build_stage
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.shape import ModelConfig, model_config
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.state.twin import Twin, next_stage, servers
 from planaria.node.transaction.effects import NEVER, Ballot

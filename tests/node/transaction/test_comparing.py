@@ -7,13 +7,6 @@ import pytest
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT
-from planaria.node.transaction.chain import (
-    decision,
-    hash_of_records,
-    head,
-    seal,
-    without_records,
-)
 from planaria.node.transaction.comparing import UNHEARD
 from planaria.node.transaction.effects import (
     AllHome,
@@ -27,6 +20,13 @@ from planaria.node.transaction.effects import (
 )
 from planaria.node.transaction.member import Frames, MemberPhase, MemberSide
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.chain import (
+    decision,
+    hash_of_records,
+    head,
+    seal,
+    without_records,
+)
 
 RUN = "run"
 DRIVER = Identity.generate()

@@ -48,7 +48,6 @@ from planaria.node.transaction.blaming import (
     VAIN,
     Failures,
 )
-from planaria.node.transaction.chain import hash_of, seal
 from planaria.node.transaction.driver import COMPLAINED, EVICTED, REPLACED, Driver
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.gathering import ANSWER, QUERY_AGAIN, Gathering
@@ -60,6 +59,7 @@ from planaria.node.transaction.routing import routes
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.transaction.telling import Heard
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.chain import hash_of, seal
 from planaria.recovery.decide import Policy
 
 RULES = TransactionRules(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.node.naming import seated
 from planaria.node.transaction.leaving import APPOINTMENT, Leaving, may_have_heir
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.naming import seated
 
 
 def view(

@@ -9,7 +9,6 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import SHAPE
 from planaria.node.report.events import MessageRefused
 from planaria.node.transaction import standing_out
-from planaria.node.transaction.chain import hash_of_records, head
 from planaria.node.transaction.effects import (
     NEVER,
     Adopt,
@@ -28,6 +27,7 @@ from planaria.node.transaction.effects import (
 from planaria.node.transaction.member import Frames, MemberPhase, MemberSide
 from planaria.node.transaction.standing_out import Contribution
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.chain import hash_of_records, head
 
 FIRST = pb.Commit()
 SWARM = {"driver": 0, "self": 1, "other": 2}

@@ -13,7 +13,12 @@ from planaria.node.report.events import MessageRefused
 from planaria.node.transaction import noting
 from planaria.node.transaction.attempting import Attempting
 from planaria.node.transaction.bounds import told_to_member
-from planaria.node.transaction.chain import (
+from planaria.node.transaction.effects import Apply, Effect, Note, Suspect
+from planaria.node.transaction.gathering import Gathering
+from planaria.node.transaction.noting import LEDGERS, MEMORIES, OF_A_STAGE, keepers, to_note
+from planaria.node.transaction.resting import DriverPhase
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.chain import (
     has_records,
     hash_of,
     hash_of_records,
@@ -21,11 +26,6 @@ from planaria.node.transaction.chain import (
     without_records,
     without_votes,
 )
-from planaria.node.transaction.effects import Apply, Effect, Note, Suspect
-from planaria.node.transaction.gathering import Gathering
-from planaria.node.transaction.noting import LEDGERS, MEMORIES, OF_A_STAGE, keepers, to_note
-from planaria.node.transaction.resting import DriverPhase
-from planaria.node.wire import stage_pb2 as pb
 from tests.node.transaction.test_comparing import DRIVER, RUN, Replica, commit
 from tests.node.transaction.test_driver import SWARM, Told, sent
 

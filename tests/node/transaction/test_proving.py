@@ -6,10 +6,10 @@ from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import Member, Proof, Vote
 from planaria.bootstrap.votes import gathered
 from planaria.bootstrap.votes import hash_of as hash_of_votes
-from planaria.node.transaction.chain import decision, hash_of, seal
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.proving import LINEAGES, Verdict, Witness, examine
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.chain import decision, hash_of, seal
 
 RUN = "run"
 MADE = Ballot(3, 8)

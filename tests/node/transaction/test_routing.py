@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from planaria.bootstrap.neighbours import DRIVERS, Neighbours
 from planaria.bootstrap.registry_pb2 import Member, Seat
-from planaria.node.naming import node_of, seat_id
 from planaria.node.state.transfer import SOURCES
 from planaria.node.transaction.routing import (
     Pair,
@@ -22,6 +21,7 @@ from planaria.node.transaction.routing import (
     turns,
 )
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.naming import node_of, seat_id
 from planaria.recovery.masking import stand_ins
 from planaria.recovery.orders import window_orders
 from planaria.recovery.snapshot import route as copied

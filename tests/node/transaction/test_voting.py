@@ -14,7 +14,6 @@ from planaria.bootstrap.registry_pb2 import NUMBERS, Proof
 from planaria.bootstrap.votes import gathered, is_cast, is_without_vote
 from planaria.bootstrap.votes import hash_of as hash_of_votes
 from planaria.node.transaction.bounds import told_to_member
-from planaria.node.transaction.chain import decision, hash_of, seal, with_votes, without_votes
 from planaria.node.transaction.effects import Apply, Ballot, Effect, Send, Suspect
 from planaria.node.transaction.member import MemberSide
 from planaria.node.transaction.noting import WITNESSES, witnesses
@@ -31,6 +30,7 @@ from planaria.node.transaction.voting import (
     vote_of,
 )
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.chain import decision, hash_of, seal, with_votes, without_votes
 from tests.node.transaction.test_driver import Told, sent, suspected
 
 RUN = "run"

@@ -7,8 +7,8 @@ import pytest
 import virtual_time
 from conversing import AtOnce
 
+from planaria.node.machine.compute import ComputeThread
 from planaria.node.ports import Priority
-from planaria.node.stage.compute import ComputeThread
 from planaria.node.wire.exchange import Outcome
 from planaria.node.wire.looped import ClosedError, LoopedExchanges
 

@@ -1,0 +1,227 @@
+"""The options of `planaria node` and `planaria doctor`, and the addresses that they come to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import typer
+
+from planaria.bootstrap.address import Address
+from planaria.node.commands.options import (
+    FILES,
+    LOG,
+    LOOPBACK,
+    MACHINE,
+    NETWORK,
+    AllowModule,
+    DataPlaces,
+    Insecure,
+    Join,
+    Log,
+    OneDevice,
+    Seats,
+    Security,
+    Tracked,
+    parse_devices,
+    parse_name,
+)
+
+ENDING = "When it ends"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """The options of `planaria node`."""
+
+    join: Join
+    stage: Annotated[
+        int | None, typer.Option(min=0, help="Default: where a node is needed most.")
+    ] = None
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            show_default="127.0.0.1:0; where the registry of an invite is elsewhere, 0.0.0.0:0",
+            help="Where peers dial in; port 0: any.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT|none",
+            help="What to tell peers, if not --listen; none: this node only dials out.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None
+    device: Annotated[
+        str,
+        typer.Option(
+            parser=parse_devices,
+            metavar="auto|cpu|cuda:N[,cuda:M]",
+            help="What to compute with; of several, a node on each: the next one has the next "
+            "port, and a folder of its own in --save-dir.",
+            rich_help_panel=MACHINE,
+        ),
+    ] = "auto"
+    seats: Seats = None
+    standby: Annotated[
+        bool, typer.Option("--standby", help="Wait until a stage has nobody, then take it.")
+    ] = False
+    data: DataPlaces = None
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="The checkpoint that the run begins from.",
+            rich_help_panel=FILES,
+        ),
+    ] = None
+    checkpoint_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where checkpoints are, which all nodes share, if the run's policy writes some.",
+            rich_help_panel=FILES,
+        ),
+    ] = None
+    allow_module: AllowModule = None
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for event log and ledger. Default: out/RUN, RUN as in status.",
+            rich_help_panel=FILES,
+        ),
+    ] = None
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="That PyTorch computes with on CPUs. Default: its.",
+            rich_help_panel=MACHINE,
+        ),
+    ] = None
+    save_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR|none",
+            help="Folder for saves of this node's stages; it goes on from what is there. Default: "
+            "one of its own in out/RUN/saves; with --out DIR, in DIR/RUN/saves.",
+            rich_help_panel=FILES,
+        ),
+    ] = None
+    grace: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds after SIGTERM in which to save, hand over and leave.",
+            rich_help_panel=ENDING,
+        ),
+    ] = 25.0
+    cloud: Annotated[
+        Literal["auto", "aws", "gcp", "azure", "none"],
+        typer.Option(
+            help="Whose notices that this machine will be taken to listen to; auto: find out. What "
+            "they leave of time goes before --grace.",
+            rich_help_panel=ENDING,
+        ),
+    ] = "auto"
+    restart: Annotated[
+        Literal["no", "always"],
+        typer.Option(
+            help="What to do when this node crashes; always: start another, after a pause.",
+            rich_help_panel=ENDING,
+        ),
+    ] = "always"
+    metrics: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT|none",
+            help="Where Prometheus finds this node's figures; port 0: any.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = "none"
+    name: Annotated[
+        str | None,
+        typer.Option(
+            parser=parse_name,
+            metavar="NAME",
+            help="With which all begins by which logs, status and page call this node. Default: "
+            "its host's.",
+        ),
+    ] = None
+    log: Log = field(default_factory=Log)
+    track: Tracked = None
+    share_log: Annotated[
+        bool,
+        typer.Option(
+            "--share-log/--no-share-log",
+            help="Whether those of the run may read this node's log by `planaria logs`.",
+            rich_help_panel=LOG,
+        ),
+    ] = True
+    insecure: Insecure = False
+    security: Security = field(default_factory=Security)
+
+    @property
+    def saves(self) -> Path | None:
+        """The folder for saves; None: none was named."""
+        return None if self.save_dir == Path("none") else self.save_dir
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """The options of `planaria doctor`: some of `planaria node`."""
+
+    join: Join
+    stage: Annotated[
+        int | None, typer.Option(min=0, help="That a node here would serve. Default: any.")
+    ] = None
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            show_default="as of planaria node",
+            help="Where a node here would listen.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT|none",
+            help="What it would tell peers; none: it would only dial out.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None
+    device: OneDevice = "auto"
+    data: DataPlaces = None
+    allow_module: AllowModule = None
+    save_dir: Annotated[Path, typer.Option(help="Where it would save.", rich_help_panel=FILES)] = (
+        Path("out")
+    )
+    insecure: Insecure = False
+    security: Security = field(default_factory=Security)
+
+
+class Addresses(NamedTuple):
+    """Where a node finds its registry, and where peers find the node."""
+
+    registries: tuple[str, ...]
+    listen: Address
+    advertise: Address | None  # None: whatever peers can be expected to dial
+    dials_only: bool  # can't be dialled
+
+    @classmethod
+    def of(cls, options: NodeOptions | DoctorOptions) -> Addresses:
+        """By an invite to a registry on another machine, the node listens on all of its addresses.
+        Raises AddressError, InviteError."""
+        from planaria.node.launch.enrolled import addresses_of, invitation_of
+
+        invited, registries = invitation_of(options.join) is not None, addresses_of(options.join)
+        here = not invited or all(Address.to_dial(each).is_loopback for each in registries)
+        listen = Address.parse(options.listen or (LOOPBACK if here else "0.0.0.0:0"))
+        named = options.advertise
+        advertise = None if named is None or named == "none" else Address.to_dial(named)
+        return cls(registries, listen, advertise, named == "none")

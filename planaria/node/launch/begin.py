@@ -1,0 +1,198 @@
+"""How `planaria node` begins: what it was asked for, and what is wrong with that, as far as it can
+be said before torch is loaded."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from planaria.bootstrap.address import Address
+
+if TYPE_CHECKING:
+    from planaria.bootstrap.credentials import Credentials
+    from planaria.bootstrap.enrolment_pb2 import Invitation
+    from planaria.node.commands.node_options import Addresses, NodeOptions
+    from planaria.node.data.mixture import Data
+    from planaria.node.launch.instance import Instance
+    from planaria.node.page.place import Place
+    from planaria.node.report.log_stream import LastLines
+    from planaria.node.run_file import DataSection, RunFile
+
+log = logging.getLogger("planaria")
+
+
+class NodeError(Exception):
+    """This node can't serve; the message says why and what to do."""
+
+
+class NodeCrashed(Exception):  # noqa: N818  what it did
+    """This node had joined and can't go on, for a reason that another process may not have."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a node begins with: its options, and what follows from them."""
+
+    options: NodeOptions
+    addresses: Addresses
+    credentials: Credentials
+    name: str = ""  # with which its identities begin
+    log: LastLines | None = None  # its last lines, for others to read; None: not for others
+    metrics: Place | None = None  # where Prometheus finds its figures
+    invitation: Invitation | None = None  # by which this node comes
+    instance: Instance | None = None  # None: that of its folder
+
+
+Serve: TypeAlias = Callable[..., Awaitable[int]]
+"""`planaria.node.serve.serve`, whose module loads torch."""
+
+
+async def begin(setup: Setup, serve: Serve) -> int:
+    """Asks the registry about its run, then has `serve` do the rest. Returns the exit status.
+    Raises NodeError, RegistryUnreachable, RunFileError, CredentialsError, NotAdmitted, OSError, and
+    what `serve` raises."""
+    from planaria.bootstrap.client import RegistryClient
+    from planaria.bootstrap.credentials import check_port
+    from planaria.node.run_file import loads
+
+    options = setup.options
+    for option, folder in (("--save-dir", options.saves), ("--out", options.out)):
+        if folder is not None:
+            check_writable(option, folder)
+    if setup.invitation is not None:
+        return await _begin_invited(setup, setup.invitation, serve)
+    if not setup.addresses.dials_only:
+        check_port(setup.addresses.listen, setup.credentials, options.insecure)
+    client = RegistryClient(setup.addresses.registries, setup.credentials)
+    try:
+        await client.check_one_run()
+        description = await client.describe()
+        run = loads(description.run_file, "the registry's run file")
+        check_stage(options.stage, run)
+        check_module(run, options.allow_module)
+        corpus = find_corpus(run, options)
+        return await serve(setup, client, description, run, corpus)
+    finally:
+        await client.close()
+
+
+async def _begin_invited(setup: Setup, invitation: Invitation, serve: Serve) -> int:
+    """The node's folder has its key, and once it has come by the invite, its certificate."""
+    from planaria.bootstrap.authority import Role
+    from planaria.bootstrap.credentials import Credentials
+    from planaria.node.launch.enrolled import check_role, enrolled
+
+    check_role(invitation, Role.NODE)
+    options = setup.options
+    folder = options.saves or options.out or Path("out") / invitation.run
+    if invitation.HasField("stage"):
+        options = replace(options, stage=invitation.stage)
+    async with enrolled(invitation, folder) as (instance, certified):
+        credentials = Credentials.of(certified, options.security.token)
+        changes: dict[str, Any] = {"options": options, "credentials": credentials}
+        changes["instance"] = instance
+        return await begin(replace(setup, invitation=None, **changes), serve)
+
+
+def check_stage(stage: int | None, run: RunFile) -> None:
+    """Raises NodeError for a stage that the run doesn't have."""
+    stages = run.model.stages
+    if stage is not None and stages is not None and stage > stages:
+        raise NodeError(
+            f"--stage {stage}: this run has stages 0 to {stages}; choose one of them, or leave "
+            "--stage out"
+        )
+
+
+def check_module(run: RunFile, allowed: str | None) -> None:
+    """Raises NodeError for a run whose architecture is code, unless that is what may be loaded."""
+    module = run.model.module
+    if module is not None and module != allowed:
+        but = f" (and not --allow-module {allowed})" if allowed is not None else ""
+        raise NodeError(
+            f"this run's model is code, {module}, and a node loads no code because a registry says "
+            "so: if you trust whoever runs this, install that code, or put it in the folder that "
+            f"the node is started in, and start the node with --allow-module {module}{but}"
+        )
+
+
+def check_reachable(addresses: Addresses) -> None:
+    """Raises NodeError when nobody, or nobody but this machine, could dial a node of a run on
+    several, and AddressError."""
+    registries, listen, advertise, dials_only = addresses
+    if advertise is not None and advertise.is_any:
+        raise NodeError(
+            f"--advertise {advertise} stands for all addresses of a machine, and nobody can dial "
+            "it: give the one that others know this machine by"
+        )
+    remote = [each for each in registries if not Address.to_dial(each).is_loopback]
+    if remote and not (advertise or dials_only) and listen.is_loopback:
+        raise NodeError(
+            f"--listen {listen} can be reached from this machine only, and the registry at "
+            f"{remote[0]} is for others, too: give --listen 0.0.0.0:PORT (and --advertise "
+            "HOST:PORT, if others know this machine under another address), or --advertise none "
+            "for a node that only dials out"
+        )
+
+
+def check_writable(option: str, folder: Path) -> None:
+    """Writes there, since permissions say neither that the disk is full nor that it is read-only.
+    Raises NodeError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=folder, prefix=".planaria-") as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise NodeError(
+            f"{option} {folder} can't be written: {why}; let this user write there, "
+            "free space, or name another folder"
+        ) from error
+
+
+def find_corpus(run: RunFile, options: NodeOptions) -> Data | None:
+    """The prepared data, where --data says or, below this node's own folder, the run file; needed
+    at stage 0 only.
+
+    Raises NodeError when stage 0 was asked for, or --data was given, and it can't be used.
+    """
+    from planaria.node.data.corpus import CorpusError
+    from planaria.node.data.elsewhere import folder_of
+    from planaria.node.data.mixture import open_data
+    from planaria.node.launch.own_folders import data_below, own_folder
+
+    kept = (options.saves or options.out or Path("out")) / "data"
+    needed = options.stage == 0 or bool(options.data)
+    data: DataSection | None
+    try:
+        data = run.data if options.data else data_below(own_folder(options.out, run), run.data)
+    except NodeError:
+        if needed:
+            raise
+        data = None
+    if data is None or not (needed or all(path.exists() for path in data.folders)):
+        log.info("this node has no prepared data (--data DIR), so it serves any stage but 0")
+        return None
+    try:
+        corpus = open_data(data, [folder_of(place, kept) for place in options.data or ()])
+    except CorpusError as error:
+        if needed:
+            raise NodeError(
+                f"{error} (--data DIR or --data URL says where the prepared data is)"
+            ) from error
+        log.warning("not fit for stage 0: %s", error)
+        return None
+    if problem := corpus.index.misfit(corpus.path, run.data.content, run.model.vocabulary):
+        where = " with ".join(options.data or ()) or data.where
+        if needed:
+            raise NodeError(f"{where} {problem}")
+        log.warning("not fit for stage 0: %s %s", where, problem)
+        return None
+    return corpus

@@ -1,0 +1,412 @@
+"""What `planaria doctor` makes of what it has found: facts in, findings out. Nothing in here asks a
+clock, a disk or a network."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from planaria.bootstrap.address import Address
+from planaria.bootstrap.knock import NO_PROXY
+from planaria.node.launch.begin import NodeError, check_module
+from planaria.node.model.shape import COMPUTED, trained_shapes
+from planaria.node.run_file import RunFile
+from planaria.node.stage.crossing import crossing_bytes
+from planaria.node.state.handover import VALUE
+from planaria.node.transaction.averaging import gradient_bytes
+
+CLOCKS_DIFFER, CERTIFICATES_FAIL = 2.0, 300.0
+"""Seconds between two clocks from which logs of several machines are hard to read side by side, and
+from which a new certificate may not be valid yet."""
+SLOW_STEP = 60.0
+"""Seconds that the transfers of a step may take where no other step says how long it takes."""
+SPARE = 2.0
+"""Of a disk's free space a node's saves should take no more than one part in so many."""
+
+
+class Verdict(enum.IntEnum):
+    """The worst is the command's exit status."""
+
+    OK = 0
+    WARNING = 1
+    PROBLEM = 2
+
+
+class Finding(NamedTuple):
+    about: str
+    verdict: Verdict
+    what: str
+    remedy: str = ""
+
+
+class Missing(NamedTuple):
+    """A fact that could not be had."""
+
+    why: str
+    verdict: Verdict = Verdict.WARNING
+
+
+class Clock(NamedTuple):
+    ahead: float  # seconds that this machine's clock is ahead of the registry's
+    rtt: float  # seconds that the question took
+
+
+class DialledBack(NamedTuple):
+    host: str  # by which the registry sees this machine
+    port: int
+    there: bool | None  # None: nobody answered
+
+
+class Link(NamedTuple):
+    """Between this machine and the registry's."""
+
+    rtt: float  # seconds
+    up: float  # Mbit/s
+    down: float
+
+
+class Disk(NamedTuple):
+    folder: str
+    free: int  # bytes
+    unwritable: str  # why; empty: it can be written
+
+
+class Data(NamedTuple):
+    path: str
+    problem: str  # empty: it is the run's
+    there: bool
+
+
+class Device(NamedTuple):
+    """What a node on this machine would compute with."""
+
+    name: str  # as PyTorch has it: cpu, cuda:0
+    memory: int  # bytes
+    torch: str  # version, with what it was built for
+    gpus: int  # that PyTorch sees
+    driver: str  # of the GPU, with its name, as the system says; empty: none is known
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that was found, or why not."""
+
+    version: str  # of this planaria
+    protocol: int  # that it speaks
+    registry_protocol: int | Missing
+    run: RunFile | Missing  # resolved
+    tokens_per_second: float  # of the run; 0: it doesn't train, or nobody knows
+    tls: bool
+    loopback: bool  # the registry is on this machine
+    clock: Clock | Missing
+    port: str | Missing  # where this machine listens; empty: a node would dial out only
+    advertise: tuple[str, tuple[str, ...]] | None  # HOST:PORT, and the host's addresses
+    back: DialledBack | Missing
+    link: Link | Missing
+    saves: Disk | Missing
+    data: Data | Missing
+    stage: int | None  # that was asked for
+    device: Device | Missing
+    wanted: str  # auto, or the device that was asked for
+    allow_module: str | None = None  # code of a run's architecture that may be loaded
+    proxies: str = ""  # that the environment names, in words
+
+
+def findings(facts: Facts) -> list[Finding]:
+    """A finding for each check, in the order in which one would mend them."""
+    return [
+        _version(facts),
+        _clock(facts),
+        _tls(facts),
+        *_proxy(facts),
+        _port(facts),
+        _reachable(facts),
+        _bandwidth(facts),
+        _disk(facts),
+        _data(facts),
+        *_code(facts),
+        _device(facts),
+        _memory(facts),
+    ]
+
+
+def worst(found: Iterable[Finding]) -> Verdict:
+    return max((one.verdict for one in found), default=Verdict.OK)
+
+
+def _unknown(about: str, fact: Missing) -> Finding:
+    return Finding(about, fact.verdict, f"not found out: {fact.why}")
+
+
+def _version(facts: Facts) -> Finding:
+    ours, theirs = facts.protocol, facts.registry_protocol
+    if isinstance(theirs, Missing):
+        return Finding("registry", Verdict.PROBLEM, theirs.why)
+    if ours != theirs:
+        older = "this machine's" if ours < theirs else "the registry's"
+        return Finding(
+            "version",
+            Verdict.PROBLEM,
+            f"planaria {facts.version} speaks protocol {ours}, the registry protocol {theirs}",
+            f"{older} planaria is the older one: install the same version on both",
+        )
+    if isinstance(facts.run, Missing):
+        return Finding(
+            "version",
+            Verdict.PROBLEM,
+            f"planaria {facts.version} can't read the registry's run file: {facts.run.why}",
+            "install the same version on both",
+        )
+    return Finding("version", Verdict.OK, f"planaria {facts.version}, protocol {ours} on both")
+
+
+def _clock(facts: Facts) -> Finding:
+    if isinstance(facts.clock, Missing):
+        return _unknown("clock", facts.clock)
+    ahead, rtt = facts.clock
+    apart = max(0.0, abs(ahead) - rtt / 2)
+    which = "ahead of" if ahead > 0 else "behind"
+    what = f"{abs(ahead):.1f} s {which} the registry's, give or take {rtt / 2:.2g} s"
+    if apart < CLOCKS_DIFFER:
+        return Finding("clock", Verdict.OK, what)
+    remedy = "have it set from the network: timedatectl set-ntp true, chrony or the like"
+    if apart >= CERTIFICATES_FAIL and facts.tls:
+        return Finding("clock", Verdict.PROBLEM, f"{what}: certificates may not be valid", remedy)
+    return Finding("clock", Verdict.WARNING, f"{what}: logs can't be compared", remedy)
+
+
+def _tls(facts: Facts) -> Finding:
+    if isinstance(facts.registry_protocol, Missing):
+        return _unknown("TLS", Missing("there is no registry"))
+    if facts.tls:
+        return Finding("TLS", Verdict.OK, "registry and this machine know each other")
+    if facts.loopback:
+        return Finding("TLS", Verdict.OK, "none, and none is needed on one machine")
+    return Finding(
+        "TLS",
+        Verdict.WARNING,
+        "none: anyone on the way can read and change what is sent",
+        "fine in a network that you trust, with --insecure; else give --tls-ca, --tls-cert and "
+        "--tls-key to the registry and every node",
+    )
+
+
+def _proxy(facts: Facts) -> Iterator[Finding]:
+    """Of a machine that names one."""
+    if facts.proxies and not isinstance(facts.registry_protocol, Missing):
+        yield Finding("proxy", Verdict.OK, f"{facts.proxies}; the registry is reached directly")
+    elif facts.proxies:
+        yield Finding("proxy", Verdict.WARNING, facts.proxies, NO_PROXY)
+
+
+def _port(facts: Facts) -> Finding:
+    if isinstance(facts.port, Missing):
+        return Finding("port", Verdict.PROBLEM, facts.port.why)
+    if not facts.port:
+        return Finding("port", Verdict.OK, "none is needed: this node only dials out")
+    return Finding("port", Verdict.OK, f"{facts.port} is free to listen on")
+
+
+def _reachable(facts: Facts) -> Finding:
+    about, back = "reachable", facts.back
+    if facts.port == "":
+        return Finding(
+            about,
+            Verdict.OK,
+            "not asked for: what two nodes that only dial out have for each other is carried by a "
+            "third",
+        )
+    if isinstance(facts.port, Missing):
+        return _unknown(about, Missing("nothing can listen here"))
+    if isinstance(back, Missing):
+        return _unknown(about, back)
+    if Address(back.host, back.port).is_loopback:
+        return _on_one_machine(facts.port)
+    at = f"{back.host} port {back.port}"
+    if back.there:
+        elsewhere = _elsewhere(facts, back)
+        return elsewhere or Finding(about, Verdict.OK, f"the registry reaches this machine at {at}")
+    says = "doesn't let connections through" if back.there is None else "refuses, or is another's"
+    return Finding(
+        about,
+        Verdict.PROBLEM,
+        f"the registry sees this machine as {back.host}, and {at} {says}",
+        f"listen to all addresses (--listen 0.0.0.0:{back.port}), open the port in firewall and "
+        "router, or forward one and name it with --advertise HOST:PORT; or dial out only: "
+        "--advertise none",
+    )
+
+
+def _on_one_machine(listens: str) -> Finding:
+    """The registry's machine is this one: what it reaches says nothing of others."""
+    if Address.parse(listens).is_loopback:
+        what = f"registry and node are on one machine, and so is who dials {listens}"
+        return Finding("reachable", Verdict.OK, what)
+    return Finding(
+        "reachable",
+        Verdict.WARNING,
+        f"the registry is on this machine, which doesn't say whether others reach {listens}",
+        "have planaria doctor run on another machine, and open the port in the firewall",
+    )
+
+
+def _elsewhere(facts: Facts, back: DialledBack) -> Finding | None:
+    """The registry dials who calls it and nobody else: another advertised address is not proven."""
+    if facts.advertise is None or back.host in facts.advertise[1]:
+        return None
+    advertised, hosts = facts.advertise
+    stands_for = ", ".join(hosts) or "nothing that can be looked up here"
+    return Finding(
+        "reachable",
+        Verdict.WARNING,
+        f"the registry reaches this machine at {back.host}; --advertise {advertised} stands for "
+        f"{stands_for}, which nobody has tried",
+        f"advertise {back.host}, unless a tunnel or a proxy leads from the other one to here",
+    )
+
+
+def _bandwidth(facts: Facts) -> Finding:
+    about = "bandwidth"
+    if isinstance(facts.link, Missing):
+        return _unknown(about, facts.link)
+    rtt, up, down = facts.link
+    what = f"{up:.0f} Mbit/s to the registry, {down:.0f} from it, {rtt * 1e3:.0f} ms there and back"
+    if isinstance(facts.run, Missing):
+        return _unknown(about, Missing(f"{what}; what the run needs can't be read"))
+    run, config = facts.run, facts.run.model.config
+    size = bytes_a_step(run)
+    seconds = size * 8e-6 / min(up, down)
+    what += f"; the {size / 1e6:.3g} MB that a node sends in a step take {seconds:.2g} s"
+    remedy = "let fewer bytes be sent (the run file's [wire]: int8), or use a faster link"
+    if facts.tokens_per_second:
+        step = run.training.batch * config.context / facts.tokens_per_second
+        if seconds > step:
+            what += f", and a step takes {step:.2g} s: the others would wait"
+            return Finding(about, Verdict.WARNING, what, remedy)
+    elif seconds > SLOW_STEP:
+        return Finding(about, Verdict.WARNING, what, remedy)
+    return Finding(about, Verdict.OK, what)
+
+
+def bytes_a_step(run: RunFile) -> float:
+    """That the node of a body stage sends while a step is computed, with as many replicas as the
+    run begins with: what crosses its two boundaries, and its part of the stage's gradient, which
+    each replica sends twice."""
+    config, training, replicas = run.config, run.training, run.swarm.replicas
+    tokens = round(training.batch / replicas * config.context)
+    passes = sum(crossing_bytes(config, tokens, run.wire))
+    share = 2 * (replicas - 1) / replicas
+    shapes = [trained_shapes(config, stage).values() for stage in (0, 1)]
+    return passes + share * max(gradient_bytes(run.wire, of, replicas) for of in shapes)
+
+
+def _disk(facts: Facts) -> Finding:
+    about = "disk"
+    if isinstance(facts.saves, Missing):
+        return _unknown(about, facts.saves)
+    folder, free, unwritable = facts.saves
+    if unwritable:
+        return Finding(
+            about,
+            Verdict.PROBLEM,
+            f"{folder} can't be written: {unwritable}",
+            "let this user write there, or name another folder with --save-dir",
+        )
+    if isinstance(facts.run, Missing):
+        return _unknown(about, Missing(f"{_gib(free)} are free; what saves take can't be said"))
+    run = facts.run
+    saves = run.saves.keep + run.saves.in_flight
+    needed = saves * 3 * VALUE * _of_stage(facts, run.config.trained)
+    what = f"{_gib(free)} free in {folder}, and {saves} saves of a stage take {_gib(needed)}"
+    remedy = "free space, name another disk with --save-dir, or keep fewer (saves.keep)"
+    if free < needed:
+        return Finding(about, Verdict.PROBLEM, what, remedy)
+    verdict = Verdict.OK if free >= SPARE * needed else Verdict.WARNING
+    return Finding(about, verdict, what, remedy if verdict else "")
+
+
+def _data(facts: Facts) -> Finding:
+    about = "data"
+    if isinstance(facts.data, Missing):
+        return _unknown(about, facts.data)
+    path, problem, there = facts.data
+    if not problem:
+        return Finding(about, Verdict.OK, f"{path} is the run's: this node can serve stage 0")
+    if facts.stage == 0 or there:
+        verdict = Verdict.PROBLEM if facts.stage == 0 else Verdict.WARNING
+        return Finding(about, verdict, problem, "--data DIR|URL names the run's prepared data")
+    return Finding(about, Verdict.OK, f"none at {path}: it is needed at stage 0 only")
+
+
+def _code(facts: Facts) -> Iterator[Finding]:
+    """Of a run whose architecture is its own."""
+    if isinstance(facts.run, Missing) or facts.run.model.module is None:
+        return
+    try:
+        check_module(facts.run, facts.allow_module)
+    except NodeError as error:
+        yield Finding("code", Verdict.PROBLEM, str(error))
+    else:
+        yield Finding("code", Verdict.OK, f"{facts.allow_module} may be loaded; it was not tried")
+
+
+def _device(facts: Facts) -> Finding:
+    about, device = "device", facts.device
+    if isinstance(device, Missing):
+        return _unknown(about, device)
+    what = f"{device.name}, PyTorch {device.torch}"
+    if device.driver:
+        what += f"; {device.driver}"
+    on_gpu = device.name.startswith("cuda")
+    number = int(facts.wanted.partition(":")[2] or 0) if facts.wanted.startswith("cuda") else -1
+    if number >= device.gpus:
+        return Finding(
+            about,
+            Verdict.PROBLEM,
+            f"--device {facts.wanted}, and PyTorch {device.torch} sees {device.gpus} GPUs; "
+            + (device.driver or "the system knows of no NVIDIA driver"),
+            "check nvidia-smi, install a PyTorch that is built for the driver's CUDA, or use cpu",
+        )
+    if device.driver and not on_gpu and facts.wanted == "auto":
+        return Finding(
+            about,
+            Verdict.WARNING,
+            f"{what}: there is a GPU, and PyTorch doesn't see it",
+            "install a PyTorch that is built for this driver's CUDA",
+        )
+    return Finding(about, Verdict.OK, what)
+
+
+def _memory(facts: Facts) -> Finding:
+    about = "memory"
+    if isinstance(facts.device, Missing):
+        return _unknown(about, Missing("there is no device"))
+    if isinstance(facts.run, Missing):
+        return _unknown(about, Missing("the run's model isn't known"))
+    needed = COMPUTED * _of_stage(facts, facts.run.config.stage_bytes)
+    what = f"{_gib(facts.device.memory)} on {facts.device.name}, and a stage takes {_gib(needed)}"
+    remedy = "use a machine with more, or have the model divided into more stages (model.stages)"
+    if needed > facts.device.memory:
+        return Finding(about, Verdict.PROBLEM, what, remedy)
+    if needed > facts.device.memory / 2:
+        return Finding(about, Verdict.WARNING, f"{what}: more than half of it", remedy)
+    return Finding(about, Verdict.OK, what)
+
+
+def _of_stage(facts: Facts, figures: tuple[int, int]) -> int:
+    """Of stage 0 and a body stage, that of the stage that was asked for, else the largest."""
+    first, body = figures
+    return max(first, body) if facts.stage is None else body if facts.stage else first
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.3g} GiB"
+
+
+def lines(found: Iterable[Finding]) -> Iterator[tuple[str, str, str]]:
+    """What it is about, the verdict, and all that there is to say."""
+    for one in found:
+        said = f"{one.what}. {one.remedy[:1].upper()}{one.remedy[1:]}" if one.remedy else one.what
+        yield one.about, one.verdict.name.lower(), said

@@ -1,0 +1,356 @@
+"""`planaria doctor`: finds out what can be known of this machine, and of its way to a run's
+registry, before a node is started. diagnosis.py says what that means.
+
+Whatever is asked has a deadline of its own, and all that can be is asked at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from tempfile import NamedTemporaryFile, TemporaryDirectory
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from planaria.bootstrap.address import Address
+from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
+from planaria.bootstrap.credentials import Credentials, CredentialsError, add_port
+from planaria.bootstrap.knock import NOBODY, dead_end, knock_at_all, proxies
+from planaria.bootstrap.membership import PROTOCOL
+from planaria.bootstrap.registry_pb2 import Description, ExamineRequest
+from planaria.node.data.corpus import CorpusError
+from planaria.node.data.elsewhere import folder_of
+from planaria.node.data.mixture import folders_of, index_of
+from planaria.node.launch.begin import NodeError, check_reachable
+from planaria.node.launch.diagnosis import (
+    Clock,
+    Data,
+    Device,
+    DialledBack,
+    Disk,
+    Facts,
+    Link,
+    Missing,
+    Verdict,
+)
+from planaria.node.launch.own_folders import data_below, own_folder
+from planaria.node.run_file import RunFile, RunFileError, loads
+
+if TYPE_CHECKING:
+    from planaria.node.commands.node_options import Addresses, DoctorOptions
+
+KNOCK, DESCRIBE, DIAL, MEASURE, LOOK = 3.0, 3.0, 5.5, 5.5, 5.0
+"""Seconds that each may take: to connect, and then to ask about the run; after that, at the same
+time, to be dialled back and to measure; to look at a disk."""
+IN_ALL: Final = 14.0
+"""Seconds from the process's start that the device has, all along."""
+FIRST_LOAD, LOAD = 1 << 18, 1 << 22
+"""Bytes to measure a link with: the many only where the few took no longer than QUICK seconds."""
+QUICK: Final = 0.5
+QUESTIONS = 4  # whose quickest answer tells the time and the delay
+
+SEE_DEVICE = """
+import json, sys, torch
+from planaria.node.machine.device import memory_of
+
+wanted, gpus = sys.argv[1], torch.cuda.device_count()
+number = int(wanted.partition(":")[2] or 0)
+device = torch.device(f"cuda:{number}" if wanted != "cpu" and number < gpus else "cpu")
+made_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
+print(json.dumps([str(device), memory_of(device), f"{torch.__version__} for {made_for}", gpus]))
+"""
+"""In a process of its own: torch takes seconds to load, and a sick driver may never answer."""
+
+T = TypeVar("T")
+
+
+class Asked(NamedTuple):
+    """What `planaria doctor` looks at."""
+
+    options: DoctorOptions
+    addresses: Addresses
+    credentials: Credentials
+
+
+class Port(NamedTuple):
+    """Where this machine listens for who dials back."""
+
+    name: str  # of the service whose health is served
+    number: int
+    fact: str | Missing
+
+
+async def examine(asked: Asked, version: str, gone: float = 0.0) -> Facts:
+    """All the facts, of a process that began so many seconds ago. Raises AddressError."""
+    options, addresses = asked.options, asked.addresses
+    seeing = _see_device(options.device)
+    looking = asyncio.create_task(_in_time("PyTorch", max(0.0, IN_ALL - gone), seeing))
+    writing = asyncio.create_task(
+        _in_time("the disk", LOOK, _in_thread(_look_at, options.save_dir))
+    )
+    client = RegistryClient(addresses.registries, asked.credentials)
+    try:
+        async with _listening(asked) as port:
+            described = await _describe(client, asked)
+            run = _run_of(described)
+            if isinstance(described, Missing):
+                nobody = Missing("there is no registry to ask")
+                back: DialledBack | Missing = nobody
+                clock: Clock | Missing = nobody
+                link: Link | Missing = nobody
+            else:
+                back, (clock, link) = await asyncio.gather(
+                    _dial_back(client, asked, port), _measure(client)
+                )
+        data: Data | Missing = Missing("what the run trains on isn't known")
+        if isinstance(run, RunFile):
+            data = await _in_time("the data", LOOK, _in_thread(_data_at, options.data or (), run))
+        return Facts(
+            version=version,
+            protocol=PROTOCOL,
+            registry_protocol=described if isinstance(described, Missing) else described.protocol,
+            run=run,
+            tokens_per_second=_rate(described),
+            tls=asked.credentials.channel is not None,
+            loopback=all(Address.parse(one).is_loopback for one in addresses.registries),
+            clock=clock,
+            port=port.fact,
+            advertise=_advertised(asked),
+            back=back,
+            link=link,
+            saves=await writing,
+            data=data,
+            stage=options.stage,
+            device=await looking,
+            wanted=options.device,
+            allow_module=options.allow_module,
+            proxies=proxies(os.environ),
+        )
+    finally:
+        for task in (looking, writing):
+            task.cancel()
+        await asyncio.gather(looking, writing, return_exceptions=True)
+        await client.close()
+
+
+async def _in_time(
+    what: str, seconds: float, work: Coroutine[object, object, T | Missing]
+) -> T | Missing:
+    try:
+        return await asyncio.wait_for(work, seconds)
+    except TimeoutError:
+        return Missing(f"{what} has not answered in {seconds:.3g} s")
+
+
+async def _in_thread(work: Callable[..., T], *arguments: object) -> T:
+    """A disk may never answer: nobody waits for this thread's end, as of one of asyncio's."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T) -> None:
+        if not done.done():
+            done.set_result(result)
+
+    def run() -> None:
+        result = work(*arguments)
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done
+
+
+# -- the registry ----------------------------------------------------------------------------------
+
+
+async def _describe(client: RegistryClient, asked: Asked) -> Description | Missing:
+    answers = await knock_at_all(asked.addresses.registries, KNOCK)
+    if why := dead_end(answers, NOBODY):
+        return Missing(why, Verdict.PROBLEM)
+    try:
+        async with asyncio.timeout(DESCRIBE):
+            await client.check_one_run(DESCRIBE / 2)
+            return await client.describe(DESCRIBE / 2)
+    except TimeoutError:
+        why = f"the registry has not answered in {DESCRIBE:g} s"
+    except (JoinRefused, RegistryUnreachable) as error:
+        why = str(error)
+    return Missing(why, Verdict.PROBLEM)
+
+
+def _run_of(described: Description | Missing) -> RunFile | Missing:
+    if isinstance(described, Missing):
+        return described
+    try:
+        return loads(described.run_file, "the registry's run file")
+    except RunFileError as error:
+        return Missing(str(error))
+
+
+def _rate(described: Description | Missing) -> float:
+    """Tokens per second of the run."""
+    if isinstance(described, Missing):
+        return 0.0
+    seats = [seat for one in described.members for seat in one.report.seats]
+    return max((seat.tokens_per_second for seat in seats), default=0.0)
+
+
+@asynccontextmanager
+async def _listening(asked: Asked) -> AsyncIterator[Port]:
+    """Serves where a node would, under a name that nobody else has."""
+    name = f"doctor-{secrets.token_hex(8)}"
+    if asked.addresses.dials_only:
+        yield Port(name, 0, "")
+        return
+    server = grpc.aio.server()
+    try:
+        check_reachable(asked.addresses)
+        listen, insecure = str(asked.addresses.listen), asked.options.insecure
+        number = add_port(server, listen, asked.credentials, insecure)
+    except (NodeError, CredentialsError, OSError) as error:
+        yield Port(name, 0, Missing(str(error), Verdict.PROBLEM))
+        return
+    healthy = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
+    await server.start()
+    try:
+        yield Port(name, number, str(asked.addresses.listen._replace(port=number)))
+    finally:
+        await server.stop(None)
+
+
+async def _dial_back(client: RegistryClient, asked: Asked, port: Port) -> DialledBack | Missing:
+    if not port.number:
+        return Missing("nothing listens here")
+    number = asked.addresses.advertise.port if asked.addresses.advertise else port.number
+    try:
+        reply = await client.examine(ExamineRequest(name=port.name, port=number), DIAL)
+    except (JoinRefused, RegistryUnreachable) as error:
+        return Missing(str(error))
+    there = reply.there if reply.HasField("there") else None
+    return DialledBack(reply.host, number, there)
+
+
+async def _measure(client: RegistryClient) -> tuple[Clock | Missing, Link | Missing]:
+    clock: Clock | Missing = Missing("the registry has not answered in time")
+    link: Link | Missing = Missing(f"{FIRST_LOAD} bytes took more than {MEASURE:g} s: too slow")
+    try:
+        async with asyncio.timeout(MEASURE):
+            clock = min([await _ask_time(client) for _ in range(QUESTIONS)], key=lambda c: c.rtt)
+            up = await _speed(client, clock.rtt, lambda size: ExamineRequest(load=bytes(size)))
+            down = await _speed(client, clock.rtt, lambda size: ExamineRequest(wanted=size))
+            link = Link(clock.rtt, up, down)
+    except TimeoutError:
+        pass
+    except (JoinRefused, RegistryUnreachable) as error:
+        return (clock if isinstance(clock, Clock) else Missing(str(error))), Missing(str(error))
+    return clock, link
+
+
+async def _ask_time(client: RegistryClient) -> Clock:
+    asked, began = time.time(), time.perf_counter()
+    reply = await client.examine(ExamineRequest(), MEASURE)
+    rtt = time.perf_counter() - began
+    return Clock(asked + rtt / 2 - reply.time, rtt)
+
+
+async def _speed(
+    client: RegistryClient, rtt: float, request: Callable[[int], ExamineRequest]
+) -> float:
+    """Mbit/s."""
+    for size in (FIRST_LOAD, LOAD):
+        began = time.perf_counter()
+        await client.examine(request(size), MEASURE)
+        took = time.perf_counter() - began
+        if took > QUICK:
+            break
+    return 8e-6 * size / max(took - rtt, took / 10)
+
+
+def _advertised(asked: Asked) -> tuple[str, tuple[str, ...]] | None:
+    """HOST:PORT, and what its name stands for here."""
+    if asked.addresses.advertise is None:
+        return None
+    hosts: tuple[str, ...] = ()
+    with suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(asked.addresses.advertise.host, None, type=socket.SOCK_STREAM)
+        hosts = tuple(dict.fromkeys(str(place[0]) for *_, place in found))
+    return str(asked.addresses.advertise), hosts
+
+
+# -- this machine ----------------------------------------------------------------------------------
+
+
+def _look_at(folder: Path) -> Disk:
+    """Of the nearest folder that is there: nothing is made."""
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    unwritable = ""
+    try:
+        with NamedTemporaryFile(dir=there, prefix=".planaria-"):
+            pass
+    except OSError as error:
+        unwritable = error.strerror or str(error)
+    return Disk(str(folder), shutil.disk_usage(there).free, unwritable)
+
+
+def _data_at(places: Sequence[str], run: RunFile) -> Data:
+    where, data = " with ".join(places) or run.data.where, run.data
+    try:
+        data = data if places else data_below(own_folder(None, run), data)
+        with TemporaryDirectory(prefix="planaria-") as kept:
+            given = [folder_of(place, Path(kept)) for place in places]
+            folder, index = folders_of(data, given)[0], index_of(data, given)
+            problem = index.misfit(folder, data.content, run.model.vocabulary)
+    except NodeError as error:
+        return Data(where, str(error), False)
+    except CorpusError as error:
+        folders = list(map(Path, places)) or data.folders
+        return Data(where, str(error), all(path.exists() for path in folders))
+    return Data(where, problem and f"{where} {problem}", True)
+
+
+async def _see_device(wanted: str) -> Device | Missing:
+    seen, driver = await asyncio.gather(
+        _output(sys.executable, "-c", SEE_DEVICE, wanted),
+        _output(
+            "nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"
+        ),
+    )
+    try:
+        name, memory, torch, gpus = json.loads(seen)
+    except ValueError:
+        why = "PyTorch can't be loaded; see what `python -c 'import torch'` says"
+        return Missing(why, Verdict.PROBLEM)
+    first, _, _ = driver.partition("\n")
+    parts = [part.strip() for part in first.split(",")]
+    known = f"{parts[0]}, driver {parts[1]}" if len(parts) == 3 else ""
+    return Device(name, memory, torch, gpus, known)
+
+
+async def _output(*command: str) -> str:
+    """Empty where the command isn't there, or fails."""
+    pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    try:
+        process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=null)
+    except OSError:
+        return ""
+    try:
+        said, _ = await process.communicate()
+    except asyncio.CancelledError:
+        with suppress(ProcessLookupError):  # it has just ended
+            process.kill()
+        raise
+    return said.decode(errors="replace").strip() if process.returncode == 0 else ""

@@ -1,0 +1,119 @@
+"""What is kept on this machine of an enrolment: beside the key of an instance, its certificate."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from planaria.bootstrap.credentials import Certified
+from planaria.bootstrap.enrolling import Enrolment
+from planaria.bootstrap.enrolment_pb2 import Invitation
+from planaria.bootstrap.invites import MARK, InviteError, decode, is_invite
+from planaria.bootstrap.small_files import read_small
+from planaria.node.launch.instance import Instance, find_instance, release
+
+log = logging.getLogger("planaria")
+
+LONGEST_NAME: Final = 255
+"""Bytes that a file's name has at most."""
+
+
+def invitation_of(join: str) -> Invitation | None:
+    """What --join says, if that is an invite, or @FILE with one in it; None: it says addresses.
+    Raises InviteError."""
+    text = text_of(join)
+    if is_invite(text):
+        return decode(text)
+    if ":" in text:
+        return None
+    if join.startswith("@"):
+        raise InviteError(
+            f"--join {join}: the file has no invite, which begins with {MARK}, and no HOST:PORT"
+        )
+    if len(join) <= LONGEST_NAME and Path(join).is_file():
+        raise InviteError(f"--join {join}: this is a file; --join @{join} reads what is in it")
+    return None
+
+
+def addresses_of(join: str) -> tuple[str, ...]:
+    """The addresses of --join, or of the invite that it is, or names as @FILE. Raises
+    InviteError."""
+    if (invitation := invitation_of(join)) is not None:
+        return tuple(invitation.registries)
+    return tuple(address.strip() for address in text_of(join).split(","))
+
+
+def text_of(said: str, option: str = "--join", what: str = "the invite") -> str:
+    """Itself, or what is in the file that it names as @FILE. Raises InviteError."""
+    if not said.startswith("@"):
+        return said
+    try:
+        text = read_small(Path(said[1:])).decode("utf-8-sig").strip()
+    except (OSError, UnicodeError) as error:
+        raise InviteError(f"{option} {said}: the file can't be read: {error}") from error
+    if not text:
+        raise InviteError(f"{option} {said}: the file is empty; it should have {what}")
+    return text
+
+
+def check_role(invitation: Invitation, needed: str) -> None:
+    """Before an invite is used for nothing. Raises InviteError."""
+    if invitation.role != needed:
+        raise InviteError(
+            f"the invite of --join is for the role {invitation.role}, and this needs {needed}: the "
+            f"run's operator makes one with `planaria invite --role {needed}`"
+        )
+
+
+def folder_of(invitation: Invitation) -> Path | None:
+    """Where the commands of this user keep what they have enrolled as; None: nowhere."""
+    run = hashlib.sha256(invitation.authority).hexdigest()[:16]
+    try:
+        home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    except RuntimeError:  # a container's --user who isn't in /etc/passwd
+        log.warning(
+            "this user has no home folder, so each command uses the invite once more: set HOME or "
+            "XDG_STATE_HOME to a folder that keeps the certificate"
+        )
+        return None
+    return Path(home) / "planaria" / run / invitation.role
+
+
+@asynccontextmanager
+async def enrolled(
+    invitation: Invitation, folder: Path | None
+) -> AsyncIterator[tuple[Instance, Certified]]:
+    """The instance of this folder, and its certificate, which is renewed meanwhile, and later by
+    its `keep_renewed`. Raises NotAdmitted, EnrolmentUnreachable, OSError."""
+    instance = find_instance(folder)
+    try:
+        kept = folder is not None and instance.number is not None
+        file = folder / f"certificate-{instance.number}.pem" if folder and kept else None
+        enrolment = Enrolment(invitation, instance.identity, file)
+        certified = await enrolment.come()
+        certified.keep_renewed = partial(enrolment.keep_renewed, certified)
+        async with renewed(certified):
+            yield instance, certified
+    finally:
+        release(instance)
+
+
+@asynccontextmanager
+async def renewed(certified: Certified | None) -> AsyncIterator[None]:
+    """Its certificate doesn't end meanwhile, if it is one that renews itself."""
+    if certified is None or certified.keep_renewed is None:
+        yield
+        return
+    renewing = asyncio.create_task(certified.keep_renewed())
+    try:
+        yield
+    finally:
+        renewing.cancel()
+        await asyncio.gather(renewing, return_exceptions=True)

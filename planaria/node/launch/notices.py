@@ -1,0 +1,328 @@
+"""Clouds tell a spot instance ahead that they take it back: at 169.254.169.254, to whoever asks.
+
+- AWS, with a token (IMDSv2): `spot/instance-action` is there two minutes before the end, and has
+  its time; nothing is told ahead before a machine hibernates. `events/recommendations/rebalance`
+  tells of an elevated risk. docs.aws.amazon.com/AWSEC2/latest/UserGuide, pages
+  spot-instance-termination-notices.html and rebalance-recommendations.html.
+- GCP: `instance/preempted` is TRUE for up to 30 seconds, or 120 where the machine was made so; it
+  doesn't say. cloud.google.com/compute/docs/instances/create-use-spot.
+- Azure: `scheduledevents` has an event of type Preempt at least 30 seconds before the end.
+  learn.microsoft.com/azure/virtual-machines/linux/scheduled-events.
+
+Each cloud here knows what to ask and what the answers mean; `ask` asks, and `Watch` does so again
+and again beside an event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import ipaddress
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
+
+from planaria.node.state.handover import MARGIN, POLL
+
+log = logging.getLogger("planaria")
+
+T = TypeVar("T")
+
+ADDRESS: Final = "169.254.169.254:80"
+ADDRESS_VARIABLE: Final = "PLANARIA_METADATA_ADDRESS"
+"""Environment variable with another address, for tests."""
+PATIENCE = 2.0
+"""Seconds that a metadata service has to answer."""
+FIRST_EVENTS = 130.0
+"""Seconds for Azure's first answer about events, which may take two minutes."""
+SOON = 120.0
+"""Seconds before its end at which a machine begins to leave: some events are told days ahead."""
+STALE = 300.0
+"""Seconds after its end at which a machine that is still there has not been taken."""
+LEAST = 5.0
+"""Seconds that a node tries for, whatever the notice leaves."""
+MOST_BYTES = 1 << 20
+TOKEN_SECONDS = 21600  # six hours, the longest that AWS gives
+
+ENDING = ("Preempt", "Terminate", "Redeploy", "Reboot")
+"""Events of Azure after which no process goes on. It does after a `Freeze`."""
+
+
+class Notice(NamedTuple):
+    """A machine's end is near."""
+
+    what: str  # in words: which cloud says what
+    left: float | None  # seconds; None: not said
+
+    def grace(self, default: float) -> float:
+        """Seconds in which to leave; `default` where the notice doesn't say."""
+        return default if self.left is None else max(LEAST, self.left - MARGIN)
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: Mapping[str, str]  # by name in small letters
+    body: str
+
+
+class Ask(Protocol):
+    """Raises OSError when there is no answer within `timeout` seconds."""
+
+    def __call__(
+        self, method: str, path: str, headers: Mapping[str, str], timeout: float = PATIENCE
+    ) -> Answer: ...
+
+
+class Cloud(Protocol):
+    name: str
+
+    def is_here(self) -> bool:
+        """Whether this machine is one of its. Raises OSError when nobody answers."""
+
+    def look(self, now: float) -> Notice | None:
+        """`now` in Unix seconds. Raises OSError, and ValueError for an answer that is none."""
+
+    def risk(self) -> str:
+        """In words, why an end may be near; empty: it isn't known to be. Raises as `look` does."""
+
+
+class Aws:
+    name = "AWS"
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask, self._token = ask, ""
+
+    def is_here(self) -> bool:
+        return self._renewed()
+
+    def look(self, now: float) -> Notice | None:
+        answer = self._get("/latest/meta-data/spot/instance-action")
+        if answer is None:
+            return None
+        fields = _fields(answer)
+        action, at = _text(fields, "action"), _text(fields, "time")
+        left = _iso(at) - now
+        return Notice(f"AWS: {action} at {at}", left) if left > -STALE else None
+
+    def risk(self) -> str:
+        answer = self._get("/latest/meta-data/events/recommendations/rebalance")
+        if answer is None:
+            return ""
+        return f"AWS recommends to rebalance, since {_text(_fields(answer), 'noticeTime')}"
+
+    def public_ipv4(self) -> str:
+        """This machine's public address; empty: it has none. Raises as `look` does. See
+        docs.aws.amazon.com/AWSEC2/latest/UserGuide/instancedata-data-categories.html."""
+        answer = self._get("/latest/meta-data/public-ipv4")
+        return "" if answer is None else str(ipaddress.IPv4Address(answer.strip()))
+
+    def _renewed(self) -> bool:
+        headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}
+        answer = self._ask("PUT", "/latest/api/token", headers)
+        self._token = _word(answer)
+        return bool(self._token)
+
+    def _get(self, path: str) -> str | None:
+        """None: there is no such item."""
+        answer = self._ask("GET", path, {"X-aws-ec2-metadata-token": self._token})
+        if answer.status == 401 and self._renewed():  # after six hours
+            answer = self._ask("GET", path, {"X-aws-ec2-metadata-token": self._token})
+        return None if answer.status == 404 else _body(answer, path)
+
+
+class Gcp:
+    name = "GCP"
+    headers: Final = {"Metadata-Flavor": "Google"}
+    path: Final = "/computeMetadata/v1/instance/preempted"
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+
+    def is_here(self) -> bool:
+        answer = self._ask("GET", self.path, self.headers)
+        return answer.status == 200 and answer.headers.get("metadata-flavor") == "Google"
+
+    def look(self, now: float) -> Notice | None:
+        body = _body(self._ask("GET", self.path, self.headers), self.path).strip()
+        if body not in ("TRUE", "FALSE"):
+            raise ValueError(f"{self.path} is neither TRUE nor FALSE, but {body[:40]!r}")
+        return Notice("GCP: preempted", None) if body == "TRUE" else None
+
+    def risk(self) -> str:
+        return ""
+
+
+class Azure:
+    name = "Azure"
+    headers: Final = {"Metadata": "true"}
+    own_name: Final = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+    events: Final = "/metadata/scheduledevents?api-version=2020-07-01"
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask, self._name, self._patience = ask, "", FIRST_EVENTS
+
+    def is_here(self) -> bool:
+        answer = self._ask("GET", self.own_name, self.headers)
+        self._name = _word(answer)
+        return bool(self._name)
+
+    def look(self, now: float) -> Notice | None:
+        """The next event of this machine's: all machines of a set are told of each other's."""
+        if not self._name:
+            self.is_here()
+        answer = self._ask("GET", self.events, self.headers, self._patience)
+        self._patience = PATIENCE
+        found = [
+            _azure_event(event, now)
+            for event in _fields(_body(answer, self.events)).get("Events", [])
+            if self._name in event["Resources"] and event["EventType"] in ENDING
+        ]
+        return min(found, key=lambda notice: notice.left or 0.0, default=None)
+
+    def risk(self) -> str:
+        return ""
+
+
+CLOUDS: Final[Mapping[str, Callable[[Ask], Cloud]]] = {"gcp": Gcp, "azure": Azure, "aws": Aws}
+"""In the order in which they are looked for."""
+
+
+def _azure_event(event: Mapping[str, Any], now: float) -> Notice:
+    """One that has begun has no time any more."""
+    at = _text(event, "NotBefore")
+    left = parsedate_to_datetime(at).timestamp() - now if at else 0.0
+    when = f"not before {at}" if at else "has begun"
+    return Notice(f"Azure: {event['EventType']} {when}", left)
+
+
+def _word(answer: Answer) -> str:
+    """Empty for anything else, such as the page of a web server that happens to answer here."""
+    word = answer.body.strip()
+    return word if answer.status == 200 and re.fullmatch(r"[\w.+/=-]+", word) else ""
+
+
+def _body(answer: Answer, path: str) -> str:
+    if answer.status != 200:
+        raise ValueError(f"{path} is answered with status {answer.status}")
+    return answer.body
+
+
+def _fields(body: str) -> dict[str, Any]:
+    fields = json.loads(body)
+    if not isinstance(fields, dict):
+        raise ValueError(f"no JSON object: {body[:80]!r}")
+    return fields
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str:
+    if not isinstance(found := fields.get(name), str):
+        raise ValueError(f"{name!r} is no text in {dict(fields)}")
+    return found
+
+
+def _iso(text: str) -> float:
+    """Unix seconds."""
+    time = datetime.fromisoformat(text)
+    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+
+
+# --- asking
+
+
+def ask(method: str, path: str, headers: Mapping[str, str], timeout: float = PATIENCE) -> Answer:
+    """Of this machine's metadata service, past any proxy."""
+    address = os.environ.get(ADDRESS_VARIABLE, ADDRESS)
+    connection = http.client.HTTPConnection(address, timeout=timeout)
+    try:
+        connection.request(method, path, headers=dict(headers))
+        answer = connection.getresponse()
+        body = answer.read(MOST_BYTES).decode(errors="replace")
+        found = {name.lower(): value for name, value in answer.getheaders()}
+        return Answer(answer.status, found, body)
+    except http.client.HTTPException as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+    finally:
+        connection.close()
+
+
+def find(name: str, ask: Ask) -> Cloud | None:
+    """The cloud that this machine is in; None with `auto`, if it is in none that is known here.
+    Anyone named is taken to be there."""
+    if name != "auto":
+        cloud = CLOUDS[name](ask)
+        try:
+            cloud.is_here()
+        except OSError as error:
+            log.warning("%s's metadata service doesn't answer: %s", cloud.name, error)
+        return cloud
+    somebody = False
+    for make in CLOUDS.values():
+        cloud = make(ask)
+        try:
+            if cloud.is_here():
+                return cloud
+            somebody = True
+        except OSError:
+            if not somebody:
+                return None
+            if isinstance(cloud, Aws):
+                log.warning(
+                    "if this is a container on AWS, it hears no notices: set the instance's "
+                    "metadata response hop limit to 2"
+                )
+    return None
+
+
+class Watch:
+    """Looks for a notice in a thread of its own, which nobody waits for. What it hears is told on
+    the event loop: `on_notice` once, `on_risk` each time that there is another one."""
+
+    def __init__(
+        self,
+        name: str,
+        on_notice: Callable[[Notice], None],
+        on_risk: Callable[[str], None],
+        ask: Ask = ask,
+    ) -> None:
+        self._name, self._ask = name, ask
+        self._on_notice, self._on_risk = on_notice, on_risk
+        self._loop = asyncio.get_running_loop()
+        self._over = threading.Event()
+        threading.Thread(target=self._run, name="notices", daemon=True).start()
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def _tell(self, whom: Callable[[T], None], what: T) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to hear it
+            self._loop.call_soon_threadsafe(whom, what)
+
+    def _run(self) -> None:
+        cloud = find(self._name, self._ask)
+        if cloud is None:
+            return
+        log.info("listening for the notices of %s", cloud.name)
+        risk = trouble = ""
+        while not self._over.is_set():
+            before, trouble = trouble, ""
+            try:
+                notice = cloud.look(time.time())
+                if notice and (notice.left is None or notice.left <= SOON):
+                    self._tell(self._on_notice, notice)
+                    return
+                last, risk = risk, cloud.risk()
+                if risk and risk != last:
+                    self._tell(self._on_risk, risk)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                trouble = f"{type(error).__name__}: {error}"
+                if not before:
+                    log.warning("%s's notices can't be read: %s", cloud.name, trouble)
+            self._over.wait(POLL)

@@ -1,0 +1,69 @@
+"""Folders that a run file names, at a node: where its owner says, else below a folder of its own.
+
+A registry hands the run file out, and may be a stranger's. So what it names is a name below the
+node's own folder, and nothing elsewhere on the node's machine is read or written for it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from planaria.node.launch.begin import NodeError
+from planaria.node.launch.resolve import run_id
+from planaria.node.run_file import DataSection, RunFile
+
+
+def own_folder(out: Path | None, run: RunFile) -> Path:
+    """The node's, of that run; `out`: what --out says."""
+    return (out or Path("out")) / run_id(run)
+
+
+def below(folder: Path, key: str, name: str, option: str) -> Path:
+    """The folder that a key of the run file calls `name`. Raises NodeError where that is none below
+    `folder`, by way of symbolic links too; `option` says where it is then."""
+    own = folder.resolve()
+    found = Path(os.path.realpath(own / name))  # unlike `resolve`, of links in a ring too
+    if own not in found.parents:
+        raise NodeError(
+            f"{key} = {name!r}: that folder is not below this node's own, {folder}, so a registry "
+            f"may not name it: {option} DIR says where it is on this machine"
+        )
+    return found
+
+
+def data_below(folder: Path, data: DataSection) -> DataSection:
+    """The same data, there. Raises NodeError."""
+
+    def there(name: str) -> str:
+        return str(below(folder, "data.path", name, "--data"))
+
+    each = tuple(one.model_copy(update={"path": there(one.path)}) for one in data.corpora)
+    path = data.path if each else there(data.path)
+    return data.model_copy(update={"path": path, "corpora": each})
+
+
+def checkpoint_dir(run: RunFile, folder: Path, given: Path | None) -> Path | None:
+    """Where the run's checkpoints are, which may be `given`; None: it writes none. Raises
+    NodeError."""
+    recovery = run.recovery
+    if recovery.policy == "checkpoint":
+        named = "recovery.checkpoint.dir", recovery.checkpoint.dir, "--checkpoint-dir"
+        return given or below(folder, *named)
+    if given is not None:
+        raise NodeError(
+            f"--checkpoint-dir {given}: with recovery.policy = {recovery.policy} there are no "
+            "checkpoints; leave it out"
+        )
+    return None
+
+
+def said_here(run: RunFile) -> list[str]:
+    """The options of a node whose owner has written the run file, and means this machine's folders
+    by what it names."""
+    said = [part for name in run.data.names for part in ("--data", str(Path(name).absolute()))]
+    if run.model.origin is not None and Path(run.model.origin).is_dir():
+        said += ["--model", run.model.origin]
+    if run.recovery.policy == "checkpoint":
+        said += ["--checkpoint-dir", str(Path(run.recovery.checkpoint.dir).absolute())]
+    return said

@@ -1,0 +1,162 @@
+"""The run file as its registry hands it out: with what follows from the preset and the data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from pathlib import Path
+
+from planaria.bootstrap.membership import MembershipRules
+from planaria.node.data.corpus import CorpusError, read_index
+from planaria.node.data.mixture import index_of
+from planaria.node.hugging_face.taking_in import check_tokenizer, take_in
+from planaria.node.machine.imports import calling
+from planaria.node.machine.processes import describe_status
+from planaria.node.model.learning_rate import peak_of, warmup_of
+from planaria.node.model.shape import matrix_names
+from planaria.node.run_file import (
+    DATA,
+    DataSection,
+    RunFile,
+    RunFileError,
+    dumps,
+    loads,
+    override,
+)
+
+SHIPPED = Path(__file__).resolve().parents[1] / "corpus" / "austen"
+"""Prose that comes with the package."""
+LOOKING = 300.0
+"""Seconds that the code of an architecture has to be loaded and tried."""
+
+
+def text_to_prepare(run: RunFile) -> Path | None:
+    """The shipped prose, when the run leaves its data to the default and nothing is there yet."""
+    wanted = run.data.path == DATA and not run.data.content
+    return SHIPPED if wanted and not Path(run.data.path).exists() and SHIPPED.is_dir() else None
+
+
+def resolve(run: RunFile) -> RunFile:
+    """Fills in `data.content`, `model.vocabulary`, `model.stages`, `model.layers`, `training.lr`,
+    `training.warmup`, and the shape of the model that `model.from` names or `model.module` builds;
+    makes the data's paths absolute, so that any node finds everything in it.
+
+    Data that is not on this machine is no error as long as the run file says `model.vocabulary`.
+    Raises RunFileError and CorpusError.
+    """
+    run = take_in(run)
+    vocabulary, data = run.model.vocabulary, _absolute(run.data)
+    if vocabulary is None or all(path.exists() for path in data.folders):
+        index = index_of(data)
+        check_tokenizer(run)
+        if problem := index.misfit(data.folders[0], data.content, vocabulary):
+            raise CorpusError(f"{data.where} {problem}")
+        each = [
+            one.model_copy(update={"content": read_index(path).content})
+            for one, path in zip(data.corpora, data.folders, strict=False)
+        ]
+        data = data.model_copy(update={"content": index.content, "corpora": tuple(each)})
+        vocabulary = vocabulary or index.vocabulary
+    run = override(run, data=data.model_dump(), model__vocabulary=vocabulary)
+    if run.model.module is not None and run.model.parts is None:
+        run = _with_parts(run)
+    config = run.model.config
+    figures = {"model__stages": config.stages, "model__layers": config.layers}
+    run = override(run, **figures, training__lr=peak_of(run), training__warmup=warmup_of(run))
+    _check_policy(run)
+    _check_lora(run)
+    return run
+
+
+def _with_parts(run: RunFile) -> RunFile:
+    """What the code of `model.module` builds is found out by another process: who resolves a run
+    file needs neither torch nor that code. Raises RunFileError."""
+    command = calling("planaria.node.stage.own_code")
+    try:
+        done = subprocess.run(
+            command, input=dumps(run), capture_output=True, text=True, timeout=LOOKING, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RunFileError(
+            f"model.module = {run.model.module}: it took longer than {LOOKING:.0f} s to build"
+        ) from error
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [describe_status(done.returncode)])[-1]
+        raise RunFileError(
+            f"model.module: {why}. A run file in which model.parts says what the code builds needs "
+            "none here: docs/own-architecture.md says how to make one"
+        )
+    return loads(done.stdout)
+
+
+def _absolute(data: DataSection) -> DataSection:
+    each = [one.model_copy(update={"path": str(Path(one.path).absolute())}) for one in data.corpora]
+    path = data.path if each else str(Path(data.path).absolute())
+    return data.model_copy(update={"path": path, "corpora": tuple(each)})
+
+
+def _check_policy(run: RunFile) -> None:
+    policy, stages = run.recovery.policy, run.model.stages or 0
+    if policy == "checkfree+" and stages < 4:
+        raise RunFileError(
+            f"recovery.policy = checkfree+ swaps the first two and the last two body stages, so it "
+            f"needs 4 of them, and model.stages = {stages}: use checkfree, or more stages"
+        )
+    if policy == "checkpoint" and not run.recovery.checkpoint.dir:
+        raise RunFileError(
+            "recovery.policy = checkpoint needs recovery.checkpoint.dir, a folder that all nodes "
+            "share"
+        )
+
+
+def _check_lora(run: RunFile) -> None:
+    if (lora := run.training.lora) is None:
+        return
+    if run.model.origin is None:
+        raise RunFileError(
+            "training.lora trains adapters of a model that was trained before: name its folder by "
+            "model.from, or leave training.lora out to train a new model"
+        )
+    if run.recovery.policy == "checkfree+":
+        raise RunFileError(
+            "recovery.policy = checkfree+ trains stages in each other's places, and with "
+            "training.lora they stay what they are in the model: use checkfree or snapshot"
+        )
+    names = matrix_names(run.config)
+    if strange := [name for name in lora.targets if name not in names]:
+        raise RunFileError(
+            f"training.lora.targets: no matrix of a layer is called {', '.join(strange)}; there "
+            f"are {', '.join(names)}"
+        )
+
+
+def run_id(run: RunFile) -> str:
+    """What the run is called, by itself and all that it says; fit for a folder's name.
+
+    A run keeps its name when a newer planaria, which has keys that its file lacks, goes on with it.
+    """
+    said = json.dumps(run.said(), sort_keys=True)
+    return f"{run.name}-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
+
+
+def registry_rules(run: RunFile) -> MembershipRules:
+    """What the registry of a resolved run decides by. One that is started again with the same run
+    serves the same run."""
+    if run.model.stages is None:
+        raise RunFileError("the run file doesn't say model.stages: resolve it first")
+    return MembershipRules(
+        run=run_id(run),
+        stages=run.model.stages,
+        replicas=run.swarm.replicas,
+        # A node more than there are microbatches would have nothing to do.
+        max_replicas=max(run.swarm.replicas, run.training.microbatches),
+        start_grace=run.swarm.start_grace,
+        lease=run.swarm.lease,
+        # Nodes that look a restarted registry up by name took up to 4.3 s to find it again.
+        restart_grace=run.swarm.lease + 5.0,
+        steps=run.steps,
+        data=run.data.content,
+        swapped=run.recovery.policy == "checkfree+",
+        policy=run.recovery.policy,
+    )

@@ -1,0 +1,161 @@
+"""`planaria node --restart always`: a process that starts the node, and starts it anew when it
+crashes; with several devices, a node on each.
+
+A node is its child, in a session of its own, so that what the terminal sends (Ctrl-C, hang-up)
+reaches the supervisor only. That hands it on once, as SIGTERM, and ends when all nodes have left. A
+supervisor that is killed takes them with it (on Linux).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from planaria.bootstrap.address import Address
+from planaria.node.launch.secret_words import taken_out
+from planaria.node.machine.processes import (
+    SUPERVISOR,
+    describe_status,
+    die_with_parent,
+    stop_signals,
+)
+
+log = logging.getLogger("planaria")
+
+CRASHED = 70
+"""Exit status (EX_SOFTWARE of sysexits.h) of a node that has failed at what another could do."""
+TRY_AGAIN = 75
+"""Exit status (EX_TEMPFAIL) of a node whose reason to end may go away."""
+FINAL = frozenset((0, 1, 2))
+"""Statuses after which another node would end alike: it was told to, was refused, or was called
+wrongly."""
+SLOW = 30.0
+"""Seconds beyond its grace that a node has to end before it gets SIGKILL."""
+
+
+class Pauses:
+    """How long to wait before the next try: `first` seconds, twice as long each time that one has
+    not lasted for a minute, `longest` at most."""
+
+    def __init__(self, first: float, longest: float) -> None:
+        self._first, self._longest = first, longest
+        self._next = first
+
+    def after(self, lasted: float) -> float:
+        """Seconds, after a try that has lasted for so many."""
+        pause = self._first if lasted >= 60 else self._next
+        self._next = min(self._longest, 2 * pause)
+        return pause
+
+
+def is_watched() -> bool:
+    """Whether the process that started this one starts it anew when it crashes. It ends with that
+    one from here on, at once if that is gone already."""
+    watcher = os.environ.pop(SUPERVISOR, "")
+    if not watcher:
+        return False
+    die_with_parent()
+    if watcher != str(os.getppid()):
+        raise SystemExit(f"process {watcher}, which started this node, is gone")
+    return True
+
+
+def same_again() -> list[str]:
+    """The command line of this process, but for what may be secret, which goes into the
+    environment."""
+    words, _ = taken_out(sys.argv[1:])
+    return [sys.executable, "-m", "planaria", *words]
+
+
+def one_each(
+    devices: Sequence[str],
+    listen: Address,
+    advertise: Address | None,
+    save_dir: Path | None,
+    metrics: Address | None = None,
+) -> dict[str, list[str]]:
+    """The command line of a node on each of the devices, by what to call it: that of this process
+    but for what they can't share. Ports are counted up from the given ones, which 0 is none of; in
+    `save_dir` each has a folder named after its device. Raises AddressError beyond the last port.
+    """
+    if len(devices) == 1:
+        return {"the node": same_again()}
+    commands = {}
+    for place, device in enumerate(devices):
+        own = ["--device", device]
+        addresses = ("--listen", listen), ("--advertise", advertise), ("--metrics", metrics)
+        for option, address in addresses:
+            if address is not None and address.port:
+                counted_up = str(address._replace(port=address.port + place))
+                own += [option, str(Address.parse(counted_up))]
+        if save_dir is not None:
+            own += ["--save-dir", str(save_dir / device.replace(":", "-"))]
+        commands[f"the node on {device}"] = [*same_again(), *own]
+    return commands
+
+
+async def supervise(nodes: Mapping[str, Sequence[str]], grace: float, again: bool = True) -> int:
+    """Runs nodes, each a command line by what to call it, until all have ended for good (with
+    `again` only as FINAL has it), or until this process is told to end: then each has its `grace`
+    seconds. Returns the highest of their exit statuses, as a shell has them."""
+    stop = stop_signals()
+
+    async def keep(what: str, command: Sequence[str]) -> int:
+        status = await _keep(what, command, grace, again, stop)
+        if len(nodes) > 1 and not stop.done():
+            log.warning("%s %s, and stays away", what, describe_status(status))
+        return status
+
+    return max(await asyncio.gather(*(keep(*node) for node in nodes.items())))
+
+
+async def _keep(
+    what: str, command: Sequence[str], grace: float, again: bool, stop: asyncio.Future[int]
+) -> int:
+    _, secrets = taken_out(sys.argv[1:])
+    environment = os.environ | secrets | {SUPERVISOR: str(os.getpid())}
+    clock, pauses = asyncio.get_running_loop().time, Pauses(1.0, 60.0)
+    while True:
+        began = clock()
+        node = await asyncio.create_subprocess_exec(
+            *command, env=environment, start_new_session=True
+        )
+        ended = asyncio.create_task(node.wait())
+        await asyncio.wait([ended, stop], return_when=asyncio.FIRST_COMPLETED)
+        if stop.done():
+            status = await _end(node, ended, grace + SLOW)
+            told_before_it_had_begun = status == -signal.SIGTERM
+            return 0 if told_before_it_had_begun else _as_in_a_shell(status)
+        status, lasted = ended.result(), clock() - began
+        if status in FINAL or not again:
+            return _as_in_a_shell(status)
+        pause = pauses.after(lasted)
+        log.warning(
+            "%s %s after %.0f s; another is started in %g s (--restart no: none is)",
+            what,
+            describe_status(status),
+            lasted,
+            pause,
+        )
+        await asyncio.wait([stop], timeout=pause)
+        if stop.done():
+            return _as_in_a_shell(status)
+
+
+async def _end(node: asyncio.subprocess.Process, ended: asyncio.Task[int], seconds: float) -> int:
+    if not ended.done():
+        node.terminate()
+        await asyncio.wait([ended], timeout=seconds)
+    if not ended.done():
+        log.error("node process %d has not ended %.0f s after SIGTERM: SIGKILL", node.pid, seconds)
+        node.kill()
+    return await ended
+
+
+def _as_in_a_shell(status: int) -> int:
+    return status if status >= 0 else 128 - status

@@ -1,0 +1,135 @@
+"""The compute thread: all torch work of a node, one task at a time, most urgent first."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+from planaria.node.machine.watch import Hang, Watch, kind_of
+from planaria.node.ports import Priority
+
+T = TypeVar("T")
+
+END = 2.0
+"""Seconds in which the task at hand has to end when the thread is to."""
+
+
+_here = threading.local()
+
+
+@contextmanager
+def waiting_for_disk() -> Iterator[None]:
+    """In a compute thread this block doesn't count as computing, however long it takes; a slow disk
+    is no hanging device. In other threads it is nothing."""
+    watch: Watch | None = getattr(_here, "watch", None)
+    if watch is None:
+        yield
+        return
+    began = time.monotonic()
+    watch.waits = True
+    try:
+        yield
+    finally:
+        watch.waited(time.monotonic() - began)
+
+
+class ComputeThread:
+    """Tasks of equal priority run in the order in which they were posted."""
+
+    def __init__(
+        self, name: str, loop: asyncio.AbstractEventLoop, watch: Watch | None = None
+    ) -> None:
+        self.loop = loop
+        self.watch = watch or Watch(first=math.inf)
+        self.busy_seconds = 0.0
+        self.busy_since: float | None = None
+        self.computed = 0
+        self._tasks: list[tuple[Priority, int, str, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._wake = threading.Condition()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def now(self) -> float:
+        return self.loop.time()
+
+    @property
+    def computing(self) -> bool:
+        return not self.watch.waits and (self.busy_since is not None or bool(self._tasks))
+
+    def post(
+        self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
+    ) -> None:
+        """`then` gets what the work returned or raised, on the event loop."""
+
+        def task() -> None:
+            try:
+                result: T | Exception = work()
+            except Exception as error:  # noqa: BLE001 (whatever it is, it belongs to who waits)
+                result = error
+            if not self.loop.is_closed():
+                self.loop.call_soon_threadsafe(then, result)
+
+        with self._wake:
+            heapq.heappush(self._tasks, (priority, next(self._numbers), kind_of(work), task))
+            self._wake.notify()
+
+    def run(
+        self, work: Callable[[], T], priority: Priority = Priority.CONTROL
+    ) -> asyncio.Future[T]:
+        """The future has the work's result or exception; call it on the event loop."""
+        future: asyncio.Future[T] = self.loop.create_future()
+        self.post(work, partial(_settle, future), priority)
+        return future
+
+    def look(self) -> Hang | None:
+        """Does the task at hand take too long? To be asked on the event loop, at each of its
+        ticks."""
+        return self.watch.look(time.monotonic())
+
+    def stop(self, seconds: float | None = END) -> bool:
+        """Forget what waits; what runs is let finish. False: it hasn't, for so long, and nobody can
+        end it but with the process."""
+        with self._wake:
+            self._stopped = True
+            self._tasks.clear()
+            self._wake.notify()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        _here.watch = self.watch
+        while True:
+            with self._wake:
+                while not self._tasks and not self._stopped:
+                    self._wake.wait()
+                if self._stopped:
+                    return
+                _, _, kind, task = heapq.heappop(self._tasks)
+            self.busy_since = began = time.monotonic()
+            self.watch.began(kind, began)
+            task()
+            ended = time.monotonic()
+            self.watch.ended(ended)
+            self.computed += 1
+            self.busy_seconds += ended - began
+            self.busy_since = None
+
+
+def _settle(future: asyncio.Future[T], result: T | Exception) -> None:
+    if future.done():
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)

@@ -1,0 +1,11 @@
+"""The model: shapes, layers, files.
+
+- `shape.py`: sizes of a model and the shapes of its tensors, without torch
+- `modules.py`: the stages as torch modules; `random_state.py`: the generator of their first weights
+- `subspace.py`: boundaries of a few dimensions
+- `lora.py`: adapters
+- `architecture.py`: what an architecture of a run's own provides
+- `learning_rate.py`: the schedule
+- `config.py`: a model's config.json; `layout.py`: which tensors are in which stage
+- `checkpoint.py`: a folder of transformers, read tensor by tensor
+"""

@@ -1,0 +1,287 @@
+"""A model that a run begins from: a folder in Hugging Face's format, read tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from xxhash import xxh3_128
+
+from planaria.node.data.tokenizer import CONFIG as TOKENIZER_CONFIG
+from planaria.node.data.tokenizer import SPECIAL, TEMPLATE
+from planaria.node.model.config import (
+    GENERATION_CONFIG,
+    NO_SENSE,
+    UnsupportedModelError,
+    check_not_adapters,
+    read_config,
+    read_json,
+)
+from planaria.node.model.layout import weights
+from planaria.node.model.shape import ModelConfig, named_shapes
+
+if TYPE_CHECKING:  # loaded where tensors are: a registry has no numpy
+    import numpy as np
+    from numpy.typing import NDArray
+
+log = logging.getLogger("planaria")
+
+ONE_FILE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+TOKENIZER: Final = "tokenizer.json"
+OF_ORIGIN: Final = (
+    *(TOKENIZER_CONFIG, SPECIAL, "added_tokens.json", "vocab.json"),
+    *("merges.txt", "tokenizer.model", TEMPLATE, GENERATION_CONFIG),
+)
+"""What a model keeps of the checkpoint that it began from, besides its tokenizer."""
+HEADER_LIMIT: Final = 16 << 20
+"""Bytes of a file's header."""
+POINTER: Final = b"version https://git-lfs.github.com/spec/"
+"""How a file begins that stands for a larger one, in a clone without Git LFS."""
+CHUNK: Final = 16 << 20
+"""Values read at a time."""
+SIZES: Final = {"F32": 4, "F16": 2, "BF16": 2}
+"""Bytes of a value, by what safetensors calls its kind."""
+EMBEDDING: Final = "model.embed_tokens.weight"
+HEAD: Final = "lm_head.weight"
+COMPILED: Final = "_orig_mod."
+"""What `torch.compile` adds to names."""
+
+
+class Place(NamedTuple):
+    """Where a tensor is."""
+
+    file: Path
+    kind: str  # a key of SIZES
+    shape: tuple[int, ...]
+    first: int  # byte in the file
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors of a folder, by name; they stay on disk until they are read."""
+
+    folder: Path
+    config: ModelConfig  # with one body stage
+    places: Mapping[str, Place]
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Raises UnsupportedModelError when a model of its config isn't all that is in it, or not
+        whole."""
+        check_not_adapters(folder)
+        try:
+            config = read_config(folder)
+            places = {
+                name.replace(COMPILED, ""): place
+                for file in _files(folder)
+                for name, place in _header(file)
+                if not name.endswith("rotary_emb.inv_freq")
+            }
+        except (OSError, *NO_SENSE) as error:
+            raise UnsupportedModelError(
+                f"{folder} holds no model that can be read: {error}. Name a folder as "
+                "`save_pretrained` of transformers and `planaria export` write them"
+            ) from error
+        checkpoint = cls(folder, _as_tied(config, places, folder), places)
+        checkpoint._check()
+        return checkpoint
+
+    def _check(self) -> None:
+        """Raises UnsupportedModelError."""
+        if self.config.layers > len(self.places):  # before a list of them is made
+            raise UnsupportedModelError(
+                f"{self.folder} holds no whole model: its config.json says {self.config.layers:,} "
+                f"layers, and it has {len(self.places)} tensors"
+            )
+        wanted = {weight.name: weight.shape for weight in weights(self.config)}
+        if missing := sorted(wanted.keys() - self.places):
+            raise UnsupportedModelError(
+                f"{self.folder} holds no whole model: it lacks {_some(missing)}"
+            )
+        if more := sorted(self.places.keys() - wanted):
+            raise UnsupportedModelError(
+                f"{self.folder}: not supported here: it has {_some(more)}, which models of its "
+                f"config.json have no use for here"
+            )
+        for name, shape in wanted.items():
+            if (place := self.places[name]).shape != shape:
+                raise UnsupportedModelError(
+                    f"{self.folder}: {name} has shape {list(place.shape)} instead of {list(shape)}"
+                )
+            if place.kind not in SIZES:
+                raise UnsupportedModelError(
+                    f"{self.folder}: {name} is of {place.kind}; {', '.join(SIZES)} can be read"
+                )
+
+    def of_stage(self, config: ModelConfig, stage: int) -> list[str]:
+        """The names of its tensors, in the order in which they lie in the stage's flat weights;
+        `config`: this model's, in any number of stages."""
+        return list(named_shapes(config, stage))
+
+    def read(self, name: str) -> NDArray[np.float32]:
+        """All values of the tensor, float32, in row-major order. Raises OSError."""
+        import numpy as np
+
+        values = np.empty(self.places[name].size, np.float32)
+        at = 0
+        for piece in _pieces(self.places[name]):
+            values[at : at + len(piece)] = piece
+            at += len(piece)
+        return values
+
+    def digest(self, config: ModelConfig, stage: int) -> str:
+        """Stands for the stage's flat weights (`digest`). Raises OSError, and UnsupportedModelError
+        when some aren't finite."""
+        names = self.of_stage(config, stage)
+        return digest(piece for name in names for piece in self._finite(name))
+
+    def _finite(self, name: str) -> Iterator[NDArray[np.float32]]:
+        import numpy as np
+
+        for piece in _pieces(self.places[name]):
+            if not np.isfinite(piece).all():
+                raise UnsupportedModelError(
+                    f"{self.places[name].file}: {name} has values that aren't finite (NaN or "
+                    "infinity): nothing can be trained from it; take an earlier checkpoint"
+                )
+            yield piece
+
+
+def _as_tied(config: ModelConfig, places: dict[str, Place], folder: Path) -> ModelConfig:
+    """With embedding and head as the files have them, whatever config.json says, as transformers 5
+    does; of two equal ones `places` keeps the embedding. Raises OSError."""
+    if not config.tied or HEAD not in places:
+        return config
+    if EMBEDDING not in places:
+        places[EMBEDDING] = places.pop(HEAD)
+        return config
+    if _same(places[EMBEDDING], places[HEAD]):
+        del places[HEAD]
+        return config
+    log.warning(
+        "%s: config.json says tie_word_embeddings, but %s differs from the embedding: both are "
+        "kept, untied, as transformers does",
+        *(folder, HEAD),
+    )
+    return replace(config, tied=False)
+
+
+def _same(one: Place, other: Place) -> bool:
+    """Raises OSError."""
+    import numpy as np
+
+    if one.shape != other.shape or not {one.kind, other.kind} <= SIZES.keys():
+        return False
+    pairs = zip(_pieces(one), _pieces(other), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+def _pieces(place: Place) -> Iterator[NDArray[np.float32]]:
+    """Its values, end to end, CHUNK at a time. Raises OSError."""
+    import numpy as np
+
+    kind = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[place.kind]
+    with place.file.open("rb") as file:
+        file.seek(place.first)
+        left = place.size
+        while left:
+            size = min(left, CHUNK)
+            piece = np.fromfile(file, kind, size)
+            if len(piece) < size:
+                raise OSError(f"{place.file} ends before its tensors do")
+            left -= size
+            if place.kind == "BF16":  # the upper half of a float32
+                yield (piece.astype(np.uint32) << 16).view(np.float32)
+            else:
+                yield piece.astype(np.float32, copy=False)
+
+
+def digest(pieces: Iterable[NDArray[np.float32]]) -> str:
+    """Stands for these values, end to end."""
+    found = xxh3_128()
+    for piece in pieces:
+        found.update(piece.astype("<f4", copy=False).data)
+    return found.hexdigest()
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those with weights, in the order in which transformers looks for them. Raises OSError,
+    NO_SENSE."""
+    single, index = (folder / ONE_FILE).exists(), (folder / INDEX).exists()
+    if single and index:
+        log.warning("%s has %s and %s: %s is read", folder, ONE_FILE, INDEX, ONE_FILE)
+    if index and not single:
+        return [folder / name for name in shard_names(folder)]
+    if not single and any(folder.glob("pytorch_model*.bin")):
+        raise ValueError(
+            "its weights are pickled, which nothing here reads: load it with transformers, and "
+            "save it with save_pretrained"
+        )
+    return [folder / ONE_FILE]
+
+
+def shard_names(folder: Path) -> list[str]:
+    """Those that the index in the folder names. Raises OSError, NO_SENSE."""
+    where = read_json(folder / INDEX)["weight_map"]
+    return sorted({Path(name).name for name in where.values()})
+
+
+def _header(path: Path) -> Iterator[tuple[str, Place]]:
+    """The tensors in a file of safetensors. Raises UnsupportedModelError, OSError, and NO_SENSE for
+    a header that is none."""
+    mend = (
+        f"`git lfs pull` in a clone, or `hf download ORG/NAME --local-dir {path.parent}` fetches it"
+    )
+    if not path.is_file():
+        what = "is no regular file" if path.exists() else "is missing"
+        raise UnsupportedModelError(f"{path} {what}: {mend}")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(len(POINTER))
+        if start == POINTER:
+            raise UnsupportedModelError(f"{path} is a Git LFS pointer, not the weights: {mend}")
+        if not start:
+            raise UnsupportedModelError(f"{path} is empty: {mend}")
+        length = int.from_bytes(start[:8], "little")
+        if length > HEADER_LIMIT:
+            raise UnsupportedModelError(f"{path} is no file of safetensors: {mend}")
+        file.seek(8)
+        header = json.loads(file.read(length)) if 8 + length <= size else {}
+    tensors: dict[str, Any] = {n: said for n, said in header.items() if n != "__metadata__"}
+    whole = 8 + length + max((int(said["data_offsets"][1]) for said in tensors.values()), default=0)
+    if size < whole:
+        raise UnsupportedModelError(f"{path} is cut off after {size:,} of {whole:,} bytes: {mend}")
+    if damage := _damage(path):
+        raise UnsupportedModelError(f"{path} is damaged: {damage}: {mend}")
+    for name, said in tensors.items():
+        first = 8 + length + int(said["data_offsets"][0])
+        yield name, Place(path, str(said["dtype"]), tuple(map(int, said["shape"])), first)
+
+
+def _damage(path: Path) -> str:
+    """What the library safetensors says of a header whose tensors overlap, leave gaps or lie
+    elsewhere; empty for a right one."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError:  # the image of a registry lacks it; nodes look again
+        return ""
+    try:
+        with safe_open(path, framework="np"):
+            return ""
+    except SafetensorError as error:
+        return str(error)

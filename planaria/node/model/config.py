@@ -1,0 +1,286 @@
+"""`config.json`: the shape of a model as Hugging Face's transformers has it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, get_args
+
+from planaria.bootstrap.small_files import read_small
+from planaria.node.model.shape import BIASES, Family, ModelConfig, RopeScaling, RopeType
+
+log = logging.getLogger("planaria")
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+ORIGINAL: Final = "original_max_position_embeddings"
+ALWAYS: Final[dict[str, Any]] = {
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "use_cache": True,
+}
+"""What is so in each of our models."""
+OF_FAMILY: Final[dict[Family, dict[str, Any]]] = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "pretraining_tp": 1,
+    },
+    "mistral": {"architectures": ["MistralForCausalLM"]},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "use_sliding_window": False,
+    },
+}
+"""What is so in each model of a family."""
+DEFAULTS: Final[dict[Family, dict[str, Any]]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+    "qwen2": {"max_position_embeddings": 32_768, "num_key_value_heads": 32},
+    "qwen3": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
+}
+"""What a config.json means that lacks these (transformers 5.23)."""
+HARMLESS: Final = ("architectures", "initializer_range", "pretraining_tp", "use_cache")
+"""Of these, what changes nothing of what a model computes."""
+IGNORED: Final = ("attention_dropout",)
+"""What changes nothing but training, which does without."""
+NEVER: Final = (
+    *("quantization_config", "num_experts", "num_local_experts"),
+    "transformers_weights",  # a file of another name
+)
+"""Keys of what none of our models has."""
+SUPPORTED: Final = (
+    "supported are llama (LLaMA 2 and 3, TinyLlama, SmolLM2), mistral, qwen2 and qwen3, as Hugging "
+    "Face's model_type has them, unquantized and without experts"
+)
+FIGURES: Final = (
+    *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "sliding_window"),
+)
+LARGEST: Final = 2**30
+"""Of these, at most."""
+YARN: Final = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Figures of a RoPE of that type that may be left out."""
+NO_SENSE: Final = (
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What reading JSON raises that isn't what it should be, with figures like Infinity or 0."""
+
+
+class UnsupportedModelError(Exception):
+    """A checkpoint that can't be used here; the message says what it has that we don't."""
+
+
+def check_not_adapters(folder: Path) -> None:
+    """Raises UnsupportedModelError."""
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file():
+        raise UnsupportedModelError(
+            f"{folder} holds adapters, and no model: `planaria export --merged` writes a model "
+            "with them in its weights"
+        )
+
+
+def to_config(config: ModelConfig, dtype: str, end_of_document: int | None) -> dict[str, Any]:
+    """What `config.json` says; `dtype`: float32 or bfloat16. Transformers reads the names of its
+    version 5 (dtype, rope_parameters), others those before (torch_dtype, rope_theta). Of an
+    architecture of the run's own nobody but its code reads it."""
+    if config.own is not None:
+        figures = ("vocabulary", "dim", "heads", "kv_heads", "layers", "hidden", "context")
+        code = {"planaria_module": config.own.module, "source": config.own.source}
+        return {**code, "dtype": dtype, **{name: getattr(config, name) for name in figures}}
+    scaling = None if config.rope_scaling is None else config.rope_scaling.figures
+    rope = {"rope_type": "default", **(scaling or {}), "rope_theta": config.rope_theta}
+    said: dict[str, Any] = {
+        "bos_token_id": None,
+        "dtype": dtype,
+        "eos_token_id": end_of_document,
+        "head_dim": config.head_dim,
+        "hidden_size": config.dim,
+        "intermediate_size": config.hidden,
+        "max_position_embeddings": config.positions or config.context,
+        "model_type": config.family,
+        "num_attention_heads": config.heads,
+        "num_hidden_layers": config.layers,
+        "num_key_value_heads": config.kv_heads,
+        "pad_token_id": None,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": rope,
+        "rope_scaling": scaling,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tied,
+        "torch_dtype": dtype,
+        "vocab_size": config.vocabulary,
+    }
+    said |= {name: getattr(config, name) for name in BIASES[config.family]}
+    match config.family:
+        case "mistral":
+            said["sliding_window"] = config.window
+        case "qwen2" | "qwen3":
+            said["layer_types"] = ["full_attention"] * config.layers
+            said["max_window_layers"] = config.layers
+            said["sliding_window"] = None
+            if config.family == "qwen2":  # which has no such key
+                del said["head_dim"]
+    if config.block_causal:  # ours alone, so only where it says something
+        said["attn_mask_type"] = config.attn_mask_type
+    return ALWAYS | OF_FAMILY[config.family] | said
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Of a model with one body stage, whatever it was trained with; its context is all that it
+    knows. Raises UnsupportedModelError, OSError."""
+    path = folder / CONFIG
+    try:
+        said = read_json(path)
+        if module := said.get("planaria_module"):
+            raise UnsupportedModelError(
+                f"{path}: this model is built by code of its own, {module}, and only that reads "
+                "it: docs/own-architecture.md says how; a living swarm is asked with --join"
+            )
+        family: Any = said.get("model_type")
+        if family not in get_args(Family):
+            raise UnsupportedModelError(
+                f"{path}: not supported here: model_type = {json.dumps(family)}; {SUPPORTED}"
+            )
+        if strange := _strange(said, family):
+            raise UnsupportedModelError(
+                f"{path}: not supported here: {'; '.join(strange)}; {SUPPORTED}"
+            )
+        for key in IGNORED:
+            if said.get(key):
+                log.warning("%s: %s = %s is ignored", path, key, said[key])
+        if "max_position_embeddings" not in said:
+            most = DEFAULTS[family]["max_position_embeddings"]
+            log.warning("%s has no max_position_embeddings: taken for %d", path, most)
+        return _config(DEFAULTS[family] | said, family)
+    except NO_SENSE as error:
+        raise UnsupportedModelError(
+            f"{path} is no model's: {type(error).__name__}: {error}"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Of a regular file of at most 16 MiB. Raises OSError and NO_SENSE."""
+    said = json.loads(read_small(path))
+    if not isinstance(said, dict):
+        raise TypeError(f"{path.name} holds no JSON object")
+    return said
+
+
+def _strange(said: dict[str, Any], family: Family) -> list[str]:
+    """What it has that our models don't."""
+    usual = ALWAYS | OF_FAMILY[family]
+    strange = [
+        f"{key} = {json.dumps(said[key])}"
+        for key, value in usual.items()
+        if key not in HARMLESS + IGNORED and (said.get(key, value) or value) != value
+    ]
+    strange += [f"{key} = {json.dumps(said[key])[:80]}" for key in NEVER if said.get(key)]
+    if "sliding_attention" in (said.get("layer_types") or ()):
+        strange.append("layers with a sliding window beside others")
+    rope = _rope(said)
+    if (kind := rope["rope_type"]) not in ("default", *get_args(RopeType)):
+        strange.append(f"RoPE scaled ({kind})")
+    if any(isinstance(value, dict) for value in rope.values()):
+        strange.append("RoPE of several kinds")
+    part = rope.get("partial_rotary_factor", said.get("partial_rotary_factor")) or 1
+    if part != 1:
+        strange.append(f"RoPE of a part of each head (partial_rotary_factor = {part})")
+    return strange
+
+
+def _rope(said: dict[str, Any]) -> dict[str, Any]:
+    """With `rope_type` and `rope_theta`, whichever version wrote it; where there are both, as
+    transformers 5.23 has it."""
+    rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = rope.get("rope_theta", said.get("rope_theta", 10_000.0))
+    return {**rope, "rope_type": kind, "rope_theta": theta}
+
+
+def _scaling(said: dict[str, Any]) -> RopeScaling | None:
+    """Raises KeyError, TypeError, ValueError."""
+    rope, kind = _rope(said), _rope(said)["rope_type"]
+    if kind == "default":
+        return None
+    factor = rope["factor"]
+    if kind in ("linear", "dynamic"):
+        return RopeScaling(kind, float(factor))
+    positions = said["max_position_embeddings"]
+    known = said.get(ORIGINAL, rope.get(ORIGINAL, positions))
+    if kind == "llama3":
+        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+        return RopeScaling(kind, float(factor), int(known), low, high)
+    factor = positions / known if factor is None else factor
+    figures = {name: float(rope[name]) for name in YARN if rope.get(name) is not None}
+    truncate = None if rope.get("truncate", True) else False
+    return RopeScaling(kind, float(factor), int(known), truncate=truncate, **figures)
+
+
+def _config(said: dict[str, Any], family: Family) -> ModelConfig:
+    """Raises KeyError, TypeError, ValueError."""
+    positions = int(said["max_position_embeddings"])
+    for name in FIGURES:
+        if int(said.get(name) or 0) > LARGEST:
+            raise ValueError(f"{name} = {said[name]} is more than {LARGEST}")
+    heads, dim = int(said["num_attention_heads"]), int(said["hidden_size"])
+    width = said.get("head_dim")
+    window = said["sliding_window"] if family == "mistral" else None
+    config = ModelConfig(
+        vocabulary=int(said["vocab_size"]),
+        dim=dim,
+        heads=heads,
+        kv_heads=int(said.get("num_key_value_heads") or heads),
+        layers=int(said["num_hidden_layers"]),
+        stages=1,
+        context=min(positions, window or positions),
+        hidden=int(said["intermediate_size"]),
+        rope_theta=float(_rope(said)["rope_theta"]),
+        norm_eps=float(said.get("rms_norm_eps", 1e-6)),
+        learning_rate=1.0,
+        family=family,
+        tied=bool(said.get("tie_word_embeddings", False)),
+        width_of_head=None if width in (None, dim / heads) else int(width),
+        positions=positions,
+        window=window,
+        rope_scaling=_scaling(said),
+        attn_mask_type="block_causal" if said.get("attn_mask_type") == "block_causal" else "causal",
+    )
+    reach = config.reach or positions
+    biases: dict[str, Any] = {name: bool(said.get(name)) for name in BIASES[family]}
+    return replace(config, context=min(reach, window or reach), **biases)
+
+
+def special_tokens(folder: Path) -> dict[str, Any]:
+    """What its config.json says of them. Raises OSError."""
+    said = read_json(folder / CONFIG)
+    return {key: said.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+
+
+def read_stops(folder: Path) -> list[int]:
+    """The tokens at which transformers' `generate` stops: those of generation_config.json, else of
+    config.json. Raises UnsupportedModelError."""
+    files = [folder / name for name in (GENERATION_CONFIG, CONFIG)]
+    return next((ids for file in files if file.is_file() and (ids := _eos_ids(file))), [])
+
+
+def _eos_ids(file: Path) -> list[int]:
+    """Raises UnsupportedModelError."""
+    try:
+        ids = read_json(file).get("eos_token_id")
+    except (OSError, *NO_SENSE) as error:
+        raise UnsupportedModelError(f"{file} can't be read: {error}") from error
+    return [each for each in (ids if isinstance(ids, list) else [ids]) if type(each) is int]

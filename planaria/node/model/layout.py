@@ -1,0 +1,45 @@
+"""Where each tensor of a Hugging Face checkpoint lies in the flat weights of our stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from planaria.node.model.shape import ModelConfig, named_shapes, trained_shapes
+
+
+class Weight(NamedTuple):
+    """A tensor of `LlamaForCausalLM` or its kin, or of an adapter of theirs, which is `size` values
+    of a stage's flat weights, from the `first` one on, in row-major order."""
+
+    name: str  # as transformers has it, or peft
+    stage: int
+    first: int
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def weights(config: ModelConfig) -> list[Weight]:
+    """All of them, each once, from the embedding to the head."""
+    stages = range(1, config.stages + 1)
+    embedding, *head = _laid(0, named_shapes(config, 0))
+    layers = [weight for stage in stages for weight in _laid(stage, named_shapes(config, stage))]
+    return [embedding, *layers, *head]
+
+
+def adapters(config: ModelConfig) -> list[Weight]:
+    """All that is trained where adapters are, from the first layer's to the last's."""
+    stages = range(1, config.stages + 1)
+    return [weight for stage in stages for weight in _laid(stage, trained_shapes(config, stage))]
+
+
+def _laid(stage: int, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Weight]:
+    at = 0
+    for name, shape in shapes.items():
+        weight = Weight(name, stage, at, shape)
+        yield weight
+        at += weight.size

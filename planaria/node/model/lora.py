@@ -1,0 +1,135 @@
+"""Low-rank adapters (LoRA; Hu et al. 2021, arXiv 2106.09685), in any stage: they take the places of
+its linear modules, by name, and are all that is trained of it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from copy import deepcopy
+
+import torch
+import torch.nn.functional as F
+import xxhash
+from torch import Tensor, nn
+
+from planaria.node.model.modules import Stage
+from planaria.node.model.shape import ModelConfig, adapted, trained_shapes
+
+
+class AdaptedLinear(nn.Module):
+    """What `base` makes of x, and scale B A x beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
+        super().__init__()
+        device = base.weight.device
+        self.base, self.scale = base, scale
+        self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, device=device))
+        self.lora_B = nn.Parameter(torch.empty(base.out_features, rank, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Float [.., in] to [.., out]."""
+        added = F.linear(F.linear(x, self.lora_A), self.lora_B)
+        out: Tensor = self.base(x) + self.scale * added
+        return out
+
+
+def adapt(module: Stage, config: ModelConfig, stage: int, weights: Tensor) -> Stage:
+    """The module with the adapters of `config.lora`, which have these flat weights, float32 [n];
+    nothing else of it is trained."""
+    lora = config.lora
+    assert lora is not None
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    places = adapted(config, stage)
+    linear = [name for name, one in module.named_modules() if isinstance(one, nn.Linear)]
+    names = [name for name in linear if name.rpartition(".")[2] in lora.targets and stage > 0]
+    assert len(names) == len(places), "the shape's names are the module's"
+    for name in names:
+        parent, _, local = name.rpartition(".")
+        owner, base = module.get_submodule(parent), module.get_submodule(name)
+        assert isinstance(base, nn.Linear)
+        setattr(owner, local, AdaptedLinear(base, lora.rank, lora.scale))
+    _give(module, weights)
+    return module
+
+
+def _give(module: nn.Module, weights: Tensor) -> None:
+    """Its adapters are views of these from now on."""
+    at = 0
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data = weights[at : at + parameter.numel()].view_as(parameter)
+            at += parameter.numel()
+
+
+def initial_adapters(config: ModelConfig, stage: int, seed: int) -> Tensor:
+    """Flat, float32 [n] on the CPU, from (seed, stage): B = 0, so that the model computes what it
+    does without, and A uniform in ± 1 / sqrt(in), as peft has it."""
+    key = struct.pack("<4sQQ", b"lora", seed, stage)
+    generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(key))
+    parts = [torch.empty(0)]
+    for name, (rows, columns) in trained_shapes(config, stage).items():
+        part = torch.zeros(rows, columns)
+        if name.endswith(".lora_A.weight"):
+            drawn = torch.empty(rows, columns, dtype=torch.float64)  # see model.build_stage
+            part.copy_(drawn.uniform_(-1, 1, generator=generator) / columns**0.5)
+        parts.append(part.flatten())
+    return torch.cat(parts)
+
+
+class Frozen:
+    """What isn't trained of a module: float32 or, where the run computes in `bf16`, matrices in
+    that if it takes nothing off them, as of a checkpoint that has them so.
+
+    Autocast would make the same of them at each use; and whoever wants them as they were, a
+    validation or a peer, gets them so.
+    """
+
+    def __init__(self, module: nn.Module, bf16: bool) -> None:
+        self._parameters = [one for one in module.parameters() if not one.requires_grad]
+        self._bf16 = bf16
+        self.size = sum(one.numel() for one in self._parameters)
+        self._put([one.detach() for one in self._parameters])
+
+    def put(self, flat: Tensor) -> None:
+        """These are what it is from now on: float32 [size]."""
+        parts = torch.split(flat, [one.numel() for one in self._parameters])
+        shapes = (one.shape for one in self._parameters)
+        self._put([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
+
+    def _put(self, parts: Sequence[Tensor]) -> None:
+        self._flat: Tensor | None = None
+        if self._bf16 and all(_fits(part) for part in parts):
+            parts = [part.bfloat16() if part.dim() > 1 else part.clone() for part in parts]
+        else:
+            self._flat = torch.cat([part.flatten() for part in parts])
+            sizes = [part.numel() for part in parts]
+            flat = torch.split(self._flat, sizes)
+            parts = [one.view_as(part) for one, part in zip(flat, parts, strict=True)]
+        for parameter, part in zip(self._parameters, parts, strict=True):
+            parameter.data = part
+
+    def flat(self) -> Tensor:
+        """Float32 [size]."""
+        if self._flat is not None:
+            return self._flat
+        return torch.cat([one.detach().flatten().float() for one in self._parameters])
+
+
+def _fits(part: Tensor) -> bool:
+    """Whether it is the same in bf16; of vectors nothing is asked, for they stay as they are."""
+    return part.dim() < 2 or torch.equal(part.bfloat16().float(), part)
+
+
+def copied(module: Stage, weights: Tensor) -> Stage:
+    """The stage, with these flat weights in place of what is trained of it; it has the rest in
+    common with the module."""
+    shared = (one for one in module.parameters() if not one.requires_grad)
+    other = deepcopy(module, {id(one): one for one in (*shared, *module.buffers())})
+    _give(other, weights)
+    return other
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """One matrix that does what it and its adapter do: float32 [out, in]."""
+    return weight + scale * (b @ a)

@@ -1,0 +1,447 @@
+"""A model, cut into stages: LLaMA, those that are like it but for biases, norms and RoPE, and
+architectures of a run's own (architecture.py).
+
+Stage 0 holds both ends of the model: token embedding, final norm and LM head, which is the
+embedding once more where they are tied. Body stages 1..L hold the same number of transformer blocks
+each, under the same names. LLaMA's weights map one to one to those of Hugging Face's
+`LlamaForCausalLM` and its kin (node/model/layout.py).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import xxhash
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from planaria.node.model.architecture import Architecture
+from planaria.node.model.random_state import kept_random_state
+from planaria.node.model.shape import ModelConfig, RopeScaling, named_shapes
+from planaria.node.model.subspace import subspace_of
+
+
+def rope_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for a sequence of so many tokens, float32 [length, head_dim] on the CPU;
+    feature i is paired with i + head_dim / 2."""
+    with torch.device("cpu"):
+        speeds, scale = rope_speeds(config, length)
+        angles = torch.outer(torch.arange(length).float(), speeds).repeat(1, 2)
+        return scale * angles.cos(), scale * angles.sin()
+
+
+def rope_speeds(config: ModelConfig, length: int) -> tuple[Tensor, float]:
+    """Radians a position of each pair of features, float32 [head_dim / 2], and the factor of
+    cosines and sines, in a sequence of so many tokens.
+
+    The types of `config.rope_scaling` are those of transformers (modeling_rope_utils, 5.23):
+    "linear" and "dynamic" (NTK, which depends on the length) as discussed by their users, "yarn" of
+    arXiv 2309.00071, "llama3" of LLaMA 3.1. The latter two slow down by `factor` the pairs that
+    turn seldom in the positions of the first training, and keep those that turn often.
+    """
+    dim, theta, rope = config.head_dim, config.rope_theta, config.rope_scaling
+    halves = torch.arange(0, dim, 2).float() / dim
+    speeds = theta**-halves
+    if rope is None:
+        return speeds, 1.0
+    known = config.positions or config.context
+    if rope.rope_type == "linear":
+        return speeds / rope.factor, 1.0
+    if rope.rope_type == "dynamic":
+        stretch = max(1.0, rope.factor * length / known - (rope.factor - 1))
+        return (theta * stretch ** (dim / (dim - 2))) ** -halves, 1.0
+    known = rope.original_max_position_embeddings or known
+    if rope.rope_type == "llama3":
+        low, high = rope.low_freq_factor or 1.0, rope.high_freq_factor or 4.0
+        kept = ((known * speeds / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        return speeds * (kept + (1 - kept) / rope.factor), 1.0
+
+    def pair(turns: float) -> float:  # which turns so often in the known positions
+        return dim * math.log(known / (2 * math.pi * turns)) / (2 * math.log(theta))
+
+    first, last = pair(rope.beta_fast or 32), pair(rope.beta_slow or 1)
+    if rope.truncate is not False:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    slowed = (torch.arange(dim // 2) - first) / ((last - first) or 0.001)
+    slowed = slowed.clamp(0, 1)
+    return speeds * (1 - slowed + slowed / rope.factor), _yarn_scale(rope)
+
+
+def _yarn_scale(rope: RopeScaling) -> float:
+    """What cosines and sines are multiplied by (arXiv 2309.00071, section 3.4)."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(max(rope.factor, 1.0)) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return scale(rope.mscale) / scale(rope.mscale_all_dim)
+    return scale(1.0)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE (arXiv 2104.09864): x [B, heads, T, head_dim], tables [T, head_dim]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Float [.., in] to [.., out], in what x is of or, under autocast, in its type. The weights may
+    lie in fewer bits."""
+    if not torch.is_autocast_enabled(x.device.type):
+        weight = weight.to(x.dtype)
+    return F.linear(x, weight, bias)
+
+
+class Linear(nn.Linear):
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim, self.grouped = config.head_dim, config.kv_heads < config.heads
+        q_dim, kv_dim = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q_proj = Linear(config.dim, q_dim, bias=config.qkv_biases)
+        self.k_proj = Linear(config.dim, kv_dim, bias=config.qkv_biases)
+        self.v_proj = Linear(config.dim, kv_dim, bias=config.qkv_biases)
+        self.o_proj = Linear(q_dim, config.written, bias=config.attention_bias)
+        self.q_norm: nn.RMSNorm | None = None
+        self.k_norm: nn.RMSNorm | None = None
+        if config.qk_norms:
+            self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """`mask`: bool [B, 1, T, T], what each token attends to; None: all before it, and it."""
+
+        def heads(projected: Tensor) -> Tensor:  # [B, T, n * head_dim] -> [B, n, T, head_dim]
+            return projected.view(*projected.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+        q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        y = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, enable_gqa=self.grouped
+        )
+        out: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
+        return out
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.dim, config.hidden, bias=config.mlp_bias)
+        self.up_proj = Linear(config.dim, config.hidden, bias=config.mlp_bias)
+        self.down_proj = Linear(config.hidden, config.written, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class SubspaceBlock(Block):
+    """One whose stream lies in a subspace."""
+
+    def forward(  # type: ignore[override]
+        self,
+        figures: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        stream: Callable[[Tensor], Tensor],
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Figures [B, T, rank] to the same; `stream` makes them the features of tokens."""
+        normed = self.input_layernorm(stream(figures))
+        figures = figures + self.self_attn(normed, cos, sin, mask)
+        normed = self.post_attention_layernorm(stream(figures))
+        out: Tensor = figures + self.mlp(normed)
+        return out
+
+
+def within_documents(begins: Tensor) -> Tensor:
+    """What each token attends to, bool [B, 1, T, T]: those of its document that aren't behind it.
+    `begins` [B, T] isn't 0 where a document begins.
+
+    Positions needn't begin anew: RoPE turns by how far two tokens are from each other.
+    """
+    document = (begins != 0).cumsum(dim=1)
+    return (document[:, None, :, None] == document[:, None, None, :]).tril()
+
+
+class BodyStage(nn.Module):
+    """Blocks of one body stage. All body stages have the same names and shapes."""
+
+    draws = True
+    """Whether blocks may draw random numbers (dropout), which recomputing has to draw again."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(blocks)
+        self.recompute = False  # drop the blocks' activations and compute them again in backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Float [B, T, crossing] to the same, T at most the context. Raises ValueError."""
+        return self._through(x, *self.beside(x.shape[1]))
+
+    def _through(self, x: Tensor, *beside: Any) -> Tensor:
+        for block in self.layers:
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(
+                    block, x, *beside, use_reentrant=False, preserve_rng_state=self.draws
+                )
+            else:
+                x = block(x, *beside)
+        return x.float()  # under autocast an own block's may be of fewer bits
+
+    def beside(self, length: int) -> tuple[Tensor, ...]:
+        """What blocks get beside x for so many tokens. Raises ValueError."""
+        return ()
+
+
+class LlamaBody(BodyStage):
+    draws = False
+
+    def __init__(self, config: ModelConfig) -> None:
+        kind = Block if config.subspace is None else SubspaceBlock
+        super().__init__(kind(config) for _ in range(config.layers_per_stage))
+        self.block_causal = config.block_causal
+        self.fix(config)
+
+    def fix(self, config: ModelConfig) -> None:
+        """What isn't trained, and follows from the configuration."""
+        self.config = config
+        cos, sin = rope_tables(config, config.context)
+        self.cos = nn.Buffer(cos, persistent=False)
+        self.sin = nn.Buffer(sin, persistent=False)
+        self.subspace = subspace_of(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.block_causal and self.subspace is None:
+            return super().forward(x)
+        x, begins = (x[..., :-1], x[..., -1:]) if self.block_causal else (x, x[..., :0])
+        beside: list[Any] = [*self.beside(x.shape[1])]
+        digits = x[..., :0]
+        if self.subspace is not None:
+            x, fixed, digits = self.subspace.taken_apart(x)
+            beside.append(partial(self.subspace.stream, fixed=fixed))
+        if self.block_causal:
+            beside.append(within_documents(begins[..., 0]))
+        y = self._through(x, *beside)
+        return torch.cat((y, digits.to(y.dtype), begins.to(y.dtype)), dim=-1)
+
+    def beside(self, length: int) -> tuple[Tensor, ...]:
+        if length > len(self.cos):
+            raise ValueError(f"{length} tokens don't fit in the context of {len(self.cos)}")
+        rope = self.config.rope_scaling
+        if length < len(self.cos) and rope is not None and rope.rope_type == "dynamic":
+            cos, sin = rope_tables(self.config, length)
+            return cos.to(self.cos.device), sin.to(self.sin.device)
+        return self.cos[:length], self.sin[:length]
+
+
+class EmbeddingStage(nn.Module):
+    """Stage 0: where a microbatch starts and where its loss is."""
+
+    def embed(self, tokens: Tensor, begins: Tensor | None = None) -> Tensor:
+        """int64 [B, T] to float [B, T, crossing]. `begins`, bool [B, T], says where documents
+        begin; None: all of a row is one."""
+        raise NotImplementedError
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Float [B, T, crossing] to [B, T, vocabulary]."""
+        raise NotImplementedError
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the tokens' losses in nats, float32 scalar; x [B, T, crossing], targets int64
+        [B, T], -100 where none is scored.
+
+        A sum, so that microbatches of any size add up to the window's.
+        """
+        logits = self.logits(x).float().flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), reduction="sum")
+
+
+class LlamaEnds(EmbeddingStage):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.block_causal = config.block_causal
+        weights = torch.empty(config.vocabulary, config.written)
+        self.embed_tokens = nn.Embedding(config.vocabulary, config.written, _weight=weights)
+        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.lm_head: nn.Linear | None = None
+        if not config.tied:
+            self.lm_head = nn.Linear(config.dim, config.vocabulary, bias=False)
+        self.fix(config)
+
+    def fix(self, config: ModelConfig) -> None:
+        """What isn't trained, and follows from the configuration."""
+        self.subspace = subspace_of(config)
+
+    def embed(self, tokens: Tensor, begins: Tensor | None = None) -> Tensor:
+        x = F.embedding(tokens, self.embed_tokens.weight).float()
+        if self.subspace is not None:
+            x = self.subspace.of(tokens, x)
+        if not self.block_causal:
+            return x
+        begins = torch.zeros_like(tokens) if begins is None else begins
+        return torch.cat((x, begins[..., None].to(x.dtype)), dim=-1)
+
+    def logits(self, x: Tensor) -> Tensor:
+        if self.block_causal:
+            x = x[..., :-1]
+        if self.subspace is not None:
+            figures, fixed, _ = self.subspace.taken_apart(x)
+            x = self.subspace.stream(figures, fixed)
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return linear(self.norm(x), head.weight)
+
+
+class OwnEnds(EmbeddingStage):
+    """Those of an architecture of the run's own."""
+
+    def __init__(self, ends: nn.Module) -> None:
+        super().__init__()
+        self.ends = ends
+
+    def embed(self, tokens: Tensor, begins: Tensor | None = None) -> Tensor:
+        x: Tensor = self.ends.embed(tokens)  # type: ignore[operator]
+        return x.float()
+
+    def logits(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.ends.logits(x)  # type: ignore[operator]
+        return logits
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        own = getattr(self.ends, "loss", None)
+        return super().loss(x, targets) if own is None else own(x, targets)
+
+
+Stage = EmbeddingStage | BodyStage
+
+
+def parameter_shapes(config: ModelConfig, stage: int) -> list[torch.Size]:
+    """The shapes of the stage's parameters, in their order; nothing is computed."""
+    return [torch.Size(shape) for shape in named_shapes(config, stage).values()]
+
+
+def _stage(config: ModelConfig, stage: int, own: Architecture | None) -> Stage:
+    """A stage whose weights are not initialised. Raises ValueError."""
+    if not 0 <= stage <= config.stages:
+        raise ValueError(f"no stage {stage}: the model has stages 0 to {config.stages}")
+    if config.own is None:
+        return LlamaEnds(config) if stage == 0 else LlamaBody(config)
+    if own is None:
+        raise ValueError(f"the code of the model, {config.own.module}, isn't loaded here")
+    if stage == 0:
+        return OwnEnds(own.ends())
+    first = (stage - 1) * config.layers_per_stage
+    return BodyStage(own.block(first + layer) for layer in range(config.layers_per_stage))
+
+
+def empty_stage(config: ModelConfig, stage: int, own: Architecture | None = None) -> Stage:
+    """A stage on the CPU in float32, all of whose weights are 0; `own`: the loaded architecture of
+    a run that has one of its own. Raises ValueError for a stage that isn't there."""
+    if own is None:
+        size = sum(shape.numel() for shape in parameter_shapes(config, stage))
+        return with_weights(config, stage, torch.zeros(size)).requires_grad_()
+    with kept_random_state():  # layers draw initial weights of theirs
+        module = _stage(config, stage, own)
+    for parameter in module.parameters():
+        parameter.data.zero_()
+    return module
+
+
+def build_stage(
+    config: ModelConfig, stage: int, seed: int, own: Architecture | None = None
+) -> Stage:
+    """A stage on the CPU in float32; its initial weights follow from (seed, stage, layer).
+
+    Normal, with LLaMA's deviations or those of the run's `own` architecture; where that is 0 they
+    are as the module's constructor has made them. Every replica makes the same ones; the global
+    random state is neither used nor changed. Raises ValueError for a stage that isn't there.
+    """
+    with kept_random_state(_seed(seed, stage, config.layers)):
+        module = _stage(config, stage, own)
+    deviation = partial(_deviation, config) if own is None else own.deviation
+    parts = module.layers if isinstance(module, BodyStage) else [module]
+    for layer, part in enumerate(parts):
+        generator = torch.Generator().manual_seed(_seed(seed, stage, layer))
+        for name, parameter in part.named_parameters():
+            std = deviation(name.removeprefix("ends."), tuple(parameter.shape))
+            if std == 0:
+                continue
+            # float32 normals differ from one instruction set to the next; float64 ones, rounded,
+            # agree but for rare last bits
+            drawn = torch.empty(parameter.shape, dtype=torch.float64)
+            parameter.data.copy_(drawn.normal_(0, std, generator=generator))
+    return module
+
+
+def _seed(seed: int, stage: int, layer: int) -> int:
+    return xxhash.xxh3_64_intdigest(struct.pack("<QQQ", seed, stage, layer))
+
+
+def _deviation(config: ModelConfig, name: str, shape: tuple[int, ...]) -> float:
+    """LLaMA's: 0.02, of the two projections into the residual stream less by 1/sqrt(2 layers)
+    (GPT-2, section 2.3); norms start at 1, biases at 0. What writes into a subspace of the stream
+    is so much larger that what it adds to a feature is as large."""
+    if len(shape) == 1:
+        return 0.0
+    residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    writes = residual or name.endswith("embed_tokens.weight")
+    deviation = 0.02 * (config.dim / config.written) ** 0.5 if writes else 0.02
+    return deviation / (2 * config.layers) ** 0.5 if residual else deviation
+
+
+def with_weights(
+    config: ModelConfig, stage: int, weights: Tensor, own: Architecture | None = None
+) -> Stage:
+    """A stage whose parameters are views of `weights`, its flat ones, float32 [n], and need no
+    gradient: for looking at what it makes of something."""
+    if own is not None:  # it may have buffers
+        module = empty_stage(config, stage, own).to(weights.device)
+        split = torch.split(weights, [parameter.numel() for parameter in module.parameters()])
+        for parameter, part in zip(module.parameters(), split, strict=True):
+            parameter.data = part.view(parameter.shape)
+        return module.requires_grad_(False)
+    with torch.device("meta"):
+        module = _stage(config, stage, None)
+    at = 0
+    for name, parameter in list(module.named_parameters()):
+        owner, _, local = name.rpartition(".")
+        part = weights[at : at + parameter.numel()].view(parameter.shape)
+        setattr(module.get_submodule(owner), local, nn.Parameter(part, requires_grad=False))
+        at += parameter.numel()
+    assert isinstance(module, LlamaBody | LlamaEnds)
+    module.fix(config)
+    return module.to(weights.device)

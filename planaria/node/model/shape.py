@@ -1,0 +1,448 @@
+"""The shape of a model, from its preset and what the run file has of its own; without torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from planaria.node.run_file import LoraSection, ModelSection
+
+
+class Preset(NamedTuple):
+    dim: int
+    heads: int
+    layers: int
+    stages: int
+    context: int
+    learning_rate: float
+
+
+PRESETS = {
+    "tiny": Preset(64, 4, 4, 4, 64, 1e-3),
+    "mini": Preset(128, 4, 8, 4, 128, 1e-3),
+    "midi": Preset(256, 8, 8, 4, 256, 6e-4),
+    # CheckFree, Table 4. It gives neither vocabulary nor hidden width: with the width of LLaMA's
+    # rule the parameters it counts (124M, 500M, 1.5B) take vocabularies of 81k, 94k and 65k; with
+    # GPT-2's 50,257 they are 92M, 411M and 1.44B.
+    "small": Preset(512, 8, 12, 4, 512, 6e-4),
+    "medium": Preset(1024, 16, 24, 6, 1024, 3e-4),
+    "large": Preset(2048, 16, 24, 6, 4096, 3e-4),
+}
+
+
+BETAS = (0.9, 0.999)
+"""Adam's, if the run says nothing else: what an update leaves of its first and second moments."""
+
+
+ADAM_BYTES = 16
+"""For each parameter that is trained: weight, gradient and two moments, all float32."""
+FROZEN_BYTES = 4
+"""For each that isn't: float32."""
+COMPUTED: Final = 1.5
+"""Of that, what a seat takes with what is computed of it."""
+
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+"""As Hugging Face's `model_type` has it. qwen2's q, k and v have biases, qwen3's q and k norms."""
+AttentionMask = Literal["causal", "block_causal"]
+"""What a token attends to: all before it in its sample, or those of its document. As torchtitan
+calls it."""
+FINE_TUNING: Final = 2e-5
+"""Peak learning rate for a model that was trained before, when the run file has none."""
+FOR_ADAPTERS: Final = 1e-3
+"""The same, when adapters are trained (lab/results/fine-tuning-defaults)."""
+PROJECTIONS: Final = (
+    *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *("gate_proj", "up_proj", "down_proj"),
+)
+"""The matrices of a layer, as Hugging Face's LLaMA calls them."""
+
+
+DIGITS: Final = 3
+"""Figures by which a token's id crosses a boundary, in a subspace."""
+MOST_TOKENS: Final = 256**DIGITS
+
+
+BIASES: Final[dict[Family, tuple[str, ...]]] = {
+    "llama": ("attention_bias", "mlp_bias"),
+    "mistral": (),
+    "qwen2": (),
+    "qwen3": ("attention_bias",),
+}
+"""Those that a model of a family may have, as its config.json calls them."""
+
+
+RopeType = Literal["linear", "dynamic", "yarn", "llama3"]
+
+
+class RopeScaling(NamedTuple):
+    """How RoPE is stretched to more positions (model.rope_speeds), under the names that Hugging
+    Face's config.json has for it. None: the type has no such figure, or it follows from others."""
+
+    rope_type: RopeType
+    factor: float
+    original_max_position_embeddings: int | None = None  # yarn, llama3; None: all positions
+    low_freq_factor: float | None = None  # llama3
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None  # yarn; None: 32
+    beta_slow: float | None = None  # None: 1
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None  # None: true
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Those that it has."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+"""Of parameters, by name, in their order."""
+
+
+class Own(NamedTuple):
+    """An architecture of the run's own (architecture.py), as far as it is known without its code;
+    where that hasn't been looked at yet, it has no parameters."""
+
+    module: str  # package.module:build
+    source: str = ""  # digest of its code
+    ends: Shapes = ()  # of stage 0
+    block: Shapes = ()  # of each of the layers
+
+
+class Lora(NamedTuple):
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685), which are trained in place of the
+    weights: a matrix W of the body [out, in] computes as W + alpha / rank B A, with A [rank, in]
+    and B [out, rank]."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # the last part of the names of the modules whose W these are
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+def divisors(whole: int) -> list[int]:
+    """The numbers that divide it, 1 and itself among them, the smallest first."""
+    small = [part for part in range(1, math.isqrt(whole) + 1) if whole % part == 0]
+    return sorted({*small, *(whole // part for part in small)})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the whole model. Raises ValueError if it can't be built."""
+
+    vocabulary: int
+    dim: int
+    heads: int
+    kv_heads: int
+    layers: int  # blocks in the whole model
+    stages: int  # body stages, L
+    context: int  # tokens a sample
+    hidden: int  # width of the SwiGLU
+    rope_theta: float
+    norm_eps: float
+    learning_rate: float  # peak
+    family: Family = "llama"
+    tied: bool = False  # the head's weights are the embedding's
+    width_of_head: int | None = None  # None: dim / heads
+    positions: int | None = None  # that the model knows; None: no more than the context
+    window: int | None = None  # tokens that attention looks back over; None: all
+    rope_scaling: RopeScaling | None = None
+    attention_bias: bool = False  # of q, k, v and o
+    mlp_bias: bool = False  # of gate, up and down
+    own: Own | None = None  # what there is in place of LLaMA
+    lora: Lora | None = None  # all that is trained, if not all weights are
+    attn_mask_type: AttentionMask = "causal"
+    subspace: int | None = None  # rank of what crosses a boundary; None: all of the stream does
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+                raise ValueError(f"model: {name} = {value} must be greater than 0")
+        wide = self.width_of_head is not None
+        wholes = [("layers", "stages")]
+        if self.own is None:
+            wholes += [("heads", "kv_heads"), *([] if wide else [("dim", "heads")])]
+        for whole, part in wholes:
+            a, b = getattr(self, whole), getattr(self, part)
+            if a % b:
+                fit = ", ".join(map(str, divisors(a)))
+                raise ValueError(
+                    f"model: {whole} = {a} must be a multiple of {part} = {b}: choose {part} out "
+                    f"of {fit}, or other {whole}"
+                )
+        if self.own is None and self.head_dim % 2:
+            what = "head_dim" if wide else "dim / heads"
+            raise ValueError(
+                f"model: {what} = {self.head_dim} must be even: RoPE turns pairs of features"
+            )
+        for name in ("attention_bias", "mlp_bias"):
+            if getattr(self, name) and name not in BIASES[self.family]:
+                raise ValueError(f"model: {name}: models of family {self.family} have no such bias")
+        if self.own is not None and self.block_causal:
+            raise ValueError(
+                f"model: attn_mask_type = block_causal is LLaMA's, and {self.own.module} sees a "
+                "sample as one document: leave it out"
+            )
+        if self.subspace is not None:
+            self._check_subspace(self.subspace)
+        if self.rope_scaling is not None:
+            self._check_rope(self.rope_scaling)
+        most = min(self.window or self.context, self.reach or self.context)
+        if self.context > most:
+            raise ValueError(
+                f"model: context = {self.context}, and the model looks back over {most} tokens: "
+                f"give context = {most} or less"
+            )
+
+    def _check_subspace(self, rank: int) -> None:
+        if rank > self.dim:
+            raise ValueError(
+                f"model: subspace = {rank} is more than dim = {self.dim}: give less, or leave it "
+                "out"
+            )
+        but = {
+            f"module = {self.own and self.own.module}": self.own is not None,
+            "tied = true": self.tied,
+            "attention_bias or mlp_bias": self.attention_bias or self.mlp_bias,
+            "training.lora": self.lora is not None,
+            f"vocabulary = {self.vocabulary}": self.vocabulary > MOST_TOKENS,
+        }
+        for what, there in but.items():
+            if there:
+                raise ValueError(f"model: subspace doesn't go with {what}: leave one of them out")
+
+    def _check_rope(self, rope: RopeScaling) -> None:
+        if rope.rope_type == "dynamic" and self.head_dim == 2:
+            raise ValueError("model: rope_scaling: dynamic needs heads wider than 2: choose linear")
+        if rope.rope_type == "yarn" and self.rope_theta == 1:
+            raise ValueError("model: rope_scaling: yarn needs rope_theta above 1")
+
+    @property
+    def reach(self) -> int | None:
+        """Positions that the model knows, those included to which RoPE is stretched beyond its
+        config's; None: no more than the context."""
+        rope, known = self.rope_scaling, self.positions
+        if known is None or rope is None or rope.rope_type == "llama3":
+            return known
+        return max(known, int(rope.factor * (rope.original_max_position_embeddings or known)))
+
+    @property
+    def layers_per_stage(self) -> int:
+        return self.layers // self.stages
+
+    @property
+    def head_dim(self) -> int:
+        return self.width_of_head or self.dim // self.heads
+
+    @property
+    def block_causal(self) -> bool:
+        """Whether a token attends to those of its own document only."""
+        return self.attn_mask_type == "block_causal"
+
+    @property
+    def written(self) -> int:
+        """Features that embedding and projections write into the residual stream."""
+        return self.subspace or self.dim
+
+    @property
+    def beside(self) -> int:
+        """Features of a token between two stages that are whole numbers, up to 255, and no figures:
+        in a subspace the digits of its id (subspace.py); with block-causal attention the last one
+        is 1 where a document begins, and else 0."""
+        return (DIGITS if self.subspace else 0) + self.block_causal
+
+    @property
+    def crossing(self) -> int:
+        """Features of a token between two stages: what was written into the stream, and beside."""
+        return self.written + self.beside
+
+    @property
+    def qkv_biases(self) -> bool:
+        return self.family == "qwen2" or self.attention_bias
+
+    @property
+    def qk_norms(self) -> bool:
+        return self.family == "qwen3"
+
+    @property
+    def parameters(self) -> tuple[int, int]:
+        """Of stage 0, and of a body stage."""
+        if self.own is not None:
+            own = (sum(math.prod(shape) for _, shape in of) for of in self.own[2:])
+            ends, block = own
+            return ends, self.layers_per_stage * block
+        q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = self.dim * (q + 2 * k) + self.written * q
+        attention += (q + 2 * k) * self.qkv_biases + 2 * self.head_dim * self.qk_norms
+        attention += self.written * self.attention_bias
+        layer = attention + (2 * self.dim + self.written) * self.hidden + 2 * self.dim
+        layer += (2 * self.hidden + self.written) * self.mlp_bias
+        head = 0 if self.tied else self.vocabulary * self.dim
+        ends = self.vocabulary * self.written + head + self.dim
+        return ends, self.layers_per_stage * layer
+
+    @property
+    def trained(self) -> tuple[int, int]:
+        """Parameters that are, of stage 0, and of a body stage."""
+        if self.lora is None:
+            return self.parameters
+        of = [trained_shapes(self, stage).values() for stage in (0, 1)]
+        first, body = (sum(map(math.prod, shapes)) for shapes in of)
+        return first, body
+
+    @property
+    def stage_bytes(self) -> tuple[int, int]:
+        """Memory of weights and of what they are trained by: stage 0, and a body stage."""
+        frozen = 0 if self.lora is None else FROZEN_BYTES
+        first, body = (
+            ADAM_BYTES * trained + frozen * parameters
+            for trained, parameters in zip(self.trained, self.parameters, strict=True)
+        )
+        return first, body
+
+    @property
+    def seat_bytes(self) -> float:
+        """Memory of a node that serves the largest stage."""
+        return COMPUTED * max(self.stage_bytes)
+
+
+def trained_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
+    """The parameters that are trained, which lie in the stage's flat tensors in this order, and
+    their shapes: all that the stage has, or its adapters, as peft calls them."""
+    shapes, lora = named_shapes(config, stage), config.lora
+    if lora is None:
+        return shapes
+    found: dict[str, tuple[int, ...]] = {}
+    for module, (rows, columns) in adapted(config, stage).items():
+        found[f"{module}.lora_A.weight"] = (lora.rank, columns)
+        found[f"{module}.lora_B.weight"] = (rows, lora.rank)
+    return found
+
+
+def adapted(config: ModelConfig, stage: int) -> dict[str, tuple[int, int]]:
+    """The modules of the stage that have adapters, and the shapes of their weights. Embedding and
+    head have none."""
+    targets = config.lora.targets if config.lora is not None and stage > 0 else ()
+    return {
+        module: shape
+        for module, shape in matrices(config, stage).items()
+        if _last(module) in targets
+    }
+
+
+def matrices(config: ModelConfig, stage: int) -> dict[str, tuple[int, int]]:
+    """The modules of the stage whose weight is a matrix, and its shape."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, shape in named_shapes(config, stage).items():
+        module, _, what = name.rpartition(".")
+        if what == "weight" and len(shape) == 2:
+            rows, columns = shape
+            found[module] = rows, columns
+    return found
+
+
+def matrix_names(config: ModelConfig) -> list[str]:
+    """What adapters can be trained of, as `Lora.targets` has it."""
+    return list(dict.fromkeys(map(_last, matrices(config, 1))))
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+def named_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
+    """The stage's parameters as Hugging Face calls them, and their shapes, in the order of
+    its module (model.py); of an architecture of the
+    run's own as that calls them, and `layers.N.` before those of a block."""
+    first = (stage - 1) * config.layers_per_stage
+    if config.own is not None:
+        layers = range(first, first + config.layers_per_stage) if stage else ()
+        return dict(config.own.ends if not stage else ()) | {
+            f"layers.{layer}.{name}": shape for layer in layers for name, shape in config.own.block
+        }
+    dim, hidden, width = config.dim, config.hidden, config.head_dim
+    if stage == 0:
+        table = (config.vocabulary, config.written)
+        ends: dict[str, tuple[int, ...]] = {"embed_tokens.weight": table, "norm.weight": (dim,)}
+        head = {} if config.tied else {"lm_head.weight": (config.vocabulary, dim)}
+        return {f"model.{name}": shape for name, shape in ends.items()} | head
+    block: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (dim,)}
+    for name, heads in (("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads)):
+        block[f"self_attn.{name}_proj.weight"] = (heads * width, dim)
+        if config.qkv_biases:
+            block[f"self_attn.{name}_proj.bias"] = (heads * width,)
+    block["self_attn.o_proj.weight"] = (config.written, config.heads * width)
+    if config.attention_bias:
+        block["self_attn.o_proj.bias"] = (config.written,)
+    if config.qk_norms:
+        block |= {"self_attn.q_norm.weight": (width,), "self_attn.k_norm.weight": (width,)}
+    block["post_attention_layernorm.weight"] = (dim,)
+    mlp = {"gate": (hidden, dim), "up": (hidden, dim), "down": (config.written, hidden)}
+    for name, shape in mlp.items():
+        block[f"mlp.{name}_proj.weight"] = shape
+        if config.mlp_bias:
+            block[f"mlp.{name}_proj.bias"] = shape[:1]
+    return {
+        f"model.layers.{layer}.{name}": shape
+        for layer in range(first, first + config.layers_per_stage)
+        for name, shape in block.items()
+    }
+
+
+def model_config(
+    section: ModelSection, vocabulary: int, lora: LoraSection | None = None
+) -> ModelConfig:
+    """The preset with the section's overrides, for data with `vocabulary` token ids, and what of it
+    is trained.
+
+    What follows from an overridden figure follows it: `kv_heads` is the number of heads, `hidden`
+    8/3 dim rounded up to 256s (LLaMA's rule). Other `stages` divide the same layers. Raises
+    ValueError.
+    """
+    if section.preset not in PRESETS:
+        raise ValueError(
+            f"model: no preset {section.preset!r}; there are {', '.join(sorted(PRESETS))}"
+        )
+    if section.vocabulary is not None and section.vocabulary < vocabulary:
+        raise ValueError(
+            f"model: vocabulary = {section.vocabulary} is less than the {vocabulary} of the data"
+        )
+    preset = PRESETS[section.preset]
+    dim = section.dim or preset.dim
+    heads = section.heads or preset.heads
+    layers = section.layers or preset.layers
+    if section.origin is not None and section.layers is None:
+        layers = section.stages or preset.stages  # until the checkpoint says how many it has
+    trained_before = FINE_TUNING if lora is None else FOR_ADAPTERS
+    return ModelConfig(
+        vocabulary=section.vocabulary or vocabulary,
+        dim=dim,
+        heads=heads,
+        kv_heads=section.kv_heads or heads,
+        layers=layers,
+        stages=section.stages or preset.stages,
+        context=section.context or preset.context,
+        hidden=section.hidden or -(-8 * dim // (3 * 256)) * 256,
+        rope_theta=section.rope_theta,
+        norm_eps=section.norm_eps or 1e-5,
+        learning_rate=trained_before if section.origin else preset.learning_rate,
+        family=section.family or "llama",
+        tied=section.tied or False,
+        width_of_head=section.head_dim,
+        positions=section.positions,
+        window=section.window,
+        rope_scaling=RopeScaling(**dict(section.rope_scaling)) if section.rope_scaling else None,
+        attention_bias=section.attention_bias,
+        mlp_bias=section.mlp_bias,
+        own=section.own,
+        lora=None if lora is None else Lora(lora.rank, lora.alpha, lora.targets),
+        attn_mask_type=section.attn_mask_type,
+        subspace=section.subspace,
+    )

@@ -1,0 +1,217 @@
+"""What has happened in a run, as its page shows it: made of events, within bounds, pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+from planaria.node.report.events import (
+    Committed,
+    Entry,
+    Exited,
+    Killed,
+    NodeLost,
+    Resuming,
+    RolledBack,
+    Sampled,
+    SeatTaken,
+    Severity,
+    StageRebuilt,
+    Validated,
+    is_for_all,
+    parse,
+)
+from planaria.node.report.ledger import Line
+from planaria.node.report.live_view import News, Story
+from planaria.node.wire.naming import node_of
+from planaria.recovery.decide import COPIED
+
+MOST_POINTS = 1000
+"""Of a curve: when it has so many, every other one is forgotten."""
+MOST_NEWS = 300
+MOST_MARKS = 200
+MOST_SAMPLES = 40
+MOST_METHODS = 100
+MOST_NODES = 10_000
+LONGEST_SENTENCE = 600
+"""Characters; more of one is cut off."""
+LONGEST_TEXT = 4000
+"""Characters of a sample."""
+SKEW = 60.0
+"""Seconds by which a node's clock may be wrong before the registry's counts instead."""
+RATE_OVER = 50
+"""Commits that the pace is taken over."""
+
+
+class Told(NamedTuple):
+    """A piece of news."""
+
+    time: float  # Unix seconds
+    severity: Severity
+    sentence: str
+
+
+class Mark(NamedTuple):
+    """Something that the loss curve shows."""
+
+    step: int
+    time: float  # Unix seconds
+    kind: str  # lost, rebuilt or back
+    sentence: str
+
+
+class Sample(NamedTuple):
+    """How the model went on with a text."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+class Curve:
+    """Points over steps, thinned where there are too many; None is a gap, where steps go back."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, float] | None] = []
+        self._last = 0
+
+    def add(self, step: int, value: float) -> None:
+        if not math.isfinite(value):
+            return
+        if self.points and step <= self._last:
+            if step == self._last:
+                return
+            self.points.append(None)
+        self._last = step
+        self.points.append((step, value))
+        if len(self.points) > MOST_POINTS:
+            gaps = [at for at, point in enumerate(self.points) if point is None]
+            kept = {*range(0, len(self.points), 2), *gaps[-MOST_POINTS // 4 :]}
+            self.points = [point for at, point in enumerate(self.points) if at in kept]
+
+
+class History:
+    """What is known of a run from its events, and how long its nodes have been there."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.story = Story(steps)
+        self.loss, self.validation = Curve(), Curve()
+        self.news: deque[Told] = deque(maxlen=MOST_NEWS)
+        self.marks: deque[Mark] = deque(maxlen=MOST_MARKS)
+        self.samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
+        self.rebuilt: dict[tuple[int, str], int] = {}  # stage, method -> how often
+        self.node_seconds = 0.0
+        self._commits: deque[tuple[float, int]] = deque(maxlen=RATE_OVER)  # time, step
+        self._looked: float | None = None
+
+    def hear_from(self, node: str, text: str, stages: int, now: float) -> None:
+        """A line that a member says is of its event log; `now` in Unix seconds. Whatever it is, it
+        does no harm; what can't be of the run is left out."""
+        line = _object(text)
+        if line is None:
+            return
+        try:
+            entry = parse(line)
+        except (ValueError, RecursionError):
+            return
+        if entry is None:
+            self.hear_unknown(line, now)
+        elif not is_for_all(entry.event):
+            return
+        elif self._may_say(node, entry) and self._is_ours(entry, stages):
+            when = entry.time if abs(entry.time - now) < SKEW else now
+            self.hear(Entry(when, entry.node, entry.event))
+            self.story.forget(MOST_NODES)
+
+    @staticmethod
+    def _may_say(node: str, entry: Entry) -> bool:
+        """Drivers tell of others, in events that name them; what is of who wrote it is its own."""
+        own = node_of(str(entry.node)) == node
+        return own or (hasattr(entry.event, "node") and isinstance(entry.node, str))
+
+    def _is_ours(self, entry: Entry, stages: int) -> bool:
+        step, stage = (getattr(entry.event, name, 0) for name in ("step", "stage"))
+        return 0 <= step <= self.steps and 0 <= (stage or 0) <= stages
+
+    def hear_unknown(self, line: Mapping[str, Any], now: float) -> None:
+        """An event of a kind that this version has no sentence for."""
+        kind = str(line.get("kind"))
+        said = (f"{key} {line[key]}" for key in line if key not in ("time", "node", "kind"))
+        self._tell(now, News(f"{kind}: {', '.join(islice(said, 12))}"))
+
+    def hear(self, entry: Entry) -> None:
+        """Takes note of an event."""
+        before = self.story.committed
+        news = self.story.hear(entry)
+        match entry.event:
+            case Committed(step=step, loss=loss) if step == self.story.committed > 0:
+                self.loss.add(step, loss)
+                if step > before:
+                    self._commits.append((entry.time, step))
+            case Validated(step=step, loss=loss):
+                self.validation.add(step, loss)
+            case Sampled(step=step, prompt=prompt, text=text):
+                self.samples.append(Sample(step, prompt[:LONGEST_TEXT], text[:LONGEST_TEXT]))
+            case RolledBack() | Resuming():
+                self._commits.clear()
+            case StageRebuilt(stage=stage, method=method) if news is not None:
+                at = stage, method[:40]
+                if at in self.rebuilt or len(self.rebuilt) < MOST_METHODS:
+                    self.rebuilt[at] = self.rebuilt.get(at, 0) + 1
+        if news is not None:
+            self._tell(entry.time, news)
+            if kind := _mark(entry):
+                sentence = news.sentence[:LONGEST_SENTENCE]
+                self.marks.append(Mark(self.story.committed, entry.time, kind, sentence))
+
+    def record(self, line: Line) -> None:
+        """A committed step, as a ledger has it."""
+        self.story.record({**line})
+        if line["loss"] is not None:
+            self.loss.add(line["step"], line["loss"])
+
+    def _tell(self, time: float, news: News) -> None:
+        self.news.append(Told(time, news.severity, news.sentence[:LONGEST_SENTENCE]))
+
+    def look(self, nodes: int, now: float) -> None:
+        """So many nodes are there, and have been since the last look."""
+        if self._looked is not None:
+            self.node_seconds += nodes * max(0.0, now - self._looked)
+        self._looked = now
+
+    @property
+    def seconds_a_step(self) -> float:
+        """Over the last commits, with what went by between them; 0: not known yet."""
+        if len(self._commits) < 2:
+            return 0.0
+        (since, first), (to, last) = self._commits[0], self._commits[-1]
+        return max(0.0, to - since) / (last - first)
+
+
+def _mark(entry: Entry) -> str:
+    """What the event is on the loss curve; empty: nothing."""
+    match entry.event:
+        case StageRebuilt(method=method):
+            return "" if method in (*COPIED, "twin") else "rebuilt"
+        case SeatTaken():
+            return "rebuilt"
+        case RolledBack() | Resuming():
+            return "back"
+        case NodeLost() | Killed():
+            return "lost"
+        case Exited(stage=stage):
+            return "" if stage is None else "lost"
+    return ""
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

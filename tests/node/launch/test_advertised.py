@@ -1,0 +1,164 @@
+"""Which address peers are told, on machines that are known by another than they know."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from planaria.bootstrap.address import Address
+from planaria.bootstrap.knock import Way
+from planaria.node import serve
+from planaria.node.launch.advertised import (
+    Advertised,
+    forwarded,
+    is_known_otherwise,
+    own,
+    unforwarded,
+)
+from planaria.node.launch.notices import ADDRESS_VARIABLE
+from tests.metadata_service import metadata_service
+from tests.node.test_serve import CPU, setup
+
+EVERYWHERE = Address.parse("0.0.0.0:7401")
+BEHIND = Way("172.17.0.2", "1.2.3.4")
+"""From a container, by way of its machine, to a registry in the internet."""
+VAST = {
+    "PUBLIC_IPADDR": "65.130.162.74",
+    "VAST_TCP_PORT_22": "33525",
+    "VAST_TCP_PORT_7401": "33526",
+}
+RUNPOD = {
+    "RUNPOD_PUBLIC_IP": "194.68.245.12",
+    "RUNPOD_TCP_PORT_22": "22077",
+    "RUNPOD_TCP_PORT_7401": "22078",
+}
+
+
+def test_rented_containers_are_dialled_by_the_port_that_is_forwarded_to_them() -> None:
+    assert forwarded(EVERYWHERE, {"HOME": "/root", **VAST}) == Advertised(
+        Address("65.130.162.74", 33526),
+        "vast.ai says so in PUBLIC_IPADDR and VAST_TCP_PORT_7401",
+    )
+    assert forwarded(EVERYWHERE, RUNPOD) == Advertised(
+        Address("194.68.245.12", 22078),
+        "RunPod says so in RUNPOD_PUBLIC_IP and RUNPOD_TCP_PORT_7401",
+    )
+
+
+@pytest.mark.parametrize("environment", [VAST, RUNPOD], ids=["vast.ai", "RunPod"])
+def test_a_rented_container_that_nothing_is_forwarded_to_says_what_to_ask_for(environment) -> None:
+    elsewhere, anywhere = Address.parse("0.0.0.0:7402"), Address.parse("0.0.0.0:0")
+    assert forwarded(elsewhere, environment) is None
+    said = unforwarded(elsewhere, environment)
+    assert "forwards nothing to port 7402 of this container" in said
+    assert "7402" in said.partition("ask for")[2]
+    assert "--listen 0.0.0.0:7402" in said
+    assert "--advertise none" in said
+    assert "--listen 0.0.0.0:7401" in unforwarded(anywhere, environment)
+    assert unforwarded(elsewhere, {"HOME": "/root"}) == ""
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"VAST_TCP_PORT_7401": "33526"},
+        {"PUBLIC_IPADDR": "", "VAST_TCP_PORT_7401": "33526"},
+        {"PUBLIC_IPADDR": "65.130.162.74", "VAST_TCP_PORT_7401": "none"},
+        {"PUBLIC_IPADDR": "65.130.162.74", "VAST_TCP_PORT_7401": "0"},
+        {"PUBLIC_IPADDR": "65.130.162.74", "VAST_TCP_PORT_7401": "70000"},
+        {"PUBLIC_IPADDR": "65.130.162.74"},
+    ],
+)
+def test_what_is_no_address_is_not_told(wrong) -> None:
+    assert forwarded(EVERYWHERE, wrong) is None
+
+
+@pytest.mark.parametrize(
+    ("listen", "way", "otherwise"),
+    [
+        ("0.0.0.0:7401", BEHIND, True),
+        ("172.17.0.2:7401", BEHIND, True),
+        ("0.0.0.0:7401", Way("127.0.0.1", "127.0.0.1"), True),  # others join by its public address
+        ("[::]:7401", Way("fd00::2", "2606:4700::1111"), True),
+        ("0.0.0.0:7401", Way("5.6.7.8", "1.2.3.4"), False),  # it has one of the internet's
+        ("5.6.7.8:7401", BEHIND, False),
+        ("my.host.example.org:7401", BEHIND, False),
+        ("0.0.0.0:7401", Way("10.0.0.7", "10.0.0.1"), False),  # one private network
+        ("0.0.0.0:7401", Way("100.64.0.7", "100.64.0.1"), False),  # and one laid over the internet
+        ("127.0.0.1:7401", BEHIND, False),
+        ("localhost:7401", BEHIND, False),
+    ],
+)
+def test_only_who_is_known_by_another_address_looks_for_it(listen, way, otherwise) -> None:
+    assert is_known_otherwise(Address.parse(listen), way) is otherwise
+
+
+def test_else_peers_are_told_what_the_machine_calls_itself() -> None:
+    assert own(EVERYWHERE, BEHIND) == Advertised(
+        Address("172.17.0.2", 7401), "that is what leads from here to the registry at 1.2.3.4"
+    )
+    one = Address.parse("10.0.0.5:7401")
+    assert own(one, BEHIND).address == one
+
+
+async def tell(monkeypatch: pytest.MonkeyPatch, cloud: str, listen: str = "0.0.0.0:7401") -> str:
+    async def way_out(*_: object) -> Way:
+        return BEHIND
+
+    monkeypatch.setattr(serve, "way_out", way_out)
+    chosen = setup(join="registry.example.org:7400", listen=listen, cloud=cloud)
+    return (await serve.find_place(chosen, CPU)).advertise
+
+
+async def test_a_node_says_where_it_is_and_how_it_knows(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "planaria")
+    for name, value in VAST.items():
+        monkeypatch.setenv(name, value)
+    assert await tell(monkeypatch, "none") == "65.130.162.74:33526"
+    assert "told to dial 65.130.162.74:33526: vast.ai says so in PUBLIC_IPADDR" in caplog.text
+    caplog.clear()
+    assert await tell(monkeypatch, "none", "0.0.0.0:7402") == "172.17.0.2:7402"
+    assert "vast.ai forwards nothing to port 7402" in caplog.text
+    monkeypatch.setattr(serve, "way_out", None)
+    told = setup(join="1.2.3.4:7400", listen="0.0.0.0:7401", advertise="my.host:7401")
+    assert (await serve.find_place(told, CPU)).advertise == "my.host:7401"
+
+
+@pytest.mark.parametrize("cloud", ["auto", "aws"])
+async def test_aws_is_asked_for_the_public_address(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cloud: str
+) -> None:
+    caplog.set_level(logging.INFO, "planaria")
+    with metadata_service("aws") as service:
+        monkeypatch.setenv(ADDRESS_VARIABLE, service.address)
+        assert await tell(monkeypatch, cloud) == "172.17.0.2:7401"  # it has none
+        service.public_ipv4 = "54.10.20.30"
+        assert await tell(monkeypatch, cloud) == "54.10.20.30:7401"
+        assert await tell(monkeypatch, cloud, "0.0.0.0:0") == "54.10.20.30:0"  # or any port
+        assert "AWS says that this is its public address" in caplog.text
+        service.public_ipv4 = "<html>welcome</html>"
+        assert await tell(monkeypatch, cloud) == "172.17.0.2:7401"
+        assert "AWS tells no public address" in caplog.text
+
+
+@pytest.mark.parametrize("cloud", ["none", "gcp", "azure"])
+async def test_aws_is_not_asked_where_cloud_says_so(
+    monkeypatch: pytest.MonkeyPatch, cloud: str
+) -> None:
+    with metadata_service("aws") as service:
+        monkeypatch.setenv(ADDRESS_VARIABLE, service.address)
+        service.public_ipv4 = "54.10.20.30"
+        assert await tell(monkeypatch, cloud) == "172.17.0.2:7401"
+        assert service.asked == []
+
+
+@pytest.mark.parametrize("service", ["gcp", "azure", "nobody"])
+async def test_what_is_not_aws_is_not_taken_for_it(
+    monkeypatch: pytest.MonkeyPatch, service: str
+) -> None:
+    with metadata_service(service) as other:
+        monkeypatch.setenv(ADDRESS_VARIABLE, other.address)
+        assert await tell(monkeypatch, "auto") == "172.17.0.2:7401"

@@ -1,0 +1,276 @@
+"""What clouds say of the end of a machine, from a stand-in that speaks as they document it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from email.utils import formatdate
+
+import pytest
+
+from planaria.node.launch.notices import (
+    ADDRESS_VARIABLE,
+    CLOUDS,
+    LEAST,
+    MARGIN,
+    SOON,
+    Answer,
+    Aws,
+    Azure,
+    Gcp,
+    Notice,
+    Watch,
+    ask,
+    find,
+)
+from tests.metadata_service import NAME, MetadataService, metadata_service
+
+NOW = datetime(2026, 9, 18, 8, 20, tzinfo=UTC).timestamp()
+"""Two minutes before the end in AWS's example."""
+
+Start = Callable[[str], MetadataService]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """A cloud's metadata service, at which this process asks from then on."""
+    with ExitStack() as running:
+
+        def start(cloud: str) -> MetadataService:
+            service = running.enter_context(metadata_service(cloud))
+            monkeypatch.setenv(ADDRESS_VARIABLE, service.address)
+            return service
+
+        yield start
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_each_cloud_is_found_and_says_nothing_at_first(start: Start, cloud: str) -> None:
+    start(cloud)
+    for name in ("auto", cloud):
+        found = find(name, ask)
+        assert isinstance(found, CLOUDS[cloud])
+        assert found.look(NOW) is None
+        assert found.risk() == ""
+
+
+@pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
+def test_aws_says_what_and_when(start: Start, action: str) -> None:
+    service = start("aws")
+    service.action = {"action": action, "time": "2026-09-18T08:22:00Z"}
+    aws = find("auto", ask)
+    assert aws is not None
+    assert aws.look(NOW) == Notice(f"AWS: {action} at 2026-09-18T08:22:00Z", 120.0)
+
+
+def test_a_machine_that_aws_has_not_taken_after_all_is_used(start: Start) -> None:
+    service = start("aws")
+    service.action = {"action": "terminate", "time": "2026-09-18T08:22:00Z"}
+    aws = find("aws", ask)
+    assert aws is not None
+    assert aws.look(NOW + 120 + 299) is not None
+    assert aws.look(NOW + 120 + 301) is None
+
+
+def test_aws_recommends_to_rebalance(start: Start) -> None:
+    service = start("aws")
+    service.rebalance = {"noticeTime": "2026-10-27T08:22:00Z"}
+    aws = find("aws", ask)
+    assert aws is not None
+    assert aws.look(NOW) is None
+    assert aws.risk() == "AWS recommends to rebalance, since 2026-10-27T08:22:00Z"
+
+
+def test_a_token_is_renewed_when_it_has_run_out(start: Start) -> None:
+    service = start("aws")
+    aws = find("aws", ask)
+    assert aws is not None
+    for _ in range(3):
+        assert aws.look(NOW) is None
+    assert sum(line.startswith("PUT") for line in service.asked) == 1
+    service.tokens.clear()
+    service.action = {"action": "stop", "time": "2026-09-18T08:22:00Z"}
+    assert aws.look(NOW) is not None
+    assert sum(line.startswith("PUT") for line in service.asked) == 2
+
+
+def test_gcp_says_that_but_not_when(start: Start) -> None:
+    service = start("gcp")
+    service.preempted = True
+    gcp = find("auto", ask)
+    assert gcp is not None
+    assert gcp.look(NOW) == Notice("GCP: preempted", None)
+
+
+def event(kind: str, seconds: float | None, *machines: str) -> dict[str, object]:
+    """Of Azure; without seconds it has begun."""
+    return {
+        "EventId": "602d9444-d2cd-49c7-8624-8643e7171297",
+        "EventType": kind,
+        "ResourceType": "VirtualMachine",
+        "Resources": list(machines),
+        "EventStatus": "Started" if seconds is None else "Scheduled",
+        "NotBefore": "" if seconds is None else formatdate(NOW + seconds, usegmt=True),
+        "Description": "",
+        "EventSource": "Platform",
+        "DurationInSeconds": -1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("events", "left"),
+    [
+        ([], None),
+        ([event("Preempt", 30, NAME)], 30.0),
+        ([event("Preempt", 30, "worker_2", NAME)], 30.0),
+        ([event("Preempt", 30, "worker_2")], None),
+        ([event("Freeze", 900, NAME)], None),
+        ([event("Redeploy", 600, NAME), event("Terminate", 300, NAME)], 300.0),
+        ([event("Preempt", None, NAME)], 0.0),
+    ],
+)
+def test_azure_tells_of_this_machine_and_of_others(
+    start: Start, events: list[dict[str, object]], left: float | None
+) -> None:
+    start("azure").events = events
+    azure = find("auto", ask)
+    assert azure is not None
+    notice = azure.look(NOW)
+    assert (notice.left if notice else None) == left
+
+
+def test_azure_has_time_for_its_first_answer_about_events() -> None:
+    timeouts: list[float] = []
+
+    def slow(method: str, path: str, headers: object, timeout: float = 2.0) -> Answer:
+        timeouts.append(timeout)
+        return Answer(200, {}, NAME if "name" in path else '{"Events": []}')
+
+    azure = Azure(slow)
+    assert azure.is_here()
+    azure.look(NOW)
+    azure.look(NOW)
+    assert timeouts == [2.0, 130.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("left", "grace"),
+    [(120.0, 120.0 - MARGIN), (30.0, 30.0 - MARGIN), (0.0, LEAST), (-60.0, LEAST), (None, 25.0)],
+)
+def test_a_notice_leaves_time(left: float | None, grace: float) -> None:
+    assert Notice("", left).grace(default=25.0) == grace
+
+
+def answering(status: int, body: str) -> Callable[..., Answer]:
+    return lambda *_, **__: Answer(status, {}, body)
+
+
+@pytest.mark.parametrize("cloud", [Aws, Gcp, Azure])
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (200, ""),
+        (200, "<html>"),
+        (200, "[]"),
+        (200, '{"action": 3, "Events": [{}]}'),
+        (200, '{"action": "stop", "time": "soon", "Events": [7]}'),
+        (500, "{}"),
+    ],
+)
+def test_an_answer_that_is_none_is_no_notice(
+    cloud: Callable[..., Aws | Gcp | Azure], status: int, body: str
+) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        cloud(answering(status, body)).look(NOW)
+
+
+def test_at_home_nobody_answers_and_nothing_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One attempt to connect is all."""
+    caplog.set_level(logging.DEBUG)
+    tried: list[str] = []
+
+    def unreachable(method: str, path: str, headers: object, timeout: float = 2.0) -> Answer:
+        tried.append(path)
+        raise TimeoutError("timed out")
+
+    assert find("auto", unreachable) is None
+    assert len(tried) == 1
+    assert caplog.records == []
+    monkeypatch.setenv(ADDRESS_VARIABLE, "127.0.0.1:1")  # where nobody listens
+    assert find("auto", ask) is None
+    assert caplog.records == []
+
+
+def test_another_web_server_at_the_address_is_no_cloud(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    start("nobody")
+    assert find("auto", ask) is None
+    assert caplog.records == []
+
+
+def test_a_container_to_which_no_token_gets_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """AWS answers, but its answer to a PUT goes no further than the host."""
+
+    def beyond_one_hop(method: str, *_: object, **__: object) -> Answer:
+        if method == "PUT":
+            raise TimeoutError("timed out")
+        return Answer(401, {}, "")
+
+    assert find("auto", beyond_one_hop) is None
+    assert "hop limit to 2" in caplog.text
+
+
+async def test_a_watch_tells_of_risks_and_then_of_the_notice(start: Start) -> None:
+    service = start("aws")
+    service.rebalance = {"noticeTime": "2026-10-27T08:22:00Z"}
+    told: asyncio.Queue[Notice | str] = asyncio.Queue()
+    watch = Watch("auto", told.put_nowait, told.put_nowait)
+    assert "rebalance" in str(await asyncio.wait_for(told.get(), 60))
+    service.action = {"action": "terminate", "time": datetime.now(UTC).isoformat()}
+    notice = await asyncio.wait_for(told.get(), 60)
+    assert isinstance(notice, Notice)
+    assert notice.left is not None
+    assert notice.left < SOON
+    watch.stop()
+
+
+async def test_a_watch_waits_where_the_end_is_far_and_goes_on_after_nonsense(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("planaria.node.launch.notices.POLL", 0.01)
+    service = start("azure")
+    now = datetime.now(UTC).timestamp()
+    service.events = [event("Redeploy", now - NOW + 7 * 86400, NAME)]
+    told: asyncio.Queue[Notice | str] = asyncio.Queue()
+    watch = Watch("azure", told.put_nowait, told.put_nowait)
+
+    await asyncio.to_thread(service.wait_until_asked, 3)
+    service.events = [{"Resources": None}]
+    await asyncio.to_thread(service.wait_until_asked, 3)
+    assert told.empty()
+    service.events = [event("Preempt", now - NOW + 30, NAME)]
+    notice = await asyncio.wait_for(told.get(), 60)
+    assert isinstance(notice, Notice)
+    assert notice.what.startswith("Azure: Preempt not before ")
+    assert caplog.text.count("Azure's notices can't be read: TypeError") == 1
+    watch.stop()
+
+
+def test_the_examples_of_the_documentation_are_understood() -> None:
+    stop = '{"action": "stop", "time": "2017-09-18T08:22:00Z"}'
+    assert Aws(answering(200, stop)).look(1505722800.0) == Notice(
+        "AWS: stop at 2017-09-18T08:22:00Z", 120.0
+    )
+    one = {"EventType": "Preempt", "Resources": ["A"], "NotBefore": "Mon, 19 Sep 2016 18:29:47 GMT"}
+    azure = Azure(lambda m, path, *_, **__: Answer(200, {}, "A" if "name" in path else body))
+    body = json.dumps({"DocumentIncarnation": 1, "Events": [one]})
+    assert azure.look(1474309757.0) == Notice(
+        "Azure: Preempt not before Mon, 19 Sep 2016 18:29:47 GMT", 30.0
+    )

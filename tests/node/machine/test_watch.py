@@ -1,0 +1,173 @@
+"""When a task of the compute thread hangs, by virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planaria.node.machine.compute import ComputeThread, waiting_for_disk
+from planaria.node.machine.watch import FLOOR, HELD_UP, KNOWN, TIMES, Hang, Watch, kind_of
+from planaria.node.ports import Priority
+
+LOOK = 0.05
+
+
+class Watched:
+    """A watch that is looked at regularly but where a test says otherwise."""
+
+    def __init__(self, first: float = 60.0) -> None:
+        self.watch, self.now = Watch(first), 100.0
+        self.found: Hang | None = None
+
+    def passes(self, seconds: float) -> Hang | None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now += LOOK
+            self.found = self.watch.look(self.now)
+        return self.found
+
+    def does(self, task: str, seconds: float, times: int = 1) -> None:
+        for _ in range(times):
+            self.watch.began(task, self.now)
+            assert self.passes(seconds) is None
+            self.watch.ended(self.now)
+
+
+def test_a_task_that_takes_much_longer_than_such_tasks_hangs() -> None:
+    watched = Watched()
+    watched.does("forward", 0.1, KNOWN)
+    watched.does("apply", 3.0, KNOWN)
+    watched.watch.began("forward", watched.now)
+    assert watched.passes(FLOOR - 0.1) is None
+    hang = watched.passes(0.2)
+    assert hang is not None
+    assert hang.task == "forward"
+    assert hang.usual == pytest.approx(0.1)
+    assert "at `forward`, which takes 0.1 s" in str(hang)
+    watched.watch.ended(watched.now)
+    assert watched.passes(1.0) is None
+    watched.watch.began("apply", watched.now)
+    assert watched.passes(TIMES * 3.0 - 0.2) is None, "each kind has its own bound"
+    assert watched.passes(0.4) is not None
+
+
+def test_who_never_did_such_a_task_has_more_time() -> None:
+    watched = Watched(first=60.0)
+    watched.does("backward", 0.1, KNOWN)
+    watched.does("forward", 20.0, KNOWN - 1)
+    watched.watch.began("forward", watched.now)
+    assert watched.passes(59.0) is None
+    hang = watched.passes(1.1)
+    assert hang is not None
+    assert hang.usual == 0.0
+
+
+def test_nothing_hangs_where_nothing_is_done() -> None:
+    watched = Watched()
+    watched.does("forward", 0.1, KNOWN)
+    assert watched.passes(100.0) is None
+
+
+def test_a_task_that_waits_for_a_disk_does_not_hang_however_long_it_takes() -> None:
+    """And it is not taken to be usual that it takes so long."""
+    watched = Watched()
+    for _ in range(KNOWN):
+        watched.watch.began("apply", watched.now)
+        watched.passes(0.1)
+        watched.watch.waits = True
+        assert watched.passes(100.0) is None
+        watched.watch.waited(100.0)
+        assert watched.passes(0.1) is None
+        watched.watch.ended(watched.now)
+    watched.watch.began("apply", watched.now)
+    watched.watch.waits = True
+    watched.passes(100.0)
+    watched.watch.waited(100.0)
+    assert watched.passes(FLOOR - 0.1) is None
+    hang = watched.passes(0.2)
+    assert hang is not None, "once the disk has answered, it is the device"
+    assert hang.usual == pytest.approx(0.2, abs=0.1)
+
+
+@given(st.floats(HELD_UP + 0.01, 1e4))
+def test_a_process_that_was_held_up_is_no_hanging_thread(seconds: float) -> None:
+    watched = Watched()
+    watched.does("forward", 0.1, KNOWN)
+    watched.watch.began("forward", watched.now)
+    watched.passes(0.5)
+    watched.now += seconds  # stopped, suspended, starved: nobody looks
+    assert watched.passes(FLOOR - 0.2) is None
+    assert watched.passes(0.4) is not None, "but it may hang besides"
+
+
+def test_tasks_are_of_a_kind_by_the_function_that_they_call() -> None:
+    def relearn(rate: float) -> None: ...
+
+    class Work:
+        def _forward(self) -> None: ...
+
+    assert kind_of(partial(partial(relearn, 0.1))) == "relearn"
+    assert kind_of(Work()._forward) == "forward"
+    assert kind_of(Work) == "Work"
+
+
+async def test_a_thread_that_hangs_is_seen_and_left_behind() -> None:
+    """Beside it the loop goes on, and whoever stops it is not held up."""
+    loop, hangs, begun = asyncio.get_running_loop(), threading.Event(), threading.Event()
+
+    def forward() -> None:
+        begun.set()
+        hangs.wait()
+
+    compute = ComputeThread("test", loop, Watch(first=0.0, floor=0.0))
+    try:
+        compute.post(forward, lambda _: None, Priority.FORWARD)
+        await asyncio.to_thread(begun.wait)
+        hang = compute.look()
+        assert hang is not None
+        assert hang.task == "forward"
+        assert not compute.stop(0.0)
+    finally:
+        hangs.set()
+    assert compute.stop(60.0)
+
+
+async def test_a_thread_that_waits_for_a_disk_is_not_computing() -> None:
+    loop, asked, answers = asyncio.get_running_loop(), threading.Event(), threading.Event()
+    answered, done = threading.Event(), threading.Event()
+
+    def apply() -> None:
+        with waiting_for_disk():
+            asked.set()
+            answers.wait()
+        answered.set()
+        done.wait()
+
+    compute = ComputeThread("test", loop, Watch(first=0.0, floor=0.0))
+    try:
+        compute.post(apply, lambda _: None, Priority.CONTROL)
+        compute.post(lambda: None, lambda _: None, Priority.CONTROL)
+        await asyncio.to_thread(asked.wait)
+        assert compute.look() is None
+        assert not compute.computing, "its driver would take it to stand still"
+        answers.set()
+        await asyncio.to_thread(answered.wait)
+        assert compute.computing
+        hang = compute.look()
+        assert hang is not None
+        assert hang.task == "apply"
+    finally:
+        answers.set()
+        done.set()
+    await compute.run(lambda: None)
+    assert compute.stop(60.0)
+
+
+def test_elsewhere_waiting_for_a_disk_is_nothing_to_be_noted() -> None:
+    with waiting_for_disk():
+        pass

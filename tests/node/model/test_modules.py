@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+import math
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from planaria.node.model import modules, shape
+from planaria.node.model.modules import BodyStage, EmbeddingStage, LlamaBody, LlamaEnds
+from planaria.node.model.shape import ModelConfig
+from planaria.node.run_file import ModelSection
+from planaria.node.stage.optimizer import StageOptimizer
+from tests.node.stage.shapes import FAMILIES, GROUPED, QWEN2, QWEN3
+
+
+def build(config: ModelConfig, seed: int = 0) -> tuple[EmbeddingStage, list[BodyStage]]:
+    ends = modules.build_stage(config, 0, seed)
+    assert isinstance(ends, EmbeddingStage)
+    bodies = []
+    for stage in range(1, config.stages + 1):
+        body = modules.build_stage(config, stage, seed)
+        assert isinstance(body, BodyStage)
+        bodies.append(body)
+    return ends, bodies
+
+
+def hidden(ends: EmbeddingStage, bodies: list[BodyStage], tokens: torch.Tensor) -> torch.Tensor:
+    x = ends.embed(tokens)
+    for body in bodies:
+        x = body(x)
+    return x
+
+
+def test_a_document_is_computed_as_if_it_were_alone() -> None:
+    """Wherever it lies in its sample; and so are gradients."""
+    apart = replace(QWEN3, attn_mask_type="block_causal")
+    tokens, lengths = some_tokens(apart, 24)[:1], [5, 1, 11, 7]
+    begins = torch.zeros(1, 24, dtype=torch.bool)
+    begins[0, [5, 6, 17]] = True
+    ends, bodies = build(apart)
+    found = ends.loss(through(bodies, ends.embed(tokens, begins)), tokens)
+    found.backward()
+    other_ends, others = build(QWEN3)
+    parts = tokens.split(lengths, dim=1)
+    losses = [other_ends.loss(hidden(other_ends, others, part), part) for part in parts]
+    wanted = sum(losses)
+    assert isinstance(wanted, torch.Tensor)
+    wanted.backward()
+    torch.testing.assert_close(found, wanted)
+    for one, other in zip([ends, *bodies], [other_ends, *others], strict=True):
+        for mine, alone in zip(one.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, alone.grad, rtol=1e-4, atol=1e-6)
+    as_one = ends.logits(through(bodies, ends.embed(tokens)))
+    torch.testing.assert_close(as_one, other_ends.logits(hidden(other_ends, others, tokens)))
+
+
+FORMS = FAMILIES | {"subspace": replace(GROUPED, subspace=8)}
+
+
+@pytest.mark.parametrize("config", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_empty_stage_is_one_like_all_others_but_for_its_weights(config, stage) -> None:
+    pair = [modules.build_stage(config, stage, 3), modules.empty_stage(config, stage)]
+    built, empty = (StageOptimizer(module, torch.device("cpu")) for module in pair)
+    assert not empty.weights.any()
+    empty.load(built.state(optimizer=True), 0)
+    assert empty.digest() == built.digest()
+    tokens = some_tokens(config, 8)
+    for module in pair:
+        if isinstance(module, EmbeddingStage):
+            module.loss(module.embed(tokens), tokens).backward()
+        else:
+            module(torch.ones(2, 8, config.crossing)).square().sum().backward()
+    assert built.gradient.any()
+    assert torch.equal(empty.gradient, built.gradient)
+
+
+def through(bodies: list[BodyStage], x: torch.Tensor) -> torch.Tensor:
+    for body in bodies:
+        x = body(x)
+    return x
+
+
+def some_tokens(config: ModelConfig, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(config.vocabulary, (2, length), generator=generator)
+
+
+def parameters(config: ModelConfig) -> int:
+    with torch.device("meta"):
+        ends, body = LlamaEnds(config), LlamaBody(config)
+    return sum(p.numel() for p in ends.parameters()) + config.stages * sum(
+        p.numel() for p in body.parameters()
+    )
+
+
+def test_a_token_sees_only_those_before_it() -> None:
+    ends, bodies = build(GROUPED)
+    tokens = some_tokens(GROUPED, 12)
+    changed = tokens.clone()
+    changed[:, 6:] = (changed[:, 6:] + 1) % GROUPED.vocabulary
+    with torch.no_grad():
+        a, b = hidden(ends, bodies, tokens), hidden(ends, bodies, changed)
+    torch.testing.assert_close(a[:, :6], b[:, :6])
+    assert not torch.allclose(a[:, 6:], b[:, 6:])
+
+
+def test_biases_start_at_zero_and_norms_at_one() -> None:
+    for config, name in ((QWEN2, "q_proj.bias"), (QWEN3, "q_norm.weight")):
+        state = modules.build_stage(config, 1, seed=0).state_dict()
+        found = state[f"layers.1.self_attn.{name}"]
+        assert torch.equal(found, torch.full_like(found, float(name == "q_norm.weight")))
+
+
+def test_a_tied_head_is_one_tensor_with_the_gradient_of_both_ends() -> None:
+    untied, tied = (replace(GROUPED, tied=tied) for tied in (False, True))
+    tokens = some_tokens(GROUPED, 12)
+    (two, bodies), (one, _) = build(untied), build(tied)
+    assert two.lm_head is not None
+    two.lm_head.weight.data.copy_(two.embed_tokens.weight.data)
+    assert list(shape.named_shapes(tied, 0)) == ["model.embed_tokens.weight", "model.norm.weight"]
+    for ends in (one, two):
+        ends.loss(hidden(ends, bodies, tokens), tokens).backward()
+    wanted, head = two.embed_tokens.weight.grad, two.lm_head.weight.grad
+    assert wanted is not None and head is not None
+    torch.testing.assert_close(one.embed_tokens.weight.grad, wanted + head)
+
+
+def test_losses_of_microbatches_add_up() -> None:
+    ends, bodies = build(GROUPED)
+    tokens = some_tokens(GROUPED, 24)
+    x = hidden(ends, bodies, tokens)
+    parts = [ends.loss(x[i : i + 1], tokens[i : i + 1]) for i in range(2)]
+    torch.testing.assert_close(parts[0] + parts[1], ends.loss(x, tokens))
+
+
+def test_recomputing_gives_the_same_gradients() -> None:
+    _, bodies = build(GROUPED)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 24, GROUPED.dim, generator=generator)
+    results = []
+    for recompute in (False, True):
+        bodies[0].recompute = recompute
+        bodies[0].zero_grad()
+        given = x.clone().requires_grad_()
+        saved: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: (saved.append(t.numel()), t)[1], lambda t: t
+        ):
+            y = bodies[0](given)
+        y.square().sum().backward()
+        assert given.grad is not None
+        gradients = [p.grad for p in bodies[0].parameters()]
+        results.append((sum(saved), y.detach(), given.grad, *gradients))
+    (kept, *plain), (kept_less, *again) = results
+    assert kept_less < kept / 4
+    for a, b in zip(plain, again, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_too_many_tokens_are_refused() -> None:
+    _, bodies = build(GROUPED)
+    with pytest.raises(ValueError, match="25 tokens don't fit in the context of 24"):
+        bodies[0](torch.zeros(1, 25, GROUPED.dim))
+
+
+def test_initial_weights_follow_from_seed_stage_and_layer() -> None:
+    before = torch.random.get_rng_state()
+    first = modules.build_stage(GROUPED, 2, seed=7).state_dict()
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.manual_seed(99)
+    second = modules.build_stage(GROUPED, 2, seed=7).state_dict()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name])
+
+    q = "layers.0.self_attn.q_proj.weight"
+    others = [
+        modules.build_stage(GROUPED, 2, seed=8).state_dict()[q],
+        modules.build_stage(GROUPED, 1, seed=7).state_dict()[q],
+        first["layers.1.self_attn.q_proj.weight"],
+    ]
+    assert not any(torch.equal(first[q], other) for other in others)
+
+    deeper = replace(GROUPED, layers=12, stages=6)
+    assert torch.equal(modules.build_stage(deeper, 2, seed=7).state_dict()[q], first[q])
+
+
+def test_initial_weights_have_the_stated_spread() -> None:
+    config = shape.model_config(ModelSection(preset="mini"), 2048)
+    state = modules.build_stage(config, 1, seed=0).state_dict()
+    assert state["layers.0.mlp.up_proj.weight"].std().item() == pytest.approx(0.02, rel=0.02)
+    residual = 0.02 / 16**0.5
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        assert state[f"layers.1.{name}.weight"].std().item() == pytest.approx(residual, rel=0.02)
+    assert torch.equal(state["layers.1.input_layernorm.weight"], torch.ones(128))
+    ends = modules.build_stage(config, 0, seed=0).state_dict()
+    assert ends["lm_head.weight"].std().item() == pytest.approx(0.02, rel=0.02)
+    assert not torch.equal(ends["lm_head.weight"], ends["embed_tokens.weight"])
+
+
+def test_body_stages_are_interchangeable() -> None:
+    shapes = [[(n, p.shape) for n, p in body.named_parameters()] for body in build(GROUPED)[1]]
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+def test_other_instruction_sets_make_the_same_weights_and_updates() -> None:
+    script = (
+        "import torch, planaria.node.model.modules as m, planaria.node.stage.optimizer as o\n"
+        "from planaria.node.run_file import ModelSection\n"
+        "from planaria.node.model.shape import model_config\n"
+        "torch.set_num_threads(1)\n"
+        "s = m.build_stage(model_config(ModelSection(preset='mini'), 99), 1, 5)\n"
+        "a = o.StageOptimizer(s, torch.device('cpu'))\n"
+        "for i in range(3):\n"
+        "    a.gradient.copy_(torch.arange(len(a.gradient)).sub(1000).mul(0.001 + i))\n"
+        "    a.step(1e-3, clip_scale=0.3)\n"
+        "print(a.digest().hex(), a.squared_norm(), torch.backends.cpu.get_cpu_capability())\n"
+    )
+
+    def lines(**environment: str) -> list[str]:
+        run = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return run.stdout.split()
+
+    own, plain = lines(), lines(ATEN_CPU_CAPABILITY="default")
+    if platform.machine() == "x86_64":
+        assert plain[2:] == ["DEFAULT"]
+    assert own[:2] == plain[:2]
+
+
+@pytest.mark.parametrize(
+    ("preset", "vocabulary", "millions"),
+    [
+        ("tiny", 2048, 0.525),
+        ("mini", 2048, 2.62),
+        ("midi", 2048, 7.87),
+        ("small", 81_145, 124),
+        ("medium", 93_588, 500),
+        ("large", 65_130, 1500),
+        ("small", 50_257, 92.4),
+        ("large", 50_257, 1439),
+    ],
+)
+def test_presets_have_their_parameters(preset: str, vocabulary: int, millions: float) -> None:
+    config = shape.model_config(ModelSection(preset=preset), vocabulary)
+    assert parameters(config) == pytest.approx(millions * 1e6, rel=0.005)
+
+
+def test_presets_are_table_4_of_the_paper() -> None:
+    small = shape.model_config(ModelSection(preset="small"), 32_000)
+    assert (small.dim, small.heads, small.kv_heads, small.layers) == (512, 8, 8, 12)
+    assert (small.stages, small.layers_per_stage, small.context) == (4, 3, 512)
+    assert (small.hidden, small.learning_rate) == (1536, 6e-4)
+
+
+def test_overrides_carry_along_what_follows_from_them() -> None:
+    config = shape.model_config(ModelSection(preset="mini", stages=2, heads=8, dim=64), 500)
+    assert (config.layers, config.layers_per_stage) == (8, 4)
+    assert (config.kv_heads, config.hidden) == (8, 256)
+    section = ModelSection(preset="mini", layers=4, kv_heads=2, hidden=100, vocabulary=512)
+    config = shape.model_config(section, 500)
+    assert (config.layers_per_stage, config.kv_heads, config.hidden) == (1, 2, 100)
+    assert config.vocabulary == 512
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"preset": "huge"}, "no preset 'huge'; there are large, medium, midi, mini"),
+        ({"vocabulary": 99}, "vocabulary = 99 is less than the 100 of the data"),
+        (
+            {"layers": 6},
+            "layers = 6 must be a multiple of stages = 4: choose stages out of 1, 2, 3,",
+        ),
+        (
+            {"stages": 3},
+            "layers = 4 must be a multiple of stages = 3: choose stages out of 1, 2, 4,",
+        ),
+        ({"heads": 3}, "dim = 64 must be a multiple of heads = 3"),
+        ({"kv_heads": 3}, "heads = 4 must be a multiple of kv_heads = 3"),
+        ({"dim": 60}, "dim / heads = 15 must be even"),
+        ({"head_dim": 9}, "head_dim = 9 must be even"),
+        ({"window": 32}, "context = 64, and the model looks back over 32 tokens"),
+        ({"positions": 48}, "context = 64, and the model looks back over 48 tokens"),
+    ],
+)
+def test_impossible_models_are_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shape.model_config(ModelSection(**section), 100)
+
+
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_parameters_are_counted_without_making_them(config: ModelConfig) -> None:
+    made = [sum(map(math.prod, modules.parameter_shapes(config, stage))) for stage in (0, 1)]
+    assert list(config.parameters) == made
+
+
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_parameters_lie_in_the_order_of_the_module(config: ModelConfig) -> None:
+    ends, bodies = build(config)
+    for stage, module in enumerate([ends, *bodies]):
+        told = shape.named_shapes(config, stage)
+        found = dict(module.named_parameters())
+        assert list(told.values()) == [parameter.shape for parameter in found.values()]
+        for name, own in zip(told, found, strict=True):
+            assert name.endswith(own.split(".", 2)[2] if stage else own)
+    blocks = [name.split(".")[2] for name in shape.named_shapes(config, 2)]
+    assert sorted(set(blocks)) == ["2", "3"]
+
+
+def test_figures_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="context = 0 must be greater than 0"):
+        replace(GROUPED, context=0)
+
+
+def test_a_stage_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="no stage 4: the model has stages 0 to 3"):
+        modules.build_stage(GROUPED, 4, seed=0)

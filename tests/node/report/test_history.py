@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planaria.node.report.events import Event, Severity
+from planaria.node.report.history import (
+    LONGEST_SENTENCE,
+    MOST_NEWS,
+    MOST_POINTS,
+    Curve,
+    History,
+)
+from tests.node.report.lines import entry as entry_of
+
+NODE, NOW = "3fa2b18c0d11", 1000.0
+
+
+def line(kind: str, **fields: Any) -> str:
+    told = {"time": NOW, "node": f"{NODE}/0", "kind": kind, **fields}
+    return json.dumps(told)
+
+
+def told(*lines: str, steps: int = 100, stages: int = 4) -> History:
+    history = History(steps)
+    for one in lines:
+        history.hear_from(NODE, one, stages, NOW)
+    return history
+
+
+REBUILT = {
+    "stall_seconds": 5.0,
+    "node": "88bb/2",
+    "stage": 2,
+    "method": "checkfree",
+    "step": 3,
+    "sources": [],
+    "bytes": 5000,
+    "fetch_seconds": 0.1,
+    "rebuild_seconds": 5.0,
+}
+
+
+def test_losses_validations_and_what_was_rebuilt_are_on_the_curve() -> None:
+    history = told(
+        line("committed", step=2, loss=7.5),
+        line("committed", step=3, loss=7.25),
+        line("lost", node="77aa/2", stage=2, reason="it broke"),
+        line("rebuilt", **REBUILT),
+        line("validated", step=3, loss=7.0),
+    )
+    assert history.loss.points == [(2, 7.5), (3, 7.25)]
+    assert history.validation.points == [(3, 7.0)]
+    lost, rebuilt = history.marks
+    assert [(mark.step, mark.kind) for mark in history.marks] == [(3, "lost"), (3, "rebuilt")]
+    assert lost.sentence == "noticed: no link to 77aa/2 of stage 2 any more"
+    assert rebuilt.sentence.startswith("rebuilt: stage 2 by checkfree at step 3")
+    assert history.rebuilt == {(2, "checkfree"): 1}
+
+
+def test_what_a_node_says_for_another_one_is_left_out() -> None:
+    history = told(json.dumps({"time": NOW, "node": "77aa", "kind": "committed", "step": 1}))
+    assert not history.loss.points
+
+
+def test_steps_and_stages_that_the_run_has_not_are_left_out() -> None:
+    history = told(
+        line("committed", step=101, loss=1.0),
+        line("committed", step=-1, loss=1.0),
+        line("committed", step=2.5, loss=1.0),
+        line("committed", step=True, loss=1.0),
+        line("committed", step=1, loss="low"),
+        line("waiting", stages="all", reason="?"),
+    )
+    assert not history.loss.points and not history.news
+
+
+def test_where_all_stages_go_back_the_curve_has_a_gap() -> None:
+    history = told(
+        line("committed", step=8, loss=6.0),
+        line("rolled back", **{"from": 8}, step=5, reason="as the policy has it"),
+        line("committed", step=6, loss=6.5),
+    )
+    assert history.loss.points == [(8, 6.0), None, (6, 6.5)]
+    assert [mark.kind for mark in history.marks] == ["back"]
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_ends() -> None:
+    curve = Curve()
+    for step in range(1, 50_000):
+        curve.add(step, 1 / step)
+    assert MOST_POINTS / 3 < len(curve.points) <= MOST_POINTS
+    assert curve.points[0] == (1, 1.0)
+    assert curve.points[-1] == (49_999, 1 / 49_999)
+    steps = [point[0] for point in curve.points if point]
+    assert steps == sorted(steps)
+
+
+def test_a_loss_that_is_no_number_is_no_point() -> None:
+    assert not told(line("committed", step=1, loss=None)).loss.points
+
+
+def test_an_event_of_a_newer_version_is_told_as_it_is() -> None:
+    history = told(line("teleported", stage=3, how="<b>fast</b>"))
+    assert [news.sentence for news in history.news] == ["teleported: stage 3, how <b>fast</b>"]
+
+
+def test_a_clock_that_is_wrong_does_not_count() -> None:
+    history = told(line("validated", step=1, loss=7.0, time=10.0))
+    assert history.news[0].time == NOW
+
+
+def test_pace_is_that_of_the_last_commits() -> None:
+    history = History(1000)
+    for step in range(1, 200):
+        entry = entry_of({"time": 3.0 * step, "node": NODE, "kind": "committed", "step": step})
+        assert entry is not None
+        history.hear(entry)
+    assert math.isclose(history.seconds_a_step, 3.0)
+
+
+def test_node_hours_are_counted_from_look_to_look() -> None:
+    history = History(10)
+    for nodes, now in ((5, 100.0), (5, 160.0), (4, 170.0), (4, 165.0)):
+        history.look(nodes, now)
+    assert history.node_seconds == 5 * 60 + 4 * 10
+
+
+def test_who_says_much_fills_no_more_than_the_bounds() -> None:
+    history = told(*(line("teleported", how=f"{n}" * 5000) for n in range(MOST_NEWS + 50)))
+    assert len(history.news) == MOST_NEWS
+    assert max(len(news.sentence) for news in history.news) <= LONGEST_SENTENCE
+
+
+def test_samples_are_kept_with_the_text_that_they_begin_with() -> None:
+    sample = line("sampled", step=50, prompt="Once", text=" upon")
+    [one] = told(sample, line("sampled", step=50, prompt=3, text=None)).samples
+    assert (one.step, one.prompt, one.text) == (50, "Once", " upon")
+
+
+KINDS = sorted(kind.kind for kind in Event.__subclasses__())
+ANY = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.just(10**400)
+    | st.just(f"{NODE}/2"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=3,
+)
+FIELDS = st.sampled_from(
+    sorted({name for kind in Event.__subclasses__() for name in kind.__annotations__} - {"kind"})
+)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.sampled_from(KINDS), st.dictionaries(FIELDS, ANY)), max_size=8))
+def test_whatever_a_node_says_does_no_harm(said: list[tuple[str, dict[str, Any]]]) -> None:
+    history = told(*(line(kind, **fields) for kind, fields in said))
+    history.hear_from(NODE, line("committed", step=7, loss=1.5), 4, NOW)
+    assert 7 in {point[0] for point in history.loss.points if point}
+    assert all(isinstance(news.severity, Severity) for news in history.news)
+
+
+@given(st.text() | st.just("[" * 100_000) | st.just('{"node": "' + NODE + '", "kind": {}}'))
+def test_a_line_that_is_no_event_does_no_harm(text: str) -> None:
+    history = told(text)
+    assert not history.loss.points
