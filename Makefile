@@ -61,7 +61,7 @@ dist:
 	touch $@
 
 .venv/installed-dev: .venv/installed lab/pyproject.toml
-	$(PIP_INSTALL) -e '.[dev]' -e ./lab
+	$(PIP_INSTALL) -e '.[dev]' -e './lab[dev]'
 	touch $@
 
 clean:

@@ -124,14 +124,13 @@ def test_a_microbatch_that_no_frame_can_carry_is_refused() -> None:
         loads(text)
 
 
-@pytest.mark.parametrize("command", ["up", "bootstrap", "plan"])
+@pytest.mark.parametrize("command", ["up", "bootstrap"])
 def test_all_commands_refuse_alike(command: str, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("[model]\ndim = 1_000_000_000\n")
     arguments = {
         "up": ["up", str(path), "--out", str(tmp_path / "out")],
         "bootstrap": ["bootstrap", "--listen", "127.0.0.1:0", "--run", str(path)],
-        "plan": ["plan", str(path)],
     }
     result = CliRunner().invoke(app, arguments[command])
     said = " ".join(result.output.split())

@@ -248,6 +248,12 @@ def test_a_trace_is_replayed_for_each_policy(tmp_path: Path) -> None:
     assert "On the trace, simulated" in said
 
 
+def test_a_run_file_is_refused_as_by_other_commands(tmp_path: Path) -> None:
+    status, said = invoke(tmp_path, "RUN", *NODES, run="[model]\ndim = 1_000_000_000\n")
+    assert status == 1
+    assert "is not a valid run file: model.dim: Input should be less" in " ".join(said.split())
+
+
 # --- the picture
 
 
