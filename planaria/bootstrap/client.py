@@ -58,7 +58,6 @@ REPORT_BYTES = 15 * 2**10  # of its RENEWAL_BYTES
 LONGEST_WORDS = 5_000  # characters of what a registry says in one piece: terminals are slow
 LINE_BYTES = 4  # that a line takes in a renewal beside its own, at most
 MOST_TOLD = 1000  # events that wait for a registry which is away
-OLDER = "the registry is of an older planaria, which can't do it"
 
 T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
@@ -170,17 +169,12 @@ class RegistryClient:
         """What is on the page of a registry that has been described, as JSON, or its figures for
         Prometheus. Raises JoinRefused (also: it has none), and RegistryUnreachable."""
         request = ShowRequest(figures=figures)
-        try:
-            shown: Shown = await self._retry(
-                lambda stub, timeout: stub.Show(
-                    request, timeout=timeout, metadata=self._credentials.metadata
-                ),
-                deadline,
-            )
-        except JoinRefused as refused:
-            if _is_unknown(refused.__cause__):
-                raise JoinRefused(OLDER) from refused
-            raise
+        shown: Shown = await self._retry(
+            lambda stub, timeout: stub.Show(
+                request, timeout=timeout, metadata=self._credentials.metadata
+            ),
+            deadline,
+        )
         return shown.content
 
     async def measure(self, deadline: float = 30.0) -> MeasureReply:
@@ -195,14 +189,12 @@ class RegistryClient:
 
     async def examine(self, request: ExamineRequest, seconds: float) -> ExamineReply:
         """Has the registry dial back, or take and send what is to be timed; asks it once. Raises
-        JoinRefused, and RegistryUnreachable."""
+        RegistryUnreachable."""
         try:
             reply: ExamineReply = await self._stub().Examine(
                 request, timeout=seconds, metadata=self._credentials.metadata
             )
         except grpc.aio.AioRpcError as error:
-            if _is_unknown(error):
-                raise JoinRefused(OLDER) from error
             raise RegistryUnreachable(f"{self._address} said: {_what(error)}") from error
         return reply
 
@@ -669,11 +661,6 @@ def _news(report: Report) -> tuple[object, ...]:
 
 def _what(error: grpc.aio.AioRpcError) -> str:
     return f"{error.code().name}: {error.details() or 'no details'}"
-
-
-def _is_unknown(error: BaseException | None) -> bool:
-    """Whether what was asked is nothing that who was asked can do."""
-    return isinstance(error, grpc.aio.AioRpcError) and error.code() is StatusCode.UNIMPLEMENTED
 
 
 def _refusal(error: grpc.aio.AioRpcError, address: str) -> str:

@@ -111,9 +111,7 @@ class Scene:
             return
         entry = parse(line)
         self.history.look(len(self.nodes), float(line["time"]))
-        if entry is None:
-            self.history.hear_unknown(line, float(line["time"]))
-        else:
+        if entry is not None:
             self._hear(entry)
             if not self._ending or isinstance(entry.event, _AT_THE_END):
                 self.history.hear(entry)

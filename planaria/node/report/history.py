@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Mapping
-from itertools import islice
 from typing import Any, NamedTuple
 
 from planaria.node.report.events import (
@@ -119,11 +117,9 @@ class History:
             entry = parse(line)
         except (ValueError, RecursionError):
             return
-        if entry is None:
-            self.hear_unknown(line, now)
-        elif not is_for_all(entry.event):
+        if entry is None or not is_for_all(entry.event):
             return
-        elif self._may_say(node, entry) and self._is_ours(entry, stages):
+        if self._may_say(node, entry) and self._is_ours(entry, stages):
             when = entry.time if abs(entry.time - now) < SKEW else now
             self.hear(Entry(when, entry.node, entry.event))
             self.story.forget(MOST_NODES)
@@ -137,12 +133,6 @@ class History:
     def _is_ours(self, entry: Entry, stages: int) -> bool:
         step, stage = (getattr(entry.event, name, 0) for name in ("step", "stage"))
         return 0 <= step <= self.steps and 0 <= (stage or 0) <= stages
-
-    def hear_unknown(self, line: Mapping[str, Any], now: float) -> None:
-        """An event of a kind that this version has no sentence for."""
-        kind = str(line.get("kind"))
-        said = (f"{key} {line[key]}" for key in line if key not in ("time", "node", "kind"))
-        self._tell(now, News(f"{kind}: {', '.join(islice(said, 12))}"))
 
     def hear(self, entry: Entry) -> None:
         """Takes note of an event."""

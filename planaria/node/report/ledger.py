@@ -385,7 +385,7 @@ def _check_sums(line: Line, path: Path, number: int) -> None:
 
 
 def _check_commit(told: Line, path: Path, number: int) -> None:
-    """Ledgers of old have none."""
+    """Lines of commits that aren't as they were signed have none."""
     if told.keys().isdisjoint(OF_COMMIT):
         return
     try:
@@ -552,7 +552,7 @@ def _half_line(path: Path) -> str:
 class _Link(NamedTuple):
     step: int
     lineage: int
-    hash: str  # empty: of a ledger of old, which has none
+    hash: str  # empty: the line has none
     previous: str
 
 

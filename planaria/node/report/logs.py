@@ -113,7 +113,7 @@ class Reading:
                 return await self._answers.get()
         except TimeoutError:
             node, address = self._way
-            why = f"no answer by {node} at {address} in {PATIENCE:g} s; older planarias give none"
+            why = f"no answer by {node} at {address} in {PATIENCE:g} s"
             return pb.LogLines(error=why)
 
     def _answered(self, seat: str, item: pb.Message | Frame) -> None:

@@ -137,8 +137,6 @@ class Stream:
             why = f"it sent what can't be: {error}"
         except grpc.aio.AioRpcError as error:
             why = error.details() or error.code().name
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                why = "its planaria can't be asked by who is no member: it is an older one"
         self.lost = f"{self.node} at {self.address}: {why}"
         ended(self)
 

@@ -26,7 +26,7 @@ def hash_of(commit: pb.Commit) -> bytes:
     unsigned.CopyFrom(commit)
     unsigned.ClearField("signature")
     unsigned.ClearField("votes")
-    if commit.records:  # commits of old have none
+    if commit.records:
         unsigned.ClearField("microbatches")
     return hashlib.sha256(unsigned.SerializeToString(deterministic=True)).digest()
 
