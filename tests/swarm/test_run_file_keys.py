@@ -153,8 +153,8 @@ def noting(read: defaultdict[str, set[str]]) -> Iterator[None]:
     def noted(self: Section, name: str) -> Any:
         if name in type(self).model_fields:
             file = Path(sys._getframe(1).f_code.co_filename).resolve()
-            if file.is_relative_to(ROOT):
-                read[f"{type(self).__name__}.{name}"].add(str(file.relative_to(ROOT)))
+            if file.is_relative_to(ROOT / "planaria"):
+                read[f"{type(self).__name__}.{name}"].add(str(file.relative_to(ROOT / "planaria")))
         return usual(self, name)
 
     Section.__getattribute__ = noted  # type: ignore[method-assign,assignment]

@@ -53,6 +53,7 @@ LINES = [
     event(
         *(105.0, "rebuilt", "box-cc/1"),
         **{"stage": 1, "method": "checkfree", "step": 2, "sources": [], "bytes": 8},
+        **{"stall_seconds": 2.0, "fetch_seconds": 0.1, "rebuild_seconds": 1.0},
     ),
     event(106.0, "validated", step=2, loss=5.5),
     event(107.0, "sampled", step=2, prompt="No", text=" \x1b[2J<b>more</b>"),
