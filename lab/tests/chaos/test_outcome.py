@@ -30,6 +30,7 @@ from planaria_lab.chaos.outcome import (
 from planaria_lab.chaos.report import read_outcomes, table
 from planaria_lab.chaos.schedule import EVERYBODY
 from planaria_lab.chaos.swarm import Taken
+from tests.node.report.lines import whole
 
 ALICE, BOB, CAROL = "a1" * 6, "b2" * 6, "c3" * 6
 WELL: dict[str, Any] = {
@@ -57,7 +58,7 @@ WELL: dict[str, Any] = {
 
 
 def event(time: float, kind: str, node: str = "", **fields: Any) -> dict[str, Any]:
-    return {"time": time, "kind": kind, "node": node, **fields}
+    return whole({"time": time, "kind": kind, "node": node, **fields})
 
 
 def record(*lines: dict[str, Any], **parts: Any) -> RunRecord:

@@ -46,6 +46,7 @@ from planaria_lab.emulation.live_swarm import (
     losses,
     machines,
 )
+from tests.node.report.lines import whole
 
 DEADLINE = 600.0  # seconds; only what hangs gets there
 SETTING = Setting(
@@ -91,7 +92,7 @@ def test_a_loss_ends_with_the_next_commit_and_is_made_good_by_the_next_new_step(
         {"kind": "rebuilt", "time": 19.0, "stage": 0, "method": "stage0-copy", "bytes": 9},
         {"kind": "committed", "time": 20.0, "step": 9},
     ]
-    events = entries(lines)
+    events = entries(map(whole, lines))
     assert losses(events) == [
         KilledStage(2, "checkpoint", 4.5, 6.5, 80),
         KilledStage(0, "stage0-copy", 2.0, 2.0, 9),

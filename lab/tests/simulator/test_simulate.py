@@ -22,6 +22,7 @@ from planaria_lab.simulator import check, table2
 from planaria_lab.simulator.run import simulate_run
 from planaria_lab.simulator.step import simulate_step
 from planaria_lab.simulator.swarm import Seconds, Transport
+from tests.node.report.lines import whole
 
 VOCABULARY = 512
 RESULTS = Path(__file__).parents[2] / "results"
@@ -110,12 +111,15 @@ def test_samples_are_kept_by_line(tmp_path: Path) -> None:
 
 
 EVENTS = [
-    {"time": 9.0, "kind": "committed", "step": 15},
-    {"time": 10.0, "kind": "killed", "step": 16, "stage": 2},
-    {"time": 10.1, "kind": "started", "pid": 7, "slot": "2.0"},
-    {"time": 11.5, "kind": "joined", "pid": 7},
-    {"time": 12.0, "kind": "rebuilt", "stage": 2, "method": "checkfree"},
-    {"time": 13.5, "kind": "committed", "step": 16},
+    whole(line)
+    for line in (
+        {"time": 9.0, "kind": "committed", "step": 15},
+        {"time": 10.0, "kind": "killed", "step": 16, "stage": 2},
+        {"time": 10.1, "kind": "started", "pid": 7, "slot": "2.0"},
+        {"time": 11.5, "kind": "joined", "pid": 7},
+        {"time": 12.0, "kind": "rebuilt", "stage": 2, "method": "checkfree"},
+        {"time": 13.5, "kind": "committed", "step": 16},
+    )
 ]
 
 

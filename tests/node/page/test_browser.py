@@ -20,6 +20,7 @@ from planaria.node.page.place import bind
 from planaria.node.page.replay import Replay
 from planaria.node.page.serving import Finished
 from planaria.node.run_file import RunFile, override
+from tests.node.report.lines import whole
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 DEADLINE = 300.0  # seconds; only a hanging test gets there
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def event(time: float, node: str, kind: str, **fields: Any) -> dict[str, Any]:
-    return {"time": time, "node": node, "kind": kind, **fields}
+    return whole({"time": time, "node": node, "kind": kind, **fields})
 
 
 def run() -> Replay:

@@ -8,14 +8,19 @@ from planaria.node.report.events import Entry, Event, parse
 ZEROS = {"str": "", "Figure": 0.0, "Count": 0, "bool": False, "tuple": [], "Mapping": {}}
 
 
-def entry(line: dict[str, Any]) -> Entry:
-    """Of the line, whose other fields are zero or empty."""
-    kind = next(kind for kind in Event.__subclasses__() if kind.kind == line["kind"])
-    missing = [one for one in dataclasses.fields(kind) if one.default is dataclasses.MISSING]
+def whole(line: dict[str, Any]) -> dict[str, Any]:
+    """The line, whose other fields are zero or empty."""
+    kinds = {kind.kind: kind for kind in Event.__subclasses__()}
+    fields = dataclasses.fields(kinds[line["kind"]]) if line["kind"] in kinds else ()
     zeros = {
         one.metadata.get("key", one.name): ZEROS.get(str(one.type).partition("[")[0])
-        for one in missing
+        for one in fields
+        if one.default is dataclasses.MISSING
     }
-    found = parse({**zeros, **line})
+    return {**zeros, **line}
+
+
+def entry(line: dict[str, Any]) -> Entry:
+    found = parse(whole(line))
     assert found is not None
     return found

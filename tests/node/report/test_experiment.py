@@ -17,6 +17,7 @@ from planaria.node.report import experiment as experiments
 from planaria.node.report.experiment import ExperimentPipe, Opening, Telling, keep, parameters
 from planaria.node.run_file import RunFile, dumps, override
 from planaria.node.wire import stage_pb2 as pb
+from tests.node.report.lines import whole
 
 RUN = override(
     RunFile(),
@@ -40,7 +41,7 @@ def commit(step: int, time: float, loss: float | None = 3.0) -> dict[str, Any]:
 
 
 def event(time: float, kind: str, node: str = "box-aa/0", **fields: Any) -> dict[str, Any]:
-    return {"time": time, "node": node, "kind": kind, **fields}
+    return whole({"time": time, "node": node, "kind": kind, **fields})
 
 
 LINES = [
@@ -53,7 +54,6 @@ LINES = [
     event(
         *(105.0, "rebuilt", "box-cc/1"),
         **{"stage": 1, "method": "checkfree", "step": 2, "sources": [], "bytes": 8},
-        **{"stall_seconds": 2.0, "fetch_seconds": 0.1, "rebuild_seconds": 1.0},
     ),
     event(106.0, "validated", step=2, loss=5.5),
     event(107.0, "sampled", step=2, prompt="No", text=" \x1b[2J<b>more</b>"),
