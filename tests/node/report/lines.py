@@ -6,6 +6,7 @@ from typing import Any
 from planaria.node.report.events import Entry, Event, parse
 
 ZEROS = {"str": "", "Figure": 0.0, "Count": 0, "bool": False, "tuple": [], "Mapping": {}}
+ZEROS["Annotated"] = 0  # with another name in JSON
 
 
 def whole(line: dict[str, Any]) -> dict[str, Any]:
