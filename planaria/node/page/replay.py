@@ -3,7 +3,6 @@ said then."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from planaria.node.report.events import (
     Started,
     SwarmEnding,
     Validated,
+    entries,
     parse,
 )
 from planaria.node.report.history import History
@@ -197,7 +197,8 @@ def replay_of(folder: Path, price: float | None = None) -> Replay:
     ledgers = [path for path in _files(folder, "ledger-*.jsonl", MERGED) if path.stat().st_size]
     try:
         events = [line for path in files for line in Tail(path).lines() if _is_event(line)]
-    except json.JSONDecodeError as error:
+        entries(events)
+    except ValueError as error:
         raise ReplayError(f"an event log in {folder} is damaged: {error}") from error
     lines = merge(ledgers).lines if ledgers else []
     return Replay(load(found[0]), events, lines, folder.resolve().name, price)
