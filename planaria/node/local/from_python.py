@@ -25,6 +25,7 @@ from typing import IO, Any, Literal, NamedTuple
 from rich.console import Console
 
 from planaria.node.data.progress import untracked
+from planaria.node.local.options import SwarmOptions
 from planaria.node.local.swarm import Ending, SwarmError, parse_kill, plan_run, read_plan
 from planaria.node.local.swarm import up as up_here
 from planaria.node.machine.imports import calling, leave_out_current_folder
@@ -132,10 +133,9 @@ class _Order(NamedTuple):
         """The folder that was written, and how it ended."""
         say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
         plan = plan_run(self.run, self.out, None, self.device, say, untracked)
-        plan = plan._replace(http=PAGE)
+        plan = plan._replace(options=SwarmOptions(http=PAGE, oversubscribe=self.oversubscribe))
         kills = [parse_kill(text, plan.run) for text in self.kill]
-        replacing, at_will = self.replace, self.oversubscribe
-        ending = await up_here(plan, kills, console, replacing=replacing, oversubscribed=at_will)
+        ending = await up_here(plan, kills, console, replacing=self.replace)
         return plan.out, ending
 
 

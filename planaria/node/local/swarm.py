@@ -42,6 +42,7 @@ from planaria.node.local.losses import (
     read_trace,
     stage_of,
 )
+from planaria.node.local.options import SwarmOptions
 from planaria.node.local.resume import RUN_FILE, Kept, ResumeError, put_in_place, take_over
 from planaria.node.machine.cores import available_cores
 from planaria.node.machine.extras import remedy
@@ -87,8 +88,6 @@ DESCRIBE = 0.25
 """Seconds between two questions to the registry, for the page."""
 REGISTRY_START = 60.0
 """Seconds that the registry has to listen."""
-HOLD = 3600.0
-"""Seconds that a finished run's nodes are kept while its last step is in memory only."""
 SLOW_SAVE = 5.0
 """Seconds after which one is told of saves that are not on disk yet."""
 LAST_NODES = 60.0
@@ -190,12 +189,8 @@ class SwarmPlan(NamedTuple):
     homes: Mapping[
         str, ProcessHome
     ] = {}  # slot -> home: of all, and `up` runs where it reaches them
-    http: str = "none"  # where a browser shows it: HOST:PORT
-    price: float | None = None  # of a node hour
-    track: str | None = None  # where the run is kept, too, of experiment.KINDS
-    log: tuple[str, str] = ("info", "text")  # of its processes: from which level on, in which form
-    work: Work = run_planaria  # what they run
-    hold: float = HOLD  # seconds that nodes are kept whose last step isn't saved
+    work: Work = run_planaria  # what its processes run
+    options: SwarmOptions = SwarmOptions(http="none")
 
     @property
     def kept(self) -> Kept:
@@ -209,19 +204,16 @@ async def up(
     resumed: SwarmPlan | None = None,
     replacing: bool = True,
     losses: Losses | None = None,
-    seats: int | None = None,
-    oversubscribed: bool = False,
 ) -> Ending:
     """Train a resolved run (see `resolve`) with a swarm of processes; the folder `out` gets what it
     came to. It goes on from what it has saved as the run of `resumed`; without `replacing` a node
-    that is gone stays gone; `losses` come besides `kills`; a node has at most so many `seats`, or
-    as it has room for; `oversubscribed`, the machine isn't asked whether it can do with so many
-    processes. The status of its end is 0 only if every step is committed, the
-    audit is all zero and replicas are identical. Raises SwarmError when it can't be started."""
+    that is gone stays gone; `losses` come besides `kills`. The status of its end is 0 only if
+    every step is committed, the audit is all zero and replicas are identical. Raises SwarmError
+    when it can't be started."""
     run, out = plan.run, plan.out
     losses = losses or choose_losses(run)
     check_gpu(plan.device, gpus_of_this_machine)
-    if not oversubscribed:
+    if not plan.options.oversubscribe:
         check_processes(plan, Machine.this())
     for sentence in outlook(plan, Machine.this(), speed_of_a_core):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
@@ -234,7 +226,7 @@ async def up(
         write_plan(plan)
     stop = stop_signals()
     with Screen(console, run.steps) as screen:
-        swarm = _Swarm(plan, kills, screen, replacing, losses, seats)
+        swarm = _Swarm(plan, kills, screen, replacing, losses)
         try:
             ending = await swarm.train(stop)
         except SwarmError as error:
@@ -502,11 +494,10 @@ class _Swarm:
         screen: Screen,
         replacing: bool,
         losses: Losses,
-        seats: int | None,
     ) -> None:
         self.run, self.kills, self.screen = plan.run, list(kills), screen
         self.replacing = replacing  # nodes; the registry always is
-        self.losses, self.training, self.seats = losses, False, seats
+        self.losses, self.training, self.options = losses, False, plan.options
         self.device, self.save_dir, self.homes = plan.device, plan.kept.saves, plan.homes
         self.out, run = plan.out.absolute(), plan.run
         self.logs, self.journal = self.out / "logs", plan.kept.journal.absolute()
@@ -518,8 +509,8 @@ class _Swarm:
         self.events = EventLog(self.logs, "up")
         self.samples = SamplesFile(self.out, run.name)
         self.experiment: ExperimentPipe | None = None
-        if plan.track is not None:
-            opening = Opening(plan.track, run.name, plan.out.name, dumps(run), str(self.out))
+        if (track := plan.options.track) is not None:
+            opening = Opening(track, run.name, plan.out.name, dumps(run), str(self.out))
             self.experiment = ExperimentPipe(opening)
         self.untold = True  # that the experiment has trouble
         self.story = Story(run.steps)
@@ -530,8 +521,8 @@ class _Swarm:
         self.restarts: Counter[str] = Counter()
         self.at_large: set[str] = set()  # slots whose process goes where it is needed
         self.address = ""  # of the registry
-        self.http, self.price, self.hold = plan.http, plan.price, plan.hold
-        self.log = "--log-level", plan.log[0], "--log-format", plan.log[1]
+        log = plan.options.log
+        self.log = "--log-level", log.log_level, "--log-format", log.log_format
         self.page = ""  # its URL
         self.description: Description | None = None
         self.describing: asyncio.Task[None] | None = None
@@ -673,14 +664,14 @@ class _Swarm:
                 return Ending(
                     128 + stop.result(), f"ended by {name}; {what} wasn't on disk by then"
                 )
-            if waited > SLOW_SAVE + self.hold:
+            if waited > SLOW_SAVE + self.options.hold:
                 return Ending(1, f"{what} was neither saved nor exported")
             if not told and waited > SLOW_SAVE:
                 told = True
                 self.screen.say(
-                    f"{what} is in memory only. The nodes are kept for {self.hold:g} s, and try "
-                    f"again to save it: free space in {self.save_dir}, or take the model away by "
-                    f"planaria export --join {self.address} --out DIR. Ctrl-C gives it up",
+                    f"{what} is in memory only. The nodes are kept for {self.options.hold:g} s, "
+                    f"and try again to save it: free space in {self.save_dir}, or take the model "
+                    f"away by planaria export --join {self.address} --out DIR. Ctrl-C gives it up",
                     Severity.ERROR,
                 )
             self._replace_ended()
@@ -745,8 +736,8 @@ class _Swarm:
                 *("--listen", self.address or f"{host}:0"),
                 *("--address-file", str(self.out / ADDRESS)),
                 *("--journal", str(self.journal)),
-                *("--http", self.http, *self.log),
-                *([] if self.price is None else ["--price", str(self.price)]),
+                *("--http", self.options.http, *self.log),
+                *([] if self.options.price is None else ["--price", str(self.options.price)]),
             ]
         saves = "none" if self.save_dir is None else str(self.save_dir / slot)
         stage = [] if slot in self.at_large else ["--stage", slot.partition(".")[0]]
@@ -756,7 +747,11 @@ class _Swarm:
             *("node", "--join", self.address, "--name", f"node-{slot}", *stage),
             *("--listen", f"{host}:0", *plain, "--device", self.device, "--cloud", "none"),
             *("--out", str(self.logs), "--threads", str(self.threads), "--save-dir", saves),
-            *("--seats", "auto" if self.seats is None else str(self.seats), *self.log),
+            *(
+                "--seats",
+                "auto" if self.options.seats is None else str(self.options.seats),
+                *self.log,
+            ),
             *(*own_code, *folders),
         ]
 
