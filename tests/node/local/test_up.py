@@ -154,16 +154,6 @@ def test_what_cannot_be_resumed_says_why(tmp_path):
         read_plan(tmp_path / "out")
 
 
-def test_a_run_of_an_older_planaria_is_resumed_with_that(tmp_path):
-    plan = SwarmPlan(RUN, tmp_path / "out", tmp_path / "saves", "cpu")
-    claim(plan)
-    write_plan(plan)
-    (tmp_path / "out" / "run.toml").write_text("[recovery]\nrelearn_passes = 2\n")
-    said = "passes in .recovery.relearn.(.|\n)*go on with that planaria"
-    with pytest.raises(SwarmError, match=said):
-        read_plan(tmp_path / "saves")
-
-
 def test_resume_takes_no_option_that_would_change_the_run(tmp_path):
     result = CliRunner().invoke(app, ["up", "--resume", str(tmp_path), "--steps", "9"])
     assert result.exit_code == 1
