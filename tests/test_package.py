@@ -146,7 +146,7 @@ def test_a_swarm_that_begins_has_no_need_of_torch_but_in_its_nodes():
 def test_who_serves_no_page_loads_no_web_server():
     code = (
         "import sys\n"
-        "from planaria.node.commands.options import Security\n"
+        "from planaria.node.launch.options import Security\n"
         "assert Security().place('none', False) is None\n"
         "Security().place('127.0.0.1:7410', False)\n"
         "print(sorted({'starlette', 'uvicorn', 'prometheus_client'} & set(sys.modules)))"

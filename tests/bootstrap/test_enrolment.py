@@ -34,8 +34,8 @@ from planaria.bootstrap.invites import NotAdmitted, encode
 from planaria.bootstrap.membership import PROTOCOL, MembershipRules
 from planaria.bootstrap.registry_pb2 import JoinRequest
 from planaria.bootstrap.service import RegistryServer
-from planaria.node.commands.options import Security
 from planaria.node.commands.registry import ask_registry, credentials_for
+from planaria.node.launch.options import Security
 
 RULES = MembershipRules(run="r", stages=2, lease=10, probe_timeout=5, restart_grace=0.2)
 RUN_FILE = 'name = "r"\n'

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
-from planaria.node.commands.options import flattened
 from planaria.node.commands.terminal import console, interruptible, refusing, tracking
 from planaria.node.data.options import PrepareOptions
+from planaria.node.launch.options import flattened
 
 if TYPE_CHECKING:
     from planaria.node.data.corpus import Corpus, Source

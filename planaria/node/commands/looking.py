@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planaria.node.commands.options import (
+from planaria.node.commands.registry import ask_registry, credentials_for
+from planaria.node.commands.terminal import console, end, errors, refusing
+from planaria.node.launch.options import (
     LOOPBACK,
     Http,
     Insecure,
@@ -19,8 +21,6 @@ from planaria.node.commands.options import (
     Security,
     flattened,
 )
-from planaria.node.commands.registry import ask_registry, credentials_for
-from planaria.node.commands.terminal import console, end, errors, refusing
 
 if TYPE_CHECKING:
     from planaria.bootstrap.client import RegistryClient

@@ -16,7 +16,9 @@ import typer
 from rich.markup import escape
 
 from planaria.node.commands.node_options import Addresses, DoctorOptions, NodeOptions
-from planaria.node.commands.options import (
+from planaria.node.commands.registry import check_there, credentials_for, run_on_loop
+from planaria.node.commands.terminal import console, errors, refuse, refusing, warn
+from planaria.node.launch.options import (
     FILES,
     LOOPBACK,
     NETWORK,
@@ -30,8 +32,6 @@ from planaria.node.commands.options import (
     check_tracker,
     flattened,
 )
-from planaria.node.commands.registry import check_there, credentials_for, run_on_loop
-from planaria.node.commands.terminal import console, errors, refuse, refusing, warn
 
 BEGAN = time.monotonic()
 

@@ -17,10 +17,10 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
-from planaria.node.commands.options import Living, OneDevice, Security, flattened
 from planaria.node.commands.registry import ask_registry, check_registry, credentials_for
 from planaria.node.commands.terminal import console, end, refusing, tracking
 from planaria.node.hugging_face.options import EvaluateOptions, ExportOptions
+from planaria.node.launch.options import Living, OneDevice, Security, flattened
 
 if TYPE_CHECKING:
     from planaria.bootstrap.client import RegistryClient

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple
 import typer
 
 from planaria.bootstrap.address import Address
-from planaria.node.commands.options import (
+from planaria.node.launch.options import (
     FILES,
     LOG,
     LOOPBACK,

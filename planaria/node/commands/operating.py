@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.table import Table
 
-from planaria.node.commands.options import Join, Security, flattened
 from planaria.node.commands.registry import ask_registry, credentials_for
 from planaria.node.commands.terminal import console, end, refusing
+from planaria.node.launch.options import Join, Security, flattened
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
-from planaria.node.commands.options import Security
 from planaria.node.commands.terminal import refuse, refusing, warn
+from planaria.node.launch.options import Security
 
 if TYPE_CHECKING:
     from planaria.bootstrap.client import RegistryClient

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
-from planaria.node.commands.options import Join, Security, flattened
 from planaria.node.commands.registry import ask_registry, credentials_for
 from planaria.node.commands.terminal import console, refusing
+from planaria.node.launch.options import Join, Security, flattened
 
 if TYPE_CHECKING:
     from planaria.bootstrap.client import RegistryClient

@@ -8,8 +8,8 @@ from functools import partial
 
 import typer
 
-from planaria.node.commands.options import Security, check_tracker, flattened
 from planaria.node.commands.terminal import console, refusing, tracking
+from planaria.node.launch.options import Security, check_tracker, flattened
 from planaria.node.local.options import RunChanges, UpOptions
 
 

@@ -1,5 +1,6 @@
 """All that comes before a node joins a run.
 
+- `options.py`: options that several commands have; dataclasses as options of a command
 - `begin.py`: checks the options of `planaria node` before torch is loaded
 - `supervisor.py`: the process that starts a node, and starts it again after a crash
 - `own_folders.py`: where a node reads and writes

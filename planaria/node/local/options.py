@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planaria.node.commands.options import (
+from planaria.node.launch.options import (
     FILES,
     LOOPBACK,
     MACHINE,

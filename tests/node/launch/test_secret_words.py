@@ -16,7 +16,7 @@ import typer
 from planaria.bootstrap.authority import Authority, to_der
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.invites import MARK, encode
-from planaria.node.commands.options import parse_token
+from planaria.node.launch.options import parse_token
 from planaria.node.launch.secret_words import INVITE, taken_out, warnings
 
 DEADLINE = 120.0  # seconds

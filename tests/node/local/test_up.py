@@ -15,10 +15,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from planaria.node.cli import app
-from planaria.node.commands.options import parse_seats
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.prepare import prepare
 from planaria.node.data.recipe import Recipe
+from planaria.node.launch.options import parse_seats
 from planaria.node.launch.resolve import registry_rules, resolve, run_id, text_to_prepare
 from planaria.node.local.swarm import (
     Ending,
