@@ -25,7 +25,7 @@ from planaria.node.run_file import (
     override,
 )
 
-SHIPPED = Path(__file__).resolve().parents[1] / "corpus" / "austen"
+SHIPPED = Path(__file__).resolve().parents[2] / "corpus" / "austen"
 """Prose that comes with the package."""
 LOOKING = 300.0
 """Seconds that the code of an architecture has to be loaded and tried."""
