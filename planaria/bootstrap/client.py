@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -59,7 +59,6 @@ LONGEST_WORDS = 5_000  # characters of what a registry says in one piece: termin
 LINE_BYTES = 4  # that a line takes in a renewal beside its own, at most
 MOST_TOLD = 1000  # events that wait for a registry which is away
 
-T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
 
 _RETRIED = (
@@ -131,13 +130,7 @@ class RegistryClient:
         asked.key = identity.public
         while True:
             identity.sign_message(asked, asked.run)
-            reply: JoinReply = await self._retry(
-                lambda stub, timeout: stub.Join(
-                    asked, timeout=timeout, metadata=self._credentials.metadata
-                ),
-                end - clock(),
-                JOIN,
-            )
+            reply: JoinReply = await self._retry("Join", asked, end - clock(), JOIN)
             if reply.quarantine:
                 raise InQuarantine(reply.reason, reply.quarantine)
             _unpack(reply)
@@ -156,36 +149,21 @@ class RegistryClient:
 
     async def describe(self, deadline: float = 30.0) -> Description:
         """Raises JoinRefused (a wrong token, another service), and RegistryUnreachable."""
-        described: Description = await self._retry(
-            lambda stub, timeout: stub.Describe(
-                DescribeRequest(), timeout=timeout, metadata=self._credentials.metadata
-            ),
-            deadline,
-        )
+        described: Description = await self._retry("Describe", DescribeRequest(), deadline)
         shorten_all(described, LONGEST_WORDS)
         return described
 
     async def show(self, figures: bool = False, deadline: float = 30.0) -> bytes:
         """What is on the page of a registry that has been described, as JSON, or its figures for
         Prometheus. Raises JoinRefused (also: it has none), and RegistryUnreachable."""
-        request = ShowRequest(figures=figures)
-        shown: Shown = await self._retry(
-            lambda stub, timeout: stub.Show(
-                request, timeout=timeout, metadata=self._credentials.metadata
-            ),
-            deadline,
-        )
+        shown: Shown = await self._retry("Show", ShowRequest(figures=figures), deadline)
         return shown.content
 
     async def measure(self, deadline: float = 30.0) -> MeasureReply:
         """Has every node measure its links. Raises JoinRefused (also: too soon after the last
         time), and RegistryUnreachable."""
-        return await self._retry(
-            lambda stub, timeout: stub.Measure(
-                MeasureRequest(), timeout=timeout, metadata=self._credentials.metadata
-            ),
-            deadline,
-        )
+        reply: MeasureReply = await self._retry("Measure", MeasureRequest(), deadline)
+        return reply
 
     async def examine(self, request: ExamineRequest, seconds: float) -> ExamineReply:
         """Has the registry dial back, or take and send what is to be timed; asks it once. Raises
@@ -401,18 +379,19 @@ class RegistryClient:
         self._at = (self._at + 1) % len(self._addresses)
 
     async def _retry(
-        self,
-        call: Callable[[RegistryStub, float], Awaitable[T]],
-        deadline: float,
-        attempt: float = ATTEMPT,
-    ) -> T:
+        self, method: str, request: Message, deadline: float, attempt: float = ATTEMPT
+    ) -> Any:
         """Asks at one address after the other until one answers or refuses."""
         clock = asyncio.get_running_loop().time
         end, pause, told = clock() + deadline, FIRST_PAUSE, ""
         refusal: grpc.aio.AioRpcError | None = None  # the newest answer, if that was to wait
         while True:
             try:
-                answer = await call(self._stub(), min(attempt, max(0.1, end - clock())))
+                answer = await getattr(self._stub(), method)(
+                    request,
+                    timeout=min(attempt, max(0.1, end - clock())),
+                    metadata=self._credentials.metadata,
+                )
                 self._heard = True
                 return answer
             except grpc.aio.AioRpcError as error:

@@ -11,6 +11,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -1012,20 +1013,21 @@ async def test_a_view_of_another_history_or_of_another_key_is_not_taken(place: A
     ],
 )
 def test_who_was_told_to_wait_hears_why_though_a_last_try_had_no_time_for_it(
-    then: StatusCode, error: type[Exception], why: str
+    then: StatusCode, error: type[Exception], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = itertools.chain(
         [(StatusCode.ABORTED, "a has the same key")], itertools.repeat((then, "no answer"))
     )
 
-    async def call(stub: object, timeout: float) -> None:
+    async def call(_: object, **options: object) -> None:
         code, details = next(answers)
         raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
 
     async def ask() -> None:
         client = RegistryClient(["127.0.0.1:1"])
+        monkeypatch.setattr(client, "_stub", lambda: SimpleNamespace(Describe=call))
         with pytest.raises(error, match=why):
-            await client._retry(call, deadline=1.0)
+            await client.describe(deadline=1.0)
         await client.close()
 
     virtual_time.run(ask())

@@ -29,6 +29,7 @@ import re
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, takewhile
@@ -168,13 +169,8 @@ class Saves:
 
     def id_of(self, save: Age) -> StateId:
         """Which state it is, from the header alone. Raises SaveError."""
-        path = self._path(save)
-        try:
-            with path.open("rb", buffering=0) as file:
-                last = _state(_read_header(path, file)).last
-        except OSError as error:
-            raise SaveError(f"{path} can't be read: {error.strerror}") from error
-        return StateId.after(last, self.stage, *save)
+        with _opened(self._path(save)) as (_, fields):
+            return StateId.after(_state(fields).last, self.stage, *save)
 
     def load(self, save: Age) -> StageState:
         """Raises SaveError: not there, not to be read, damaged, of another run or stage. The
@@ -264,30 +260,25 @@ class Saves:
 
     def _run_of(self, save: Age) -> str | None:
         """None: its header can't be read."""
-        path = self._path(save)
         try:
-            with path.open("rb", buffering=0) as file:
-                return _read_header(path, file)["run"]
-        except (OSError, SaveError):
+            with _opened(self._path(save)) as (_, fields):
+                return fields["run"]
+        except SaveError:
             return None  # `load` says why
 
     def _read(self, save: Age, keep_tensors: bool) -> StageState:
         """Without its tensors if not `keep_tensors`. Raises SaveError."""
         path = self._path(save)
-        try:
-            with path.open("rb", buffering=0) as file:
-                fields = _read_header(path, file)
-                state, run = _state(fields), fields["run"]
-                found = state.id
-                if (run, found.stage, found.age) != (self.run, self.stage, save):
-                    raise SaveError(
-                        f"{path} is step {found.step}, lineage {found.lineage} of stage "
-                        f"{found.stage} of the run {run}; its place is that of step {save.step}, "
-                        f"lineage {save.lineage} of stage {self.stage} of {self.run}"
-                    )
-                return replace(state, tensors=dict(_tensors(path, file, fields, keep_tensors)))
-        except OSError as error:
-            raise SaveError(f"{path} can't be read: {error.strerror}") from error
+        with _opened(path) as (file, fields):
+            state, run = _state(fields), fields["run"]
+            what = state.id
+            if (run, what.stage, what.age) != (self.run, self.stage, save):
+                raise SaveError(
+                    f"{path} is step {what.step}, lineage {what.lineage} of stage {what.stage} of "
+                    f"the run {run}; its place is that of step {save.step}, lineage "
+                    f"{save.lineage} of stage {self.stage} of {self.run}"
+                )
+            return replace(state, tensors=dict(_tensors(path, file, fields, keep_tensors)))
 
 
 @dataclass(frozen=True)
@@ -303,23 +294,15 @@ class SaveFile:
     @classmethod
     def open(cls, path: Path) -> SaveFile:
         """Raises SaveError: not to be read, damaged in what it says of itself, or its length."""
-        try:
-            with path.open("rb", buffering=0) as file:
-                fields = _read_header(path, file)
-                sizes = {name: values for name, values, _ in _listed(fields)}
-                return cls(path, fields["run"], _state(fields), sizes, file.tell())
-        except OSError as error:
-            raise SaveError(f"{path} can't be read: {error.strerror}") from error
+        with _opened(path) as (file, fields):
+            sizes = {name: values for name, values, _ in _listed(fields)}
+            return cls(path, fields["run"], _state(fields), sizes, file.tell())
 
     def check(self) -> None:
         """Reads it all, holding no more than a chunk. Raises SaveError."""
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                fields = _read_header(self.path, file)
-                for _ in _tensors(self.path, file, fields, keep=False):
-                    raise AssertionError
-        except OSError as error:
-            raise SaveError(f"{self.path} can't be read: {error.strerror}") from error
+        with _opened(self.path) as (file, fields):
+            for _ in _tensors(self.path, file, fields, keep=False):
+                raise AssertionError
 
     def values(self, tensor: str, first: int, count: int) -> Iterator[Bytes]:
         """`count` values of the tensor, from the `first` one on, chunk by chunk. Raises SaveError,
@@ -394,8 +377,8 @@ class Writer:
         self,
         saves: Saves,
         in_flight: int,
-        on_error: Callable[[str], None],
-        on_saved: Callable[[Age], None],
+        on_error: Callable[[str], object],
+        on_saved: Callable[[Age], object],
     ) -> None:
         if in_flight < 1:
             raise ValueError(f"{in_flight} writes in flight; at least 1")
@@ -532,14 +515,7 @@ class SavesOnDisk:
         failed: Callable[[str], None],
     ) -> None:
         self._saves, self._on_loop = saves, on_loop
-
-        def tell_saved(save: Age) -> None:
-            on_loop(saved, save)
-
-        def tell_failed(reason: str) -> None:
-            on_loop(failed, reason)
-
-        self._writer = Writer(saves, in_flight, tell_failed, tell_saved)
+        self._writer = Writer(saves, in_flight, partial(on_loop, failed), partial(on_loop, saved))
 
     @property
     def critical_seconds(self) -> float:
@@ -697,6 +673,16 @@ def _entries(fields: Fields) -> Iterator[tuple[str, list[int]]]:
 
 def _checksum(fields: Fields) -> str:
     return xxh3_64_hexdigest(json.dumps(fields).encode())
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[io.FileIO, Fields]]:
+    """A save and its header; the tensors are next. Raises SaveError."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            yield file, _read_header(path, file)
+    except OSError as error:
+        raise SaveError(f"{path} can't be read: {error.strerror}") from error
 
 
 def _read_header(path: Path, file: io.FileIO) -> Fields:
