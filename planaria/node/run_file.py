@@ -488,7 +488,7 @@ class WireSection(Section):
     @property
     def averaging_after(self) -> int:
         """So many first steps are averaged in int8."""
-        return self.rank_after if self.averaging == "lowrank" else 0
+        return {"lowrank": self.rank_after}.get(self.averaging, 0)
 
 
 class RunFile(Section):
