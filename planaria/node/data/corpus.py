@@ -22,6 +22,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from hashlib import file_digest
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -523,14 +524,11 @@ def _was_prepared(path: Path) -> bool:
 
 def file_checksum(file: Path) -> str:
     """xxh3_128 of a file, in hexadecimal. Raises CorpusError."""
-    digest = xxhash.xxh3_128()
     try:
         with file.open("rb") as data:
-            while block := data.read(1 << 20):
-                digest.update(block)
+            return file_digest(data, xxhash.xxh3_128).hexdigest()
     except OSError as error:
         raise CorpusError(f"can't read {file}: {error.strerror}") from error
-    return digest.hexdigest()
 
 
 def _named(folder: Path, tokens: range) -> str:
