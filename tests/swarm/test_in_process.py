@@ -23,7 +23,7 @@ from planaria.bootstrap.registry_pb2 import SILENT, Description
 from planaria.node import agent
 from planaria.node.data.corpus import UNSCORED, Corpus
 from planaria.node.data.mixture import Data, Mixture
-from planaria.node.hugging_face.export import export
+from planaria.node.hugging_face.export import ModelParts, export
 from planaria.node.hugging_face.from_swarm import LivingModel
 from planaria.node.hugging_face.generate import Sampling, Speaker, texts
 from planaria.node.hugging_face.living_run import from_outside
@@ -574,7 +574,7 @@ async def test_text_is_made_by_the_stages_as_by_the_model_that_is_exported(corpu
                 return asyncio.run_coroutine_threadsafe(model.read(*of), loop).result()
 
             out = tmp_path / "model"
-            await asyncio.to_thread(export, out, model.config, read, None, "")
+            await asyncio.to_thread(export, out, ModelParts(model.config, read))
     assert model.step == 4
     whole = WholeModel.load(tmp_path / "model", torch.device("cpu"))
     torch.testing.assert_close(found, whole.logits(tokens)[0, -1])
@@ -710,13 +710,8 @@ async def test_a_run_begins_from_a_checkpoint_that_only_stage_0_has(corpus, tmp_
             stage: node.seat.arithmetic.tensors["weights"]
             for (stage, _), (node, _) in swarm.nodes.items()
         }
-        export(
-            tmp_path / "again",
-            swarm.config,
-            lambda of, first, n: flat[of][first : first + n],
-            None,
-            "",
-        )
+        model = ModelParts(swarm.config, lambda of, first, n: flat[of][first : first + n])
+        export(tmp_path / "again", model)
     rebuilt = swarm.lines.events("rebuilt")
     assert [e["method"] for e in rebuilt if e["step"] == 0] == ["origin"] * 3
     assert [(e["stage"], e["method"]) for e in rebuilt if e["step"]] == [(2, "pretrained")]

@@ -14,6 +14,7 @@ from planaria.bootstrap.credentials import PLAIN
 from planaria.node.data.corpus import Corpus
 from planaria.node.data.progress import untracked
 from planaria.node.hugging_face.adapters import way_out
+from planaria.node.hugging_face.export import ModelParts
 from planaria.node.hugging_face.from_swarm import LivingModel
 from planaria.node.hugging_face.living_run import from_outside
 from planaria.node.hugging_face.taking_in import take_in
@@ -78,7 +79,7 @@ async def test_adapters_of_a_lost_stage_begin_anew_beside_weights_from_a_peer(
                 return asyncio.run_coroutine_threadsafe(living.read(*of), loop).result()
 
             write = way_out(run, swarm.config, True, "")
-            how = (swarm.config, read, None, "", "fp32", untracked)
+            how = (ModelParts(swarm.config, read), "fp32", untracked)
             await asyncio.to_thread(write, tmp_path / "merged", *how)
     assert sorted(sizes) == [0, *[swarm.config.trained[1]] * 3]
     assert swarm.config.trained[1] < swarm.config.parameters[1] / 5

@@ -21,8 +21,7 @@ from planaria.node.data.progress import Track
 from planaria.node.hugging_face.export import (
     DTYPES,
     ExportError,
-    Read,
-    Vocabulary,
+    ModelParts,
     export,
     whole_or_not,
     write_json,
@@ -48,7 +47,7 @@ REMEDY: Final = (
 ANOTHER: Final = f"holds another model than that; {REMEDY}"
 
 
-Write: TypeAlias = Callable[[Path, ModelConfig, Read, Vocabulary | None, str, str, Track], None]
+Write: TypeAlias = Callable[[Path, ModelParts, str, Track], None]
 """Writes a folder of a run's model, of what `export` takes."""
 
 
@@ -109,15 +108,13 @@ def _merged(
     checkpoint: Checkpoint,
     content: Sequence[str],
     out: Path,
-    config: ModelConfig,
-    read: Read,
-    vocabulary: Vocabulary | None,
-    card: str,
+    model: ModelParts,
     dtype: str,
     track: Track,
 ) -> None:
     """The checkpoint's model, with the adapters in its weights; each of the checkpoint's tensors is
     read once, so what they are is only known when a stage's have all been."""
+    config, read, *_ = model
     lora = config.lora
     assert lora is not None
     at = {(weight.stage, weight.first): weight for weight in weights(config)}
@@ -141,20 +138,12 @@ def _merged(
             return values
         return merged(values.view(weight.shape), a, b, lora.scale).flatten()
 
-    export(out, config, read_merged, vocabulary, card, dtype, track)
+    export(out, model._replace(read=read_merged), dtype, track)
 
 
-def _apart(
-    base: str,
-    out: Path,
-    config: ModelConfig,
-    read: Read,
-    vocabulary: Vocabulary | None,
-    card: str,
-    dtype: str,
-    track: Track,
-) -> None:
+def _apart(base: str, out: Path, model: ModelParts, dtype: str, track: Track) -> None:
     """The adapters, for the model that `base` names."""
+    config, read, vocabulary, card = model
     assert config.lora is not None
     those = adapters(config)
     with whole_or_not(out) as folder:

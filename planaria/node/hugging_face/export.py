@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from safetensors.torch import save_file
@@ -53,21 +53,28 @@ class Vocabulary:
     origin: Path | None = None  # of the checkpoint that the run began from: what it has goes along
 
 
+class ModelParts(NamedTuple):
+    """What a model's folder is made of."""
+
+    config: ModelConfig
+    read: Read
+    vocabulary: Vocabulary | None = None
+    card: str = ""  # the text of its README.md
+
+
 def export(
     out: Path,
-    config: ModelConfig,
-    read: Read,
-    vocabulary: Vocabulary | None,
-    card: str,
+    model: ModelParts,
     dtype: str = "fp32",
     track: Track = untracked,
     most: int = SHARD,
 ) -> None:
-    """Writes the folder `out`; `card`: the text of its README.md; `dtype`: a key of DTYPES.
+    """Writes the folder `out`; `dtype`: a key of DTYPES.
 
     Raises ExportError when it is taken or can't be written, CorpusError for a tokenizer that can't
     be used, and what `read` raises.
     """
+    config, read, vocabulary, card = model
     with whole_or_not(out) as folder:
         end = vocabulary.end_of_document if vocabulary else None
         origin = vocabulary.origin if vocabulary else None

@@ -18,7 +18,7 @@ from planaria.node.data.progress import Track
 from planaria.node.data.tokenizer import TOKENIZER, bounds_of
 from planaria.node.hugging_face.adapters import base_of, begun_from, way_out
 from planaria.node.hugging_face.card import model_card
-from planaria.node.hugging_face.export import ExportError, Vocabulary
+from planaria.node.hugging_face.export import ExportError, ModelParts, Vocabulary
 from planaria.node.hugging_face.options import ExportOptions
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
@@ -81,8 +81,8 @@ def export_saves(
     model = saved_model(run, saves)
     write = way_out(run, model.config, options.merged, base)
     card = model_card(run, model.config, model.step, model.doubt, summary, options.merged, base)
-    vocabulary = vocabulary_of(run, options.data)
-    write(options.out, model.config, model.read, vocabulary, card, options.dtype, track)
+    parts = ModelParts(model.config, model.read, vocabulary_of(run, options.data), card)
+    write(options.out, parts, options.dtype, track)
     return model
 
 

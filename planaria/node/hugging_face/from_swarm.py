@@ -20,7 +20,7 @@ from planaria.bootstrap.registry_pb2 import Cause, Description
 from planaria.node.data.progress import Track
 from planaria.node.hugging_face.adapters import REMEDY, base_of, begun_from, way_out, what
 from planaria.node.hugging_face.card import model_card
-from planaria.node.hugging_face.export import ExportError
+from planaria.node.hugging_face.export import ExportError, ModelParts
 from planaria.node.hugging_face.living_run import LOOK, Access, LivingRun, from_outside
 from planaria.node.hugging_face.options import ExportOptions
 from planaria.node.hugging_face.through_swarm import LivingStages
@@ -151,8 +151,8 @@ async def export_swarm(
             vocabulary = await stages.vocabulary(options.data, checkpoint, Path(kept))
         async with LivingModel(access, options.wait) as model:
             card = await card_of(model, client.describe, merged, base)
-            contents = model.config, model.blocking_read, vocabulary, card
-            await asyncio.to_thread(write, options.out, *contents, options.dtype, track)
+            parts = ModelParts(model.config, model.blocking_read, vocabulary, card)
+            await asyncio.to_thread(write, options.out, parts, options.dtype, track)
             await model.exported()
             return what(access.run, merged), model.step
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from planaria.node.data.progress import untracked
 from planaria.node.hugging_face.adapters import base_of, begun_from, way_out
 from planaria.node.hugging_face.card import model_card
-from planaria.node.hugging_face.export import ExportError
+from planaria.node.hugging_face.export import ExportError, ModelParts
 from planaria.node.hugging_face.taking_in import name_of, take_in
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.model.checkpoint import Checkpoint
@@ -50,9 +50,8 @@ def trained(config: ModelConfig) -> dict[int, torch.Tensor]:
 def write(out: Path, run: RunFile, into_weights: bool, base: str = "") -> None:
     flat, base = trained(run.config), base_of(run, base)
     card = model_card(run, run.config, 7, "", {}, into_weights, base)
-    way_out(run, run.config, into_weights, base)(
-        out, run.config, lambda of, at, n: flat[of][at : at + n], None, card, "fp32", untracked
-    )
+    model = ModelParts(run.config, lambda of, at, n: flat[of][at : at + n], card=card)
+    way_out(run, run.config, into_weights, base)(out, model, "fp32", untracked)
 
 
 def test_they_are_called_as_peft_calls_them(tmp_path) -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from planaria.node.hugging_face.export import ExportError, Vocabulary, export, shards
+from planaria.node.hugging_face.export import ExportError, ModelParts, Vocabulary, export, shards
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.model.config import UnsupportedModelError
 from planaria.node.model.layout import Weight, weights
@@ -50,7 +50,8 @@ def exported(folder: Path, config: ModelConfig, **how: Any) -> dict[int, torch.T
     def read(stage: int, first: int, count: int) -> torch.Tensor:
         return flat[stage][first : first + count]
 
-    export(folder, config, read, how.pop("vocabulary", None), "# a model\n", **how)
+    model = ModelParts(config, read, how.pop("vocabulary", None), "# a model\n")
+    export(folder, model, **how)
     return flat
 
 
@@ -261,7 +262,7 @@ def test_what_fails_half_way_leaves_nothing(tmp_path) -> None:
         return torch.zeros(count)
 
     with pytest.raises(RuntimeError, match="gone"):
-        export(tmp_path / "out", GROUPED, read, None, "", most=FILE)
+        export(tmp_path / "out", ModelParts(GROUPED, read), most=FILE)
     assert not list(tmp_path.iterdir())
 
 

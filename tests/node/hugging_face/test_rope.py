@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from planaria.node.hugging_face.export import export
+from planaria.node.hugging_face.export import ModelParts, export
 from planaria.node.hugging_face.taking_in import take_in
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.model.checkpoint import Checkpoint
@@ -66,7 +66,7 @@ def test_logits_are_those_of_transformers_at_any_length(tmp_path: Path, kind: st
     beginning = Beginning(run, run.config, Checkpoint.open(model))
     ends, *body = (beginning.stage(stage) for stage in range(4))
     flat = [torch.cat([p.detach().flatten() for p in part.parameters()]) for part in (ends, *body)]
-    export(out, run.config, lambda of, at, count: flat[of][at : at + count], None, "")
+    export(out, ModelParts(run.config, lambda of, at, count: flat[of][at : at + count]))
     for length in (1, reach, 7, 24):
         tokens = some_tokens(GROUPED, length)
         wanted = logits_of(model, tokens)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from planaria.node.hugging_face.export import export
+from planaria.node.hugging_face.export import ModelParts, export
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.launch.begin import NodeError, check_module
 from planaria.node.launch.resolve import resolve
@@ -263,7 +263,7 @@ def test_it_is_exported_as_named_tensors_which_its_code_reads(tmp_path, monkeypa
     flat = [StageOptimizer(module, torch.device("cpu")).weights for module in stages]
     monkeypatch.chdir(tmp_path)
     out = Path("my-model")
-    export(out, config, lambda stage, first, n: flat[stage][first : first + n], None, "")
+    export(out, ModelParts(config, lambda of, first, n: flat[of][first : first + n]))
     page = (ROOT / "docs/own-architecture.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     read: dict[str, Any] = {}
