@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from planaria.node.commands.terminal import console, errors, refusing
+from planaria.node.launch.options import flattened
 
 if TYPE_CHECKING:
     from planaria.node.run_file import RunFile
@@ -17,26 +19,31 @@ app = typer.Typer(help="Make a live swarm sick, and see what it costs.")
 PLACE = Path("out/chaos")
 
 
-@app.callback(invoke_without_command=True)
-def chaos(
-    context: typer.Context,
-    minutes: Annotated[float, typer.Option(min=0.1, help="Of training under faults.")] = 2.0,
-    seed: Annotated[int, typer.Option(help="Of the schedule and of the run.")] = 0,
+@dataclass(frozen=True, kw_only=True)
+class ChaosOptions:
+    """The options of `planaria lab chaos`."""
+
+    minutes: Annotated[float, typer.Option(min=0.1, help="Of training under faults.")] = 2.0
+    seed: Annotated[int, typer.Option(help="Of the schedule and of the run.")] = 0
     pieces: Annotated[
         int, typer.Option(min=1, help="Runs, one after the other, with seeds from --seed on.")
-    ] = 1,
-    out: Annotated[Path, typer.Option(help="Gets a JSON file for each run.")] = PLACE,
-    logs: Annotated[Path, typer.Option(help="Gets a folder of logs for each run.")] = PLACE,
-    stages: Annotated[int, typer.Option(min=1, help="Of the body; a layer each.")] = 2,
-    replicas: Annotated[int, typer.Option(min=1, help="Nodes a stage.")] = 2,
-    kind: Annotated[
-        list[str] | None, typer.Option(help="Of fault; repeatable. Default: all.")
-    ] = None,
-    rate: Annotated[float, typer.Option(min=0, help="Faults a minute; 0: none.")] = 6.0,
+    ] = 1
+    out: Annotated[Path, typer.Option(help="Gets a JSON file for each run.")] = PLACE
+    logs: Annotated[Path, typer.Option(help="Gets a folder of logs for each run.")] = PLACE
+    stages: Annotated[int, typer.Option(min=1, help="Of the body; a layer each.")] = 2
+    replicas: Annotated[int, typer.Option(min=1, help="Nodes a stage.")] = 2
+    kind: Annotated[list[str] | None, typer.Option(help="Of fault; repeatable. Default: all.")] = (
+        None
+    )
+    rate: Annotated[float, typer.Option(min=0, help="Faults a minute; 0: none.")] = 6.0
     run_file: Annotated[
         Path | None, typer.Option("--run", metavar="RUN.toml", help="Default: a small model.")
-    ] = None,
-) -> None:
+    ] = None
+
+
+@app.callback(invoke_without_command=True)
+@flattened
+def chaos(context: typer.Context, options: ChaosOptions) -> None:
     """Train with a swarm on this machine under a drawn schedule of faults: what is killed, stopped,
     cut off, hung, slowed, filled or wrong is healed after a while. Ends with a table; exit status 1
     says that a promise was broken. Runs whose result is in --out already are not run again."""
@@ -48,12 +55,13 @@ def chaos(
     if context.invoked_subcommand is not None:
         return
     with refusing(ChaosError, CorpusError, RunFileError, ValueError, OSError):
-        shape = Shape(stages, replicas, **({"kinds": tuple(kind)} if kind else {}), rate=rate)
-        run = _small_run(run_file, shape, out)
+        kinds = {"kinds": tuple(options.kind)} if options.kind else {}
+        shape = Shape(options.stages, options.replicas, **kinds, rate=options.rate)
+        run, minutes = _small_run(options.run_file, shape, options.out), options.minutes
         failed = False
-        for piece in range(seed, seed + pieces):
+        for piece in range(options.seed, options.seed + options.pieces):
             schedule(piece, minutes, shape)  # what is wrong with it is said before anything else
-            failed |= not _one(run, shape, minutes, piece, out, logs)
+            failed |= not _one(run, shape, minutes, piece, options.out, options.logs)
     raise typer.Exit(1 if failed else 0)
 
 

@@ -2,49 +2,57 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from planaria.node.commands.terminal import console, refusing
+from planaria.node.launch.options import flattened
 
 app = typer.Typer(help="Measure what each policy costs a real swarm behind emulated links.")
 
 
-@app.callback(invoke_without_command=True)
-def live(
-    out: Annotated[Path, typer.Option(help="Folder of the results.")],
+@dataclass(frozen=True, kw_only=True)
+class LiveOptions:
+    """The options of `planaria lab live`."""
+
+    out: Annotated[Path, typer.Option(help="Folder of the results.")]
     run_file: Annotated[
         Path | None, typer.Option("--run", metavar="RUN.toml", help="Default: a small model.")
-    ] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="Repeatable. Default: all.")] = None,
-    blocks: Annotated[int, typer.Option(min=1, help="Times that each policy has its turn.")] = 5,
-    delay: Annotated[float, typer.Option(help="Of all links, ms one way.")] = 40.0,
-    mbps: Annotated[float, typer.Option(help="Of all links, Mbit/s each way.")] = 100.0,
-    jitter: Annotated[float, typer.Option(help="Of all links, ms that the delay varies by.")] = 0.0,
-    loss: Annotated[float, typer.Option(help="Of all links, share of the packets.")] = 0.0,
+    ] = None
+    policy: Annotated[list[str] | None, typer.Option(help="Repeatable. Default: all.")] = None
+    blocks: Annotated[int, typer.Option(min=1, help="Times that each policy has its turn.")] = 5
+    delay: Annotated[float, typer.Option(help="Of all links, ms one way.")] = 40.0
+    mbps: Annotated[float, typer.Option(help="Of all links, Mbit/s each way.")] = 100.0
+    jitter: Annotated[float, typer.Option(help="Of all links, ms that the delay varies by.")] = 0.0
+    loss: Annotated[float, typer.Option(help="Of all links, share of the packets.")] = 0.0
     site: Annotated[
         list[str] | None,
         typer.Option(help="Repeatable: nodes are at these sites in turn; links by --table."),
-    ] = None,
+    ] = None
     table: Annotated[
         Path | None,
         typer.Option(metavar="CSV", help="Links between sites. Default: twelve cloud sites."),
-    ] = None,
+    ] = None
     uplink: Annotated[
         float | None,
         typer.Option(
             help="Mbit/s that the nodes of a site together send to other sites; without --site "
             "each is at a site of its own."
         ),
-    ] = None,
+    ] = None
     kill: Annotated[
         list[str] | None,
         typer.Option(metavar="STAGE@STEP", help="Repeatable. Default: stage 2 at step 25."),
-    ] = None,
-    device: Annotated[str, typer.Option(help="Of every node: auto, cpu or cuda:N.")] = "cpu",
-) -> None:
+    ] = None
+    device: Annotated[str, typer.Option(help="Of every node: auto, cpu or cuda:N.")] = "cpu"
+
+
+@app.callback(invoke_without_command=True)
+@flattened
+def live(options: LiveOptions) -> None:
     """Measure what each policy costs a real swarm behind emulated links: seconds per step, bytes,
     and the stall after a loss. Takes root. It can be stopped, and goes on from there."""
     from planaria.node.data.corpus import CorpusError
@@ -66,12 +74,15 @@ def live(
 
     kinds = (LiveError, EmulationError, LinkError, RunFileError, CorpusError, SwarmError)
     with refusing(*kinds):
-        run = with_data(load(run_file) if run_file else loads(RUN))
+        site, uplink = options.site, options.uplink
+        run = with_data(load(options.run_file) if options.run_file else loads(RUN))
         nodes = machines(run)
         if site:
-            network = at_sites(nodes, site, read_links(table or WAN_LINKS), uplink)
+            network = at_sites(nodes, site, read_links(options.table or WAN_LINKS), uplink)
         else:
-            network = all_alike(nodes, delay, mbps, uplink, loss=loss, jitter_ms=jitter)
-        setting = Setting(run, network, tuple(kill or [KILL]))
-        samples = measure_all(setting, policy or list(POLICIES), blocks, device, out)
-        console.print(write_results(setting, samples, out), highlight=False, soft_wrap=True)
+            delay, mbps, jitter = options.delay, options.mbps, options.jitter
+            network = all_alike(nodes, delay, mbps, uplink, loss=options.loss, jitter_ms=jitter)
+        setting = Setting(run, network, tuple(options.kill or [KILL]))
+        policies = options.policy or list(POLICIES)
+        samples = measure_all(setting, policies, options.blocks, options.device, options.out)
+        console.print(write_results(setting, samples, options.out), highlight=False, soft_wrap=True)

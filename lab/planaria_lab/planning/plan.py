@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from planaria.node.commands.terminal import console, errors, refusing
+from planaria.node.launch.options import flattened
 
 if TYPE_CHECKING:
     from planaria.node.local.losses import TraceRow
@@ -25,92 +26,98 @@ TOKENS_A_STEP: Final = 2**18
 """About as many, of a preset whose batch isn't given."""
 
 
-def plan(
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """The options of `planaria plan`."""
+
     run_file: Annotated[
         Path | None, typer.Argument(metavar="RUN.toml", help="What is to be trained.")
-    ] = None,
+    ] = None
     preset: Annotated[
         str | None, typer.Option(help="Instead of a run file: tiny, .., small, medium, large.")
-    ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples a step.")] = None,
+    ] = None
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples a step.")] = None
     tokens: Annotated[
         float | None, typer.Option(help="To train on. Default: the run file's steps.")
-    ] = None,
-    vocabulary: Annotated[int, typer.Option(help="If the run file names none.")] = 50_257,
-    nodes: Annotated[int | None, typer.Option(min=2, help="That are to be had.")] = None,
+    ] = None
+    vocabulary: Annotated[int, typer.Option(help="If the run file names none.")] = 50_257
+    nodes: Annotated[int | None, typer.Option(min=2, help="That are to be had.")] = None
     kind: Annotated[
         str | None,
         typer.Option(help="Of GPU, as a100 or rtx4090; 40 % of its peak is sustained."),
-    ] = None,
+    ] = None
     tflops: Annotated[
         float | None, typer.Option(help="TFLOP/s that a node sustains in the model.")
-    ] = None,
-    memory: Annotated[float | None, typer.Option(help="GB of a node's device.")] = None,
+    ] = None
+    memory: Annotated[float | None, typer.Option(help="GB of a node's device.")] = None
     host_memory: Annotated[
         float | None, typer.Option(help="GB of a node's machine. Default: enough.")
-    ] = None,
+    ] = None
     bandwidth: Annotated[
         float | None, typer.Option(help="GB/s that a node's device moves in its memory.")
-    ] = None,
+    ] = None
     cpu: Annotated[
         bool, typer.Option("--cpu", help="Nodes compute on CPUs: both memories are one.")
-    ] = False,
-    price: Annotated[float, typer.Option(min=0, help="Of a node, an hour.")] = 0.0,
+    ] = False
+    price: Annotated[float, typer.Option(min=0, help="Of a node, an hour.")] = 0.0
     site: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME[:NODES]", help="Repeatable: where nodes are; links by --table."),
-    ] = None,
+    ] = None
     table: Annotated[
         Path | None,
         typer.Option(metavar="CSV", help="Links between sites. Default: twelve cloud sites."),
-    ] = None,
-    delay: Annotated[float, typer.Option(help="Without --site: of all links, ms one way.")] = 40.0,
-    mbps: Annotated[float, typer.Option(help="Without --site: of all links, Mbit/s.")] = 100.0,
+    ] = None
+    delay: Annotated[float, typer.Option(help="Without --site: of all links, ms one way.")] = 40.0
+    mbps: Annotated[float, typer.Option(help="Without --site: of all links, Mbit/s.")] = 100.0
     uplink: Annotated[
         float | None,
         typer.Option(
             help="Mbit/s that a site's nodes together send to others; without --site each is at "
             "a site of its own."
         ),
-    ] = None,
+    ] = None
     probe: Annotated[
         Path | None,
         typer.Option(metavar="JSON", help="Nodes and links as measured, instead of all these."),
-    ] = None,
+    ] = None
     hourly: Annotated[
         float, typer.Option(help="Probability that a node is lost within an hour: 0.1 is 10 %.")
-    ] = 0.0,
+    ] = 0.0
     trace: Annotated[
         Path | None,
         typer.Option(
             metavar="CSV", help="A spot trace (milliseconds, add or remove, node), to be replayed."
         ),
-    ] = None,
+    ] = None
     replacement: Annotated[
         float, typer.Option(help="Seconds until a machine is there in a lost one's place.")
-    ] = 120.0,
+    ] = 120.0
     start: Annotated[
         float, typer.Option(help="Seconds until the node on a machine asks to join.")
-    ] = 30.0,
-    storage: Annotated[float, typer.Option(help="Mbit/s to the folder of checkpoints.")] = 1000.0,
+    ] = 30.0
+    storage: Annotated[float, typer.Option(help="Mbit/s to the folder of checkpoints.")] = 1000.0
     deadline: Annotated[
         float | None, typer.Option(help="Hours: the cheapest plan that meets it.")
-    ] = None,
-    budget: Annotated[float | None, typer.Option(help="Money: the fastest plan within it.")] = None,
+    ] = None
+    budget: Annotated[float | None, typer.Option(help="Money: the fastest plan within it.")] = None
     policy: Annotated[
         list[str] | None, typer.Option(help="Repeatable: choose among these. Default: all.")
-    ] = None,
+    ] = None
     out: Annotated[
         Path | None, typer.Option(metavar="PLAN.toml", help="Gets the plan as a run file.")
-    ] = None,
+    ] = None
     plot: Annotated[
         Path | None,
         typer.Option(metavar="PNG", help="Gets time and cost by failure rate and policy."),
-    ] = None,
+    ] = None
     as_json: Annotated[
         bool, typer.Option("--json", envvar="PLANARIA_PLAN_JSON", help="Print JSON.")
-    ] = False,
-) -> None:
+    ] = False
+
+
+@flattened
+def plan(options: PlanOptions) -> None:
     """Which stages, replicas and policy for these nodes, and what it will take and cost."""
     import math
 
@@ -128,48 +135,52 @@ def plan(
     from planaria_lab.simulator.swarm import SwarmFiguresError
 
     with refusing(RunFileError, LinkError, SwarmFiguresError, PlanError, OSError, ValueError):
-        run, wanted, free = _asked(run_file, preset, batch, tokens, vocabulary)
-        rows = read_trace(trace) if trace else ()
+        run, wanted, free = _asked(options)
+        hourly, nodes = options.hourly, options.nodes
+        rows = read_trace(options.trace) if options.trace else ()
         if rows:
             mean, rate = figures(rows)
             hourly, nodes = hourly or rate, nodes or max(2, round(mean))
         hardware = Hardware(
             nodes=nodes,
-            kind=kind,
-            tflops=tflops,
-            memory=memory,
-            host=host_memory,
-            bandwidth=bandwidth,
-            price=price,
-            cpu=cpu,
+            kind=options.kind,
+            tflops=options.tflops,
+            memory=options.memory,
+            host=options.host_memory,
+            bandwidth=options.bandwidth,
+            price=options.price,
+            cpu=options.cpu,
         )
-        if probe is not None:
-            machines, network = probed(probe, hardware)
+        if options.probe is not None:
+            machines, network = probed(options.probe, hardware)
         else:
-            machines, network = told(hardware, site or [], table, delay, mbps, uplink)
+            links = options.table, options.delay, options.mbps, options.uplink
+            machines, network = told(hardware, options.site or [], *links)
+        deadline, budget = options.deadline, options.budget
         question = Question(
             run=run,
-            vocabulary=run.model.vocabulary or vocabulary,
+            vocabulary=run.model.vocabulary or options.vocabulary,
             machines=machines,
             network=network,
             tokens=wanted,
             hourly=hourly,
-            replacement=replacement,
-            start=start,
-            storage_mbps=storage,
+            replacement=options.replacement,
+            start=options.start,
+            storage_mbps=options.storage,
             deadline=math.inf if deadline is None else deadline,
             budget=math.inf if budget is None else budget,
-            policies=_policies(policy),
+            policies=_policies(options.policy),
         )
         question, wider = with_codecs(question, free)
         found = answer(question)
         narrow = narrower(question, found.best)
         replayed = replay(question, rows) if rows else {}
-        if plot is not None:
-            draw(question, plot)
+        out = options.out
+        if options.plot is not None:
+            draw(question, options.plot)
         if out is not None:
             out.write_text(dumps(found.best.run), encoding="utf-8")
-    if as_json:
+    if options.as_json:
         console.print_json(data=as_data(found, wider, narrow, replayed))
         return
     _print_plan(question, found.best, wider, narrow)
@@ -184,13 +195,7 @@ def plan(
 # --- what is asked
 
 
-def _asked(
-    run_file: Path | None,
-    preset: str | None,
-    batch: int | None,
-    tokens: float | None,
-    vocabulary: int,
-) -> tuple[RunFile, float, set[str]]:
+def _asked(options: PlanOptions) -> tuple[RunFile, float, set[str]]:
     """What is trained, on how many tokens, and the codecs that the run file doesn't name, which are
     to be chosen. Raises RunFileError, PlanError, ValueError."""
     from planaria.node.hugging_face.taking_in import take_in
@@ -198,18 +203,19 @@ def _asked(
     from planaria.node.run_file import RunFile, load, override
     from planaria_lab.planning.planner import PlanError
 
+    run_file, preset, tokens = options.run_file, options.preset, options.tokens
     if (run_file is None) == (preset is None):
         raise PlanError("give a run file or else a --preset: that is what is planned for")
     free = {*CODECS}
     if run_file is not None:
         given = load(run_file)
         free -= given.wire.model_fields_set
-        run = override(take_in(given), training__batch=batch)
+        run = override(take_in(given), training__batch=options.batch)
     else:
         assert preset is not None
         if preset not in PRESETS:
             raise PlanError(f"there is no preset {preset}; there are {', '.join(sorted(PRESETS))}")
-        size = batch or max(1, TOKENS_A_STEP // PRESETS[preset].context)
+        size = options.batch or max(1, TOKENS_A_STEP // PRESETS[preset].context)
         run = override(
             RunFile(),
             model__preset=preset,
@@ -219,7 +225,7 @@ def _asked(
         )
         if tokens is None:
             raise PlanError("a preset says nothing of how much to train: give --tokens")
-    config = model_config(run.model, run.model.vocabulary or vocabulary)
+    config = model_config(run.model, run.model.vocabulary or options.vocabulary)
     return run, tokens or float(run.steps * run.training.batch * config.context), free
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from planaria.node.commands.terminal import console, refusing
+from planaria.node.launch.options import flattened
 
 if TYPE_CHECKING:
     from planaria_lab.simulator.churn import LostPlace
@@ -28,52 +30,58 @@ Table = Annotated[
 ]
 
 
-@app.command("run")
-def simulate(
-    run_file: RunPath,
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """The options of `planaria lab simulate run`."""
+
+    run_file: RunPath
     nodes: Annotated[
         int | None, typer.Option(min=1, help="A stage. Default: the run file's replicas.")
-    ] = None,
-    flops: Annotated[float, typer.Option(help="FLOP/s that a node sustains in the model.")] = 1e13,
-    memory: Annotated[float, typer.Option(help="Bytes/s that a node moves in memory.")] = 5e11,
-    vocabulary: Annotated[int, typer.Option(help="If the run file names none.")] = 50_257,
-    delay: Annotated[float, typer.Option(help="Of all links, ms one way.")] = 40.0,
-    mbps: Annotated[float, typer.Option(help="Of all links, Mbit/s each way.")] = 100.0,
+    ] = None
+    flops: Annotated[float, typer.Option(help="FLOP/s that a node sustains in the model.")] = 1e13
+    memory: Annotated[float, typer.Option(help="Bytes/s that a node moves in memory.")] = 5e11
+    vocabulary: Annotated[int, typer.Option(help="If the run file names none.")] = 50_257
+    delay: Annotated[float, typer.Option(help="Of all links, ms one way.")] = 40.0
+    mbps: Annotated[float, typer.Option(help="Of all links, Mbit/s each way.")] = 100.0
     site: Annotated[
         list[str] | None,
         typer.Option(help="Repeatable: stages are at these sites in turn; links by --table."),
-    ] = None,
-    table: Table = None,
+    ] = None
+    table: Table = None
     uplink: Annotated[
         float | None, typer.Option(help="Mbit/s that a site's nodes together send to others.")
-    ] = None,
-    storage: Annotated[float, typer.Option(help="Mbit/s to the folder of checkpoints.")] = 1000.0,
-    blocking: Annotated[bool, typer.Option(help="All wait while a checkpoint is written.")] = False,
+    ] = None
+    storage: Annotated[float, typer.Option(help="Mbit/s to the folder of checkpoints.")] = 1000.0
+    blocking: Annotated[bool, typer.Option(help="All wait while a checkpoint is written.")] = False
     hourly: Annotated[
         float, typer.Option(help="Probability that a node is lost within an hour.")
-    ] = 0.0,
-    shape: Annotated[float, typer.Option(help="Of the Weibull distribution of lives.")] = 1.0,
-    whole: Annotated[bool, typer.Option(help="Lose whole stages at that rate, not nodes.")] = False,
+    ] = 0.0
+    shape: Annotated[float, typer.Option(help="Of the Weibull distribution of lives.")] = 1.0
+    whole: Annotated[bool, typer.Option(help="Lose whole stages at that rate, not nodes.")] = False
     per_step: Annotated[
         float, typer.Option(help="Probability that a body stage is lost, each step.")
-    ] = 0.0,
+    ] = 0.0
     kill: Annotated[
         list[str] | None,
         typer.Option(metavar="STAGE[.NODE]@STEP", help="Lose this besides; repeatable."),
-    ] = None,
+    ] = None
     trace: Annotated[
         Path | None, typer.Option(metavar="CSV", help="Milliseconds, add or remove, node.")
-    ] = None,
+    ] = None
     replacement: Annotated[
         float, typer.Option(help="Seconds until a machine is there in place of a lost one.")
-    ] = 30.0,
-    notice: Annotated[float, typer.Option(help="Seconds that a node is given.")] = 0.0,
+    ] = 30.0
+    notice: Annotated[float, typer.Option(help="Seconds that a node is given.")] = 0.0
     silent: Annotated[
         bool, typer.Option(help="Lost nodes fall silent; else their connections are reset.")
-    ] = False,
-    limit: Annotated[float, typer.Option(help="Hours to simulate at most.")] = 24 * 365.0,
-    seed: Seed = 0,
-) -> None:
+    ] = False
+    limit: Annotated[float, typer.Option(help="Hours to simulate at most.")] = 24 * 365.0
+    seed: Seed = 0
+
+
+@app.command("run")
+@flattened
+def simulate(options: SimulateOptions) -> None:
     """What a step of this run takes on these nodes and links, and what becomes of the run."""
     from dataclasses import replace
 
@@ -87,31 +95,31 @@ def simulate(
     from planaria_lab.simulator.swarm import SwarmFiguresError, one_site, seconds_at, sites, uniform
 
     with refusing(RunFileError, LinkError, SwarmFiguresError, ValueError):
-        run = load(run_file)
-        config = model_config(run.model, run.model.vocabulary or vocabulary)
+        run, site, seed = load(options.run_file), options.site, options.seed
+        config = model_config(run.model, run.model.vocabulary or options.vocabulary)
         if site:
-            uplinks = {} if uplink is None else dict.fromkeys(site, uplink)
-            network = sites(read_links(table or WAN_LINKS), uplinks, site)
+            uplinks = {} if options.uplink is None else dict.fromkeys(site, options.uplink)
+            network = sites(read_links(options.table or WAN_LINKS), uplinks, site)
         else:
-            network = one_site(delay, mbps)
+            network = one_site(options.delay, options.mbps)
         seconds = {
-            stage: seconds_at(run, config, stage, flops, memory)
+            stage: seconds_at(run, config, stage, options.flops, options.memory)
             for stage in range(config.stages + 1)
         }
-        swarm = uniform(run, config, network, seconds, nodes, site)
-        swarm = replace(swarm, storage_mbps=storage, blocking=blocking)
+        swarm = uniform(run, config, network, seconds, options.nodes, site)
+        swarm = replace(swarm, storage_mbps=options.storage, blocking=options.blocking)
         churn = Churn(
-            hourly=hourly,
-            shape=shape,
-            of="stage" if whole else "node",
-            at=_listed(kill or [], swarm, per_step, seed),
-            trace=read_trace(trace) if trace else (),
-            silent=silent,
-            notice=notice,
-            replacement=replacement,
+            hourly=options.hourly,
+            shape=options.shape,
+            of="stage" if options.whole else "node",
+            at=_listed(options.kill or [], swarm, options.per_step, seed),
+            trace=read_trace(options.trace) if options.trace else (),
+            silent=options.silent,
+            notice=options.notice,
+            replacement=options.replacement,
         )
         _print_step(swarm, simulate_step(swarm))
-        _print_run(simulate_run(swarm, churn, seed, limit * HOUR))
+        _print_run(simulate_run(swarm, churn, seed, options.limit * HOUR))
 
 
 def _listed(
