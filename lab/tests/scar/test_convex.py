@@ -334,7 +334,7 @@ def test_confidence_and_what_is_saved() -> None:
     assert saved(full / 4, full) == pytest.approx((0.75, 0.75, 0.75))
 
 
-STORED = Path(__file__).parents[2] / "lab/results/scar"
+STORED = Path(__file__).parents[2] / "results" / "scar"
 
 
 def test_the_tables_are_those_of_the_stored_results(
