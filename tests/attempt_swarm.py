@@ -16,10 +16,10 @@ from planaria.bootstrap.registry_pb2 import CHECKSUM, SILENT, Cause
 from planaria.node.ports import Priority
 from planaria.node.transaction.attempt import Attempt, Done, StageWork, Visit, Workplace
 from planaria.node.transaction.bounds import UNLIKE
-from planaria.node.transaction.checking import SpotChecks
 from planaria.node.transaction.effects import NEVER, Ballot
-from planaria.node.transaction.filling import Filling
-from planaria.node.transaction.telling import Heard, Telling
+from planaria.node.transaction.in_flight_window import InFlightWindow
+from planaria.node.transaction.plan_encoding import PlanDecoder, PlanEncoder
+from planaria.node.transaction.spot_checks import SpotChecks
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchange, Exchanges
 from planaria.node.wire.frames import Frame, buffers_of
@@ -213,7 +213,7 @@ class Node:
         self.workplace = Workplace(
             node=self.name,
             masking=self.swarm.masking,
-            filling=Filling(2, STAGES),
+            filling=InFlightWindow(2, STAGES),
             work=self.work,
             compute=self.compute,
             host=self,
@@ -301,7 +301,7 @@ class Swarm:
         self.lost: set[str] = set()
         self.compared: list[tuple[str, pb.Compared]] = []
         self.given_up: set[tuple[int, str]] = set()  # microbatch, node
-        self.telling, self.heard = Telling(), {name: Heard() for name in self.nodes}
+        self.telling, self.heard = PlanEncoder(), {name: PlanDecoder() for name in self.nodes}
         self.began, self.number = BEGAN, 1
         self.served = {
             (microbatch, stage): f"{stage}.{microbatch % replicas}"

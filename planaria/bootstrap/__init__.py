@@ -1,24 +1,33 @@
-"""The registry: who serves what, in numbered views. Nothing in here imports torch.
+"""The registry: it knows who serves what, in numbered views. Nothing in here imports torch.
 
-Read membership.py first, the machine that decides; seating.py has its part about who takes a seat
-that nobody has, places.py what it knows of where they are, neighbours.py who of them keeps links
-with whom, cuts.py that about members that can't reach each other, words.py that about what members
-say of each other, quarantine.py that about those evicted for cause, progress.py that about how far
-the run has come. service.py is the gRPC around it, answers.py whom that answers first, journal.py
-what it has on disk, client.py the node's side. dial.py finds out whether a silent node is there,
-knock.py whether anything listens at an address; front_door.py takes connections, doorkeeper.py
-looks at those that a node's port has, and crowd.py decides for both who of many strangers stays;
-address.py reads HOST:PORT, spelling.py says what others may be called and makes what they say fit
-for a terminal, credentials.py says who may talk to whom, identity.py whose word something is,
-views.py which views are the registry's, votes.py whether a driver has decided without a member's
-vote, fitting.py what a message has room for.
+Decisions, pure:
 
-Where several registries share a run, turns.py has one of them lead, store.py is what they write
-into instead of a journal, and etcd.py how etcd is spoken to.
+- `membership.py`: the state machine; the modules that follow are parts of it
+- `placement.py`: which node gets a vacant seat; `failure_domains.py`: where nodes are
+- `neighbours.py`: which nodes keep links with each other
+- `cuts.py`: members that can't reach each other; `accusations.py`: what members report of others
+- `quarantine.py`: nodes evicted for cause; `commit_watermark.py`: how far the run has come
+- `votes.py`: votes for a step
 
-allowed.py reads who alone may join, small_files.py any small file that a user names. authority.py
-is what certificates say, invites.py who gets one, admission.py both as the registry keeps them, in
-files as secret_files.py writes them. gate.py says who may call what, enrolment.py are the services
-that let strangers in and obey operators, admitting.py what a registry does with them when it
-begins, enrolling.py a stranger's side.
+The service:
+
+- `service.py`: gRPC around the machine; `reply_budget.py`: memory for answers to joins;
+  `truncation.py`: what fits into a message
+- `journal.py`: views on disk; `store.py`, `etcd.py`: views that several registries share, of which
+  `leader_election.py` has one lead
+- `liveness.py`: whether a silent node still runs; `reachability.py`: whether an address answers
+- `front_door.py`: accepts connections; `doorkeeper.py`: watches those of a node's port;
+  `crowd.py`: which strangers' connections stay
+
+Who may do what:
+
+- `identity.py`: keys and signatures; `views.py`: signed views
+- `authority.py`: certificates; `invites.py`: invites; `admission.py`: which invites are valid
+- `enrolment.py`, `admitting.py`: the registry's side of enrolment; `enrolling.py`: the node's
+- `credentials.py`: TLS; `gate.py`: rights of a caller; `allowed.py`: a list of keys that may join
+
+Both sides:
+
+- `client.py`: a node's client; `address.py`: HOST:PORT; `spelling.py`: names and text of others
+- `small_files.py`, `secret_files.py`: reading and writing them
 """

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
-from planaria.bootstrap.authority import Authority, Pair, Role, Who
+from planaria.bootstrap.authority import Authority, CertifiedKey, Role, Who
 from planaria.bootstrap.enrolment_pb2 import EnrolRequest
 from planaria.bootstrap.identity import Identity, instance_of, is_signed
 from planaria.bootstrap.invites import Invite, Invites, NotAdmitted, Record
@@ -85,7 +85,7 @@ class Admission:
         """The run's."""
         return self.authority.identity
 
-    def own_pair(self) -> Pair:
+    def own_pair(self) -> CertifiedKey:
         """What the registry shows, as new as the call."""
         return self.authority.own_pair(self._now())
 

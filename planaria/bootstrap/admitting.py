@@ -16,7 +16,7 @@ from planaria.bootstrap.authority import Role
 from planaria.bootstrap.credentials import Certified
 from planaria.bootstrap.enrolment import EnrolmentServer
 from planaria.bootstrap.invites import InviteError, decode
-from planaria.bootstrap.knock import outward
+from planaria.bootstrap.reachability import outward
 from planaria.bootstrap.secret_files import write_secret
 
 log = logging.getLogger(__name__)

@@ -74,7 +74,7 @@ class Who(NamedTuple):
         )
 
 
-class Pair(NamedTuple):
+class CertifiedKey(NamedTuple):
     """What its holder shows in a handshake, in PEM. Its `repr` doesn't show the key."""
 
     key: bytes
@@ -179,11 +179,11 @@ class Authority:
         )
         return certificate.public_bytes(Encoding.PEM)
 
-    def own_pair(self, now: float) -> Pair:
+    def own_pair(self, now: float) -> CertifiedKey:
         """What the registry itself shows."""
         request = Request.of(self.identity)
         who = Who(Role.REGISTRY, self.identity.instance)
-        return Pair(request.key, self.issue(request.request, who, now), self.certificate)
+        return CertifiedKey(request.key, self.issue(request.request, who, now), self.certificate)
 
 
 def who_in(certificate: bytes) -> Who:

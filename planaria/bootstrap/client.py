@@ -16,10 +16,9 @@ from grpc import StatusCode
 from planaria.bootstrap.address import Address, Reach, reach_by
 from planaria.bootstrap.authority import Role, key_in
 from planaria.bootstrap.credentials import PLAIN, Credentials, about_time, channel
-from planaria.bootstrap.dial import is_there
 from planaria.bootstrap.enrolment_pb2_grpc import OperatorStub
-from planaria.bootstrap.fitting import fitting, shorten_all
 from planaria.bootstrap.identity import Identity
+from planaria.bootstrap.liveness import is_alive
 from planaria.bootstrap.membership import first_misspelt
 from planaria.bootstrap.registry_pb2 import (
     SILENT,
@@ -43,6 +42,7 @@ from planaria.bootstrap.registry_pb2 import (
     WatchRequest,
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
+from planaria.bootstrap.truncation import fitting, shorten_all
 from planaria.bootstrap.views import follows, is_genuine, told_view, unpack, unpacked
 
 log = logging.getLogger(__name__)
@@ -343,7 +343,7 @@ class RegistryClient:
         reach, seconds = await self.reach(), reply.dial_seconds
         answers = await asyncio.gather(
             *(
-                is_there(one.node, one.address, self._credentials, seconds, reach)
+                is_alive(one.node, one.address, self._credentials, seconds, reach)
                 for one in reply.unheard
             )
         )

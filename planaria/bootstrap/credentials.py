@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from planaria.bootstrap.address import Address
-from planaria.bootstrap.authority import DOMAIN, Pair, Role
+from planaria.bootstrap.authority import DOMAIN, CertifiedKey, Role
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ class Certified:
 
     def __init__(
         self,
-        pair: Pair,
-        issue: Callable[[], Pair] | None = None,
+        pair: CertifiedKey,
+        issue: Callable[[], CertifiedKey] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`issue`: where the next one comes from when half of a certificate's life is over; without
@@ -41,12 +41,12 @@ class Certified:
         self.keep_renewed: Callable[[], Coroutine[Any, Any, None]] | None = None
         self.renew(pair)
 
-    def renew(self, pair: Pair) -> None:
+    def renew(self, pair: CertifiedKey) -> None:
         self._pair = pair
         self._channel = grpc.ssl_channel_credentials(pair.authority, pair.key, pair.certificate)
 
     @property
-    def pair(self) -> Pair:
+    def pair(self) -> CertifiedKey:
         if self._issue is not None and self._pair.is_due(self._now()):
             self.renew(self._issue())
         return self._pair
@@ -73,7 +73,7 @@ class Certified:
         return grpc.dynamic_ssl_server_credentials(_configuration(shown), newest, asks)  # type: ignore[arg-type]
 
 
-def _configuration(pair: Pair) -> grpc.ServerCertificateConfiguration:
+def _configuration(pair: CertifiedKey) -> grpc.ServerCertificateConfiguration:
     shown = [(pair.key, pair.certificate)]
     return grpc.ssl_server_certificate_configuration(shown, pair.authority)
 

@@ -16,7 +16,7 @@ from planaria.bootstrap.address import plain_ip
 
 
 @dataclass(frozen=True)
-class Room:
+class ConnectionLimits:
     """How much there is of it. Times in seconds."""
 
     connections: int = 20_000
@@ -40,7 +40,7 @@ class _Guest:
 class Crowd:
     """Each method returns the connections that are to be closed, and forgets them."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: ConnectionLimits) -> None:
         self.room = room
         self.turned_away = 0  # ever, for want of room or of a word
         self._strangers: dict[int, _Guest] = {}  # in the order of coming

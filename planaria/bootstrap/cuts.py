@@ -31,7 +31,7 @@ MOST_COMPLAINTS = 64  # by one node
 MOST_PAIRS = 10_000
 
 
-class KnownMembers(Protocol):
+class LinkContext(Protocol):
     """What the cuts need to know of the members."""
 
     def names(self) -> Iterable[str]:
@@ -170,7 +170,7 @@ class Cuts:
             if pair.idle < math.inf:
                 pair.idle = min(now, pair.idle + seconds)
 
-    def review(self, known: KnownMembers, now: float) -> list[Relayed | Goes]:
+    def review(self, known: LinkContext, now: float) -> list[Relayed | Goes]:
         """What is to be done now. At most one has to go, after which this is to be called again."""
         done: list[Relayed | Goes] = []
         if now < self._looked + self.lease / LOOKS:
@@ -196,7 +196,7 @@ class Cuts:
     def relays(self) -> list[Relay]:
         return [Relay(a=a, b=b, via=p.via) for (a, b), p in sorted(self._pairs.items()) if p.via]
 
-    def listed(self, known: KnownMembers, now: float) -> list[Cut]:
+    def listed(self, known: LinkContext, now: float) -> list[Cut]:
         """The cuts, as `planaria status` tells them."""
         return [
             Cut(
@@ -211,7 +211,7 @@ class Cuts:
             if pair.complaints
         ]
 
-    def reached_by(self, known: KnownMembers, node: str) -> str:
+    def reached_by(self, known: LinkContext, node: str) -> str:
         """A member that says that it has a link with this one. Empty: there is none."""
         others = (other for other in known.names() if other != node)
         return next((other for other in others if self._says_linked(known, other, node)), "")
@@ -251,14 +251,14 @@ class Cuts:
         a, b = key
         return [Relayed(f"{a} and {b} reach each other again")] if pair.via else []
 
-    def _is_due(self, known: KnownMembers, key: tuple[str, str], pair: _Pair, now: float) -> bool:
+    def _is_due(self, known: LinkContext, key: tuple[str, str], pair: _Pair, now: float) -> bool:
         """Whether both live, as far as can be told, and won't have a link by themselves soon."""
         waited = now - pair.since >= PATIENCE * self.lease
         both = all(known.heard_since(node, pair.since) for node in key)
         return (waited and both) or not known.linkable(*key)
 
     def _see_to(
-        self, known: KnownMembers, key: tuple[str, str], pair: _Pair, now: float
+        self, known: LinkContext, key: tuple[str, str], pair: _Pair, now: float
     ) -> list[Relayed | Goes]:
         """They have been cut off from each other for long."""
         a, b = key
@@ -280,7 +280,7 @@ class Cuts:
             pair.failed.clear()
         return [Relayed(f"nobody carries for {a} and {b} any more")] if former else []
 
-    def _goes_on(self, known: KnownMembers, key: tuple[str, str], pair: _Pair, now: float) -> bool:
+    def _goes_on(self, known: LinkContext, key: tuple[str, str], pair: _Pair, now: float) -> bool:
         """Whether their relay does its work, or may yet."""
         apart = {node for node in key if self._stands(pair.via, node)}
         if pair.carried:
@@ -292,7 +292,7 @@ class Cuts:
             return False
         return self._reaches(known, pair.via, key)
 
-    def _third(self, known: KnownMembers, key: tuple[str, str], pair: _Pair) -> str:
+    def _third(self, known: LinkContext, key: tuple[str, str], pair: _Pair) -> str:
         """Who is to carry for them: who has links to both for other reasons before who would have
         to dial, then who carries for the fewest, then the oldest. Empty: there is none."""
         carried = Counter(other.via for other in self._pairs.values())
@@ -308,7 +308,7 @@ class Cuts:
 
         return min(found, key=cost, default="")
 
-    def _reaches(self, known: KnownMembers, node: str, others: Iterable[str]) -> bool:
+    def _reaches(self, known: LinkContext, node: str, others: Iterable[str]) -> bool:
         """As far as anybody has said."""
         return known.heard(node) and all(
             known.linkable(node, other) and not self._apart(node, other) for other in others
@@ -326,7 +326,7 @@ class Cuts:
             for key in keys
         )
 
-    def _reached(self, known: KnownMembers, node: str, but: str) -> bool:
+    def _reached(self, known: LinkContext, node: str, but: str) -> bool:
         """Whether anybody but that one can reach it."""
         others = (other for other in known.names() if other not in (node, but))
         return any(
@@ -336,7 +336,7 @@ class Cuts:
             for other in others
         )
 
-    def _says_linked(self, known: KnownMembers, node: str, other: str) -> bool:
+    def _says_linked(self, known: LinkContext, node: str, other: str) -> bool:
         """Whether a node needs a link with the other one and doesn't complain, or only since a
         third carries for them."""
         if not known.believed(node):
@@ -346,7 +346,7 @@ class Cuts:
             return pair.complaints[node]
         return known.neighbours(node, other) and node not in self._more
 
-    def _goes(self, known: KnownMembers, a: str, b: str) -> str:
+    def _goes(self, known: LinkContext, a: str, b: str) -> str:
         """Which of the two. Empty: neither.
 
         Only one without whom the other can do its work, which somebody else has to reach. A last
@@ -371,7 +371,7 @@ class Cuts:
 
         return max(free, key=cost, default="")
 
-    def _state(self, known: KnownMembers, a: str, b: str) -> str:
+    def _state(self, known: LinkContext, a: str, b: str) -> str:
         pair = self._pairs[a, b]
         if pair.via:
             return f"{pair.via} {'carries' if pair.carried else 'is to carry'} for them"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from planaria.bootstrap.address import Address, unmapped
-from planaria.bootstrap.crowd import Crowd, Room
+from planaria.bootstrap.crowd import ConnectionLimits, Crowd
 from planaria.bootstrap.front_door import MOST, OWN
 from planaria.bootstrap.gate import place_of
 
@@ -36,13 +36,13 @@ _RECEIVED: Final = 128
 """Where Linux has the bytes that were received in what it says of a connection (tcp(7))."""
 
 
-def room_beside(descriptors: int | None) -> Room:
+def room_beside(descriptors: int | None) -> ConnectionLimits:
     """At a port of a process that may have so many; None: as many as it likes."""
     connections = MOST if descriptors is None else min(MOST, max(2, descriptors - OWN))
-    return Room(connections=connections, strangers=min(STRANGERS, connections // 2))
+    return ConnectionLimits(connections=connections, strangers=min(STRANGERS, connections // 2))
 
 
-class _Known(NamedTuple):
+class _OpenConnection(NamedTuple):
     number: int
     since: float  # when it was first seen
     read: int
@@ -51,10 +51,10 @@ class _Known(NamedTuple):
 class Doorkeeper:
     """Of one port of this process. On the event loop, but for the looks."""
 
-    def __init__(self, room: Room, port: int) -> None:
+    def __init__(self, room: ConnectionLimits, port: int) -> None:
         self.crowd = Crowd(room)
         self._port = port
-        self._known: dict[Address, _Known] = {}
+        self._known: dict[Address, _OpenConnection] = {}
         self._unwanted: set[int] = set()  # that the crowd has no room for, and are still there
         self._numbers = 0
 
@@ -112,7 +112,7 @@ class Doorkeeper:
 
     def _come(self, place: Address, now: float) -> None:
         self._numbers += 1
-        self._known[place] = _Known(self._numbers, now, 0)
+        self._known[place] = _OpenConnection(self._numbers, now, 0)
         self._unwanted.update(self.crowd.come(self._numbers, place.host, now))
 
 

@@ -18,7 +18,7 @@ import grpc
 from planaria.bootstrap.authority import (
     DOMAIN,
     LIFETIME,
-    Pair,
+    CertifiedKey,
     Request,
     Role,
     is_issued_by,
@@ -92,7 +92,7 @@ class Enrolment:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _read(self) -> Pair | None:
+    def _read(self) -> CertifiedKey | None:
         """None: there is none that is of use."""
         try:
             content = b"" if self._file is None else self._file.read_bytes()
@@ -101,7 +101,7 @@ class Enrolment:
         parts = [_MARK + part for part in content.split(_MARK)[1:]]
         if len(parts) != 3:
             return None
-        pair = Pair(*parts)
+        pair = CertifiedKey(*parts)
         try:
             who = pair.who
             known = is_issued_by(pair.certificate, self._authority)
@@ -110,7 +110,7 @@ class Enrolment:
         mine = (who.instance, who.role) == (self._identity.instance, self._invitation.role)
         return pair if known and mine and pair.authority == self._authority else None
 
-    async def _ask(self, secret: bytes, deadline: float) -> Pair:
+    async def _ask(self, secret: bytes, deadline: float) -> CertifiedKey:
         """At one address after the other, until one answers or refuses. Raises NotAdmitted,
         EnrolmentUnreachable, OSError."""
         made = Request.of(self._identity)
@@ -131,7 +131,7 @@ class Enrolment:
                     if error.code() is grpc.StatusCode.PERMISSION_DENIED:
                         raise NotAdmitted(error.details() or "refused") from error
                 else:
-                    return self._take(Pair(made.key, reply.certificate, self._authority))
+                    return self._take(CertifiedKey(made.key, reply.certificate, self._authority))
             if pause == FIRST_PAUSE:
                 log.warning("no certificate yet, trying for %.0f s: %s", end - clock(), why)
             if clock() + pause >= end:
@@ -157,7 +157,7 @@ class Enrolment:
             reply: EnrolReply = await stub.Enrol(request, timeout=seconds)
             return reply
 
-    def _take(self, pair: Pair) -> Pair:
+    def _take(self, pair: CertifiedKey) -> CertifiedKey:
         """Raises NotAdmitted for what isn't what was asked for, and OSError."""
         try:
             mine = who_in(pair.certificate).instance == self._identity.instance

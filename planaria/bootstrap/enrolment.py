@@ -13,7 +13,7 @@ from planaria.bootstrap.address import Address
 from planaria.bootstrap.admission import Admission, AdmissionError
 from planaria.bootstrap.authority import REQUEST_BYTES, Role
 from planaria.bootstrap.credentials import Certified, Credentials, add_port
-from planaria.bootstrap.crowd import Room
+from planaria.bootstrap.crowd import ConnectionLimits
 from planaria.bootstrap.enrolment_pb2 import (
     AllowRequest,
     BanRequest,
@@ -47,7 +47,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 AT_ONCE: Final = 64  # calls
-ROOM: Final = Room(connections=AT_ONCE, strangers=AT_ONCE, of_block=2**20, of_strangers=2**24)
+ROOM: Final = ConnectionLimits(
+    connections=AT_ONCE, strangers=AT_ONCE, of_block=2**20, of_strangers=2**24
+)
 FAREWELL: Final = 1.0  # seconds for calls to end when the registry stops
 
 

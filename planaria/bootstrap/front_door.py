@@ -21,7 +21,7 @@ from typing import Any, Final, cast
 
 from planaria.bootstrap.address import Address, unmapped
 from planaria.bootstrap.credentials import not_ours
-from planaria.bootstrap.crowd import Crowd, Room
+from planaria.bootstrap.crowd import ConnectionLimits, Crowd
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +52,10 @@ def may_open() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def room_within(descriptors: int | None) -> Room:
+def room_within(descriptors: int | None) -> ConnectionLimits:
     """For a process that may have so many; None: as many as it likes."""
     connections = MOST if descriptors is None else min(MOST, max(2, (descriptors - OWN) // EACH))
-    return Room(connections=connections, strangers=connections // 2)
+    return ConnectionLimits(connections=connections, strangers=connections // 2)
 
 
 def room_for(nodes: int, descriptors: int | None) -> tuple[int, str]:
@@ -76,7 +76,7 @@ def room_for(nodes: int, descriptors: int | None) -> tuple[int, str]:
 class FrontDoor:
     """Add the server to `within`, then `open`; `close` after the server has stopped."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: ConnectionLimits) -> None:
         self.crowd = Crowd(room)
         # Its thread is its own: pings get through while the registry's loop is held up.
         self._loop = type(asyncio.get_running_loop())()

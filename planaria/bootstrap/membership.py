@@ -15,14 +15,15 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from planaria.bootstrap.accusations import WHY_LENGTH, Accusations, Convicted, evidence
 from planaria.bootstrap.address import EVERYWHERE, not_to_dial
+from planaria.bootstrap.commit_watermark import Age, CommitWatermark
 from planaria.bootstrap.cuts import LOOKS, Cuts, Goes
-from planaria.bootstrap.fitting import fit
+from planaria.bootstrap.failure_domains import FailureDomain, is_block
 from planaria.bootstrap.identity import Identity, instance_of
 from planaria.bootstrap.invites import is_instance
 from planaria.bootstrap.neighbours import Neighbours, related, stages_of
-from planaria.bootstrap.places import Place, is_block
-from planaria.bootstrap.progress import Age, Progress
+from planaria.bootstrap.placement import Candidate, SeatAssigned, Staffing, assign
 from planaria.bootstrap.quarantine import MOST_KEPT, Quarantine
 from planaria.bootstrap.registry_pb2 import (
     SILENT,
@@ -41,10 +42,9 @@ from planaria.bootstrap.registry_pb2 import (
     Suspicion,
     View,
 )
-from planaria.bootstrap.seating import Sitter, Staff, Taken, assign
 from planaria.bootstrap.spelling import misspelt, readable
+from planaria.bootstrap.truncation import fit
 from planaria.bootstrap.views import is_genuine, sign
-from planaria.bootstrap.words import WHY_LENGTH, Guilty, Words, evidence
 from planaria.recovery.decide import Policy
 
 PROTOCOL = 1
@@ -168,8 +168,8 @@ class Dial:
 Effect = Issue | Probe | Evict | Settle | Contradict | Dial
 
 
-class Asked(NamedTuple):
-    """A request to join, from which block of addresses (places.py) it came, and when."""
+class JoinAttempt(NamedTuple):
+    """A request to join, from which block of addresses (failure_domains.py) it came, and when."""
 
     request: JoinRequest
     block: str
@@ -257,12 +257,12 @@ class Membership:
         self._nodes: dict[str, _Node] = {}  # in join order
         self._at: dict[str, _Node] = {}  # by address
         self._with: dict[bytes, list[_Node]] = {}  # by key
-        self._staff_known: Staff | None = None  # None: it has to be counted anew
+        self._staff_known: Staffing | None = None  # None: it has to be counted anew
         self._neighbours_known: Neighbours | None = None  # None: it has to be found anew
         self._number = 0
         self._issued = -math.inf  # the newest view
         self._joined = 0
-        self._progress = Progress(rules.steps, rules.lease)
+        self._progress = CommitWatermark(rules.steps, rules.lease)
         self._started = False  # a driver has been named once
         self._covered: float | None = None  # since when each stage has a member
         self._joined_at = 0.0  # the newest member
@@ -280,7 +280,7 @@ class Membership:
         self._quarantine = Quarantine()
         self._banned: list[str] = []  # instances, in order
         self._evicted: dict[str, str] = {}  # node -> reason; the oldest are forgotten
-        self._words = Words(rules.run, rules.second_voice)
+        self._words = Accusations(rules.run, rules.second_voice)
         self._heir = ""  # who is to drive next, and see for itself
         self._rebuilds: dict[tuple[int, int, str], Rebuild] = {}  # by step, stage, method
         self._evictions: deque[tuple[float, Eviction]] = deque(maxlen=EVICTIONS_TOLD)
@@ -293,7 +293,7 @@ class Membership:
         self, request: JoinRequest, now: float, block: str = ""
     ) -> tuple[JoinReply, list[Effect]]:
         """Makes a node a member or a standby. A repeated request gets the same answer. `block`:
-        of addresses that the request comes from, see places.py.
+        of addresses that the request comes from, see failure_domains.py.
 
         While no member is heard, the reply is a question: the node has to dial the members, as the
         registry does (`Dial`), and to join again. If none is there, all are evicted. Who was
@@ -301,7 +301,7 @@ class Membership:
         its place, with the same key at once, and else when it is gone; elsewhere a key is one
         member's at a time. The reply leaves `run_file` to the shell. Raises Refused.
         """
-        (answer,), effects = self.join_together([Asked(request, block, now)], now)
+        (answer,), effects = self.join_together([JoinAttempt(request, block, now)], now)
         if isinstance(answer, Refused):
             raise answer
         if answer.HasField("view"):
@@ -309,7 +309,7 @@ class Membership:
         return answer, effects
 
     def join_together(
-        self, asked: Iterable[Asked], now: float
+        self, asked: Iterable[JoinAttempt], now: float
     ) -> tuple[list[JoinReply | Refused], list[Effect]]:
         """As `join`, of each request, in one view; the answers are in that order, and of the view
         they have the number: a copy of thousands of members for each takes too long."""
@@ -451,7 +451,7 @@ class Membership:
         self._note(f"{accused} is suspected by {accuser}: {evidence(suspicion)}")
         guilty = None
         if suspicion.cause != SILENT and not node.doomed:
-            guilty = self._words.heard(suspicion, _Known(self, now), now)
+            guilty = self._words.heard(suspicion, _MembersNow(self, now), now)
         if guilty is not None:
             node.cause = guilty.cause
             self._doom(accused, node, guilty.why)
@@ -632,7 +632,7 @@ class Membership:
             ],
             decisions=self.decisions,
             protocol=PROTOCOL,
-            cuts=self._cuts.listed(_Known(self, now), now),
+            cuts=self._cuts.listed(_MembersNow(self, now), now),
             quarantined=self._quarantine.listed(now),
             evictions=[
                 Eviction(member=told.member, reason=told.reason, seconds=now - when)
@@ -674,7 +674,7 @@ class Membership:
 
     # -- joining ---------------------------------------------------------------------------------
 
-    def _let_in(self, asked: Asked, now: float) -> _Node | JoinReply:
+    def _let_in(self, asked: JoinAttempt, now: float) -> _Node | JoinReply:
         """Or what it is answered instead. Raises Refused."""
         request, block, came = asked
         self._check_request(request)
@@ -892,7 +892,7 @@ class Membership:
         elif _is_bound(request):
             stage, why = request.stage, f"stage {request.stage} as asked for"
         else:
-            stage, why = self._choose(request, Place(block, request.host))
+            stage, why = self._choose(request, FailureDomain(block, request.host))
         self._joined += 1
         member = Member(
             node=request.node,
@@ -925,7 +925,7 @@ class Membership:
         if member.address:
             self._at[member.address] = node
 
-    def _choose(self, request: JoinRequest, place: Place) -> tuple[int | None, str]:
+    def _choose(self, request: JoinRequest, place: FailureDomain) -> tuple[int | None, str]:
         """A stage for a node that asked for none, or for that of its saves, which are needed while
         nobody has its state (None: standby), and why."""
         numbers, staff = range(self.rules.stages + 1), self._staffed()
@@ -952,10 +952,10 @@ class Membership:
             f"there is room ({other.node if other else ''}); give it `--advertise HOST:PORT`"
         )
 
-    def _staffed(self) -> Staff:
+    def _staffed(self) -> Staffing:
         """Counted once, and from then on each newcomer is added: many may come at a time."""
         if self._staff_known is None:
-            self._staff_known = Staff(self.rules.stages)
+            self._staff_known = Staffing(self.rules.stages)
             for node in self._serving():
                 if not node.leaving:
                     self._staff_known.add(node.stages, node.member.speed, _location(node.member))
@@ -1096,7 +1096,7 @@ class Membership:
     def _spare(self, node: _Node, now: float) -> bool:
         """Whether it stays though it isn't heard: the last holder of a stage, while anybody reaches
         it. It is looked at again soon."""
-        known, name, before = _Known(self, now), node.member.node, node.reached_by
+        known, name, before = _MembersNow(self, now), node.member.node, node.reached_by
         node.reached_by = self._cuts.reached_by(known, name) if known.spared(name) else ""
         if not node.reached_by:
             return False
@@ -1131,8 +1131,8 @@ class Membership:
 
     def _see_to_words(self, now: float) -> None:
         """Whom the driver alone accuses stays, and somebody else drives, if anybody can."""
-        for found in self._words.review(_Known(self, now), now):
-            if isinstance(found, Guilty):
+        for found in self._words.review(_MembersNow(self, now), now):
+            if isinstance(found, Convicted):
                 node = self._nodes[found.node]
                 node.cause = found.cause
                 self._evict(node, found.why, now)
@@ -1163,7 +1163,7 @@ class Membership:
         """Members that can't reach each other get a relay, or one of them has to go."""
         while self._cuts.any:
             gone = False
-            for decision in self._cuts.review(_Known(self, now), now):
+            for decision in self._cuts.review(_MembersNow(self, now), now):
                 if isinstance(decision, Goes):
                     self._evict(self._nodes[decision.node], decision.why, now)
                     gone = True
@@ -1251,14 +1251,14 @@ class Membership:
         for change in assign(sitters, rules.stages, begun, rules.policy, rules.max_replicas):
             node = self._nodes[change.node]
             stays = {stage for stage in node.stages if stage != change.stage}
-            if isinstance(change, Taken):
+            if isinstance(change, SeatAssigned):
                 stays = (stays - {change.gives}) | {change.stage}
             if not node.member.seats:
                 node.placed = now
             self._reseat(node, stays)
             node.why = change.why
             node.reasons = {s: node.reasons.get(s, change.why) for s in sorted(stays)}
-            verb = "takes" if isinstance(change, Taken) else "gives back"
+            verb = "takes" if isinstance(change, SeatAssigned) else "gives back"
             self._changes.append(f"{change.node} {verb} stage {change.stage}: {change.why}")
 
     def _announce(self, node: _Node, now: float) -> None:
@@ -1282,8 +1282,8 @@ class Membership:
         if node.holds is not None:
             node.holds &= had.keys()
 
-    def _sitters(self, now: float) -> list[Sitter]:
-        """All nodes, as seating.py sees them."""
+    def _sitters(self, now: float) -> list[Candidate]:
+        """All nodes, as placement.py sees them."""
         numbers, carried = range(self.rules.stages + 1), self._somebody_carries()
         served = frozenset(numbers[1:]), frozenset(numbers)  # without and with the run's data
         sitters = []
@@ -1292,7 +1292,7 @@ class Membership:
             fits = served[self._has_data(member.data)]
             if not carried:
                 fits = frozenset(s for s in fits if not self._unreachable(member.address, s))
-            sitter = Sitter(
+            sitter = Candidate(
                 member.node,
                 seated,
                 frozenset(node.holds or ()) & seated,
@@ -1432,8 +1432,8 @@ class Membership:
 
 
 @dataclass(frozen=True)
-class _Known:
-    """What cuts.py and words.py are to know of the members, at the time `now`."""
+class _MembersNow:
+    """What cuts.py and accusations.py are to know of the members, at the time `now`."""
 
     machine: Membership
     now: float
@@ -1484,7 +1484,7 @@ class _Known:
     def serving(self) -> Collection[str]:
         return [node.member.node for node in self.machine._serving()]
 
-    def place(self, node: str) -> Place:
+    def place(self, node: str) -> FailureDomain:
         return _location(self.machine._nodes[node].member)
 
     def keys(self) -> Mapping[str, bytes]:
@@ -1505,7 +1505,7 @@ class _Known:
         return (n for n in seated if self.heard(n.member.node))
 
 
-def _choose_among(fits: list[int], staff: Staff, place: Place) -> tuple[int, str]:
+def _choose_among(fits: list[int], staff: Staffing, place: FailureDomain) -> tuple[int, str]:
     """The stage that is weakest: which has several nodes, all in one place that is not the
     newcomer's; else that with the least capacity, or one with up to twice as much that has
     fewer nodes in the newcomer's place."""
@@ -1525,8 +1525,8 @@ def _choose_among(fits: list[int], staff: Staff, place: Place) -> tuple[int, str
     return stage, f"stage {stage} had the least capacity ({staff.capacity[stage]:g})"
 
 
-def _location(member: Member) -> Place:
-    return Place(member.block, member.host)
+def _location(member: Member) -> FailureDomain:
+    return FailureDomain(member.block, member.host)
 
 
 def _gone(name: str, reason: str) -> Refused:

@@ -19,32 +19,31 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from planaria.bootstrap.address import PORTS, Address, Reach, not_to_dial
 from planaria.bootstrap.admission import Admission
-from planaria.bootstrap.answers import Answers
 from planaria.bootstrap.authority import Role
 from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
-from planaria.bootstrap.crowd import Room
-from planaria.bootstrap.dial import is_there
+from planaria.bootstrap.crowd import ConnectionLimits
 from planaria.bootstrap.enrolment import OperatorServer
 from planaria.bootstrap.enrolment_pb2_grpc import add_OperatorServicer_to_server
+from planaria.bootstrap.failure_domains import block_of
 from planaria.bootstrap.front_door import FrontDoor, may_open, room_for, room_within
 from planaria.bootstrap.gate import Gate, host_of, who_calls
 from planaria.bootstrap.identity import instance_of, is_message_signed
 from planaria.bootstrap.journal import JournalError
+from planaria.bootstrap.liveness import is_alive
 from planaria.bootstrap.membership import (
     PROTOCOL,
-    Asked,
     Contradict,
     Dial,
     Effect,
     Evict,
     Issue,
+    JoinAttempt,
     Membership,
     MembershipRules,
     Probe,
     Refused,
     Settle,
 )
-from planaria.bootstrap.places import block_of
 from planaria.bootstrap.registry_pb2 import (
     DESCRIPTOR,
     DescribeRequest,
@@ -68,6 +67,7 @@ from planaria.bootstrap.registry_pb2 import (
     WatchRequest,
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryServicer, add_RegistryServicer_to_server
+from planaria.bootstrap.reply_budget import ReplyBudget
 from planaria.bootstrap.spelling import readable
 from planaria.bootstrap.store import NotLeading
 from planaria.bootstrap.views import difference, pack, packed
@@ -112,7 +112,7 @@ class Limits:
     examinations: int = 16
 
 
-class Kept(Protocol):
+class ViewStore(Protocol):
     """Where views are before anyone hears of them: a journal, or a store."""
 
     view: View | None  # the newest; None: none was issued yet
@@ -133,10 +133,10 @@ class RegistryServer(RegistryServicer):
         self,
         rules: MembershipRules,
         run_file: str,
-        journal: Kept | None = None,
+        journal: ViewStore | None = None,
         limits: Limits = Limits(),
         admission: Admission | None = None,
-        room: Room | None = None,
+        room: ConnectionLimits | None = None,
     ) -> None:
         """`run_file`: the run's TOML, handed to joiners. `admission`: without one, the run's key
         and bans are kept in memory, and nobody is invited. `room`: for connections; without it,
@@ -149,11 +149,11 @@ class RegistryServer(RegistryServicer):
         self._made: dict[tuple[bytes | None, bytes], bytes] = {}  # NewView of the newest
         self._welcomed = b""  # made once for all who get into the newest
         self._joining: list[_Joining] = []
-        self._answers = Answers(limits.answers)
+        self._answers = ReplyBudget(limits.answers)
         self._turns: dict[int, asyncio.Future[None]] = {}  # of calls that wait for theirs
         self._waiting: set[asyncio.Future[None]] = set()  # watchers, for the next view
         self._due: deque[asyncio.Future[None]] = deque()  # those that are to be told one
-        self._streams: dict[str, _Stream] = {}  # newest of each node
+        self._streams: dict[str, _MemberStream] = {}  # newest of each node
         self._open_streams = self._watchers = self._logged = 0
         self._examinations = 0
         self._measurements, self._measured_at = 0, 0.0
@@ -288,7 +288,7 @@ class RegistryServer(RegistryServicer):
             await _abort_if(context, self._unproved_join(request, caller))
         if len(self._joining) >= self._limits.joins:
             await _abort(context, "RESOURCE_EXHAUSTED", "too many wait to be let in; join again")
-        asked = Asked(request, block_of(host_of(caller)), self._loop.time())
+        asked = JoinAttempt(request, block_of(host_of(caller)), self._loop.time())
         reply = await self._decided(_Joining(asked, self._loop))
         if isinstance(reply, JoinReply) and reply.HasField("view"):
             await self._turn(request.node, context)
@@ -372,7 +372,7 @@ class RegistryServer(RegistryServicer):
         if self._open_streams >= self._limits.streams:
             await _abort(context, "RESOURCE_EXHAUSTED", "the registry has no stream to spare")
         self._open_streams += 1
-        stream = _Stream()
+        stream = _MemberStream()
         hearing = asyncio.create_task(self._hear(requests, stream, context))
         try:
             while True:
@@ -513,7 +513,7 @@ class RegistryServer(RegistryServicer):
             if request.port and reply.host:
                 address = str(Address(reply.host, request.port))
                 whom = who_calls(context).instance or Role.NODE
-                there = await is_there(
+                there = await is_alive(
                     request.name, address, self._credentials, DIAL_BACK, whom=whom
                 )
                 if there is not None:
@@ -563,7 +563,7 @@ class RegistryServer(RegistryServicer):
         )
 
     async def _hear(
-        self, requests: AsyncIterator[Renewal], stream: _Stream, context: Context
+        self, requests: AsyncIterator[Renewal], stream: _MemberStream, context: Context
     ) -> Refused | None:
         """Feeds a node's renewals to the machine, until the node ends them or does wrong."""
         caller = self._caller(context)
@@ -607,14 +607,14 @@ class RegistryServer(RegistryServicer):
             await renewals.aclose()  # else gRPC keeps the last one
         return None
 
-    def _adopt(self, stream: _Stream, node: str) -> None:
+    def _adopt(self, stream: _MemberStream, node: str) -> None:
         """Makes it the node's newest stream; an older one, broken unnoticed, is let go."""
         former = self._streams.get(node)
         stream.node, self._streams[node] = node, stream
         if former is not None:
             former.close()
 
-    def _lose(self, stream: _Stream) -> None:
+    def _lose(self, stream: _MemberStream) -> None:
         if self._streams.get(stream.node) is stream:
             del self._streams[stream.node]
             self._carry_out(self._machine.stream_lost(stream.node, self._loop.time()))
@@ -673,7 +673,7 @@ class RegistryServer(RegistryServicer):
         # Who joined from this machine may be at it; a name may not have come to stand for it.
         hosts = (self._listen.host, Address.parse(dial.address).host)
         reach, whom = Reach.of(hosts), self.instance_of(dial.node) or Role.NODE
-        there = await is_there(
+        there = await is_alive(
             dial.node, dial.address, self._credentials, dial.seconds, reach, whom
         )
         self._machine.dialled(dial.question, dial.node, there)
@@ -741,13 +741,13 @@ class RegistryServer(RegistryServicer):
 class _Joining:
     """Who waits to be let in."""
 
-    def __init__(self, asked: Asked, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, asked: JoinAttempt, loop: asyncio.AbstractEventLoop) -> None:
         self.asked = asked
         self.answer: JoinReply | Refused = JoinReply()
         self.decided: asyncio.Future[None] = loop.create_future()
 
 
-class _Stream:
+class _MemberStream:
     """An open KeepAlive stream, and what is to be sent on it; None ends it."""
 
     def __init__(self) -> None:

@@ -31,22 +31,22 @@ from planaria.node.report.events import (
     SaveFailed,
 )
 from planaria.node.run_file import RunFile
+from planaria.node.state.background_relearning import BackgroundRelearning
 from planaria.node.state.boundary import BoundaryClient, BoundaryServer
 from planaria.node.state.feeding import (
     FEWEST,
     UNSENT,
-    Gradients,
-    Pins,
+    ReducedGradients,
+    StatePins,
     gradient_frame,
     no_gradient,
     unsent,
 )
-from planaria.node.state.homework import Homework
 from planaria.node.state.rebuild import Rebuilding
 from planaria.node.state.relearn import Relearning
 from planaria.node.state.stage_state import Age, StageState, StateId
-from planaria.node.state.taken import PIN, Taken
 from planaria.node.state.transfer import WEIGHTS, StateClient, StateServer
+from planaria.node.state.weight_pins import PIN, WeightPins
 from planaria.node.transaction.attempt import Attempt, Workplace
 from planaria.node.transaction.averaging import Averaging, Coding
 from planaria.node.transaction.bounds import LONGEST_WORDS
@@ -67,19 +67,19 @@ from planaria.node.transaction.effects import (
     StartAttempt,
     Suspect,
 )
-from planaria.node.transaction.filling import Filling
 from planaria.node.transaction.following import feeders
 from planaria.node.transaction.gathering import active
+from planaria.node.transaction.gradient_outliers import Contribution
+from planaria.node.transaction.in_flight_window import InFlightWindow
 from planaria.node.transaction.member import Frames, MemberPhase, MemberSide
+from planaria.node.transaction.relearning_progress import company, entering
 from planaria.node.transaction.resting import DriverPhase
 from planaria.node.transaction.rules import TransactionRules
-from planaria.node.transaction.standing_out import Contribution
-from planaria.node.transaction.tally import company, entering
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.budget import ITEM, Budget
 from planaria.node.wire.exchange import ComplaintError, Exchange, Outcome, PeerLostError
 from planaria.node.wire.frames import Descriptor, Frame, WireError
-from planaria.node.wire.measuring import LARGEST
+from planaria.node.wire.link_speed import LARGEST
 from planaria.node.wire.outbox import NodeOutbox
 from planaria.recovery.decide import ORIGIN, Kind
 
@@ -138,7 +138,7 @@ class Agent:
         self.reducing: tuple[Ballot, Exchange[None]] | None = None
         self.all_home: Outcome[None] = Outcome(self.exchanges)  # of the attempt
         self.fetching: Exchange[None] | None = None
-        self.homework: Homework | None = None  # what is left to be relearned
+        self.homework: BackgroundRelearning | None = None  # what is left to be relearned
         self.learning: Exchange[None] | None = None  # in the gaps of the attempt
         self.based_on = (0, pb.Commit())  # step of the attempt's weights, newest commit in them
         self.learned = Learned(self.arithmetic.digest(), omega=0.0, optimizer_step=0)
@@ -163,7 +163,7 @@ class Agent:
         self.workplace = Workplace(
             node=node,
             masking=run.recovery.masking,
-            filling=Filling(run.training.in_flight, config.stages),
+            filling=InFlightWindow(run.training.in_flight, config.stages),
             work=self.arithmetic.work,
             compute=ports.compute,
             host=self,
@@ -186,8 +186,8 @@ class Agent:
         coding = Coding.of_run(tensors, wire, trained_shapes(self.config, self.stage).values())
         chance = None if self.run.trust.gradients == "off" else self.chance
         self.averaging = Averaging(self.node, exchanges, send, coding, some, chance=chance)
-        self.pins, self.taken = Pins(tensors), Taken(tensors)
-        self.gradients = Gradients(self.arithmetic.gradient, tensors)
+        self.pins, self.taken = StatePins(tensors), WeightPins(tensors)
+        self.gradients = ReducedGradients(self.arithmetic.gradient, tensors)
         linked = self.net.linked
         self.states = StateClient(exchanges, tensors, send, self.accuse, linked=linked)
         self.state_server = StateServer(exchanges, tensors, send, self._served, self._hangs)
@@ -593,7 +593,7 @@ class Agent:
             self.learning.cancel()
         self.learning = self.exchanges.start(self._learn(homework))
 
-    async def _learn(self, homework: Homework) -> None:
+    async def _learn(self, homework: BackgroundRelearning) -> None:
         await self.exchanges.compute(homework.goes_on)
         while await self.exchanges.compute(homework.update, Priority.BACKGROUND):
             pass
@@ -616,7 +616,7 @@ class Agent:
             self._tell_of(self.homework, math.nan, why)
             self.homework.over, self.homework, self.member.relearning = True, None, 0
 
-    async def _learned_by_now(self, homework: Homework) -> None:
+    async def _learned_by_now(self, homework: BackgroundRelearning) -> None:
         """After a commit."""
         if homework is not self.homework:
             return
@@ -626,7 +626,7 @@ class Agent:
             residual = await self.exchanges.compute(homework.residual, Priority.BACKGROUND)
             self._tell_of(homework, residual)
 
-    def _tell_of(self, homework: Homework, residual: float, why: str = "") -> None:
+    def _tell_of(self, homework: BackgroundRelearning, residual: float, why: str = "") -> None:
         told = RelearnedBeside(
             stage=self.stage,
             step=self.member.committed + 1,

@@ -76,7 +76,7 @@ from planaria.node.report.wall_clock import WallClock
 from planaria.node.run_file import RunFile
 from planaria.node.seats import SeatCompute, SeatNet, Seats
 from planaria.node.stage.arithmetic import TorchStage, layout_of, make_twin
-from planaria.node.stage.room import Room
+from planaria.node.stage.room import DeviceRoom
 from planaria.node.state.handover import FAREWELL
 from planaria.node.state.holdings import CLOSE, Holdings
 from planaria.node.state.saves import Contents, saves_on_disk
@@ -90,11 +90,11 @@ from planaria.node.wire import tensors
 from planaria.node.wire.chain import has_records
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings, Peer
+from planaria.node.wire.link_speed import measure
 from planaria.node.wire.looped import ClosedError, LoopedExchanges
-from planaria.node.wire.measuring import measure
-from planaria.node.wire.missing import Missing
+from planaria.node.wire.missing_links import MissingLinks
 from planaria.node.wire.naming import new_identity, node_of, seat_id
-from planaria.node.wire.onlookers import Onlookers
+from planaria.node.wire.observers import Observers
 from planaria.node.wire.relays import Relay
 from planaria.recovery.decide import COPIED, OWN
 
@@ -188,7 +188,7 @@ class Node:
         self.compute = ComputeThread(f"compute-{self.node}", self.loop, watch)
         self.hang: Hang | None = None
         self.abandoned = ""  # what the compute thread is at, which nobody can end
-        self.onlookers = Onlookers(self.on_asked, self.on_shown, self.on_gone)
+        self.onlookers = Observers(self.on_asked, self.on_shown, self.on_gone)
         self.links = Links(
             run_id,
             self.node,
@@ -220,11 +220,11 @@ class Node:
         self.files_told = 0.0
         self.view = registry.View()
         self.needed: list[str] = []  # members with which it needs a link
-        self.missing = Missing()
+        self.missing = MissingLinks()
         self.carriers: dict[str, str] = {}  # who carries the links that aren't direct, by peer
         self.seats: Seats[Agent] = Seats(self.node, self.links, self.onlookers.tell, self.read_log)
         self.exchanges: dict[str, LoopedExchanges] = {}  # of each seat
-        self.memory, self.room = memory_of(place.device), Room(place.device)
+        self.memory, self.room = memory_of(place.device), DeviceRoom(place.device)
         self.rehearsing: asyncio.Task[None] | None = None  # since it has no seat
         self.leaving = self.retiring = False
         self.leaves_by = 0.0  # on the loop's clock; 0: it wasn't told to go

@@ -17,7 +17,7 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT, Cause
 from planaria.node.agent import TO_MEMBER, Agent
 from planaria.node.ports import Compute, Net, Priority
-from planaria.node.state.taken import PIN
+from planaria.node.state.weight_pins import PIN
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.budget import Budget
 from planaria.node.wire.frames import Frame, WireError, buffers_of
@@ -45,7 +45,7 @@ class SenselessError(WireError):
     cause = NUMBERS
 
 
-class _Early(NamedTuple):
+class _EarlyMessage(NamedTuple):
     """What has come for a seat."""
 
     since: float
@@ -92,7 +92,7 @@ class Seats(Generic[A]):
         self.view = registry.View()  # as they see it
         self._building: set[str] = set()
         self._given_back: set[str] = set()
-        self._early: list[_Early] = []
+        self._early: list[_EarlyMessage] = []
         self._early_bytes = Budget(MOST_EARLY)
 
     def __bool__(self) -> bool:
@@ -145,9 +145,11 @@ class Seats(Generic[A]):
     def on_message(self, peer: str, message: pb.Message, now: float) -> None:
         """Raises SenselessError."""
         with _at_the_cost_of(peer, message.WhichOneof("body")):
-            self._hear(_Early(now, seat_id(peer, message.sender), message.seat, message), now)
+            self._hear(
+                _EarlyMessage(now, seat_id(peer, message.sender), message.seat, message), now
+            )
 
-    def _hear(self, said: _Early, now: float) -> None:
+    def _hear(self, said: _EarlyMessage, now: float) -> None:
         _, sender, name, message = said
         if name.startswith(ONLOOKER):
             message.sender = sender
@@ -164,7 +166,7 @@ class Seats(Generic[A]):
         elif (agent := self.agents.get(name)) is not None:
             agent.on_message(sender, message, now)
 
-    def _wait(self, said: _Early) -> None:
+    def _wait(self, said: _EarlyMessage) -> None:
         """The driver may have heard of a view, and so of a seat here, before this node has, and is
         obeyed from when the view is here. What doesn't fit is asked again by whoever needs an
         answer."""
@@ -225,7 +227,7 @@ class Seats(Generic[A]):
             said = self._log(message.log_request)
             self._tell_onlooker(onlooker, pb.Message(sender=to, log_lines=said))
         elif node == self.node and self.has(name):
-            self._hear(_Early(now, seat_id(node, onlooker), name, message), now)
+            self._hear(_EarlyMessage(now, seat_id(node, onlooker), name, message), now)
         elif node == self.node or not self.links.send(node, message):
             there = "no such seat here" if node == self.node else f"no link from {self.node} to it"
             asked = message.pin_request

@@ -26,7 +26,7 @@ from planaria.bootstrap.client import (
     RegistryClient,
     RegistryUnreachable,
 )
-from planaria.bootstrap.knock import way_out
+from planaria.bootstrap.reachability import way_out
 from planaria.bootstrap.registry_pb2 import Description
 from planaria.node.daemon import Node, NodePlace
 from planaria.node.data.corpus import CorpusError
@@ -40,7 +40,7 @@ from planaria.node.launch.advertised import (
 )
 from planaria.node.launch.begin import NodeCrashed, NodeError, Setup, check_writable
 from planaria.node.launch.instance import Instance, find_instance, release
-from planaria.node.launch.notices import Aws, Notice, Watch, ask
+from planaria.node.launch.notices import Aws, Notice, NoticeWatch, ask
 from planaria.node.launch.own_folders import below, checkpoint_dir, own_folder
 from planaria.node.launch.supervisor import Pauses
 from planaria.node.machine.cores import available_cores
@@ -57,8 +57,8 @@ from planaria.node.stage.own_code import OwnCodeError, load_as_said
 from planaria.node.state.saves import newest_saved_stage
 
 if TYPE_CHECKING:
-    from planaria.node.commands.node_options import Addresses, NodeOptions
-    from planaria.node.page.place import Place
+    from planaria.node.launch.node_options import Addresses, NodeOptions
+    from planaria.node.page.place import PageAddress
     from planaria.node.report.experiment import ExperimentPipe
 
 log = logging.getLogger("planaria")
@@ -265,7 +265,7 @@ def experiment_of(
 
 
 def serve_metrics(
-    place: Place, run: str, living: Sequence[Node]
+    place: PageAddress, run: str, living: Sequence[Node]
 ) -> AbstractAsyncContextManager[None]:
     """Of the node that is living meanwhile. Raises OSError."""
     from planaria.node.page.metrics import exposition, of_node
@@ -293,7 +293,9 @@ def listen_to_cloud(options: NodeOptions, departure: Departure) -> None:
     def noticed(notice: Notice) -> None:
         departure.tell(notice.grace(options.grace), notice.what)
 
-    Watch(options.cloud, noticed, lambda risk: log.warning("this machine may go soon: %s", risk))
+    NoticeWatch(
+        options.cloud, noticed, lambda risk: log.warning("this machine may go soon: %s", risk)
+    )
 
 
 async def _live_until(node: Node, departure: Departure) -> str:

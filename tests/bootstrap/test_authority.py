@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from planaria.bootstrap.authority import (
     LIFETIME,
     Authority,
-    Pair,
+    CertifiedKey,
     Request,
     Role,
     Who,
@@ -35,9 +35,9 @@ IDENTITY = Identity.generate()
 REQUEST = Request.of(IDENTITY)
 
 
-def pair_of(who: Who, now: float = NOW, authority: Authority = AUTHORITY) -> Pair:
+def pair_of(who: Who, now: float = NOW, authority: Authority = AUTHORITY) -> CertifiedKey:
     certificate = authority.issue(REQUEST.request, who, now)
-    return Pair(REQUEST.key, certificate, authority.certificate)
+    return CertifiedKey(REQUEST.key, certificate, authority.certificate)
 
 
 @given(

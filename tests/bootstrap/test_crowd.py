@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.bootstrap.crowd import Crowd, Room, block_of
+from planaria.bootstrap.crowd import ConnectionLimits, Crowd, block_of
 
-ROOM = Room(
+ROOM = ConnectionLimits(
     connections=8,
     strangers=4,
     first_word=10,

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 import pytest
 
 from planaria.bootstrap.address import Address
-from planaria.bootstrap.crowd import Room
+from planaria.bootstrap.crowd import ConnectionLimits
 from planaria.bootstrap.doorkeeper import DESCRIPTORS, Doorkeeper, connections, room_beside, shut
 
-ROOM = Room(connections=8, strangers=3, first_word=10.0, idle=60.0, unproven=1000)
+ROOM = ConnectionLimits(connections=8, strangers=3, first_word=10.0, idle=60.0, unproven=1000)
 
 
 def at(*ports: int, host: str = "10.0.0.1") -> list[Address]:

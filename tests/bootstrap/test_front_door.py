@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from planaria.bootstrap import service
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import RegistryClient
-from planaria.bootstrap.crowd import Room
+from planaria.bootstrap.crowd import ConnectionLimits
 from planaria.bootstrap.front_door import FrontDoor, _Outer, room_within
 from planaria.bootstrap.membership import MembershipRules
 from planaria.bootstrap.registry_pb2 import Report, View
@@ -56,7 +56,9 @@ class Echo(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 @asynccontextmanager
-async def opened(room: Room, listen: str = "127.0.0.1:0") -> AsyncIterator[tuple[Echo, int]]:
+async def opened(
+    room: ConnectionLimits, listen: str = "127.0.0.1:0"
+) -> AsyncIterator[tuple[Echo, int]]:
     door, server = FrontDoor(room), grpc.aio.server()
     echo = Echo(door)
     health_pb2_grpc.add_HealthServicer_to_server(echo, server)
@@ -84,7 +86,7 @@ async def check(address: str) -> None:
     ],
 )
 async def test_the_server_within_knows_who_calls(listen: str, dialled: str, host: str) -> None:
-    async with opened(Room(), listen) as (echo, port):
+    async with opened(ConnectionLimits(), listen) as (echo, port):
         await check(f"{dialled}:{port}")
         assert echo.callers[0].startswith(host)
         assert echo.door.outer("ipv4:127.0.0.1:1") == echo.door.outer("unix:") == ""
@@ -108,7 +110,7 @@ async def connected(stack: ExitStack, port: int, source: str = "127.0.0.2") -> s
 
 
 async def test_who_says_nothing_or_too_little_is_let_go_and_others_are_served() -> None:
-    room = Room(connections=20, strangers=10, first_word=0.2)
+    room = ConnectionLimits(connections=20, strangers=10, first_word=0.2)
     with ExitStack() as stack:
         async with opened(room) as (echo, port):
             silent = await connected(stack, port)
@@ -129,7 +131,7 @@ async def test_what_is_said_before_a_call_is_let_in_is_not_read_without_end() ->
             heard.extend(data)
         writer.close()
 
-    door = FrontDoor(Room(unproven=1 << 16))
+    door = FrontDoor(ConnectionLimits(unproven=1 << 16))
     within = await asyncio.start_unix_server(hear, door.within.removeprefix("unix:"))
     port = await door.open(Address.parse("127.0.0.1:0"))
     with ExitStack() as stack:
@@ -165,7 +167,7 @@ def test_who_goes_while_it_is_let_in_takes_nobodys_descriptor_along() -> None:
         await entering
 
     async def come_and_go() -> None:
-        async with opened(Room()) as (echo, _):
+        async with opened(ConnectionLimits()) as (echo, _):
             going = asyncio.run_coroutine_threadsafe(goes(echo.door), echo.door._loop)
             await asyncio.wrap_future(going)
 
@@ -222,8 +224,8 @@ async def member(clients: list[RegistryClient], port: int, name: str) -> asyncio
 
 
 def test_a_third_of_the_descriptors_are_connections_half_of_these_strangers() -> None:
-    assert room_within(256) == Room(connections=52, strangers=26)
-    assert room_within(10) == Room(connections=2, strangers=1)
+    assert room_within(256) == ConnectionLimits(connections=52, strangers=26)
+    assert room_within(10) == ConnectionLimits(connections=2, strangers=1)
     assert room_within(None) == room_within(10**9)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from planaria.bootstrap.leader_election import LOOK
 from planaria.bootstrap.membership import Evict, Issue, Membership
 from planaria.bootstrap.service import FAREWELL, TICK
 from planaria.bootstrap.store import LEASE, RENEWALS, Store
-from planaria.bootstrap.turns import LOOK
 from tests.bootstrap.conftest import KEY, RULES, identity, joining
 from tests.bootstrap.fake_etcd import FakeEtcd
 

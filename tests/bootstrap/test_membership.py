@@ -5,18 +5,19 @@ from typing import Any
 
 import pytest
 
+from planaria.bootstrap.accusations import STANDS
 from planaria.bootstrap.identity import Identity, instance_of
 from planaria.bootstrap.membership import (
     MOST_DIALLED,
     PROTOCOL,
     TELLING,
     TOGETHER,
-    Asked,
     Contradict,
     Dial,
     Effect,
     Evict,
     Issue,
+    JoinAttempt,
     Membership,
     MembershipRules,
     Probe,
@@ -51,7 +52,6 @@ from planaria.bootstrap.registry_pb2 import (
 from planaria.bootstrap.views import hash_of, sign
 from planaria.bootstrap.votes import gathered
 from planaria.bootstrap.votes import hash_of as hash_of_votes
-from planaria.bootstrap.words import STANDS
 from tests.bootstrap.conftest import identity
 
 KEY = identity("registry")
@@ -318,11 +318,11 @@ def request(name: str, key: str = "", **fields: Any) -> JoinRequest:
 
 def test_of_those_who_join_together_as_many_may_as_when_they_came() -> None:
     swarm = Swarm(joins_per_second=5)
-    asked = [Asked(request(f"n{i}"), "", swarm.now + i / 5) for i in range(40)]
+    asked = [JoinAttempt(request(f"n{i}"), "", swarm.now + i / 5) for i in range(40)]
     answers, effects = swarm.machine.join_together(asked, swarm.now + 8)
     assert all(isinstance(one, JoinReply) for one in answers)
     swarm.after(effects)
-    more = [Asked(request(f"m{i}"), "", swarm.now + 8.1) for i in range(7)]
+    more = [JoinAttempt(request(f"m{i}"), "", swarm.now + 8.1) for i in range(7)]
     answers, effects = swarm.machine.join_together(more, swarm.now + 9)
     swarm.after(effects)
     assert sum(isinstance(one, Refused) for one in answers) == 2
@@ -351,7 +351,7 @@ def test_those_who_join_together_are_in_one_view() -> None:
         request("f"),
     ]
     answers, effects = swarm.machine.join_together(
-        [Asked(one, "", swarm.now) for one in asked], swarm.now
+        [JoinAttempt(one, "", swarm.now) for one in asked], swarm.now
     )
     swarm.after(effects)
     assert [effect.view for effect in effects if isinstance(effect, Issue)] == [swarm.view]
@@ -375,7 +375,7 @@ def test_one_by_one_or_together_the_same_is_decided() -> None:
     for one in asked:
         alone.after(alone.machine.join(one, 0.0, "192.0.2.0/24")[1])
     _, effects = together.machine.join_together(
-        [Asked(one, "192.0.2.0/24", 0.0) for one in asked], 0.0
+        [JoinAttempt(one, "192.0.2.0/24", 0.0) for one in asked], 0.0
     )
     together.after(effects)
     assert list(together.view.members) == list(alone.view.members)

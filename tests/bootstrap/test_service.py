@@ -873,7 +873,7 @@ async def test_who_is_examined_is_dialled_at_its_own_address_only(
         dialled.append((node, address))
         return {"7401": True, "7402": False}.get(address.rpartition(":")[2])
 
-    monkeypatch.setattr(service, "is_there", is_there)
+    monkeypatch.setattr(service, "is_alive", is_there)
     client = place.client()
     for port, there in ((7401, True), (7402, False), (7403, None)):
         request = ExamineRequest(name="10.0.0.1:22", port=port)
@@ -894,7 +894,7 @@ async def test_an_examination_is_bounded(serve: Serve, monkeypatch: pytest.Monke
         await answer.wait()
         return True
 
-    monkeypatch.setattr(service, "is_there", is_there)
+    monkeypatch.setattr(service, "is_alive", is_there)
     async with serve(limits=Limits(examinations=1)) as place:
         client = place.client()
         for request in (

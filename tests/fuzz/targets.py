@@ -60,7 +60,7 @@ from planaria.node.wire.frames import (
     unseal,
 )
 from planaria.node.wire.greetings import ForgedError, Greetings
-from planaria.node.wire.session import Begun, Bounds, Forgotten, Hello, Outdated, Session
+from planaria.node.wire.session import Begun, Forgotten, Hello, Outdated, Session, SessionBounds
 from planaria.node.wire.tensors import decode, decode_low_rank
 from tests.bootstrap.fake_etcd import FakeEtcd
 
@@ -91,7 +91,7 @@ SMALL: Final = ModelConfig(
     norm_eps=1e-5,
     learning_rate=1e-3,
 )
-BOUNDS: Final = Bounds(chunk=64, window=256, payload=1 << 16, messages=1 << 16, held=1 << 17)
+BOUNDS: Final = SessionBounds(chunk=64, window=256, payload=1 << 16, messages=1 << 16, held=1 << 17)
 MESSAGES: Final = [
     {"role": "user", "content": "What is a planarian?"},
     {"role": "assistant", "content": "A flatworm."},

@@ -28,7 +28,7 @@ from planaria.node.transaction.member import MemberPhase
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.measuring import LARGEST
+from planaria.node.wire.link_speed import LARGEST
 from planaria.recovery.snapshot import Layout
 
 RUN = loads(

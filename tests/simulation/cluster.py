@@ -43,14 +43,14 @@ from planaria.node.stage.optimizer import digest as weights_digest
 from planaria.node.state.copies import Holder
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.stage_state import StageState
-from planaria.node.transaction.blaming import NOBODY_ELSE
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import NEVER, Ballot
-from planaria.node.transaction.held_back import HeldBack
+from planaria.node.transaction.error_feedback import ErrorFeedback
+from planaria.node.transaction.fault_attribution import NOBODY_ELSE
 from planaria.node.transaction.member import MemberSide
+from planaria.node.transaction.relearning_progress import entering
 from planaria.node.transaction.resting import DriverPhase
 from planaria.node.transaction.rules import TransactionRules
-from planaria.node.transaction.tally import entering
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.naming import node_of, seated
@@ -122,7 +122,7 @@ def run_of(
     )
 
 
-def _more(held_back: HeldBack, ballot: Ballot) -> torch.Tensor:
+def _more(held_back: ErrorFeedback, ballot: Ballot) -> torch.Tensor:
     """By how much a commit of this ballot changes what is held back of what is trained."""
     begun, coming = held_back._coming
     row = held_back.row

@@ -28,7 +28,7 @@ from planaria.node.wire.frames import (
     parse_message,
     seal,
 )
-from planaria.node.wire.idle import Idle
+from planaria.node.wire.idle import IdleEnd
 from planaria.node.wire.link import (
     DIRECTLY,
     FAREWELL,
@@ -40,11 +40,11 @@ from planaria.node.wire.link import (
 )
 from planaria.node.wire.session import (
     Begun,
-    Bounds,
     Forgotten,
     Hello,
     Outdated,
     Session,
+    SessionBounds,
     Silence,
 )
 from simulation.network import SILENCE, WATCH, Connection, Network
@@ -59,8 +59,8 @@ SETTLING: Final = 0.1
 """Seconds between two looks whether an own dial has come to something."""
 ANOTHER: Final = 0.1
 """Probability that another process answers at the address of one that is gone."""
-BOUNDS: Final = Bounds(
-    **dict.fromkeys([bound.name for bound in fields(Bounds)], 1 << 30) | {"chunk": 160}
+BOUNDS: Final = SessionBounds(
+    **dict.fromkeys([bound.name for bound in fields(SessionBounds)], 1 << 30) | {"chunk": 160}
 )
 
 
@@ -130,7 +130,7 @@ class Link:
         self.links, self.node, self.peer, self.session = links, links.node, peer, session
         self.connection: Carrier | None = None  # None: it sleeps, or rests
         self.rests = False
-        self._idle = Idle(SETTINGS.rest, self.node.world.now)
+        self._idle = IdleEnd(SETTINGS.rest, self.node.world.now)
         self.via = ""  # who carries it, or did last; empty: it is direct
         self.over = False
         self._silence: Silence | None = None  # None: all is well

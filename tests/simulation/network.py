@@ -106,7 +106,7 @@ class Network:
     def ask(
         self, asker: Endpoint, node: str, seconds: float, done: Callable[[bool | None], None]
     ) -> None:
-        """What bootstrap/dial.py does: `done` hears whether the node is there."""
+        """What bootstrap/liveness.py does: `done` hears whether the node is there."""
         end = self.world.now + seconds
         asker.process.after(self.world.delay(), self._look, asker, node, end, done)
 

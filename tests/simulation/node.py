@@ -32,7 +32,7 @@ from planaria.node.wire import tensors
 from planaria.node.wire.chain import has_records
 from planaria.node.wire.exchange import Exchanges
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.missing import Missing
+from planaria.node.wire.missing_links import MissingLinks
 from planaria.node.wire.naming import node_of, seat_id
 from planaria.recovery.snapshot import Layout
 from simulation.fingerprints import SHAPE
@@ -130,7 +130,7 @@ class Node:
         self.fuse: int | None = None  # messages of commits left to send before the crash
         self.report = registry.Report()
         self.needed: list[str] = []
-        self.missing = Missing()
+        self.missing = MissingLinks()
         cluster.network.endpoints[self.name] = self
         cluster.network.homes[self.name] = process.host
         self.client = cluster.new_client(self)

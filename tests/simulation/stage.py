@@ -18,7 +18,7 @@ from planaria.node.ports import Learned
 from planaria.node.stage.lesson import boundary_tensor
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state.boundary import Fetched
-from planaria.node.state.relearn import Piece, PieceResult
+from planaria.node.state.relearn import PairSlice, PairSliceResult
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.twin import Twin
 from planaria.node.transaction.attempt import Done, Visit
@@ -306,7 +306,7 @@ class Lesson:
         self._error = 1.0
         self.made = 0  # updates that are not in the stage's weights
 
-    def start(self, piece: Piece, with_start: bool) -> list[torch.Tensor]:
+    def start(self, piece: PairSlice, with_start: bool) -> list[torch.Tensor]:
         x = self._fetched.inputs[piece.pair][piece.first : piece.end].float()
         return [x, x] if with_start else [x]
 
@@ -318,14 +318,14 @@ class Lesson:
         return gradient
 
     def end(
-        self, piece: Piece, given: list[torch.Tensor], norm: float | None, lr: float | None
-    ) -> PieceResult:
+        self, piece: PairSlice, given: list[torch.Tensor], norm: float | None, lr: float | None
+    ) -> PairSliceResult:
         output = self._fetched.outputs[piece.pair][piece.first : piece.end].float()
         assert given[0].shape == output.shape
         if lr is None:
-            return PieceResult([], 1.0, self._error)
+            return PairSliceResult([], 1.0, self._error)
         self._update()
-        return PieceResult([output], 1.0, None)
+        return PairSliceResult([output], 1.0, None)
 
     def finish(self, undo: bool) -> None:
         if not undo:

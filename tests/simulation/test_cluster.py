@@ -13,8 +13,8 @@ from planaria.node.state.copies import Holder, _Arriving
 from planaria.node.transaction import averaging
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import NEVER, Adopt, Ballot, Effect, Send
+from planaria.node.transaction.error_feedback import ErrorFeedback
 from planaria.node.transaction.gathering import QUERY_AGAIN, Gathering
-from planaria.node.transaction.held_back import HeldBack
 from planaria.node.transaction.member import MemberPhase, MemberSide
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
@@ -225,7 +225,7 @@ def test_a_commit_that_comes_after_a_newer_driver_has_asked_has_no_effect() -> N
         run(seed, kind=Superseded)
 
 
-class Forgiving(HeldBack):
+class Forgiving(ErrorFeedback):
     """What an attempt leaves out stays, though nobody commits it."""
 
     def begin(self, ballot: Ballot, gradient: torch.Tensor) -> torch.Tensor:
@@ -253,7 +253,7 @@ def test_in_rows_what_is_held_back_is_what_the_sums_lack_whoever_is_lost() -> No
 def test_what_an_attempt_that_is_given_up_holds_back_is_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(averaging, "HeldBack", Forgiving)
+    monkeypatch.setattr(averaging, "ErrorFeedback", Forgiving)
     with pytest.raises(ScenarioError, match="I1: the replicas of stage"):
         for seed in range(40):
             run(seed, kind=HoldingBack)

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from planaria.node.agent import Agent
-from planaria.node.transaction import noting
+from planaria.node.transaction import record_replication
 from planaria.node.transaction.attempting import Vote
 from planaria.node.transaction.driver import Driver
 from simulation.cluster import Trap
@@ -66,7 +66,7 @@ def few_are_told() -> ExitStack:
     """What becomes of microbatches: one of each stage is, as in a swarm of a thousand."""
     patches = ExitStack()
     for name in ("LEDGERS", "MEMORIES"):
-        patches.enter_context(patch.object(noting, name, 1))
+        patches.enter_context(patch.object(record_replication, name, 1))
     return patches
 
 
@@ -97,7 +97,7 @@ class Bereft(InRows):
             return
         self.cluster.counts["bereaved"] += 1
         there = [node for node in self._some() if 1 in node.stages]
-        for node in there[: noting.OF_A_STAGE]:
+        for node in there[: record_replication.OF_A_STAGE]:
             self.cluster.network.latency[driver.process.host, node.process.host] = 9.0
         self.world.after(0.5, self._strike, self._crash_stage_0)
         self.world.after(4.0, self.cluster.network.latency.clear)
@@ -114,7 +114,7 @@ def test_a_commit_of_which_those_hear_who_keep_no_records_has_them_all_the_same(
 
 def test_records_that_are_told_with_the_commit_are_told_too_late() -> None:
     nobody = property(lambda driver: frozenset(), lambda driver, keepers: None)
-    late = patch.object(Driver, "keepers", nobody, create=True)
+    late = patch.object(Driver, "record_holders", nobody, create=True)
     with late, pytest.raises(ScenarioError, match="I7: no ledger has"):
         for seed in (*BEREFT, *range(40)):
             run(seed, policy="redundant", kind=Bereft)

@@ -9,9 +9,9 @@ import pytest
 
 from planaria.bootstrap import membership
 from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.accusations import Accusations
 from planaria.bootstrap.neighbours import row_of, rows
 from planaria.bootstrap.views import sign
-from planaria.bootstrap.words import Words
 from planaria.node.transaction import member
 from planaria.node.transaction.comparing import Comparing
 from planaria.node.transaction.driver import Driver
@@ -163,7 +163,7 @@ def test_a_driver_that_accuses_others_evicts_nobody() -> None:
 def test_a_registry_that_believes_the_driver_alone_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Words, "_heirs", lambda *_: [])
+    monkeypatch.setattr(Accusations, "_heirs", lambda *_: [])
     with pytest.raises(ScenarioError, match=r"I6: .* evicted: .* so I say, says "):
         for seed in range(10):
             run(seed, kind=Accusing)

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import pytest
 
+from planaria.node.transaction.relearning_progress import RelearningProgress
 from planaria.node.transaction.rules import TransactionRules
-from planaria.node.transaction.tally import Tally
 from planaria.recovery.decide import Policy
 from simulation.cluster import Host, Trap
 from simulation.node import Node
@@ -104,7 +104,7 @@ def test_what_a_stage_relearns_while_it_trains_enters_with_commits(happens: str)
 
 def test_updates_after_the_vote_are_caught() -> None:
     with (
-        patch.object(Tally, "offer", lambda tally: tally.made),
+        patch.object(RelearningProgress, "offer", lambda tally: tally.made),
         pytest.raises(ScenarioError, match="and has made"),
     ):
         for seed in (18, *range(0, 18, 2)):

@@ -250,7 +250,7 @@ async def test_a_joiner_that_cannot_keep_up_is_waited_for(corpus, tmp_path, monk
         await swarm.until(lambda: swarm.committed() >= 3)
         await swarm.kill(1, 1)
         await swarm.until(lambda: swarm.committed() >= 6)
-        monkeypatch.setattr("planaria.node.state.feeding.Gradients.put", lambda *_: False)
+        monkeypatch.setattr("planaria.node.state.feeding.ReducedGradients.put", lambda *_: False)
         swarm.start(1, 1)
         here = swarm.committed()
         await swarm.until(lambda: all_running(swarm, here))

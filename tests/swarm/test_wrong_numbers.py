@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from planaria.node.run_file import override
-from planaria.node.transaction import joining, standing_out
+from planaria.node.transaction import gradient_outliers, joining
 from planaria.node.transaction.effects import Effect
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
@@ -252,7 +252,7 @@ def scaled(frame: Frame) -> Frame:
 async def test_who_computes_wrongly_is_found_by_spot_checks_and_the_ledger_names_its_work(
     corpus, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(standing_out, "STEPS", 15)
+    monkeypatch.setattr(gradient_outliers, "STEPS", 15)
     threes = small(replicas=3, steps=1000, training__batch=4, trust__spot_check=0.5)
     async with LocalSwarm(threes, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)
@@ -279,7 +279,7 @@ def too_long(frame: Frame) -> Frame:
 async def test_whose_gradients_stand_out_is_named_and_taken_out_if_the_run_says_so(
     corpus, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(standing_out, "STEPS", 15)
+    monkeypatch.setattr(gradient_outliers, "STEPS", 15)
     threes = small(1, replicas=3, steps=10_000, training__batch=6, trust__gradients="exclude")
     async with LocalSwarm(threes, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import uvloop
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from planaria.bootstrap.authority import Authority, Pair, Request, Role, Who
+from planaria.bootstrap.authority import Authority, CertifiedKey, Request, Role, Who
 from planaria.bootstrap.credentials import PLAIN, Certified, Credentials
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import Cause
@@ -59,11 +59,11 @@ class _End:
     def on_link_lost(self, _: str, __: str, ___: list[Frame], ____: Cause) -> None: ...
 
 
-def _credentials(pair: Pair | None) -> Credentials:
+def _credentials(pair: CertifiedKey | None) -> Credentials:
     return PLAIN if pair is None else Credentials.of(Certified(pair))
 
 
-def _answer(home: ProcessHome | None, pair: Pair | None, pipe: Connection) -> None:
+def _answer(home: ProcessHome | None, pair: CertifiedKey | None, pipe: Connection) -> None:
     async def answer() -> None:
         end = _End("b", _credentials(pair))
         host = "127.0.0.1" if home is None else home.host
@@ -78,7 +78,9 @@ def _answer(home: ProcessHome | None, pair: Pair | None, pipe: Connection) -> No
     uvloop.run(answer())
 
 
-def _dial(home: ProcessHome | None, pair: Pair | None, address: str, pipe: Connection) -> None:
+def _dial(
+    home: ProcessHome | None, pair: CertifiedKey | None, address: str, pipe: Connection
+) -> None:
     """Tells the seconds of a TCP connection, and of each handshake."""
 
     async def dial() -> tuple[float, list[float]]:
@@ -119,7 +121,7 @@ def _hear(pipe: Connection) -> Any:
 
 
 @contextmanager
-def answering(home: ProcessHome | None, pair: Pair | None) -> Iterator[str]:
+def answering(home: ProcessHome | None, pair: CertifiedKey | None) -> Iterator[str]:
     """A process that takes links; where."""
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
@@ -133,7 +135,7 @@ def answering(home: ProcessHome | None, pair: Pair | None) -> Iterator[str]:
         process.join()
 
 
-def handshakes(home: ProcessHome | None, pair: Pair | None, address: str) -> Took:
+def handshakes(home: ProcessHome | None, pair: CertifiedKey | None, address: str) -> Took:
     """With who answers there."""
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
@@ -146,7 +148,7 @@ def handshakes(home: ProcessHome | None, pair: Pair | None, address: str) -> Too
         process.join()
 
 
-def certified() -> tuple[Pair, Pair]:
+def certified() -> tuple[CertifiedKey, CertifiedKey]:
     """Of both ends, by one authority."""
     now = time.time()
     authority = Authority.make(now)
@@ -154,7 +156,7 @@ def certified() -> tuple[Pair, Pair]:
     for node in "ab":
         request, who = Request.of(KEYS[node]), Who(Role.NODE, KEYS[node].instance)
         certificate = authority.issue(request.request, who, now)
-        pairs.append(Pair(request.key, certificate, authority.certificate))
+        pairs.append(CertifiedKey(request.key, certificate, authority.certificate))
     return pairs[0], pairs[1]
 
 

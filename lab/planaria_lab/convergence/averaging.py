@@ -17,7 +17,7 @@ from planaria.node.run_file import WireSection
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.transaction.averaging import Coding, Reduction
 from planaria.node.transaction.effects import Ballot
-from planaria.node.transaction.held_back import HeldBack
+from planaria.node.transaction.error_feedback import ErrorFeedback
 from planaria.node.wire import tensors
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.lowrank import Shape
@@ -47,7 +47,7 @@ class Replicas:
         self._rows = [
             [torch.zeros_like(stage.optimizer.gradient) for stage in stages] for _ in self.names
         ]
-        self._held_back = [[HeldBack() for _ in stages] for _ in self.names]
+        self._held_back = [[ErrorFeedback() for _ in stages] for _ in self.names]
 
     def state(self) -> tuple[int, list[list[torch.Tensor | None]]]:
         """What `put` takes."""
@@ -100,7 +100,7 @@ class Replicas:
         ballot: Ballot,
         coding: Coding,
         rows: Sequence[torch.Tensor],
-        held_back: Sequence[HeldBack],
+        held_back: Sequence[ErrorFeedback],
         microbatches: int,
     ) -> None:
         count = len(rows)

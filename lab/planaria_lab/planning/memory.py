@@ -20,7 +20,7 @@ from planaria.node.stage.activations import saved, working
 from planaria.node.stage.crossing import crossing_bytes, kept_bytes
 from planaria.node.state.twin import next_stage
 from planaria.node.transaction.averaging import feeds_back
-from planaria.node.transaction.filling import most_out
+from planaria.node.transaction.in_flight_window import most_out
 from planaria.recovery.snapshot import Layout, held_at, sent_as
 from planaria_lab.simulator.swarm import (
     STATE,

@@ -16,7 +16,7 @@ from typing import Final
 
 from planaria.node.model.shape import model_config
 from planaria.node.run_file import RunFile, override
-from planaria.node.transaction.filling import MOST
+from planaria.node.transaction.in_flight_window import MOST
 from planaria.recovery.decide import Policy
 from planaria_lab.emulation.links import Network
 from planaria_lab.planning.estimate import (

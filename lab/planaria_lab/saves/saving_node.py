@@ -53,7 +53,7 @@ def arm(
             yield
         waited += time.perf_counter() - began
 
-    def handed_over(writer: saves.Writer, taken: saves.Taken, state: StageState) -> bool:
+    def handed_over(writer: saves.Writer, taken: saves.PendingSave, state: StageState) -> bool:
         nonlocal waited
         began, waited = time.perf_counter(), 0.0
         if blocking:

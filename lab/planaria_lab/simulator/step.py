@@ -22,7 +22,7 @@ from planaria.node.model.shape import named_shapes
 from planaria.node.ports import Priority
 from planaria.node.state.copies import FRAME, OUTSTANDING
 from planaria.node.transaction.averaging import PIECE, gradient_bytes, parts
-from planaria.node.transaction.filling import Filling
+from planaria.node.transaction.in_flight_window import InFlightWindow
 from planaria.node.transaction.routing import Route, plan
 from planaria.node.wire.chunks import BACKGROUND
 from planaria.node.wire.frames import KINDS
@@ -218,7 +218,7 @@ def averaging_pieces(swarm: Swarm, stage: int, replicas: int) -> tuple[int, int]
 
 class _Node:
     def __init__(
-        self, name: str, group: Group, thread: Worker, loop: Worker, filling: Filling
+        self, name: str, group: Group, thread: Worker, loop: Worker, filling: InFlightWindow
     ) -> None:
         self.name, self.stage, self.site = name, group.stage, group.site
         self.seconds: Seconds = group.seconds
@@ -391,7 +391,7 @@ class _Training:
                 group,
                 Worker(self.clock, cores, cast.occupied[group.stage]),
                 Worker(self.clock, cores),
-                Filling(swarm.run.training.in_flight, swarm.config.stages),
+                InFlightWindow(swarm.run.training.in_flight, swarm.config.stages),
             )
             for name, group in cast.nodes.items()
         }

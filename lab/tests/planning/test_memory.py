@@ -24,9 +24,9 @@ from planaria.node.model.shape import ModelConfig, model_config
 from planaria.node.run_file import RunFile, loads, override
 from planaria.node.stage.lesson import StageLesson
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.state.boundary import Fetched, Pair
+from planaria.node.state.boundary import BoundaryPair, Fetched
 from planaria.node.state.feeding import gradient_frame
-from planaria.node.state.relearn import Piece
+from planaria.node.state.relearn import PairSlice
 from planaria.node.transaction.attempt import Workplace
 from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import tensors
@@ -175,14 +175,14 @@ def test_a_lesson_takes_what_torch_allocates(stage: int) -> None:
     module = build_stage(config, stage, seed=0)
     assert isinstance(module, BodyStage)
     optimizer = StageOptimizer(module, torch.device("cpu"))
-    pair = Pair(1, 0, (stage,))
+    pair = BoundaryPair(1, 0, (stage,))
     shape = (1, 16, 256)
     crossed = {pair: torch.randn(shape, dtype=torch.bfloat16)}
     fetched = Fetched(shape, crossed, {pair: torch.randn(shape, dtype=torch.bfloat16)})
 
     def learn() -> None:
         lesson = StageLesson(module, optimizer, fetched, {stage}, bf16=False)
-        piece = Piece(pair, 0, 1)
+        piece = PairSlice(pair, 0, 1)
         lesson.end(piece, lesson.start(piece, with_start=True), None, 0.01)
 
     expected = at_a_loss(run, config, stage)["relearning"].device

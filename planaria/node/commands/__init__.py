@@ -1,8 +1,7 @@
 """The subcommands of `planaria`, which `cli.py` names and orders: one module for each group.
 
 - `up.py`: trains on this machine alone
-- `machines.py`: `bootstrap` (its work is in `bootstrapping.py`), `node` and `doctor`, with the
-  options of `node_options.py`
+- `machines.py`: `bootstrap` (its work is in `bootstrapping.py`), `node` and `doctor`
 - `looking.py`: shows a run that is under way; `operating.py`: what its operator does
 - `saves.py`: what to do with the saves that a run left
 - `data.py`, `models.py`: what goes in and what comes out

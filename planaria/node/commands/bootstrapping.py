@@ -17,13 +17,13 @@ from planaria.bootstrap.authority import Role
 from planaria.bootstrap.credentials import Certified, Credentials
 from planaria.bootstrap.etcd import Etcd, EtcdPlace
 from planaria.bootstrap.journal import Journal, read_view
+from planaria.bootstrap.leader_election import GRACE, ending_with, lead_in_turn
 from planaria.bootstrap.membership import MembershipRules
-from planaria.bootstrap.service import Kept, RegistryServer, serve
+from planaria.bootstrap.service import RegistryServer, ViewStore, serve
 from planaria.bootstrap.store import Store
-from planaria.bootstrap.turns import GRACE, ending_with, take_turns
 from planaria.node.commands.registry import run_on_loop
 from planaria.node.commands.terminal import console
-from planaria.node.page.place import Place
+from planaria.node.page.place import PageAddress
 from planaria.node.run_file import loads
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Bootstrapping:
     credentials: Credentials
     enrol: Address | None  # None: beside `listen`
     others: Sequence[Address]
-    page: Place | None
+    page: PageAddress | None
 
     def alone(self) -> None:
         """Serves with a journal, or none, until this process is told to stop."""
@@ -87,7 +87,7 @@ class Bootstrapping:
             await patient._serve(leading, certified, shared, stop, partial(ending_with, term))
 
         place = str(self.listen), credentials, self.options.insecure, self.options.address_file
-        run_on_loop(take_turns(shared, lead, *place))
+        run_on_loop(lead_in_turn(shared, lead, *place))
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Bootstrapping:
         self,
         admission: Admission,
         certified: Certified | None,
-        kept: Kept | None,
+        kept: ViewStore | None,
         stop: asyncio.Event | None = None,
         *parts: Part,
     ) -> Coroutine[object, object, None]:
@@ -144,7 +144,7 @@ class Bootstrapping:
         return Admitting(*named).serving()
 
     def _page_beside(
-        self, place: Place, registry: RegistryServer
+        self, place: PageAddress, registry: RegistryServer
     ) -> AbstractAsyncContextManager[None]:
         from planaria.node.page.serving import page_beside
 

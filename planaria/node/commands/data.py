@@ -15,7 +15,7 @@ from planaria.node.data.options import PrepareOptions
 from planaria.node.launch.options import flattened
 
 if TYPE_CHECKING:
-    from planaria.node.data.corpus import Corpus, Source
+    from planaria.node.data.corpus import Corpus, CorpusSource
 
 data_app = typer.Typer(no_args_is_help=True, help="Prepare data for training, and look at it.")
 
@@ -208,7 +208,7 @@ def _print_corpus(corpus: Corpus) -> None:
     console.print(f"content:   {corpus.content}", highlight=False)
 
 
-def _read_and_left_out(source: Source) -> str:
+def _read_and_left_out(source: CorpusSource) -> str:
     read = f"files read: {source.files:,}, rows: {source.rows:,}, bytes: {source.bytes:,}"
     left_out = ", ".join(
         f"{what}: {number:,}" + (f" ({size:,} bytes)" if size else "")
@@ -217,7 +217,7 @@ def _read_and_left_out(source: Source) -> str:
     return f"{read}; left out: {left_out or 'nothing'}"
 
 
-def _longer(source: Source) -> str:
+def _longer(source: CorpusSource) -> str:
     if source.context is None:
         return (
             "no file of the tokenizer says how many tokens a model looks at: conversations that "

@@ -25,8 +25,8 @@ from planaria.node.launch.options import (
 if TYPE_CHECKING:
     from planaria.bootstrap.client import RegistryClient
     from planaria.bootstrap.credentials import Credentials
-    from planaria.node.page.place import Place
-    from planaria.node.wire.asking import Converse
+    from planaria.node.page.place import PageAddress
+    from planaria.node.wire.observer_client import Converse
 
 
 @flattened
@@ -68,7 +68,7 @@ def logs_command(
     """Show the last lines of a node's log."""
     from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.report.logs import LogsError, logs
-    from planaria.node.wire.asking import over_streams
+    from planaria.node.wire.observer_client import over_streams
 
     with refusing(CredentialsError, LogsError, ValueError):
         credentials = credentials_for(join, security)
@@ -152,7 +152,7 @@ def page_command(
             _follow(join, place, credentials_for(join, security))
 
 
-def _replay(folder: Path, place: Place, price: float | None) -> None:
+def _replay(folder: Path, place: PageAddress, price: float | None) -> None:
     import asyncio
 
     from planaria.node.page.replay import ReplayError, replay_of
@@ -170,7 +170,7 @@ def _replay(folder: Path, place: Place, price: float | None) -> None:
         asyncio.run(until_interrupted())
 
 
-def _follow(join: str, place: Place, credentials: Credentials) -> None:
+def _follow(join: str, place: PageAddress, credentials: Credentials) -> None:
     from planaria.node.page.app import UnheardError
     from planaria.node.page.serving import show_living
 

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from planaria.node.commands.node_options import Addresses, DoctorOptions, NodeOptions
 from planaria.node.commands.registry import check_there, credentials_for, run_on_loop
 from planaria.node.commands.terminal import console, errors, refuse, refusing, warn
+from planaria.node.launch.node_options import Addresses, DoctorOptions, NodeOptions
 from planaria.node.launch.options import (
     FILES,
     LOOPBACK,
@@ -43,7 +43,7 @@ def node_command(options: NodeOptions) -> None:
     import socket
 
     from planaria.bootstrap.address import Address
-    from planaria.bootstrap.knock import Answer
+    from planaria.bootstrap.reachability import Reachability
     from planaria.node.launch.begin import NodeError, check_reachable
     from planaria.node.launch.enrolled import invitation_of
     from planaria.node.launch.supervisor import TRY_AGAIN, is_watched, one_each, supervise
@@ -59,7 +59,7 @@ def node_command(options: NodeOptions) -> None:
         nodes = one_each(options.device.split(","), listen, advertise, options.saves, metrics)
     watched = is_watched()
     if not watched:
-        check_there(addresses.registries, [Answer.UNKNOWN], TRY_AGAIN)
+        check_there(addresses.registries, [Reachability.UNKNOWN], TRY_AGAIN)
     with refusing(NodeError, ValueError):
         check_reachable(addresses)
     again = options.restart == "always"
@@ -303,14 +303,14 @@ def doctor_command(options: DoctorOptions) -> None:
     status is 0 if all is well, 1 after a warning, 2 after a problem."""
     from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.launch.advertised import forwarded
-    from planaria.node.launch.diagnosis import Verdict, findings, lines, worst
-    from planaria.node.launch.doctor import Asked, examine
+    from planaria.node.launch.diagnosis import Outcome, findings, lines, worst
+    from planaria.node.launch.doctor import Examined, examine
 
     with refusing(CredentialsError, ValueError):
         addresses = Addresses.of(options)
         if options.advertise is None and (rented := forwarded(addresses.listen, os.environ)):
             addresses = addresses._replace(advertise=rented.address)
-        asked = Asked(options, addresses, credentials_for(options.join, options.security))
+        asked = Examined(options, addresses, credentials_for(options.join, options.security))
         with errors.status("looking, for 15 seconds at most"):
             found = findings(
                 run_on_loop(examine(asked, version("planaria"), time.monotonic() - BEGAN))
@@ -319,5 +319,5 @@ def doctor_command(options: DoctorOptions) -> None:
     for about, verdict, said in lines(found):
         text = f"[{colours[verdict]}]{verdict:<8}[/] [bold]{about:<10}[/] {escape(said)}"
         console.print(text, soft_wrap=True, highlight=False, emoji=False)
-    if (status := worst(found)) is not Verdict.OK:
+    if (status := worst(found)) is not Outcome.OK:
         raise typer.Exit(int(status))

@@ -14,7 +14,7 @@ from planaria.node.launch.options import Security
 if TYPE_CHECKING:
     from planaria.bootstrap.client import RegistryClient
     from planaria.bootstrap.credentials import Credentials
-    from planaria.bootstrap.knock import Answer
+    from planaria.bootstrap.reachability import Reachability
 
 T = TypeVar("T")
 
@@ -47,23 +47,23 @@ def credentials_for(join: str, security: Security, role: str | None = None) -> C
 
 def check_registry(join: str) -> None:
     """Ends at once where there is no registry to ask."""
-    from planaria.bootstrap.knock import Answer
+    from planaria.bootstrap.reachability import Reachability
     from planaria.node.launch.enrolled import addresses_of
 
     with refusing(ValueError):
         addresses = addresses_of(join)
-    check_there(addresses, [Answer.UNKNOWN, Answer.REFUSED], 1)
+    check_there(addresses, [Reachability.UNKNOWN, Reachability.REFUSED], 1)
 
 
-def check_there(addresses: Sequence[str], final: Sequence[Answer], status: int) -> None:
+def check_there(addresses: Sequence[str], final: Sequence[Reachability], status: int) -> None:
     """Ends with that status where all that the addresses say is final, else says what they do."""
     import asyncio
     import os
 
-    from planaria.bootstrap.knock import NO_PROXY, NOBODY, dead_end, knock_at_all, proxies
+    from planaria.bootstrap.reachability import NO_PROXY, NOBODY, dead_end, probe_all, proxies
 
     with refusing(ValueError):
-        answers = asyncio.run(knock_at_all(addresses, KNOCK))
+        answers = asyncio.run(probe_all(addresses, KNOCK))
     proxy = f". {said}: {NO_PROXY}" if (said := proxies(os.environ)) else ""
     if why := dead_end(answers, final):
         refuse(f"{why}{proxy}")

@@ -83,7 +83,7 @@ class Split(BaseModel):
         return sum(shard.tokens for shard in self.shards)
 
 
-class Source(BaseModel):
+class CorpusSource(BaseModel):
     """What prepared data was made of."""
 
     key: str = ""  # the same for the same recipe and files; empty: nothing says that
@@ -106,7 +106,7 @@ class Index(BaseModel):
     tokenizer: str
     splits: dict[str, Split]
     content: str = ""
-    source: Source | None = None  # training doesn't depend on it
+    source: CorpusSource | None = None  # training doesn't depend on it
 
     def content_hash(self) -> str:
         """A hash of what training depends on: tokens, masks and vocabulary."""

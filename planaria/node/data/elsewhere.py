@@ -49,7 +49,7 @@ PATIENCE: Final = 60.0
 LONGEST_INDEX: Final = 256 << 20  # bytes; of a tokenizer, too
 
 
-class Place:
+class RemoteFolder:
     """A folder elsewhere, by its URL. Any thread may read there."""
 
     def __init__(self, url: str) -> None:
@@ -133,7 +133,7 @@ class ShardElsewhere:
 
     def __init__(
         self,
-        place: Place,
+        place: RemoteFolder,
         folder: Path,
         shard: TokenShard,
         dtype: str,
@@ -252,7 +252,7 @@ def shards_of(folder: Path) -> Callable[[TokenShard, str, int], ShardElsewhere]:
         url = json.loads(file.read_text(encoding="utf-8"))["place"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorpusError(f"{file} is damaged ({error}): remove {folder}, and try again") from error
-    place, cache = Place(str(url)), Blocks()
+    place, cache = RemoteFolder(str(url)), Blocks()
 
     def shard(one: TokenShard, dtype: str, vocabulary: int) -> ShardElsewhere:
         return ShardElsewhere(place, folder, one, dtype, vocabulary, cache)
@@ -264,7 +264,7 @@ def stand_in(url: str, folder: Path) -> Index:
     """Makes `folder` stand for the prepared data at `url`, as it is now. Raises CorpusError."""
     if folder.exists() and not is_stand_in(folder) and any(folder.iterdir()):
         raise CorpusError(f"{folder} is there already, and stands for nothing: choose another one")
-    place = Place(url)
+    place = RemoteFolder(url)
     names = ["index.json", TOKENIZER, *(name for name in (CONFIG, TEMPLATE) if place.has(name))]
     contents = {name: place.file(name) for name in names}
     try:

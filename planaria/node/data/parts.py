@@ -65,7 +65,7 @@ class Document(NamedTuple):
     open_end: bool = False  # the end token that is put behind it is scored, too
 
 
-class Vocabulary(NamedTuple):
+class TokenCoding(NamedTuple):
     """Of a tokenizer: how its tokens are written."""
 
     size: int
@@ -84,7 +84,7 @@ class Tokenizing:
 
     recipe: Recipe
     tokenizer: Path
-    vocabulary: Vocabulary
+    vocabulary: TokenCoding
     template: Template | None
     folder: Path  # has the parts, each in a folder of its own
 
@@ -219,7 +219,7 @@ def held_out_rank(ordinal: int, text: str) -> float:
     return xxhash.xxh3_64_intdigest(text.encode(), seed=ordinal) / 2**64
 
 
-def vocabulary_of(tokenizer: Path, recipe: Recipe) -> Vocabulary:
+def vocabulary_of(tokenizer: Path, recipe: Recipe) -> TokenCoding:
     """Raises CorpusError."""
     library, folder = load_tokenizer(tokenizer), tokenizer.absolute().parent
     begin, end = bounds_of(library, folder, recipe.bos, recipe.end_token)
@@ -229,7 +229,7 @@ def vocabulary_of(tokenizer: Path, recipe: Recipe) -> Vocabulary:
             f"{special_tokens_in(library)}"
         )
     size = max(library.get_vocab().values()) + 1
-    return Vocabulary(size, begin, end, str(library.id_to_token(end)))
+    return TokenCoding(size, begin, end, str(library.id_to_token(end)))
 
 
 def rendered(

@@ -30,9 +30,9 @@ from planaria.node.data.corpus import (
     VALIDATION,
     Corpus,
     CorpusError,
+    CorpusSource,
     Index,
     RowError,
-    Source,
     Split,
     file_checksum,
     read_index,
@@ -160,14 +160,14 @@ def _workshop(out: Path) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _source(key: str, recipe: Recipe, listing: Listing, parts: Parts) -> Source:
+def _source(key: str, recipe: Recipe, listing: Listing, parts: Parts) -> CorpusSource:
     longer = sum(part.longer for _, part in parts)
     cut = longer if recipe.longer == "cut" else 0
     rows = {
         "bad rows": sum(part.bad for _, part in parts),
         f"conversations of more than {recipe.context} tokens": longer - cut,
     }
-    return Source(
+    return CorpusSource(
         key=key,
         files=len(listing.files),
         bytes=sum(map(size, listing.files)),
@@ -223,7 +223,7 @@ def _held_out_below(validation: float, parts: Sequence[Part]) -> float:
     return math.nextafter(ranks[wanted - 1], 1.0)
 
 
-def _laid_out(tokenizing: Tokenizing, parts: Parts, whole: Path, source: Source) -> Index:
+def _laid_out(tokenizing: Tokenizing, parts: Parts, whole: Path, source: CorpusSource) -> Index:
     """All that prepared data is, in the folder `whole`. Raises CorpusError, OSError."""
     vocabulary, template = tokenizing.vocabulary, tokenizing.template
     shutil.rmtree(whole, ignore_errors=True)

@@ -43,7 +43,7 @@ PLAIN: Final[dict[str, Any]] = {
 """The tokenizer_config.json of a tokenizer that comes without one."""
 
 
-class Bounds(NamedTuple):
+class TextBounds(NamedTuple):
     """The tokens around a text."""
 
     begin: tuple[int, ...]  # before each text
@@ -52,7 +52,7 @@ class Bounds(NamedTuple):
 
 def bounds_of(
     tokenizer: Tokenizer, folder: Path, bos: Bos = "auto", end_token: str | None = None
-) -> Bounds:
+) -> TextBounds:
     """Those of a tokenizer whose files are in `folder`.
 
     `bos`: "auto" is what the post-processor puts before a text; "yes" is the bos_token where that
@@ -84,7 +84,7 @@ def bounds_of(
         [end] = behind
     else:
         end = _named(tokenizer, folder, named, "eos")
-    return Bounds(before, end)
+    return TextBounds(before, end)
 
 
 def added(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -26,8 +26,8 @@ from planaria.node.hugging_face.options import ExportOptions
 from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.ports import Priority
 from planaria.node.state.stage_state import Age
-from planaria.node.state.taken import PIN
 from planaria.node.state.transfer import WEIGHTS, StateClient
+from planaria.node.state.weight_pins import PIN
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors

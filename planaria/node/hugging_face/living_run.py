@@ -20,12 +20,12 @@ from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import Description, Member, View
 from planaria.node.hugging_face.export import ExportError
 from planaria.node.run_file import RunFile, loads
-from planaria.node.state.taken import LEASE
+from planaria.node.state.weight_pins import LEASE
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.asking import Asking, Converse, NoAnswerError, over_streams
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.naming import seat_id, seat_name
-from planaria.node.wire.onlookers import Inside, Onlookers
+from planaria.node.wire.observer_client import Converse, NoAnswerError, ObserverClient, over_streams
+from planaria.node.wire.observers import Inside, Observers
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ LOOK: Final = 0.2
 """Seconds between two looks whether a step is committed."""
 
 
-class Way(NamedTuple):
+class SeatRoute(NamedTuple):
     """To ask a seat: by this node, which is dialled there."""
 
     seat: str
@@ -45,13 +45,15 @@ class Way(NamedTuple):
     address: str
 
 
-def ways_to(stage: int, view: View) -> list[Way]:
+def ways_to(stage: int, view: View) -> list[SeatRoute]:
     """Those to try, the most direct first: seats of nodes that can be dialled, then the others,
     each by way of some that can be, neighbours of the stage before the rest."""
     dialled = [m for m in view.members if m.address and m.seats]
     there = [m for m in view.members if stage in stages_of(m)]
     direct = [
-        Way(_seat(member, stage), member.node, member.address) for member in there if member.address
+        SeatRoute(_seat(member, stage), member.node, member.address)
+        for member in there
+        if member.address
     ]
 
     def distance(member: Member) -> int:
@@ -59,7 +61,7 @@ def ways_to(stage: int, view: View) -> list[Way]:
 
     near = sorted(dialled, key=distance)[:TRIED]
     through = [
-        Way(_seat(member, stage), by.node, by.address)
+        SeatRoute(_seat(member, stage), by.node, by.address)
         for by in near
         for member in there
         if not member.address
@@ -78,7 +80,7 @@ class Access(NamedTuple):
     run: RunFile
     view: Callable[[], Awaitable[View]]  # the newest
     converse: Converse
-    ways: Callable[[int, View], list[Way]]  # to a stage
+    ways: Callable[[int, View], list[SeatRoute]]  # to a stage
 
 
 async def from_outside(
@@ -98,15 +100,15 @@ async def from_outside(
     return Access(run, view, converse, ways_to)
 
 
-def from_inside(node: str, onlookers: Onlookers, run: RunFile, view: View) -> Access:
+def from_inside(node: str, onlookers: Observers, run: RunFile, view: View) -> Access:
     """Of a member, by its own links."""
 
     async def newest() -> View:
         return view
 
-    def ways(stage: int, view: View) -> list[Way]:
+    def ways(stage: int, view: View) -> list[SeatRoute]:
         there = [member for member in view.members if stage in stages_of(member)]
-        return [Way(_seat(member, stage), node, "its own links") for member in there]
+        return [SeatRoute(_seat(member, stage), node, "its own links") for member in there]
 
     return Access(run, newest, partial(Inside, onlookers), ways)
 
@@ -126,7 +128,7 @@ class LivingRun:
             raise ExportError("the registry's run file doesn't say model.vocabulary")
         self.config = self.run.config
         self.loop = asyncio.get_running_loop()
-        self.asking = Asking(access.converse, self.answered, self.lost)
+        self.asking = ObserverClient(access.converse, self.answered, self.lost)
         self.seats: dict[int, list[str]] = {}  # by stage
         self.step, self.lineage = 0, 0  # of which it is asked; 0: whatever is there
         self._wait = wait

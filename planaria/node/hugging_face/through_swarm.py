@@ -33,10 +33,10 @@ from planaria.node.hugging_face.options import EvaluateOptions
 from planaria.node.run_file import RunFile
 from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.asking import NoAnswerError
 from planaria.node.wire.frames import Frame, WireError
 from planaria.node.wire.naming import node_of
-from planaria.node.wire.onlookers import FRAME_LIMIT
+from planaria.node.wire.observer_client import NoAnswerError
+from planaria.node.wire.observers import FRAME_LIMIT
 from planaria.node.wire.tensors import decode, encode
 
 log = logging.getLogger("planaria")

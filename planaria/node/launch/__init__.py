@@ -1,6 +1,7 @@
 """All that comes before a node joins a run.
 
 - `options.py`: options that several commands have; dataclasses as options of a command
+- `node_options.py`: the options of `planaria node` and `planaria doctor`
 - `begin.py`: checks the options of `planaria node` before torch is loaded
 - `supervisor.py`: the process that starts a node, and starts it again after a crash
 - `own_folders.py`: where a node reads and writes

@@ -16,10 +16,10 @@ from planaria.bootstrap.address import Address
 if TYPE_CHECKING:
     from planaria.bootstrap.credentials import Credentials
     from planaria.bootstrap.enrolment_pb2 import Invitation
-    from planaria.node.commands.node_options import Addresses, NodeOptions
     from planaria.node.data.mixture import Data
     from planaria.node.launch.instance import Instance
-    from planaria.node.page.place import Place
+    from planaria.node.launch.node_options import Addresses, NodeOptions
+    from planaria.node.page.place import PageAddress
     from planaria.node.report.log_stream import LastLines
     from planaria.node.run_file import DataSection, RunFile
 
@@ -43,7 +43,7 @@ class Setup:
     credentials: Credentials
     name: str = ""  # with which its identities begin
     log: LastLines | None = None  # its last lines, for others to read; None: not for others
-    metrics: Place | None = None  # where Prometheus finds its figures
+    metrics: PageAddress | None = None  # where Prometheus finds its figures
     invitation: Invitation | None = None  # by which this node comes
     instance: Instance | None = None  # None: that of its folder
 

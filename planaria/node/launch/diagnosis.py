@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from planaria.bootstrap.address import Address
-from planaria.bootstrap.knock import NO_PROXY
+from planaria.bootstrap.reachability import NO_PROXY
 from planaria.node.launch.begin import NodeError, check_module
 from planaria.node.model.shape import COMPUTED, trained_shapes
 from planaria.node.run_file import RunFile
@@ -26,7 +26,7 @@ SPARE = 2.0
 """Of a disk's free space a node's saves should take no more than one part in so many."""
 
 
-class Verdict(enum.IntEnum):
+class Outcome(enum.IntEnum):
     """The worst is the command's exit status."""
 
     OK = 0
@@ -36,16 +36,16 @@ class Verdict(enum.IntEnum):
 
 class Finding(NamedTuple):
     about: str
-    verdict: Verdict
+    verdict: Outcome
     what: str
     remedy: str = ""
 
 
-class Missing(NamedTuple):
+class UnknownFact(NamedTuple):
     """A fact that could not be had."""
 
     why: str
-    verdict: Verdict = Verdict.WARNING
+    verdict: Outcome = Outcome.WARNING
 
 
 class Clock(NamedTuple):
@@ -67,7 +67,7 @@ class Link(NamedTuple):
     down: float
 
 
-class Disk(NamedTuple):
+class DiskFacts(NamedTuple):
     folder: str
     free: int  # bytes
     unwritable: str  # why; empty: it can be written
@@ -95,20 +95,20 @@ class Facts:
 
     version: str  # of this planaria
     protocol: int  # that it speaks
-    registry_protocol: int | Missing
-    run: RunFile | Missing  # resolved
+    registry_protocol: int | UnknownFact
+    run: RunFile | UnknownFact  # resolved
     tokens_per_second: float  # of the run; 0: it doesn't train, or nobody knows
     tls: bool
     loopback: bool  # the registry is on this machine
-    clock: Clock | Missing
-    port: str | Missing  # where this machine listens; empty: a node would dial out only
+    clock: Clock | UnknownFact
+    port: str | UnknownFact  # where this machine listens; empty: a node would dial out only
     advertise: tuple[str, tuple[str, ...]] | None  # HOST:PORT, and the host's addresses
-    back: DialledBack | Missing
-    link: Link | Missing
-    saves: Disk | Missing
-    data: Data | Missing
+    back: DialledBack | UnknownFact
+    link: Link | UnknownFact
+    saves: DiskFacts | UnknownFact
+    data: Data | UnknownFact
     stage: int | None  # that was asked for
-    device: Device | Missing
+    device: Device | UnknownFact
     wanted: str  # auto, or the device that was asked for
     allow_module: str | None = None  # code of a run's architecture that may be loaded
     proxies: str = ""  # that the environment names, in words
@@ -132,61 +132,61 @@ def findings(facts: Facts) -> list[Finding]:
     ]
 
 
-def worst(found: Iterable[Finding]) -> Verdict:
-    return max((one.verdict for one in found), default=Verdict.OK)
+def worst(found: Iterable[Finding]) -> Outcome:
+    return max((one.verdict for one in found), default=Outcome.OK)
 
 
-def _unknown(about: str, fact: Missing) -> Finding:
+def _unknown(about: str, fact: UnknownFact) -> Finding:
     return Finding(about, fact.verdict, f"not found out: {fact.why}")
 
 
 def _version(facts: Facts) -> Finding:
     ours, theirs = facts.protocol, facts.registry_protocol
-    if isinstance(theirs, Missing):
-        return Finding("registry", Verdict.PROBLEM, theirs.why)
+    if isinstance(theirs, UnknownFact):
+        return Finding("registry", Outcome.PROBLEM, theirs.why)
     if ours != theirs:
         older = "this machine's" if ours < theirs else "the registry's"
         return Finding(
             "version",
-            Verdict.PROBLEM,
+            Outcome.PROBLEM,
             f"planaria {facts.version} speaks protocol {ours}, the registry protocol {theirs}",
             f"{older} planaria is the older one: install the same version on both",
         )
-    if isinstance(facts.run, Missing):
+    if isinstance(facts.run, UnknownFact):
         return Finding(
             "version",
-            Verdict.PROBLEM,
+            Outcome.PROBLEM,
             f"planaria {facts.version} can't read the registry's run file: {facts.run.why}",
             "install the same version on both",
         )
-    return Finding("version", Verdict.OK, f"planaria {facts.version}, protocol {ours} on both")
+    return Finding("version", Outcome.OK, f"planaria {facts.version}, protocol {ours} on both")
 
 
 def _clock(facts: Facts) -> Finding:
-    if isinstance(facts.clock, Missing):
+    if isinstance(facts.clock, UnknownFact):
         return _unknown("clock", facts.clock)
     ahead, rtt = facts.clock
     apart = max(0.0, abs(ahead) - rtt / 2)
     which = "ahead of" if ahead > 0 else "behind"
     what = f"{abs(ahead):.1f} s {which} the registry's, give or take {rtt / 2:.2g} s"
     if apart < CLOCKS_DIFFER:
-        return Finding("clock", Verdict.OK, what)
+        return Finding("clock", Outcome.OK, what)
     remedy = "have it set from the network: timedatectl set-ntp true, chrony or the like"
     if apart >= CERTIFICATES_FAIL and facts.tls:
-        return Finding("clock", Verdict.PROBLEM, f"{what}: certificates may not be valid", remedy)
-    return Finding("clock", Verdict.WARNING, f"{what}: logs can't be compared", remedy)
+        return Finding("clock", Outcome.PROBLEM, f"{what}: certificates may not be valid", remedy)
+    return Finding("clock", Outcome.WARNING, f"{what}: logs can't be compared", remedy)
 
 
 def _tls(facts: Facts) -> Finding:
-    if isinstance(facts.registry_protocol, Missing):
-        return _unknown("TLS", Missing("there is no registry"))
+    if isinstance(facts.registry_protocol, UnknownFact):
+        return _unknown("TLS", UnknownFact("there is no registry"))
     if facts.tls:
-        return Finding("TLS", Verdict.OK, "registry and this machine know each other")
+        return Finding("TLS", Outcome.OK, "registry and this machine know each other")
     if facts.loopback:
-        return Finding("TLS", Verdict.OK, "none, and none is needed on one machine")
+        return Finding("TLS", Outcome.OK, "none, and none is needed on one machine")
     return Finding(
         "TLS",
-        Verdict.WARNING,
+        Outcome.WARNING,
         "none: anyone on the way can read and change what is sent",
         "fine in a network that you trust, with --insecure; else give --tls-ca, --tls-cert and "
         "--tls-key to the registry and every node",
@@ -195,18 +195,18 @@ def _tls(facts: Facts) -> Finding:
 
 def _proxy(facts: Facts) -> Iterator[Finding]:
     """Of a machine that names one."""
-    if facts.proxies and not isinstance(facts.registry_protocol, Missing):
-        yield Finding("proxy", Verdict.OK, f"{facts.proxies}; the registry is reached directly")
+    if facts.proxies and not isinstance(facts.registry_protocol, UnknownFact):
+        yield Finding("proxy", Outcome.OK, f"{facts.proxies}; the registry is reached directly")
     elif facts.proxies:
-        yield Finding("proxy", Verdict.WARNING, facts.proxies, NO_PROXY)
+        yield Finding("proxy", Outcome.WARNING, facts.proxies, NO_PROXY)
 
 
 def _port(facts: Facts) -> Finding:
-    if isinstance(facts.port, Missing):
-        return Finding("port", Verdict.PROBLEM, facts.port.why)
+    if isinstance(facts.port, UnknownFact):
+        return Finding("port", Outcome.PROBLEM, facts.port.why)
     if not facts.port:
-        return Finding("port", Verdict.OK, "none is needed: this node only dials out")
-    return Finding("port", Verdict.OK, f"{facts.port} is free to listen on")
+        return Finding("port", Outcome.OK, "none is needed: this node only dials out")
+    return Finding("port", Outcome.OK, f"{facts.port} is free to listen on")
 
 
 def _reachable(facts: Facts) -> Finding:
@@ -214,24 +214,24 @@ def _reachable(facts: Facts) -> Finding:
     if facts.port == "":
         return Finding(
             about,
-            Verdict.OK,
+            Outcome.OK,
             "not asked for: what two nodes that only dial out have for each other is carried by a "
             "third",
         )
-    if isinstance(facts.port, Missing):
-        return _unknown(about, Missing("nothing can listen here"))
-    if isinstance(back, Missing):
+    if isinstance(facts.port, UnknownFact):
+        return _unknown(about, UnknownFact("nothing can listen here"))
+    if isinstance(back, UnknownFact):
         return _unknown(about, back)
     if Address(back.host, back.port).is_loopback:
         return _on_one_machine(facts.port)
     at = f"{back.host} port {back.port}"
     if back.there:
         elsewhere = _elsewhere(facts, back)
-        return elsewhere or Finding(about, Verdict.OK, f"the registry reaches this machine at {at}")
+        return elsewhere or Finding(about, Outcome.OK, f"the registry reaches this machine at {at}")
     says = "doesn't let connections through" if back.there is None else "refuses, or is another's"
     return Finding(
         about,
-        Verdict.PROBLEM,
+        Outcome.PROBLEM,
         f"the registry sees this machine as {back.host}, and {at} {says}",
         f"listen to all addresses (--listen 0.0.0.0:{back.port}), open the port in firewall and "
         "router, or forward one and name it with --advertise HOST:PORT; or dial out only: "
@@ -243,10 +243,10 @@ def _on_one_machine(listens: str) -> Finding:
     """The registry's machine is this one: what it reaches says nothing of others."""
     if Address.parse(listens).is_loopback:
         what = f"registry and node are on one machine, and so is who dials {listens}"
-        return Finding("reachable", Verdict.OK, what)
+        return Finding("reachable", Outcome.OK, what)
     return Finding(
         "reachable",
-        Verdict.WARNING,
+        Outcome.WARNING,
         f"the registry is on this machine, which doesn't say whether others reach {listens}",
         "have planaria doctor run on another machine, and open the port in the firewall",
     )
@@ -260,7 +260,7 @@ def _elsewhere(facts: Facts, back: DialledBack) -> Finding | None:
     stands_for = ", ".join(hosts) or "nothing that can be looked up here"
     return Finding(
         "reachable",
-        Verdict.WARNING,
+        Outcome.WARNING,
         f"the registry reaches this machine at {back.host}; --advertise {advertised} stands for "
         f"{stands_for}, which nobody has tried",
         f"advertise {back.host}, unless a tunnel or a proxy leads from the other one to here",
@@ -269,12 +269,12 @@ def _elsewhere(facts: Facts, back: DialledBack) -> Finding | None:
 
 def _bandwidth(facts: Facts) -> Finding:
     about = "bandwidth"
-    if isinstance(facts.link, Missing):
+    if isinstance(facts.link, UnknownFact):
         return _unknown(about, facts.link)
     rtt, up, down = facts.link
     what = f"{up:.0f} Mbit/s to the registry, {down:.0f} from it, {rtt * 1e3:.0f} ms there and back"
-    if isinstance(facts.run, Missing):
-        return _unknown(about, Missing(f"{what}; what the run needs can't be read"))
+    if isinstance(facts.run, UnknownFact):
+        return _unknown(about, UnknownFact(f"{what}; what the run needs can't be read"))
     run, config = facts.run, facts.run.model.config
     size = bytes_a_step(run)
     seconds = size * 8e-6 / min(up, down)
@@ -284,10 +284,10 @@ def _bandwidth(facts: Facts) -> Finding:
         step = run.training.batch * config.context / facts.tokens_per_second
         if seconds > step:
             what += f", and a step takes {step:.2g} s: the others would wait"
-            return Finding(about, Verdict.WARNING, what, remedy)
+            return Finding(about, Outcome.WARNING, what, remedy)
     elif seconds > SLOW_STEP:
-        return Finding(about, Verdict.WARNING, what, remedy)
-    return Finding(about, Verdict.OK, what)
+        return Finding(about, Outcome.WARNING, what, remedy)
+    return Finding(about, Outcome.OK, what)
 
 
 def bytes_a_step(run: RunFile) -> float:
@@ -304,57 +304,57 @@ def bytes_a_step(run: RunFile) -> float:
 
 def _disk(facts: Facts) -> Finding:
     about = "disk"
-    if isinstance(facts.saves, Missing):
+    if isinstance(facts.saves, UnknownFact):
         return _unknown(about, facts.saves)
     folder, free, unwritable = facts.saves
     if unwritable:
         return Finding(
             about,
-            Verdict.PROBLEM,
+            Outcome.PROBLEM,
             f"{folder} can't be written: {unwritable}",
             "let this user write there, or name another folder with --save-dir",
         )
-    if isinstance(facts.run, Missing):
-        return _unknown(about, Missing(f"{_gib(free)} are free; what saves take can't be said"))
+    if isinstance(facts.run, UnknownFact):
+        return _unknown(about, UnknownFact(f"{_gib(free)} are free; what saves take can't be said"))
     run = facts.run
     saves = run.saves.keep + run.saves.in_flight
     needed = saves * 3 * VALUE * _of_stage(facts, run.config.trained)
     what = f"{_gib(free)} free in {folder}, and {saves} saves of a stage take {_gib(needed)}"
     remedy = "free space, name another disk with --save-dir, or keep fewer (saves.keep)"
     if free < needed:
-        return Finding(about, Verdict.PROBLEM, what, remedy)
-    verdict = Verdict.OK if free >= SPARE * needed else Verdict.WARNING
+        return Finding(about, Outcome.PROBLEM, what, remedy)
+    verdict = Outcome.OK if free >= SPARE * needed else Outcome.WARNING
     return Finding(about, verdict, what, remedy if verdict else "")
 
 
 def _data(facts: Facts) -> Finding:
     about = "data"
-    if isinstance(facts.data, Missing):
+    if isinstance(facts.data, UnknownFact):
         return _unknown(about, facts.data)
     path, problem, there = facts.data
     if not problem:
-        return Finding(about, Verdict.OK, f"{path} is the run's: this node can serve stage 0")
+        return Finding(about, Outcome.OK, f"{path} is the run's: this node can serve stage 0")
     if facts.stage == 0 or there:
-        verdict = Verdict.PROBLEM if facts.stage == 0 else Verdict.WARNING
+        verdict = Outcome.PROBLEM if facts.stage == 0 else Outcome.WARNING
         return Finding(about, verdict, problem, "--data DIR|URL names the run's prepared data")
-    return Finding(about, Verdict.OK, f"none at {path}: it is needed at stage 0 only")
+    return Finding(about, Outcome.OK, f"none at {path}: it is needed at stage 0 only")
 
 
 def _code(facts: Facts) -> Iterator[Finding]:
     """Of a run whose architecture is its own."""
-    if isinstance(facts.run, Missing) or facts.run.model.module is None:
+    if isinstance(facts.run, UnknownFact) or facts.run.model.module is None:
         return
     try:
         check_module(facts.run, facts.allow_module)
     except NodeError as error:
-        yield Finding("code", Verdict.PROBLEM, str(error))
+        yield Finding("code", Outcome.PROBLEM, str(error))
     else:
-        yield Finding("code", Verdict.OK, f"{facts.allow_module} may be loaded; it was not tried")
+        yield Finding("code", Outcome.OK, f"{facts.allow_module} may be loaded; it was not tried")
 
 
 def _device(facts: Facts) -> Finding:
     about, device = "device", facts.device
-    if isinstance(device, Missing):
+    if isinstance(device, UnknownFact):
         return _unknown(about, device)
     what = f"{device.name}, PyTorch {device.torch}"
     if device.driver:
@@ -364,7 +364,7 @@ def _device(facts: Facts) -> Finding:
     if number >= device.gpus:
         return Finding(
             about,
-            Verdict.PROBLEM,
+            Outcome.PROBLEM,
             f"--device {facts.wanted}, and PyTorch {device.torch} sees {device.gpus} GPUs; "
             + (device.driver or "the system knows of no NVIDIA driver"),
             "check nvidia-smi, install a PyTorch that is built for the driver's CUDA, or use cpu",
@@ -372,27 +372,27 @@ def _device(facts: Facts) -> Finding:
     if device.driver and not on_gpu and facts.wanted == "auto":
         return Finding(
             about,
-            Verdict.WARNING,
+            Outcome.WARNING,
             f"{what}: there is a GPU, and PyTorch doesn't see it",
             "install a PyTorch that is built for this driver's CUDA",
         )
-    return Finding(about, Verdict.OK, what)
+    return Finding(about, Outcome.OK, what)
 
 
 def _memory(facts: Facts) -> Finding:
     about = "memory"
-    if isinstance(facts.device, Missing):
-        return _unknown(about, Missing("there is no device"))
-    if isinstance(facts.run, Missing):
-        return _unknown(about, Missing("the run's model isn't known"))
+    if isinstance(facts.device, UnknownFact):
+        return _unknown(about, UnknownFact("there is no device"))
+    if isinstance(facts.run, UnknownFact):
+        return _unknown(about, UnknownFact("the run's model isn't known"))
     needed = COMPUTED * _of_stage(facts, facts.run.config.stage_bytes)
     what = f"{_gib(facts.device.memory)} on {facts.device.name}, and a stage takes {_gib(needed)}"
     remedy = "use a machine with more, or have the model divided into more stages (model.stages)"
     if needed > facts.device.memory:
-        return Finding(about, Verdict.PROBLEM, what, remedy)
+        return Finding(about, Outcome.PROBLEM, what, remedy)
     if needed > facts.device.memory / 2:
-        return Finding(about, Verdict.WARNING, f"{what}: more than half of it", remedy)
-    return Finding(about, Verdict.OK, what)
+        return Finding(about, Outcome.WARNING, f"{what}: more than half of it", remedy)
+    return Finding(about, Outcome.OK, what)
 
 
 def _of_stage(facts: Facts, figures: tuple[int, int]) -> int:

@@ -27,8 +27,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
 from planaria.bootstrap.credentials import Credentials, CredentialsError, add_port
-from planaria.bootstrap.knock import NOBODY, dead_end, knock_at_all, proxies
 from planaria.bootstrap.membership import PROTOCOL
+from planaria.bootstrap.reachability import NOBODY, dead_end, probe_all, proxies
 from planaria.bootstrap.registry_pb2 import Description, ExamineRequest
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.elsewhere import folder_of
@@ -39,17 +39,17 @@ from planaria.node.launch.diagnosis import (
     Data,
     Device,
     DialledBack,
-    Disk,
+    DiskFacts,
     Facts,
     Link,
-    Missing,
-    Verdict,
+    Outcome,
+    UnknownFact,
 )
 from planaria.node.launch.own_folders import data_below, own_folder
 from planaria.node.run_file import RunFile, RunFileError, loads
 
 if TYPE_CHECKING:
-    from planaria.node.commands.node_options import Addresses, DoctorOptions
+    from planaria.node.launch.node_options import Addresses, DoctorOptions
 
 KNOCK, DESCRIBE, DIAL, MEASURE, LOOK = 3.0, 3.0, 5.5, 5.5, 5.0
 """Seconds that each may take: to connect, and then to ask about the run; after that, at the same
@@ -76,7 +76,7 @@ print(json.dumps([str(device), memory_of(device), f"{torch.__version__} for {mad
 T = TypeVar("T")
 
 
-class Asked(NamedTuple):
+class Examined(NamedTuple):
     """What `planaria doctor` looks at."""
 
     options: DoctorOptions
@@ -89,10 +89,10 @@ class Port(NamedTuple):
 
     name: str  # of the service whose health is served
     number: int
-    fact: str | Missing
+    fact: str | UnknownFact
 
 
-async def examine(asked: Asked, version: str, gone: float = 0.0) -> Facts:
+async def examine(asked: Examined, version: str, gone: float = 0.0) -> Facts:
     """All the facts, of a process that began so many seconds ago. Raises AddressError."""
     options, addresses = asked.options, asked.addresses
     seeing = _see_device(options.device)
@@ -105,22 +105,24 @@ async def examine(asked: Asked, version: str, gone: float = 0.0) -> Facts:
         async with _listening(asked) as port:
             described = await _describe(client, asked)
             run = _run_of(described)
-            if isinstance(described, Missing):
-                nobody = Missing("there is no registry to ask")
-                back: DialledBack | Missing = nobody
-                clock: Clock | Missing = nobody
-                link: Link | Missing = nobody
+            if isinstance(described, UnknownFact):
+                nobody = UnknownFact("there is no registry to ask")
+                back: DialledBack | UnknownFact = nobody
+                clock: Clock | UnknownFact = nobody
+                link: Link | UnknownFact = nobody
             else:
                 back, (clock, link) = await asyncio.gather(
                     _dial_back(client, asked, port), _measure(client)
                 )
-        data: Data | Missing = Missing("what the run trains on isn't known")
+        data: Data | UnknownFact = UnknownFact("what the run trains on isn't known")
         if isinstance(run, RunFile):
             data = await _in_time("the data", LOOK, _in_thread(_data_at, options.data or (), run))
         return Facts(
             version=version,
             protocol=PROTOCOL,
-            registry_protocol=described if isinstance(described, Missing) else described.protocol,
+            registry_protocol=described
+            if isinstance(described, UnknownFact)
+            else described.protocol,
             run=run,
             tokens_per_second=_rate(described),
             tls=asked.credentials.channel is not None,
@@ -146,12 +148,12 @@ async def examine(asked: Asked, version: str, gone: float = 0.0) -> Facts:
 
 
 async def _in_time(
-    what: str, seconds: float, work: Coroutine[object, object, T | Missing]
-) -> T | Missing:
+    what: str, seconds: float, work: Coroutine[object, object, T | UnknownFact]
+) -> T | UnknownFact:
     try:
         return await asyncio.wait_for(work, seconds)
     except TimeoutError:
-        return Missing(f"{what} has not answered in {seconds:.3g} s")
+        return UnknownFact(f"{what} has not answered in {seconds:.3g} s")
 
 
 async def _in_thread(work: Callable[..., T], *arguments: object) -> T:
@@ -175,10 +177,10 @@ async def _in_thread(work: Callable[..., T], *arguments: object) -> T:
 # -- the registry ----------------------------------------------------------------------------------
 
 
-async def _describe(client: RegistryClient, asked: Asked) -> Description | Missing:
-    answers = await knock_at_all(asked.addresses.registries, KNOCK)
+async def _describe(client: RegistryClient, asked: Examined) -> Description | UnknownFact:
+    answers = await probe_all(asked.addresses.registries, KNOCK)
     if why := dead_end(answers, NOBODY):
-        return Missing(why, Verdict.PROBLEM)
+        return UnknownFact(why, Outcome.PROBLEM)
     try:
         async with asyncio.timeout(DESCRIBE):
             await client.check_one_run(DESCRIBE / 2)
@@ -187,28 +189,28 @@ async def _describe(client: RegistryClient, asked: Asked) -> Description | Missi
         why = f"the registry has not answered in {DESCRIBE:g} s"
     except (JoinRefused, RegistryUnreachable) as error:
         why = str(error)
-    return Missing(why, Verdict.PROBLEM)
+    return UnknownFact(why, Outcome.PROBLEM)
 
 
-def _run_of(described: Description | Missing) -> RunFile | Missing:
-    if isinstance(described, Missing):
+def _run_of(described: Description | UnknownFact) -> RunFile | UnknownFact:
+    if isinstance(described, UnknownFact):
         return described
     try:
         return loads(described.run_file, "the registry's run file")
     except RunFileError as error:
-        return Missing(str(error))
+        return UnknownFact(str(error))
 
 
-def _rate(described: Description | Missing) -> float:
+def _rate(described: Description | UnknownFact) -> float:
     """Tokens per second of the run."""
-    if isinstance(described, Missing):
+    if isinstance(described, UnknownFact):
         return 0.0
     seats = [seat for one in described.members for seat in one.report.seats]
     return max((seat.tokens_per_second for seat in seats), default=0.0)
 
 
 @asynccontextmanager
-async def _listening(asked: Asked) -> AsyncIterator[Port]:
+async def _listening(asked: Examined) -> AsyncIterator[Port]:
     """Serves where a node would, under a name that nobody else has."""
     name = f"doctor-{secrets.token_hex(8)}"
     if asked.addresses.dials_only:
@@ -220,7 +222,7 @@ async def _listening(asked: Asked) -> AsyncIterator[Port]:
         listen, insecure = str(asked.addresses.listen), asked.options.insecure
         number = add_port(server, listen, asked.credentials, insecure)
     except (NodeError, CredentialsError, OSError) as error:
-        yield Port(name, 0, Missing(str(error), Verdict.PROBLEM))
+        yield Port(name, 0, UnknownFact(str(error), Outcome.PROBLEM))
         return
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
@@ -232,21 +234,25 @@ async def _listening(asked: Asked) -> AsyncIterator[Port]:
         await server.stop(None)
 
 
-async def _dial_back(client: RegistryClient, asked: Asked, port: Port) -> DialledBack | Missing:
+async def _dial_back(
+    client: RegistryClient, asked: Examined, port: Port
+) -> DialledBack | UnknownFact:
     if not port.number:
-        return Missing("nothing listens here")
+        return UnknownFact("nothing listens here")
     number = asked.addresses.advertise.port if asked.addresses.advertise else port.number
     try:
         reply = await client.examine(ExamineRequest(name=port.name, port=number), DIAL)
     except (JoinRefused, RegistryUnreachable) as error:
-        return Missing(str(error))
+        return UnknownFact(str(error))
     there = reply.there if reply.HasField("there") else None
     return DialledBack(reply.host, number, there)
 
 
-async def _measure(client: RegistryClient) -> tuple[Clock | Missing, Link | Missing]:
-    clock: Clock | Missing = Missing("the registry has not answered in time")
-    link: Link | Missing = Missing(f"{FIRST_LOAD} bytes took more than {MEASURE:g} s: too slow")
+async def _measure(client: RegistryClient) -> tuple[Clock | UnknownFact, Link | UnknownFact]:
+    clock: Clock | UnknownFact = UnknownFact("the registry has not answered in time")
+    link: Link | UnknownFact = UnknownFact(
+        f"{FIRST_LOAD} bytes took more than {MEASURE:g} s: too slow"
+    )
     try:
         async with asyncio.timeout(MEASURE):
             clock = min([await _ask_time(client) for _ in range(QUESTIONS)], key=lambda c: c.rtt)
@@ -256,7 +262,9 @@ async def _measure(client: RegistryClient) -> tuple[Clock | Missing, Link | Miss
     except TimeoutError:
         pass
     except (JoinRefused, RegistryUnreachable) as error:
-        return (clock if isinstance(clock, Clock) else Missing(str(error))), Missing(str(error))
+        return (clock if isinstance(clock, Clock) else UnknownFact(str(error))), UnknownFact(
+            str(error)
+        )
     return clock, link
 
 
@@ -280,7 +288,7 @@ async def _speed(
     return 8e-6 * size / max(took - rtt, took / 10)
 
 
-def _advertised(asked: Asked) -> tuple[str, tuple[str, ...]] | None:
+def _advertised(asked: Examined) -> tuple[str, tuple[str, ...]] | None:
     """HOST:PORT, and what its name stands for here."""
     if asked.addresses.advertise is None:
         return None
@@ -294,7 +302,7 @@ def _advertised(asked: Asked) -> tuple[str, tuple[str, ...]] | None:
 # -- this machine ----------------------------------------------------------------------------------
 
 
-def _look_at(folder: Path) -> Disk:
+def _look_at(folder: Path) -> DiskFacts:
     """Of the nearest folder that is there: nothing is made."""
     there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     unwritable = ""
@@ -303,7 +311,7 @@ def _look_at(folder: Path) -> Disk:
             pass
     except OSError as error:
         unwritable = error.strerror or str(error)
-    return Disk(str(folder), shutil.disk_usage(there).free, unwritable)
+    return DiskFacts(str(folder), shutil.disk_usage(there).free, unwritable)
 
 
 def _data_at(places: Sequence[str], run: RunFile) -> Data:
@@ -322,7 +330,7 @@ def _data_at(places: Sequence[str], run: RunFile) -> Data:
     return Data(where, problem and f"{where} {problem}", True)
 
 
-async def _see_device(wanted: str) -> Device | Missing:
+async def _see_device(wanted: str) -> Device | UnknownFact:
     seen, driver = await asyncio.gather(
         _output(sys.executable, "-c", SEE_DEVICE, wanted),
         _output(
@@ -333,7 +341,7 @@ async def _see_device(wanted: str) -> Device | Missing:
         name, memory, torch, gpus = json.loads(seen)
     except ValueError:
         why = "PyTorch can't be loaded; see what `python -c 'import torch'` says"
-        return Missing(why, Verdict.PROBLEM)
+        return UnknownFact(why, Outcome.PROBLEM)
     first, _, _ = driver.partition("\n")
     parts = [part.strip() for part in first.split(",")]
     known = f"{parts[0]}, driver {parts[1]}" if len(parts) == 3 else ""

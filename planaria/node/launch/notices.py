@@ -9,8 +9,8 @@
 - Azure: `scheduledevents` has an event of type Preempt at least 30 seconds before the end.
   learn.microsoft.com/azure/virtual-machines/linux/scheduled-events.
 
-Each cloud here knows what to ask and what the answers mean; `ask` asks, and `Watch` does so again
-and again beside an event loop.
+Each cloud here knows what to ask and what the answers mean; `ask` asks once, `NoticeWatch` polls
+beside an event loop.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Notice(NamedTuple):
         return default if self.left is None else max(LEAST, self.left - MARGIN)
 
 
-class Answer(NamedTuple):
+class MetadataAnswer(NamedTuple):
     status: int
     headers: Mapping[str, str]  # by name in small letters
     body: str
@@ -78,7 +78,7 @@ class Ask(Protocol):
 
     def __call__(
         self, method: str, path: str, headers: Mapping[str, str], timeout: float = PATIENCE
-    ) -> Answer: ...
+    ) -> MetadataAnswer: ...
 
 
 class Cloud(Protocol):
@@ -203,13 +203,13 @@ def _azure_event(event: Mapping[str, Any], now: float) -> Notice:
     return Notice(f"Azure: {event['EventType']} {when}", left)
 
 
-def _word(answer: Answer) -> str:
+def _word(answer: MetadataAnswer) -> str:
     """Empty for anything else, such as the page of a web server that happens to answer here."""
     word = answer.body.strip()
     return word if answer.status == 200 and re.fullmatch(r"[\w.+/=-]+", word) else ""
 
 
-def _body(answer: Answer, path: str) -> str:
+def _body(answer: MetadataAnswer, path: str) -> str:
     if answer.status != 200:
         raise ValueError(f"{path} is answered with status {answer.status}")
     return answer.body
@@ -237,7 +237,9 @@ def _iso(text: str) -> float:
 # --- asking
 
 
-def ask(method: str, path: str, headers: Mapping[str, str], timeout: float = PATIENCE) -> Answer:
+def ask(
+    method: str, path: str, headers: Mapping[str, str], timeout: float = PATIENCE
+) -> MetadataAnswer:
     """Of this machine's metadata service, past any proxy."""
     address = os.environ.get(ADDRESS_VARIABLE, ADDRESS)
     connection = http.client.HTTPConnection(address, timeout=timeout)
@@ -246,7 +248,7 @@ def ask(method: str, path: str, headers: Mapping[str, str], timeout: float = PAT
         answer = connection.getresponse()
         body = answer.read(MOST_BYTES).decode(errors="replace")
         found = {name.lower(): value for name, value in answer.getheaders()}
-        return Answer(answer.status, found, body)
+        return MetadataAnswer(answer.status, found, body)
     except http.client.HTTPException as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
     finally:
@@ -281,7 +283,7 @@ def find(name: str, ask: Ask) -> Cloud | None:
     return None
 
 
-class Watch:
+class NoticeWatch:
     """Looks for a notice in a thread of its own, which nobody waits for. What it hears is told on
     the event loop: `on_notice` once, `on_risk` each time that there is another one."""
 

@@ -14,7 +14,7 @@ import typer
 
 if TYPE_CHECKING:
     from planaria.bootstrap.credentials import Credentials
-    from planaria.node.page.place import Place
+    from planaria.node.page.place import PageAddress
     from planaria.node.report.log_stream import LastLines
 
 
@@ -111,16 +111,16 @@ class Security:
 
         return Credentials.load(self.ca, self.certificate, self.key, self.token)
 
-    def place(self, http: str, insecure: bool, option: str = "--http") -> Place | None:
+    def place(self, http: str, insecure: bool, option: str = "--http") -> PageAddress | None:
         """Where HTTP is served that `option` asks for; None: nowhere. Raises AddressError,
         CredentialsError, and OSError where that address isn't free."""
         from planaria.bootstrap.address import Address
-        from planaria.node.page.place import Keys, Place
+        from planaria.node.page.place import Keys, PageAddress
 
         if http == "none":
             return None
         keys = Keys(self.certificate, self.key) if self.certificate and self.key else None
-        place = Place(Address.parse(http), self.token, keys, insecure, option)
+        place = PageAddress(Address.parse(http), self.token, keys, insecure, option)
         place.check()
         return place
 

@@ -43,7 +43,7 @@ class ResumeError(Exception):
     """The run can't go on like this; the message says why and what to do."""
 
 
-class Kept(NamedTuple):
+class KeptRun(NamedTuple):
     """A run of `planaria up`, and where it keeps what it has."""
 
     run: RunFile  # resolved
@@ -133,7 +133,7 @@ def changed(run: RunFile, stages: int | None, replicas: int | None) -> RunFile:
     return resolve(override(new, recovery__checkpoint__dir=shared))
 
 
-def put_in_place(kept: Kept, slots: Sequence[str]) -> list[str]:
+def put_in_place(kept: KeptRun, slots: Sequence[str]) -> list[str]:
     """Where none of the processes that are to be in `slots`, STAGE.REPLICA, has what its stage goes
     on from, but another folder has, it is copied to one of theirs. Returns what was, in sentences.
     Raises ResumeError."""
@@ -153,7 +153,7 @@ def put_in_place(kept: Kept, slots: Sequence[str]) -> list[str]:
     return told
 
 
-def take_over(before: Kept, kept: Kept, slots: Sequence[str]) -> Resume:
+def take_over(before: KeptRun, kept: KeptRun, slots: Sequence[str]) -> Resume:
     """Makes `kept` the run of the folder, which goes on with what `before` has saved; returns with
     what. Raises ResumeError; then the folder is still that of `before`."""
     from planaria.node.state.regroup import regroup
@@ -181,13 +181,13 @@ def take_over(before: Kept, kept: Kept, slots: Sequence[str]) -> Resume:
     return at
 
 
-def _open(kept: Kept, folder: Path, stage: int) -> Saves:
+def _open(kept: KeptRun, folder: Path, stage: int) -> Saves:
     from planaria.node.state.saves import Contents, Saves
 
     return Saves(folder, kept.id, stage, ALL, Contents.of(kept.run.config, stage))
 
 
-def _homes(kept: Kept, folder: Path | None, stage: int, slots: Sequence[str]) -> list[Path]:
+def _homes(kept: KeptRun, folder: Path | None, stage: int, slots: Sequence[str]) -> list[Path]:
     """Where nodes of the stage in these slots look for files. `folder`: of the nodes' folders."""
     shared = [] if kept.checkpoints is None else [kept.checkpoints]
     own = [slot for slot in slots if stage_of(slot) == stage]

@@ -43,7 +43,7 @@ from planaria.node.local.losses import (
     stage_of,
 )
 from planaria.node.local.options import SwarmOptions
-from planaria.node.local.resume import RUN_FILE, Kept, ResumeError, put_in_place, take_over
+from planaria.node.local.resume import RUN_FILE, KeptRun, ResumeError, put_in_place, take_over
 from planaria.node.machine.cores import available_cores
 from planaria.node.machine.extras import remedy
 from planaria.node.machine.processes import (
@@ -193,8 +193,8 @@ class SwarmPlan(NamedTuple):
     options: SwarmOptions = SwarmOptions(http="none")
 
     @property
-    def kept(self) -> Kept:
-        return Kept(self.run, self.out, self.save_dir)
+    def kept(self) -> KeptRun:
+        return KeptRun(self.run, self.out, self.save_dir)
 
 
 async def up(

@@ -53,7 +53,7 @@ COMPILED: Final = "_orig_mod."
 """What `torch.compile` adds to names."""
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor is."""
 
     file: Path
@@ -72,7 +72,7 @@ class Checkpoint:
 
     folder: Path
     config: ModelConfig  # with one body stage
-    places: Mapping[str, Place]
+    places: Mapping[str, TensorPlace]
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -157,7 +157,7 @@ class Checkpoint:
             yield piece
 
 
-def _as_tied(config: ModelConfig, places: dict[str, Place], folder: Path) -> ModelConfig:
+def _as_tied(config: ModelConfig, places: dict[str, TensorPlace], folder: Path) -> ModelConfig:
     """With embedding and head as the files have them, whatever config.json says, as transformers 5
     does; of two equal ones `places` keeps the embedding. Raises OSError."""
     if not config.tied or HEAD not in places:
@@ -176,7 +176,7 @@ def _as_tied(config: ModelConfig, places: dict[str, Place], folder: Path) -> Mod
     return replace(config, tied=False)
 
 
-def _same(one: Place, other: Place) -> bool:
+def _same(one: TensorPlace, other: TensorPlace) -> bool:
     """Raises OSError."""
     import numpy as np
 
@@ -186,7 +186,7 @@ def _same(one: Place, other: Place) -> bool:
     return all(np.array_equal(a, b) for a, b in pairs)
 
 
-def _pieces(place: Place) -> Iterator[NDArray[np.float32]]:
+def _pieces(place: TensorPlace) -> Iterator[NDArray[np.float32]]:
     """Its values, end to end, CHUNK at a time. Raises OSError."""
     import numpy as np
 
@@ -241,7 +241,7 @@ def shard_names(folder: Path) -> list[str]:
     return sorted({Path(name).name for name in where.values()})
 
 
-def _header(path: Path) -> Iterator[tuple[str, Place]]:
+def _header(path: Path) -> Iterator[tuple[str, TensorPlace]]:
     """The tensors in a file of safetensors. Raises UnsupportedModelError, OSError, and NO_SENSE for
     a header that is none."""
     mend = (
@@ -270,7 +270,7 @@ def _header(path: Path) -> Iterator[tuple[str, Place]]:
         raise UnsupportedModelError(f"{path} is damaged: {damage}: {mend}")
     for name, said in tensors.items():
         first = 8 + length + int(said["data_offsets"][0])
-        yield name, Place(path, str(said["dtype"]), tuple(map(int, said["shape"])), first)
+        yield name, TensorPlace(path, str(said["dtype"]), tuple(map(int, said["shape"])), first)
 
 
 def _damage(path: Path) -> str:

@@ -21,7 +21,7 @@ class Keys(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class PageAddress:
     """Where a page is served, and to whom."""
 
     listen: Address

@@ -29,7 +29,7 @@ from planaria.node.page.app import (
 )
 from planaria.node.page.http_server import listening
 from planaria.node.page.metrics import exposition, of_registry
-from planaria.node.page.place import Place
+from planaria.node.page.place import PageAddress
 from planaria.node.page.replay import Replay
 from planaria.node.page.state import Moment, page_state
 from planaria.node.report.history import History
@@ -83,7 +83,7 @@ class Living:
         return exposition(self._registry.run, found)
 
 
-class Told:
+class RemoteRun:
     """What the page shows of a run whose registry is elsewhere: what that shows."""
 
     span = None
@@ -93,7 +93,7 @@ class Told:
         self._asking = asyncio.Lock()
 
     @classmethod
-    async def by(cls, client: RegistryClient) -> Told:
+    async def by(cls, client: RegistryClient) -> RemoteRun:
         """Raises JoinRefused, RegistryUnreachable, UnheardError."""
         return cls(client, read(await client.show()))
 
@@ -138,7 +138,7 @@ def read(content: bytes) -> dict[str, Any]:
     return state
 
 
-class Finished:
+class FinishedRun:
     """What the page shows of a folder's run."""
 
     def __init__(self, replay: Replay) -> None:
@@ -157,7 +157,7 @@ class Finished:
 
 @asynccontextmanager
 async def page_beside(
-    registry: RegistryServer, run: RunFile, place: Place, price: float | None = None
+    registry: RegistryServer, run: RunFile, place: PageAddress, price: float | None = None
 ) -> AsyncIterator[None]:
     """Serves the registry's page meanwhile; `price` of a node hour. Raises OSError, which says what
     to do about it."""
@@ -183,26 +183,28 @@ async def _counting(living: Living) -> None:
 
 
 async def show(
-    replay: Replay, place: Place, say: Callable[[str], None], end: Awaitable[object]
+    replay: Replay, place: PageAddress, say: Callable[[str], None], end: Awaitable[object]
 ) -> None:
     """Serves the page of a run that left files, until `end`; `say` is told the URL once it listens.
     Raises OSError."""
-    async with _served(partial(make_app, Finished(replay)), place) as url:
+    async with _served(partial(make_app, FinishedRun(replay)), place) as url:
         say(url)
         await end
 
 
-async def show_living(client: RegistryClient, place: Place, say: Callable[[str], None]) -> None:
+async def show_living(
+    client: RegistryClient, place: PageAddress, say: Callable[[str], None]
+) -> None:
     """Serves the page of a registry's run here, for as long as that lets `client` look. Raises
     JoinRefused, RegistryUnreachable, UnheardError, OSError."""
-    told = await Told.by(client)
+    told = await RemoteRun.by(client)
     async with _served(partial(make_app, told, figures=told.figures), place) as url:
         say(url)
         await told.keep_looking()
 
 
 @asynccontextmanager
-async def metrics_beside(place: Place, figures: Figures) -> AsyncIterator[None]:
+async def metrics_beside(place: PageAddress, figures: Figures) -> AsyncIterator[None]:
     """Serves what Prometheus asks for meanwhile. Raises OSError."""
 
     def app(over: asyncio.Event, token: str, local: bool) -> Starlette:
@@ -215,7 +217,7 @@ async def metrics_beside(place: Place, figures: Figures) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _served(
-    make: Callable[[asyncio.Event, str, bool], Starlette], place: Place
+    make: Callable[[asyncio.Event, str, bool], Starlette], place: PageAddress
 ) -> AsyncIterator[str]:
     """Gives the URL to open."""
     over = asyncio.Event()

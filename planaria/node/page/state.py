@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from planaria.bootstrap.fitting import cut_from
 from planaria.bootstrap.membership import place_of
 from planaria.bootstrap.registry_pb2 import Description, Member, MemberDescription, SeatReport
+from planaria.bootstrap.truncation import cut_from
 from planaria.node.model.learning_rate import of_run
 from planaria.node.report.events import Severity
 from planaria.node.report.history import Curve, History

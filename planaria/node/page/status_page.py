@@ -19,7 +19,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
-from planaria.bootstrap.fitting import cut_from
 from planaria.bootstrap.membership import place_of
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import (
@@ -29,6 +28,7 @@ from planaria.bootstrap.registry_pb2 import (
     Report,
     SeatReport,
 )
+from planaria.bootstrap.truncation import cut_from
 from planaria.node.report.events import Severity, figure, shown
 from planaria.node.report.live_view import (
     progress,

@@ -123,7 +123,7 @@ class Experiment(Protocol):
     def close(self) -> None: ...
 
 
-class Telling:
+class TrackedRun:
     """Tells an experiment what lines say: pure, but for that."""
 
     def __init__(self, experiment: Experiment, run: RunFile) -> None:
@@ -320,7 +320,7 @@ def keep(lines: Iterable[bytes]) -> None:
     told = iter(lines)
     opening = Opening(**json.loads(next(told)))
     experiment = KINDS[opening.kind](opening)
-    telling = Telling(experiment, loads(opening.run_file))
+    telling = TrackedRun(experiment, loads(opening.run_file))
     try:
         for line in told:
             telling.hear(json.loads(line))

@@ -45,7 +45,7 @@ RATE_OVER = 50
 """Commits that the pace is taken over."""
 
 
-class Told(NamedTuple):
+class NewsItem(NamedTuple):
     """A piece of news."""
 
     time: float  # Unix seconds
@@ -99,7 +99,7 @@ class History:
         self.steps = steps
         self.story = Story(steps)
         self.loss, self.validation = Curve(), Curve()
-        self.news: deque[Told] = deque(maxlen=MOST_NEWS)
+        self.news: deque[NewsItem] = deque(maxlen=MOST_NEWS)
         self.marks: deque[Mark] = deque(maxlen=MOST_MARKS)
         self.samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
         self.rebuilt: dict[tuple[int, str], int] = {}  # stage, method -> how often
@@ -166,7 +166,7 @@ class History:
             self.loss.add(line["step"], line["loss"])
 
     def _tell(self, time: float, news: News) -> None:
-        self.news.append(Told(time, news.severity, news.sentence[:LONGEST_SENTENCE]))
+        self.news.append(NewsItem(time, news.severity, news.sentence[:LONGEST_SENTENCE]))
 
     def look(self, nodes: int, now: float) -> None:
         """So many nodes are there, and have been since the last look."""

@@ -463,7 +463,7 @@ def audit(directory: Path) -> Audit:
         )
     header = _common_header(paths)
     compare, chain = _comparing(header), Chain()
-    wrong, steps, superseded, first, newest, there = Wrong(), 0, 0, 1, BEFORE_ALL, 0
+    wrong, steps, superseded, first, newest, there = SampleFaults(), 0, 0, 1, BEFORE_ALL, 0
     while first:
         choice = _choose(paths, lambda line: (compare(line), _link(line)), STEPS_AT_ONCE, first)
         standing = _standing(choice.steps, newest)
@@ -497,7 +497,7 @@ def _ledgers_in(directory: Path) -> list[Path]:
 def check(merged: Merged) -> Audit:
     """The audit of merged ledgers. Raises LedgerError for a header without windows."""
     compare = _comparing(merged.header)
-    wrong, chain = sum(map(compare, merged.lines), Wrong()), Chain()
+    wrong, chain = sum(map(compare, merged.lines), SampleFaults()), Chain()
     for line in merged.lines:
         chain.follow(_link(line))
     last = max((line["step"] for line in merged.lines), default=0)
@@ -506,7 +506,7 @@ def check(merged: Merged) -> Audit:
 
 def _audit(
     header: LedgerHeader,
-    wrong: Wrong,
+    wrong: SampleFaults,
     steps: int,
     superseded: int,
     last: int,
@@ -549,16 +549,16 @@ def _half_line(path: Path) -> str:
     return "" if whole else f"the last line of {path} is cut off: it is not counted"
 
 
-class _Link(NamedTuple):
+class _ChainLink(NamedTuple):
     step: int
     lineage: int
     hash: str  # empty: the line has none
     previous: str
 
 
-def _link(line: Line) -> _Link:
+def _link(line: Line) -> _ChainLink:
     hash, previous = line.get("hash", ""), line.get("previous", "")
-    return _Link(line["step"], line.get("lineage", 0), hash, previous)
+    return _ChainLink(line["step"], line.get("lineage", 0), hash, previous)
 
 
 class Chain:
@@ -566,11 +566,11 @@ class Chain:
     isn't there nothing is known."""
 
     def __init__(self) -> None:
-        self.last: _Link | None = None
+        self.last: _ChainLink | None = None
         self.chained = 0
         self.broken: list[str] = []
 
-    def follow(self, link: _Link) -> None:
+    def follow(self, link: _ChainLink) -> None:
         last, self.last = self.last, link
         if last is None or not last.hash or last.step + 1 != link.step:
             return
@@ -585,25 +585,25 @@ class Chain:
             )
 
 
-class Wrong(NamedTuple):
+class SampleFaults(NamedTuple):
     """Samples that are there again, missing, and there without belonging."""
 
     duplicates: int = 0
     missing: int = 0
     extra: int = 0
 
-    def __add__(self, other: object) -> Wrong:
-        assert isinstance(other, Wrong)
-        return Wrong(*(a + b for a, b in zip(self, other, strict=True)))
+    def __add__(self, other: object) -> SampleFaults:
+        assert isinstance(other, SampleFaults)
+        return SampleFaults(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-def _comparing(header: LedgerHeader) -> Callable[[Line], Wrong]:
+def _comparing(header: LedgerHeader) -> Callable[[Line], SampleFaults]:
     """What is wrong with a line. Raises LedgerError for a header without windows."""
     from planaria.node.data.windows import microbatch_ids, samples_hash  # with numpy
 
     windows = windows_in(header)
 
-    def compare(line: Line) -> Wrong:
+    def compare(line: Line) -> SampleFaults:
         ids, size = windows.ids(line["step"]), header["microbatch"]
         parts = [microbatch_ids(ids, number, size) for number in range(-(-len(ids) // size))]
         return _compare(line, [(len(part), samples_hash(part).hex()) for part in parts])
@@ -624,7 +624,7 @@ def windows_in(header: LedgerHeader) -> AnyWindows:
         raise LedgerError(f"the ledger's header is damaged: {error}") from error
 
 
-def _compare(line: Line, planned: Sequence[tuple[int, str]]) -> Wrong:
+def _compare(line: Line, planned: Sequence[tuple[int, str]]) -> SampleFaults:
     """Of one step, whose microbatches have so many samples, with this hash."""
     expected = dict(enumerate(planned))
     found: set[int] = set()
@@ -637,4 +637,4 @@ def _compare(line: Line, planned: Sequence[tuple[int, str]]) -> Wrong:
         else:
             found.add(number)
     missing = sum(count for number, (count, _) in expected.items() if number not in found)
-    return Wrong(duplicates, missing, extra)
+    return SampleFaults(duplicates, missing, extra)

@@ -16,9 +16,9 @@ from planaria.bootstrap.registry_pb2 import Description, Member
 from planaria.bootstrap.spelling import readable
 from planaria.node.report.log_stream import LONGEST, MOST_KEPT
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.asking import PATIENCE, Asking, Converse
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.naming import seat_id
+from planaria.node.wire.observer_client import PATIENCE, Converse, ObserverClient
 
 LOOK: Final = 1.0
 """Seconds between two looks at what is new."""
@@ -30,7 +30,7 @@ class LogsError(Exception):
     """There are no lines to show; the message says why and what to do."""
 
 
-class Way(NamedTuple):
+class NodeRoute(NamedTuple):
     """To a node: by this one, which is dialled there."""
 
     node: str
@@ -63,28 +63,28 @@ def listed(members: Sequence[Member]) -> str:
     return ", ".join(f"{member.node} ({place_of(member)})" for member in members)
 
 
-def ways_to(member: Member, members: Sequence[Member]) -> list[Way]:
+def ways_to(member: Member, members: Sequence[Member]) -> list[NodeRoute]:
     """Those to try: itself, if it can be dialled, else nodes that can be and are likely to have a
     link to it, the likeliest first."""
     if member.address:
-        return [Way(member.node, member.address)]
+        return [NodeRoute(member.node, member.address)]
 
     def distance(other: Member) -> int:
         own, theirs = stages_of(member) or [0], stages_of(other)
         return min(abs(a - b) for a in own for b in theirs)
 
     dialled = [one for one in members if one.address and one.seats]
-    return [Way(one.node, one.address) for one in sorted(dialled, key=distance)[:TRIED]]
+    return [NodeRoute(one.node, one.address) for one in sorted(dialled, key=distance)[:TRIED]]
 
 
 class Reading:
     """Of one node's log."""
 
-    def __init__(self, converse: Converse, member: Member, ways: Sequence[Way]) -> None:
+    def __init__(self, converse: Converse, member: Member, ways: Sequence[NodeRoute]) -> None:
         self._seat, self._ways = seat_id(member.node, ""), list(ways)
         self._answers: asyncio.Queue[pb.LogLines] = asyncio.Queue()
-        self._asking = Asking(converse, self._answered, self._lost)
-        self._way: Way | None = None
+        self._asking = ObserverClient(converse, self._answered, self._lost)
+        self._way: NodeRoute | None = None
         self._last = 0  # number of the newest line that was read
 
     async def lines(self, most: int) -> list[str]:

@@ -24,7 +24,7 @@ from planaria.node.run_file import RunFile
 from planaria.node.stage.initial import Beginning, NotHereError
 from planaria.node.stage.lesson import StageLesson, boundary_tensor
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.room import Room
+from planaria.node.stage.room import DeviceRoom
 from planaria.node.stage.work import TorchWork
 from planaria.node.state.boundary import Fetched
 from planaria.node.state.stage_state import StageState, StateId
@@ -59,7 +59,7 @@ class TorchStage:
         checkpoint: Checkpoint | None = None,
         own: Architecture | None = None,
         begun: bool = False,
-        room: Room | None = None,
+        room: DeviceRoom | None = None,
     ) -> None:
         """`room`: for all stages of a node."""
         self.stage, self.run, self.config = stage, run, config

@@ -9,8 +9,8 @@ import torch
 from planaria.node.model.lora import copied
 from planaria.node.model.modules import BodyStage
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.state.boundary import Fetched, Pair
-from planaria.node.state.relearn import Piece, PieceResult
+from planaria.node.state.boundary import BoundaryPair, Fetched
+from planaria.node.state.relearn import PairSlice, PairSliceResult
 from planaria.node.wire.frames import Frame, NonFiniteError
 from planaria.node.wire.tensors import decode
 from planaria.recovery.learner import Learner, Muon, error_gradient, squared_distance
@@ -38,7 +38,7 @@ class StageLesson:
         learning = copied(stage, self._copy)
         self._learner = Learner(learning, 0.0, bf16, Muon(learning, pull(lost)))
 
-    def start(self, piece: Piece, with_start: bool) -> list[torch.Tensor]:
+    def start(self, piece: PairSlice, with_start: bool) -> list[torch.Tensor]:
         x = self._part(self._fetched.inputs, piece)
         return [x, x] if with_start else [x]
 
@@ -50,8 +50,8 @@ class StageLesson:
         return self._learner.backward(gradient.to(self._device))
 
     def end(
-        self, piece: Piece, given: list[torch.Tensor], norm: float | None, lr: float | None
-    ) -> PieceResult:
+        self, piece: PairSlice, given: list[torch.Tensor], norm: float | None, lr: float | None
+    ) -> PairSliceResult:
         x, *start = self._here(given)
         output = self._part(self._fetched.outputs, piece)
         if start:
@@ -59,8 +59,8 @@ class StageLesson:
         assert norm is not None, "in its first round the run's input comes along"
         found = self._forward(x, lr)
         if lr is None:
-            return PieceResult([], norm, squared_distance(found, output))
-        return PieceResult(
+            return PairSliceResult([], norm, squared_distance(found, output))
+        return PairSliceResult(
             [self._learner.backward(error_gradient(found, output, norm))], norm, None
         )
 
@@ -88,7 +88,7 @@ class StageLesson:
     def _here(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.to(self._device) for tensor in given]
 
-    def _part(self, tensors: Mapping[Pair, torch.Tensor], piece: Piece) -> torch.Tensor:
+    def _part(self, tensors: Mapping[BoundaryPair, torch.Tensor], piece: PairSlice) -> torch.Tensor:
         return tensors[piece.pair][piece.first : piece.end].to(self._device).float()
 
 

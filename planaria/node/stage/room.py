@@ -28,7 +28,7 @@ SMALL: Final = 16 << 20
 """Bytes of a pass for which nobody looks whether they are there."""
 
 
-class Room:
+class DeviceRoom:
     """Of a device, for all seats of a node. All methods are called in the compute thread."""
 
     def __init__(self, device: torch.device) -> None:

@@ -28,7 +28,7 @@ from planaria.node.run_file import RunFile
 from planaria.node.stage.activations import saved, working
 from planaria.node.stage.crossing import forms, put_together, taken_apart
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.stage.room import Room
+from planaria.node.stage.room import DeviceRoom
 from planaria.node.transaction.attempt import Done, NoRoomError, Visit
 from planaria.node.transaction.bounds import UNLIKE
 from planaria.node.transaction.effects import NEVER, Ballot
@@ -88,7 +88,7 @@ class TorchWork:
         config: ModelConfig,
         device: torch.device,
         corpus: Data | None = None,
-        room: Room | None = None,
+        room: DeviceRoom | None = None,
     ) -> None:
         """`room`: for all that compute on the device."""
         self.node, self.optimizer = node, optimizer
@@ -100,7 +100,7 @@ class TorchWork:
             for kind, codec in codecs.items()
         }
         self._begun = _Begun(NEVER, pb.Begin())
-        self._room = room or Room(device)
+        self._room = room or DeviceRoom(device)
         stage = 0 if isinstance(module, EmbeddingStage) else 1
         self._needs = saved(run, config, stage) + (working(run, config, stage) if stage else 0)
         compiled: Callable[..., Any] = torch.compile if run.training.compile else _as_it_is

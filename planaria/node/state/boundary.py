@@ -182,7 +182,7 @@ class BoundaryKeeper:
 
     def sides(
         self, step: int, stage: int, lost: frozenset[int]
-    ) -> list[tuple[Pair, str, KeptTensor]]:
+    ) -> list[tuple[BoundaryPair, str, KeptTensor]]:
         """What a joiner of `stage` needs of the steps up to `step`: the pairs, which side of them,
         and the tensor; the newest step first, each in order. Raises ValueError that says why there
         is nothing."""
@@ -195,7 +195,7 @@ class BoundaryKeeper:
         for committed in reversed(self._committed):
             for crossing, kept in sorted(committed.kept.items(), key=lambda item: item[0]):
                 for run in runs([int(of) for of in kept.stages], lost):
-                    pair = Pair(committed.step, crossing.microbatch, run.stages)
+                    pair = BoundaryPair(committed.step, crossing.microbatch, run.stages)
                     here = crossing.position, crossing.side
                     if stage == run.stages[0] and here == (run.start, "sent"):
                         found.append((pair, "input", kept))
@@ -204,7 +204,7 @@ class BoundaryKeeper:
         return found
 
 
-class Pair(NamedTuple):
+class BoundaryPair(NamedTuple):
     """What went into and came out of consecutive lost stages in a microbatch."""
 
     step: int
@@ -276,12 +276,12 @@ class Fetched:
     """What it got: tensors of `shape`, bf16 on the CPU, without any that is not finite."""
 
     shape: tuple[int, int, int]
-    inputs: dict[Pair, Tensor] = field(default_factory=dict)
-    outputs: dict[Pair, Tensor] = field(default_factory=dict)
+    inputs: dict[BoundaryPair, Tensor] = field(default_factory=dict)
+    outputs: dict[BoundaryPair, Tensor] = field(default_factory=dict)
     bytes: int = 0
     complaints: list[str] = field(default_factory=list)  # what did not come, and why
 
-    def whole(self) -> list[Pair]:
+    def whole(self) -> list[BoundaryPair]:
         """Those of which both sides are here, in order."""
         return sorted(self.inputs.keys() & self.outputs.keys())
 
@@ -320,7 +320,9 @@ class BoundaryClient:
         """
         number = next(self._numbers)
         with self._inboxes.open(number) as inbox:
-            return await _Fetch(self, number, ballot, wanted).run(inbox, neighbours, deadline)
+            return await _BoundaryFetch(self, number, ballot, wanted).run(
+                inbox, neighbours, deadline
+            )
 
     def on_message(self, peer: str, message: pb.Message) -> None:
         """A BoundaryManifest has come."""
@@ -345,7 +347,7 @@ class _Neighbour:
     count: int | None = None  # in all; None: no manifest yet
 
 
-class _Fetch:
+class _BoundaryFetch:
     def __init__(self, client: BoundaryClient, number: int, ballot: Ballot, wanted: Wanted) -> None:
         self._client, self._number = client, number
         self._ballot, self._wanted = ballot, wanted
@@ -446,7 +448,7 @@ class _Fetch:
         tensors[pair] = tensor
         fetched.bytes += frame.size
 
-    def _expect(self, frame: Frame) -> tuple[Pair, str]:
+    def _expect(self, frame: Frame) -> tuple[BoundaryPair, str]:
         """The pair that a frame is of, and which side. Raises WireError for what is not wanted."""
         wanted = self._wanted
         match frame.fields:
@@ -456,7 +458,7 @@ class _Fetch:
                 "stages": [*stages],
                 "side": str(side),
             }:
-                pair = Pair(step, microbatch, tuple(stages))
+                pair = BoundaryPair(step, microbatch, tuple(stages))
             case _:
                 raise FiguresError(f"the fields {sorted(frame.fields)} are not those of a pair")
         if not wanted.step - wanted.steps < step <= wanted.step:

@@ -37,7 +37,7 @@ def unsent(gradient: Tensor) -> int:
     return max(UNSENT, FEWEST * gradient.nbytes)
 
 
-class Pins:
+class StatePins:
     """Copies of this stage's past states, for joiners that still fetch them."""
 
     def __init__(self, tensors: Tensors) -> None:
@@ -76,7 +76,7 @@ def no_gradient(ballot: Ballot) -> Frame:
     return Frame("follow", ballot, {}, [], b"")
 
 
-class Gradients:
+class ReducedGradients:
     """Reduced gradients at the joiner, by ballot: those that aren't applied yet.
 
     `like` is the stage's own gradient, float32 [n].

@@ -12,8 +12,8 @@ from planaria.node.model.shape import ModelConfig
 from planaria.node.ports import Arithmetic
 from planaria.node.report.events import Event, Fetching, Origin
 from planaria.node.run_file import RunFile
+from planaria.node.state.background_relearning import BackgroundRelearning
 from planaria.node.state.boundary import BoundaryClient, Wanted
-from planaria.node.state.homework import Homework
 from planaria.node.state.relearn import Course, Relearning, RelearningBlock, Terms
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.transfer import WEIGHTS, Delivery, StateClient
@@ -47,7 +47,7 @@ class Rebuilt(NamedTuple):
 
     told: pb.Synced
     state: StageState
-    homework: Homework | None = None  # what is left to be relearned
+    homework: BackgroundRelearning | None = None  # what is left to be relearned
 
 
 class Rebuilding:
@@ -85,7 +85,7 @@ class Rebuilding:
         states = [delivery.state for delivery in deliveries]
         put_in_place = partial(self.arithmetic.put_in_place, sync, states)
         relearned: pb.Relearned | None = None
-        homework: Homework | None = None
+        homework: BackgroundRelearning | None = None
         if sync.lost and self.member.voided(ballot):
             learned = await compute(put_in_place)
             relearned, homework = await self._relearn(ballot, sync)
@@ -254,7 +254,9 @@ class Rebuilding:
 
     # --- what is made of a guess
 
-    async def _relearn(self, ballot: Ballot, sync: pb.Sync) -> tuple[pb.Relearned, Homework | None]:
+    async def _relearn(
+        self, ballot: Ballot, sync: pb.Sync
+    ) -> tuple[pb.Relearned, BackgroundRelearning | None]:
         """Train the guess on what crossed the lost stages' boundaries in the last steps."""
         recovery, training = self.run.recovery, self.run.training
         joiners = {place.stage: place.node for place in sync.lost}
@@ -292,4 +294,4 @@ class Rebuilding:
         if not told.left:
             return told, None
         course = Course(fetched.whole(), fetched.shape[0], terms)
-        return told, Homework(lesson, course, told)
+        return told, BackgroundRelearning(lesson, course, told)

@@ -31,7 +31,7 @@ class RegroupError(Exception):
     """These saves can't be regrouped; the message says why and what to do."""
 
 
-class Piece(NamedTuple):
+class LayerRange(NamedTuple):
     """Layers of an old stage, in a row."""
 
     stage: int
@@ -40,22 +40,22 @@ class Piece(NamedTuple):
     of: int  # layers that the stage has
 
 
-def pieces(stage: int, layers: int, before: int, after: int) -> list[Piece]:
+def pieces(stage: int, layers: int, before: int, after: int) -> list[LayerRange]:
     """What a stage of `after` body stages is made of, in order; there were `before` of them, and
     `layers` in all. Stage 0 is no part of the division: it counts as one layer, and stays."""
     if stage == 0:
-        return [Piece(0, 0, 1, 1)]
+        return [LayerRange(0, 0, 1, 1)]
     had, has = layers // before, layers // after
     at, end, found = (stage - 1) * has, stage * has, []
     while at < end:
         old, first = divmod(at, had)
         count = min(had - first, end - at)
-        found.append(Piece(old + 1, first, count, had))
+        found.append(LayerRange(old + 1, first, count, had))
         at += count
     return found
 
 
-def regrouped(stage: int, stages: int, parts: Sequence[tuple[Piece, SaveFile]]) -> StageState:
+def regrouped(stage: int, stages: int, parts: Sequence[tuple[LayerRange, SaveFile]]) -> StageState:
     """The state of a stage of `stages` body stages, without its tensors.
 
     Its layers have one count of Adam's steps from now on, the least of theirs: as from a rebuild,
@@ -187,7 +187,7 @@ def of_one_run(saves: Sequence[SaveFile], but: str = "") -> list[SaveFile]:
 def _write(
     folder: Saves,
     state: StageState,
-    parts: Sequence[tuple[Piece, SaveFile]],
+    parts: Sequence[tuple[LayerRange, SaveFile]],
     betas: tuple[float, float],
 ) -> None:
     saves = [save for _, save in parts]
@@ -201,7 +201,7 @@ def _write(
 
 def _joined(
     name: str,
-    parts: Sequence[tuple[Piece, SaveFile]],
+    parts: Sequence[tuple[LayerRange, SaveFile]],
     optimizer_step: int,
     decay: float | None,
 ) -> Values:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeAlia
 
 from planaria.bootstrap.registry_pb2 import NUMBERS, Cause
 from planaria.node.ports import Tensors
-from planaria.node.state.boundary import Fetched, Pair
+from planaria.node.state.boundary import BoundaryPair, Fetched
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import (
@@ -53,15 +53,15 @@ EARLY_LIMIT: Final = 16 << 20
 """Bytes of one joiner that may wait until this node begins: no more than its report comes early."""
 
 
-class Piece(NamedTuple):
+class PairSlice(NamedTuple):
     """Samples [first, end) of a pair."""
 
-    pair: Pair
+    pair: BoundaryPair
     first: int
     end: int
 
 
-class PieceResult(NamedTuple):
+class PairSliceResult(NamedTuple):
     """What comes of a piece at the end of its run."""
 
     back: list[Tensor]  # the gradient; empty when measuring
@@ -74,7 +74,7 @@ class Lesson(Protocol):
     compute thread; tensors are float32 [samples, tokens, dim]. What came in at the run's start may
     go along, as a second."""
 
-    def start(self, piece: Piece, with_start: bool) -> list[Tensor]:
+    def start(self, piece: PairSlice, with_start: bool) -> list[Tensor]:
         """What went into the run."""
         ...
 
@@ -87,8 +87,8 @@ class Lesson(Protocol):
         ...
 
     def end(
-        self, piece: Piece, given: list[Tensor], norm: float | None, lr: float | None
-    ) -> PieceResult:
+        self, piece: PairSlice, given: list[Tensor], norm: float | None, lr: float | None
+    ) -> PairSliceResult:
         """Forward, and compare with what came out of the run; with a learning rate, an update.
         `norm`: the denominator, unless the run's start is in `given`."""
         ...
@@ -129,16 +129,16 @@ class Terms:
 class Course:
     """Which piece an update is made from, and at which rate."""
 
-    def __init__(self, pairs: Sequence[Pair], samples: int, terms: Terms) -> None:
+    def __init__(self, pairs: Sequence[BoundaryPair], samples: int, terms: Terms) -> None:
         """`samples`: of each pair."""
         self.terms = terms
         self.pieces = [
-            Piece(pair, part.start, part.stop)
+            PairSlice(pair, part.start, part.stop)
             for pair in pairs
             for part in parts(samples, terms.samples)
         ]
         newest = max((pair.step for pair in pairs), default=0)
-        self.newest = [Piece(pair, 0, samples) for pair in pairs if pair.step == newest]
+        self.newest = [PairSlice(pair, 0, samples) for pair in pairs if pair.step == newest]
         self.updates = terms.passes * len(self.pieces)
         self._order: tuple[int, list[int]] = (-1, [])  # of which pass
 
@@ -146,7 +146,7 @@ class Course:
         """The pass that it is in, and its place there."""
         return divmod(update, len(self.pieces))
 
-    def piece(self, update: int) -> Piece:
+    def piece(self, update: int) -> PairSlice:
         a_pass, place = self.at(update)
         if self._order[0] != a_pass:
             self._order = a_pass, shuffled(len(self.pieces), a_pass)
@@ -248,7 +248,7 @@ def explain(result: pb.Relearned) -> str:
 
 def whole_pairs(
     reports: Mapping[int, Sequence[pb.BoundaryPair]],
-) -> tuple[list[Pair], int]:
+) -> tuple[list[BoundaryPair], int]:
     """From what each stage's joiner has: the pairs to train on, in order, and how many of which
     only one side is there."""
     inputs, outputs = set(), set()
@@ -264,11 +264,11 @@ def whole_pairs(
     return sorted(inputs & outputs), len(inputs ^ outputs)
 
 
-def _pair(said: pb.BoundaryPair) -> Pair:
-    return Pair(said.step, said.microbatch, tuple(said.stages))
+def _pair(said: pb.BoundaryPair) -> BoundaryPair:
+    return BoundaryPair(said.step, said.microbatch, tuple(said.stages))
 
 
-def _said(pair: Pair, **sides: bool) -> pb.BoundaryPair:
+def _said(pair: BoundaryPair, **sides: bool) -> pb.BoundaryPair:
     return pb.BoundaryPair(step=pair.step, microbatch=pair.microbatch, stages=pair.stages, **sides)
 
 
@@ -291,8 +291,8 @@ class _Joiner:
         self.course = Course([], 0, terms)
         self.updates = 0
         # Of pieces that end here: the residual's denominator, and the error when last measured.
-        self.norms: dict[Piece, float] = {}
-        self.errors: dict[Piece, float] = {}
+        self.norms: dict[PairSlice, float] = {}
+        self.errors: dict[PairSlice, float] = {}
 
     # --- who says what is done
 
@@ -421,7 +421,7 @@ class _Joiner:
             squared_norm=math.fsum(self.norms[piece] for piece in self.errors),
         )
 
-    def _take_pairs(self, pairs: Sequence[Pair]) -> None:
+    def _take_pairs(self, pairs: Sequence[BoundaryPair]) -> None:
         """What the leader wants measured and trained on."""
         for pair in pairs:
             ends = pair.stages[:1], pair.stages[-1:]
@@ -440,7 +440,9 @@ class _Joiner:
 
     # --- one piece
 
-    async def _visit(self, piece: Piece, place: int, lr: float | None, with_start: bool) -> None:
+    async def _visit(
+        self, piece: PairSlice, place: int, lr: float | None, with_start: bool
+    ) -> None:
         """Forward to the end of the run, and back: with gradients, or empty when measuring, without
         a learning rate. What came in at the run's start goes along if so wanted."""
         stages, lesson = piece.pair.stages, self.lesson

@@ -348,7 +348,7 @@ def find_saves(*folders: Path) -> list[SaveFile]:
 
 
 @dataclass(eq=False)
-class Taken:
+class PendingSave:
     """What a Writer was given to save."""
 
     state: StageState  # without its tensors
@@ -391,12 +391,12 @@ class Writer:
         self.bytes_written = 0
         self._saves, self._on_error, self._on_saved = saves, on_error, on_saved
         self._changed = Condition()  # guards the next three
-        self._waiting: list[Taken] = []  # not on disk, the oldest first
-        self._newest: Taken | None = None  # on disk or waiting
+        self._waiting: list[PendingSave] = []  # not on disk, the oldest first
+        self._newest: PendingSave | None = None  # on disk or waiting
         self._closed = False
         self._stuck = False
         self._slots: Queue[dict[str, Tensor]] = Queue()  # buffers by name
-        self._states: Queue[tuple[Taken, StageState, dict[str, Tensor]] | None] = Queue()
+        self._states: Queue[tuple[PendingSave, StageState, dict[str, Tensor]] | None] = Queue()
         for _ in range(in_flight):
             self._slots.put({})
         # A daemon: a hung disk must not keep the process from leaving.
@@ -407,7 +407,7 @@ class Writer:
         """Raises nothing but ValueError, as `Saves.check` does."""
         began = time.perf_counter()
         self._saves.check(state)
-        taken = Taken(replace(state, tensors={}), began)
+        taken = PendingSave(replace(state, tensors={}), began)
         with self._changed:
             known = self._newest is not None and self._newest.state == taken.state
             closed = self._closed
@@ -438,7 +438,7 @@ class Writer:
             self._on_error(f"{self._what(taken.save)} failed: not on disk after {given:.1f} s")
         return [taken.save for taken in missing]
 
-    def _hand_over(self, taken: Taken, state: StageState) -> bool:
+    def _hand_over(self, taken: PendingSave, state: StageState) -> bool:
         """False: the disk takes nothing."""
         try:
             # Once the disk has let us wait in vain, training doesn't wait for it at every save.
@@ -473,7 +473,7 @@ class Writer:
                 self._over(taken, written)
                 self._slots.put(buffers)
 
-    def _over(self, taken: Taken, written: bool) -> None:
+    def _over(self, taken: PendingSave, written: bool) -> None:
         """Whoever has to hear of it has heard."""
         with self._changed:
             if self._newest is taken and not written:

@@ -462,7 +462,9 @@ class StateClient:
         """
         transfer = next(self._numbers)
         request = _Request(transfer, stage, age, optimizer, ballot, kind, due)
-        fetch = _Fetch(self, request, list(dict.fromkeys(sources)), deadline, on_progress, part)
+        fetch = _TransferFetch(
+            self, request, list(dict.fromkeys(sources)), deadline, on_progress, part
+        )
         with self._inboxes.open(transfer) as inbox:
             return await fetch.run(inbox)
 
@@ -613,7 +615,7 @@ class Arriving:
         )
 
 
-class _Fetch:
+class _TransferFetch:
     """One transfer at the joiner.
 
     The first good manifest is the one that the others have to agree with; shards are asked for from

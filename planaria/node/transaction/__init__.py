@@ -1,21 +1,31 @@
 """The step transaction: who does what for a step, and whether it is committed.
 
-State machines without clock, socket or tensor; docs/protocol.md specifies them. Read
-effects.py first (what they ask for), then member.py (every node) and driver.py (one node of stage
-0). What a driver is at is gathering.py, syncing.py, attempting.py or resting.py, with joining.py
-beside it; rules.py is what the run file says to it, bounds.py what no message can say, proving.py
-what no member can have, blaming.py whose fault it is that attempts fail, diverging.py which of a
-stage's replicas is wrong when they differ, and doubting.py what becomes of those. checking.py has
-visits done twice, to see whether nodes compute what they should. attempt.py is one attempt at a
-node: which microbatches come, wait, go on and are sent again, filling.py how many a source has out
-at a time; doubles.py is what it does for those checks. standing_out.py finds replicas whose
-gradients are unlike the others', routing.py plans which node serves which microbatch, telling.py is
-what each member is told of it, overdue.py finds who holds up an attempt, hanging.py what becomes of
-who hangs, leaving.py how long who is told to go waits for an heir, takeover.py what an attempt
-waits for whose stage has lost its last node. voting.py is what members sign when they are ready,
-and what is found in the votes for a commit, chain.py is what a driver signs of a commit,
-comparing.py how replicas find out that they have heard of the same, and noting.py who of them is
-told what became of each microbatch. following.py is a joiner that copies while the others train,
-averaging.py sums the gradients of replicas, held_back.py has what its codecs leave out, scales.py
-is by what a commit multiplies them, and tally.py counts what a stage relearns beside them.
+State machines without clock, socket or tensor; docs/protocol.md specifies them.
+
+- `effects.py`: what the machines ask for; `bounds.py`: limits of every message; `rules.py`: what
+  the run file sets
+- `member.py`: every node's side
+- `driver.py`: the driver's side. Its phases: `gathering.py`, `syncing.py`, `attempting.py`,
+  `resting.py`; beside them `joining.py`
+
+One attempt:
+
+- `routing.py`: plans a node for each visit; `plan_encoding.py`: each member's part of the plan
+- `attempt.py`: a node's microbatches; `in_flight_window.py`: how many a source has out
+- `averaging.py`: sums the gradients of replicas; `error_feedback.py`: what its codec left out;
+  `scales.py`: factors of a commit
+- `voting.py`: signed votes; `comparing.py`: replicas compare commits
+- `record_replication.py`: who keeps the records of a step
+- `relearning_progress.py`: updates of stages that relearn meanwhile
+- `following.py`: a joiner that copies while others train
+- `leaving.py`: a member that must leave; `takeover.py`: a stage whose last node is gone
+
+Faults:
+
+- `stragglers.py`: who delays an attempt; `hang_detection.py`: whose device hangs
+- `fault_attribution.py`: whose fault failed attempts are
+- `status_validation.py`: what a member can't have
+- `divergence_detection.py`: which replica differs; `divergence_repair.py`: what happens to it
+- `spot_checks.py`: visits computed twice; `double_visits.py`: a node's side of them
+- `gradient_outliers.py`: replicas whose gradients are unlike the others'
 """

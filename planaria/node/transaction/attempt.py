@@ -28,9 +28,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT, Cause
 from planaria.node.ports import Compute, Priority
-from planaria.node.transaction.doubles import DOUBLE, Neighbour, Pair, Second
+from planaria.node.transaction.double_visits import (
+    DOUBLE,
+    DoubledNeighbour,
+    DoubledResult,
+    SecondVisits,
+)
 from planaria.node.transaction.effects import Ballot
-from planaria.node.transaction.filling import Filling
+from planaria.node.transaction.in_flight_window import InFlightWindow
 from planaria.node.transaction.routing import Route, routes
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
@@ -202,7 +207,7 @@ class Workplace:
 
     node: str
     masking: Masking
-    filling: Filling  # how many microbatches of this source are under way at a time
+    filling: InFlightWindow  # how many microbatches of this source are under way at a time
     work: StageWork
     compute: Compute
     host: AttemptHost
@@ -304,7 +309,7 @@ class Attempt:
         self._completed: Outcome[None] | None = None  # whoever waits for it
         self._until = math.inf  # how long
         self._given_up: set[int] = set()  # microbatches that others may have
-        self._neighbour, self._second = Neighbour(begin.checks), Second()
+        self._neighbour, self._second = DoubledNeighbour(begin.checks), SecondVisits()
 
     def _plan_of(
         self, ballot: Ballot, begin: pb.Begin, before: Mapping[int, Route] = MappingProxyType({})
@@ -672,7 +677,7 @@ class Attempt:
         for pair in self._neighbour.made(made_at.key, node, frame):
             self._measure(pair)
 
-    def _measure(self, pair: Pair) -> None:
+    def _measure(self, pair: DoubledResult) -> None:
         def then(difference: float | Exception) -> None:
             if isinstance(difference, float) and not self.over:
                 compared = pb.Compared(

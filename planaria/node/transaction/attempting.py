@@ -12,15 +12,15 @@ from types import MappingProxyType
 from planaria.bootstrap.registry_pb2 import Vote as SignedVote
 from planaria.bootstrap.votes import gathered, hash_of
 from planaria.node.report.events import NonFinite
-from planaria.node.transaction.diverging import Told
+from planaria.node.transaction.divergence_detection import ReplicaDigest
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.gathering import Standing, unrecorded
-from planaria.node.transaction.overdue import Inquest
+from planaria.node.transaction.plan_encoding import in_order
 from planaria.node.transaction.routing import Pair, paces, plan, share_out
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.transaction.scales import told_once
+from planaria.node.transaction.stragglers import StragglerDetector
 from planaria.node.transaction.takeover import Takeover, holders, to_be_taken_over
-from planaria.node.transaction.telling import in_order
 from planaria.node.transaction.voting import norm
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import hash_of_records, head
@@ -55,11 +55,11 @@ class Vote:
     def is_complete(self) -> bool:
         return len(self.ready) == len(self.stages)
 
-    def replicas(self) -> dict[int, dict[str, Told]]:
+    def replicas(self) -> dict[int, dict[str, ReplicaDigest]]:
         """By stage, what each of its replicas says of itself."""
-        found: dict[int, dict[str, Told]] = {}
+        found: dict[int, dict[str, ReplicaDigest]] = {}
         for node, ready in self.ready.items():
-            found.setdefault(self.stages[node], {})[node] = Told.by(ready)
+            found.setdefault(self.stages[node], {})[node] = ReplicaDigest.by(ready)
         return found
 
     def unrecorded(self) -> str:
@@ -119,7 +119,7 @@ class Attempting:
     """By some member: since when, and why."""
     scored: dict[int, pb.Home] = field(default_factory=dict)  # whose loss is known
     homes: dict[int, pb.Home] = field(default_factory=dict)  # of these, those that are back
-    inquest: Inquest = field(default_factory=Inquest)
+    inquest: StragglerDetector = field(default_factory=StragglerDetector)
     held_up: dict[str, str] = field(default_factory=dict)  # by whom, and why
     regather: str = ""  # why to gather when it is over
     takeover: Takeover | None = None

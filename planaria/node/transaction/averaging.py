@@ -4,7 +4,7 @@ With R replicas, sorted by node id, replica i owns the i-th of R equal parts of 
 Everyone sends its values of a part to the owner, who adds them up in the order of the node ids and
 sends the sum to all. The order of arrival changes nothing, and with a lossy codec the owner, too,
 goes on with the decoded bits: replicas stay bit-identical. What int8 and lowrank leave out,
-of a contribution and of a sum, is held back for the next step (held_back.py).
+of a contribution and of a sum, is held back for the next step (error_feedback.py).
 
 More than eight replicas are laid out in rows (bootstrap/neighbours.py), so that none needs a link
 to each other one: about 2 sqrt(R) of them instead of R. In each row the same parts have an owner
@@ -41,8 +41,8 @@ from planaria.bootstrap.neighbours import lengths, places, row_of, rows
 from planaria.bootstrap.registry_pb2 import NUMBERS
 from planaria.node.ports import Tensors
 from planaria.node.transaction.effects import NEVER, Ballot
-from planaria.node.transaction.held_back import HeldBack
-from planaria.node.transaction.standing_out import COMPARABLE, Contribution, looked_at
+from planaria.node.transaction.error_feedback import ErrorFeedback
+from planaria.node.transaction.gradient_outliers import COMPARABLE, Contribution, looked_at
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Inboxes, Lost, PeerLostError
 from planaria.node.wire.frames import (
     Codec,
@@ -238,7 +238,7 @@ class Averaging:
         self._exchanges = exchanges
         self._send = send
         self._coding = coding
-        self.held_back = HeldBack()
+        self.held_back = ErrorFeedback()
         self._together: Counter[str] = Counter()  # reductions in a row, by who was in them
         self._inboxes: Inboxes[Ballot, Frame] = Inboxes(exchanges, NEVER, limit, limit)
 
@@ -340,7 +340,7 @@ class Averaging:
                 raise PeerLostError(f"there is no link to {peer}", [peer])
 
 
-class Piece(NamedTuple):
+class GradientPiece(NamedTuple):
     """Of a gradient, from `start` to before `stop`."""
 
     start: int
@@ -352,7 +352,7 @@ class Piece(NamedTuple):
         return row[self.start : self.stop]
 
 
-class Awaited(NamedTuple):
+class AwaitedReplicas(NamedTuple):
     phase: str
     nodes: list[str]
     hops: int  # behind contributions, where there are several rows
@@ -391,7 +391,7 @@ class Reduction:
         ids: Collection[int],
         window: int,
         coding: Coding,
-        held_back: HeldBack | None = None,
+        held_back: ErrorFeedback | None = None,
         non_finite: bool = False,
         chance: Random | None = None,
         comparable: Collection[str] = (),
@@ -438,10 +438,10 @@ class Reduction:
         self.column = [row[place] for row in self.rows] if place < parts else [self.node]
         shares = self.coding.spans(self.gradient.numel(), parts * count)
 
-        def owned(row: int, place: int) -> list[Piece]:
+        def owned(row: int, place: int) -> list[GradientPiece]:
             """Those first whose sums it makes."""
             return [
-                Piece(start, stop, home, count > 1 and first == 0 and home % parts == place)
+                GradientPiece(start, stop, home, count > 1 and first == 0 and home % parts == place)
                 for home in (*range(row, count), *range(row))
                 for first, (start, stop) in enumerate(shares[place * count + home])
             ]
@@ -472,7 +472,7 @@ class Reduction:
         """How many pieces the part has that has most of them."""
         return max(len(self.pieces_of.get(node, [])) for node in self.row) if self.sums else 0
 
-    def awaited(self) -> Awaited | None:
+    def awaited(self) -> AwaitedReplicas | None:
         """What is missing, and from whom; None: the gradient is the sum.
 
         Who waits for a contribution can't send its sums, so contributions are missed first."""
@@ -484,7 +484,7 @@ class Reduction:
         )
         for hop, (phase, missing) in enumerate(hops):
             if nodes := [node for node, pieces in missing.items() if pieces]:
-                return Awaited(phase, nodes, hop if len(self.rows) > 1 else 0)
+                return AwaitedReplicas(phase, nodes, hop if len(self.rows) > 1 else 0)
         return None
 
     def needs(self, peer: str) -> bool:
@@ -597,7 +597,7 @@ class Reduction:
             frame.fields["ids"] = {node: self.shares[node] for node in self.row}
         return [(node, frame) for node in self._others((*self.row, *self.column))]
 
-    def _take_sum(self, peer: str, piece: Piece, frame: Frame) -> Outgoing:
+    def _take_sum(self, peer: str, piece: GradientPiece, frame: Frame) -> Outgoing:
         """The gradient's; another owner's goes on to the row as it is."""
         piece.of(self.gradient).copy_(self._values(peer, frame, piece))
         fields = {"phase": "sum", "piece": frame.fields["piece"]}
@@ -611,7 +611,7 @@ class Reduction:
         passed_on = Frame("average", self.ballot, fields, *coded)
         return [(node, passed_on) for node in self.sums]
 
-    def _given(self, piece: Piece) -> Tensor:
+    def _given(self, piece: GradientPiece) -> Tensor:
         """What this node has for a piece, with what it has held back of it."""
         values = piece.of(self.gradient)
         return values if self.owed is None else values + piece.of(self.owed)
@@ -644,7 +644,7 @@ class Reduction:
 
     # --- what is seen of contributions
 
-    def _look(self, piece: Piece, total: Tensor) -> None:
+    def _look(self, piece: GradientPiece, total: Tensor) -> None:
         """At what each of the row has added to this piece, as it comes from others: whole, what
         this one adds would be no measure for what they send."""
         if self.owing is not None:
@@ -670,7 +670,7 @@ class Reduction:
     # --- coding
 
     def _coded(
-        self, phase: Phase, number: int, piece: Piece, values: Tensor
+        self, phase: Phase, number: int, piece: GradientPiece, values: Tensor
     ) -> tuple[Frame, Tensor]:
         """And what those who get it will have; the rest is held back."""
         frame = self._frame(phase, number, piece, values)
@@ -681,11 +681,11 @@ class Reduction:
             piece.of(self.owing).copy_(values).sub_(sent)
         return frame, sent
 
-    def _frame(self, phase: Phase, number: int, piece: Piece, values: Tensor) -> Frame:
+    def _frame(self, phase: Phase, number: int, piece: GradientPiece, values: Tensor) -> Frame:
         fields = {"phase": phase, "piece": number}
         return Frame("average", self.ballot, fields, *self.coding.encode(values, piece.start))
 
-    def _values(self, peer: str, frame: Frame, piece: Piece) -> Tensor:
+    def _values(self, peer: str, frame: Frame, piece: GradientPiece) -> Tensor:
         try:
             values = self.coding.decode(frame, piece.of(self.gradient), piece.start)
             if not (self.non_finite or self.coding.tensors.finite(values)):

@@ -47,36 +47,43 @@ from planaria.node.report.events import (
     Waiting,
 )
 from planaria.node.transaction.attempting import Attempting, Vote, planned
-from planaria.node.transaction.blaming import (
+from planaria.node.transaction.bounds import told_to_driver
+from planaria.node.transaction.divergence_repair import DivergenceRepair
+from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
+from planaria.node.transaction.fault_attribution import (
     HELD_UP,
     NOBODY_ELSE,
     UNVOTED,
     VAIN,
     Charges,
-    Failures,
-    Idle,
-    Spoiling,
+    FailedAttempts,
+    NonFiniteSources,
+    RestingMembers,
 )
-from planaria.node.transaction.bounds import told_to_driver
-from planaria.node.transaction.checking import WRONG, Checked, SpotChecks, Undecided, Wrong
-from planaria.node.transaction.doubting import Doubts
-from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.gathering import (
     Coming,
     Gathering,
     Standing,
     active,
 )
-from planaria.node.transaction.hanging import Hanging, is_last, slow_and_alone
+from planaria.node.transaction.gradient_outliers import GradientOutliers
+from planaria.node.transaction.hang_detection import HangDetector, is_last, slow_and_alone
 from planaria.node.transaction.joining import FOLLOWED, FOLLOWS, Joining
 from planaria.node.transaction.leaving import may_have_heir
-from planaria.node.transaction.noting import keepers, to_note, witnesses
-from planaria.node.transaction.overdue import is_late
-from planaria.node.transaction.proving import Verdict, Witness, examine
+from planaria.node.transaction.plan_encoding import PlanEncoder
+from planaria.node.transaction.record_replication import record_holders, to_replicate, witnesses
 from planaria.node.transaction.resting import DriverPhase, Resting
 from planaria.node.transaction.routing import Pair
 from planaria.node.transaction.rules import TransactionRules
-from planaria.node.transaction.standing_out import StandingOut
+from planaria.node.transaction.spot_checks import (
+    WRONG,
+    CheckedVisit,
+    SpotChecks,
+    UndecidedCheck,
+    WrongResult,
+)
+from planaria.node.transaction.status_validation import KnownFacts, StatusVerdict, examine
+from planaria.node.transaction.stragglers import is_late
 from planaria.node.transaction.syncing import (
     Rebuilds,
     Syncing,
@@ -87,7 +94,6 @@ from planaria.node.transaction.syncing import (
     rebuilt,
 )
 from planaria.node.transaction.takeover import Takeover, beside
-from planaria.node.transaction.telling import Telling
 from planaria.node.transaction.voting import roll_of, vote_of
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import (
@@ -127,9 +133,9 @@ class Driver:
     def __init__(self, node: str, rules: TransactionRules, chance: Random) -> None:
         self.node = node
         self.rules = rules
-        self.standing_out = StandingOut()
+        self.standing_out = GradientOutliers()
         self.checks = SpotChecks(rules.spot_check, rules.tolerance, chance)
-        self.telling = Telling()
+        self.telling = PlanEncoder()
         self.identity: Identity | None = None  # what it decides isn't signed without
         self.current: Gathering | Syncing | Attempting | Resting = INACTIVE
         self.view = registry.View()
@@ -144,16 +150,16 @@ class Driver:
         self.ballot = NEVER
         self.standing = Standing()
         self.knows = False  # where the run stands, since it drives
-        self.idle = Idle()  # of whom it is said that they have sent what can't be used
+        self.idle = RestingMembers()  # of whom it is said that they have sent what can't be used
         self.joining = Joining(self.idle.has_no_part)
         self.rebuilds = Rebuilds()  # since the last attempt began
         self.trains_since: float | None = None  # without a loss of all that a stage has
         self.seconds: dict[str, float] = {}  # per microbatch, by node
-        self.hanging = Hanging(rules.progress)
-        self.failures = Failures()
+        self.hanging = HangDetector(rules.progress)
+        self.failures = FailedAttempts()
         self.charges = Charges()
-        self.doubts = Doubts()
-        self.spoiling = Spoiling()
+        self.doubts = DivergenceRepair()
+        self.spoiling = NonFiniteSources()
         self.cuts: set[Pair] = set()  # members of which one had no link to the other
         self.told_again = (0, 0)  # the step that joiners were told once more before going back
         self.ledgers: dict[str, pb.Recording] = {}  # of stage 0, as heard last
@@ -470,11 +476,11 @@ class Driver:
             return effects + self._halt(halt, now)
         return effects + self._sync(gathering, now)
 
-    def _witness(self) -> Witness:
+    def _witness(self) -> KnownFacts:
         at, view = self.standing, self.view
         decided = (at.lineage, at.committed) if self.knows else None
         registered = view.lineage, view.committed
-        return Witness(self.node, registered, decided, view.run, self.drivers, self.keys)
+        return KnownFacts(self.node, registered, decided, view.run, self.drivers, self.keys)
 
     def _note_who_drives(self, view: registry.View) -> None:
         for member in view.members:
@@ -483,7 +489,7 @@ class Driver:
         for number in sorted(self.drivers)[:-DRIVERS]:
             del self.drivers[number]
 
-    def _accuse_drivers(self, verdict: Verdict) -> list[Effect]:
+    def _accuse_drivers(self, verdict: StatusVerdict) -> list[Effect]:
         """Those that are still here and have told stages of different commits, or of one for which
         not all have voted."""
         effects: list[Effect] = []
@@ -838,7 +844,7 @@ class Driver:
         self.votes, commit = commit.votes, without_votes(commit)
         self.recorded = vote.keepers
         self.standing = replace(self.standing, committed=commit.step, last=commit)
-        self.failures = Failures()
+        self.failures = FailedAttempts()
         self.charges.committed()
         self.idle.committed()
         effects += self._standing_out(vote, commit)
@@ -1175,13 +1181,13 @@ class Driver:
     def _compared(self, peer: str, compared: pb.Compared, now: float) -> list[Effect]:
         """A visit was done twice. Who is wrong as often as `WRONG` says has to go."""
         match self.checks.compared(peer, compared):
-            case Checked() as again:
+            case CheckedVisit() as again:
                 neighbours = sorted({again.before, again.behind})
                 return [self.ballot.send(node, check=again.message()) for node in neighbours]
-            case Undecided(nodes, step, off):
+            case UndecidedCheck(nodes, step, off):
                 at = self.members[nodes[0]]
                 return [ResultsDiffer(step=step, nodes=nodes, stage=at, difference=off)]
-            case Wrong(node, by, step, off, times):
+            case WrongResult(node, by, step, off, times):
                 stage = self.members[node]
                 told = ComputedWrong(step=step, node=node, stage=stage, by=by, difference=off)
                 return [told, *(self._miscomputes(node, off, now) if times >= WRONG else [])]
@@ -1400,7 +1406,7 @@ class Driver:
         if not step.HasField("begin"):
             return self._tell_commit(self._rest())
         rest, spare = self._rest(), self.rules.masking == "spare"
-        self.keepers = frozenset(keepers(self._training(), self.ledgers))
+        self.keepers = frozenset(record_holders(self._training(), self.ledgers))
         if step.HasField("commit"):
             sends = self._send_commit(rest)
         else:
@@ -1439,7 +1445,7 @@ class Driver:
     def _commit_for(self, nodes: Iterable[str]) -> dict[str, pb.Commit]:
         """The last one, as each of these is told of it."""
         whole, bare = self.standing.last, without_records(self.standing.last)
-        keep = keepers(self._rest(), self.ledgers) - self.recorded
+        keep = record_holders(self._rest(), self.ledgers) - self.recorded
         told = {node: whole if node in keep else bare for node in nodes}
         if hash_of_votes(self.votes) == whole.voted:
             for node in self.witnesses & told.keys():
@@ -1450,4 +1456,4 @@ class Driver:
         """Who is to be told the last step's records once more."""
         at, last = self.standing, self.standing.last
         again = self.noted_again == (at.lineage, at.committed)
-        return to_note(self.ledgers) if has_records(last) and not again else []
+        return to_replicate(self.ledgers) if has_records(last) and not again else []

@@ -29,7 +29,7 @@ def feeders(begin: pb.Begin) -> dict[str, str]:
 
 
 @dataclass
-class Following:
+class FollowingJoiner:
     """A joiner's way from the state of `step` to the newest one."""
 
     ballot: Ballot  # of the Sync that began it

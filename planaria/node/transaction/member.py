@@ -44,11 +44,11 @@ from planaria.node.transaction.effects import (
     StartAttempt,
     Suspect,
 )
-from planaria.node.transaction.following import Following
+from planaria.node.transaction.following import FollowingJoiner
 from planaria.node.transaction.gathering import active
-from planaria.node.transaction.standing_out import Contribution, Gradients
-from planaria.node.transaction.tally import entering
-from planaria.node.transaction.telling import Heard
+from planaria.node.transaction.gradient_outliers import Contribution, ReplicaGradients
+from planaria.node.transaction.plan_encoding import PlanDecoder
+from planaria.node.transaction.relearning_progress import entering
 from planaria.node.transaction.voting import (
     KeptVotes,
     UnvotedError,
@@ -109,7 +109,7 @@ class MemberSide:
         self.lineage = 0  # how often the run had gone back to files before that step
         self.committed = 0
         self.last = pb.Commit()
-        self.heard = Heard()
+        self.heard = PlanDecoder()
         self.decider, self.key = "", b""  # who decides the attempt, and its key
         self.replicas: frozenset[str] = frozenset()  # others of this stage in the attempt
         self.partners: frozenset[str] = frozenset()  # those of them with whom it compares
@@ -134,12 +134,12 @@ class MemberSide:
         self.weightless = False  # what the run begins with isn't here
         self.origin = False  # the checkpoint that it begins from is
         self.sync = pb.Sync()
-        self.following: Following | None = None
+        self.following: FollowingJoiner | None = None
         self.holdings: Callable[[], Sequence[pb.Holding]] = lambda: ()
         self.recording: Callable[[], pb.Recording] = lambda: pb.NO_LEDGER
         self.unanswered: tuple[str, Ballot] | None = None
         self.seconds_per_microbatch = 0.0
-        self.gradients = Gradients(node)  # of this stage, as far as this node looks at them
+        self.gradients = ReplicaGradients(node)  # of this stage, as far as this node looks at them
         self.contributions: Sequence[Contribution] = ()  # when it was ready last
         self.offered = 0  # updates of a lesson, when it was ready last
         self.relearning = 0  # that aren't in the weights yet
@@ -782,7 +782,7 @@ class MemberSide:
             self.lineage = self.committed = 0  # what it has is not what its replicas have
         self.trained = False
         self.phase = MemberPhase.FOLLOWING if sync.follow else MemberPhase.SYNCING
-        self.following = Following(ballot, sync.step, sync.step) if sync.follow else None
+        self.following = FollowingJoiner(ballot, sync.step, sync.step) if sync.follow else None
         self.sync = sync
         return [*effects, Fetch(ballot, sync)]
 

@@ -11,13 +11,13 @@ A link:
 - `link.py`: messages and frames in order, over gRPC streams that break and come back
 - `session.py`: what outlives a stream; `greetings.py`: how the ends prove who they are
 - `chunks.py`: frames in pieces; `streams.py`: over how many streams; `ordering.py`: in order again
-- `round_trip.py`: round-trip time; `measuring.py`: speed; `background.py`: bulk transfers give way
-- `idle.py`: links that nobody needs; `missing.py`: links that don't come up, for the registry
+- `round_trip.py`: round-trip time; `link_speed.py`: speed; `background.py`: bulk transfers give way
+- `idle.py`: links that nobody needs; `missing_links.py`: links that don't come up, for the registry
 - `outbox.py`: what waits for a link; `relays.py`: a way through a third node
 
 Conversations:
 
 - `exchange.py`: questions that wait for answers; `looped.py`: those on the event loop
 - `budget.py`: memory for what waits to be read
-- `onlookers.py`: answers clients that are no members; `asking.py`: such a client
+- `observers.py`: answers clients that are no members; `observer_client.py`: such a client
 """

@@ -364,7 +364,7 @@ class ExchangeInbox(Generic[T]):
         return letter
 
 
-class _Early(NamedTuple, Generic[Key, T]):
+class _EarlyFrames(NamedTuple, Generic[Key, T]):
     key: Key
     items: list[T]
     sizes: list[int]
@@ -389,7 +389,7 @@ class Inboxes(Generic[Key, T]):
         self._oldest = oldest
         self._early_limit, self._open_limit = early_limit, open_limit
         self._open: dict[Key, ExchangeInbox[T]] = {}
-        self._early: dict[str, _Early[Key, T]] = {}
+        self._early: dict[str, _EarlyFrames[Key, T]] = {}
         self._hurried: Key | None = None  # not open yet
 
     @contextmanager
@@ -420,7 +420,7 @@ class Inboxes(Generic[Key, T]):
         if early is not None and key < early.key:
             return
         if early is None or early.key < key:
-            early = self._early[peer] = _Early(key, [], [])
+            early = self._early[peer] = _EarlyFrames(key, [], [])
         waiting = sum(sum(one.sizes) for one in self._early.values())
         if (
             sum(early.sizes) + size > self._early_limit

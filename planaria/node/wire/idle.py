@@ -23,7 +23,7 @@ AGREED: Final = 2
 """... and has heard the same of the other."""
 
 
-class Idle:
+class IdleEnd:
     """What one end of a link knows. `spare`: nothing waits there, is on its way or is asked for."""
 
     def __init__(self, patience: float, now: float) -> None:

@@ -42,10 +42,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from planaria.bootstrap.address import EVERYWHERE, Reach, resolved_not_to_dial
 from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
 from planaria.bootstrap.credentials import channel as open_channel
-from planaria.bootstrap.dial import is_there
 from planaria.bootstrap.doorkeeper import DESCRIPTORS, Doorkeeper, room_beside
 from planaria.bootstrap.front_door import may_open
 from planaria.bootstrap.identity import Identity, instance_of
+from planaria.bootstrap.liveness import is_alive
 from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.wire import stage_pb2
 from planaria.node.wire.background import Background
@@ -62,18 +62,18 @@ from planaria.node.wire.frames import (
     seal,
 )
 from planaria.node.wire.greetings import ForgedError, Greetings
-from planaria.node.wire.idle import Idle
-from planaria.node.wire.onlookers import Onlookers
+from planaria.node.wire.idle import IdleEnd
+from planaria.node.wire.observers import Observers
 from planaria.node.wire.relays import KINDS as RELAYED
 from planaria.node.wire.relays import Call, CallRefusedError, Relay, Relays
 from planaria.node.wire.round_trip import RoundTrip
 from planaria.node.wire.session import (
     Begun,
-    Bounds,
     Forgotten,
     Hello,
     Outdated,
     Session,
+    SessionBounds,
     Silence,
 )
 from planaria.node.wire.streams import MOST as MOST_STREAMS
@@ -168,7 +168,7 @@ class Traffic:
     bytes_out: int = 0
 
 
-class _Stream(Protocol):
+class _LinkStream(Protocol):
     """What a call and a servicer's context have in common."""
 
     async def read(self) -> Any: ...
@@ -199,7 +199,7 @@ class _Link:
         self._loop = asyncio.get_running_loop()
         self._silence = Silence(self.settings.silence, self.settings.heartbeat, self.now)
         self._stuck = Silence(self.settings.handshake, self.settings.heartbeat, self.now)
-        self._idle = Idle(self.settings.rest, self.now)
+        self._idle = IdleEnd(self.settings.rest, self.now)
         self._framed = -math.inf  # when a frame was last sent
         self._reached = False  # by a dial of this side, so that it can be waked from here
         self._look = -math.inf  # when that was looked at last
@@ -364,7 +364,7 @@ class _Bulk:
     """A stream for chunks."""
 
     number: int
-    stream: _Stream
+    stream: _LinkStream
     ours: bool = False  # added by this side, which closes it
     closing: bool = False  # nothing more leaves by it
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -377,8 +377,8 @@ class _Connection:
         self,
         links: Links,
         link: _Link,
-        control: _Stream,
-        bulk: _Stream | None = None,
+        control: _LinkStream,
+        bulk: _LinkStream | None = None,
         via: str = "",
         heard: tuple[str, str] | None = None,
     ) -> None:
@@ -468,7 +468,7 @@ class _Connection:
         """Whether frames can go."""
         return bool(self._carrying())
 
-    def add(self, number: int, stream: _Stream, ours: bool) -> _Bulk:
+    def add(self, number: int, stream: _LinkStream, ours: bool) -> _Bulk:
         bulk = self._bulks[number] = _Bulk(number, stream, ours)
         if self.over.is_set():
             bulk.over.set()
@@ -562,7 +562,7 @@ class _Connection:
         cause = SILENT if self.via else error.cause  # who carries may have changed it
         self._link.end(f"{self._link.peer} sent what can't be: {error}", cause=cause)
 
-    async def _read(self, stream: _Stream) -> bytes | None:
+    async def _read(self, stream: _LinkStream) -> bytes | None:
         """None: the stream has ended."""
         data = await stream.read()
         if self.over.is_set() or data is grpc.aio.EOF:
@@ -572,7 +572,7 @@ class _Connection:
         self._traffic.bytes_in += len(data)
         return data
 
-    async def _write(self, stream: _Stream, data: bytes) -> None:
+    async def _write(self, stream: _LinkStream, data: bytes) -> None:
         self._traffic.bytes_out += len(data)
         await stream.write(data)
 
@@ -710,7 +710,7 @@ class Links:
         settings: LinkSettings | None = None,
         credentials: Credentials = PLAIN,
         insecure: bool = False,
-        onlookers: Onlookers | None = None,
+        onlookers: Observers | None = None,
         reach: Reach = EVERYWHERE,
     ) -> None:
         """`reach`: where it dials others, who say where they are."""
@@ -914,7 +914,7 @@ class Links:
         """Whether a member answers at its address."""
         if (member := self._peers.get(peer)) is None:
             return None
-        return await is_there(peer, member.address, self._credentials, LOOK, self._reach)
+        return await is_alive(peer, member.address, self._credentials, LOOK, self._reach)
 
     def bound_what_is_held(self, link: _Link) -> None:
         """Something more waits on this one. Together they may have what `PEERS` of them may; beyond
@@ -1041,7 +1041,7 @@ class Links:
             return link.session
         if node not in self._begun:
             settings = self.settings
-            bounds = Bounds(
+            bounds = SessionBounds(
                 chunk=settings.chunk,
                 window=settings.window,
                 payload=settings.payload,
@@ -1071,8 +1071,8 @@ class Links:
         session: Session,
         said: Hello,
         answer: Hello,
-        control: _Stream,
-        bulk: _Stream | None = None,
+        control: _LinkStream,
+        bulk: _LinkStream | None = None,
         via: str = "",
     ) -> _Connection:
         """By the connection that was dialled with a hello. Raises _Refused; WireError for an answer
@@ -1205,8 +1205,8 @@ class Links:
         self,
         node: str,
         session: Session,
-        control: _Stream,
-        bulk: _Stream | None = None,
+        control: _LinkStream,
+        bulk: _LinkStream | None = None,
         via: str = "",
         heard: tuple[str, str] | None = None,
     ) -> _Connection:

@@ -52,7 +52,7 @@ class CallRefusedError(Exception):
         self.code = code
 
 
-class Stream:
+class RelayStream:
     """One of the two: what the peer writes at its end comes here."""
 
     def __init__(self, send: Callable[[bytes], None]) -> None:
@@ -76,7 +76,7 @@ class Call:
 
     peer: str
     name: str
-    streams: dict[str, Stream]
+    streams: dict[str, RelayStream]
     answer: asyncio.Future[str] = field(default_factory=asyncio.Future)
     over: bool = False
 
@@ -157,7 +157,7 @@ class Relays:
             former.end("another one has begun")
         call = self._calls[peer] = Call(peer, name, {})
         for stream, kind in zip(("Control", "Bulk"), KINDS, strict=True):
-            call.streams[stream] = Stream(partial(self._item, call, kind))
+            call.streams[stream] = RelayStream(partial(self._item, call, kind))
         return call
 
     def _item(self, call: Call, kind: str, data: bytes) -> None:

@@ -107,7 +107,7 @@ class Silence:
 
 
 @dataclass(frozen=True)
-class Bounds:
+class SessionBounds:
     """Bytes."""
 
     chunk: int
@@ -117,7 +117,7 @@ class Bounds:
     held: int  # messages and frames that it has not said to have
 
 
-class _Sending(NamedTuple):
+class _SentMessage(NamedTuple):
     message: bytes
     arrived: Callable[[], None] | None
 
@@ -126,7 +126,7 @@ class Session:
     """One side of a link."""
 
     def __init__(
-        self, number: int, bounds: Bounds, background: Callable[[], Background] = Background
+        self, number: int, bounds: SessionBounds, background: Callable[[], Background] = Background
     ) -> None:
         """`number`: larger than that of any former session with this peer."""
         self.number, self.other = number, 0
@@ -134,8 +134,8 @@ class Session:
         self.inbox = Inbox(bounds.payload)
         self._ordering = Ordering(bounds.window)
         self._bounds = bounds
-        self._sent: deque[_Sending] = deque()  # on this connection, and not acknowledged
-        self._waiting: deque[_Sending] = deque()
+        self._sent: deque[_SentMessage] = deque()  # on this connection, and not acknowledged
+        self._waiting: deque[_SentMessage] = deque()
         self._acknowledged = 0  # messages
         self._message_bytes = 0
         self._received = self._told = 0  # messages
@@ -145,7 +145,7 @@ class Session:
 
     def send(self, message: bytes, arrived: Callable[[], None] | None = None) -> None:
         """`arrived` is called when the peer has it."""
-        self._waiting.append(_Sending(message, arrived))
+        self._waiting.append(_SentMessage(message, arrived))
         self._message_bytes += len(message) + ITEM
 
     def send_frame(self, frame: Frame, arrived: Callable[[], None] | None = None) -> None:

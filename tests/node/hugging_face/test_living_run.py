@@ -19,9 +19,9 @@ from planaria.bootstrap.registry_pb2 import (
     View,
 )
 from planaria.node.hugging_face.from_swarm import card_of
-from planaria.node.hugging_face.living_run import TRIED, Access, LivingRun, Way, ways_to
+from planaria.node.hugging_face.living_run import TRIED, Access, LivingRun, SeatRoute, ways_to
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.asking import Conversation
+from planaria.node.wire.observer_client import ObserverConversation
 from tests.swarm.small import small
 
 
@@ -32,8 +32,8 @@ def member(node: str, *stages: int, address: str = "10.0.0.1:7401") -> Member:
 
 def test_a_node_that_can_be_dialled_is_asked_directly() -> None:
     view = View(members=[member("a", 0), member("b", 1, 3), member("c", 3, address="")])
-    assert ways_to(1, view) == [Way("b/1", "b", "10.0.0.1:7401")]
-    assert ways_to(3, view)[0] == Way("b/3.7", "b", "10.0.0.1:7401")
+    assert ways_to(1, view) == [SeatRoute("b/1", "b", "10.0.0.1:7401")]
+    assert ways_to(3, view)[0] == SeatRoute("b/3.7", "b", "10.0.0.1:7401")
     assert ways_to(2, view) == []
 
 
@@ -87,7 +87,7 @@ def test_a_stage_is_asked_at_its_new_seat_when_the_one_that_was_found_is_given_b
             del views[0]
             await super()._agree(wait)
 
-    def converse(node: str, address: str) -> Conversation:
+    def converse(node: str, address: str) -> ObserverConversation:
         return OneNode(seats, node, address)
 
     async def ask() -> dict[int, list[str]]:

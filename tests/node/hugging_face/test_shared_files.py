@@ -21,8 +21,8 @@ from planaria.node.hugging_face.living_run import Access, ways_to
 from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.asking import Conversation
 from planaria.node.wire.frames import Frame
+from planaria.node.wire.observer_client import ObserverConversation
 from planaria.node.wire.tensors import encode
 from tests.node.hugging_face.test_living_run import member
 from tests.swarm.small import small
@@ -60,7 +60,7 @@ def fetched(given: Path, kept: Path, content: str, model: Path | None = None) ->
     async def view() -> View:
         return View(members=[member("a", 0, 1)])
 
-    def converse(node: str, address: str) -> Conversation:
+    def converse(node: str, address: str) -> ObserverConversation:
         return Giver(given, node, address)
 
     async def ask() -> Vocabulary:

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from planaria.bootstrap.knock import proxies
+from planaria.bootstrap.reachability import proxies
 from planaria.node.launch.diagnosis import (
     Clock,
     Data,
     Device,
     DialledBack,
-    Disk,
+    DiskFacts,
     Facts,
     Finding,
     Link,
-    Missing,
-    Verdict,
+    Outcome,
+    UnknownFact,
     bytes_a_step,
     findings,
     lines,
@@ -41,7 +41,7 @@ WELL = Facts(
     advertise=None,
     back=DialledBack("203.0.113.5", 7401, True),
     link=Link(0.02, 100.0, 100.0),
-    saves=Disk("out", 10**12, ""),
+    saves=DiskFacts("out", 10**12, ""),
     data=Data("data/prose", "", True),
     stage=None,
     device=Device("cpu", 64 * 2**30, "2.6 for CPUs", 0, ""),
@@ -55,42 +55,42 @@ def found(about: str, **changes: Any) -> Finding:
 
 
 @pytest.mark.parametrize(
-    ("registry", "verdict"), [(5, Verdict.OK), (Missing("it doesn't answer"), Verdict.WARNING)]
+    ("registry", "verdict"), [(5, Outcome.OK), (UnknownFact("it doesn't answer"), Outcome.WARNING)]
 )
-def test_a_proxy_that_is_set_is_said_not_to_be_used(registry: Any, verdict: Verdict) -> None:
+def test_a_proxy_that_is_set_is_said_not_to_be_used(registry: Any, verdict: Outcome) -> None:
     set_here = proxies(
         {"HTTPS_PROXY": "http://me:secret@proxy:3128", "http_proxy": "", "PATH": "/"}
     )
     one = found("proxy", proxies=set_here, registry_protocol=registry)
     assert one.verdict is verdict
     assert one.what.startswith("a proxy is set (HTTPS_PROXY), and gRPC")
-    assert ("VPN" in one.remedy) == (verdict is Verdict.WARNING)
+    assert ("VPN" in one.remedy) == (verdict is Outcome.WARNING)
     assert proxies({"no_proxy": "*", "http_proxy": ""}) == ""
 
 
 def test_a_machine_that_is_well_has_ten_good_findings() -> None:
     all_found = findings(WELL)
-    assert [one.verdict for one in all_found] == [Verdict.OK] * 10
-    assert worst(all_found) is Verdict.OK
+    assert [one.verdict for one in all_found] == [Outcome.OK] * 10
+    assert worst(all_found) is Outcome.OK
     assert not [one for one in all_found if one.remedy]
 
 
 def test_of_code_it_is_said_whether_it_may_be_loaded() -> None:
     own = override(RUN, model__module="gpt2:build")
     refused = found("code", run=own)
-    assert refused.verdict is Verdict.PROBLEM
+    assert refused.verdict is Outcome.PROBLEM
     assert "start the node with --allow-module gpt2:build" in refused.what
-    assert found("code", run=own, allow_module="gpt2:build").verdict is Verdict.OK
+    assert found("code", run=own, allow_module="gpt2:build").verdict is Outcome.OK
 
 
 def test_the_exit_status_is_by_the_worst() -> None:
     plain = findings(replace(WELL, tls=False))
     assert worst(plain) == 1
-    full = findings(replace(WELL, tls=False, saves=Disk("out", 0, "")))
+    full = findings(replace(WELL, tls=False, saves=DiskFacts("out", 0, "")))
     assert worst(full) == 2
 
 
-P, W, OK = Verdict.PROBLEM, Verdict.WARNING, Verdict.OK
+P, W, OK = Outcome.PROBLEM, Outcome.WARNING, Outcome.OK
 TWO_MINUTES, TEN_MINUTES = Clock(-120.0, 0.1), Clock(600.0, 0.1)
 GPU = "H100, driver 550"
 SELF = DialledBack("::1", 7401, False)
@@ -103,21 +103,21 @@ SELF = DialledBack("::1", 7401, False)
         ("version", {"registry_protocol": 4}, P, "the registry's planaria is the older one"),
         (
             "version",
-            {"run": Missing("what is foo?")},
+            {"run": UnknownFact("what is foo?")},
             P,
             "can't read the registry's run file: what",
         ),
-        ("registry", {"registry_protocol": Missing("nobody there")}, P, "nobody there"),
+        ("registry", {"registry_protocol": UnknownFact("nobody there")}, P, "nobody there"),
         ("clock", {"clock": TWO_MINUTES}, W, "120.0 s behind the registry's"),
         ("clock", {"clock": TEN_MINUTES}, P, "certificates may not be valid"),
         ("clock", {"clock": TEN_MINUTES, "tls": False}, W, "logs can't be compared"),
         ("clock", {"clock": Clock(2.4, 1.0)}, OK, "2.4 s ahead of"),
         ("TLS", {"tls": False}, W, "--tls-ca, --tls-cert and --tls-key"),
         ("TLS", {"tls": False, "loopback": True}, OK, "none is needed on one machine"),
-        ("port", {"port": Missing("in use", P)}, P, "in use"),
+        ("port", {"port": UnknownFact("in use", P)}, P, "in use"),
         ("port", {"port": ""}, OK, "only dials out"),
         ("reachable", {"port": ""}, OK, "carried by a third"),
-        ("reachable", {"port": Missing("in use", P)}, W, "nothing can listen here"),
+        ("reachable", {"port": UnknownFact("in use", P)}, W, "nothing can listen here"),
         ("reachable", {"back": DialledBack("203.0.113.5", 7401, None)}, P, "open the port"),
         ("reachable", {"back": DialledBack("203.0.113.5", 7401, False)}, P, "--advertise none"),
         ("reachable", {"advertise": ("a.org:7401", ("203.0.113.5",))}, OK, "reaches this machine"),
@@ -128,10 +128,15 @@ SELF = DialledBack("::1", 7401, False)
         ("bandwidth", {"link": Link(0.02, 0.5, 100.0)}, W, "fewer bytes"),
         ("bandwidth", {"tokens_per_second": 1e6}, W, "the others would wait"),
         ("bandwidth", {"tokens_per_second": 1.0}, OK, "in a step take"),
-        ("disk", {"saves": Disk("out", 10**12, "Read-only file system")}, P, "Read-only"),
-        ("disk", {"saves": Disk("out", 2**20, "")}, P, "--save-dir"),
-        ("disk", {"saves": Disk("out", int(6 * 12 * BODY * 1.5), "")}, W, "saves.keep"),
-        ("disk", {"saves": Disk("out", int(6 * 12 * FIRST * 2.1), ""), "stage": 0}, OK, "6 saves"),
+        ("disk", {"saves": DiskFacts("out", 10**12, "Read-only file system")}, P, "Read-only"),
+        ("disk", {"saves": DiskFacts("out", 2**20, "")}, P, "--save-dir"),
+        ("disk", {"saves": DiskFacts("out", int(6 * 12 * BODY * 1.5), "")}, W, "saves.keep"),
+        (
+            "disk",
+            {"saves": DiskFacts("out", int(6 * 12 * FIRST * 2.1), ""), "stage": 0},
+            OK,
+            "6 saves",
+        ),
         ("data", {"data": Data("d", "d is other data", True)}, W, "d is other data"),
         ("data", {"data": Data("d", "no data at d", False)}, OK, "needed at stage 0 only"),
         ("data", {"data": Data("d", "no data at d", False), "stage": 0}, P, "--data DIR"),
@@ -139,25 +144,25 @@ SELF = DialledBack("::1", 7401, False)
         ("device", {"device": Device("cpu", 1 << 40, "2.6", 0, GPU)}, W, "doesn't see it"),
         ("device", {"device": Device("cpu", 1 << 40, "2.6", 0, GPU), "wanted": "cpu"}, OK, "H100"),
         ("device", {"device": Device("cuda:0", 1 << 40, "2.6", 1, GPU)}, OK, "driver 550"),
-        ("device", {"device": Missing("it hangs")}, W, "it hangs"),
+        ("device", {"device": UnknownFact("it hangs")}, W, "it hangs"),
         ("memory", {"device": Device("cpu", 24 * BODY - 1, "2.6", 0, "")}, P, "model.stages"),
         ("memory", {"device": Device("cpu", 24 * BODY + 1, "2.6", 0, "")}, W, "more than half"),
         ("memory", {"device": Device("cpu", 48 * FIRST, "2.6", 0, ""), "stage": 0}, OK, "a stage"),
     ],
 )
-def test_each_finding(about: str, changes: dict[str, Any], verdict: Verdict, says: str) -> None:
+def test_each_finding(about: str, changes: dict[str, Any], verdict: Outcome, says: str) -> None:
     one = found(about, **changes)
     assert one.verdict is verdict, one
     assert says in f"{one.what} {one.remedy}"
-    if verdict is P and not isinstance(changes.get(about, ""), Missing):
+    if verdict is P and not isinstance(changes.get(about, ""), UnknownFact):
         assert one.remedy or about in ("registry", "port")
 
 
 def test_what_is_not_known_is_said_of_every_check() -> None:
     names = ("registry_protocol", "run", "clock", "port", "back", "link", "saves", "data", "device")
-    nothing = findings(replace(WELL, **dict.fromkeys(names, Missing("lost"))))  # type: ignore[arg-type]
+    nothing = findings(replace(WELL, **dict.fromkeys(names, UnknownFact("lost"))))  # type: ignore[arg-type]
     assert len(nothing) == 10
-    assert all(one.verdict is not Verdict.OK for one in nothing)
+    assert all(one.verdict is not Outcome.OK for one in nothing)
 
 
 def test_lossy_codecs_and_replicas_change_what_a_step_sends() -> None:
@@ -175,5 +180,5 @@ def test_lossy_codecs_and_replicas_change_what_a_step_sends() -> None:
 
 
 def test_a_finding_is_one_line() -> None:
-    [(about, verdict, said)] = lines([Finding("disk", Verdict.PROBLEM, "it is full", "free space")])
+    [(about, verdict, said)] = lines([Finding("disk", Outcome.PROBLEM, "it is full", "free space")])
     assert (about, verdict, said) == ("disk", "problem", "it is full. Free space")

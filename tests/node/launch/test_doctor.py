@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import PLAIN, Credentials
 from planaria.node.cli import app
-from planaria.node.commands.node_options import Addresses, DoctorOptions
 from planaria.node.launch import doctor
-from planaria.node.launch.diagnosis import DialledBack, Link, Missing, Verdict, findings, worst
-from planaria.node.launch.doctor import Asked, examine
+from planaria.node.launch.diagnosis import DialledBack, Link, Outcome, UnknownFact, findings, worst
+from planaria.node.launch.doctor import Examined, examine
+from planaria.node.launch.node_options import Addresses, DoctorOptions
 from tests.bootstrap.conftest import serving
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
@@ -39,10 +39,10 @@ def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(doctor, name, DEADLINE)
 
 
-def asked(join: str, saves: Path, credentials: Credentials = PLAIN, **options: Any) -> Asked:
+def asked(join: str, saves: Path, credentials: Credentials = PLAIN, **options: Any) -> Examined:
     given = {"listen": "127.0.0.1:0", "save_dir": saves / "deep" / "saves"} | options
     doctor = DoctorOptions(join=join, **given)
-    return Asked(doctor, Addresses.of(doctor), credentials)
+    return Examined(doctor, Addresses.of(doctor), credentials)
 
 
 async def test_a_machine_that_could_join(tmp_path: Path) -> None:
@@ -51,14 +51,14 @@ async def test_a_machine_that_could_join(tmp_path: Path) -> None:
     assert isinstance(facts.back, DialledBack)
     assert (facts.back.host, facts.back.there) == ("127.0.0.1", True)
     assert isinstance(facts.link, Link) and facts.link.up > 0 and facts.link.down > 0
-    assert not isinstance(facts.clock, Missing) and abs(facts.clock.ahead) <= facts.clock.rtt
-    assert not isinstance(facts.saves, Missing) and facts.saves.free > 0
+    assert not isinstance(facts.clock, UnknownFact) and abs(facts.clock.ahead) <= facts.clock.rtt
+    assert not isinstance(facts.saves, UnknownFact) and facts.saves.free > 0
     assert not (tmp_path / "deep").exists(), "nothing is made"
-    assert not isinstance(facts.device, Missing)
+    assert not isinstance(facts.device, UnknownFact)
     assert facts.device.driver == "NVIDIA H100, driver 550.54"
     found = {one.about: one.verdict for one in findings(facts)}
-    assert found.pop("data") is Verdict.OK
-    assert set(found.values()) == {Verdict.OK}
+    assert found.pop("data") is Outcome.OK
+    assert set(found.values()) == {Outcome.OK}
 
 
 async def test_a_port_that_somebody_has_is_a_problem(tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ async def test_a_port_that_somebody_has_is_a_problem(tmp_path: Path) -> None:
         taken = Address("127.0.0.1", server.getsockname()[1])
         async with serving() as place:
             facts = await examine(asked(place.address, tmp_path, listen=str(taken)), "1")
-    assert isinstance(facts.port, Missing) and "the address is in use" in facts.port.why
-    assert isinstance(facts.back, Missing)
-    assert worst(findings(facts)) is Verdict.PROBLEM
+    assert isinstance(facts.port, UnknownFact) and "the address is in use" in facts.port.why
+    assert isinstance(facts.back, UnknownFact)
+    assert worst(findings(facts)) is Outcome.PROBLEM
 
 
 async def test_an_advertised_port_that_leads_elsewhere_is_a_problem(tmp_path: Path) -> None:
@@ -84,14 +84,14 @@ async def test_who_only_dials_out_listens_nowhere(tmp_path: Path) -> None:
     async with serving() as place:
         facts = await examine(asked(place.address, tmp_path, advertise="none"), "1")
     assert facts.port == ""
-    assert {one.verdict for one in findings(facts) if one.about == "reachable"} == {Verdict.OK}
+    assert {one.verdict for one in findings(facts) if one.about == "reachable"} == {Outcome.OK}
 
 
 async def test_a_wrong_token_is_said(tmp_path: Path) -> None:
     async with serving(credentials=Credentials(token="right")) as place:
         wrong = asked(place.address, tmp_path, credentials=Credentials(token="wrong"))
         facts = await examine(wrong, "1")
-    assert isinstance(facts.registry_protocol, Missing)
+    assert isinstance(facts.registry_protocol, UnknownFact)
     assert "the join token is not this run's" in facts.registry_protocol.why
 
 
@@ -100,7 +100,7 @@ async def test_what_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(doctor, "IN_ALL", 0.05)
     async with serving() as place:
         facts = await asyncio.wait_for(examine(asked(place.address, tmp_path), "1"), DEADLINE)
-    assert facts.device == Missing("PyTorch has not answered in 0.05 s")
+    assert facts.device == UnknownFact("PyTorch has not answered in 0.05 s")
 
 
 def test_without_a_registry_there_is_still_something_to_say(

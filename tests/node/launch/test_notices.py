@@ -18,12 +18,12 @@ from planaria.node.launch.notices import (
     LEAST,
     MARGIN,
     SOON,
-    Answer,
     Aws,
     Azure,
     Gcp,
+    MetadataAnswer,
     Notice,
-    Watch,
+    NoticeWatch,
     ask,
     find,
 )
@@ -146,9 +146,9 @@ def test_azure_tells_of_this_machine_and_of_others(
 def test_azure_has_time_for_its_first_answer_about_events() -> None:
     timeouts: list[float] = []
 
-    def slow(method: str, path: str, headers: object, timeout: float = 2.0) -> Answer:
+    def slow(method: str, path: str, headers: object, timeout: float = 2.0) -> MetadataAnswer:
         timeouts.append(timeout)
-        return Answer(200, {}, NAME if "name" in path else '{"Events": []}')
+        return MetadataAnswer(200, {}, NAME if "name" in path else '{"Events": []}')
 
     azure = Azure(slow)
     assert azure.is_here()
@@ -165,8 +165,8 @@ def test_a_notice_leaves_time(left: float | None, grace: float) -> None:
     assert Notice("", left).grace(default=25.0) == grace
 
 
-def answering(status: int, body: str) -> Callable[..., Answer]:
-    return lambda *_, **__: Answer(status, {}, body)
+def answering(status: int, body: str) -> Callable[..., MetadataAnswer]:
+    return lambda *_, **__: MetadataAnswer(status, {}, body)
 
 
 @pytest.mark.parametrize("cloud", [Aws, Gcp, Azure])
@@ -195,7 +195,9 @@ def test_at_home_nobody_answers_and_nothing_is_said(
     caplog.set_level(logging.DEBUG)
     tried: list[str] = []
 
-    def unreachable(method: str, path: str, headers: object, timeout: float = 2.0) -> Answer:
+    def unreachable(
+        method: str, path: str, headers: object, timeout: float = 2.0
+    ) -> MetadataAnswer:
         tried.append(path)
         raise TimeoutError("timed out")
 
@@ -218,10 +220,10 @@ def test_another_web_server_at_the_address_is_no_cloud(
 def test_a_container_to_which_no_token_gets_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """AWS answers, but its answer to a PUT goes no further than the host."""
 
-    def beyond_one_hop(method: str, *_: object, **__: object) -> Answer:
+    def beyond_one_hop(method: str, *_: object, **__: object) -> MetadataAnswer:
         if method == "PUT":
             raise TimeoutError("timed out")
-        return Answer(401, {}, "")
+        return MetadataAnswer(401, {}, "")
 
     assert find("auto", beyond_one_hop) is None
     assert "hop limit to 2" in caplog.text
@@ -231,7 +233,7 @@ async def test_a_watch_tells_of_risks_and_then_of_the_notice(start: Start) -> No
     service = start("aws")
     service.rebalance = {"noticeTime": "2026-10-27T08:22:00Z"}
     told: asyncio.Queue[Notice | str] = asyncio.Queue()
-    watch = Watch("auto", told.put_nowait, told.put_nowait)
+    watch = NoticeWatch("auto", told.put_nowait, told.put_nowait)
     assert "rebalance" in str(await asyncio.wait_for(told.get(), 60))
     service.action = {"action": "terminate", "time": datetime.now(UTC).isoformat()}
     notice = await asyncio.wait_for(told.get(), 60)
@@ -249,7 +251,7 @@ async def test_a_watch_waits_where_the_end_is_far_and_goes_on_after_nonsense(
     now = datetime.now(UTC).timestamp()
     service.events = [event("Redeploy", now - NOW + 7 * 86400, NAME)]
     told: asyncio.Queue[Notice | str] = asyncio.Queue()
-    watch = Watch("azure", told.put_nowait, told.put_nowait)
+    watch = NoticeWatch("azure", told.put_nowait, told.put_nowait)
 
     await asyncio.to_thread(service.wait_until_asked, 3)
     service.events = [{"Resources": None}]
@@ -269,7 +271,9 @@ def test_the_examples_of_the_documentation_are_understood() -> None:
         "AWS: stop at 2017-09-18T08:22:00Z", 120.0
     )
     one = {"EventType": "Preempt", "Resources": ["A"], "NotBefore": "Mon, 19 Sep 2016 18:29:47 GMT"}
-    azure = Azure(lambda m, path, *_, **__: Answer(200, {}, "A" if "name" in path else body))
+    azure = Azure(
+        lambda m, path, *_, **__: MetadataAnswer(200, {}, "A" if "name" in path else body)
+    )
     body = json.dumps({"DocumentIncarnation": 1, "Events": [one]})
     assert azure.look(1474309757.0) == Notice(
         "Azure: Preempt not before Mon, 19 Sep 2016 18:29:47 GMT", 30.0

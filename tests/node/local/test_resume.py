@@ -18,7 +18,7 @@ from planaria.node.local.losses import places
 from planaria.node.local.resume import (
     JOURNAL,
     RUN_FILE,
-    Kept,
+    KeptRun,
     ResumeError,
     changed,
     put_in_place,
@@ -49,9 +49,9 @@ def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
-def begun(tmp_path: Path, run: RunFile = RUN) -> Kept:
+def begun(tmp_path: Path, run: RunFile = RUN) -> KeptRun:
     """A run with its folder, that has seen 7 views."""
-    kept = Kept(run, tmp_path / "out", tmp_path / "saves")
+    kept = KeptRun(run, tmp_path / "out", tmp_path / "saves")
     (kept.out / "logs").mkdir(parents=True)
     (kept.out / RUN_FILE).write_text(dumps(run))
     path = kept.out / "logs" / JOURNAL
@@ -64,19 +64,19 @@ def begun(tmp_path: Path, run: RunFile = RUN) -> Kept:
     return kept
 
 
-def save(kept: Kept, slot: str, stage: int, *steps: int) -> None:
+def save(kept: KeptRun, slot: str, stage: int, *steps: int) -> None:
     assert kept.save_dir is not None
     saves = opened(kept.save_dir / slot, kept.id, kept.run.model.config, stage)
     for step in steps:
         saves.write(state(kept.run.model.config, stage, step))
 
 
-def at(kept: Kept, slot: str, stage: int) -> list[Age]:
+def at(kept: KeptRun, slot: str, stage: int) -> list[Age]:
     assert kept.saves is not None
     return opened(kept.saves / slot, kept.id, kept.run.model.config, stage).sound()
 
 
-def slots_of(kept: Kept) -> list[str]:
+def slots_of(kept: KeptRun) -> list[str]:
     return places(kept.run.model.config.stages, kept.run.swarm.replicas)
 
 

@@ -15,7 +15,7 @@ from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import CredentialsError
 from planaria.node.page import app as page_app
 from planaria.node.page.app import STATIC, Parts, make_app
-from planaria.node.page.place import Keys, Place
+from planaria.node.page.place import Keys, PageAddress
 
 
 class Shown:
@@ -101,14 +101,14 @@ def test_a_page_for_this_machine_is_asked_for_by_its_names_only() -> None:
 @pytest.mark.parametrize(
     ("place", "fine"),
     [
-        (Place(Address.parse("127.0.0.1:0")), True),
-        (Place(Address.parse("0.0.0.0:0")), False),
-        (Place(Address.parse("0.0.0.0:0"), token="t"), False),
-        (Place(Address.parse("0.0.0.0:0"), insecure=True), True),
-        (Place(Address.parse("0.0.0.0:0"), "t", Keys("c", "k")), True),  # type: ignore[arg-type]
+        (PageAddress(Address.parse("127.0.0.1:0")), True),
+        (PageAddress(Address.parse("0.0.0.0:0")), False),
+        (PageAddress(Address.parse("0.0.0.0:0"), token="t"), False),
+        (PageAddress(Address.parse("0.0.0.0:0"), insecure=True), True),
+        (PageAddress(Address.parse("0.0.0.0:0"), "t", Keys("c", "k")), True),  # type: ignore[arg-type]
     ],
 )
-def test_beyond_this_machine_a_page_wants_token_and_tls(place: Place, fine: bool) -> None:
+def test_beyond_this_machine_a_page_wants_token_and_tls(place: PageAddress, fine: bool) -> None:
     if fine:
         place.check()
     else:

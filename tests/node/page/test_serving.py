@@ -17,7 +17,7 @@ from planaria.bootstrap.registry_pb2 import JoinRequest, Report, SeatReport
 from planaria.bootstrap.service import RegistryServer
 from planaria.node.page import serving
 from planaria.node.page.app import UnheardError
-from planaria.node.page.place import Place, bind
+from planaria.node.page.place import PageAddress, bind
 from planaria.node.page.serving import metrics_beside, page_beside, read, show_living
 from planaria.node.report.events import Committed, line
 from planaria.node.run_file import RunFile, override
@@ -36,7 +36,7 @@ async def test_what_a_node_tells_is_on_its_registrys_page() -> None:
     registry = RegistryServer(MembershipRules(run="prose-1", stages=1, lease=0.5), "")
     port = await registry.start("127.0.0.1:0")
     client = RegistryClient([f"127.0.0.1:{port}"])
-    async with asyncio.timeout(DEADLINE), page_beside(registry, RUN, Place(HERE), price=0.5):
+    async with asyncio.timeout(DEADLINE), page_beside(registry, RUN, PageAddress(HERE), price=0.5):
         url = (await client.describe()).page
         assert url.startswith("http://127.0.0.1:")
         request = JoinRequest(protocol=PROTOCOL, run="prose-1", node="00aa", stage=0, room=1)
@@ -62,7 +62,7 @@ async def test_what_a_node_tells_is_on_its_registrys_page() -> None:
 
 
 async def test_a_registry_that_is_started_again_has_its_page_where_it_was(tmp_path) -> None:
-    place = Place(HERE, kept=tmp_path / "journal.page")
+    place = PageAddress(HERE, kept=tmp_path / "journal.page")
 
     async def url() -> str:
         async with page_beside(RegistryServer(MembershipRules(run="r", stages=1), ""), RUN, place):
@@ -85,7 +85,7 @@ async def test_figures_of_a_node_are_served_where_it_says(caplog) -> None:
     async def figures() -> bytes:
         return b"figures\n"
 
-    async with asyncio.timeout(DEADLINE), metrics_beside(Place(HERE), figures):
+    async with asyncio.timeout(DEADLINE), metrics_beside(PageAddress(HERE), figures):
         [url] = [record.args[0] for record in caplog.records if record.args]
         assert await asyncio.to_thread(get, f"{url}metrics") == "figures\n"
 
@@ -101,8 +101,8 @@ async def test_who_may_look_at_a_run_has_its_page_and_figures_elsewhere(
     with pytest.raises(JoinRefused, match=r"this registry has no page \(--http none\)"):
         await client.show()
     async with asyncio.timeout(DEADLINE):
-        async with page_beside(registry, RUN, Place(HERE)):
-            watching = asyncio.create_task(show_living(client, Place(HERE), url.put_nowait))
+        async with page_beside(registry, RUN, PageAddress(HERE)):
+            watching = asyncio.create_task(show_living(client, PageAddress(HERE), url.put_nowait))
             here = await url.get()
             assert f":{port}/" not in here and here != registry.page
             shown = json.loads(await asyncio.to_thread(get, f"{here}state"))

@@ -14,7 +14,7 @@ import pytest
 
 from planaria.node.daemon import Node, SeatRecord
 from planaria.node.report import experiment as experiments
-from planaria.node.report.experiment import ExperimentPipe, Opening, Telling, keep, parameters
+from planaria.node.report.experiment import ExperimentPipe, Opening, TrackedRun, keep, parameters
 from planaria.node.run_file import RunFile, dumps, override
 from planaria.node.wire import stage_pb2 as pb
 from tests.node.report.lines import whole
@@ -86,7 +86,7 @@ class Kept:
 
 def test_steps_rates_losses_recoveries_and_samples_are_told_once() -> None:
     kept = Kept()
-    telling = Telling(kept, RUN)
+    telling = TrackedRun(kept, RUN)
     for line in LINES:
         telling.hear(line)
     rates = {"learning_rate": 0.05, "seconds_a_step": 0.5, "tokens_per_second": 2000.0}
@@ -111,7 +111,7 @@ def test_steps_rates_losses_recoveries_and_samples_are_told_once() -> None:
 
 def test_the_page_has_a_row_for_all_that_is_told() -> None:
     kept, page = Kept(), (Path(__file__).parents[3] / "docs" / "watch.md").read_text()
-    telling = Telling(kept, RUN)
+    telling = TrackedRun(kept, RUN)
     for line in LINES:
         telling.hear(line)
     told = {about for one in kept.told for about in ([one[0]] if len(one) == 4 else one[1])}
@@ -227,6 +227,6 @@ def test_a_node_of_any_stage_knows_what_was_committed() -> None:
     record.committed(pb.Commit(step=7, loss=3.5, tokens=64, gradient_norm=0.5, seconds=0.25))
     kept = Kept()
     for line in told:
-        Telling(kept, RUN).hear(line)
+        TrackedRun(kept, RUN).hear(line)
     ((step, figures, _),) = kept.told
     assert (step, figures["loss/training"], figures["tokens_per_second"]) == (7, 3.5, 256.0)

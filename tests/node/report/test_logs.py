@@ -18,9 +18,9 @@ from planaria.bootstrap.registry_pb2 import (
     Seat,
 )
 from planaria.node.report.log_stream import LONGEST, MOST_KEPT, LastLines
-from planaria.node.report.logs import LogsError, Way, called, cut, logs, ways_to
+from planaria.node.report.logs import LogsError, NodeRoute, called, cut, logs, ways_to
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.asking import PATIENCE
+from planaria.node.wire.observer_client import PATIENCE
 
 
 def member(node: str, stage: int, address: str = "") -> Member:
@@ -69,7 +69,7 @@ def test_a_node_that_nobody_is_or_several_are_called_is_refused(said: str, why: 
 
 
 def test_who_can_not_be_dialled_is_asked_through_its_neighbours() -> None:
-    assert ways_to(SWARM[0], SWARM) == [Way("box-aaaaaa", "10.0.0.1:7401")]
+    assert ways_to(SWARM[0], SWARM) == [NodeRoute("box-aaaaaa", "10.0.0.1:7401")]
     assert [way.node for way in ways_to(SWARM[1], SWARM)] == [
         "box-aaaaaa",
         "node-2.0-cccccc",

@@ -13,7 +13,7 @@ from planaria.bootstrap.registry_pb2 import (
     Seat,
 )
 from planaria.node.report.probe import ProbeError, found, probe, table
-from planaria.node.wire.measuring import LARGEST, SMALLEST, MeasuredLink, measure
+from planaria.node.wire.link_speed import LARGEST, SMALLEST, MeasuredLink, measure
 
 
 def measured_over(delay: float, rate: float) -> tuple[MeasuredLink, list[int]]:

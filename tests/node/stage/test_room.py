@@ -11,32 +11,32 @@ import torch
 
 from planaria.node.machine.device import available_memory
 from planaria.node.stage import room as module
-from planaria.node.stage.room import SMALL, Room
+from planaria.node.stage.room import SMALL, DeviceRoom
 from planaria.node.transaction.attempt import NoRoomError
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def room(monkeypatch: pytest.MonkeyPatch) -> Room:
+def room(monkeypatch: pytest.MonkeyPatch) -> DeviceRoom:
     monkeypatch.setattr(module, "available_memory", lambda: math.inf)
-    return Room(CPU)
+    return DeviceRoom(CPU)
 
 
-def runs_out(room: Room, kept: int, waits: bool) -> NoRoomError:
+def runs_out(room: DeviceRoom, kept: int, waits: bool) -> NoRoomError:
     with pytest.raises(NoRoomError) as failure, room.taken(kept, waits):
         torch.empty(1 << 48)  # more than there are addresses
     return failure.value
 
 
-def goes_well(room: Room, *kept: int) -> None:
+def goes_well(room: DeviceRoom, *kept: int) -> None:
     for count in kept:
         room.look(count, SMALL)
         with room.taken(count, waits=True):
             pass
 
 
-def test_a_pass_that_may_be_made_later_waits_and_no_more_are_begun(room: Room) -> None:
+def test_a_pass_that_may_be_made_later_waits_and_no_more_are_begun(room: DeviceRoom) -> None:
     goes_well(room, 0, 1, 2)
     lacking = runs_out(room, kept=3, waits=True)
     assert lacking.waits
@@ -47,7 +47,9 @@ def test_a_pass_that_may_be_made_later_waits_and_no_more_are_begun(room: Room) -
     assert failure.value.waits
 
 
-def test_after_a_pass_that_cannot_wait_the_next_attempt_keeps_half_as_many(room: Room) -> None:
+def test_after_a_pass_that_cannot_wait_the_next_attempt_keeps_half_as_many(
+    room: DeviceRoom,
+) -> None:
     goes_well(room, *range(5))
     for most in (2, 1):
         lacking = runs_out(room, kept=5, waits=False)
@@ -58,16 +60,16 @@ def test_after_a_pass_that_cannot_wait_the_next_attempt_keeps_half_as_many(room:
     assert "set training.microbatch lower" in str(lacking).lower()
 
 
-def test_alone_there_is_nothing_to_wait_for(room: Room) -> None:
+def test_alone_there_is_nothing_to_wait_for(room: DeviceRoom) -> None:
     """Of this seat: others of the node may have taken what there is."""
     goes_well(room, 0, 1, 2, 3)
     lacking = runs_out(room, kept=0, waits=True)
     assert not (lacking.waits or lacking.ends)
     assert room.most == 2
-    assert runs_out(Room(CPU), kept=0, waits=True).ends, "it was the first one of all"
+    assert runs_out(DeviceRoom(CPU), kept=0, waits=True).ends, "it was the first one of all"
 
 
-def test_a_gpu_says_it_by_an_error_of_its_own_and_other_errors_are_others(room: Room) -> None:
+def test_a_gpu_says_it_by_an_error_of_its_own_and_other_errors_are_others(room: DeviceRoom) -> None:
     with pytest.raises(NoRoomError, match="Tried to allocate"), room.taken(2, waits=True):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
     with pytest.raises(RuntimeError, match="shapes"), room.taken(2, waits=True):
@@ -78,7 +80,7 @@ def test_a_machine_is_asked_before_its_memory_is_used_up(monkeypatch: pytest.Mon
     """Nothing is learned for later: others may have taken it for a while."""
     there: Any = 2.5 * SMALL
     monkeypatch.setattr(module, "available_memory", lambda: there)
-    room = Room(CPU)
+    room = DeviceRoom(CPU)
     room.look(1, 2 * SMALL)
     room.look(0, 3 * SMALL)
     with pytest.raises(

@@ -33,9 +33,9 @@ from planaria.node.transaction.attempt import (
     Workplace,
 )
 from planaria.node.transaction.bounds import UNLIKE
-from planaria.node.transaction.checking import SpotChecks
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.routing import Route
+from planaria.node.transaction.spot_checks import SpotChecks
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
 from planaria.node.wire.frames import Frame

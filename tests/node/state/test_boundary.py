@@ -23,16 +23,16 @@ from planaria.node.state import boundary
 from planaria.node.state.boundary import (
     BoundaryClient,
     BoundaryKeeper,
+    BoundaryPair,
     BoundaryServer,
     Fetched,
     KeptTensor,
-    Pair,
     Side,
     Wanted,
 )
 from planaria.node.transaction.attempt import Attempt, Workplace
 from planaria.node.transaction.effects import Ballot
-from planaria.node.transaction.filling import Filling
+from planaria.node.transaction.in_flight_window import InFlightWindow
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import Exchange
@@ -190,7 +190,7 @@ def test_what_is_kept_is_of_the_last_committed_step() -> None:
     keeper.commit(STEP, 0)
     assert keeper.memory_bytes == 2 * ELEMENTS * 4
     ((pair, side, _),) = keeper.sides(STEP, 2, frozenset([2]))
-    assert (pair, side) == (Pair(STEP, 0, (2,)), "input")
+    assert (pair, side) == (BoundaryPair(STEP, 0, (2,)), "input")
     keeper.start(Ballot(3, 6), STEP + 1)
     keep(keeper, "sent", crossing(0, 2, ballot=Ballot(3, 6)))
     assert keeper.memory_bytes == 3 * ELEMENTS * 4
@@ -282,7 +282,7 @@ def test_a_second_visit_replaces_the_first() -> None:
     keeper.commit(STEP, 0)
     assert keeper.memory_bytes == ELEMENTS * 4
     fetched = Network({"1": keeper}).fetch(2, {2}, ["1"])
-    assert torch.equal(fetched.inputs[Pair(STEP, 0, (2,))], bf16(values(0, 2, version=1)))
+    assert torch.equal(fetched.inputs[BoundaryPair(STEP, 0, (2,))], bf16(values(0, 2, version=1)))
 
 
 @given(st.integers(1, 4), st.data())
@@ -291,14 +291,14 @@ def test_attempts_that_come_and_go(steps: int, data: st.DataObject) -> None:
     committed attempts were given, as far as they lead without a gap to where the run stands."""
     keeper = keeper_of(steps)
     step, lineage = 0, 0
-    history: list[dict[Pair, torch.Tensor]] = []  # of consecutive steps, up to `step`
+    history: list[dict[BoundaryPair, torch.Tensor]] = []  # of consecutive steps, up to `step`
     for attempt in range(1, data.draw(st.integers(1, 9)) + 1):
         ballot = Ballot(1, attempt)
         keeper.start(ballot, step + 1)
         given_now = {}
         for microbatch in data.draw(st.lists(st.integers(0, 3), max_size=5)):
             keep(keeper, "sent", crossing(microbatch, 2, ballot=ballot, version=attempt))
-            given_now[Pair(step + 1, microbatch, (2,))] = values(microbatch, 2, attempt)
+            given_now[BoundaryPair(step + 1, microbatch, (2,))] = values(microbatch, 2, attempt)
         match data.draw(st.sampled_from(["commit", "commit", "drop", "again", "miss", "back"])):
             case "commit":
                 step, history = step + 1, [*history, given_now]
@@ -382,7 +382,7 @@ def test_a_joiner_gets_the_ends_of_the_runs_that_are_its_own(
     inputs, outputs = set(), set()
     for microbatch, visits in enumerate(orders):
         for run in runs(visits, lost):
-            pairs = {Pair(step, microbatch, run.stages) for step in (STEP - 1, STEP)}
+            pairs = {BoundaryPair(step, microbatch, run.stages) for step in (STEP - 1, STEP)}
             if run.stages[0] == stage:
                 inputs |= pairs
             if run.stages[-1] == stage:
@@ -590,7 +590,9 @@ def test_a_stage_keeps_what_comes_in_and_goes_out(codec: Codec, kind: Any) -> No
     keeper, daemon = keeper_of(1), Daemon()
     cpu = torch.device("cpu")
     work = TorchWork("c", module, StageOptimizer(module, cpu), run, config, cpu)
-    place = Workplace("c", "reassign", Filling(4, 3), work, AtOnce(), daemon, boundary=keeper)
+    place = Workplace(
+        "c", "reassign", InFlightWindow(4, 3), work, AtOnce(), daemon, boundary=keeper
+    )
     members = [pb.Place(node="abcd"[stage], stage=stage) for stage in range(4)]
     plan = [pb.Microbatch(id=4, source="a", order=[1, 2, 3], places=[1, 2, 3])]
     begin = pb.Begin(step=STEP, kind=kind, members=members, plan=plan)
@@ -610,5 +612,5 @@ def test_a_stage_keeps_what_comes_in_and_goes_out(codec: Codec, kind: Any) -> No
         return
     ((before, _, out),) = keeper.sides(STEP, 1, frozenset([1]))
     ((behind, _, into),) = keeper.sides(STEP, 3, frozenset([3]))
-    assert (before, behind) == (Pair(STEP, 4, (1,)), Pair(STEP, 4, (3,)))
+    assert (before, behind) == (BoundaryPair(STEP, 4, (1,)), BoundaryPair(STEP, 4, (3,)))
     assert (out.payload, into.payload) == (frame.payload, sent.payload)

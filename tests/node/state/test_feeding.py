@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from planaria.node.state import feeding
-from planaria.node.state.feeding import FEWEST, Gradients, Pins, gradient_frame, no_gradient
+from planaria.node.state.feeding import (
+    FEWEST,
+    ReducedGradients,
+    StatePins,
+    gradient_frame,
+    no_gradient,
+)
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
@@ -32,7 +38,7 @@ def received(frame: Frame) -> Frame:
 
 
 def test_a_pin_is_the_state_before_it_changed() -> None:
-    pins, weights = Pins(tensors), torch.ones(3)
+    pins, weights = StatePins(tensors), torch.ones(3)
     copy = pins.keep({5}, state(5, weights))
     copy()
     weights.zero_()
@@ -43,13 +49,13 @@ def test_a_pin_is_the_state_before_it_changed() -> None:
 
 
 def test_nothing_is_copied_of_a_state_that_nobody_fetches() -> None:
-    pins = Pins(tensors)
+    pins = StatePins(tensors)
     pins.keep({4}, state(5, torch.ones(3)))()
     assert pins.get(5) is None
 
 
 def test_a_pin_goes_when_nobody_fetches_it_any_more() -> None:
-    pins, weights = Pins(tensors), torch.ones(3)
+    pins, weights = StatePins(tensors), torch.ones(3)
     pins.keep({5}, state(5, weights))()
     pins.keep({5, 6}, state(6, weights))()
     assert pins.get(5) is not None
@@ -63,7 +69,7 @@ def test_a_gradient_comes_as_it_was_when_it_was_sent() -> None:
     frame = gradient_frame(BALLOT, gradient, tensors)
     gradient.zero_()
     assert (frame.kind, frame.ballot) == ("follow", BALLOT)
-    there = Gradients(GRADIENT, tensors).parse(received(frame))
+    there = ReducedGradients(GRADIENT, tensors).parse(received(frame))
     assert torch.equal(there, GRADIENT)
 
 
@@ -82,11 +88,11 @@ def test_a_gradient_comes_as_it_was_when_it_was_sent() -> None:
 )
 def test_what_is_no_gradient_of_this_stage_is_not_taken(frame: Frame, complaint: str) -> None:
     with pytest.raises(WireError, match=complaint):
-        Gradients(GRADIENT, tensors).parse(received(frame))
+        ReducedGradients(GRADIENT, tensors).parse(received(frame))
 
 
 def test_gradients_wait_in_bounds_until_they_are_applied() -> None:
-    waiting = Gradients(GRADIENT, tensors)
+    waiting = ReducedGradients(GRADIENT, tensors)
     with patch.object(feeding, "BACKLOG", 0):
         took = [waiting.put(Ballot(1, n), GRADIENT + n) for n in range(FEWEST + 1)]
         assert took == [True] * FEWEST + [False]
@@ -98,7 +104,7 @@ def test_gradients_wait_in_bounds_until_they_are_applied() -> None:
 
 
 def test_what_is_parsed_counts_among_what_waits() -> None:
-    waiting, frame = Gradients(GRADIENT, tensors), gradient_frame(BALLOT, GRADIENT, tensors)
+    waiting, frame = ReducedGradients(GRADIENT, tensors), gradient_frame(BALLOT, GRADIENT, tensors)
     with patch.object(feeding, "BACKLOG", 0), ExitStack() as parsing:
         waiting.put(BALLOT, GRADIENT)
         fit = [parsing.enter_context(waiting.parsing(frame)) for _ in range(FEWEST + 1)]

@@ -18,7 +18,7 @@ from planaria.node.run_file import ModelSection
 from planaria.node.stage.lesson import StageLesson
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state import relearn
-from planaria.node.state.boundary import Fetched, Pair
+from planaria.node.state.boundary import BoundaryPair, Fetched
 from planaria.node.state.relearn import Relearning, RelearningBlock, Terms, whole_pairs
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
@@ -61,7 +61,7 @@ def student(stage: int, seed: int = 1, config: ModelConfig = CONFIG) -> Student:
     return Student(module, StageOptimizer(module, torch.device("cpu")), updates)
 
 
-Pairs = dict[Pair, tuple[torch.Tensor, torch.Tensor]]
+Pairs = dict[BoundaryPair, tuple[torch.Tensor, torch.Tensor]]
 
 
 def crossed(lost: Sequence[int], swapped: bool) -> Pairs:
@@ -81,7 +81,10 @@ def crossed(lost: Sequence[int], swapped: bool) -> Pairs:
                 x = teachers[stage](x)
             crossings.append(x.to(torch.bfloat16))
         for run in runs(visits, lost):
-            pairs[Pair(step, microbatch, run.stages)] = crossings[run.start], crossings[run.end]
+            pairs[BoundaryPair(step, microbatch, run.stages)] = (
+                crossings[run.start],
+                crossings[run.end],
+            )
     return pairs
 
 
@@ -211,7 +214,7 @@ def alone(
     return network.time.outcome(network.begin(joiners, 2, one, fetched, terms, bf16, made))
 
 
-def chain_of(pair: Pair, learners: Mapping[int, Learner]) -> list[Learner]:
+def chain_of(pair: BoundaryPair, learners: Mapping[int, Learner]) -> list[Learner]:
     return [learners[stage] for stage in pair.stages]
 
 
@@ -278,8 +281,8 @@ def test_the_same_passes_give_the_same_bits() -> None:
 def test_pairs_that_are_not_whole_are_left_out_by_everyone() -> None:
     pairs = crossed([2, 3], swapped=False)
     fetched = {stage: fetched_by(stage, pairs) for stage in (2, 3)}
-    del fetched[2].inputs[Pair(7, 0, (2, 3))]
-    del fetched[3].outputs[Pair(6, 2, (2, 3))]
+    del fetched[2].inputs[BoundaryPair(7, 0, (2, 3))]
+    del fetched[3].outputs[BoundaryPair(6, 2, (2, 3))]
     students = {stage: student(stage) for stage in (2, 3)}
     results = relearn_all(students, fetched)
     assert [(result.pairs, result.left_out) for result in results] == [(6, 2), (6, 2)]
@@ -315,7 +318,7 @@ def test_which_pairs_are_whole() -> None:
         2: [said(0, 2, 3, input=True), said(1, 2, input=True, output=True), said(3, 2, 3)],
         3: [said(0, 2, 3, output=True), said(1, 3, input=True), said(2, 2, 3, input=True)],
     }
-    assert whole_pairs(reports) == ([Pair(7, 0, (2, 3)), Pair(7, 1, (2,))], 1)
+    assert whole_pairs(reports) == ([BoundaryPair(7, 0, (2, 3)), BoundaryPair(7, 1, (2,))], 1)
     assert whole_pairs({2: [said(0, 2, 3, input=True)]}) == ([], 0)  # nobody joins for stage 3
 
 
@@ -683,7 +686,9 @@ def test_relearning_takes_most_of_the_damage_away(trained: Trained, lost: tuple[
     averaged = trained.loss()
     size = 4  # samples in a microbatch
     ends = [x.split(size) for x in (trained.crossings[lost[0] - 1], trained.crossings[lost[-1]])]
-    pairs = {Pair(7, number, lost): pair for number, pair in enumerate(zip(*ends, strict=True))}
+    pairs = {
+        BoundaryPair(7, number, lost): pair for number, pair in enumerate(zip(*ends, strict=True))
+    }
     fetched = {stage: fetched_by(stage, pairs, (size, 16, 32)) for stage in lost}
     terms = replace(TERMS, passes=20)
     relearn_all(students, fetched, terms)

@@ -35,9 +35,9 @@ from planaria.node.transaction.attempt import (
     Visit,
     Workplace,
 )
-from planaria.node.transaction.checking import SpotChecks
 from planaria.node.transaction.effects import NEVER, Ballot
-from planaria.node.transaction.filling import Filling
+from planaria.node.transaction.in_flight_window import InFlightWindow
+from planaria.node.transaction.spot_checks import SpotChecks
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
 from planaria.node.wire.frames import Frame
@@ -477,7 +477,7 @@ def test_a_source_has_so_many_microbatches_out_and_the_next_when_one_is_home() -
 def test_a_source_finds_out_how_many_to_have_out_by_what_is_trained(kind: Any) -> None:
     swarm = Swarm(1, random.Random(0))
     source = swarm.nodes["0.0"]
-    filling = source.workplace.filling = Filling(0, STAGES)
+    filling = source.workplace.filling = InFlightWindow(0, STAGES)
     swarm.starts(kind)
     while swarm.moves():
         source.compute.now += 0.1

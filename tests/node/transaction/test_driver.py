@@ -41,23 +41,23 @@ from planaria.node.report.events import (
     WeightsChanged,
 )
 from planaria.node.transaction.attempting import UNREACHED, Attempting
-from planaria.node.transaction.blaming import (
+from planaria.node.transaction.driver import COMPLAINED, EVICTED, REPLACED, Driver
+from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
+from planaria.node.transaction.fault_attribution import (
     HELD_UP,
     HELD_UP_BY_SEVERAL,
     LONGEST_PAUSE,
     VAIN,
-    Failures,
+    FailedAttempts,
 )
-from planaria.node.transaction.driver import COMPLAINED, EVICTED, REPLACED, Driver
-from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.gathering import ANSWER, QUERY_AGAIN, Gathering
-from planaria.node.transaction.hanging import HEIR
+from planaria.node.transaction.hang_detection import HEIR
 from planaria.node.transaction.joining import IN_VAIN
-from planaria.node.transaction.overdue import ASK
+from planaria.node.transaction.plan_encoding import PlanDecoder
 from planaria.node.transaction.resting import DriverPhase
 from planaria.node.transaction.routing import routes
 from planaria.node.transaction.rules import TransactionRules
-from planaria.node.transaction.telling import Heard
+from planaria.node.transaction.stragglers import ASK
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import hash_of, seal
 from planaria.recovery.decide import Policy
@@ -151,7 +151,7 @@ class Told:
 
     def whole(self, message: pb.Message) -> pb.Begin:
         """What a member makes of it that has the newest view, in which it was asked last."""
-        heard = Heard()
+        heard = PlanDecoder()
         heard.asked(self.number, self.members)
         return heard.whole(self.driver.ballot, message.step.begin)
 
@@ -271,11 +271,11 @@ def test_who_lacks_the_view_is_told_who_takes_part_and_the_others_what_is_other_
     told.views()
     begins = sent(told.statuses(c=pb.Status(viewless=True)), "step")
     assert members(begins["c"].step.begin) == SWARM.keys()
-    assert Heard().whole(told.driver.ballot, begins["c"].step.begin)
+    assert PlanDecoder().whole(told.driver.ballot, begins["c"].step.begin)
     for node in SWARM.keys() - {"c"}:
         assert members(begins[node].step.begin) == set()
         with pytest.raises(ValueError, match="told who has come and gone since"):
-            Heard().whole(told.driver.ballot, begins[node].step.begin)
+            PlanDecoder().whole(told.driver.ballot, begins[node].step.begin)
 
 
 def test_reduce_waits_for_the_last_microbatch_and_a_repeated_one_is_not_another():
@@ -2064,14 +2064,14 @@ def test_of_two_between_whom_something_gets_lost_one_rests():
 
 
 def test_who_loses_things_to_one_after_the_other_is_the_one():
-    failures = Failures()
+    failures = FailedAttempts()
     ab, bc, cd = map(frozenset, ("ab", "bc", "cd"))
     assert failures.between([ab]) == ""
     assert failures.between([ab]) == "", "it is one of two"
     assert failures.between([]) == ""
     assert failures.between([bc]) == "b"
     assert failures.between([cd]) == "", "so it is something else"
-    assert Failures().between([ab, bc]) == "", "once is no proof"
+    assert FailedAttempts().between([ab, bc]) == "", "once is no proof"
 
 
 def test_by_one_members_word_no_driver_goes():

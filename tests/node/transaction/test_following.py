@@ -4,10 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.node.state import feeding
-from planaria.node.state.feeding import Gradients, Pins, gradient_frame, no_gradient
+from planaria.node.state.feeding import ReducedGradients, StatePins, gradient_frame, no_gradient
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.transaction.effects import Ballot
-from planaria.node.transaction.following import Following, feeders
+from planaria.node.transaction.following import FollowingJoiner, feeders
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.frames import DamagedError, Frame, WireError
@@ -53,7 +53,7 @@ def commit(step: int, attempt: int) -> pb.Commit:
 
 
 def test_each_commit_is_due_once_in_order_with_the_gradient_of_its_attempt() -> None:
-    following = Following(Ballot(1, 1), 4, 4)
+    following = FollowingJoiner(Ballot(1, 1), 4, 4)
     following.hear(commit(5, 2))
     following.hear(commit(6, 4))
     assert following.due() is None
@@ -70,7 +70,7 @@ def test_each_commit_is_due_once_in_order_with_the_gradient_of_its_attempt() -> 
 
 
 def test_what_was_doubted_can_be_heard_again_or_replaced() -> None:
-    following = Following(Ballot(1, 1), 4, 4)
+    following = FollowingJoiner(Ballot(1, 1), 4, 4)
     following.hear(commit(5, 2))
     following.doubt()
     assert following.heard == 4
@@ -92,7 +92,7 @@ def state(step: int, values: torch.Tensor) -> StageState:
 
 
 def test_a_pin_keeps_the_state_while_the_weights_change() -> None:
-    weights, pins = torch.arange(4.0), Pins(tensors)
+    weights, pins = torch.arange(4.0), StatePins(tensors)
     pins.keep({3}, state(3, weights))()
     weights.add_(1)
     pins.keep({3}, state(4, weights))()
@@ -104,7 +104,7 @@ def test_a_pin_keeps_the_state_while_the_weights_change() -> None:
 
 
 def test_a_pin_is_given_up_when_no_joiner_needs_it() -> None:
-    weights, pins = torch.arange(4.0), Pins(tensors)
+    weights, pins = torch.arange(4.0), StatePins(tensors)
     pins.keep({3}, state(3, weights))()
     pins.keep({4}, state(4, weights))()
     assert pins.get(3) is None
@@ -127,7 +127,7 @@ def test_a_gradient_arrives_as_it_was_when_it_was_sent() -> None:
     before = gradient.clone()
     frame = gradient_frame(Ballot(2, 3), gradient, tensors)
     gradient.zero_()
-    gradients = Gradients(gradient, tensors)
+    gradients = ReducedGradients(gradient, tensors)
     parsed = gradients.parse(sent(frame))
     assert gradients.put(Ballot(*frame.ballot), parsed)
     assert torch.equal(gradients.get(Ballot(2, 3)), before)
@@ -149,7 +149,7 @@ def test_a_gradient_arrives_as_it_was_when_it_was_sent() -> None:
 )
 def test_what_is_no_gradient_of_this_stage_is_refused(frame: Frame, complaint: str) -> None:
     with pytest.raises(WireError, match=complaint):
-        Gradients(torch.zeros(8), tensors).parse(frame)
+        ReducedGradients(torch.zeros(8), tensors).parse(frame)
 
 
 def test_a_damaged_gradient_is_refused() -> None:
@@ -157,7 +157,7 @@ def test_a_damaged_gradient_is_refused() -> None:
     assert isinstance(frame.payload, bytearray)
     frame.payload[5] ^= 1
     with pytest.raises(DamagedError):
-        Gradients(torch.zeros(8), tensors).parse(frame)
+        ReducedGradients(torch.zeros(8), tensors).parse(frame)
 
 
 def test_only_so_many_bytes_wait_but_a_few_gradients_may_always(
@@ -165,10 +165,10 @@ def test_only_so_many_bytes_wait_but_a_few_gradients_may_always(
 ) -> None:
     gradient = torch.zeros(8)
     monkeypatch.setattr(feeding, "BACKLOG", 6 * gradient.nbytes)
-    gradients = Gradients(gradient, tensors)
+    gradients = ReducedGradients(gradient, tensors)
     assert [gradients.put(Ballot(1, i), gradient) for i in range(8)] == 6 * [True] + 2 * [False]
     gradients.forget(Ballot(1, 2))
     assert gradients.put(Ballot(1, 9), gradient)
     monkeypatch.setattr(feeding, "BACKLOG", 1)
-    few = Gradients(gradient, tensors)
+    few = ReducedGradients(gradient, tensors)
     assert [few.put(Ballot(1, i), gradient) for i in range(5)] == 4 * [True] + [False]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import SHAPE
 from planaria.node.report.events import MessageRefused
-from planaria.node.transaction import standing_out
+from planaria.node.transaction import gradient_outliers
 from planaria.node.transaction.effects import (
     NEVER,
     Adopt,
@@ -24,8 +24,8 @@ from planaria.node.transaction.effects import (
     StartAttempt,
     Suspect,
 )
+from planaria.node.transaction.gradient_outliers import Contribution
 from planaria.node.transaction.member import Frames, MemberPhase, MemberSide
-from planaria.node.transaction.standing_out import Contribution
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import hash_of_records, head
 
@@ -289,7 +289,7 @@ def test_what_was_relearned_enters_as_it_was_offered_or_not_at_all(
 def test_what_was_seen_of_replicas_counts_once_the_step_is_committed(
     told: Told, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(standing_out, "STEPS", 1)
+    monkeypatch.setattr(gradient_outliers, "STEPS", 1)
     stage = [pb.Place(node=node, stage=1) for node in ("b", "c", "self")]
     told.member.mute = {"b", "c"}  # which commit they have heard isn't waited for
     norms = {"self": 1.0, "b": 400.0, "c": 1.0}

@@ -16,7 +16,7 @@ from planaria.bootstrap.votes import hash_of as hash_of_votes
 from planaria.node.transaction.bounds import told_to_member
 from planaria.node.transaction.effects import Apply, Ballot, Effect, Send, Suspect
 from planaria.node.transaction.member import MemberSide
-from planaria.node.transaction.noting import WITNESSES, witnesses
+from planaria.node.transaction.record_replication import WITNESSES, witnesses
 from planaria.node.transaction.voting import (
     CHECKED,
     KEPT,

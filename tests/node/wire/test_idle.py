@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from planaria.node.wire.budget import ITEM
-from planaria.node.wire.idle import AGREED, NEEDED, SPARE, Idle
-from planaria.node.wire.session import Bounds, Session
+from planaria.node.wire.idle import AGREED, NEEDED, SPARE, IdleEnd
+from planaria.node.wire.session import Session, SessionBounds
 
 PATIENCE = 10.0
-BOUNDS = Bounds(chunk=10, window=30, payload=100, messages=1000 * ITEM, held=2000 * ITEM)
+BOUNDS = SessionBounds(chunk=10, window=30, payload=100, messages=1000 * ITEM, held=2000 * ITEM)
 
 
 def test_who_is_in_use_or_asked_for_is_needed() -> None:
-    end = Idle(PATIENCE, now=0.0)
+    end = IdleEnd(PATIENCE, now=0.0)
     assert end.say(spare=True, now=9.0) == NEEDED
     assert end.say(spare=True, now=10.0) == SPARE
     assert end.say(spare=False, now=10.0) == NEEDED
@@ -25,7 +25,7 @@ def test_who_is_in_use_or_asked_for_is_needed() -> None:
 
 
 def test_only_who_knows_that_the_other_knows_hangs_up() -> None:
-    one, other = Idle(PATIENCE, 0.0), Idle(PATIENCE, 5.0)
+    one, other = IdleEnd(PATIENCE, 0.0), IdleEnd(PATIENCE, 5.0)
     assert not other.hear(one.say(True, 10.0), True, 10.0)
     assert not one.hear(other.say(True, 10.0), True, 10.0)
     assert not one.rests(True, 10.0)
@@ -36,7 +36,7 @@ def test_only_who_knows_that_the_other_knows_hangs_up() -> None:
 
 @given(st.integers(0, 3) | st.integers(0, 2**32 - 1))
 def test_whatever_a_peer_says_who_needs_it_does_not_hang_up(said: int) -> None:
-    end = Idle(PATIENCE, 0.0)
+    end = IdleEnd(PATIENCE, 0.0)
     assert not end.hear(said, spare=False, now=99.0)
     assert not end.rests(spare=False, now=99.0)
 
@@ -55,7 +55,7 @@ class End:
     """As `_Link` in link.py."""
 
     def __init__(self) -> None:
-        self.session, self.idle = Session(1, BOUNDS), Idle(PATIENCE, 0.0)
+        self.session, self.idle = Session(1, BOUNDS), IdleEnd(PATIENCE, 0.0)
         self.connection: Connection | None = None
         self.rests, self.wanted = False, False
         self.sent: list[bytes] = []

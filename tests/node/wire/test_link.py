@@ -17,9 +17,9 @@ import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from planaria.bootstrap.address import Address, Reach
-from planaria.bootstrap.authority import Authority, Pair, Request, Role, Who
+from planaria.bootstrap.authority import Authority, CertifiedKey, Request, Role, Who
 from planaria.bootstrap.credentials import Certified, Credentials
-from planaria.bootstrap.crowd import Room
+from planaria.bootstrap.crowd import ConnectionLimits
 from planaria.bootstrap.registry_pb2 import CHECKSUM, SHAPE, Cause
 from planaria.node.wire import link
 from planaria.node.wire.budget import ITEM
@@ -618,7 +618,7 @@ async def test_streams_that_are_added_have_tls_as_the_others_have() -> None:
         request = Request.of(identity(name))
         who = Who(Role.NODE, identity(name).instance)
         issued = authority.issue(request.request, who, time.time())
-        return Credentials.of(Certified(Pair(request.key, issued, authority.certificate)))
+        return Credentials.of(Certified(CertifiedKey(request.key, issued, authority.certificate)))
 
     a, b = (Node(name, credentials=certified(name)) for name in "ab")
     async with started(a, b), Wire(b.address) as wire:
@@ -1186,7 +1186,7 @@ def test_a_node_that_joins_anew_takes_no_more_memory() -> None:
 async def test_strangers_who_hold_connections_are_let_go_and_members_have_links(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    room = Room(connections=40, strangers=2, first_word=DEADLINE)
+    room = ConnectionLimits(connections=40, strangers=2, first_word=DEADLINE)
     monkeypatch.setattr(link, "room_beside", lambda descriptors: room)
     monkeypatch.setattr("planaria.bootstrap.doorkeeper.LOOK", 0.01)
     a, b, c = Node("a"), Node("b"), Node("c")

@@ -13,14 +13,16 @@ from planaria.node.wire.budget import ITEM
 from planaria.node.wire.frames import KINDS, Frame, WireError, buffers_of, parse_chunk
 from planaria.node.wire.session import (
     Begun,
-    Bounds,
     Forgotten,
     Hello,
     Outdated,
     Session,
+    SessionBounds,
 )
 
-BOUNDS = Bounds(chunk=10, window=30, payload=1000, messages=12 * (ITEM + 9), held=20 * (ITEM + 25))
+BOUNDS = SessionBounds(
+    chunk=10, window=30, payload=1000, messages=12 * (ITEM + 9), held=20 * (ITEM + 25)
+)
 
 
 @given(

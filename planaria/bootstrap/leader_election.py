@@ -1,0 +1,161 @@
+"""A registry that shares its run with others: it says that another one leads, or leads itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc
+
+from planaria.bootstrap.address import Address
+from planaria.bootstrap.credentials import Credentials, add_port
+from planaria.bootstrap.etcd import EtcdAway
+from planaria.bootstrap.front_door import FrontDoor, may_open, room_within
+from planaria.bootstrap.service import RegistryServer, stopped_by_signals, write_address
+from planaria.bootstrap.spelling import readable
+from planaria.bootstrap.store import LEASE, RENEWALS, NotLeading, Store
+
+if TYPE_CHECKING:  # generic in its stub only
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+log = logging.getLogger(__name__)
+
+GRACE: Final = 3.0
+"""Seconds that members have, beyond those of a restart, to find out who leads now."""
+LOOK: Final = 0.5  # seconds between two looks at who leads
+FAREWELL: Final = 0.1  # seconds for calls to end that are told who leads
+
+
+async def lead_in_turn(
+    store: Store,
+    lead: Callable[[asyncio.Event, asyncio.Task[None]], Awaitable[object]],
+    listen: str,
+    credentials: Credentials,
+    insecure: bool = False,
+    address_file: Path | None = None,
+) -> None:
+    """A process's main: follows and leads, one after the other, until SIGINT or SIGTERM. `lead`
+    gets what these set, and a task that ends with the term; NotLeading and EtcdAway end its turn.
+    Raises what else it and `add_port` do, EtcdRefused and StoreError."""
+    stop = stopped_by_signals()
+    while not stop.is_set():
+        following = Follower(store, credentials)
+        async with following.serving(listen, insecure):
+            if address_file is not None:
+                write_address(address_file, Address.parse(listen))
+            await following.until_elected(stop)
+        if store.leads and not stop.is_set():
+            log.info("this registry leads from now on")
+            async with _term_of(store) as term:
+                try:
+                    await lead(stop, term)
+                except NotLeading:
+                    pass  # the log has it
+                except EtcdAway as error:
+                    log.warning("it doesn't after all: %s", error)
+
+
+@asynccontextmanager
+async def _term_of(store: Store) -> AsyncIterator[asyncio.Task[None]]:
+    async def keep() -> None:
+        while store.leads:
+            await asyncio.to_thread(store.renew)
+            await asyncio.sleep(LEASE / RENEWALS)
+
+    keeping = asyncio.create_task(keep())
+    try:
+        yield keeping
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await asyncio.to_thread(store.resign)
+
+
+@asynccontextmanager
+async def ending_with(term: asyncio.Task[None], registry: RegistryServer) -> AsyncIterator[None]:
+    """The registry leads no longer than the term."""
+
+    def over(ended: asyncio.Task[None]) -> None:
+        registry.depose(NotLeading("its lease is over"))
+
+    term.add_done_callback(over)
+    try:
+        yield
+    finally:
+        term.remove_done_callback(over)
+
+
+class Follower:
+    """Whoever calls is told to ask another one."""
+
+    def __init__(self, store: Store, credentials: Credentials) -> None:
+        self._store, self._credentials = store, credentials
+        self._leader, self._away = "", ""
+
+    @asynccontextmanager
+    async def serving(self, listen: str, insecure: bool) -> AsyncIterator[None]:
+        """On this port. Raises what `add_port` does."""
+        door = FrontDoor(room_within(may_open()))
+        server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        server.add_generic_rpc_handlers((_Everything(self._refuse),))
+        add_port(server, listen, self._credentials, insecure, door.within)
+        await server.start()
+        try:
+            await door.open(Address.parse(listen))
+            yield
+        finally:
+            await server.stop(FAREWELL)
+            await door.close()
+
+    async def until_elected(self, stop: asyncio.Event) -> None:
+        """Or until `stop`. Raises EtcdRefused, StoreError."""
+        while not stop.is_set():
+            try:
+                leader = await asyncio.to_thread(self._store.leader)
+                if not leader and await asyncio.to_thread(self._store.campaign):
+                    return
+                self._saw(leader)
+            except EtcdAway as error:
+                self._missed(error)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), LOOK)
+
+    def _saw(self, leader: str) -> None:
+        if self._away:
+            log.info("etcd is back")
+        if leader and leader != self._leader:
+            log.info("this registry follows; %s leads", readable(leader))
+        self._leader, self._away = leader, ""
+
+    def _missed(self, error: EtcdAway) -> None:
+        if not self._away:
+            log.error("%s. No views are issued meanwhile; nodes train on in their last one", error)
+        self._leader, self._away = "", str(error)
+
+    async def _refuse(self, requests: AsyncIterator[bytes], context: Context) -> None:
+        metadata = context.invocation_metadata() or ()
+        why = self._credentials.check({k: v for k, v in metadata if isinstance(v, str)})
+        if why is not None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, self._said())
+
+    def _said(self) -> str:
+        if self._away:
+            return f"{self._away}: no registry leads meanwhile, and nodes train on in their view"
+        if self._leader:
+            return f"this registry follows, and {readable(self._leader)} leads: name that, too"
+        return "this registry follows, and none leads yet; ask again"
+
+
+class _Everything(grpc.GenericRpcHandler):
+    """All methods, of whatever kind: nothing is read, so it is all the same."""
+
+    def __init__(self, answer: Callable[[Any, Any], Awaitable[None]]) -> None:
+        self._handler: Any = grpc.stream_stream_rpc_method_handler(answer)
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        return self._handler

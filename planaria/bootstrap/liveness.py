@@ -1,0 +1,74 @@
+"""Whether a certain node is there, as who dials its address finds out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import grpc
+from grpc import StatusCode
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from planaria.bootstrap.address import EVERYWHERE, Address, Reach, resolved_not_to_dial
+from planaria.bootstrap.authority import Role
+from planaria.bootstrap.credentials import Credentials, channel
+
+log = logging.getLogger(__name__)
+
+PAUSE = 0.25  # seconds between two attempts
+_ANOTHER = (StatusCode.NOT_FOUND, StatusCode.UNIMPLEMENTED)
+
+
+async def is_alive(
+    node: str,
+    address: str,
+    credentials: Credentials,
+    seconds: float,
+    reach: Reach = EVERYWHERE,
+    whom: str = Role.NODE,
+) -> bool | None:
+    """Whether the node answers at HOST:PORT: it serves the health of a service named as itself.
+    `whom`: as what it has to be certified, see `channel`.
+
+    False at once where the machine has nobody at the port, or another node, or something that takes
+    connections and ends them (what forwards the port of a container does), twice running. None
+    after `seconds` without any answer, in which a network that was away may have come back, and for
+    an address that isn't to be dialled.
+    """
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    ended = 0
+    while (left := end - loop.time()) > 0:
+        try:
+            async with asyncio.timeout(left):
+                if why := await resolved_not_to_dial(address, reach):
+                    log.warning("%s is not dialled: %s", node, why)
+                    return None
+                await _knock(address)
+                return await _serves(node, address, credentials, whom)
+        except ConnectionRefusedError:
+            return False
+        except grpc.aio.AioRpcError as error:
+            ended += 1
+            if error.code() in _ANOTHER or ended == 2:
+                return False
+        except OSError:  # TimeoutError too: no way to it, at the moment
+            ended = 0
+        await asyncio.sleep(min(PAUSE, max(0.0, end - loop.time())))
+    return None
+
+
+async def _knock(address: str) -> None:
+    """gRPC doesn't say whether a connection was refused."""
+    host, port = Address.parse(address)
+    _, writer = await asyncio.open_connection(host, port)
+    writer.close()
+
+
+async def _serves(node: str, address: str, credentials: Credentials, whom: str) -> bool:
+    options = (("grpc.enable_http_proxy", 0),)
+    async with channel(address, credentials, options, whom) as open_channel:
+        stub = health_pb2_grpc.HealthStub(open_channel)
+        request = health_pb2.HealthCheckRequest(service=node)
+        answer = await stub.Check(request)  # type: ignore[attr-defined]
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

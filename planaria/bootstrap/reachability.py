@@ -1,0 +1,153 @@
+"""What can be said of an address before a word of gRPC: whether there is such a host, whether
+anything listens there, and which of this machine's addresses leads to it."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import errno
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from planaria.bootstrap.address import Address
+
+AGAIN = 0.5  # seconds until a name that couldn't be looked up is asked for again
+_UNKNOWN = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
+
+
+class Reachability(enum.Enum):
+    OPEN = "takes connections"
+    REFUSED = "refuses connections: nothing listens there"
+    UNKNOWN = "is unknown: there is no host of that name"
+    UNRESOLVED = "can't be looked up: the name service (DNS) doesn't answer"
+    SILENT = "doesn't answer"
+
+
+NOBODY = tuple(answer for answer in Reachability if answer is not Reachability.OPEN)
+"""Answers by which nothing can be asked at an address, now at least."""
+
+
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
+NO_PROXY = (
+    "planaria connects directly: open the registry's and the nodes' ports in the firewall, or put "
+    "the machines in one VPN"
+)
+
+
+def proxies(environment: Mapping[str, str]) -> str:
+    """That the environment sets some; empty: it sets none. Addresses may have passwords in them."""
+    names = [name for name in environment if name.lower() in _PROXIES and environment[name]]
+    if not names:
+        return ""
+    return f"a proxy is set ({', '.join(sorted(names))}), and gRPC connections don't use it"
+
+
+class Route(NamedTuple):
+    """Two ends of a way, as IP addresses."""
+
+    here: str  # of this machine
+    there: str
+
+
+async def probe(address: Address, seconds: float) -> Reachability:
+    """What comes of connecting to an address, within so many seconds. A name that has several
+    addresses refuses when all of them do."""
+    places: list[tuple[str, int]] | None = None
+    try:
+        async with asyncio.timeout(seconds):
+            places = await _look_up(address)
+            if not places:
+                return Reachability.UNKNOWN
+            answers = await asyncio.gather(*(_connect(*place) for place in places))
+    except TimeoutError:
+        return Reachability.UNRESOLVED if places is None else Reachability.SILENT
+    for answer in (Reachability.OPEN, Reachability.SILENT):
+        if answer in answers:
+            return answer
+    return Reachability.REFUSED
+
+
+async def probe_all(addresses: Sequence[str], seconds: float) -> dict[str, Reachability]:
+    """What each says, all asked at once. Raises AddressError."""
+    parsed = [Address.to_dial(address) for address in addresses]
+    answers = await asyncio.gather(*(probe(address, seconds) for address in parsed))
+    return dict(zip(addresses, answers, strict=True))
+
+
+def dead_end(answers: Mapping[str, Reachability], final: Sequence[Reachability]) -> str:
+    """Why no registry can be had at these addresses, and what to do; empty unless all of their
+    answers are among the `final` ones."""
+    if not all(answer in final for answer in answers.values()):
+        return ""
+    said = "; ".join(f"{address} {answer.value}" for address, answer in answers.items())
+    remedies = []
+    if Reachability.UNKNOWN in answers.values():
+        remedies.append("Check the spelling of the name, or give an IP address")
+    if Reachability.UNRESOLVED in answers.values():
+        remedies.append("Check this machine's network and /etc/resolv.conf, or give an IP address")
+    if Reachability.REFUSED in answers.values():
+        remedies.append(
+            "Check host and port, and that the registry runs there (`planaria bootstrap`) and "
+            "listens to more than its own machine"
+        )
+    if Reachability.SILENT in answers.values():
+        remedies.append("Check that a firewall lets the port through")
+    return f"no registry can be reached: {said}. {'. '.join(remedies)}"
+
+
+async def way_out(addresses: Sequence[str], seconds: float) -> Route:
+    """From this machine to the first of these that there is a way to. Names that can't be looked up
+    at the moment are looked up again. Raises OSError, which names them, when that takes longer than
+    so many seconds, and AddressError."""
+    parsed = [Address.to_dial(address) for address in addresses]
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                for address in parsed:
+                    with suppress(TimeoutError):
+                        for host, port in await _look_up(address):
+                            with suppress(OSError):
+                                return Route(outward(host, port), host)
+                await asyncio.sleep(AGAIN)
+    except TimeoutError:
+        raise OSError(
+            f"this machine knows no way to {', '.join(addresses)}, for {seconds:g} s: check its "
+            "network and its name service, or say with --advertise HOST:PORT how others reach it"
+        ) from None
+
+
+def outward(host: str, port: int) -> str:
+    """This machine's address on the way to an IP address. Nothing is sent. Raises OSError: no way
+    leads there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
+async def _look_up(address: Address) -> list[tuple[str, int]]:
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        if error.errno in _UNKNOWN:
+            return []
+        raise TimeoutError from error
+    except UnicodeError:  # a name that can't be one
+        return []
+    return list(dict.fromkeys((str(place[0]), int(place[1])) for *_, place in found))
+
+
+async def _connect(host: str, port: int) -> Reachability:
+    try:
+        _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return Reachability.REFUSED
+    except OSError as error:
+        # A machine without IPv6 has no way to a name's IPv6 address: that one is not there for it.
+        unusable = error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+        return Reachability.REFUSED if unusable else Reachability.SILENT
+    writer.close()
+    return Reachability.OPEN

@@ -1,0 +1,91 @@
+"""Weights of committed steps that onlookers take away: who exports a model while it is trained.
+
+Each stage has to give those of the same step, and no stage waits for it: an onlooker says which one
+it wants, soon enough, and the stage keeps a copy when the commit after it comes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from planaria.node.ports import Tensors
+from planaria.node.state.stage_state import StageState
+from planaria.node.state.transfer import WEIGHTS
+
+log = logging.getLogger(__name__)
+
+PIN: Final = "pin"
+"""In place of a kind of Holding, in requests for these."""
+LEASE: Final = 30.0
+"""Seconds that a step stays pinned after it was last asked for."""
+MOST: Final = 2
+"""Steps that are pinned here at a time: each takes a copy of the stage's weights."""
+
+
+class _Wish(NamedTuple):
+    step: int
+    until: float
+
+
+class WeightPins:
+    """What onlookers want of one stage, and what is kept for them. `now` is in seconds of any one
+    clock."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+        self._wishes: dict[str, _Wish] = {}  # by onlooker: each has one
+        self._states: dict[int, StageState] = {}  # by step
+
+    def want(self, onlooker: str, step: int, now: float) -> str:
+        """From now on, and no other step. Returns why not; empty: it will be kept."""
+        self.expire(now)
+        others = {wish.step for name, wish in self._wishes.items() if name != onlooker}
+        if len(others | {step}) > MOST:
+            return f"{MOST} other steps are kept for others already: try again in {LEASE:.0f} s"
+        self._wishes[onlooker] = _Wish(step, now + LEASE)
+        return ""
+
+    def renew(self, onlooker: str, step: int, now: float) -> None:
+        """It goes on taking that step away."""
+        if step in self._states:
+            self.want(onlooker, step, now)
+
+    def forget(self, onlooker: str) -> None:
+        """It wants nothing any more."""
+        self._wishes.pop(onlooker, None)
+
+    def expire(self, now: float) -> None:
+        """What nobody has asked for lately is forgotten."""
+        self._wishes = {name: wish for name, wish in self._wishes.items() if now < wish.until}
+        wanted = {wish.step for wish in self._wishes.values()}
+        self._states = {step: kept for step, kept in self._states.items() if step in wanted}
+
+    def keep(self, state: StageState, next_step: int, now: float) -> Callable[[], None]:
+        """`state` is about to become that of `next_step`. If it is wanted, what is returned copies
+        its weights, on the CPU: to be run in the compute thread, before the change."""
+        self.expire(now)
+        step = state.id.step
+        # Who follows the others has a state of an older step to show.
+        if step + 1 != next_step or step not in {wish.step for wish in self._wishes.values()}:
+            return lambda: None
+        weights = state.tensors[WEIGHTS]
+        try:
+            copy = self._tensors.empty(weights.numel())
+        except MemoryError as error:
+            log.warning("step %d is not kept for those who want to take it away: %s", step, error)
+            return lambda: None
+        self._states[step] = replace(state, tensors={WEIGHTS: copy})
+
+        def take() -> None:
+            copy.copy_(weights.detach())
+
+        return take
+
+    def get(self, step: int, own: StageState | None) -> StageState | None:
+        """The state of that step, in which the weights can be relied on; `own`: the stage's."""
+        if own is not None and own.id.step == step:
+            return own
+        return self._states.get(step)

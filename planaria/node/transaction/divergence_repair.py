@@ -1,0 +1,181 @@
+"""Doubts about weights: who of a stage's replicas has to copy its state anew, and who has to go.
+
+divergence_detection.py finds the replica that is wrong; here the driver decides what happens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from planaria.bootstrap.registry_pb2 import DIVERGENCE
+from planaria.node.report.events import Diverged, WeightsChanged, changed_by_themselves
+from planaria.node.transaction.attempting import Vote
+from planaria.node.transaction.divergence_detection import (
+    STATE,
+    ReplicaDigest,
+    changed,
+    differing,
+    undecided,
+)
+from planaria.node.transaction.effects import Effect, Suspect
+from planaria.node.transaction.gathering import Gathering
+from planaria.node.transaction.rules import TransactionRules
+from planaria.recovery.decide import Rebuild, decide
+
+STRIKES: Final = 3
+"""Times that a node may differ from its replicas; with the last one it is accused of it."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Weights with which the run goes on, since nobody has them as they were."""
+
+    node: str
+    stage: int
+    step: int  # after which they changed
+    digest: bytes
+
+    def __str__(self) -> str:
+        changed = changed_by_themselves(self.node, self.stage, self.step)
+        return f"{changed}, and training goes on with them: have its memory and device checked"
+
+
+class DivergenceRepair:
+    """`step`: always the newest one that is committed."""
+
+    def __init__(self) -> None:
+        self.distrusted: set[str] = set()  # whose state is not that of their replicas
+        self.accepted: dict[str, Accepted] = {}  # by node: weights that have changed by themselves
+        self.strikes: Counter[str] = Counter()  # how often a node differed from its replicas
+        self._open: dict[
+            int, dict[str, ReplicaDigest]
+        ] = {}  # by stage: nobody knows who of these is right
+        self._norms: dict[int, float] = {}  # by stage, squared, of the last committed gradient
+
+    # --- who is trusted
+
+    def trust(self, node: str) -> None:
+        """It has its state from others, or knows that it needs one."""
+        self.distrusted.discard(node)
+        self.accepted.pop(node, None)
+        for told in self._open.values():
+            told.pop(node, None)
+
+    def keep(self, members: Mapping[str, int]) -> None:
+        """All others are members no longer. The last one of a stage is better than a guess."""
+        right = {stage for node, stage in members.items() if node not in self.distrusted}
+        self.distrusted = {node for node in self.distrusted if members.get(node) in right}
+        self.accepted = {node: one for node, one in self.accepted.items() if node in members}
+
+    def went_back(self) -> None:
+        """All weights are others now."""
+        self._open.clear()
+
+    # --- a vote
+
+    def look(self, vote: Vote, step: int) -> tuple[list[Effect], str]:
+        """What is to be told of replicas that differ, and why the step can't be committed: whoever
+        is wrong has to copy its state anew, or it isn't known who that is. Empty: they are
+        alike."""
+        effects: list[Effect] = []
+        wrong: dict[str, str] = {}
+        for stage, told in sorted(vote.replicas().items()):
+            if undecided(told, self._digests()):
+                self._open[stage] = told
+            else:
+                usual = self._norms.get(stage, 0.0)
+                of_stage = differing(told, usual, self.strikes, self._digests())
+                effects += self.differ(stage, told, of_stage, step)
+                wrong |= of_stage
+        whys = [f"{node} differs: {reason}" for node, reason in wrong.items()]
+        for stage, told in self._open.items():
+            whys.append(f"nobody knows whether stage {stage} is right at {', '.join(sorted(told))}")
+        self.distrusted |= wrong.keys()
+        return effects, "; ".join(whys)
+
+    def committed(self, vote: Vote) -> None:
+        self._norms = {vote.stages[node]: ready.squared_norm for node, ready in vote.ready.items()}
+
+    def differ(
+        self, stage: int, replicas: Collection[str], wrong: Mapping[str, str], step: int
+    ) -> list[Effect]:
+        """Who is wrong for the third time has to go."""
+        if not wrong:
+            return []
+        reasons = "; ".join(f"{node}: {reason}" for node, reason in wrong.items())
+        right = sorted(set(replicas) - wrong.keys())
+        nodes = (*right, *wrong)
+        effects: list[Effect] = [Diverged(stage=stage, nodes=nodes, step=step, reason=reasons)]
+        for node, reason in wrong.items():
+            self.strikes[node] += 1
+            if self.strikes[node] >= STRIKES:
+                effects.append(Suspect(node, f"{reason}, {STRIKES} times", DIVERGENCE))
+        return effects
+
+    def _digests(self) -> dict[str, bytes]:
+        return {node: one.digest for node, one in self.accepted.items()}
+
+    # --- once it is known what others keep
+
+    def settle(self, gathering: Gathering, rules: TransactionRules, step: int) -> list[Effect]:
+        """Of the stages about which there was a doubt."""
+        effects: list[Effect] = []
+        doubted, self._open = self._open, {}
+        for stage, before in sorted(doubted.items()):
+            told = {n: one for n, one in before.items() if gathering.members.get(n) == stage}
+            if not told:
+                continue
+            if changed(told, self._digests()) == told.keys() and (
+                how := self._restorable(gathering, stage, told, rules)
+            ):
+                self._open[stage] = told  # what is kept may turn out to be damaged
+                if not told.keys() <= self.distrusted:
+                    effects += self._restore(stage, told, how, step)
+            else:
+                effects += self._believe(stage, told, gathering.twins(stage), step)
+        return effects
+
+    def _restorable(
+        self, gathering: Gathering, stage: int, told: Collection[str], rules: TransactionRules
+    ) -> Rebuild | None:
+        """How the stage's weights can be had as they were, without any of these nodes' own."""
+        distrusted = {*self.distrusted, *told}
+        if not gathering.statuses.keys() - distrusted:
+            return None
+        without = replace(gathering, distrusted=distrusted)
+        decision = decide(stage, without.left(), rules.policy, rules.strict)
+        return decision if isinstance(decision, Rebuild) and decision.same_weights else None
+
+    def _restore(
+        self, stage: int, told: Mapping[str, ReplicaDigest], how: Rebuild, step: int
+    ) -> list[Effect]:
+        self.distrusted |= told.keys()
+        if len(told) > 1:
+            reason = f"its {STATE} are not those that its last update has left; {how.reason}"
+            return self.differ(stage, told, dict.fromkeys(sorted(told), reason), step)
+        (node,) = told
+        self.strikes[node] += 1
+        return [WeightsChanged(node=node, stage=stage, step=step, restored=True, reason=how.reason)]
+
+    def _believe(
+        self,
+        stage: int,
+        told: Mapping[str, ReplicaDigest],
+        witnesses: Mapping[str, bytes],
+        step: int,
+    ) -> list[Effect]:
+        """One of them is right, or nobody is, and the run goes on with what there is."""
+        usual, digests = self._norms.get(stage, 0.0), self._digests()
+        wrong = differing(told, usual, self.strikes, digests, witnesses)
+        effects = self.differ(stage, told, wrong, step)
+        self.distrusted |= wrong.keys()
+        for node in sorted(changed(told, digests) - wrong.keys()):
+            self.distrusted.discard(node)
+            self.accepted[node] = Accepted(node, stage, step, told[node].now)
+            if not wrong:
+                self.strikes[node] += 1
+                effects.append(WeightsChanged(node=node, stage=stage, step=step, restored=False))
+        return effects

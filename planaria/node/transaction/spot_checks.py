@@ -1,0 +1,190 @@
+"""Spot checks: a few visits are done twice, and what differs is done once more. Pure.
+
+The driver draws them by chance that nobody else can foresee, and tells the two neighbours of each:
+they send the double what they send to the visit's node, and compare what comes back. So that node
+never knows that it is checked. Of three results two that agree are right.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Final, NamedTuple
+
+from planaria.node.transaction.routing import Route, route
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.naming import node_of
+
+WRONG: Final = 2
+"""Checks in which a node is found to be wrong before it has to go."""
+UNDECIDED: Final = 3
+"""Checks in a row in which the two nodes of a stage differ before it is said; nobody else can tell
+who of them is wrong."""
+
+
+class WrongResult(NamedTuple):
+    """A visit that a node has computed otherwise than two others."""
+
+    node: str
+    by: str  # who has compared
+    step: int
+    difference: float
+    times: int  # so far
+
+
+class UndecidedCheck(NamedTuple):
+    """Two nodes of a stage differ, and there is no third."""
+
+    nodes: tuple[str, str]
+    step: int
+    difference: float
+
+
+@dataclass
+class CheckedVisit:
+    """A visit that is done more than once."""
+
+    microbatch: int
+    position: int
+    before: str
+    node: str
+    behind: str
+    doubles: list[str]
+    replicas: Sequence[str]  # of that stage
+    forward: dict[frozenset[str], float] = field(default_factory=dict)
+    """How far the outputs of two are apart."""
+    backward: dict[frozenset[str], float] = field(default_factory=dict)
+    """The gradients of its input."""
+
+    def message(self) -> pb.Check:
+        """About the newest double."""
+        return pb.Check(microbatch=self.microbatch, position=self.position, double=self.doubles[-1])
+
+    def comparer(self, backward: bool) -> str:
+        return self.before if backward else self.behind
+
+
+class SpotChecks:
+    """Of the steps that a driver drives."""
+
+    def __init__(self, share: float, tolerance: float, chance: Random) -> None:
+        """`share`: of the visits at stages with replicas; `tolerance`: the largest difference
+        between nodes that are right."""
+        self.share, self.tolerance, self._chance = share, tolerance, chance
+        self.step = 0
+        self.checked: dict[tuple[int, int], CheckedVisit] = {}
+        self.right: dict[str, int] = {}  # by node, step of the last check in which it was
+        self.wrong: defaultdict[str, dict[tuple[int, int, int], set[str]]]
+        """By node: step, microbatch and position of the visits in which it was, and who says so."""
+        self.wrong = defaultdict(lambda: defaultdict(set))
+        self.apart: defaultdict[frozenset[str], int] = defaultdict(int)  # undecided, in a row
+        self.doubted: list[pb.Doubted] = []  # to be in the next commit
+
+    def draw(self, begin: pb.Begin) -> dict[str, list[pb.Check]]:
+        """The checks of an attempt: by node, those that it is told. None in an evaluation."""
+        self.step, self.checked = begin.step, {}
+        told: defaultdict[str, list[pb.Check]] = defaultdict(list)
+        if not self.share or begin.kind != pb.Begin.TRAIN:
+            return told
+        replicas: defaultdict[int, list[str]] = defaultdict(list)
+        for place in begin.members:
+            replicas[place.stage].append(place.node)
+        may = {stage for stage, alike in replicas.items() if len(alike) > 1}
+        share, chance = self.share, self._chance.random
+        for microbatch in begin.plan:
+            for position, stage in enumerate(microbatch.order, 1):
+                if stage in may and chance() < share:
+                    way = route(begin, microbatch)
+                    self._check(microbatch.id, position, replicas[stage], way, told)
+        return told
+
+    def _check(
+        self,
+        microbatch: int,
+        position: int,
+        replicas: Sequence[str],
+        way: Route,
+        told: Mapping[str, list[pb.Check]],
+    ) -> None:
+        before, node, behind = way.nodes[position - 1 : position + 2]
+        drawn = self._chance.randrange(len(replicas) - 1)  # of the others
+        double = replicas[drawn + (drawn >= replicas.index(node))]
+        checked = CheckedVisit(microbatch, position, before, node, behind, [double], replicas)
+        self.checked[microbatch, position] = checked
+        for neighbour in {before, behind}:
+            told[neighbour].append(checked.message())
+
+    def over(self) -> None:
+        """What is under way is decided no more: the attempt is over, or goes another way."""
+        self.checked = {}
+
+    def keep(self, members: Mapping[str, int]) -> None:
+        """All others are members no longer."""
+        self.right = {node: step for node, step in self.right.items() if node in members}
+        for node in self.wrong.keys() - members.keys():
+            del self.wrong[node]
+        for pair in [pair for pair in self.apart if not pair <= members.keys()]:
+            del self.apart[pair]
+
+    def compared(
+        self, peer: str, told: pb.Compared
+    ) -> WrongResult | UndecidedCheck | CheckedVisit | None:
+        """What comes of it: somebody is wrong, a third is to do it (`message` of that check is for
+        both neighbours), nobody can tell, or nothing."""
+        checked = self.checked.get((told.microbatch, told.position))
+        if checked is None or peer != checked.comparer(told.backward):
+            return None  # of an attempt that is over
+        pair = frozenset((told.node, told.other))
+        if len(pair) < 2 or not pair <= {checked.node, *checked.doubles}:
+            return None
+        found = checked.backward if told.backward else checked.forward
+        found[pair] = told.difference
+        if len(checked.doubles) == 1:
+            return self._of_two(checked, pair, told)
+        if len(found) == 3:
+            return self._of_three(checked, peer, found)
+        return None
+
+    def _of_two(
+        self, checked: CheckedVisit, pair: frozenset[str], told: pb.Compared
+    ) -> CheckedVisit | UndecidedCheck | None:
+        if told.difference <= self.tolerance:
+            self.right |= dict.fromkeys(pair, self.step)
+            self.apart.pop(pair, None)
+            return None
+        if left := [node for node in checked.replicas if node not in pair]:
+            checked.doubles.append(self._chance.choice(left))
+            return checked
+        self.apart[pair] += 1
+        if self.apart[pair] % UNDECIDED:
+            return None
+        one, other = sorted(pair)
+        return UndecidedCheck((one, other), self.step, told.difference)
+
+    def _of_three(
+        self, checked: CheckedVisit, by: str, found: Mapping[frozenset[str], float]
+    ) -> WrongResult | None:
+        """Who is far from both others, when those are near each other."""
+        near = [pair for pair, difference in found.items() if difference <= self.tolerance]
+        if len(near) != 1:
+            return None
+        (alone,) = {checked.node, *checked.doubles} - near[0]
+        self.right |= dict.fromkeys(near[0], self.step)
+        self.wrong[alone][self.step, checked.microbatch, checked.position].add(by)
+        far = max(difference for pair, difference in found.items() if alone in pair)
+        return WrongResult(alone, by, self.step, far, len(self.wrong[alone]))
+
+    def accusers(self, node: str) -> list[str]:
+        """Who have found it wrong, one of each machine."""
+        found = sorted(set().union(*self.wrong[node].values()))
+        return list({node_of(by): by for by in found}.values())
+
+    def told(self) -> list[pb.Doubted]:
+        """For a commit's record: who was doubted since the last one."""
+        doubted, self.doubted = self.doubted, []
+        return doubted
+
+    def doubt(self, node: str, stage: int) -> None:
+        self.doubted.append(pb.Doubted(node=node, stage=stage, since=self.right.get(node, 0)))

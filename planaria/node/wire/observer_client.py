@@ -1,0 +1,241 @@
+"""An onlooker's side: a run's seats are asked by who is no member of it (observers.py).
+
+A node that can be dialled is asked directly; one that can't, through another that has a link to it.
+So does a node that wants to know something as onlookers do: it asks all seats through itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, Protocol, TypeAlias
+from urllib.parse import quote
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from planaria.bootstrap.address import EVERYWHERE, Reach, resolved_not_to_dial
+from planaria.bootstrap.credentials import Credentials, channel
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.frames import Frame, WireError, seal, unseal
+from planaria.node.wire.link import PROTOCOL, SERVICE
+from planaria.node.wire.naming import node_of
+from planaria.node.wire.observers import FRAME_LIMIT
+
+log = logging.getLogger(__name__)
+
+PATIENCE: Final = 10.0
+"""Seconds in which a node has to answer."""
+FREE: Final = 1 << 20
+"""Bytes of an answer beside its frame."""
+
+
+class NoAnswerError(Exception):
+    """A seat can't be asked, or doesn't answer; the message says why, and names it."""
+
+
+class ObserverConversation(Protocol):
+    """With one node, by which its seats, and those that it has links to, are asked."""
+
+    node: str
+    address: str  # for people
+    lost: str  # why; empty: it isn't
+
+    def open(
+        self, heard: Callable[[pb.Message], None], ended: Callable[[ObserverConversation], None]
+    ) -> None:
+        """`heard` gets what is answered, `ended` this, once it is lost; both not before the next
+        turn of the event loop."""
+        ...
+
+    def send(self, message: pb.Message) -> bool:
+        """False: it is lost."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+Converse: TypeAlias = Callable[[str, str], ObserverConversation]
+"""With this node, which is dialled there."""
+
+
+def over_streams(run: str, credentials: Credentials, reach: Reach = EVERYWHERE) -> Converse:
+    """`reach`: where nodes are dialled, which say where they are."""
+    return partial(ObserverStream, run, credentials, reach)
+
+
+class ObserverStream:
+    """A conversation over gRPC."""
+
+    def __init__(
+        self, run: str, credentials: Credentials, reach: Reach, node: str, address: str
+    ) -> None:
+        self.node, self.address = node, address
+        self._run, self._credentials, self._reach = run, credentials, reach
+        self._channel: grpc.aio.Channel | None = None
+        self._call: Any = None
+        self._unsent: asyncio.Queue[bytes] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.lost = ""  # why; empty: it isn't
+
+    def open(
+        self, heard: Callable[[pb.Message], None], ended: Callable[[ObserverConversation], None]
+    ) -> None:
+        self._tasks = [asyncio.create_task(self._converse(heard, ended))]
+
+    async def _converse(
+        self, heard: Callable[[pb.Message], None], ended: Callable[[ObserverConversation], None]
+    ) -> None:
+        if why := await resolved_not_to_dial(self.address, self._reach):
+            self.lost = f"{self.node} is not asked: {why}"
+            ended(self)
+            return
+        largest = FRAME_LIMIT + FREE
+        options = [("grpc.max_receive_message_length", largest), ("grpc.enable_http_proxy", 0)]
+        keep = [("grpc.keepalive_time_ms", 5000), ("grpc.keepalive_timeout_ms", 10_000)]
+        self._channel = channel(self.address, self._credentials, [*options, *keep])
+        self._call = self._channel.stream_stream(f"/{SERVICE}/Ask")(
+            metadata=(
+                ("planaria-run", quote(self._run)),
+                ("planaria-node", f"onlooker-{secrets.token_hex(4)}"),
+                ("planaria-peer", self.node),
+                ("planaria-protocol", str(PROTOCOL)),
+                *self._credentials.metadata,
+            )
+        )
+        self._tasks.append(asyncio.create_task(self._speak(ended)))
+        await self._listen(heard, ended)
+
+    def send(self, message: pb.Message) -> bool:
+        if not self.lost:
+            self._unsent.put_nowait(seal(message.SerializeToString()))
+        return not self.lost
+
+    async def _speak(self, ended: Callable[[ObserverConversation], None]) -> None:
+        try:
+            await self._call.initial_metadata()  # gRPC loses why it is refused who writes before
+            while True:
+                await self._call.write(await self._unsent.get())
+        except (grpc.aio.BaseError, asyncio.InvalidStateError):
+            return  # who listens is told why
+
+    async def _listen(
+        self, heard: Callable[[pb.Message], None], ended: Callable[[ObserverConversation], None]
+    ) -> None:
+        why = "it has ended the conversation"
+        try:
+            while (data := await self._call.read()) is not grpc.aio.EOF:
+                heard(pb.Message.FromString(unseal(data)))
+            if await self._call.code() is not grpc.StatusCode.OK:
+                why = await self._call.details()
+        except (WireError, DecodeError) as error:
+            why = f"it sent what can't be: {error}"
+        except grpc.aio.AioRpcError as error:
+            why = error.details() or error.code().name
+        self.lost = f"{self.node} at {self.address}: {why}"
+        ended(self)
+
+    async def close(self) -> None:
+        self.lost = self.lost or "the conversation is over"
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._channel is not None:
+            self._call.cancel()
+            await self._channel.close()
+
+
+class ObserverClient:
+    """Conversations with seats. `answered` gets what isn't an answer to `pin`: a message, or a
+    frame, and by which seat; `lost` that a seat can't be asked any more, and why."""
+
+    def __init__(
+        self,
+        converse: Converse,
+        answered: Callable[[str, pb.Message | Frame], None],
+        lost: Callable[[str, str], None],
+    ) -> None:
+        self._converse = converse
+        self._answered, self._lost = answered, lost
+        self._conversations: dict[str, ObserverConversation] = {}  # by the node that is dialled
+        self._over: list[ObserverConversation] = []  # those before, which were lost
+        self._by: dict[str, str] = {}  # by seat: the node by which it is asked
+        self._waiting: dict[int, tuple[str, asyncio.Future[pb.Pinned]]] = {}  # by seat
+        self._numbers = itertools.count(1)
+
+    def reach(self, seat: str, node: str, address: str) -> None:
+        """It is asked by way of this node, which is dialled there."""
+        if (there := self._conversations.get(node)) is None or there.lost:
+            self._over += [there] if there is not None else []
+            self._conversations[node] = self._converse(node, address)
+            self._conversations[node].open(self._heard, self._ended)
+        self._by[seat] = node
+
+    def send(self, seat: str, item: pb.Message | Frame) -> bool:
+        """False: it can't be asked."""
+        conversation = self._conversations.get(self._by.get(seat, ""))
+        if conversation is None:
+            return False
+        if isinstance(item, Frame):
+            item = replace(item, seat=seat).in_message()
+        item.seat = seat
+        return conversation.send(item)
+
+    def why(self, seat: str) -> str:
+        """It can't be asked any more; empty: it can."""
+        return self._conversations[self._by[seat]].lost
+
+    async def pin(self, seat: str, step: int, exported: bool = False) -> pb.Pinned:
+        """What the seat answers; `exported`: the whole model of that step has been written. Raises
+        NoAnswerError."""
+        number = next(self._numbers)
+        answer: asyncio.Future[pb.Pinned] = asyncio.get_running_loop().create_future()
+        request = pb.PinRequest(transfer=number, step=step, exported=exported)
+        if not self.send(seat, pb.Message(pin_request=request)):
+            raise NoAnswerError(self.why(seat))
+        self._waiting[number] = seat, answer
+        try:
+            async with asyncio.timeout(PATIENCE):
+                return await answer
+        except TimeoutError:
+            conversation = self._conversations[self._by[seat]]
+            what = (
+                "no answer"
+                if conversation.node == node_of(seat)
+                else f"no answer of {seat} through it"
+            )
+            raise NoAnswerError(
+                f"{conversation.node} at {conversation.address}: {what} in {PATIENCE:g} s"
+            ) from None
+        finally:
+            del self._waiting[number]
+
+    def _heard(self, message: pb.Message) -> None:
+        match message.WhichOneof("body"):
+            case "pinned":
+                _, answer = self._waiting.get(message.pinned.transfer, ("", None))
+                if answer is not None and not answer.done():
+                    answer.set_result(message.pinned)
+            case "carried":
+                frame = Frame.parse(message.carried.head, message.carried.payload)
+                self._answered(message.sender, frame)
+            case _:
+                self._answered(message.sender, message)
+
+    def _ended(self, conversation: ObserverConversation) -> None:
+        log.info("%s", conversation.lost)
+        for seat, answer in self._waiting.values():
+            if self._by[seat] == conversation.node and not answer.done():
+                answer.set_exception(NoAnswerError(conversation.lost))
+        for seat, node in self._by.items():
+            if node == conversation.node:
+                self._lost(seat, conversation.lost)
+
+    async def close(self) -> None:
+        conversations = (*self._over, *self._conversations.values())
+        await asyncio.gather(*(one.close() for one in conversations))

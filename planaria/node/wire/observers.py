@@ -1,0 +1,192 @@
+"""Who asks a node and is no member of the run: a command that takes its model home, for one.
+
+Each has one stream, on which it asks seats, and by which it is answered; a frame comes as a message
+`Carried`. It has a name as seats have, for as long as the stream is open. The node itself may be
+one of them, without a stream: `Inside`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc import StatusCode
+
+from planaria.bootstrap.gate import who_calls
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.frames import Frame, WireError, seal, unseal
+
+log = logging.getLogger(__name__)
+
+MOST: Final = 16
+"""Onlookers that a node has at a time."""
+UNREAD: Final = 32 << 20
+"""Bytes that wait for one of them to read them."""
+FRAME_LIMIT: Final = 4 << 20
+"""Bytes of a frame's payload."""
+BANNED: Final = "the run's operator has banned you; ask them to allow you again"
+
+
+class Observers:
+    """Those of one node. `heard` and `shown` get what one says, by its name, and `gone` its
+    name once it is; on the event loop."""
+
+    def __init__(
+        self,
+        heard: Callable[[str, pb.Message], None],
+        shown: Callable[[str, Frame], None],
+        gone: Callable[[str], None],
+    ) -> None:
+        self._heard, self._shown, self._gone = heard, shown, gone
+        self._open: dict[str, _Answers] = {}
+        self._inside: dict[str, Callable[[pb.Message], None]] = {}
+        self._numbers = itertools.count(1)
+        self._banned: frozenset[str] = frozenset()
+
+    def bar(self, banned: Iterable[str]) -> None:
+        """These instances, and no others, are not answered."""
+        self._banned = frozenset(banned)
+        for answers in self._open.values():
+            if answers.instance in self._banned:
+                answers.end(BANNED)
+
+    async def serve(self, context: Any) -> None:
+        """Until it, or its stream, is gone."""
+        instance = who_calls(context).instance
+        if instance in self._banned:
+            await context.abort(StatusCode.PERMISSION_DENIED, BANNED)
+        if len(self._open) >= MOST:
+            why = f"{MOST} others take something home from this node already: try again later"
+            await context.abort(StatusCode.RESOURCE_EXHAUSTED, why)
+        name = f"?{next(self._numbers)}"
+        answers = self._open[name] = _Answers(instance)
+        log.info("onlooker %s comes from %s", name, context.peer())
+        listening = asyncio.create_task(self._listen(name, answers, context))
+        try:
+            await context.send_initial_metadata(())  # it is heard, and may speak
+            while (data := await answers.next()) is not None:
+                await context.write(data)
+            if answers.why:
+                await context.abort(StatusCode.ABORTED, answers.why)
+        finally:
+            del self._open[name]
+            listening.cancel()
+            self._gone(name)
+
+    async def _listen(self, name: str, answers: _Answers, context: Any) -> None:
+        try:
+            while (data := await context.read()) is not grpc.aio.EOF:
+                self.ask(name, pb.Message.FromString(unseal(data)))
+            answers.end("")
+        except (WireError, DecodeError) as error:
+            answers.end(f"what was sent makes no sense: {error}")
+        except (grpc.aio.BaseError, asyncio.InvalidStateError):
+            answers.end("the stream broke")
+
+    def enter(self, heard: Callable[[pb.Message], None]) -> str:
+        """Somebody of this process, which gets its answers by `heard`. Returns its name."""
+        name = f"?{next(self._numbers)}"
+        self._inside[name] = heard
+        return name
+
+    def leave(self, name: str) -> None:
+        """Who has entered is gone."""
+        del self._inside[name]
+        self._gone(name)
+
+    def ask(self, name: str, message: pb.Message) -> None:
+        """An onlooker says this. Raises WireError for a frame that makes no sense."""
+        if message.WhichOneof("body") == "carried":
+            head, payload = message.carried.head, message.carried.payload
+            self._shown(name, Frame.parse(head, payload, FRAME_LIMIT))
+        else:
+            self._heard(name, message)
+
+    def tell(self, name: str, item: pb.Message | Frame) -> None:
+        """An answer for it; without effect when it is gone."""
+        if (heard := self._inside.get(name)) is not None:
+            sender, item = item.sender, item.in_message() if isinstance(item, Frame) else item
+            item.sender = sender
+            heard(item)
+        if (answers := self._open.get(name)) is None:
+            return
+        if isinstance(item, Frame):
+            if item.size > FRAME_LIMIT:
+                answers.end(f"an answer takes {item.size} bytes; at most {FRAME_LIMIT}: ask less")
+                return
+            sender, item = item.sender, item.in_message()
+            item.sender = sender
+        answers.put(seal(item.SerializeToString()))
+
+    def close(self, why: str) -> None:
+        """All of them are told."""
+        for answers in self._open.values():
+            answers.end(why)
+
+
+class Inside:
+    """A node's conversation with itself (see observer_client.py)."""
+
+    def __init__(self, onlookers: Observers, node: str, address: str) -> None:
+        self.node, self.address = node, address
+        self.lost = ""
+        self._onlookers, self._name = onlookers, ""
+
+    def open(self, heard: Callable[[pb.Message], None], _: object) -> None:
+        self._name = self._onlookers.enter(heard)
+
+    def send(self, message: pb.Message) -> bool:
+        if not self.lost:
+            asyncio.get_running_loop().call_soon(self._ask, message)
+        return not self.lost
+
+    def _ask(self, message: pb.Message) -> None:
+        if not self.lost:
+            self._onlookers.ask(self._name, message)
+
+    async def close(self) -> None:
+        self.lost = "the conversation is over"
+        self._onlookers.leave(self._name)
+
+
+class _Answers:
+    """What waits for one onlooker to read it."""
+
+    def __init__(self, instance: str) -> None:
+        """`instance`: as which its certificate has it; empty in plain text."""
+        self.instance = instance
+        self._waiting: deque[bytes] = deque()
+        self._bytes = 0
+        self._news = asyncio.Event()
+        self._over = False
+        self.why = ""
+
+    def put(self, data: bytes) -> None:
+        self._waiting.append(data)
+        self._bytes += len(data)
+        if self._bytes > UNREAD:
+            self.end(f"{self._bytes} bytes wait to be read; at most {UNREAD}")
+        self._news.set()
+
+    def end(self, why: str) -> None:
+        """Nothing more is said; empty: it wants nothing more."""
+        if not self._over:
+            self._over, self.why = True, why
+            self._news.set()
+
+    async def next(self) -> bytes | None:
+        """None: that was all."""
+        while not self._over and not self._waiting:
+            self._news.clear()
+            await self._news.wait()
+        if self._over:
+            return None
+        data = self._waiting.popleft()
+        self._bytes -= len(data)
+        return data

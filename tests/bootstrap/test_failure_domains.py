@@ -1,0 +1,52 @@
+"""Which nodes are in one place."""
+
+from __future__ import annotations
+
+import pytest
+
+from planaria.bootstrap.failure_domains import (
+    NOWHERE,
+    FailureDomain,
+    block_of,
+    is_apart,
+    is_block,
+    shared,
+)
+
+
+@pytest.mark.parametrize(
+    ("host", "block"),
+    [
+        ("203.0.113.7", "203.0.113.0/24"),
+        ("::ffff:203.0.113.7", "203.0.113.0/24"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        *((host, "") for host in ("127.0.0.2", "::1", "::ffff:127.0.0.1", "a.example.org", "")),
+    ],
+)
+def test_a_block_is_what_one_customer_has(host: str, block: str) -> None:
+    assert block_of(host) == block
+    assert is_block(block)
+
+
+@pytest.mark.parametrize("text", ["203.0.113.7/24", "203.0.113.0/16", "127.0.0.0/24", "a", "/"])
+def test_what_is_no_block(text: str) -> None:
+    assert not is_block(text)
+
+
+def test_the_block_counts_before_the_host_that_a_node_says_of_itself() -> None:
+    there = [FailureDomain("x", "a"), FailureDomain("x", "b"), FailureDomain("y", "a")]
+    assert shared(FailureDomain("x", "a"), there) == (2, 2)
+    assert shared(FailureDomain("y", "c"), there) < shared(FailureDomain("x", "c"), there)
+
+
+def test_apart_is_who_is_in_another_block_or_at_another_host_than_the_one() -> None:
+    names = [FailureDomain("x", f"{n}") for n in range(9)]
+    assert is_apart(FailureDomain("y", "0"), names)
+    assert not is_apart(FailureDomain("x", "else"), names), "in a block names cost nothing"
+    assert is_apart(FailureDomain("x", "else"), names[:1])
+    assert not is_apart(FailureDomain("z"), [*names, FailureDomain("y")]), (
+        "they are in two places already"
+    )
+    assert not is_apart(NOWHERE, [NOWHERE, NOWHERE])
+    assert not is_apart(NOWHERE, [])

@@ -1,0 +1,113 @@
+"""Registries that follow, and one that leads no more."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
+from planaria.bootstrap.credentials import PLAIN, Credentials
+from planaria.bootstrap.leader_election import Follower
+from planaria.bootstrap.registry_pb2 import View
+from planaria.bootstrap.service import RegistryServer
+from planaria.bootstrap.store import LEASE, NotLeading, Store
+from tests.bootstrap.conftest import KEY, RULES, Node, identity, joining, serving, soon
+from tests.bootstrap.fake_etcd import FakeEtcd, Fate
+
+
+def store(etcd: FakeEtcd, at: str, fates: list[Fate] | None = None) -> Store:
+    link = etcd.link(lambda: fates[0] if fates else Fate.ANSWERED)
+    return Store(link, "r", KEY, at, lambda: etcd.now)
+
+
+class Kept:
+    """A store from which the lease is taken when the test says so."""
+
+    damage = ""
+
+    def __init__(self) -> None:
+        self.view: View | None = None
+        self.lost = False
+
+    def append(self, view: View) -> None:
+        if self.lost:
+            raise NotLeading("another registry leads")
+        self.view = view
+
+
+async def test_a_view_that_is_not_written_is_told_to_nobody() -> None:
+    kept = Kept()
+    registry = RegistryServer(RULES, "", kept)
+    port = await registry.start("127.0.0.1:0")
+    clients = [RegistryClient([f"127.0.0.1:{port}"]) for _ in range(3)]
+    reply = await clients[0].join(joining("a", "a:1"), identity("a"))
+    node = Node("a", clients[0], reply)
+    await node.sees(lambda view: len(view.members) == 1)
+    kept.lost = True
+    with pytest.raises(RegistryUnreachable, match="this registry leads no more"):
+        await clients[1].join(joining("b", "b:1"), identity("b"), deadline=4.0)
+    with pytest.raises(RegistryUnreachable, match="this registry leads no more"):
+        await clients[2].describe(deadline=4.0)
+    with pytest.raises(NotLeading, match="another registry leads"):
+        await soon(registry.wait())
+    await registry.stop()
+    assert {tuple(m.node for m in view.members) for view in node.views} == {("a",)}
+    assert kept.view is not None and len(kept.view.members) == 1
+    await node.stop()
+    for client in clients:
+        await client.close()
+
+
+async def test_who_follows_says_who_leads_or_why_nobody_does() -> None:
+    etcd, fates = FakeEtcd(), [Fate.ANSWERED]
+    leader, mine = store(etcd, "first.example.org:1"), store(etcd, "b:1", fates)
+    assert leader.campaign()
+    following, stop = Follower(mine, Credentials(token="secret")), asyncio.Event()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    clients = [
+        RegistryClient([address], credentials)
+        for credentials in (Credentials(token="secret"), PLAIN)
+    ]
+
+    async def says(words: str) -> None:
+        said = ""
+        while words not in said:
+            with pytest.raises(RegistryUnreachable) as caught:
+                await clients[0].describe(deadline=0.2)
+            said = str(caught.value)
+
+    async with following.serving(address, insecure=False):
+        electing = asyncio.create_task(following.until_elected(stop))
+        await soon(says("this registry follows, and first.example.org:1 leads"))
+        fates[0] = Fate.LOST
+        await soon(says("etcd doesn't answer: no registry leads meanwhile"))
+        with pytest.raises(JoinRefused, match="asks for a join token"):
+            await clients[1].describe()
+        fates[0] = Fate.ANSWERED
+        etcd.passes(LEASE)
+        await soon(electing)
+    assert mine.leads and not leader.leads
+    for client in clients:
+        await client.close()
+
+
+async def test_a_node_goes_from_who_follows_to_who_leads() -> None:
+    etcd = FakeEtcd()
+    leader = store(etcd, "a:1")
+    assert leader.campaign()
+    async with serving() as place:
+        following = Follower(store(etcd, "b:1"), PLAIN)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        async with following.serving(address, insecure=False):
+            client = RegistryClient([address, place.address])
+            reply = await client.join(joining("a", "a:1"), identity("a"))
+            assert [m.node for m in reply.view.members] == ["a"]
+            assert (await client.describe()).run == "r"
+            await client.check_one_run()
+            await client.close()

@@ -1,0 +1,123 @@
+"""Whether a node is there: against real ports."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from planaria.bootstrap.address import Reach
+from planaria.bootstrap.client import JoinRefused, RegistryClient
+from planaria.bootstrap.credentials import PLAIN
+from planaria.bootstrap.liveness import is_alive
+from planaria.bootstrap.membership import MembershipRules
+from tests.bootstrap.conftest import Place, identity, joining, serving
+
+LONG = 60.0  # seconds; only a hanging test gets there
+
+
+@asynccontextmanager
+async def listening(node: str = "") -> AsyncIterator[str]:
+    """A gRPC server at the returned address, which serves the health of the node."""
+    server = grpc.aio.server()
+    if node:
+        healthy = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+        await healthy.set(node, health_pb2.HealthCheckResponse.SERVING)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+async def test_a_node_that_serves_its_health_is_there() -> None:
+    async with listening("a") as address:
+        assert await is_alive("a", address, PLAIN, LONG)
+
+
+@pytest.mark.parametrize("other", ["b", ""])
+async def test_who_else_listens_there_is_not_the_node(other: str) -> None:
+    async with listening(other) as address:
+        assert not await is_alive("a", address, PLAIN, LONG)
+
+
+async def test_a_port_that_nobody_listens_on_tells_at_once() -> None:
+    assert not await is_alive("a", free_address(), PLAIN, LONG)
+
+
+async def test_one_that_takes_connections_and_says_nothing_may_be_another() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        assert not await is_alive("a", f"127.0.0.1:{port}", PLAIN, 0.3)
+
+
+async def test_a_port_that_takes_connections_and_ends_them_has_nobody_behind_it() -> None:
+    """As what forwards the port of a container whose process is gone."""
+
+    async def end(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async with await asyncio.start_server(end, "127.0.0.1", 0) as forwarding:
+        port = forwarding.sockets[0].getsockname()[1]
+        assert not await is_alive("a", f"127.0.0.1:{port}", PLAIN, LONG)
+
+
+async def test_a_host_that_does_not_exist_is_looked_for_as_long_as_was_asked() -> None:
+    assert not await is_alive("a", "no-such-host.invalid:1", PLAIN, 0.3)
+
+
+async def join(place: Place, node: str, address: str, deadline: float = LONG) -> list[str]:
+    """Joins and keeps no membership: as one that is not heard. Returns the members."""
+    client = RegistryClient([place.address])
+    try:
+        reply = await client.join(joining(node, address), identity(node), deadline)
+        return [member.node for member in reply.view.members]
+    finally:
+        await client.close()
+
+
+async def until_silent(place: Place) -> None:
+    async with asyncio.timeout(LONG):
+        while not place.registry._machine._isolated:  # noqa: ASYNC110  it tells nobody
+            await asyncio.sleep(0.01)
+
+
+async def test_a_newcomer_takes_the_place_of_a_lone_node_that_is_gone() -> None:
+    async with serving(MembershipRules(run="r", stages=2, lease=0.1)) as place:
+        assert await join(place, "old", free_address()) == ["old"]
+        await until_silent(place)
+        assert await join(place, "new", free_address()) == ["new"]
+
+
+async def test_a_lone_node_that_answers_is_not_replaced() -> None:
+    async with (
+        serving(MembershipRules(run="r", stages=2, lease=0.1)) as place,
+        listening("old") as address,
+    ):
+        await join(place, "old", address)
+        await until_silent(place)
+        with pytest.raises(JoinRefused, match=r"old \(stage 0, .*\) answers who dials it"):
+            await join(place, "new", free_address(), deadline=0.5)
+        assert [member.node for member in place.registry._machine.view.members] == ["old"]
+
+
+async def test_what_is_near_is_not_dialled_for_who_is_not() -> None:
+    came: list[object] = []
+    server = await asyncio.start_server(lambda *both: came.append(both), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    for host in ("127.0.0.1", "localhost"):
+        assert await is_alive("a", f"{host}:{port}", PLAIN, LONG, Reach()) is None
+    server.close()
+    assert not came

@@ -1,0 +1,243 @@
+"""Who takes a seat, and who gives one back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planaria.bootstrap.failure_domains import FailureDomain, is_apart
+from planaria.bootstrap.placement import Candidate, SeatAssigned, SeatReleased, assign
+from planaria.recovery.decide import Policy
+
+STAGES = 3
+ALL = frozenset(range(STAGES + 1))
+
+
+def sitter(node: str, *stages: int, **known: object) -> Candidate:
+    """With the state of all its stages, and fit for any; has room for one seat."""
+    kept = frozenset(stages)
+    return replace(Candidate(node, kept, kept, ALL, room=1, speed=1.0), **known)
+
+
+def after(sitters: list[Candidate], changes: list[SeatAssigned | SeatReleased]) -> list[Candidate]:
+    """Where they sit then; who takes a seat has nothing of its stage yet."""
+    nodes = {one.node: one for one in sitters}
+    for change in changes:
+        one = nodes[change.node]
+        if isinstance(change, SeatAssigned):
+            stages = (one.stages - {change.gives}) | {change.stage}
+        else:
+            stages = one.stages - {change.stage}
+        nodes[one.node] = replace(one, stages=stages, holds=one.holds & stages - {change.stage})
+    return list(nodes.values())
+
+
+def test_a_standby_comes_before_a_surplus_replica_and_that_before_who_has_room() -> None:
+    there = [sitter("a", 0), sitter("b", 1), sitter("c", 1), sitter("d", 3, room=2)]
+    (taken,) = assign([*there, sitter("s")], STAGES)
+    assert (taken.node, taken.why) == ("s", "was a standby: stage 2 is vacant")
+    (taken,) = assign(there, STAGES)
+    assert isinstance(taken, SeatAssigned)
+    assert (taken.node, taken.stage, taken.gives) == ("c", 2, 1)
+    assert taken.why == "moves from stage 1, which has others: stage 2 is vacant"
+    (taken,) = assign([one for one in there if one.node != "c"], STAGES)
+    assert (taken.node, taken.why) == ("d", "has room for one more seat: stage 2 is vacant")
+    assert assign([one for one in there if one.node in "ab"], STAGES) == []
+
+
+def test_of_those_with_room_one_that_keeps_what_a_rebuild_needs_takes_it_if_not_slow() -> None:
+    there = [sitter("a", 0, room=4), sitter("b", 1, room=4), sitter("c", 3, room=4)]
+    there[2] = replace(there[2], speed=1.5)
+    assert [taken.node for taken in assign(there, STAGES)] == ["b"], "the neighbour before"
+    (taken,) = assign(there, STAGES, policy="snapshot")
+    assert taken.node == "a", "stage 0 keeps the snapshot of stage 2"
+    there[2] = replace(there[2], speed=3.0)
+    assert [taken.node for taken in assign(there, STAGES)] == ["c"], "twice as fast as all others"
+
+
+def test_one_node_that_has_room_takes_all_that_is_left() -> None:
+    (alone,) = after([one := sitter("a", 2, room=4)], assign([one], STAGES))
+    assert alone.stages == ALL
+
+
+def test_of_the_standbys_one_goes_of_whose_place_fewest_serve() -> None:
+    here, there = FailureDomain("x", "a"), FailureDomain("y", "b")
+    seated = [sitter("a", 0, place=here), sitter("b", 1, place=there), sitter("c", 2, place=here)]
+    spares = [sitter("s", place=here, waits=True), sitter("t", place=there, waits=True)]
+    assert [one.node for one in assign([*seated, *spares], STAGES)] == ["t"]
+    (taken,) = assign([*seated[:2], sitter("c", 2, place=there), *spares], STAGES)
+    assert taken.node == "s"
+
+
+def test_a_stage_that_was_at_several_hosts_is_not_left_to_one() -> None:
+    """A standby of another place comes beside them, unless it waits, or has nothing to do there."""
+    here, there = FailureDomain("x", "a"), FailureDomain("y", "b")
+    others = [sitter(f"o{stage}", stage, place=there) for stage in (0, 2, 3)]
+    left = [sitter("a", 1, place=here), sitter("b", 1, place=here)]
+    spare = sitter("s", place=there)
+    (taken,) = assign([*others, *left, spare], STAGES, useful=2)
+    assert (taken.node, taken.stage, taken.why) == (
+        *("s", 1),
+        "was a standby: all of stage 1 are in one place",
+    )
+    assert assign([*others, *left, spare], STAGES, begun=False) == []
+    assert assign([*others, *left, replace(spare, waits=True)], STAGES) == []
+    assert assign([*others, *left, replace(spare, place=here)], STAGES, useful=1) == []
+    assert assign([*others[:2], sitter("o3", 3), left[0], spare], STAGES, useful=1) == []
+
+
+def test_who_moves_away_leaves_its_stage_in_two_places_if_it_can() -> None:
+    places = [FailureDomain("x", "a"), FailureDomain("x", "a"), FailureDomain("y", "b")]
+    there = [sitter(f"n{n}", 1, place=place) for n, place in enumerate(places)]
+    (taken,) = assign([sitter("a", 0), *there, sitter("d", 3)], STAGES)
+    assert (taken.node, taken.stage) == ("n1", 2)
+
+
+def test_a_seat_is_given_back_to_who_has_fewer_once_that_one_has_the_state() -> None:
+    crowded, newcomer = sitter("a", 0, 1, 2, 3, room=4), sitter("b", 2)
+    fetches = replace(newcomer, holds=frozenset())
+    assert assign([crowded, fetches], STAGES) == []
+    (returned,) = assign([crowded, newcomer], STAGES)
+    assert returned == SeatReleased("a", 2, "b serves stage 2, too, and has fewer seats")
+
+
+def test_a_stage_whose_last_node_leaves_gets_another_one_and_keeps_it_meanwhile() -> None:
+    there = [sitter("a", 0), sitter("b", 1, room=2), sitter("c", 2, leaving=True), sitter("d", 3)]
+    (taken,) = assign(there, STAGES)
+    assert (taken.node, taken.stage) == ("b", 2)
+    assert "has only nodes that will leave soon" in taken.why
+
+
+def test_at_the_start_only_standbys_take_what_is_vacant() -> None:
+    there = [sitter("a", 0, room=4), sitter("b", 1), sitter("c", 1)]
+    assert assign(there, STAGES, begun=False) == []
+    assert [taken.node for taken in assign([*there, sitter("s")], STAGES, begun=False)] == ["s"]
+
+
+def test_the_driver_does_not_move() -> None:
+    there = [sitter("a", 0, drives=True), sitter("b", 0), sitter("c", 1), sitter("d", 2)]
+    assert [taken.node for taken in assign(there, STAGES)] == ["b"]
+
+
+def test_with_twins_who_has_the_vacant_stages_comes_before_all_others_if_it_has_room() -> None:
+    there = [sitter("a", 0), sitter("b", 1, room=2), sitter("c", 3), sitter("d", 3), sitter("s")]
+    taken, relief = assign(there, STAGES, policy="redundant")
+    assert isinstance(taken, SeatAssigned)
+    assert (taken.node, taken.stage, taken.gives) == ("b", 2, None)
+    assert taken.why == "has its twin, and room: stage 2 is vacant"
+    assert (relief.node, relief.stage) == ("s", 2), "and the standby is to have the seat later"
+    assert relief.why == "was a standby: stage 2 is served by b alone, which has others"
+    full = replace(there[1], room=1)
+    (taken,) = assign([there[0], full, *there[2:]], STAGES, policy="redundant")
+    assert taken.node == "s"
+    (taken,) = assign(
+        [there[0], replace(there[1], holds=frozenset()), there[2]], STAGES, policy="redundant"
+    )
+    assert taken.why.startswith("has room for one more seat"), "it has no state yet, so no twin"
+
+
+def test_who_took_a_second_seat_in_a_hurry_is_relieved_of_one_by_a_surplus_replica() -> None:
+    there = [sitter("a", 0), sitter("b", 1, 2, room=3), sitter("c", 3), sitter("d", 3)]
+    (relief,) = changes = assign(there, STAGES, policy="redundant")
+    assert isinstance(relief, SeatAssigned)
+    assert (relief.node, relief.stage, relief.gives) == ("d", 2, 3)
+    there = after(there, changes)
+    assert assign(there, STAGES, policy="redundant") == [], "until it has the state"
+    there[3] = replace(there[3], holds=frozenset([2]))
+    (returned,) = assign(there, STAGES, policy="redundant")
+    assert returned == SeatReleased("b", 2, "d serves stage 2, too, and has fewer seats")
+
+
+def test_who_relieves_another_one_stays_there_while_it_copies() -> None:
+    full, moved = sitter("a", 0), replace(sitter("c", 3), holds=frozenset())
+    there = [full, sitter("b", 1, 2, 3, room=3), moved]
+    assert assign(there, STAGES, policy="redundant") == []
+    assert assign([*there[:2], sitter("c", 3)], STAGES, policy="redundant") == [
+        SeatReleased("b", 3, "c serves stage 3, too, and has fewer seats")
+    ]
+
+
+PLACES = st.sampled_from([("x", "a"), ("x", "a"), ("x", "b"), ("y", "c")])
+
+
+@st.composite
+def swarms(draw: st.DrawFn) -> list[Candidate]:
+    found = []
+    for number in range(draw(st.integers(1, 7))):
+        stages = draw(st.frozensets(st.sampled_from(sorted(ALL))))
+        kept, fits = (draw(st.frozensets(st.sampled_from(sorted(ALL)))) for _ in "ab")
+        found.append(
+            Candidate(
+                f"n{number}",
+                stages,
+                holds=kept & stages,
+                fits=fits | stages,
+                room=max(1, len(stages)) + draw(st.integers(0, 2)),
+                speed=draw(st.sampled_from([1.0, 4.0])),
+                heard=draw(st.integers(0, 5)) > 0,
+                leaving=draw(st.integers(0, 5)) == 0,
+                place=FailureDomain(*draw(PLACES)),
+                waits=draw(st.booleans()),
+            )
+        )
+    ends = [n for n, one in enumerate(found) if 0 in one.stages]
+    if ends:
+        found[ends[0]] = replace(found[ends[0]], drives=True)
+    return found
+
+
+@given(swarms(), st.sampled_from(["redundant", "snapshot"]))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_no_stage_stays_vacant_no_last_state_is_dropped_and_nobody_moves_twice(
+    sitters: list[Candidate], policy: Policy
+) -> None:
+    there = sitters
+    for change in assign(sitters, STAGES, policy=policy):
+        one = next(s for s in there if s.node == change.node)
+        others = [s for s in there if s.node != change.node and s.stays]
+        given = change.gives if isinstance(change, SeatAssigned) else change.stage
+        if isinstance(change, SeatAssigned):
+            at = [s for s in there if change.stage in s.stages]
+            relieves = (
+                [s for s in at if len(s.stages) > 1] == at
+                and len(at) == 1
+                and policy == "redundant"
+            )
+            mixes = is_apart(one.place, [s.place for s in at if s.stays]) and not one.stages
+            assert all(s.leaving for s in at) or relieves or mixes, "it was not vacant"
+            assert one.stays
+            assert change.stage in one.fits - one.stages
+        if given is not None:
+            assert any(given in s.holds for s in others), f"{change} drops the last state"
+        there = after(there, [change])
+    for one in there:
+        assert len(one.stages) <= one.room
+    for stage in ALL:
+        if all(one.leaving for one in there if stage in one.stages):
+            able = [one for one in there if one.stays and stage in one.fits - one.stages]
+            assert not any(len(one.stages) < one.room for one in able), f"{stage} is vacant"
+    again = assign(there, STAGES, policy=policy)
+    relief = "which has others"  # of who has several seats alone, when seats were given back
+    assert all(relief in change.why for change in again if isinstance(change, SeatAssigned))
+
+
+@given(swarms(), st.sampled_from(["redundant", "snapshot"]))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_it_settles_while_nobody_gets_any_state(sitters: list[Candidate], policy: Policy) -> None:
+    for _ in range(12):
+        sitters = after(sitters, assign(sitters, STAGES, policy=policy))
+    assert assign(sitters, STAGES, policy=policy) == []
+
+
+@given(swarms(), st.sampled_from(["redundant", "snapshot"]))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_it_settles(sitters: list[Candidate], policy: Policy) -> None:
+    """When everybody gets the state of what it has."""
+    for _ in range(12):
+        changes = assign(sitters, STAGES, policy=policy)
+        if not changes:
+            break
+        sitters = [replace(one, holds=one.stages) for one in after(sitters, changes)]
+    assert assign(sitters, STAGES, policy=policy) == []

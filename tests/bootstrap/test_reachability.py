@@ -1,0 +1,110 @@
+"""What addresses say: real ports, and names that the test makes up."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+
+from planaria.bootstrap.address import Address, AddressError
+from planaria.bootstrap.reachability import (
+    NOBODY,
+    Reachability,
+    Route,
+    dead_end,
+    probe,
+    probe_all,
+    way_out,
+)
+
+LONG = 60.0  # seconds; only a hanging test gets there
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def names(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
+    """A name service that finds these addresses for any name, or fails like this."""
+
+    async def getaddrinfo(host: str, port: int, **_: object) -> list[Any]:
+        if isinstance(found, Exception):
+            raise found
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in found]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+
+
+async def test_a_port_that_is_listened_on_is_open_and_another_refuses() -> None:
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    assert await probe(Address("127.0.0.1", port), LONG) is Reachability.OPEN
+    assert await probe(Address("127.0.0.1", free_port()), LONG) is Reachability.REFUSED
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("failure", "answer"),
+    [
+        (socket.gaierror(socket.EAI_NONAME, "no such name"), Reachability.UNKNOWN),
+        (UnicodeError("label empty or too long"), Reachability.UNKNOWN),
+        (socket.gaierror(socket.EAI_AGAIN, "try again"), Reachability.UNRESOLVED),
+    ],
+)
+async def test_only_a_name_that_there_is_none_of_is_unknown(
+    failure: Exception, answer: Reachability, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names(monkeypatch, failure)
+    assert await probe(Address("registry.example.org", 7400), LONG) is answer
+
+
+async def test_a_name_of_several_addresses_refuses_when_all_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    names(monkeypatch, ["127.0.0.2", "127.0.0.1"])
+    assert await probe(Address("two.example.org", port), LONG) is Reachability.OPEN
+    assert await probe(Address("two.example.org", free_port()), LONG) is Reachability.REFUSED
+    server.close()
+
+
+async def test_what_is_no_address_is_said_before_anything_is_dialled() -> None:
+    with pytest.raises(AddressError, match="begins with http://: leave that out"):
+        await probe_all(["127.0.0.1:1", "http://127.0.0.1:1"], LONG)
+
+
+def test_it_is_a_dead_end_when_all_addresses_are_final() -> None:
+    final = [Reachability.UNKNOWN, Reachability.REFUSED]
+    both = {"a:1": Reachability.UNKNOWN, "b:1": Reachability.REFUSED}
+    said = dead_end(both, final)
+    assert "a:1 is unknown" in said
+    assert "b:1 refuses connections" in said
+    assert "Check the spelling of the name" in said
+    assert "`planaria bootstrap`" in said
+    assert dead_end(both, [Reachability.UNKNOWN]) == ""
+    silent = {**both, "c:1": Reachability.SILENT}
+    assert dead_end(silent, final) == ""
+    assert "firewall" in dead_end(silent, [*final, Reachability.SILENT])
+    assert "spelling" not in dead_end({"b:1": Reachability.REFUSED}, final)
+    unresolved = dead_end({"a:1": Reachability.UNRESOLVED}, NOBODY)
+    assert "resolv.conf" in unresolved and "firewall" not in unresolved
+
+
+async def test_a_name_service_that_fails_for_a_while_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names(monkeypatch, socket.gaierror(socket.EAI_AGAIN, "try again"))
+    asked = asyncio.create_task(way_out(["registry:7400", "other:7400"], LONG))
+    await asyncio.sleep(0)  # asked in vain
+    names(monkeypatch, ["127.0.0.1"])
+    assert await asked == Route("127.0.0.1", "127.0.0.1")
+
+
+async def test_who_finds_no_way_says_to_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    names(monkeypatch, socket.gaierror(socket.EAI_AGAIN, "try again"))
+    with pytest.raises(OSError, match=r"no way to registry:7400, for 0\.1 s: .* --advertise"):
+        await way_out(["registry:7400"], 0.1)

@@ -1,0 +1,126 @@
+"""The rest of a lesson, beside steps: what comes of it is what one process would make of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from planaria.node.stage.lesson import StageLesson
+from planaria.node.state.background_relearning import BackgroundRelearning
+from planaria.node.state.boundary import Fetched
+from planaria.node.state.relearn import Course
+from planaria.node.wire import stage_pb2 as pb
+from planaria.recovery.learner import (
+    Learner,
+    Muon,
+    error_gradient,
+    residual_error,
+    squared_distance,
+)
+from planaria.recovery.relearning import pull, rate, shuffled, updates_to_look
+from tests.node.state.test_relearn import SHAPE, TERMS, Student, alone, crossed, fetched_by, student
+
+PASS = 8 * SHAPE[0]
+"""Updates of one."""
+
+
+def before_enough(pairs, enough: float) -> tuple[Student, StageLesson, Fetched, pb.Relearned]:
+    one, fetched = student(2), fetched_by(2, pairs)
+    lesson = StageLesson(one.module, one.optimizer, fetched, [2], bf16=False)
+    told = alone(one, pairs, replace(TERMS, enough=enough), made=lesson)
+    return one, lesson, fetched, told
+
+
+def test_training_goes_on_once_the_guess_is_good_enough() -> None:
+    pairs = crossed([2], swapped=False)
+    whole = alone(student(2), pairs)
+    first = alone(student(2), pairs, replace(TERMS, enough=1e-9))
+    assert (first.updates, first.left) == (whole.passes * PASS, 0), "it is never good enough"
+    assert first.residual_after == pytest.approx(whole.residual_after)
+    enough = (whole.residual_before + whole.residual_after) / 2
+    one, _, _, told = before_enough(pairs, enough)
+    assert 0 < told.updates < whole.passes * PASS
+    assert told.updates % updates_to_look(PASS) == 0
+    assert told.left == whole.passes * PASS - told.updates
+    assert told.residual_after <= enough < told.residual_before
+    assert len(one.updates) == told.updates
+    at_once = alone(student(2), pairs, replace(TERMS, enough=whole.residual_before))
+    assert (at_once.updates, at_once.undone) == (0, False)
+
+
+@pytest.mark.parametrize("within", [100, 3])
+def test_what_is_left_enters_with_commits_as_if_one_process_did_it_all(within: int) -> None:
+    pairs = crossed([2], swapped=False)
+    whole = alone(student(2), pairs)
+    enough = (whole.residual_before + whole.residual_after) / 2
+    one, lesson, fetched, told = before_enough(pairs, enough)
+    each_step, generator = 5, torch.Generator().manual_seed(3)
+    terms = replace(TERMS, enough=enough, each_step=each_step, within=within)
+    course = Course(fetched.whole(), SHAPE[0], terms)
+    homework = BackgroundRelearning(lesson, course, told)
+
+    other = student(2)
+    learning = student(2).module
+    learner = Learner(learning, 0.0, update=Muon(learning, pull([2])))
+    stage = torch.cat([p.detach().flatten() for p in learning.parameters()])
+    copy, done, steps = stage.clone(), 0, 0
+
+    def put(flat: torch.Tensor) -> None:
+        with torch.no_grad():
+            split = torch.split(flat, [p.numel() for p in learning.parameters()])
+            for parameter, part in zip(learning.parameters(), split, strict=True):
+                parameter.copy_(part.view_as(parameter))
+
+    def learn(updates: int) -> None:
+        nonlocal done
+        for _ in range(updates):
+            a_pass, place = divmod(done, PASS)
+            pair, first, end = course.pieces[shuffled(PASS, a_pass)[place]]
+            x, y = (tensor[first:end].float() for tensor in pairs[pair])
+            learner.lr = rate(TERMS.lr, done / course.updates, steps / within)
+            learner.backward(error_gradient(learner.forward(x), y, squared_distance(y, x)))
+            done += 1
+
+    learn(told.updates)
+    stage = torch.cat([p.detach().flatten() for p in learning.parameters()])
+    assert torch.equal(stage, one.optimizer.weights)
+    while homework.left:
+        while homework.update():
+            pass
+        offered, left = homework.offer()
+        assert not homework.update(), "what is offered stays"
+        assert offered == min(each_step, homework.left)
+        assert left == (homework.left - offered if steps + 1 < within else 0)
+        gradient = torch.randn(stage.shape, generator=generator)
+        beside = homework.enters(offered)
+        for optimizer in (one.optimizer, other.optimizer):
+            optimizer.gradient.copy_(gradient)
+        learn(offered)
+        copy = torch.cat([p.detach().flatten() for p in learning.parameters()])
+        other.optimizer.weights.copy_(stage)
+        other.optimizer.step(1e-3)
+        one.optimizer.step(1e-3)
+        one.optimizer.weights.add_(beside)
+        stage = other.optimizer.weights + (copy - stage)
+        put(stage)
+        homework.renew()
+        steps += 1
+        assert homework.left == left
+        assert torch.equal(one.optimizer.weights, stage)
+    assert homework.steps == steps == min(-(-told.left // each_step), within)
+    assert homework.updates == min(told.left, within * each_step)
+    newest = [[t.float() for t in ends] for pair, ends in pairs.items() if pair.step == 7]
+    assert homework.residual() == pytest.approx(residual_error([learner], newest))
+
+
+def test_what_is_not_finite_is_never_offered() -> None:
+    pairs = crossed([2], swapped=False)
+    _, lesson, fetched, told = before_enough(pairs, 1e3)
+    course = Course(fetched.whole(), SHAPE[0], replace(TERMS, lr=1e38))
+    homework = BackgroundRelearning(lesson, course, told)
+    while homework.update():
+        pass
+    assert homework.offer() == (0, 0)
+    assert homework.over

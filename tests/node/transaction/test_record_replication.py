@@ -1,0 +1,214 @@
+"""Who is told what became of each microbatch, and what becomes of it when those are lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+
+from planaria.bootstrap.registry_pb2 import NUMBERS
+from planaria.node.report.events import MessageRefused
+from planaria.node.transaction import record_replication
+from planaria.node.transaction.attempting import Attempting
+from planaria.node.transaction.bounds import told_to_member
+from planaria.node.transaction.effects import Apply, Effect, Note, Suspect
+from planaria.node.transaction.gathering import Gathering
+from planaria.node.transaction.record_replication import (
+    LEDGERS,
+    MEMORIES,
+    OF_A_STAGE,
+    record_holders,
+    to_replicate,
+)
+from planaria.node.transaction.resting import DriverPhase
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.chain import (
+    has_records,
+    hash_of,
+    hash_of_records,
+    seal,
+    without_records,
+    without_votes,
+)
+from tests.node.transaction.test_comparing import DRIVER, RUN, Replica, commit
+from tests.node.transaction.test_driver import SWARM, Told, sent
+
+THREE_ENDS = {**SWARM, "y": 0, "z": 0}
+
+
+@pytest.fixture(autouse=True)
+def one_ledger() -> Iterator[None]:
+    with patch.object(record_replication, "LEDGERS", 1):
+        yield
+
+
+def recorded(step: int = 1) -> pb.Commit:
+    made = commit(step)
+    made.microbatches.add(microbatch=0, loss=4.0, tokens=2)
+    made.records = hash_of_records(made.microbatches)
+    seal(made, DRIVER, RUN)
+    return made
+
+
+# --- hashes
+
+
+def test_a_commit_has_the_same_hash_without_its_records() -> None:
+    made = recorded()
+    bare = without_records(made)
+    assert (hash_of(bare), has_records(bare), has_records(made)) == (hash_of(made), False, True)
+
+
+def test_a_commit_of_old_has_its_records_in_its_hash_and_keeps_them() -> None:
+    old = recorded()
+    old.ClearField("records")
+    assert without_records(old) == old
+    other = commit()
+    assert hash_of(other) != hash_of(old)
+    assert has_records(other), "of one microbatch less: nothing is missing"
+
+
+def test_records_that_are_not_those_of_the_hash_are_refused() -> None:
+    made = recorded()
+    made.microbatches[0].loss = 5.0
+    message = pb.Message(ballot=pb.Ballot(view=1, attempt=1), step=pb.Step(commit=made))
+    assert told_to_member(message, 1) == (
+        "records of the commit of step 1 that aren't those of its hash"
+    )
+    message.step.commit.CopyFrom(without_records(made))
+    assert told_to_member(message, 1) == ""
+
+
+# --- who
+
+
+def test_a_few_of_stage_0_are_told_and_two_of_each_other_one() -> None:
+    stages = {f"{stage}-{node:02}": stage for stage in range(3) for node in range(20)}
+    with patch.object(record_replication, "LEDGERS", LEDGERS):
+        told = record_holders(stages, {})
+    assert sorted(told) == sorted(
+        [f"0-{node:02}" for node in range(LEDGERS)]
+        + [f"{stage}-{node:02}" for stage in (1, 2) for node in range(OF_A_STAGE)]
+    )
+
+
+@pytest.mark.parametrize(("body", "twice"), [(4, 4), (6, 2), (8, 0), (20, 0)])
+def test_of_many_stages_no_more_remember_a_step_than_of_a_few(body: int, twice: int) -> None:
+    stages = {f"{stage:02}-{node}": stage for stage in range(1, body + 1) for node in range(3)}
+    told = Counter(node[:2] for node in record_holders(stages, {}))
+    assert told.total() == MEMORIES
+    assert [count for count in told.values() if count > 1] == [OF_A_STAGE] * twice
+
+
+def test_who_has_a_ledger_goes_on_with_it_and_a_full_disk_comes_last() -> None:
+    stages = dict.fromkeys("abcde", 0)
+    ledgers = {
+        "a": pb.LEDGER_FAILING,
+        "b": pb.NO_LEDGER,
+        "c": pb.LEDGER_SPARE,
+        "d": pb.LEDGER_WRITING,
+    }
+    ranked = []
+    while stages:
+        (node,) = record_holders(stages, ledgers)
+        ranked.append(node)
+        del stages[node]
+    assert ranked == ["d", "e", "c", "b", "a"], "of e nothing is known"
+
+
+def test_somebody_notes_the_last_step_when_no_ledger_has_it() -> None:
+    spare = {"b": pb.LEDGER_SPARE, "a": pb.LEDGER_FAILING, "c": pb.NO_LEDGER}
+    assert to_replicate(spare) == ["b"]
+    assert to_replicate({**spare, "d": pb.LEDGER_WRITING}) == []
+    assert to_replicate({"a": pb.LEDGER_FAILING, "c": pb.NO_LEDGER}) == []
+
+
+# --- the driver
+
+
+def votes(told: Told, ledger: pb.Recording) -> list[Effect]:
+    """All are ready; y and z say this of their ledgers, and a's is gone."""
+    told.comes_home()
+    effects: list[Effect] = []
+    for node in list(told.driver.members):
+        ready = pb.Ready(step=told.attempt.begin.step, squared_norm=1.0, finite=True)
+        ready.digest = b"same"
+        ready.recording = pb.NO_LEDGER if node == "a" else ledger
+        effects = told.hears(node, ready=ready)
+    return effects
+
+
+def test_those_alone_who_keep_the_records_are_told_them_before_they_vote() -> None:
+    told = Told(members=THREE_ENDS)
+    told.begins()
+    noted = sent(told.comes_home(), "records")
+    assert noted.keys() == {*SWARM}
+    steps = told.commits()
+    assert not any(has_records(message.step.commit) for message in steps.values())
+    last = told.driver.standing.last
+    assert {hash_of(message.step.commit) for message in steps.values()} == {hash_of(last)}
+    assert noted["a"].records.microbatches == last.microbatches
+
+
+def test_who_keeps_them_instead_of_one_whose_ledger_is_gone_is_told_them_with_the_commit() -> None:
+    told = Told(members=THREE_ENDS)
+    told.begins()
+    steps = sent(votes(told, pb.LEDGER_WRITTEN), "step")
+    assert {node for node in steps if has_records(steps[node].step.commit)} == {"y"}
+
+
+def test_a_step_that_is_in_no_ledger_any_more_is_told_once_more_and_only_once() -> None:
+    told = Told(members=THREE_ENDS)
+    told.begins()
+    told.commits()
+    assert not sent(votes(told, pb.LEDGER_SPARE), "step"), "of step 1 no ledger would know"
+    assert isinstance(told.driver.current, Gathering)
+    last = told.driver.standing.last
+    lacking = pb.Status(committed=1, last=without_records(last))
+    remembering = pb.Status(committed=1, last=last)
+    spare = pb.Status(committed=1, last=without_records(last), recording=pb.LEDGER_SPARE)
+    others = {"a": lacking, "b": lacking, "c": lacking, "d": lacking, "e": remembering}
+    again = told.statuses(1, **others, y=spare, z=spare)
+    (told_to, message) = sent(again, "step").popitem()
+    assert (told_to, without_votes(message.step.commit)) == ("y", last)
+    assert told.driver.phase is DriverPhase.GATHERING
+    begins = told.statuses(1, **others, y=spare, z=spare)
+    assert isinstance(told.driver.current, Attempting), "y lies, or can't"
+    assert sent(begins, "step")["y"].step.begin.step == 2
+    assert sent(votes(told, pb.LEDGER_SPARE), "step"), "nor is it waited for again"
+
+
+# --- members
+
+
+def test_a_member_that_lacks_the_records_notes_them_when_it_is_told_once_more() -> None:
+    one, made = Replica(), recorded()
+    bare = without_records(made)
+    assert one.decided(bare) == [Apply(bare)]
+    one.member.applied(b"digest")
+    other = recorded()
+    other.loss = 9.0
+    assert one.decided(other) == [], "another commit"
+    assert one.decided(made) == [Note(made)]
+    assert one.member.last == made
+    assert one.decided(made) == [], "a repetition"
+
+
+def test_a_commit_has_the_records_that_were_told_before_the_vote() -> None:
+    made = recorded()
+    one = Replica(keeps=made.microbatches)
+    assert one.decided(without_records(made)) == [Apply(made)]
+    assert one.member.last == made
+
+
+def test_a_commit_of_other_records_than_were_told_is_applied_and_its_driver_accused() -> None:
+    """Others have applied it, since they were told none."""
+    bare = without_records(recorded())
+    one = Replica(keeps=[pb.Home(microbatch=7, loss=4.0, tokens=2)])
+    refused, suspect, apply = one.decided(bare)
+    assert isinstance(refused, MessageRefused) and "other microbatches" in refused.why
+    assert isinstance(suspect, Suspect)
+    assert (suspect.node, suspect.cause) == ("driver", NUMBERS)
+    assert apply == Apply(bare)

@@ -1,0 +1,172 @@
+"""Who is no member asks a node over gRPC, and is answered, or told why not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from planaria.bootstrap.authority import Authority, CertifiedKey, Request, Role, Who
+from planaria.bootstrap.credentials import Certified, Credentials
+from planaria.bootstrap.identity import Identity
+from planaria.node.transaction.effects import NEVER
+from planaria.node.wire import observers
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.frames import Frame
+from planaria.node.wire.link import Links
+from planaria.node.wire.observer_client import NoAnswerError, ObserverClient, over_streams
+from planaria.node.wire.observers import FRAME_LIMIT, Observers
+
+SHOWN = Frame("state", NEVER, {"transfer": 1}, [], b"shown", sender="node/1")
+
+
+class Events:
+    """Of links; there are none."""
+
+
+@asynccontextmanager
+async def node(
+    token: str = "", credentials: Credentials | None = None
+) -> AsyncIterator[tuple[Observers, str]]:
+    """One that answers whatever it is asked, and shows back what it is shown."""
+
+    gone: list[str] = []
+
+    def heard(name: str, message: pb.Message) -> None:
+        asked = message.pin_request
+        told = pb.Pinned(transfer=asked.transfer, committed=asked.step)
+        here.tell(name, pb.Message(sender=message.seat, pinned=told))
+
+    def shown(name: str, frame: Frame) -> None:
+        here.tell(name, frame)
+
+    here = Observers(heard, shown, gone.append)
+    events: Any = Events()
+    links = Links(
+        "run",
+        "node",
+        Identity.generate(),
+        events,
+        credentials=credentials or Credentials(token=token),
+        onlookers=here,
+    )
+    port = await links.start("127.0.0.1:0")
+    try:
+        yield here, f"127.0.0.1:{port}"
+    finally:
+        await links.stop()
+        assert sorted(gone) == [f"?{number}" for number in range(1, len(gone) + 1)]
+
+
+@asynccontextmanager
+async def asking(
+    address: str, run: str = "run", token: str = "", credentials: Credentials | None = None
+) -> AsyncIterator[ObserverClient]:
+    """Who can reach the seats `node/1` directly and `hidden/2` through it, and what it hears."""
+    heard: asyncio.Queue[Any] = asyncio.Queue()
+
+    def tell(*of: Any) -> None:
+        heard.put_nowait(of)
+
+    one = ObserverClient(over_streams(run, credentials or Credentials(token=token)), tell, tell)
+    one.heard = heard  # type: ignore[attr-defined]
+    for seat in ("node/1", "hidden/2"):
+        one.reach(seat, "node", address)
+    try:
+        yield one
+    finally:
+        await one.close()
+
+
+async def test_an_onlooker_asks_and_is_answered_by_messages_and_frames() -> None:
+    async with node("secret") as (_, address), asking(address, token="secret") as one:
+        told = await asyncio.gather(one.pin("node/1", 5), one.pin("hidden/2", 6))
+        assert [answer.committed for answer in told] == [5, 6]
+        assert one.send("node/1", SHOWN)
+        seat, frame = await one.heard.get()  # type: ignore[attr-defined]
+        assert (seat, frame.payload, frame.fields) == ("node/1", b"shown", {"transfer": 1})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({}, "asks for a join token"),
+        ({"token": "other"}, "token is not this run's"),
+        ({"token": "secret", "run": "another"}, "node is in run run, not 'another'"),
+    ],
+)
+async def test_who_may_not_ask_is_told_why(wrong: dict[str, str], why: str) -> None:
+    async with node("secret") as (_, address), asking(address, **wrong) as one:
+        with pytest.raises(NoAnswerError, match=f"node at {address}: .*{why}"):
+            await one.pin("node/1", 5)
+        with pytest.raises(NoAnswerError, match=why):
+            await one.pin("hidden/2", 5)
+        assert not one.send("node/1", SHOWN)
+
+
+async def test_nobody_there_is_said() -> None:
+    async with node() as (_, address):
+        pass
+    async with asking(address) as one:
+        with pytest.raises(NoAnswerError, match=f"node at {address}: "):
+            await one.pin("node/1", 5)
+
+
+async def test_a_node_that_stops_says_so() -> None:
+    async with AsyncExitStack() as here:
+        async with node() as (_, address):
+            one = await here.enter_async_context(asking(address))
+            await one.pin("node/1", 5)
+        seat, why = await one.heard.get()  # type: ignore[attr-defined]
+        assert (seat, "node stops" in why) == ("node/1", True)
+
+
+async def test_who_is_banned_is_cut_off_and_answered_no_more() -> None:
+    authority = Authority.make(time.time())
+
+    def certified(role: Role) -> tuple[str, Credentials]:
+        identity = Identity.generate()
+        request = Request.of(identity)
+        issued = authority.issue(request.request, Who(role, identity.instance), time.time())
+        pair = CertifiedKey(request.key, issued, authority.certificate)
+        return identity.instance, Credentials.of(Certified(pair))
+
+    (_, own), (banned, reader), (_, other) = map(certified, [Role.NODE, Role.READER, Role.READER])
+    async with (
+        node(credentials=own) as (here, address),
+        asking(address, credentials=reader) as one,
+        asking(address, credentials=other) as another,
+    ):
+        await asyncio.gather(one.pin("node/1", 5), another.pin("node/1", 5))
+        here.bar([banned])
+        seat, why = await one.heard.get()  # type: ignore[attr-defined]
+        assert (seat, "banned you" in why) == ("node/1", True)
+        async with asking(address, credentials=reader) as again:
+            with pytest.raises(NoAnswerError, match="banned you"):
+                await again.pin("node/1", 5)
+        await another.pin("node/1", 6)
+        here.bar([])
+        async with asking(address, credentials=reader) as again:
+            await again.pin("node/1", 6)
+
+
+async def test_too_many_onlookers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observers, "MOST", 1)
+    async with node() as (_, address), asking(address) as one:
+        await one.pin("node/1", 5)
+        async with asking(address) as other:
+            with pytest.raises(NoAnswerError, match="1 others take something home"):
+                await other.pin("node/1", 5)
+
+
+async def test_an_answer_that_is_too_large_ends_the_conversation() -> None:
+    async with node() as (here, address), asking(address) as one:
+        await one.pin("node/1", 5)
+        here.tell("?1", Frame("state", NEVER, {}, [], bytes(FRAME_LIMIT + 1), sender="node/1"))
+        seat, why = await one.heard.get()  # type: ignore[attr-defined]
+        assert seat == "node/1"
+        assert "ask less" in why
