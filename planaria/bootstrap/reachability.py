@@ -44,7 +44,7 @@ def proxies(environment: Mapping[str, str]) -> str:
     return f"a proxy is set ({', '.join(sorted(names))}), and gRPC connections don't use it"
 
 
-class Route(NamedTuple):
+class Endpoints(NamedTuple):
     """Two ends of a way, as IP addresses."""
 
     here: str  # of this machine
@@ -97,7 +97,7 @@ def dead_end(answers: Mapping[str, Reachability], final: Sequence[Reachability])
     return f"no registry can be reached: {said}. {'. '.join(remedies)}"
 
 
-async def way_out(addresses: Sequence[str], seconds: float) -> Route:
+async def way_out(addresses: Sequence[str], seconds: float) -> Endpoints:
     """From this machine to the first of these that there is a way to. Names that can't be looked up
     at the moment are looked up again. Raises OSError, which names them, when that takes longer than
     so many seconds, and AddressError."""
@@ -109,7 +109,7 @@ async def way_out(addresses: Sequence[str], seconds: float) -> Route:
                     with suppress(TimeoutError):
                         for host, port in await _look_up(address):
                             with suppress(OSError):
-                                return Route(outward(host, port), host)
+                                return Endpoints(outward(host, port), host)
                 await asyncio.sleep(AGAIN)
     except TimeoutError:
         raise OSError(

@@ -11,8 +11,8 @@ import pytest
 from planaria.bootstrap.address import Address, AddressError
 from planaria.bootstrap.reachability import (
     NOBODY,
+    Endpoints,
     Reachability,
-    Route,
     dead_end,
     probe,
     probe_all,
@@ -101,7 +101,7 @@ async def test_a_name_service_that_fails_for_a_while_is_asked_again(
     asked = asyncio.create_task(way_out(["registry:7400", "other:7400"], LONG))
     await asyncio.sleep(0)  # asked in vain
     names(monkeypatch, ["127.0.0.1"])
-    assert await asked == Route("127.0.0.1", "127.0.0.1")
+    assert await asked == Endpoints("127.0.0.1", "127.0.0.1")
 
 
 async def test_who_finds_no_way_says_to_whom(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -303,7 +303,7 @@ def doctor_command(options: DoctorOptions) -> None:
     status is 0 if all is well, 1 after a warning, 2 after a problem."""
     from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.launch.advertised import forwarded
-    from planaria.node.launch.diagnosis import Outcome, findings, lines, worst
+    from planaria.node.launch.diagnosis import Grade, findings, lines, worst
     from planaria.node.launch.doctor import Examined, examine
 
     with refusing(CredentialsError, ValueError):
@@ -319,5 +319,5 @@ def doctor_command(options: DoctorOptions) -> None:
     for about, verdict, said in lines(found):
         text = f"[{colours[verdict]}]{verdict:<8}[/] [bold]{about:<10}[/] {escape(said)}"
         console.print(text, soft_wrap=True, highlight=False, emoji=False)
-    if (status := worst(found)) is not Outcome.OK:
+    if (status := worst(found)) is not Grade.OK:
         raise typer.Exit(int(status))

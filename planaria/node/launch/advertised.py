@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from planaria.bootstrap.address import PORTS, Address
-from planaria.bootstrap.reachability import Route
+from planaria.bootstrap.reachability import Endpoints
 
 
 class Renter(NamedTuple):
@@ -41,7 +41,7 @@ class Advertised(NamedTuple):
     why: str  # in words
 
 
-def own(listen: Address, way: Route) -> Advertised:
+def own(listen: Address, way: Endpoints) -> Advertised:
     """What this machine calls itself: where it listens or, if that is everywhere, the address by
     which it gets to the registry."""
     if not listen.is_any:
@@ -77,7 +77,7 @@ def unforwarded(listen: Address, environment: Mapping[str, str]) -> str:
     return ""
 
 
-def is_known_otherwise(listen: Address, way: Route) -> bool:
+def is_known_otherwise(listen: Address, way: Endpoints) -> bool:
     """Whether peers may know this machine by an address that it doesn't have itself. Not where it
     has a name or one of the internet's addresses, nor where the registry is in a network beside it:
     then peers are taken to be there, too."""

@@ -26,7 +26,7 @@ SPARE = 2.0
 """Of a disk's free space a node's saves should take no more than one part in so many."""
 
 
-class Outcome(enum.IntEnum):
+class Grade(enum.IntEnum):
     """The worst is the command's exit status."""
 
     OK = 0
@@ -36,7 +36,7 @@ class Outcome(enum.IntEnum):
 
 class Finding(NamedTuple):
     about: str
-    verdict: Outcome
+    verdict: Grade
     what: str
     remedy: str = ""
 
@@ -45,7 +45,7 @@ class UnknownFact(NamedTuple):
     """A fact that could not be had."""
 
     why: str
-    verdict: Outcome = Outcome.WARNING
+    verdict: Grade = Grade.WARNING
 
 
 class Clock(NamedTuple):
@@ -132,8 +132,8 @@ def findings(facts: Facts) -> list[Finding]:
     ]
 
 
-def worst(found: Iterable[Finding]) -> Outcome:
-    return max((one.verdict for one in found), default=Outcome.OK)
+def worst(found: Iterable[Finding]) -> Grade:
+    return max((one.verdict for one in found), default=Grade.OK)
 
 
 def _unknown(about: str, fact: UnknownFact) -> Finding:
@@ -143,23 +143,23 @@ def _unknown(about: str, fact: UnknownFact) -> Finding:
 def _version(facts: Facts) -> Finding:
     ours, theirs = facts.protocol, facts.registry_protocol
     if isinstance(theirs, UnknownFact):
-        return Finding("registry", Outcome.PROBLEM, theirs.why)
+        return Finding("registry", Grade.PROBLEM, theirs.why)
     if ours != theirs:
         older = "this machine's" if ours < theirs else "the registry's"
         return Finding(
             "version",
-            Outcome.PROBLEM,
+            Grade.PROBLEM,
             f"planaria {facts.version} speaks protocol {ours}, the registry protocol {theirs}",
             f"{older} planaria is the older one: install the same version on both",
         )
     if isinstance(facts.run, UnknownFact):
         return Finding(
             "version",
-            Outcome.PROBLEM,
+            Grade.PROBLEM,
             f"planaria {facts.version} can't read the registry's run file: {facts.run.why}",
             "install the same version on both",
         )
-    return Finding("version", Outcome.OK, f"planaria {facts.version}, protocol {ours} on both")
+    return Finding("version", Grade.OK, f"planaria {facts.version}, protocol {ours} on both")
 
 
 def _clock(facts: Facts) -> Finding:
@@ -170,23 +170,23 @@ def _clock(facts: Facts) -> Finding:
     which = "ahead of" if ahead > 0 else "behind"
     what = f"{abs(ahead):.1f} s {which} the registry's, give or take {rtt / 2:.2g} s"
     if apart < CLOCKS_DIFFER:
-        return Finding("clock", Outcome.OK, what)
+        return Finding("clock", Grade.OK, what)
     remedy = "have it set from the network: timedatectl set-ntp true, chrony or the like"
     if apart >= CERTIFICATES_FAIL and facts.tls:
-        return Finding("clock", Outcome.PROBLEM, f"{what}: certificates may not be valid", remedy)
-    return Finding("clock", Outcome.WARNING, f"{what}: logs can't be compared", remedy)
+        return Finding("clock", Grade.PROBLEM, f"{what}: certificates may not be valid", remedy)
+    return Finding("clock", Grade.WARNING, f"{what}: logs can't be compared", remedy)
 
 
 def _tls(facts: Facts) -> Finding:
     if isinstance(facts.registry_protocol, UnknownFact):
         return _unknown("TLS", UnknownFact("there is no registry"))
     if facts.tls:
-        return Finding("TLS", Outcome.OK, "registry and this machine know each other")
+        return Finding("TLS", Grade.OK, "registry and this machine know each other")
     if facts.loopback:
-        return Finding("TLS", Outcome.OK, "none, and none is needed on one machine")
+        return Finding("TLS", Grade.OK, "none, and none is needed on one machine")
     return Finding(
         "TLS",
-        Outcome.WARNING,
+        Grade.WARNING,
         "none: anyone on the way can read and change what is sent",
         "fine in a network that you trust, with --insecure; else give --tls-ca, --tls-cert and "
         "--tls-key to the registry and every node",
@@ -196,17 +196,17 @@ def _tls(facts: Facts) -> Finding:
 def _proxy(facts: Facts) -> Iterator[Finding]:
     """Of a machine that names one."""
     if facts.proxies and not isinstance(facts.registry_protocol, UnknownFact):
-        yield Finding("proxy", Outcome.OK, f"{facts.proxies}; the registry is reached directly")
+        yield Finding("proxy", Grade.OK, f"{facts.proxies}; the registry is reached directly")
     elif facts.proxies:
-        yield Finding("proxy", Outcome.WARNING, facts.proxies, NO_PROXY)
+        yield Finding("proxy", Grade.WARNING, facts.proxies, NO_PROXY)
 
 
 def _port(facts: Facts) -> Finding:
     if isinstance(facts.port, UnknownFact):
-        return Finding("port", Outcome.PROBLEM, facts.port.why)
+        return Finding("port", Grade.PROBLEM, facts.port.why)
     if not facts.port:
-        return Finding("port", Outcome.OK, "none is needed: this node only dials out")
-    return Finding("port", Outcome.OK, f"{facts.port} is free to listen on")
+        return Finding("port", Grade.OK, "none is needed: this node only dials out")
+    return Finding("port", Grade.OK, f"{facts.port} is free to listen on")
 
 
 def _reachable(facts: Facts) -> Finding:
@@ -214,7 +214,7 @@ def _reachable(facts: Facts) -> Finding:
     if facts.port == "":
         return Finding(
             about,
-            Outcome.OK,
+            Grade.OK,
             "not asked for: what two nodes that only dial out have for each other is carried by a "
             "third",
         )
@@ -227,11 +227,11 @@ def _reachable(facts: Facts) -> Finding:
     at = f"{back.host} port {back.port}"
     if back.there:
         elsewhere = _elsewhere(facts, back)
-        return elsewhere or Finding(about, Outcome.OK, f"the registry reaches this machine at {at}")
+        return elsewhere or Finding(about, Grade.OK, f"the registry reaches this machine at {at}")
     says = "doesn't let connections through" if back.there is None else "refuses, or is another's"
     return Finding(
         about,
-        Outcome.PROBLEM,
+        Grade.PROBLEM,
         f"the registry sees this machine as {back.host}, and {at} {says}",
         f"listen to all addresses (--listen 0.0.0.0:{back.port}), open the port in firewall and "
         "router, or forward one and name it with --advertise HOST:PORT; or dial out only: "
@@ -243,10 +243,10 @@ def _on_one_machine(listens: str) -> Finding:
     """The registry's machine is this one: what it reaches says nothing of others."""
     if Address.parse(listens).is_loopback:
         what = f"registry and node are on one machine, and so is who dials {listens}"
-        return Finding("reachable", Outcome.OK, what)
+        return Finding("reachable", Grade.OK, what)
     return Finding(
         "reachable",
-        Outcome.WARNING,
+        Grade.WARNING,
         f"the registry is on this machine, which doesn't say whether others reach {listens}",
         "have planaria doctor run on another machine, and open the port in the firewall",
     )
@@ -260,7 +260,7 @@ def _elsewhere(facts: Facts, back: DialledBack) -> Finding | None:
     stands_for = ", ".join(hosts) or "nothing that can be looked up here"
     return Finding(
         "reachable",
-        Outcome.WARNING,
+        Grade.WARNING,
         f"the registry reaches this machine at {back.host}; --advertise {advertised} stands for "
         f"{stands_for}, which nobody has tried",
         f"advertise {back.host}, unless a tunnel or a proxy leads from the other one to here",
@@ -284,10 +284,10 @@ def _bandwidth(facts: Facts) -> Finding:
         step = run.training.batch * config.context / facts.tokens_per_second
         if seconds > step:
             what += f", and a step takes {step:.2g} s: the others would wait"
-            return Finding(about, Outcome.WARNING, what, remedy)
+            return Finding(about, Grade.WARNING, what, remedy)
     elif seconds > SLOW_STEP:
-        return Finding(about, Outcome.WARNING, what, remedy)
-    return Finding(about, Outcome.OK, what)
+        return Finding(about, Grade.WARNING, what, remedy)
+    return Finding(about, Grade.OK, what)
 
 
 def bytes_a_step(run: RunFile) -> float:
@@ -310,7 +310,7 @@ def _disk(facts: Facts) -> Finding:
     if unwritable:
         return Finding(
             about,
-            Outcome.PROBLEM,
+            Grade.PROBLEM,
             f"{folder} can't be written: {unwritable}",
             "let this user write there, or name another folder with --save-dir",
         )
@@ -322,8 +322,8 @@ def _disk(facts: Facts) -> Finding:
     what = f"{_gib(free)} free in {folder}, and {saves} saves of a stage take {_gib(needed)}"
     remedy = "free space, name another disk with --save-dir, or keep fewer (saves.keep)"
     if free < needed:
-        return Finding(about, Outcome.PROBLEM, what, remedy)
-    verdict = Outcome.OK if free >= SPARE * needed else Outcome.WARNING
+        return Finding(about, Grade.PROBLEM, what, remedy)
+    verdict = Grade.OK if free >= SPARE * needed else Grade.WARNING
     return Finding(about, verdict, what, remedy if verdict else "")
 
 
@@ -333,11 +333,11 @@ def _data(facts: Facts) -> Finding:
         return _unknown(about, facts.data)
     path, problem, there = facts.data
     if not problem:
-        return Finding(about, Outcome.OK, f"{path} is the run's: this node can serve stage 0")
+        return Finding(about, Grade.OK, f"{path} is the run's: this node can serve stage 0")
     if facts.stage == 0 or there:
-        verdict = Outcome.PROBLEM if facts.stage == 0 else Outcome.WARNING
+        verdict = Grade.PROBLEM if facts.stage == 0 else Grade.WARNING
         return Finding(about, verdict, problem, "--data DIR|URL names the run's prepared data")
-    return Finding(about, Outcome.OK, f"none at {path}: it is needed at stage 0 only")
+    return Finding(about, Grade.OK, f"none at {path}: it is needed at stage 0 only")
 
 
 def _code(facts: Facts) -> Iterator[Finding]:
@@ -347,9 +347,9 @@ def _code(facts: Facts) -> Iterator[Finding]:
     try:
         check_module(facts.run, facts.allow_module)
     except NodeError as error:
-        yield Finding("code", Outcome.PROBLEM, str(error))
+        yield Finding("code", Grade.PROBLEM, str(error))
     else:
-        yield Finding("code", Outcome.OK, f"{facts.allow_module} may be loaded; it was not tried")
+        yield Finding("code", Grade.OK, f"{facts.allow_module} may be loaded; it was not tried")
 
 
 def _device(facts: Facts) -> Finding:
@@ -364,7 +364,7 @@ def _device(facts: Facts) -> Finding:
     if number >= device.gpus:
         return Finding(
             about,
-            Outcome.PROBLEM,
+            Grade.PROBLEM,
             f"--device {facts.wanted}, and PyTorch {device.torch} sees {device.gpus} GPUs; "
             + (device.driver or "the system knows of no NVIDIA driver"),
             "check nvidia-smi, install a PyTorch that is built for the driver's CUDA, or use cpu",
@@ -372,11 +372,11 @@ def _device(facts: Facts) -> Finding:
     if device.driver and not on_gpu and facts.wanted == "auto":
         return Finding(
             about,
-            Outcome.WARNING,
+            Grade.WARNING,
             f"{what}: there is a GPU, and PyTorch doesn't see it",
             "install a PyTorch that is built for this driver's CUDA",
         )
-    return Finding(about, Outcome.OK, what)
+    return Finding(about, Grade.OK, what)
 
 
 def _memory(facts: Facts) -> Finding:
@@ -389,10 +389,10 @@ def _memory(facts: Facts) -> Finding:
     what = f"{_gib(facts.device.memory)} on {facts.device.name}, and a stage takes {_gib(needed)}"
     remedy = "use a machine with more, or have the model divided into more stages (model.stages)"
     if needed > facts.device.memory:
-        return Finding(about, Outcome.PROBLEM, what, remedy)
+        return Finding(about, Grade.PROBLEM, what, remedy)
     if needed > facts.device.memory / 2:
-        return Finding(about, Outcome.WARNING, f"{what}: more than half of it", remedy)
-    return Finding(about, Outcome.OK, what)
+        return Finding(about, Grade.WARNING, f"{what}: more than half of it", remedy)
+    return Finding(about, Grade.OK, what)
 
 
 def _of_stage(facts: Facts, figures: tuple[int, int]) -> int:

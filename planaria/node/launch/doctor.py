@@ -41,8 +41,8 @@ from planaria.node.launch.diagnosis import (
     DialledBack,
     DiskFacts,
     Facts,
+    Grade,
     Link,
-    Outcome,
     UnknownFact,
 )
 from planaria.node.launch.own_folders import data_below, own_folder
@@ -180,7 +180,7 @@ async def _in_thread(work: Callable[..., T], *arguments: object) -> T:
 async def _describe(client: RegistryClient, asked: Examined) -> Description | UnknownFact:
     answers = await probe_all(asked.addresses.registries, KNOCK)
     if why := dead_end(answers, NOBODY):
-        return UnknownFact(why, Outcome.PROBLEM)
+        return UnknownFact(why, Grade.PROBLEM)
     try:
         async with asyncio.timeout(DESCRIBE):
             await client.check_one_run(DESCRIBE / 2)
@@ -189,7 +189,7 @@ async def _describe(client: RegistryClient, asked: Examined) -> Description | Un
         why = f"the registry has not answered in {DESCRIBE:g} s"
     except (JoinRefused, RegistryUnreachable) as error:
         why = str(error)
-    return UnknownFact(why, Outcome.PROBLEM)
+    return UnknownFact(why, Grade.PROBLEM)
 
 
 def _run_of(described: Description | UnknownFact) -> RunFile | UnknownFact:
@@ -222,7 +222,7 @@ async def _listening(asked: Examined) -> AsyncIterator[Port]:
         listen, insecure = str(asked.addresses.listen), asked.options.insecure
         number = add_port(server, listen, asked.credentials, insecure)
     except (NodeError, CredentialsError, OSError) as error:
-        yield Port(name, 0, UnknownFact(str(error), Outcome.PROBLEM))
+        yield Port(name, 0, UnknownFact(str(error), Grade.PROBLEM))
         return
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
@@ -341,7 +341,7 @@ async def _see_device(wanted: str) -> Device | UnknownFact:
         name, memory, torch, gpus = json.loads(seen)
     except ValueError:
         why = "PyTorch can't be loaded; see what `python -c 'import torch'` says"
-        return UnknownFact(why, Outcome.PROBLEM)
+        return UnknownFact(why, Grade.PROBLEM)
     first, _, _ = driver.partition("\n")
     parts = [part.strip() for part in first.split(",")]
     known = f"{parts[0]}, driver {parts[1]}" if len(parts) == 3 else ""

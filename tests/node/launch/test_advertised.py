@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from planaria.bootstrap.address import Address
-from planaria.bootstrap.reachability import Route
+from planaria.bootstrap.reachability import Endpoints
 from planaria.node import serve
 from planaria.node.launch.advertised import (
     Advertised,
@@ -21,7 +21,7 @@ from tests.metadata_service import metadata_service
 from tests.node.test_serve import CPU, setup
 
 EVERYWHERE = Address.parse("0.0.0.0:7401")
-BEHIND = Route("172.17.0.2", "1.2.3.4")
+BEHIND = Endpoints("172.17.0.2", "1.2.3.4")
 """From a container, by way of its machine, to a registry in the internet."""
 VAST = {
     "PUBLIC_IPADDR": "65.130.162.74",
@@ -81,17 +81,17 @@ def test_what_is_no_address_is_not_told(wrong) -> None:
         ("172.17.0.2:7401", BEHIND, True),
         (
             "0.0.0.0:7401",
-            Route("127.0.0.1", "127.0.0.1"),
+            Endpoints("127.0.0.1", "127.0.0.1"),
             True,
         ),  # others join by its public address
-        ("[::]:7401", Route("fd00::2", "2606:4700::1111"), True),
-        ("0.0.0.0:7401", Route("5.6.7.8", "1.2.3.4"), False),  # it has one of the internet's
+        ("[::]:7401", Endpoints("fd00::2", "2606:4700::1111"), True),
+        ("0.0.0.0:7401", Endpoints("5.6.7.8", "1.2.3.4"), False),  # it has one of the internet's
         ("5.6.7.8:7401", BEHIND, False),
         ("my.host.example.org:7401", BEHIND, False),
-        ("0.0.0.0:7401", Route("10.0.0.7", "10.0.0.1"), False),  # one private network
+        ("0.0.0.0:7401", Endpoints("10.0.0.7", "10.0.0.1"), False),  # one private network
         (
             "0.0.0.0:7401",
-            Route("100.64.0.7", "100.64.0.1"),
+            Endpoints("100.64.0.7", "100.64.0.1"),
             False,
         ),  # and one laid over the internet
         ("127.0.0.1:7401", BEHIND, False),
@@ -111,7 +111,7 @@ def test_else_peers_are_told_what_the_machine_calls_itself() -> None:
 
 
 async def tell(monkeypatch: pytest.MonkeyPatch, cloud: str, listen: str = "0.0.0.0:7401") -> str:
-    async def way_out(*_: object) -> Route:
+    async def way_out(*_: object) -> Endpoints:
         return BEHIND
 
     monkeypatch.setattr(serve, "way_out", way_out)

@@ -16,8 +16,8 @@ from planaria.node.launch.diagnosis import (
     DiskFacts,
     Facts,
     Finding,
+    Grade,
     Link,
-    Outcome,
     UnknownFact,
     bytes_a_step,
     findings,
@@ -55,32 +55,32 @@ def found(about: str, **changes: Any) -> Finding:
 
 
 @pytest.mark.parametrize(
-    ("registry", "verdict"), [(5, Outcome.OK), (UnknownFact("it doesn't answer"), Outcome.WARNING)]
+    ("registry", "verdict"), [(5, Grade.OK), (UnknownFact("it doesn't answer"), Grade.WARNING)]
 )
-def test_a_proxy_that_is_set_is_said_not_to_be_used(registry: Any, verdict: Outcome) -> None:
+def test_a_proxy_that_is_set_is_said_not_to_be_used(registry: Any, verdict: Grade) -> None:
     set_here = proxies(
         {"HTTPS_PROXY": "http://me:secret@proxy:3128", "http_proxy": "", "PATH": "/"}
     )
     one = found("proxy", proxies=set_here, registry_protocol=registry)
     assert one.verdict is verdict
     assert one.what.startswith("a proxy is set (HTTPS_PROXY), and gRPC")
-    assert ("VPN" in one.remedy) == (verdict is Outcome.WARNING)
+    assert ("VPN" in one.remedy) == (verdict is Grade.WARNING)
     assert proxies({"no_proxy": "*", "http_proxy": ""}) == ""
 
 
 def test_a_machine_that_is_well_has_ten_good_findings() -> None:
     all_found = findings(WELL)
-    assert [one.verdict for one in all_found] == [Outcome.OK] * 10
-    assert worst(all_found) is Outcome.OK
+    assert [one.verdict for one in all_found] == [Grade.OK] * 10
+    assert worst(all_found) is Grade.OK
     assert not [one for one in all_found if one.remedy]
 
 
 def test_of_code_it_is_said_whether_it_may_be_loaded() -> None:
     own = override(RUN, model__module="gpt2:build")
     refused = found("code", run=own)
-    assert refused.verdict is Outcome.PROBLEM
+    assert refused.verdict is Grade.PROBLEM
     assert "start the node with --allow-module gpt2:build" in refused.what
-    assert found("code", run=own, allow_module="gpt2:build").verdict is Outcome.OK
+    assert found("code", run=own, allow_module="gpt2:build").verdict is Grade.OK
 
 
 def test_the_exit_status_is_by_the_worst() -> None:
@@ -90,7 +90,7 @@ def test_the_exit_status_is_by_the_worst() -> None:
     assert worst(full) == 2
 
 
-P, W, OK = Outcome.PROBLEM, Outcome.WARNING, Outcome.OK
+P, W, OK = Grade.PROBLEM, Grade.WARNING, Grade.OK
 TWO_MINUTES, TEN_MINUTES = Clock(-120.0, 0.1), Clock(600.0, 0.1)
 GPU = "H100, driver 550"
 SELF = DialledBack("::1", 7401, False)
@@ -150,7 +150,7 @@ SELF = DialledBack("::1", 7401, False)
         ("memory", {"device": Device("cpu", 48 * FIRST, "2.6", 0, ""), "stage": 0}, OK, "a stage"),
     ],
 )
-def test_each_finding(about: str, changes: dict[str, Any], verdict: Outcome, says: str) -> None:
+def test_each_finding(about: str, changes: dict[str, Any], verdict: Grade, says: str) -> None:
     one = found(about, **changes)
     assert one.verdict is verdict, one
     assert says in f"{one.what} {one.remedy}"
@@ -162,7 +162,7 @@ def test_what_is_not_known_is_said_of_every_check() -> None:
     names = ("registry_protocol", "run", "clock", "port", "back", "link", "saves", "data", "device")
     nothing = findings(replace(WELL, **dict.fromkeys(names, UnknownFact("lost"))))  # type: ignore[arg-type]
     assert len(nothing) == 10
-    assert all(one.verdict is not Outcome.OK for one in nothing)
+    assert all(one.verdict is not Grade.OK for one in nothing)
 
 
 def test_lossy_codecs_and_replicas_change_what_a_step_sends() -> None:
@@ -180,5 +180,5 @@ def test_lossy_codecs_and_replicas_change_what_a_step_sends() -> None:
 
 
 def test_a_finding_is_one_line() -> None:
-    [(about, verdict, said)] = lines([Finding("disk", Outcome.PROBLEM, "it is full", "free space")])
+    [(about, verdict, said)] = lines([Finding("disk", Grade.PROBLEM, "it is full", "free space")])
     assert (about, verdict, said) == ("disk", "problem", "it is full. Free space")

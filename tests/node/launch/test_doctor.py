@@ -16,7 +16,7 @@ from planaria.bootstrap.address import Address
 from planaria.bootstrap.credentials import PLAIN, Credentials
 from planaria.node.cli import app
 from planaria.node.launch import doctor
-from planaria.node.launch.diagnosis import DialledBack, Link, Outcome, UnknownFact, findings, worst
+from planaria.node.launch.diagnosis import DialledBack, Grade, Link, UnknownFact, findings, worst
 from planaria.node.launch.doctor import Examined, examine
 from planaria.node.launch.node_options import Addresses, DoctorOptions
 from tests.bootstrap.conftest import serving
@@ -57,8 +57,8 @@ async def test_a_machine_that_could_join(tmp_path: Path) -> None:
     assert not isinstance(facts.device, UnknownFact)
     assert facts.device.driver == "NVIDIA H100, driver 550.54"
     found = {one.about: one.verdict for one in findings(facts)}
-    assert found.pop("data") is Outcome.OK
-    assert set(found.values()) == {Outcome.OK}
+    assert found.pop("data") is Grade.OK
+    assert set(found.values()) == {Grade.OK}
 
 
 async def test_a_port_that_somebody_has_is_a_problem(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ async def test_a_port_that_somebody_has_is_a_problem(tmp_path: Path) -> None:
             facts = await examine(asked(place.address, tmp_path, listen=str(taken)), "1")
     assert isinstance(facts.port, UnknownFact) and "the address is in use" in facts.port.why
     assert isinstance(facts.back, UnknownFact)
-    assert worst(findings(facts)) is Outcome.PROBLEM
+    assert worst(findings(facts)) is Grade.PROBLEM
 
 
 async def test_an_advertised_port_that_leads_elsewhere_is_a_problem(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ async def test_who_only_dials_out_listens_nowhere(tmp_path: Path) -> None:
     async with serving() as place:
         facts = await examine(asked(place.address, tmp_path, advertise="none"), "1")
     assert facts.port == ""
-    assert {one.verdict for one in findings(facts) if one.about == "reachable"} == {Outcome.OK}
+    assert {one.verdict for one in findings(facts) if one.about == "reachable"} == {Grade.OK}
 
 
 async def test_a_wrong_token_is_said(tmp_path: Path) -> None:
