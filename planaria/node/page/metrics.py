@@ -6,6 +6,7 @@ All begin with `planaria_`, are in base units, and have the label `run`. docs/me
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import NamedTuple
 
@@ -13,10 +14,9 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from planaria.bootstrap.registry_pb2 import Description, MemberDescription, Report
-from planaria.node.page.state import committed_of
+from planaria.bootstrap.registry_pb2 import Description, Report
 from planaria.node.report.history import History
-from planaria.node.report.live_view import seats_of
+from planaria.node.report.run_state import RunState
 from planaria.node.run_file import RunFile
 
 MOST_NODES = 1000
@@ -108,21 +108,22 @@ class _Collected(Collector):
 
 
 def of_registry(description: Description, history: History, run: RunFile) -> Iterator[Found]:
-    step, loss = committed_of(description, history)
-    samples = step * run.training.batch
-    yield Found("planaria_committed_steps_total", (), step)
+    state = RunState(description, history.story)
+    samples = state.committed * run.training.batch
+    yield Found("planaria_committed_steps_total", (), state.committed)
     yield Found("planaria_steps", (), run.steps)
     yield Found("planaria_trained_tokens_total", (), samples * run.model.config.context)
-    yield Found("planaria_loss", (), loss)
+    yield Found("planaria_loss", (), state.loss)
     for point in history.validation.points[-1:]:
         yield Found("planaria_validation_loss", (), point[1] if point else math.nan)
     yield Found("planaria_view", (), description.view.number)
-    yield from _counted(description.members, run.model.stages or 0)
+    nodes = Counter(seat.stage for seat in state.seats)
+    for stage in (*range((run.model.stages or 0) + 1), None):
+        yield Found("planaria_nodes", ("standby" if stage is None else str(stage),), nodes[stage])
     for (stage, method), count in history.rebuilt.items():
         yield Found("planaria_rebuilds_total", (str(stage), method), count)
     yield Found("planaria_node_seconds_total", (), history.node_seconds)
-    out = sum(one.seconds > 0 for one in description.quarantined)
-    yield Found("planaria_quarantined_nodes", (), out)
+    yield Found("planaria_quarantined_nodes", (), len(state.quarantined()))
     yield Found("planaria_cut_links", (), len(description.cuts))
     peers = {one.member.node for one in description.members}
     for one in description.members[:MOST_NODES]:
@@ -130,15 +131,6 @@ def of_registry(description: Description, history: History, run: RunFile) -> Ite
         yield Found("planaria_node_silence_seconds", (node,), one.since_renewal)
         yield Found("planaria_node_work_per_second", (node,), one.member.speed)
         yield from _of_report(node, one.report, peers if len(peers) <= MOST_LINKED else set())
-
-
-def _counted(members: Iterable[MemberDescription], stages: int) -> Iterator[Found]:
-    count: dict[int | None, int] = {**dict.fromkeys(range(stages + 1), 0), None: 0}
-    for one in members:
-        for stage in seats_of(one.member):
-            count[stage] = count.get(stage, 0) + 1
-    for stage, nodes in count.items():
-        yield Found("planaria_nodes", ("standby" if stage is None else str(stage),), nodes)
 
 
 def of_node(node: str, report: Report, seconds: Mapping[str, float]) -> Iterator[Found]:

@@ -4,18 +4,15 @@ has happened. A finished run's page is made by the same function (see replay.py)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from planaria.bootstrap.membership import place_of
-from planaria.bootstrap.registry_pb2 import Description, Member, MemberDescription, SeatReport
-from planaria.bootstrap.truncation import cut_from
+from planaria.bootstrap.registry_pb2 import Description
 from planaria.node.model.learning_rate import of_run
 from planaria.node.report.events import Severity
 from planaria.node.report.history import Curve, History
-from planaria.node.report.live_view import seats_of, state_of, told_of
+from planaria.node.report.run_state import RunState, SeatState
 from planaria.node.run_file import RunFile
-from planaria.node.wire.naming import node_of
 
 NODES_SHOWN = 24
 """Of a stage; the others are counted."""
@@ -41,11 +38,9 @@ def page_state(
 ) -> dict[str, Any]:
     """All that the page shows; times in Unix seconds. `run` says `model.stages`. The value of each
     key stands for itself, so that only those that have changed need be sent."""
-    seats = [seat for one in description.members for seat in one.report.seats]
-    committed = committed_of(description, history)
-    stages = [_stage(description, at) for at in range((run.model.stages or 0) + 1)]
-    standbys = [one for one in description.members if not one.member.seats]
-    word, sentence = _condition(description, seats, stages, history)
+    state = RunState(description, history.story)
+    stages = [_stage(state, at) for at in range((run.model.stages or 0) + 1)]
+    word, sentence = _condition(state, stages, history)
     return {
         "run": {
             "id": description.run,
@@ -57,11 +52,11 @@ def page_state(
             "price": moment.price,
         },
         "condition": {"word": word, "sentence": sentence},
-        "progress": _progress(description, seats, committed, history, run, moment),
+        "progress": _progress(state, history, run, moment),
         "view": {"number": description.view.number, "reason": description.view.reason},
         "stages": stages,
-        "standbys": _nodes(standbys, None, description.view.driver),
-        "links": _links(description),
+        "standbys": _nodes(state.at(None), description.view.driver),
+        "links": _links(state),
         "loss": {
             "training": _rounded(history.loss),
             "validation": _rounded(history.validation),
@@ -72,57 +67,33 @@ def page_state(
             for told in list(history.news)[-NEWS_SHOWN:]
         ],
         "samples": [sample._asdict() for sample in history.samples],
-        "troubles": _troubles(description),
-        "cuts": _cuts(description),
-        "quarantine": _quarantine(description, moment.now),
+        "troubles": [*state.troubles(), *state.omitted()][:LINES_SHOWN],
+        "cuts": _cuts(state),
+        "quarantine": _quarantine(state, moment.now),
         "evictions": [
-            {"time": moment.now - one.seconds, "sentence": f"{_named(one.member)}: {one.reason}"}
-            for one in description.evictions
+            {"time": moment.now - one.seconds, "sentence": sentence}
+            for one, sentence in state.evictions()
         ],
         "decisions": list(description.decisions)[-LINES_SHOWN:],
     }
 
 
-def committed_of(description: Description, history: History) -> tuple[int, float]:
-    """The newest committed step, and its loss. A run that has gone back to files stands at an older
-    step, of a newer lineage."""
-    view = description.view
-    seats = [seat for one in description.members for seat in one.report.seats]
-    newest = max(seats, key=lambda seat: (seat.lineage, seat.committed), default=None)
-    told = (newest.lineage, newest.committed) if newest else (0, 0)
-    _, step = max(told, (view.lineage, view.committed))
-    story = history.story
-    if not max(step, story.committed):
-        return 0, math.nan
-    if not seats or (step, math.isfinite(story.loss)) == (story.committed, True):
-        return max(step, story.committed), story.loss
-    return step, newest.loss if newest is not None and newest.committed == step else math.nan
-
-
-def _progress(
-    description: Description,
-    seats: Sequence[SeatReport],
-    committed: tuple[int, float],
-    history: History,
-    run: RunFile,
-    moment: Moment,
-) -> dict[str, Any]:
-    step, loss = committed
-    rate = moment.tokens_per_second
+def _progress(state: RunState, history: History, run: RunFile, moment: Moment) -> dict[str, Any]:
+    step, rate = state.committed, moment.tokens_per_second
     if rate is None:
-        rate = max((seat.tokens_per_second for seat in seats), default=0.0)
+        rate = state.tokens_per_second
     left = (run.steps - step) * history.seconds_a_step
     last = next((point for point in reversed(history.validation.points) if point), None)
     price = moment.price
     return {
         "step": step,
-        "loss": _figure(loss),
+        "loss": _figure(state.loss),
         "validation": _figure(last[1]) if last else None,
         "learning_rate": of_run(max(1, step), run),
         "tokens": step * run.training.batch * run.model.config.context,
         "tokens_per_second": round(rate, 1) if 0 < rate < math.inf else None,
         "seconds_left": round(left) if left > 0 and moment.ended is None else None,
-        "nodes": len(description.members),
+        "nodes": len(state.description.members),
         "node_hours": round(history.node_seconds / 3600, 4),
         "spent": None if price is None else round(price * history.node_seconds / 3600, 4),
         "rebuilds": sum(history.rebuilt.values()),
@@ -130,49 +101,37 @@ def _progress(
 
 
 def _condition(
-    description: Description,
-    seats: Sequence[SeatReport],
-    stages: Sequence[dict[str, Any]],
-    history: History,
+    state: RunState, stages: Sequence[dict[str, Any]], history: History
 ) -> tuple[str, str]:
     """How it goes: in one word, and in a sentence."""
-    story = history.story
-    stopped = next((seat.message for seat in seats if seat.stopped), "")
+    story, view = history.story, state.description.view
+    stopped = next((seat.message for seat in state.reports if seat.stopped), "")
     if stopped or story.stopped is not None:
         return "stopped", stopped or (story.stopped.reason if story.stopped else "")
-    if story.finished is not None or any(seat.finished for seat in seats):
+    if story.finished is not None or any(seat.finished for seat in state.reports):
         return "finished", "all steps are committed"
     vacant = [str(stage["stage"]) for stage in stages if not stage["count"]]
-    driving = (
-        seat.message
-        for one in description.members
-        if one.member.node == description.view.driver
-        for seat in one.report.seats
-        if seat.stage == 0
-    )
-    said = next(driving, "") or description.view.reason
-    if not description.members:
-        return "waiting", said or "no node has joined yet"
+    reason = (state.driving.message if state.driving else "") or view.reason
+    if not state.seats:
+        return "waiting", reason or "no node has joined yet"
     if vacant:
         what = "stages" if len(vacant) > 1 else "stage"
-        why = f": {said}" if said else ""
+        why = f": {reason}" if reason else ""
         return "waiting", f"nobody serves {what} {', '.join(vacant)}{why}"
     if story.rebuilds or any(stage["state"] == "rebuilding" for stage in stages):
-        return "rebuilding", said
-    if not description.view.driver:
-        return "waiting", said
-    return "training", said
+        return "rebuilding", reason
+    return ("training" if view.driver else "waiting"), reason
 
 
-def _stage(description: Description, at: int) -> dict[str, Any]:
-    members = [one for one in description.members if at in seats_of(one.member)]
-    states = sorted({state_of(one, at)[0] for one in members}, key=_WORST.index)
-    driver = description.view.driver if at == 0 else ""
+def _stage(state: RunState, at: int) -> dict[str, Any]:
+    seats = state.at(at)
+    states = sorted({seat.state for seat in seats}, key=_WORST.index)
+    driver = state.description.view.driver if at == 0 else ""
     return {
         "stage": at,
         "state": states[0] if states else "vacant",
-        "count": len(members),
-        "nodes": _nodes(members, at, driver),
+        "count": len(seats),
+        "nodes": _nodes(seats, driver),
     }
 
 
@@ -183,13 +142,13 @@ _WORST = (
 """The states of a node, those that matter most first."""
 
 
-def _nodes(members: Iterable[MemberDescription], stage: int | None, driver: str) -> list[Any]:
+def _nodes(seats: Sequence[SeatState], driver: str) -> list[Any]:
     return [
         {
             "node": one.member.node,
-            "state": state_of(one, stage)[0],
-            "step": told_of(one, stage).committed,
-            "microbatches": told_of(one, stage).microbatches,
+            "state": seat.state,
+            "step": seat.report.committed,
+            "microbatches": seat.report.microbatches,
             "speed": round(one.member.speed, 1) if math.isfinite(one.member.speed) else None,
             "memory": one.report.memory,
             "bytes_in": one.report.bytes_in,
@@ -201,26 +160,26 @@ def _nodes(members: Iterable[MemberDescription], stage: int | None, driver: str)
             "driver": bool(driver) and one.member.node == driver,
             "leaving": one.member.leaving,
         }
-        for one, _ in zip(members, range(NODES_SHOWN), strict=False)
+        for seat in seats[:NODES_SHOWN]
+        for one in [seat.one]
     ]
 
 
-def _links(description: Description) -> list[Any]:
+def _links(state: RunState) -> list[Any]:
     """What members have measured of links to others that are there, with the stages they join."""
-    stage = {one.member.node: seats_of(one.member)[0] for one in description.members}
-    found: list[dict[str, Any]] = []
-    for one in description.members:
-        for link in one.report.links:
-            if link.peer in stage and math.isfinite(link.rtt_ms) and math.isfinite(link.mbps):
-                found.append(
-                    {
-                        "from": one.member.node,
-                        "to": link.peer,
-                        "stages": [stage[one.member.node], stage[link.peer]],
-                        "rtt_ms": round(link.rtt_ms, 2),
-                        "mbps": round(link.mbps, 1),
-                    }
-                )
+    stage = {seat.one.member.node: seat.stage for seat in reversed(state.seats)}  # its first one
+    found: list[dict[str, Any]] = [
+        {
+            "from": one.member.node,
+            "to": link.peer,
+            "stages": [stage[one.member.node], stage[link.peer]],
+            "rtt_ms": round(link.rtt_ms, 2),
+            "mbps": round(link.mbps, 1),
+        }
+        for one in state.description.members
+        for link in one.report.links
+        if link.peer in stage and math.isfinite(link.rtt_ms) and math.isfinite(link.mbps)
+    ]
     return sorted(found, key=lambda link: link["mbps"])[:LINKS_SHOWN]
 
 
@@ -232,31 +191,18 @@ def _figure(loss: float) -> float | None:
     return float(f"{loss:.{FIGURES}g}") if math.isfinite(loss) else None
 
 
-def _troubles(description: Description) -> list[str]:
-    """What somebody has to see to."""
-    found = [f"the registry: {description.trouble}"] if description.trouble else []
-    found += cut_from(description)
-    found += [
-        f"{_named(m.member)}: {m.report.trouble}" for m in description.members if m.report.trouble
-    ]
-    return found[:LINES_SHOWN]
-
-
-def _cuts(description: Description) -> list[dict[str, Any]]:
+def _cuts(state: RunState) -> list[dict[str, Any]]:
     """Of members that can't reach each other."""
-    names = {one.member.node: _named(one.member) for one in description.members}
     found = []
-    for cut in description.cuts[:LINES_SHOWN]:
-        a, b = (names.get(node, node) for node in (cut.a, cut.b))
-        carried = bool(cut.via) and cut.carried
-        how = f"by way of {names.get(cut.via, cut.via)}" if carried else f"not at all: {cut.state}"
-        severity = Severity.WARNING if carried else Severity.ERROR
-        sentence = f"{a} reaches {b} {how}"
+    for cut, _ in zip(state.cuts(), range(LINES_SHOWN), strict=False):
+        how = f"by way of {cut.via}" if cut.via else f"not at all: {cut.state}"
+        severity = Severity.WARNING if cut.via else Severity.ERROR
+        sentence = f"{cut.a} reaches {cut.b} {how}"
         found.append({"sentence": sentence, "severity": severity.name.lower()})
     return found
 
 
-def _quarantine(description: Description, now: float) -> list[dict[str, Any]]:
+def _quarantine(state: RunState, now: float) -> list[dict[str, Any]]:
     """Who was evicted for cause and is out, and until when; null: for good."""
     return [
         {
@@ -265,10 +211,5 @@ def _quarantine(description: Description, now: float) -> list[dict[str, Any]]:
             "times": one.times,
             "why": one.why,
         }
-        for one in description.quarantined[:LINES_SHOWN]
-        if one.seconds > 0
+        for one in state.quarantined()[:LINES_SHOWN]
     ]
-
-
-def _named(member: Member) -> str:
-    return f"{node_of(member.node)} ({place_of(member)})"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from typing import NoReturn
 
@@ -19,26 +18,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
-from planaria.bootstrap.membership import place_of
-from planaria.bootstrap.neighbours import stages_of
-from planaria.bootstrap.registry_pb2 import (
-    Description,
-    Member,
-    MemberDescription,
-    Report,
-    SeatReport,
-)
-from planaria.bootstrap.truncation import cut_from
+from planaria.bootstrap.registry_pb2 import Description
 from planaria.node.report.events import Severity, figure, shown
-from planaria.node.report.live_view import (
-    progress,
-    sampled,
-    seats_of,
-    stage_table,
-    state,
-    styled,
-    told_of,
-)
+from planaria.node.report.live_view import progress, sampled, stage_table, state_words, styled
+from planaria.node.report.run_state import RunState, SeatState
 from planaria.node.run_file import RunFile, RunFileError, loads
 from planaria.node.state.handover import NOTICES, Handover, told
 
@@ -103,18 +86,14 @@ async def _watch_by_lines(
 def news_of(description: Description) -> list[str]:
     """What somebody wants to hear of when it changes, a line each: decisions, troubles, messages,
     samples, and how far the run is."""
-    members = description.members
-    lines = [*description.decisions]
-    lines += [f"the registry: {description.trouble}"] if description.trouble else []
-    lines += [f"{_named(m.member)}: {m.report.trouble}" for m in members if m.report.trouble]
-    heard = (_told_by(*news, description.view.driver) for news in _news(description).items())
+    state, run = RunState(description), _run_file(description)
+    lines = [*description.decisions, *state.troubles()]
+    heard = (_told_by(message, seats, state) for message, seats in _news(state).items())
     lines += [str(text) for text in heard if text.style]  # else how far a step is
     lines += map(str, _samples(description))
-    run, newest, committed = _run_file(description), _newest(description), _committed(description)
-    if run is not None and newest is not None and committed:
-        rate = _tokens_per_second(description)
-        loss = figure(newest.loss)
-        lines.append(f"step {committed} of {run.steps}, loss {loss}, {rate:,.0f} tokens/s")
+    if run is not None and state.newest is not None and state.committed:
+        rate, loss = state.tokens_per_second, figure(state.loss)
+        lines.append(f"step {state.committed} of {run.steps}, loss {loss}, {rate:,.0f} tokens/s")
     return [shown(line, LONGEST_LINE) for line in lines]
 
 
@@ -130,24 +109,22 @@ def as_text(description: Description, indent: int | None = 2) -> str:
 
 
 def page(description: Description) -> RenderableType:
-    newest, run = _newest(description), _run_file(description)
-    stages = max([s for one in description.members for s in stages_of(one.member)], default=0)
+    state, run = RunState(description), _run_file(description)
+    stages = max((seat.stage for seat in state.seats if seat.stage is not None), default=0)
     if run is not None and run.model.stages is not None:
         stages = run.model.stages
-    parts: list[RenderableType] = [_head(description)]
+    parts: list[RenderableType] = [_head(state)]
     if run is not None:
-        loss = newest.loss if newest and newest.committed else math.nan
-        rate = _tokens_per_second(description)
-        parts += [progress(_committed(description), run.steps, loss, rate)]
+        parts += [progress(state.committed, run.steps, state.loss, state.tokens_per_second)]
     parts += [Rule(style="dim"), stage_table(description, stages)]
-    parts += [Rule(style="dim"), _members(description)]
+    parts += [Rule(style="dim"), _members(state)]
     for title, lines in (
         ("samples", _samples(description)),
-        ("when a stage's only node is told to go", _handovers(description, run)),
-        ("who sits where, and why", _reasons(description)),
-        ("without a link", _cuts(description)),
-        ("in quarantine", _quarantine(description)),
-        ("evicted", _evictions(description)),
+        ("when a stage's only node is told to go", _handovers(state, run)),
+        ("who sits where, and why", _reasons(state)),
+        ("without a link", _cuts(state)),
+        ("in quarantine", _quarantine(state)),
+        ("evicted", _evictions(state)),
     ):
         if lines:
             parts += [Rule(title, style="dim"), *lines]
@@ -159,24 +136,6 @@ def page(description: Description) -> RenderableType:
     return Group(*parts)
 
 
-def _newest(description: Description) -> SeatReport | None:
-    """Of a seat that has the newest step. A run that has gone back to files stands at an older
-    step, of a newer lineage."""
-    seats = (seat for one in description.members for seat in one.report.seats)
-    return max(seats, key=lambda seat: (seat.lineage, seat.committed), default=None)
-
-
-def _committed(description: Description) -> int:
-    view, newest = description.view, _newest(description)
-    told = (newest.lineage, newest.committed) if newest else (0, 0)
-    return max(told, (view.lineage, view.committed))[1]
-
-
-def _tokens_per_second(description: Description) -> float:
-    seats = (seat for one in description.members for seat in one.report.seats)
-    return max((seat.tokens_per_second for seat in seats), default=0.0)
-
-
 def _run_file(description: Description) -> RunFile | None:
     try:
         return loads(description.run_file)
@@ -184,35 +143,27 @@ def _run_file(description: Description) -> RunFile | None:
         return None  # of a newer planaria; the rest of the page says enough
 
 
-def _head(description: Description) -> RenderableType:
-    view = description.view
+def _head(state: RunState) -> RenderableType:
+    description, view = state.description, state.description.view
     grid = Table.grid(padding=(0, 2))
-    rows = [
+    rows: list[tuple[str, RenderableType]] = [
         ("run", f"[bold]{escape(description.run)}[/], registry up {_span(description.uptime)}"),
         ("view", f"{view.number}: {escape(view.reason)}"),
         ("driver", escape(view.driver) or "none yet"),
-        *([("in flight", flying)] if (flying := _in_flight(description)) else []),
+        *([("in flight", flying)] if (flying := _in_flight(state)) else []),
         *([("page", escape(description.page))] if description.page else []),
+        *(("trouble", styled(trouble, Severity.ERROR)) for trouble in state.troubles()),
+        *(("here", Text(omitted)) for omitted in state.omitted()),
+        *(("news", _told_by(message, seats, state)) for message, seats in _news(state).items()),
     ]
     for name, text in rows:
         grid.add_row(Text(name, style="dim"), text)
-    if description.trouble:
-        grid.add_row(Text("registry", style="dim"), styled(description.trouble, Severity.ERROR))
-    for one in description.members:
-        if one.report.trouble:
-            trouble = styled(f"{_named(one.member)}: {one.report.trouble}", Severity.ERROR)
-            grid.add_row(Text("trouble", style="dim"), trouble)
-    for cut in cut_from(description):
-        grid.add_row(Text("here", style="dim"), Text(cut))
-    for message, members in _news(description).items():
-        grid.add_row(Text("news", style="dim"), _told_by(message, members, view.driver))
     return grid
 
 
-def _in_flight(description: Description) -> str:
+def _in_flight(state: RunState) -> str:
     """How many microbatches the sources may have out, as they have found; empty: there are none."""
-    seats = (seat for one in description.members for seat in one.report.seats)
-    out = sorted(seat.in_flight for seat in seats if seat.in_flight)
+    out = sorted(seat.in_flight for seat in state.reports if seat.in_flight)
     if not out:
         return ""
     count = str(out[0]) if out[0] == out[-1] else f"{out[0]} to {out[-1]}"
@@ -220,30 +171,29 @@ def _in_flight(description: Description) -> str:
     return f"{count} microbatches{each}"
 
 
-def _news(description: Description) -> dict[str, list[tuple[Member, SeatReport]]]:
+def _news(state: RunState) -> dict[str, list[SeatState]]:
     """Messages, with those who say so."""
-    news: dict[str, list[tuple[Member, SeatReport]]] = {}
-    for one in description.members:
-        for seat in one.report.seats:
-            if seat.message:
-                news.setdefault(seat.message, []).append((one.member, seat))
+    news: dict[str, list[SeatState]] = {}
+    for seat in state.seats:
+        if seat.report.message:
+            news.setdefault(seat.report.message, []).append(seat)
     return dict(sorted(news.items()))
 
 
-def _told_by(message: str, seats: Sequence[tuple[Member, SeatReport]], driver: str) -> Text:
+def _told_by(message: str, seats: Sequence[SeatState], state: RunState) -> Text:
     """The driver tells how the run goes, all of them tell that it is stopped; else a node speaks
     when something is wrong with it."""
-    if any(seat.stopped for _, seat in seats):
+    if any(seat.report.stopped for seat in seats):
         return styled(message, Severity.ERROR)
-    driving = [seat for member, seat in seats if member.node == driver and seat.stage == 0]
-    if driving:
-        still = any(seat.committed and seat.phase in STANDING_STILL for seat in driving)
+    driving = state.driving
+    if driving is not None and driving.message == message:
+        still = driving.committed and driving.phase in STANDING_STILL
         return Text(message, styled(message, Severity.WARNING if still else Severity.NOTICE).style)
-    who = ", ".join(f"{member.node} of stage {seat.stage}" for member, seat in seats)
+    who = ", ".join(f"{seat.one.member.node} of stage {seat.stage}" for seat in seats)
     return styled(f"{who}: {message}", Severity.ERROR)
 
 
-def _members(description: Description) -> Table:
+def _members(state: RunState) -> Table:
     table = Table(
         Column("stage", justify="right", no_wrap=True),
         Column("node", no_wrap=True),
@@ -254,18 +204,17 @@ def _members(description: Description) -> Table:
         header_style="bold",
         pad_edge=False,
     )
-    seats: list[tuple[int | None, MemberDescription]] = [
-        (stage, one) for one in description.members for stage in seats_of(one.member)
-    ]
-    seats.sort(key=lambda seat: (math.inf if seat[0] is None else seat[0], seat[1].member.joined))
-    for stage, one in seats:
-        member, report = one.member, one.report
+    for seat in _by_stage(sorted(state.seats, key=lambda seat: seat.one.member.joined)):
+        member, report = seat.one.member, seat.one.report
+        words = [state_words([seat])]
+        words += [Text(f"but by {seat.one.reached_by}")] if seat.one.reached_by else []
+        words += [Text(f"{report.stalled_seconds:.0f} s")] if report.stalled_seconds else []
         table.add_row(
-            "standby" if stage is None else str(stage),
+            "standby" if seat.stage is None else str(seat.stage),
             escape(member.node),
-            Text(" ").join([state([one], stage), *_reached(one), *_stalled(report)]),
-            str(told_of(one, stage).committed),
-            f"{one.since_renewal:.1f} s",
+            Text(" ").join(words),
+            str(seat.report.committed),
+            f"{seat.one.since_renewal:.1f} s",
             decimal(report.bytes_in, separator="").removesuffix("ytes"),
             decimal(report.bytes_out, separator="").removesuffix("ytes"),
             escape(f"{member.address or 'dials out'}, {member.device} on {member.host}"),
@@ -273,43 +222,33 @@ def _members(description: Description) -> Table:
     return table
 
 
-def _reached(one: MemberDescription) -> list[Text]:
-    """Why one that isn't heard is still a member."""
-    return [Text(f"but by {one.reached_by}")] if one.reached_by else []
+def _by_stage(seats: Iterable[SeatState]) -> list[SeatState]:
+    """Standbys last."""
+    return sorted(seats, key=lambda seat: math.inf if seat.stage is None else seat.stage)
 
 
-def _reasons(description: Description) -> list[Text]:
+def _reasons(state: RunState) -> list[Text]:
     """A line for each seat, and for each standby."""
-    seats = [
-        (math.inf if stage is None else stage, one.member.node, why)
-        for one in description.members
-        for stage, why in zip(seats_of(one.member), one.why, strict=False)
-    ]
     return [
-        Text(f"{'standby' if stage == math.inf else f'stage {stage}'}, {node}: {why}")
-        for stage, node, why in sorted(seats, key=lambda seat: seat[0])
+        Text(f"{seat.place}, {seat.one.member.node}: {seat.why}")
+        for seat in _by_stage(state.seats)
+        if seat.why
     ]
 
 
-def _stalled(report: Report) -> list[Text]:
-    """For how long its compute thread has made no progress."""
-    return [Text(f"{report.stalled_seconds:.0f} s")] if report.stalled_seconds else []
-
-
-def _handovers(description: Description, run: RunFile | None) -> list[Text]:
+def _handovers(state: RunState, run: RunFile | None) -> list[Text]:
     """What a notice is good for at the stages of which one node is left, by the links that it has
     measured (`planaria probe`)."""
     if run is None or run.model.vocabulary is None:
         return []
     config = run.config
-    rate = _tokens_per_second(description)
+    rate = state.tokens_per_second
     step = run.training.batch * config.context / rate if rate else 0.0
-    seats = [(stage, one) for one in description.members for stage in stages_of(one.member)]
-    count = Counter(stage for stage, _ in seats)
     heirs = []
-    for stage, one in sorted(seats, key=lambda seat: seat[0]):
-        links = one.report.links
-        if count[stage] == 1 and links:
+    for stage in sorted({seat.stage for seat in state.seats if seat.stage is not None}):
+        seats = state.at(stage)
+        links = seats[0].one.report.links
+        if len(seats) == 1 and links:
             parameters = config.trained[min(stage, 1)]
             rtt = max(link.rtt_ms for link in links) / 1e3
             mbps = min(link.mbps for link in links)
@@ -324,39 +263,32 @@ def _samples(description: Description) -> list[Text]:
     return sampled((one.step, one.prompt, one.text) for one in newest.values())
 
 
-def _cuts(description: Description) -> list[Text]:
+def _cuts(state: RunState) -> list[Text]:
     """A line for each two that can't reach each other."""
-    names = {one.member.node: _named(one.member) for one in description.members}
     lines = []
-    for cut in description.cuts:
-        a, b, via = (names.get(node, node) for node in (cut.a, cut.b, cut.via))
+    for cut in state.cuts():
         since = _ago(cut.seconds)
-        if cut.via and cut.carried:
-            way = f"{a} reaches {b} by way of {via}, since {since}"
+        if cut.via:
+            way = f"{cut.a} reaches {cut.b} by way of {cut.via}, since {since}"
             lines.append(styled(way, Severity.WARNING))
         else:
-            lines.append(styled(f"{a} and {b}, since {since}: {cut.state}", Severity.ERROR))
+            lines.append(styled(f"{cut.a} and {cut.b}, since {since}: {cut.state}", Severity.ERROR))
     return lines
 
 
-def _quarantine(description: Description) -> list[Text]:
+def _quarantine(state: RunState) -> list[Text]:
     """A line for each instance that was evicted for cause and is out."""
     lines = []
-    for one in description.quarantined:
+    for one in state.quarantined():
         until = "for good" if one.seconds == math.inf else f"until {_ago(-one.seconds)}"
-        if one.seconds > 0:
-            times = "" if one.times == 1 else f", the {one.times}. time"
-            lines.append(styled(f"{one.node}, {until}{times}: {one.why}", Severity.WARNING))
+        times = "" if one.times == 1 else f", the {one.times}. time"
+        lines.append(styled(f"{one.node}, {until}{times}: {one.why}", Severity.WARNING))
     return lines
 
 
-def _evictions(description: Description) -> list[Text]:
-    newest = list(description.evictions)[-EVICTIONS_SHOWN:]
-    return [Text(f"{_ago(one.seconds)} {_named(one.member)}: {one.reason}") for one in newest]
-
-
-def _named(member: Member) -> str:
-    return f"{member.node} ({place_of(member)})"
+def _evictions(state: RunState) -> list[Text]:
+    newest = list(state.evictions())[-EVICTIONS_SHOWN:]
+    return [Text(f"{_ago(one.seconds)} {sentence}") for one, sentence in newest]
 
 
 def _ago(seconds: float) -> str:

@@ -16,8 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from planaria.bootstrap.neighbours import stages_of
-from planaria.bootstrap.registry_pb2 import Description, Member, MemberDescription, SeatReport
+from planaria.bootstrap.registry_pb2 import Description
 from planaria.node.report.events import (
     Applied,
     Committed,
@@ -46,6 +45,7 @@ from planaria.node.report.events import (
     figure,
     shown,
 )
+from planaria.node.report.run_state import RunState, SeatState
 from planaria.node.report.summary import noticed_at, stall_seconds
 from planaria.node.wire.naming import node_of
 from planaria.recovery.decide import COPIED, ORIGIN
@@ -293,69 +293,39 @@ def stage_table(description: Description, stages: int) -> Table:
         header_style="bold",
         pad_edge=False,
     )
-    rows: dict[int | None, list[MemberDescription]] = {stage: [] for stage in range(stages + 1)}
-    for one in description.members:
-        for stage in seats_of(one.member):
-            rows.setdefault(stage, []).append(one)
-    for at, members in rows.items():
-        seats = [told_of(one, at) for one in members]
+    state = RunState(description)
+    known = {seat.stage for seat in state.seats if seat.stage is not None}
+    standbys = [None] if state.at(None) else []
+    for at in [*sorted({*range(stages + 1), *known}), *standbys]:
+        seats = state.at(at)
         table.add_row(
             "standby" if at is None else str(at),
-            str(len(members)),
-            state(members, at),
-            _span([seat.committed for seat in seats]),
-            f"{sum(seat.microbatches for seat in seats):,}",
-            decimal(sum(one.report.bytes_in for one in members)),
-            decimal(sum(one.report.bytes_out for one in members)),
+            str(len(seats)),
+            state_words(seats),
+            _span([seat.report.committed for seat in seats]),
+            f"{sum(seat.report.microbatches for seat in seats):,}",
+            decimal(sum(seat.one.report.bytes_in for seat in seats)),
+            decimal(sum(seat.one.report.bytes_out for seat in seats)),
         )
     return table
 
 
-def seats_of(member: Member) -> list[int | None]:
-    """The stages of its seats; of a standby, None."""
-    return [*stages_of(member)] or [None]
-
-
-def told_of(one: MemberDescription, stage: int | None) -> SeatReport:
-    """What a member says of its seat at that stage; as good as nothing where it has none, or
-    hasn't said anything yet."""
-    return next((seat for seat in one.report.seats if seat.stage == stage), SeatReport())
-
-
-def state(members: Iterable[MemberDescription], stage: int | None) -> Text:
-    """The states of a stage's seats, counted; None: standbys."""
-    states = Counter(state_of(one, stage) for one in members)
+def state_words(seats: Iterable[SeatState]) -> Text:
+    """The states of a stage's seats, counted."""
+    states = Counter(seat.state for seat in seats)
     if not states:
         return Text("vacant", style="bold red")
     parts = [
-        Text(word if len(states) == 1 else f"{count} {word}", style=style)
-        for (word, style), count in sorted(states.items())
+        Text(word if len(states) == 1 else f"{count} {word}", style=_STATE_STYLES.get(word, ""))
+        for word, count in sorted(states.items())
     ]
     return Text(", ").join(parts)
 
 
-def state_of(one: MemberDescription, stage: int | None) -> tuple[str, str]:
-    """In a word, and its style."""
-    if one.suspected:
-        return "suspected", "yellow"
-    if one.reached_by:
-        return "not heard", "yellow"
-    if one.report.stalled_seconds:
-        return "hangs", "bold red"
-    if stage is None:
-        return "waiting", ""
-    return _PHASES.get(told_of(one, stage).phase, _JOINED)
-
-
-_JOINED = ("joining", "cyan")
-_PHASES = {
-    "idle": ("idle", ""),
-    "syncing": ("rebuilding", "magenta"),
-    "following": ("joining", "cyan"),
-    "running": ("running", "green"),
-    "reducing": ("averaging", "green"),
-    "ready": ("ready", "green"),
-    "halted": ("halted", "dim"),
+_STATE_STYLES = {
+    **dict.fromkeys(("suspected", "not heard"), "yellow"),
+    **dict.fromkeys(("running", "averaging", "ready"), "green"),
+    **{"hangs": "bold red", "joining": "cyan", "rebuilding": "magenta", "halted": "dim"},
 }
 
 

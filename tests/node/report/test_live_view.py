@@ -526,7 +526,7 @@ def test_who_can_not_write_is_named_in_red_whoever_drives():
     console.print(page(troubled))
     lines = console.file.getvalue().splitlines()
     assert any(f"\x1b[1;31m{OLD} (stage 0): {full}" in line for line in lines)
-    assert any("\x1b[1;31mcan't write view 6" in line for line in lines)
+    assert any("\x1b[1;31mthe registry: can't write view 6" in line for line in lines)
 
 
 def test_the_status_page_tells_whose_compute_hangs_and_for_how_long():

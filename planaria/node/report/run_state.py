@@ -1,0 +1,154 @@
+"""A run as its registry describes it, and as its events tell: one state, of which the page,
+`planaria status`, the terminal and Prometheus are views. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from planaria.bootstrap.membership import place_of
+from planaria.bootstrap.neighbours import stages_of
+from planaria.bootstrap.registry_pb2 import (
+    Description,
+    Eviction,
+    Member,
+    MemberDescription,
+    Quarantined,
+    SeatReport,
+)
+from planaria.bootstrap.truncation import cut_from
+
+if TYPE_CHECKING:
+    from planaria.node.report.live_view import Story
+
+_STATES = {
+    "syncing": "rebuilding",
+    "following": "joining",
+    "reducing": "averaging",
+    **{phase: phase for phase in ("idle", "running", "ready", "halted")},
+}
+"""What people call the phases of a seat."""
+
+
+class SeatState(NamedTuple):
+    """A member's seat at `stage`, or a standby, whose stage is None. The report is empty if the
+    member has not reported it yet; `why` says why the member has the seat."""
+
+    stage: int | None
+    one: MemberDescription
+    report: SeatReport
+    why: str
+
+    @property
+    def place(self) -> str:
+        return "standby" if self.stage is None else f"stage {self.stage}"
+
+    @property
+    def state(self) -> str:
+        """In a word."""
+        if self.one.suspected:
+            return "suspected"
+        if self.one.reached_by:
+            return "not heard"
+        if self.one.report.stalled_seconds:
+            return "hangs"
+        if self.stage is None:
+            return "waiting"
+        return _STATES.get(self.report.phase, "joining")
+
+
+class CutLink(NamedTuple):
+    """Two members that can't reach each other, by name; `via` relays for them, if it is not empty;
+    `state` says what is tried."""
+
+    a: str
+    b: str
+    via: str
+    state: str
+    seconds: float
+
+
+class RunState:
+    """`story`: what events have told so far; without it the registry's answer is all there is."""
+
+    def __init__(self, description: Description, story: Story | None = None) -> None:
+        self.description = description
+        self.seats = [seat for one in description.members for seat in _seats_of(one)]
+        self.reports = [seat for one in description.members for seat in one.report.seats]
+        self.newest = max(
+            self.reports, key=lambda seat: (seat.lineage, seat.committed), default=None
+        )
+        self.committed, self.loss = self._committed(story)
+
+    def _committed(self, story: Story | None) -> tuple[int, float]:
+        """The newest committed step, and its loss. A run that has gone back to files stands at an
+        older step, of a newer lineage."""
+        view, newest = self.description.view, self.newest
+        reported = (newest.lineage, newest.committed) if newest else (0, 0)
+        _, step = max(reported, (view.lineage, view.committed))
+        if story is not None:
+            if not max(step, story.committed):
+                return 0, math.nan
+            if not self.reports or (step, math.isfinite(story.loss)) == (story.committed, True):
+                return max(step, story.committed), story.loss
+        known = newest is not None and step == newest.committed > 0
+        return step, newest.loss if known and newest is not None else math.nan
+
+    @property
+    def tokens_per_second(self) -> float:
+        """As its nodes say; 0: none says so."""
+        return max((seat.tokens_per_second for seat in self.reports), default=0.0)
+
+    def at(self, stage: int | None) -> list[SeatState]:
+        """The seats of a stage; None: the standbys."""
+        return [seat for seat in self.seats if seat.stage == stage]
+
+    @property
+    def driving(self) -> SeatReport | None:
+        """The driver's seat at stage 0."""
+        driver = self.description.view.driver
+        return next(
+            (seat.report for seat in self.at(0) if seat.one.member.node == driver and driver), None
+        )
+
+    def troubles(self) -> Iterator[str]:
+        """What somebody has to see to, at the registry and at nodes."""
+        if self.description.trouble:
+            yield f"the registry: {self.description.trouble}"
+        for one in self.description.members:
+            if one.report.trouble:
+                yield f"{named(one.member)}: {one.report.trouble}"
+
+    def omitted(self) -> list[str]:
+        """What the registry had to leave out of its answer."""
+        return cut_from(self.description)
+
+    def cuts(self) -> Iterator[CutLink]:
+        names = {one.member.node: named(one.member) for one in self.description.members}
+        for cut in self.description.cuts:
+            a, b, via = (names.get(node, node) for node in (cut.a, cut.b, cut.via))
+            yield CutLink(a, b, via if cut.carried else "", cut.state, cut.seconds)
+
+    def quarantined(self) -> list[Quarantined]:
+        """Instances that were evicted for cause and are still out."""
+        return [one for one in self.description.quarantined if one.seconds > 0]
+
+    def evictions(self) -> Iterator[tuple[Eviction, str]]:
+        """With a sentence for each."""
+        for one in self.description.evictions:
+            yield one, f"{named(one.member)}: {one.reason}"
+
+
+def _seats_of(one: MemberDescription) -> Iterator[SeatState]:
+    reports = {seat.stage: seat for seat in one.report.seats}
+    reasons = iter(one.why)
+    if not one.member.seats:
+        yield SeatState(None, one, SeatReport(), next(reasons, ""))
+    for stage in stages_of(one.member):
+        yield SeatState(stage, one, reports.get(stage, SeatReport()), next(reasons, ""))
+
+
+def named(member: Member) -> str:
+    """The node with where it is."""
+    return f"{member.node} ({place_of(member)})"
