@@ -1,17 +1,16 @@
-"""One attempt at a step at one node: which microbatches come, wait, go on, and are sent again.
+"""One attempt at a step at one node: which microbatches arrive, wait, go on, and are sent again.
 
-A microbatch visits its route forward (embed, blocks, head and loss) and then the same nodes
-backward. What is computed there, `StageWork` does in the compute thread. The attempt decides what
-is computed when, and where what comes of it goes; it never looks at what that thread changes.
+A microbatch visits its route forward (embed, blocks, head and loss), then the same nodes backward.
+`StageWork` does the arithmetic in the compute thread. The attempt decides what is computed when,
+and where the results go. It never looks at what that thread changes.
 
-Where a stage has replicas, its neighbours also keep what they have sent it, until the step is
-committed. When one of the replicas is lost, the attempt goes on by a new plan (docs/masking.md):
-what the lost one was sent is sent again to those that do its microbatches in its place. They redo
-what it had done, and only that; a neighbour that has their results already drops them. So it is,
-with redundant computation, where the last node of a stage is lost and another one takes its seat
-with the state of its twin. With
-`masking = "spare"` a node's stand-in gets what the node gets from the start, and does it ahead when
-it has nothing else to do: what it makes is withheld until the node is lost.
+Where a stage has replicas, its neighbours keep what they have sent it until the step is committed.
+When a replica is lost, the attempt goes on by a new plan (docs/masking.md). Neighbours send the
+lost node's input again, to the nodes that have its microbatches now. Those redo what the lost node
+had done, and only that. A neighbour that has their results already drops them. With redundant
+computation, the same happens when another node takes the seat of a stage's last node, with the
+state of its twin. With `masking = "spare"` a node's stand-in gets the node's input from the start
+and computes it ahead when idle. Its results are withheld until the node is lost.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MEASURED: Final = 9
-"""Microbatches whose median duration is a node's seconds per microbatch."""
+"""Number of microbatches whose median duration is a node's seconds per microbatch."""
 BLAMELESS: Final = 10
-"""Steps after one in which a peer was blamed for what this node's arithmetic raised."""
+"""Number of steps without blame after one with a peer blamed for an exception raised here."""
 FORGIVEN: Final = 0.8
-"""Factor on a node's seconds per microbatch for each step in which it had none, so that who was
+"""Factor on a node's seconds per microbatch for each step in which it had none. So a node that was
 slow once is tried again."""
 
 
@@ -60,14 +59,14 @@ class NoRoomError(Exception):
     """There is no memory for a pass."""
 
     def __init__(self, reason: str, waits: bool = False, ends: bool = False) -> None:
-        """`waits`: nothing has changed, and there is more once a backward pass is made here.
-        `ends`: there never will be. Neither: another attempt takes less."""
+        """`waits`: nothing has changed, and a backward pass here will free memory. `ends`: no
+        attempt will ever fit. Neither: another attempt takes less."""
         super().__init__(reason)
         self.waits, self.ends = waits, ends
 
 
 class Pass(NamedTuple):
-    """What a visit makes of an activation, or of a gradient."""
+    """Key of the pass that a visit makes of an activation or of a gradient."""
 
     microbatch: int
     position: int
@@ -76,21 +75,21 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Visit:
-    """Where a microbatch is on its route."""
+    """A microbatch's place on its route."""
 
     microbatch: int
     position: int
     route: Route
     waits: bool = True
-    """Whether its forward pass may be made later, when there is room for it."""
+    """Whether its forward pass may wait until there is memory for it."""
 
     def after(self, kind: str) -> Visit:
-        """The next one of an activation, or of a gradient."""
+        """The next visit of an activation or of a gradient."""
         by = 1 if kind == "activation" else -1
         return replace(self, position=self.position + by)
 
     def sender(self, kind: str) -> Visit:
-        """The one before, of an activation, or of a gradient."""
+        """The previous visit of an activation or of a gradient."""
         return replace(self, position=2 * self.position - self.after(kind).position)
 
     @property
@@ -110,7 +109,7 @@ class Visit:
         return self.position == len(self.route.nodes) - 1
 
     def before(self, kind: str) -> Pass | None:
-        """What is to be done at this node before this; None: nothing is."""
+        """The pass that this node has to do before this one; None: there is none."""
         if kind == "gradient":
             position = self.position or len(self.route.nodes) - 1
         elif self.at_head:
@@ -121,76 +120,75 @@ class Visit:
 
 
 class Done(NamedTuple):
-    """What has come of a pass."""
+    """The result of a pass."""
 
     frame: Frame | None = None
-    """For the next visit, under the ballot that the attempt began under."""
+    """The frame for the next visit, under the ballot with which the attempt began."""
     home: pb.Home | None = None
-    """Of a microbatch whose loss is known."""
+    """The result of a microbatch whose loss is known."""
     seconds: float | None = None
-    """Spent on the microbatch at this node in all, once its gradient is there; else None."""
+    """Seconds that this node spent on the microbatch, once its gradient is computed; else None."""
     kept: int = 0
-    """Bytes of all gradients that are kept now beside the stage's own."""
+    """Bytes of all gradients kept beside the stage's own."""
 
 
 class StageWork(Protocol):
     """The arithmetic of one stage. All methods are called in the compute thread.
 
-    A pass of another attempt than the one that began last is not done any more, nor one of a
-    microbatch that was given up: None. A pass in another node's place adds to a gradient of its
-    own, until that node's are inherited. `embed`, `forward` and `backward` raise NoRoomError.
+    A pass returns None if it is of an attempt other than the newest, or of a microbatch that was
+    given up. A pass in another node's place adds to a separate gradient until `inherit`. `embed`,
+    `forward` and `backward` raise NoRoomError.
     """
 
     def begin(self, ballot: Ballot, begin: pb.Begin) -> None:
-        """Nothing is left of what began before, and the gradient is zero."""
+        """Drops what is left of earlier attempts and zeroes the gradient."""
         ...
 
     def drop(self) -> None:
-        """Leaves all as if no attempt had begun."""
+        """Leaves everything as if no attempt had begun."""
         ...
 
     def give_up(self, ballot: Ballot, microbatches: Collection[int]) -> list[int]:
-        """Those of which no pass was done here; from now on none is: they are others'."""
+        """Returns those without a pass here; this node won't compute them: others have them."""
         ...
 
     def embed(self, ballot: Ballot, visit: Visit) -> Done | None:
-        """The microbatch's samples are drawn and leave as an activation."""
+        """Draws the microbatch's samples and returns them as an activation."""
         ...
 
     def forward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
-        """The activation from `peer` leaves as an activation; at the head its loss is known, and it
-        leaves as a gradient, but for an evaluation. Raises ComplaintError for a frame that is
-        damaged or of another form than is due: then nothing has changed, and the same may come from
-        another node."""
+        """Turns the activation from `peer` into an activation. At the head it computes the loss,
+        and returns a gradient unless it is an evaluation. Raises ComplaintError for a damaged frame
+        or an unexpected form: then nothing has changed, and another node may send the same."""
         ...
 
     def backward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
-        """The gradient from `peer` leaves as a gradient, unless it is back at the source. Raises
+        """Turns the gradient from `peer` into a gradient, unless it is back at the source. Raises
         ComplaintError as `forward` does."""
         ...
 
     def keep_gradient(self) -> int:
-        """A copy of the stage's gradient is kept until `inherit`; returns `Done.kept`."""
+        """Keeps a copy of the stage's gradient until `inherit`; returns `Done.kept`."""
         ...
 
     def inherit(self, lost: frozenset[str]) -> int:
-        """The gradient is of this node's own passes again, and what was or will be done in the
-        place of the lost nodes belongs to it; returns `Done.kept`."""
+        """Restores the gradient of this node's own passes and adds those in the place of the lost
+        nodes, done or to come; returns `Done.kept`."""
         ...
 
     def double(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
-        """A pass of a visit that another node does, too. It leaves no trace: no gradient of the
-        stage's weights is made. Raises ComplaintError as `forward` does."""
+        """Computes a visit that another node computes, too. Adds nothing to the gradient of the
+        stage's weights. Raises ComplaintError as `forward` does."""
         ...
 
     def difference(self, one: Frame, other: Frame) -> float:
-        """Norm of the difference of what two nodes have made, by the norm of the larger one: 2 at
-        most, which also says that it can't be read."""
+        """The norm of the difference of two nodes' results, divided by the larger norm. At most 2,
+        which also stands for an unreadable result."""
         ...
 
 
 class AttemptHost(Protocol):
-    """What a node does for its attempt; all called on the event loop."""
+    """What a node does for its attempt; all methods are called on the event loop."""
 
     def send(self, peer: str, item: Frame) -> bool: ...
     def all_scored(self, ballot: Ballot, scored: pb.Scored) -> None: ...
@@ -203,39 +201,39 @@ class AttemptHost(Protocol):
 
 @dataclass
 class Workplace:
-    """What the attempts of a node have in common, and what is known of those that are over."""
+    """State that the attempts of a node share, and statistics of finished attempts."""
 
     node: str
     masking: Masking
-    filling: InFlightWindow  # how many microbatches of this source are under way at a time
+    filling: InFlightWindow  # limits this source's microbatches under way
     work: StageWork
     compute: Compute
     host: AttemptHost
     boundary: BoundaryKeeper | None = None
-    redundant: bool = False  # a node of the stage before holds each one's twin
-    computed: int = 0  # microbatches, forward and backward
-    most_kept: int = 0  # by an attempt that is over; bytes, as `Attempt.kept`
-    blameless_until: int = -1  # step up to which no peer is blamed for what is raised here
+    redundant: bool = False  # whether a node of the stage before holds each node's twin
+    computed: int = 0  # microbatches computed, forward and backward
+    most_kept: int = 0  # by a finished attempt; bytes, as `Attempt.kept`
+    blameless_until: int = -1  # step up to which no peer is blamed for exceptions raised here
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED))
 
     @property
     def seconds_per_microbatch(self) -> float:
-        """Time that computing one takes here; 0: there was none yet."""
+        """Seconds that one microbatch takes here; 0: none was computed yet."""
         return statistics.median(self._seconds) if self._seconds else 0.0
 
     def count(self, seconds: float) -> None:
-        """One more microbatch was computed."""
+        """Counts one more computed microbatch."""
         self.computed += 1
         self._seconds.append(seconds)
 
     def forgive(self) -> None:
-        """This node has no microbatch in a step."""
+        """Called when this node has no microbatch in a step."""
         self._seconds = deque((FORGIVEN * s for s in self._seconds), maxlen=MEASURED)
 
 
 class AttemptPlan:
-    """Who does what, by one `Begin`, as one node sees it. Raises ValueError for one that can't
-    be."""
+    """One `Begin` as one node sees it: which node computes what. Raises ValueError for an invalid
+    plan."""
 
     def __init__(
         self,
@@ -246,7 +244,7 @@ class AttemptPlan:
         redundant: bool,
         before: Mapping[int, Route] = MappingProxyType({}),
     ) -> None:
-        """`before`: routes by an earlier plan of the attempt, of which this one need not tell."""
+        """`before`: routes of an earlier plan of the attempt, which this one may omit."""
         self.ballot, self.begin = ballot, begin
         told = routes(begin)
         self.routes = {**before, **told}
@@ -262,17 +260,17 @@ class AttemptPlan:
             for place in begin.members
             if training and masking != "abort" and replicas[place.stage] > 1
         )
-        """Whose loss leaves their stage alive."""
+        """Nodes whose loss leaves their stage with another node."""
         twins = training and masking != "abort" and redundant
         self.replaceable = self.maskable | frozenset(
             place.node for place in begin.members if twins and place.stage > 0
         )
-        """Whose microbatches others may have yet."""
+        """Nodes whose microbatches may still move to other nodes."""
         self.stand_ins = stand_ins(begin.members) if training and masking == "spare" else {}
 
     def route_said(self, nodes: object) -> Route | None:
-        """The way of a microbatch of which only its double is told, as one beside it says; None:
-        there is no such way."""
+        """The route of a microbatch that only its double was given, as its neighbour sent it; None:
+        the route is invalid."""
         if not isinstance(nodes, list) or not all(isinstance(node, str) for node in nodes):
             return None
         stages = tuple(self.stages.get(node, -1) for node in nodes)
@@ -287,28 +285,28 @@ class Attempt:
     loop."""
 
     def __init__(self, place: Workplace, ballot: Ballot, begin: pb.Begin) -> None:
-        """Raises ValueError for a plan that can't be."""
+        """Raises ValueError for an invalid plan."""
         self.place, self.node = place, place.node
         self.began = ballot
         self._plan = self._plan_of(ballot, begin)
-        self._own = self._plan.mine  # before anybody was lost
-        self.applied: set[int] = set()  # ids whose gradient is in the stage's
+        self._own = self._plan.mine  # before any node was lost
+        self.applied: set[int] = set()  # ids whose gradient is in the stage's gradient
         self.over = False  # nothing of it has an effect any more
-        self._waiting: deque[int] = deque()  # to be injected here
+        self._waiting: deque[int] = deque()  # microbatches to be injected here
         self._out: set[int] = set()  # injected, and not home
         self._seen: set[Pass] = set()
         self._done: set[Pass] = set()
-        self._early: dict[Pass, dict[Pass, tuple[str, Frame]]] = {}  # by what comes before them
-        self._held: deque[Callable[[], None]] = deque()  # passes that there is no room for yet
+        self._early: dict[Pass, dict[Pass, tuple[str, Frame]]] = {}  # by the pass before theirs
+        self._held: deque[Callable[[], None]] = deque()  # passes that wait for memory
         self._sent: dict[Pass, Frame] = {}  # to replaceable nodes
-        self._done_ahead: set[int] = set()  # microbatches that were others' when they were done
-        self._withheld: dict[Pass, Frame] = {}  # made in another's place
-        self._scored: dict[int, pb.Home] = {}  # whose loss is known, until they are sent as home
-        self._homes: set[int] = set()  # of these, those that are back
+        self._done_ahead: set[int] = set()  # microbatches of other nodes, done ahead
+        self._withheld: dict[Pass, Frame] = {}  # results computed in another node's place
+        self._scored: dict[int, pb.Home] = {}  # microbatches with a known loss, until sent as home
+        self._homes: set[int] = set()  # those of `_scored` that are back
         self._gradients_kept = 0  # bytes
-        self._completed: Outcome[None] | None = None  # whoever waits for it
-        self._until = math.inf  # how long
-        self._given_up: set[int] = set()  # microbatches that others may have
+        self._completed: Outcome[None] | None = None  # the exchange in `complete`
+        self._until = math.inf  # deadline of `complete`
+        self._given_up: set[int] = set()  # microbatches that other nodes may compute
         self._neighbour, self._second = DoubledNeighbour(begin.checks), SecondVisits()
 
     def _plan_of(
@@ -322,7 +320,7 @@ class Attempt:
 
     @property
     def ballot(self) -> Ballot:
-        """What it goes on under."""
+        """The current ballot."""
         return self._plan.ballot
 
     @property
@@ -344,7 +342,7 @@ class Attempt:
         self._inject()
 
     def go_on(self, ballot: Ballot, begin: pb.Begin) -> None:
-        """By a new plan, in which others have the microbatches of who was lost. Raises
+        """Goes on by a new plan, which gives lost nodes' microbatches to others. Raises
         ValueError."""
         before = self._plan
         plan = self._plan_of(ballot, begin, before.routes)
@@ -381,7 +379,7 @@ class Attempt:
         self._tell_if_scored()
 
     def passes_done(self) -> list[pb.Pass]:
-        """At this node."""
+        """Passes done at this node."""
         return [
             pb.Pass(
                 microbatch=one.microbatch,
@@ -392,8 +390,8 @@ class Attempt:
         ]
 
     def give_up(self, then: Callable[[list[int]], None]) -> None:
-        """This node is slow: what it hasn't begun, others may have. `then` gets the microbatches
-        of which nothing will be done here any more, unless the attempt is over by then."""
+        """Gives up microbatches that this slow node hasn't begun. `then` gets those that will never
+        be computed here, unless the attempt is over by then."""
         begun = {one.microbatch for one in self._done}
         candidates = self._plan.mine - begun - self._given_up
 
@@ -409,7 +407,7 @@ class Attempt:
         self.place.compute.post(work, given, Priority.CONTROL)
 
     def _release(self) -> None:
-        """What was done in the place of nodes that are lost now is this node's own."""
+        """Takes over the results computed in the place of nodes that are lost now."""
         self.applied |= self._done_ahead & self._plan.mine
         self._note_if_complete()
         for made, frame in list(self._withheld.items()):
@@ -418,20 +416,20 @@ class Attempt:
         self._send_homes()
 
     def end(self) -> None:
-        """There is a newer one."""
+        """A newer attempt has begun."""
         self.over = True
         self.place.most_kept = max(self.place.most_kept, self.kept)
 
     def drop(self) -> None:
-        """It leaves no trace."""
+        """Ends the attempt without trace."""
         self.end()
         self._tell_work(self.place.work.drop)
 
     async def complete(self, exchanges: Exchanges) -> None:
-        """The gradient is of all of this node's microbatches; those that it does in place of a lost
-        node may come home long before. It may be reduced in vain, so a copy is kept while another
-        loss may do that. One exchange at a time waits for it. Raises ComplaintError at the time
-        that `hurry` has said."""
+        """Waits until the gradient contains all of this node's microbatches; those that it does for
+        a lost node may come home long before. Keeps a copy while another loss may void the
+        reduction. Only one exchange at a time may wait. Raises ComplaintError at the time given to
+        `hurry`."""
         while missing := self._plan.mine - self.applied:
             self._completed = Outcome(exchanges)
             try:
@@ -443,14 +441,14 @@ class Attempt:
             self._gradients_kept = await exchanges.compute(self.place.work.keep_gradient)
 
     def hurry(self, until: float) -> None:
-        """All microbatches are home: who waits for this node's gradient does so until then."""
+        """All microbatches are home: `complete` waits only until then."""
         self._until = until
         if self._completed is not None:
             self._completed.fulfil(None)
 
     @property
     def is_complete(self) -> bool:
-        """This node has done all of it that is its own."""
+        """Whether this node has applied all its own microbatches."""
         return self.applied >= self._plan.mine
 
     def _note_if_complete(self) -> None:
@@ -485,7 +483,7 @@ class Attempt:
             self._tell_if_scored()
 
     def _tell_if_scored(self) -> None:
-        """That the losses of all that begins here are known, as long as some of it isn't back."""
+        """Reports the losses of all microbatches that begin here, while some aren't back."""
         sourced, scored = self._plan.sourced, self._scored
         out = [m for m in sourced if m not in self.applied]
         if out and all(m in scored for m in out):
@@ -501,11 +499,11 @@ class Attempt:
         self._inject()
 
     def _is_timed(self, microbatch: int) -> bool:
-        """Not what is done ahead, nor what only goes forward."""
+        """False for what is done ahead and for forward-only microbatches."""
         return self._plan.trains and microbatch in self._out
 
     def _send_homes(self) -> None:
-        """Those that are this node's to send."""
+        """Sends the homes of microbatches whose source is this node."""
         for microbatch in [m for m in self._homes if self._plan.routes[m].nodes[0] == self.node]:
             self._homes.discard(microbatch)
             self.place.host.microbatch_home(self.ballot, self._scored.pop(microbatch))
@@ -513,7 +511,7 @@ class Attempt:
     # --- frames
 
     def take(self, peer: str, frame: Frame) -> None:
-        """A frame of this attempt has come from `peer`."""
+        """Handles a frame of this attempt from `peer`."""
         if self.over:
             return
         try:
@@ -550,8 +548,8 @@ class Attempt:
         self._compute(priority, visit, frame.kind, work, passed, (peer, frame))
 
     def _visit(self, peer: str, frame: Frame) -> Visit | None:
-        """None: who follows an older plan may send what nobody here is told of by now. Raises
-        ComplaintError at who follows this one."""
+        """The frame's visit. None: `peer` follows an older plan with a visit unknown here. Raises
+        ComplaintError if it follows this plan."""
         microbatch, position = frame.fields.get("microbatch"), frame.fields.get("position")
         if type(microbatch) is not int or type(position) is not int:
             raise _bad_frame(peer, "it lacks its microbatch or position")
@@ -569,8 +567,8 @@ class Attempt:
         return Visit(microbatch, position, route)
 
     def _is_expected(self, peer: str, frame: Frame, visit: Visit) -> bool:
-        """Who follows an older plan, from before a loss, may send what is another's by now. Raises
-        ComplaintError at who follows this one."""
+        """Whether the plan has `peer` send this frame here. A peer with an older plan, from before
+        a loss, gets False. Raises ComplaintError for one with this plan."""
         sender = visit.sender(frame.kind)
         here = self.node in (visit.node, self._plan.stand_ins.get(visit.node))
         if here and sender.node == peer:
@@ -585,7 +583,7 @@ class Attempt:
         return False
 
     def _passed(self, visit: Visit, received: Frame | None, done: Done) -> None:
-        """`received`: what the pass was of; None: it began the microbatch's way."""
+        """`received`: the pass's input; None: the microbatch began here."""
         made = done.frame
         if received is not None:
             self._keep("received", visit, received)
@@ -610,7 +608,7 @@ class Attempt:
             boundary.keep(side, frame, self.began, visit.route.stages)
 
     def _send_or_withhold(self, made: Pass, frame: Frame) -> None:
-        """By the plan as it is now: it may be another one than when this was computed."""
+        """Decides by the current plan, which may be newer than the computation."""
         nodes = self._plan.routes[made.microbatch].nodes
         made_at = made.position - (1 if made.kind == "activation" else -1)
         if nodes[made_at] == self.node:
@@ -629,22 +627,22 @@ class Attempt:
         for double in self._neighbour.sends((made.microbatch, made.position), frame):
             self._send_to_double(double, frame, self._plan.routes[made.microbatch])
 
-    # --- visits that two nodes do, to be compared
+    # --- spot checks: visits that two nodes compute
 
     def check(self, check: pb.Check) -> None:
-        """One more node is to do a visit beside this one."""
+        """Another node is to compute a visit beside this node."""
         for frame in self._neighbour.check(check):
             self._send_to_double(check.double, frame, self._plan.routes[check.microbatch])
 
     def _send_to_double(self, double: str, frame: Frame, route: Route) -> None:
-        """With the way, which the driver doesn't tell it. If there is none to it, there is no
+        """Adds the route, which the driver doesn't send the double. Without a link there is no
         check."""
         self.place.host.send(
             double, replace(frame, fields={**frame.fields, DOUBLE: [*route.nodes]})
         )
 
     def _take_of_double(self, peer: str, frame: Frame, visit: Visit) -> None:
-        """This node is the double, or beside the visit that another one has done, too."""
+        """Handles a frame at the double, or at a neighbour of a doubled visit."""
         sender = visit.sender(frame.kind)
         if self._neighbour.knows(sender.key, peer) and visit.node == self.node:
             self._compare(sender, peer, frame)
@@ -673,7 +671,7 @@ class Attempt:
         self.place.compute.post(work, then, priority)
 
     def _compare(self, made_at: Visit, node: str, frame: Frame) -> None:
-        """What `node` has made at that visit, with what others have made there."""
+        """Compares the result of `node` at that visit with those of other nodes."""
         for pair in self._neighbour.made(made_at.key, node, frame):
             self._measure(pair)
 
@@ -694,7 +692,7 @@ class Attempt:
         work = partial(self.place.work.difference, *pair.made)
         self.place.compute.post(work, then, Priority.BACKGROUND)
 
-    # --- small things
+    # --- helpers
 
     def _count(self, microbatch: int, seconds: float) -> None:
         own = microbatch in self._plan.mine
@@ -703,7 +701,7 @@ class Attempt:
         self._note_if_complete()
 
     def _complain(self, complaint: ComplaintError) -> None:
-        """What a peer has sent can't be used. What it was to do, others may."""
+        """A peer's frame is unusable; its work may go to other nodes."""
         for node in complaint.accused:
             self.place.host.cut_off(self.ballot, node, str(complaint), complaint.cause)
 
@@ -716,8 +714,8 @@ class Attempt:
         passed: Callable[[Done], None],
         received: tuple[()] | tuple[str, Frame] = (),
     ) -> None:
-        """In the compute thread; then, if it is still wanted, go on with what has come of it.
-        `received`: who has sent what it is of, and that."""
+        """Computes in the compute thread, then passes the result on if the attempt still needs it.
+        `received`: sender and input frame."""
         this = Pass(visit.microbatch, visit.position, kind)
         peer = received[0] if received else ""
         again = partial(self._compute, priority, visit, kind, work, passed, received)
@@ -728,7 +726,7 @@ class Attempt:
                     self._seen.discard(this)
                     self._complain(done)
                 case Exception() if peer and self.over:
-                    pass  # whatever it was of, nobody waits for it
+                    pass  # the attempt is over, and nothing waits for its result
                 case NoRoomError(waits=True) if self._may_wait(visit):
                     self._held.append(again)
                 case NoRoomError(waits=True):
@@ -754,17 +752,16 @@ class Attempt:
         self.place.compute.post(partial(work, self.began, visit, *received), then, priority)
 
     def _may_wait(self, visit: Visit) -> bool:
-        """Who waits must hold nothing, at another stage, that what is done here needs: neither what
-        comes here from a later stage, nor what was done at later ones before a loss; nor does a
-        source keep what comes to its head waiting for its turn. And of two stand-ins each would
-        wait for what the other does ahead."""
+        """Whether the pass may wait for memory. A waiting pass must not hold what work here needs:
+        input from a later stage, or results of later stages from before a loss. Nor may a source
+        delay what comes to its head. And two stand-ins would wait for each other's work ahead."""
         order = visit.route.stages[1:-1]
         in_order = visit.position <= 1 or list(order) == sorted(order)
         return in_order and visit.microbatch in self._own and not self._plan.stand_ins
 
     def _blame(self, peer: str, this: Pass, error: Exception) -> None:
-        """What has come from a peer is what was due, and still can't be computed on. That is its
-        sender's failure once; in the steps after that it is this node's own."""
+        """Computing on a peer's valid frame raised an exception. The first time the peer is blamed,
+        in the steps after that this node."""
         what = f"can't compute on the {this.kind} of microbatch {this.microbatch} from {peer}"
         log.error(what, exc_info=error)
         self.place.blameless_until = self.begin.step + BLAMELESS

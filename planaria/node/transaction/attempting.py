@@ -1,4 +1,4 @@
-"""An attempt as its driver sees it: its plan, what is home, who is ready, who is lost in it."""
+"""An attempt as its driver sees it: its plan, what is home, which nodes are ready or lost."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from planaria.node.wire.naming import node_of
 from planaria.recovery.masking import stand_ins
 
 UNREACHED = 2.0
-"""Seconds in which a node that a member can't reach must turn out to be lost; then the attempt is
-given up."""
+"""Seconds within which a node that a member can't reach must turn out to be lost; then the attempt
+is given up."""
 
 
 @dataclass
 class Vote:
-    """By one plan: who trains votes once its stage's gradient is the sum; once all is scored, so
-    may joiners that have caught up."""
+    """The votes by one plan. A training member votes once its stage's gradient is the sum. Joiners
+    that have caught up may vote once all microbatches are scored."""
 
-    stages: Mapping[str, int]  # of those who train
-    keepers: frozenset[str] = frozenset()  # of these, who is told the records before it votes
-    records: Sequence[pb.Home] = ()  # those, once they have been told
-    hurried: bool = False  # whoever hasn't voted knows that all is home
+    stages: Mapping[str, int]  # of training members
+    keepers: frozenset[str] = frozenset()  # training members that get the records before they vote
+    records: Sequence[pb.Home] = ()  # the records, once they have been sent
+    hurried: bool = False  # whether `Reduce` was sent to those without a vote
     ready: dict[str, pb.Ready] = field(default_factory=dict)
-    cast: dict[str, SignedVote] = field(default_factory=dict)  # by all, as they have signed them
-    complete: float = 0.0  # when the last of them was ready
+    cast: dict[str, SignedVote] = field(default_factory=dict)  # signed votes of all members
+    complete: float = 0.0  # when the last member was ready
     joiners: dict[str, pb.Ready] = field(default_factory=dict)
-    """Who has the attempt's gradient, so it can enter with the commit."""
+    """Joiners with the attempt's gradient, which can enter with the commit."""
 
     @property
     def awaited(self) -> list[str]:
@@ -56,32 +56,31 @@ class Vote:
         return len(self.ready) == len(self.stages)
 
     def replicas(self) -> dict[int, dict[str, ReplicaDigest]]:
-        """By stage, what each of its replicas says of itself."""
+        """Digests of each stage's replicas."""
         found: dict[int, dict[str, ReplicaDigest]] = {}
         for node, ready in self.ready.items():
             found.setdefault(self.stages[node], {})[node] = ReplicaDigest.by(ready)
         return found
 
     def unrecorded(self) -> str:
-        """Why the step isn't to be committed: the one before is in no ledger. Empty: it is, or
-        needn't be."""
+        """Why the step can't be committed: the previous step is in no ledger. Empty: it can."""
         return unrecorded(self.ledgers().values())
 
     def ledgers(self) -> dict[str, pb.Recording]:
         return {n: ready.recording for n, ready in self.ready.items() if self.stages[n] == 0}
 
     def relearned(self, stages: int) -> list[int]:
-        """By stage, how many updates of its lesson enter; where others have it, too, none can."""
+        """Relearning updates that enter, by stage; 0 where other nodes have the stage, too."""
         replicas = Counter(self.stages.values())
         alone = {self.stages[n]: r.relearned for n, r in self.ready.items()}
         return [alone[of] if replicas[of] == 1 else 0 for of in range(stages)]
 
     def relearning(self) -> set[int]:
-        """Stages whose lesson goes on."""
+        """Stages that go on relearning."""
         return {self.stages[node] for node, ready in self.ready.items() if ready.relearning}
 
     def not_finite(self, step: int) -> list[NonFinite]:
-        """Whose gradients are not."""
+        """Members with non-finite gradients."""
         return [
             NonFinite(step=step, node=node, stage=self.stages[node], reason="its gradient")
             for node, ready in sorted(self.ready.items())
@@ -89,7 +88,7 @@ class Vote:
         ]
 
     def explain_skips(self, skips: int) -> str:
-        """Why the run pauses after so many in a row."""
+        """Why the run pauses after so many skipped steps in a row."""
         stages = {self.stages[node] for node, ready in self.ready.items() if not ready.finite}
         return (
             f"paused: {skips} steps in a row were skipped, since the gradient of stage "
@@ -98,7 +97,7 @@ class Vote:
         )
 
     def dissents_from(self, stage: int, ready: pb.Ready) -> str:
-        """The replica that has other weights, or another gradient, if that counts; empty: none."""
+        """The replica with other weights or another gradient, if that counts; empty: none."""
         replica = next(node for node in sorted(self.ready) if self.stages[node] == stage)
         other = self.ready[replica]
         same = (ready.squared_norm, ready.digest) == (other.squared_norm, other.digest)
@@ -110,22 +109,22 @@ class Attempting:
     """One attempt, from its `Begin` until it is decided or given up."""
 
     begin: pb.Begin
-    since: Ballot  # under which it began
+    since: Ballot  # ballot with which it began
     began: float
     progressed: float
     masked: frozenset[str]  # lost members without which it goes on
     vote: Vote
     unreached: dict[str, tuple[float, str, str]] = field(default_factory=dict)
-    """By some member: since when, and why."""
-    scored: dict[int, pb.Home] = field(default_factory=dict)  # whose loss is known
-    homes: dict[int, pb.Home] = field(default_factory=dict)  # of these, those that are back
+    """Nodes that a member can't reach: since when, by which member, and why."""
+    scored: dict[int, pb.Home] = field(default_factory=dict)  # microbatches with a known loss
+    homes: dict[int, pb.Home] = field(default_factory=dict)  # those of `scored` that are back
     inquest: StragglerDetector = field(default_factory=StragglerDetector)
-    held_up: dict[str, str] = field(default_factory=dict)  # by whom, and why
+    held_up: dict[str, str] = field(default_factory=dict)  # by node, why it is held up
     regather: str = ""  # why to gather when it is over
     takeover: Takeover | None = None
-    """A stage has nobody: until somebody has the seat, the lost one keeps its place in the plan."""
+    """Set while a stage has no node: the lost node stays in the plan until the seat is taken."""
     given_up: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    """By node: microbatches that it was too slow for, and will never compute in this attempt."""
+    """By node: microbatches that it was too slow for, and won't compute in this attempt."""
 
     def explain(self) -> str:
         held_up = "".join(f"; held up by {who}" for who in self._held_up().values())
@@ -144,7 +143,7 @@ class Attempting:
         }
 
     def waited_for(self) -> dict[str, str]:
-        """Whose turn it is, and with what, as far as that is known: a sentence for each node."""
+        """The nodes that hold up the attempt, each with a sentence about why, as far as known."""
         if found := self._held_up():
             return found
         if self.is_home():
@@ -153,7 +152,7 @@ class Attempting:
         return {one.node: str(one) for one in reversed(awaited)}  # the first of each
 
     def missing(self) -> set[frozenset[str]]:
-        """Between which nodes something has got lost, as far as members have been asked."""
+        """Pairs of nodes between which something was lost, as far as accounts show."""
         return set() if self.is_home() else self.inquest.missing(self.begin, self.homes)
 
     @property
@@ -164,12 +163,12 @@ class Attempting:
 
     @property
     def lost(self) -> frozenset[str]:
-        """Members that are, with those that others don't stand in for yet."""
+        """Lost members, including one that no other node replaces yet."""
         return self.masked | ({self.takeover.lost} if self.takeover is not None else set())
 
     def is_source(self, peer: str, home: pb.Home) -> bool:
-        """Whether it is the one of that microbatch: another one may be, by now. Raises ValueError
-        if it has told something else of it before."""
+        """Whether `peer` is the microbatch's source by the current plan. Raises ValueError for a
+        second, different result."""
         plan, identity = self.begin.plan, home.microbatch
         if identity >= len(plan) or plan[identity].source != peer:
             return False
@@ -189,7 +188,7 @@ class Attempting:
         return len(self.homes) == len(self.begin.plan)
 
     def mean_loss(self) -> float:
-        """Over the tokens that are scored; 0 when none is."""
+        """Mean loss over the scored tokens; 0 when there are none."""
         scored = sum(home.tokens for home in self.homes.values())
         return math.fsum(home.loss for home in self.homes.values()) / max(1, scored)
 
@@ -203,7 +202,7 @@ class Attempting:
             self.vote.complete = self.vote.complete or now
 
     def has_work_for(self, node: str) -> bool:
-        """Whether it has a microbatch, by the plan."""
+        """Whether the plan gives the node a microbatch."""
         index = [place.node for place in self.begin.members]
         return any(
             node == microbatch.source or node in [index[place] for place in microbatch.places]
@@ -214,7 +213,7 @@ class Attempting:
         self.vote.joiners.pop(joiner, None)
 
     def records(self) -> list[pb.Home]:
-        """What became of each microbatch, once all are scored."""
+        """The result of each microbatch, once all are scored."""
         return [self.scored[identity] for identity in sorted(self.scored)]
 
     def commit(
@@ -247,15 +246,15 @@ class Attempting:
             voted=hash_of(votes),
         )
 
-    # --- it goes on without lost nodes
+    # --- going on without lost nodes
 
     def can_do_without(self, nodes: Collection[str], rules: TransactionRules) -> bool:
-        """Whether all of them train, and each of their stages has others that do: for every
-        microbatch one that hasn't given it up."""
+        """Whether all of them train, and every microbatch has a remaining node at each of their
+        stages that hasn't given it up."""
         if rules.masking == "abort" or self.begin.kind != pb.Begin.TRAIN:
             return False
         trains = {place.node for place in self.begin.members}
-        nobodys: dict[int, frozenset[int]] = {}  # by stage, what all who are left have given up
+        nobodys: dict[int, frozenset[int]] = {}  # by stage, given up by all remaining nodes
         for place in self.begin.members:
             if place.node not in nodes:
                 given_up = self._given_up_by(place.node)
@@ -271,9 +270,9 @@ class Attempting:
         apart: Collection[Pair],
         now: float,
     ) -> tuple[Attempting, int]:
-        """The attempt by a plan in which others have the microbatches of these nodes, and how many
-        those are, counted at each stage. Whoever was ready has to reduce again. `apart`: members
-        between which as few go as can be."""
+        """The attempt by a plan that gives these nodes' microbatches to others, and their number,
+        counted at each stage. Members that were ready must reduce again. `apart`: pairs of members
+        between which as few microbatches as possible go."""
         masked = self.masked.union(nodes)
         begin, moved = self._plan_without(masked, rules, seconds, apart)
         there = [a.source == b.source for a, b in zip(begin.plan, self.begin.plan, strict=True)]
@@ -283,43 +282,43 @@ class Attempting:
         return kept, moved
 
     def to_be_taken_over(self, nodes: Collection[str], rules: TransactionRules) -> str | None:
-        """The one of these lost nodes whose seat somebody has to take, so that the attempt can do
-        without them all. One at a time."""
+        """The lost node whose seat another node must take so that the attempt can go on without all
+        `nodes`. One at a time."""
         if self.takeover is not None:
             return None
         return to_be_taken_over(self.begin, nodes, rules)
 
     def waiting_for(self, takeover: Takeover) -> Attempting:
-        """Nobody else is committed without whoever has the seat."""
+        """Waits for the seat's new node before committing."""
         return replace(self, takeover=takeover, progressed=takeover.since)
 
     def vacant(self, now: float) -> str:
-        """Why a seat that nobody has taken is waited for no longer; empty: it is, or none is."""
+        """Why the attempt stops waiting for a vacant seat; empty: it goes on, or none is vacant."""
         return self.takeover.overdue(now) if self.takeover is not None else ""
 
     def needs_seat(self, view: Mapping[str, int]) -> bool:
-        """Whether the lost node is out of the view, and whoever had its seat after it, too."""
+        """Whether neither the lost node nor its successor is in the view."""
         takeover = self.takeover
         return takeover is not None and not view.keys() & {takeover.lost, takeover.seat}
 
     def choose_seat(self, view: Mapping[str, int], known: Collection[str]) -> str:
-        """Who has the lost one's seat in this view, and is waited for from now on; empty: nobody
-        has. `known`: members that aren't new."""
+        """The node that takes the lost seat in this view, and is waited for from now on; empty:
+        none. `known`: members that aren't new."""
         assert self.takeover is not None
         takeover = self.takeover
         takeover.seat = takeover.choose(view, known, self.holders(takeover))
         return takeover.seat
 
     def begins_anew_with(self, view: Mapping[str, int]) -> bool:
-        """Whether who is at the stage now had joined it before, and waits for the next attempt."""
+        """Whether the stage's current node had joined before, and waits for the next attempt."""
         return self.takeover is not None and self.takeover.stage in view.values()
 
     def awaited_seat(self) -> str:
-        """Who has a lost one's seat, and no part in the attempt yet."""
+        """The new node of a lost seat, while it has no part in the attempt."""
         return self.takeover.seat if self.takeover is not None else ""
 
     def holders(self, takeover: Takeover) -> list[str]:
-        """Who has the state that the seat needs."""
+        """Nodes with the state that the seat needs."""
         return holders(self.begin, takeover.stage, self.lost)
 
     def taken_over(
@@ -329,8 +328,8 @@ class Attempting:
         apart: Collection[Pair],
         now: float,
     ) -> tuple[Attempting, int]:
-        """The attempt by a plan in which the new seat has the microbatches of the lost one, and how
-        many those are."""
+        """The attempt by a plan that gives the lost node's microbatches to the new seat, and their
+        number."""
         assert self.takeover is not None
         entering = {self.takeover.seat: self.takeover.stage}
         begin, moved = self._plan_without(self.lost, rules, seconds, apart, entering=entering)
@@ -338,8 +337,8 @@ class Attempting:
         return kept, moved
 
     def may_relieve(self, rules: TransactionRules) -> bool:
-        """Whether others may do what a slow node hasn't begun. A stand-in may have done some of it
-        ahead, in one sum with what that node has begun."""
+        """Whether others may do what a slow node hasn't begun. Not with stand-ins: they may have
+        done some of it ahead, in one sum with what that node has begun."""
         return rules.masking == "reassign" and self.begin.kind == pb.Begin.TRAIN
 
     def relieved(
@@ -350,9 +349,9 @@ class Attempting:
         seconds: Mapping[str, float],
         apart: Collection[Pair],
     ) -> tuple[Attempting, int] | None:
-        """The attempt by a plan in which others of its stage have these microbatches of a slow
-        node, and how many those are. None: one of them is left to nobody, since those others were
-        lost before the node had answered."""
+        """The attempt by a plan that gives these microbatches of a slow node to others of its
+        stage, and their number. None: one has no node left, since those others were lost before the
+        slow node answered."""
         of_node = self._given_up_by(node).union(given_up)
         kept = replace(self, given_up={**self.given_up, node: of_node})
         if not kept.can_do_without([], rules):
@@ -371,7 +370,7 @@ class Attempting:
         apart: Collection[Pair],
         entering: Mapping[str, int] = MappingProxyType({}),
     ) -> tuple[pb.Begin, int]:
-        """`entering`: who has had no part in it so far, and at which stage it has one now."""
+        """`entering`: nodes new in the attempt, with their stages."""
         begin = pb.Begin()
         begin.CopyFrom(self.begin)
         begin.since.CopyFrom(self.since.message())
@@ -398,12 +397,12 @@ class Attempting:
             def detours(identity: int, node: str, stage: int = stage) -> int:
                 way = (0, *begin.plan[identity].order, 0)
                 if identity in self._given_up_by(node):
-                    return len(way)  # more than anybody else can have
+                    return len(way)  # more than any other node can have
                 beside = [b if a == stage else a for a, b in pairwise(way) if stage in (a, b)]
                 return sum(frozenset((node, everywhere[s][identity])) in apart for s in beside)
 
             successors = share_out(lost, replicas[stage], pace[stage], detours, busy)
-            if rules.masking == "spare":  # who has done a part of it ahead, if there is somebody
+            if rules.masking == "spare":  # prefer stand-ins: they may have done part of it ahead
                 ahead = stand_ins(self.begin.members)
                 successors = [
                     ahead[owner] if ahead.get(owner) in replicas[stage] else other
@@ -421,8 +420,8 @@ class Attempting:
         return begin, moved
 
     def unreachable(self, now: float) -> tuple[str, str]:
-        """Who says that the attempt has to be given up although all links of the driver are up, and
-        why. As long as microbatches come home, what is said of links holds nothing up."""
+        """The member that says that the attempt must be given up though all links of the driver are
+        up, and why. Reports about links have no effect while microbatches come home."""
         for node, (since, by, why) in self.unreached.items():
             if node not in self.lost and now - max(since, self.progressed) >= UNREACHED:
                 return by, why
@@ -432,8 +431,8 @@ class Attempting:
 def _busy(
     everywhere: Iterable[Iterable[str]], pace: Iterable[Mapping[str, float]]
 ) -> dict[str, float]:
-    """Seconds that each node computes in all its seats, by who has which microbatch at each stage;
-    of those that have a pace."""
+    """Seconds that each node computes in all its seats, by the node of each microbatch at each
+    stage; of nodes with a known pace."""
     busy = defaultdict[str, float](float)
     for served, seconds in zip(everywhere, pace, strict=True):
         for node in served:
@@ -455,9 +454,9 @@ def planned(
     idle: Collection[str] = (),
     apart: Collection[Pair] = (),
 ) -> list[pb.Microbatch]:
-    """A microbatch for each of these orders, with a node for each visit. `members`: who takes part,
-    at their stages, in the order of their names. Those that are `idle` have none where their stage
-    has others; between two that are `apart` as few go as can be."""
+    """A microbatch for each of these orders, with a node for each visit. `members`: stages by node,
+    in the order of names. `idle` nodes get none where their stage has others. As few as possible go
+    between nodes that are `apart`."""
     everybody = _by_stage(members)
     at_work = _by_stage({node: at for node, at in members.items() if node not in idle})
     replicas = [at_work[stage] or everybody[stage] for stage in range(len(orders[0]) + 1)]

@@ -1,28 +1,28 @@
 """Replicas of a stage sum their gradients: a reduce-scatter, then an all-gather.
 
 With R replicas, sorted by node id, replica i owns the i-th of R equal parts of the flat gradient.
-Everyone sends its values of a part to the owner, who adds them up in the order of the node ids and
-sends the sum to all. The order of arrival changes nothing, and with a lossy codec the owner, too,
-goes on with the decoded bits: replicas stay bit-identical. What int8 and lowrank leave out,
-of a contribution and of a sum, is held back for the next step (error_feedback.py).
+Each replica sends its values of a part to the owner. The owner adds them in the order of the node
+ids and sends the sum to all. The order of arrival changes nothing, and with a lossy codec the owner
+also goes on with the decoded bits: replicas stay bit-identical. Error feedback (error_feedback.py)
+adds what int8 and lowrank leave out, of a contribution and of a sum, to the next step.
 
-More than eight replicas are laid out in rows (bootstrap/neighbours.py), so that none needs a link
-to each other one: about 2 sqrt(R) of them instead of R. In each row the same parts have an owner
-there, who adds up what its row contributes. The owners of a part, one a row, do the same with it
-once more: each makes the sum of a share of it, of the rows' sums in the order of the rows, and
-sends that to the others, who pass its very bytes on to their rows. So four hops, not two, and in
-all as many bytes. Where rows aren't of one length, the last one of a longer row owns nothing.
+More than eight replicas are laid out in rows (bootstrap/neighbours.py). Each then needs about 2
+sqrt(R) links instead of R. In each row the same parts have an owner, which adds up its row's
+contributions. The owners of a part, one a row, then reduce-scatter the rows' sums, in the order of
+the rows. Each sends its share's sum to the other owners, which pass the very same bytes on to their
+rows. That is four hops instead of two, and as many bytes in all. Where row lengths differ, the last
+node of a longer row owns nothing.
 
 A gradient is already a sum over tokens divided by the tokens of the whole window. So the replicas'
-gradients simply add up, whatever share of the window each of them has computed: no weights.
+gradients add up without weights, whatever share of the window each has computed.
 
-The first piece of every contribution names the microbatches in it. Every replica owns a part, so
-every replica sees all the names and checks for itself that the stage applied each one once. Of
-several rows, one of each tells the others of its row's with a sum; who is in that row, and got
-other names itself, finds it out.
+The first piece of each contribution names its microbatches. Every replica owns a part, so it sees
+all names and checks that the stage applied each microbatch once. Between rows, one node of each row
+sends its row's names with a sum. A node of that row that received other names detects the
+difference.
 
-What comes is finite, or its sender is named: a contribution before it is in any sum, a sum since
-all that is in it was.
+Non-finite values are traced to their sender: a contribution is checked before it enters a sum. So a
+non-finite sum is its sender's fault.
 """
 
 from __future__ import annotations
@@ -64,40 +64,40 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PIECE: Final = 2 << 20  # values of a part that travel in one frame: 8 MiB of float32
+PIECE: Final = 2 << 20  # values of a part in one frame: 8 MiB of float32
 EARLY_LIMIT: Final = 2 << 30  # bytes kept of one peer that is ahead of this node
-NAMED: Final = 8  # microbatches, or characters of what is unknown, in an error message
+NAMED: Final = 8  # microbatches, or characters of an unknown value, in an error message
 LATER: Final = 2.0
-"""Seconds by which, at each hop behind a row's contributions, it takes longer until somebody is
-accused: those behind whom it is stuck say so first."""
+"""Extra seconds before an accusation, for each hop behind a row's contributions: nodes nearer to
+the cause then report first."""
 
 LATE: Final = 1 << 62
-"""A step after all that is otherwise in a run's first ones."""
+"""A step later than a run's first ones."""
 
-Outgoing: TypeAlias = list[tuple[str, Frame]]  # frames, each with the node it goes to
+Outgoing: TypeAlias = list[tuple[str, Frame]]  # frames, each with its receiver
 Coded: TypeAlias = tuple[list[Descriptor], tuple[memoryview, ...]]
 Averaged: TypeAlias = Codec | Literal["lowrank"]
 
 
 def feeds_back(codec: Averaged) -> bool:
-    """What it leaves out is held back for the next step."""
+    """Whether error feedback adds what the codec leaves out to the next step."""
     return codec in ("int8", "int4", "lowrank")
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How parts of a gradient travel: in a codec, or by factors of its matrices."""
+    """How parts of a gradient travel: in a codec, or as factors of its matrices."""
 
     tensors: Tensors
     codec: Averaged = "none"
-    share: float = 1.0  # about, of the values, that travel in lowrank
-    after: int = 0  # so many steps of the run, in which that is int8
+    share: float = 1.0  # approximate share of the values that travel in lowrank
+    after: int = 0  # number of first steps that use int8 instead of lowrank
     rank: int = 1  # of lowrank
-    shapes: tuple[Shape, ...] = ()  # of the parameters that the gradient is of, end to end
+    shapes: tuple[Shape, ...] = ()  # of the parameters whose flat gradients are concatenated
 
     @classmethod
     def of_run(cls, tensors: Tensors, wire: WireSection, shapes: Iterable[Shape]) -> Coding:
-        """As the run file has it."""
+        """The coding that the run file asks for."""
         shapes, share = tuple(shapes), 1.0
         if wire.averaging == "lowrank":
             size = sum(map(math.prod, shapes))
@@ -106,24 +106,24 @@ class Coding:
         return cls(tensors, wire.averaging, share, wire.averaging_after, wire.rank, shapes)
 
     def at(self, step: int) -> Coding:
-        """In that step. A run's first steps are where its gradients change fastest, so little of
-        them would come in time (Lin et al., ICLR 2018, section 3.3)."""
+        """The coding of that step. A run's gradients change fastest in its first steps, so little
+        of them would come in time (Lin et al., ICLR 2018, section 3.3)."""
         early = self.codec == "lowrank" and step <= self.after
         return replace(self, codec="int8") if early else self
 
     @property
     def settles(self) -> int:
-        """Steps until what a replica holds back is as much as it ever will be."""
+        """Steps until a replica's error feedback is as large as it ever will be."""
         return math.ceil(2 / self.share) if self.codec == "lowrank" else 0
 
     def encode(self, row: Tensor, start: int) -> Coded:
-        """The gradient's values from `start` on."""
+        """Encodes the gradient's values from `start` on."""
         if self.codec == "lowrank":
             return self.tensors.encode_low_rank(row, self._cuts(row, start), self.rank)
         return self.tensors.encode([row], self.codec)
 
     def decode(self, frame: Frame, like: Tensor, start: int) -> Tensor:
-        """Of the length of `like`, and where that is. Raises WireError."""
+        """Decodes to the length and device of `like`. Raises WireError."""
         descriptors, payload = frame.descriptors, frame.payload
         size, device = like.numel(), like.device
         if self.codec == "lowrank":
@@ -134,7 +134,7 @@ class Coding:
         return row
 
     def spans(self, size: int, parts: int) -> list[list[tuple[int, int]]]:
-        """Of so many parts of a gradient of that size, and their pieces."""
+        """Spans of the pieces of so many parts of a gradient of that size."""
         return spans(size, parts, self.shapes if self.codec == "lowrank" else ())
 
     def _cuts(self, row: Tensor, start: int) -> list[Cut]:
@@ -142,8 +142,8 @@ class Coding:
 
 
 def spans(size: int, parts: int, matrices: Sequence[Shape] = ()) -> list[list[tuple[int, int]]]:
-    """Where the pieces of each of so many parts of a gradient begin and end; the rows of `matrices`
-    stay whole. An empty part is one empty piece, for the ids go with a piece."""
+    """Begin and end of each piece, for so many parts of a gradient; rows of `matrices` stay whole.
+    An empty part is one empty piece, because ids travel with a piece."""
     bounds = [*(row_start(matrices, size * i // parts) for i in range(parts)), size]
     firsts = [
         [row_start(matrices, first) for first in range(start, max(start + 1, stop), PIECE)]
@@ -153,22 +153,21 @@ def spans(size: int, parts: int, matrices: Sequence[Shape] = ()) -> list[list[tu
 
 
 def gradient_bytes(wire: WireSection, shapes: Iterable[Shape], replicas: int) -> int:
-    """Of the whole gradient of parameters of these shapes, sent once, in the parts that so many
-    replicas make of it."""
+    """Bytes of the gradient of parameters of these shapes, sent once, in the parts for so many
+    replicas."""
     if wire.averaging == "lowrank":
         return _factor_bytes(tuple(shapes), wire.rank, replicas)
     return encoded_size(sum(map(math.prod, shapes)), "float32", wire.averaging)
 
 
-@lru_cache(maxsize=64)  # a search for a plan asks again and again
+@lru_cache(maxsize=64)  # a plan search calls it repeatedly
 def _factor_bytes(shapes: tuple[Shape, ...], rank: int, replicas: int) -> int:
     of = spans(sum(map(math.prod, shapes)), parts(replicas), shapes)
     return encoded_bytes(shapes, rank, chain.from_iterable(of))
 
 
 def parts(replicas: int) -> int:
-    """In how many a gradient is cut: as many as a row has owners, times as many as there are
-    rows."""
+    """Number of parts of a gradient: owners in a row, times the number of rows."""
     some = lengths(replicas)
     return len(some) * min(some)
 
@@ -179,11 +178,11 @@ def check_ids(
     tellers: Mapping[str, str] | None = None,
     whole: bool = True,
 ) -> None:
-    """Each of the microbatches 0..window-1 is in exactly one replica's share, once; if these aren't
-    all of them, not `whole`, in none or one.
+    """Checks that each microbatch 0..window-1 is in exactly one replica's share, once. If the
+    shares aren't `whole`, it may be in none.
 
-    Raises ComplaintError that names the ids that are not, and accuses who holds them, or else, by
-    `tellers`, who has said so.
+    Raises ComplaintError that names the wrong ids and accuses their holders or, by `tellers`, the
+    nodes that reported them.
     """
     holders: dict[int, list[str]] = {}
     for node, ids in sorted(shares.items()):
@@ -218,8 +217,8 @@ def _name_ids(ids: Sequence[int], holders: Mapping[int, Sequence[str]]) -> str:
 class Averaging:
     """One node's side of the reductions, one at a time.
 
-    `send` queues a frame for a peer and says False when there is no way to it. Who cancels a
-    reduction may touch the gradient in the compute thread, behind the reduction's last work there.
+    `send` queues a frame for a peer and returns False without a route. After a cancellation, touch
+    the gradient only in the compute thread, behind the reduction's last work there.
     """
 
     def __init__(
@@ -232,14 +231,14 @@ class Averaging:
         *,
         chance: Random | None = None,
     ) -> None:
-        """`limit`: bytes of one peer that wait, before a reduction and in it. `chance`: by which is
-        drawn what is looked at closely; None: nothing is."""
+        """`limit`: bytes of one peer that wait, before a reduction and in it. `chance`: draws the
+        piece whose contributions are examined; None: none is."""
         self._node, self._chance = node, chance
         self._exchanges = exchanges
         self._send = send
         self._coding = coding
         self.held_back = ErrorFeedback()
-        self._together: Counter[str] = Counter()  # reductions in a row, by who was in them
+        self._together: Counter[str] = Counter()  # consecutive reductions, by replica
         self._inboxes: Inboxes[Ballot, Frame] = Inboxes(exchanges, NEVER, limit, limit)
 
     async def reduce(
@@ -255,19 +254,19 @@ class Averaging:
     ) -> list[Contribution]:
         """Replace `gradient` (float32 [n]) by its sum over `replicas`, in place.
 
-        `replicas` are the stage's members, this node among them; `ids` the microbatches that this
-        node's gradient is of; `window` their number over all replicas. `patience`: seconds that
-        the next frame is waited for, once there is `hurry`; until then others may be at their
-        microbatches. With `non_finite`, gradients need not be finite: that is the model's doing
-        then. `step`: of the run, a late one by default.
+        `replicas` are the stage's members, including this node. `ids`: microbatches in this node's
+        gradient. `window`: their number over all replicas. `patience`: seconds to wait for the next
+        frame after `hurry`; until then others may still compute. With `non_finite`, gradients need
+        not be finite: the model causes that. `step`: of the run, a late one by default.
 
-        Returns what is to be said of the replicas' contributions, as seen in one piece.
+        Returns statistics of the replicas' contributions, as seen in one piece.
 
-        Takes about twice the gradient's memory, one half of it for what waits to be sent, and
-        twice more for what is held back, where something is.
+        Takes about twice the gradient's memory, half of it for frames to be sent, and twice more
+        for error feedback, if any.
+
         Raises ComplaintError, PeerLostError when the gradients can still be summed without the
-        accused, and ValueError for arguments that can't be meant. Once it has failed or is
-        cancelled the gradient's contents are void.
+        accused, and ValueError for invalid arguments. After failure or cancellation the gradient's
+        contents are void.
         """
         coding = self._coding.at(step)
         together = {n for n in replicas if self._together[n] >= coding.settles}
@@ -306,22 +305,22 @@ class Averaging:
         return reduction.contributions_seen
 
     def on_frame(self, peer: str, frame: Frame) -> None:
-        """A frame of kind "average" has come. It waits for its reduction if that is to start yet;
-        if it is over or void, the frame has no effect."""
+        """Handles a frame of kind "average". It waits if its reduction hasn't started; if that is
+        over or void, the frame has no effect."""
         self._inboxes.put(Ballot(*frame.ballot), peer, frame, frame.size)
 
     def hurry(self, ballot: Ballot) -> None:
-        """All that the reduction is of has been computed, so nobody is to be waited for long."""
+        """All input of the reduction has been computed, so waits are limited from now on."""
         self._inboxes.hurry(ballot)
 
     def on_peer_lost(self, peer: str, reason: str) -> None:
-        """The link to `peer` is gone: the reduction fails if it still needs something from there.
+        """The link to `peer` is lost: the reduction fails if it still needs data from it.
 
-        Frames that have come before are still good."""
+        Frames that have come before stay valid."""
         self._inboxes.lost(peer, reason)
 
     def forget(self, before: Ballot) -> None:
-        """Ballots older than `before` are void: what comes for them has no effect."""
+        """Ballots older than `before` are void: their frames have no effect."""
         self._inboxes.forget(before)
 
     async def _absorb(self, reduction: Reduction, peer: str, item: Frame | Lost) -> None:
@@ -341,12 +340,12 @@ class Averaging:
 
 
 class GradientPiece(NamedTuple):
-    """Of a gradient, from `start` to before `stop`."""
+    """The values of a gradient from `start` to before `stop`."""
 
     start: int
     stop: int
-    home: int  # the row whose owner of it makes the sum
-    names: bool = False  # with its sum go the names of the microbatches in that row
+    home: int  # the row whose owner makes the sum
+    names: bool = False  # whether its sum carries the names of that row's microbatches
 
     def of(self, row: Tensor) -> Tensor:
         return row[self.start : self.stop]
@@ -363,22 +362,22 @@ Phase: TypeAlias = Literal["contribution", "row sum", "sum"]
 
 @dataclass
 class Total:
-    """Of what comes in any order, added in one."""
+    """A sum in a fixed order of terms that arrive in any order."""
 
-    added: int = 0  # terms in it
+    added: int = 0  # number of terms added
     value: Tensor | None = None
     early: dict[str, Frame | Tensor] = field(default_factory=dict)  # by node
 
 
 class Reduction:
     """The arithmetic of one reduction at one node: frames in, frames out. All of it runs in the
-    compute thread, but for the questions `awaited` and `needs`, asked between two of its tasks.
+    compute thread, except `awaited` and `needs`, which are called between two tasks.
 
-    Frames, by `fields`: {"phase": "contribution", "piece": k}, to the owner of a part in one's row,
-    the first one with "ids"; {"phase": "row sum", "piece": k}, from there to that owner who makes
-    the sum; {"phase": "sum", "piece": k}, from that one to its row and to the other owners, and
-    from these to their rows. Pieces are numbered as an owner has them: of the first two who gets
-    them, of sums who sends them.
+    A frame's `fields` have phase and piece: {"phase": "contribution", "piece": k} goes to the owner
+    of a part in the row; the first one has "ids". {"phase": "row sum", "piece": k} goes from there
+    to the owner that makes the sum. {"phase": "sum", "piece": k} goes from that owner to its row
+    and to the other owners, which pass it to their rows. Piece numbers are the owner's: the
+    receiver's in the first two phases, the sender's in a sum.
     """
 
     def __init__(
@@ -396,8 +395,8 @@ class Reduction:
         chance: Random | None = None,
         comparable: Collection[str] = (),
     ) -> None:
-        """`held_back`: where the coding feeds back. `comparable`: replicas whose contributions may
-        be looked at; by `chance` is drawn what is.
+        """`held_back`: used where the coding has error feedback. `comparable`: replicas whose
+        contributions may be examined; `chance` draws the piece.
 
         Raises ValueError, and ComplaintError when this node is alone and ids are wrong."""
         if len(gradient.shape) != 1 or gradient.dtype != coding.tensors.empty(0).dtype:
@@ -411,15 +410,15 @@ class Reduction:
         self.node, self.ballot, self.window = node, ballot, window
         self.gradient, self.coding, self.non_finite = gradient.detach(), coding, non_finite
         self.held_back = held_back if feeds_back(coding.codec) else None
-        self.owed: Tensor | None = None  # what is held back since the last commit
-        self.owing: Tensor | None = None  # ... and since the coming one
+        self.owed: Tensor | None = None  # error feedback of the last commit
+        self.owing: Tensor | None = None  # error feedback of the coming commit
         self._lay_out()
         self._await_all()
         self.totals: dict[tuple[Phase, int], Total] = defaultdict(Total)
         self.shares: dict[str, list[int]] = {node: sorted(ids)}
-        self.tellers = {node: node}  # of whose shares who has told this node
-        self.watched = -1  # a piece
-        self.kept: dict[str, Tensor] = {}  # by node, what was given to it
+        self.tellers = {node: node}  # by node: the sender of its share
+        self.watched = -1  # index of the examined piece
+        self.kept: dict[str, Tensor] = {}  # by node, the contribution received
         self.contributions_seen: list[Contribution] = []
         known = [name for name in self.row if name in comparable]
         if chance is not None and self.own and len(known) >= COMPARABLE:
@@ -429,17 +428,17 @@ class Reduction:
             check_ids(self.shares, window)
 
     def _lay_out(self) -> None:
-        """Who owns what, of those that this node has to do with."""
+        """Computes the owners of the parts that concern this node."""
         self.rows = rows(self.nodes)
         count, parts = len(self.rows), places(self.rows)
-        self.row = row_of(self.node, self.rows)  # this node among them, as in `column`
+        self.row = row_of(self.node, self.rows)  # includes this node, as does `column`
         self.home = self.rows.index(self.row)
         place = self.row.index(self.node)
         self.column = [row[place] for row in self.rows] if place < parts else [self.node]
         shares = self.coding.spans(self.gradient.numel(), parts * count)
 
         def owned(row: int, place: int) -> list[GradientPiece]:
-            """Those first whose sums it makes."""
+            """Pieces whose sums this owner makes come first."""
             return [
                 GradientPiece(start, stop, home, count > 1 and first == 0 and home % parts == place)
                 for home in (*range(row, count), *range(row))
@@ -452,12 +451,12 @@ class Reduction:
         self.own = self.pieces_of.get(self.node, [])
 
     def _await_all(self) -> None:
-        """What is to come, by node: numbers of pieces."""
+        """Lists the expected pieces: numbers, by node."""
         mates, owners = self._others(self.row), self._others(self.column)
         made_here = {number for number, one in enumerate(self.own) if one.home == self.home}
         self.contributions = {node: set(range(len(self.own))) for node in mates}
         self.row_sums = {node: set(made_here) for node in owners}
-        self.to_pass_on = {  # sums of this node's parts, by those who make them
+        self.to_pass_on = {  # sums of this node's parts, by the owners that make them
             node: {number for number, one in enumerate(self.pieces_of[node]) if one.home == home}
             for home, node in enumerate(self.column)
             if node in owners
@@ -469,13 +468,13 @@ class Reduction:
 
     @property
     def pieces(self) -> int:
-        """How many pieces the part has that has most of them."""
+        """Number of pieces in the largest part."""
         return max(len(self.pieces_of.get(node, [])) for node in self.row) if self.sums else 0
 
     def awaited(self) -> AwaitedReplicas | None:
-        """What is missing, and from whom; None: the gradient is the sum.
+        """What is missing, and from which nodes; None: the gradient is the sum.
 
-        Who waits for a contribution can't send its sums, so contributions are missed first."""
+        A node without all contributions can't send sums, so contributions are reported first."""
         hops: Sequence[tuple[Phase, Mapping[str, set[int]]]] = (
             ("contribution", self.contributions),
             ("row sum", self.row_sums),
@@ -488,12 +487,12 @@ class Reduction:
         return None
 
     def needs(self, peer: str) -> bool:
-        """Is anything from `peer` still missing?"""
+        """Whether anything from `peer` is still missing."""
         missing = self.contributions, self.row_sums, self.to_pass_on, self.sums
         return any(of.get(peer) for of in missing)
 
     def start(self) -> Outgoing:
-        """Before all else in the compute thread."""
+        """Runs before all else in the compute thread."""
         if self.held_back is None:
             return []
         if len(self.nodes) == 1:
@@ -504,16 +503,16 @@ class Reduction:
         return []
 
     def contribute(self, number: int) -> Outgoing:
-        """This node's values of that piece of everybody else's in its row, to whose it is."""
+        """Sends this node's values of that piece to each owner in its row."""
         outgoing = []
         place = self.row.index(self.node)
-        # Everyone starts with its successor, so that not all send to the same owner at once.
+        # Each node starts with its successor, so that they don't all send to one owner at once.
         for owner in (*self.row[place + 1 :], *self.row[:place]):
             pieces = self.pieces_of.get(owner, [])
             if number >= len(pieces):
                 continue
             piece = pieces[number]
-            # A copy: what waits to be sent must not change, whatever becomes of the gradient.
+            # A copy: queued frames must not change when the gradient does.
             frame, _ = self._coded("contribution", number, piece, self._given(piece).clone())
             if number == 0:
                 frame.fields["ids"] = self.shares[self.node]
@@ -521,9 +520,9 @@ class Reduction:
         return outgoing
 
     def absorb(self, peer: str, frame: Frame) -> Outgoing:
-        """Take in a replica's frame; the sums that it completes are to be sent.
+        """Take in a replica's frame; returns the sums that it completes, to be sent.
 
-        Raises ComplaintError for a frame that can't be right, and for ids that aren't the window's.
+        Raises ComplaintError for an invalid frame, and for ids that aren't the window's.
         """
         phase, number = frame.fields.get("phase"), frame.fields.get("piece")
         sums = self.to_pass_on if peer in self.to_pass_on else self.sums
@@ -546,8 +545,8 @@ class Reduction:
     # --- sums
 
     def _add(self, number: int) -> Outgoing:
-        """What the row has contributed to a piece; once it is whole it goes to who makes the sum of
-        all rows."""
+        """Adds the row's contributions to a piece; a complete sum goes to the owner that adds all
+        rows."""
         total = self._add_up("contribution", number, self.row)
         if total is None:
             return []
@@ -570,8 +569,7 @@ class Reduction:
     def _add_up(
         self, phase: Literal["contribution", "row sum"], number: int, nodes: Sequence[str]
     ) -> Tensor | None:
-        """Add to a piece's total what is there in the order of the nodes; returns it when it is
-        whole."""
+        """Adds the available terms to a piece's total in node order; returns a complete total."""
         total = self.totals[phase, number]
         for node in nodes[total.added :]:
             if node == self.node and phase == "contribution":
@@ -589,7 +587,7 @@ class Reduction:
         return self.totals.pop((phase, number)).value
 
     def _tell(self, number: int, total: Tensor) -> Outgoing:
-        """The sum of a piece."""
+        """Sends the sum of a piece."""
         piece = self.own[number]
         frame, sent = self._coded("sum", number, piece, total)
         piece.of(self.gradient).copy_(sent)  # with a lossy codec: what the others will have
@@ -598,7 +596,7 @@ class Reduction:
         return [(node, frame) for node in self._others((*self.row, *self.column))]
 
     def _take_sum(self, peer: str, piece: GradientPiece, frame: Frame) -> Outgoing:
-        """The gradient's; another owner's goes on to the row as it is."""
+        """Copies a sum into the gradient; another owner's is passed on to the row unchanged."""
         piece.of(self.gradient).copy_(self._values(peer, frame, piece))
         fields = {"phase": "sum", "piece": frame.fields["piece"]}
         if piece.names:
@@ -612,7 +610,7 @@ class Reduction:
         return [(node, passed_on) for node in self.sums]
 
     def _given(self, piece: GradientPiece) -> Tensor:
-        """What this node has for a piece, with what it has held back of it."""
+        """This node's values of a piece, with their error feedback."""
         values = piece.of(self.gradient)
         return values if self.owed is None else values + piece.of(self.owed)
 
@@ -642,11 +640,11 @@ class Reduction:
         if whole or len(self.rows) > 1:
             check_ids(self.shares, self.window, self.tellers, whole)
 
-    # --- what is seen of contributions
+    # --- statistics of contributions
 
     def _look(self, piece: GradientPiece, total: Tensor) -> None:
-        """At what each of the row has added to this piece, as it comes from others: whole, what
-        this one adds would be no measure for what they send."""
+        """Records each row member's contribution to this piece in its decoded form. This node's own
+        is decoded, too, to be comparable with the others'."""
         if self.owing is not None:
             whole = self._given(piece)
             frame = self._frame("contribution", self.watched, piece, whole)
@@ -672,7 +670,7 @@ class Reduction:
     def _coded(
         self, phase: Phase, number: int, piece: GradientPiece, values: Tensor
     ) -> tuple[Frame, Tensor]:
-        """And what those who get it will have; the rest is held back."""
+        """Encodes values; returns what receivers will have, too. The rest is for error feedback."""
         frame = self._frame(phase, number, piece, values)
         if self.coding.codec == "none" or not (self.owing is not None or phase == "sum"):
             return frame, values

@@ -1,7 +1,7 @@
-"""What a member tells its driver, and a driver its members, is held against what can be at all.
+"""Range checks of messages between members and their driver.
 
-Numbers that can't be are their sender's failure, whoever meets them: finite they are, not negative,
-and no larger than the window, the run or float32 allow.
+A number out of range is its sender's failure. Valid numbers are finite, not negative, and no larger
+than the window, the run or float32 allow.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import hash_of_records
 
 MOST_STEPS: Final = 1 << 53
-"""And lineages, attempts and bytes: whole numbers that a double has exactly."""
+"""Limit of steps, lineages, attempts and bytes: integers that a double represents exactly."""
 MOST_TOLD: Final = 1 << 52
-"""Of these, what a member may tell its driver: what the driver makes of it, one more, is still
-less than what all others take."""
+"""Limit of these in messages to the driver. The driver sends the value plus one, which must stay
+below the other limit."""
 LARGEST: Final = 3.5e38
-"""Of float32, and so of a loss."""
+"""Largest float32, and so the largest loss."""
 LARGEST_NORM: Final = 1e90
-"""Squared, of a gradient of 10^12 values, each as large as float32 has them."""
+"""Largest squared norm of a gradient: 10^12 values, each the largest float32."""
 LONGEST: Final = 1e7
-"""Seconds, of anything that a node measures: four months."""
+"""Maximum seconds of any duration that a node measures: four months."""
 HASH: Final = 64
-"""Bytes of a digest, at most."""
+"""Maximum bytes of a digest."""
 LONGEST_WORDS: Final = 500
-"""Characters of what a node says of itself."""
+"""Maximum characters of a node's text about itself."""
 LISTED: Final = 4096
-"""Holdings or sources in a message, at most."""
+"""Maximum holdings or sources in a message."""
 
 
 UNLIKE: Final = 2.0
-"""Relative difference of what has nothing in common."""
+"""Relative difference of unrelated results."""
 
 
 def told_to_driver(message: pb.Message, rules: TransactionRules) -> str:
-    """What is wrong with a member's message; empty: its figures can be."""
+    """What is wrong with a member's message; empty: nothing."""
     match message.WhichOneof("body"):
         case "status":
             return _status(message.status, rules)
@@ -74,7 +74,7 @@ def told_to_driver(message: pb.Message, rules: TransactionRules) -> str:
 
 
 def told_to_member(message: pb.Message, stage: int) -> str:
-    """What is wrong with a driver's message to a member at `stage`."""
+    """What is wrong with a driver's message to a member at `stage`; empty: nothing."""
     wrong = _count("attempt", message.ballot.attempt) or _count("view", message.ballot.view)
     match message.WhichOneof("body"):
         case "step":

@@ -1,8 +1,8 @@
-"""Replicas of a stage that differ: which of them is wrong, by what each tells when it is ready.
+"""Replicas of a stage that differ: finds the wrong one from the digests in their votes.
 
-Most often that settles it. Where nobody's weights and moments are those that its last update has
-left, or updates came out differently and none has a majority, it takes what others keep of the
-stage: `undecided` says so, and the driver asks before it decides.
+Digests usually settle it. They don't if every replica's state has changed since its last update, or
+if updates differ without a majority. Then `undecided` is true, and the driver queries what others
+keep of the stage first.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from planaria.node.wire import stage_pb2 as pb
 
 NOBODY: Final[Mapping[str, bytes]] = MappingProxyType({})
 STATE: Final = "weights or moments"
-"""Either may be wrong: one digest is of both."""
+"""One digest covers both, so either may be wrong."""
 
 
 class ReplicaDigest(NamedTuple):
-    """What a replica says of its state, and of the gradient that all replicas have summed."""
+    """A replica's report of its state and of the summed gradient."""
 
-    applied: bytes  # digest of weights and moments, as they were when they had last been changed
-    now: bytes  # taken anew
-    squared_norm: float  # not finite: all such are alike
+    applied: bytes  # digest of weights and moments right after their last change
+    now: bytes  # digest of the current weights and moments
+    squared_norm: float  # all non-finite values count as equal
 
     @classmethod
     def by(cls, ready: pb.Ready) -> ReplicaDigest:
@@ -34,13 +34,13 @@ class ReplicaDigest(NamedTuple):
 
 
 def changed(told: Mapping[str, ReplicaDigest], accepted: Mapping[str, bytes] = NOBODY) -> set[str]:
-    """Whose weights or moments are not those that its last update has left. `accepted`: digests, by
-    node, of those with which the run goes on although they have changed."""
+    """Nodes whose weights or moments have changed since their last update. `accepted`: digests, by
+    node, of changed ones with which the run goes on."""
     return {node for node, one in told.items() if one.now not in (one.applied, accepted.get(node))}
 
 
 def undecided(told: Mapping[str, ReplicaDigest], accepted: Mapping[str, bytes] = NOBODY) -> bool:
-    """Whether what the replicas of a stage tell doesn't say whose weights are right."""
+    """Whether the replicas' digests leave open which weights are right."""
     if len(told) > 1 and len({one.now for one in told.values()}) == 1:
         return False
     wrong = changed(told, accepted)
@@ -57,16 +57,16 @@ def differing(
     accepted: Mapping[str, bytes] = NOBODY,
     witnesses: Mapping[str, bytes] = NOBODY,
 ) -> dict[str, str]:
-    """The replicas that are wrong, each with the reason; empty: all agree. One is always right.
+    """The wrong replicas, each with the reason; empty: all agree. At least one is always right.
 
-    `usual`: the squared norm of the stage's last committed gradient; 0: none was. `strikes`: how
-    often each has been wrong before. `witnesses`: by node, the digest of what it has computed of
-    this stage itself, from the same gradients.
+    `usual`: the squared norm of the stage's last committed gradient; 0: there was none. `strikes`:
+    how often each has been wrong before. `witnesses`: by node, its digest of its own computation of
+    this stage from the same gradients.
 
-    Who has other weights now than after its last update is wrong. Of the others the majority is
-    right. Where there is none, a witness decides. Where there is none either, one is believed:
-    whose gradient is more like the last one, if it is that which differs, who has been wrong less
-    often, and then whose id is smallest. That is a guess, and the reason says so.
+    A replica whose weights changed since its last update is wrong. Among the others the majority is
+    right; without one, a witness decides. Without a witness, one is believed: the one whose
+    gradient is nearest to the last, if gradients differ; then the one with fewer strikes; then the
+    smallest id. That is a guess, and the reason says so.
     """
     if len({(one.now, one.squared_norm) for one in told.values()}) < 2:
         return {}
@@ -128,7 +128,7 @@ def _outvoted(
 
 
 def _distance(norm: float, usual: float) -> float:
-    """As powers of e; inf: it can't be told."""
+    """Absolute difference of logarithms; inf: undefined."""
     if not (0 < norm < math.inf and 0 < usual < math.inf):
         return 0.0 if norm == usual else math.inf
     return abs(math.log(norm) - math.log(usual))
