@@ -1,4 +1,4 @@
-"""Checksums of a shard's blocks, by which who reads a piece of it knows that it is right.
+"""Checksums of a shard's blocks, with which a reader of a part of the shard verifies it.
 
 They lie beside the shard, in a file of its name and `.blocks`: xxh3_64 of each BLOCK bytes, 8 bytes
 each, big-endian, one after the other.
@@ -13,7 +13,7 @@ from typing import Final
 import xxhash
 
 BLOCK: Final = 16 << 10
-"""Bytes: of a shard, its last block has fewer."""
+"""Block size in bytes; the last block of a shard may be shorter."""
 SUM: Final = 8
 _AT_ONCE: Final = 1 << 20
 
@@ -23,7 +23,7 @@ def beside(shard: str) -> str:
 
 
 def write_beside(file: Path) -> str:
-    """The list of a shard's checksums. Returns its own, xxh3_128 in hexadecimal. Raises OSError."""
+    """Write the list of a shard's checksums. Returns its own, xxh3_128 in hex. Raises OSError."""
     found = b"".join(_sums(file))
     file.with_name(beside(file.name)).write_bytes(found)
     return xxhash.xxh3_128_hexdigest(found)
@@ -34,7 +34,7 @@ def is_right(block: bytes, number: int, sums: bytes) -> bool:
 
 
 def length_of_list(size: int) -> int:
-    """Bytes, of a shard of that many."""
+    """Length in bytes of the checksum list of a shard of `size` bytes."""
     return -(-size // BLOCK) * SUM
 
 

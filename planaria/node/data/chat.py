@@ -1,9 +1,9 @@
 """Conversations to text, by the chat template that comes with a tokenizer.
 
-A template is Jinja, rendered as `apply_chat_template` of transformers does it, in a sandbox; it has
-no `strftime_now`, since what is prepared must not depend on the day. What lies between its
-`{% generation %}` and `{% endgeneration %}` is the assistant's. In a template without them, it is
-what of the whole text depends on the assistant's messages, and the token behind each.
+A template is Jinja, rendered as `apply_chat_template` of transformers does it, in a sandbox. It has
+no `strftime_now`, since prepared data must not depend on the day. Text between `{% generation %}`
+and `{% endgeneration %}` is the assistant's. In a template without these tags, it is the text that
+depends on the assistant's messages, and the token behind each.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from planaria.node.data.corpus import CorpusError, load_tokenizer
 from planaria.node.data.tokenizer import CONFIG, TEMPLATE, read_object, special_tokens
 
 BEGIN, END, MARK = MARKS = "\ufdd0", "\ufdd1", "\ufdd2"
-"""The first two are around what the assistant says while a template that says where it is renders
-it; the third is instead of it, to see what of a text depends on it. Unicode has no such characters,
-and no conversation has them."""
+"""Unicode noncharacters, which no conversation has. BEGIN and END mark the assistant's text in a
+template with generation tags. MARK replaces it, to find what of the text depends on it."""
 THOUGHT: Final = "reasoning_content"
-"""What a message has of the assistant's thoughts."""
+"""Key of a message for the assistant's thoughts."""
 MARKED: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 _FAILURES: Final = (
@@ -42,13 +41,13 @@ _FAILURES: Final = (
     RuntimeError,  # RecursionError among them
     MemoryError,
 )
-"""What a template may raise, which is a program of whoever wrote it."""
+"""Exceptions that a template may raise: it is a program that anybody may have written."""
 
 
 class Conversation(NamedTuple):
-    """One that is there in messages."""
+    """A conversation as a list of messages."""
 
-    place: str  # where, in words
+    place: str  # where it is, for errors
     messages: list[dict[str, Any]]  # content None: there is none
     tools: list[Any] | None = None
     unanswered: bool = False  # rendered with the generation prompt, for a model to answer
@@ -58,23 +57,23 @@ class Conversation(NamedTuple):
 class Rendered(NamedTuple):
     text: str
     scored: list[tuple[int, int]]
-    """What the assistant says: its first characters, and those behind its last ones."""
+    """The assistant's spans: positions of the first character and behind the last one."""
     open_end: bool = False
-    """The last of these has no token that ends it: the end of the document does."""
+    """True: no token ends the last span, only the end of the document."""
 
 
 class Template(NamedTuple):
-    """One that is yet to be compiled."""
+    """The source of a chat template, not yet compiled."""
 
     source: str
-    name: str  # says where it is from
+    name: str  # origin, for errors
     special_tokens: dict[str, str]
     ends: Sequence[str] = ()  # all special tokens of the tokenizer, any of which may end a turn
 
 
 class ChatTemplate:
-    """`name` says where the template is from; `special_tokens` has bos_token, eos_token, ...;
-    `ends`: see Template. Raises CorpusError when it can't be read."""
+    """A compiled chat template. `name`: its origin; `special_tokens`: bos_token, eos_token, ...;
+    `ends`: see Template. Raises CorpusError when the template can't be read."""
 
     def __init__(
         self, source: str, name: str, special_tokens: Mapping[str, str], ends: Sequence[str] = ()
@@ -91,7 +90,7 @@ class ChatTemplate:
             raise CorpusError(f"{name} is no template: {error!r}") from error
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Raises CorpusError."""
+        """Text and scored spans of a conversation. Raises CorpusError."""
         messages = [_with_content(message) for message in conversation.messages]
         text = self._text(conversation, messages, conversation.unanswered)
         if conversation.unanswered:
@@ -113,7 +112,7 @@ class ChatTemplate:
     def _found(
         self, conversation: Conversation, messages: list[dict[str, Any]], text: str
     ) -> Rendered:
-        """What the assistant says in the text, and the token that ends each turn."""
+        """The text, with the assistant's spans and the tokens that end its turns."""
         scored, open_end = [], False
         for at, message in enumerate(messages):
             if message["role"] != "assistant" or at in conversation.unscored:
@@ -129,9 +128,9 @@ class ChatTemplate:
     def _span(
         self, conversation: Conversation, messages: list[dict[str, Any]], text: str, at: int
     ) -> tuple[int, int] | None:
-        """Of the text, what depends on what the assistant says in this message; None: nothing.
+        """The span of the text that depends on the assistant's message `at`; None: nothing does.
 
-        A mark is rendered in its place: what both texts begin and end with is the template's.
+        It is where the text differs from a rendering with a mark in place of the message.
         """
         message, before = messages[at], ""
         others = [{"role": message["role"], "content": MARK}]
@@ -173,7 +172,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = False,
     ) -> str:
-        """Raises CorpusError."""
+        """Render the messages. Raises CorpusError."""
         try:
             return self._template.render(
                 messages=messages,
@@ -188,8 +187,8 @@ class ChatTemplate:
 
 
 class _NoContent(str):
-    """The content of a message without any. It is none, as with transformers, for a template that
-    asks, and no text for one that writes it."""
+    """The content of a message that has none. A template's test `is none` holds for it, as in
+    transformers, and it is written as an empty string."""
 
 
 def _with_content(message: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +202,7 @@ def _marked_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _common(one: str, other: str) -> int:
-    """Characters that both begin with."""
+    """Length of the common prefix."""
     least, most = 0, min(len(one), len(other))
     while least < most:
         middle = (least + most + 1) // 2
@@ -215,8 +214,8 @@ def _common(one: str, other: str) -> int:
 def template_of(
     tokenizer: Path, file: Path | None = None, remedy: str = "give one with --chat-template FILE"
 ) -> Template:
-    """That of `file`, or the one beside a tokenizer.json: chat_template.jinja, or the chat_template
-    of tokenizer_config.json. Raises CorpusError, which ends with the remedy when there is none."""
+    """The template in `file`, or else the one beside a tokenizer.json (chat_template.jinja,
+    tokenizer_config.json). Raises CorpusError, which ends with the remedy, without one."""
     folder = tokenizer.absolute().parent
     beside, config = folder / TEMPLATE, read_object(folder / CONFIG)
     special = special_tokens(folder)
@@ -246,7 +245,7 @@ def _read(file: Path) -> str:
 
 
 class _Generation(Extension):
-    """`{% generation %}`: marks in the text what is inside."""
+    """Jinja tag `{% generation %}`, which marks the text inside."""
 
     tags = {"generation"}  # noqa: RUF012 (as it is in the base class)
 
@@ -291,7 +290,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own would escape what HTML has a meaning for."""
+    """Filter `tojson` without the HTML escapes of Jinja's own."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

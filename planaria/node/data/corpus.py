@@ -1,14 +1,14 @@
 """Prepared data: shards of tokens, with an index. `prepare` (prepare.py) makes it.
 
 A prepared folder holds `index.json`, `tokenizer.json` and, for each split, shards of little-endian
-tokens. Every document ends with the end-of-document token, and a split is the concatenation of its
-documents, cut into samples without regard to where documents or shards end. Data that is scored in
-parts, as conversations are, has masks beside the tokens: shards of one byte for each token, SCORED
-and BEGINS.
+tokens. Every document ends with the end-of-document token. A split is the concatenation of its
+documents, cut into samples without regard to where documents or shards end. Data scored in parts,
+such as conversations, has masks beside the tokens: shards of one byte for each token, SCORED and
+BEGINS.
 
-No sample is taken from a shard that isn't what the index says of it, and the index is what nodes
-compare and ledgers record (`Index.content`). Shards are read, not mapped: one that somebody cuts
-short is an error then, and not the end of the process.
+Samples come only from shards that match the index. Nodes compare the index and ledgers record it
+(`Index.content`). Shards are read, not mapped: a shard that is cut short raises an error instead of
+ending the process.
 
 A registry reads the index, and has neither numpy nor tokenizers: they are loaded where samples are.
 """
@@ -42,33 +42,33 @@ log = logging.getLogger("planaria")
 
 FORMAT = 1
 SCORED, BEGINS = 1, 2
-"""Of a mask's byte: its token is scored; a document begins with it."""
+"""Bits of a mask's byte: its token is scored; a document begins with it."""
 UNSCORED = -100
-"""A target that isn't scored, as cross-entropy in torch has it."""
+"""Target that isn't scored: `ignore_index` of torch's cross-entropy."""
 BLOCK = 1 << 20
-"""Bytes that are read at a time to verify a shard."""
+"""Bytes read at a time to verify a shard."""
 MOST_OPEN = 64
-"""Shards that are open at a time."""
+"""Limit of open shards."""
 PLACE = "place.json"
-"""In a folder that stands for prepared data elsewhere (elsewhere.py)."""
+"""File that marks a folder as a stand-in for prepared data elsewhere (elsewhere.py)."""
 TRAIN, VALIDATION = SPLITS = "train", "validation"
 LARGEST_TOKENIZER = 64 << 20
-"""Bytes of a tokenizer.json: the library takes some 15 times as much memory to read it."""
+"""Limit of a tokenizer.json in bytes: the library takes some 15 times as much memory to read it."""
 
 
 class CorpusError(ValueError):
-    """Data that can't be prepared or read; the message says what is wrong and what to do."""
+    """Error of data that can't be prepared or read; the message says why and what to do."""
 
 
 class RowError(CorpusError):
-    """A record that can't be prepared, among others that can; the message says where it is."""
+    """Error of one record that can't be prepared; the message says where the record is."""
 
 
 class TokenShard(BaseModel):
-    name: str = Field(pattern=r"^\w[\w.-]*$", max_length=200)  # no way out of its folder
+    name: str = Field(pattern=r"^\w[\w.-]*$", max_length=200)  # can't leave its folder
     tokens: int
     checksum: str
-    blocks: str  # checksum of those of its blocks (blocks.py)
+    blocks: str  # checksum of the list of block checksums (blocks.py)
 
 
 class Split(BaseModel):
@@ -84,32 +84,32 @@ class Split(BaseModel):
 
 
 class CorpusSource(BaseModel):
-    """What prepared data was made of."""
+    """Provenance of prepared data."""
 
-    key: str = ""  # the same for the same recipe and files; empty: nothing says that
+    key: str = ""  # equal for equal recipe and files; empty: unknown
     files: int
     bytes: int  # of the files
     rows: int  # documents, and rows that were left out
-    left_out: dict[str, tuple[int, int]]  # by what it is: how many, and their bytes, if known
+    left_out: dict[str, tuple[int, int]]  # by reason: count, and bytes as far as known
     context: int | None = None  # tokens of a sample, as far as that was known
     cut: int = 0  # conversations of more tokens
 
 
 class Index(BaseModel):
-    """What `index.json` says. Checksums are xxh3_128 in hexadecimal."""
+    """Content of `index.json`. Checksums are xxh3_128 in hexadecimal."""
 
     format: int
     vocabulary: int
     dtype: Literal["uint16", "uint32"]
     end_of_document: int
-    begin: tuple[int, ...] = ()  # tokens before each text; of conversations the template's
+    begin: tuple[int, ...] = ()  # tokens before each text; a chat template writes a conversation's
     tokenizer: str
     splits: dict[str, Split]
     content: str = ""
     source: CorpusSource | None = None  # training doesn't depend on it
 
     def content_hash(self) -> str:
-        """A hash of what training depends on: tokens, masks and vocabulary."""
+        """Hash of what training depends on: tokens, masks and vocabulary."""
         shards = {name: [shard.checksum for shard in self.splits[name].shards] for name in SPLITS}
         figures = self.format, self.vocabulary, self.dtype, self.end_of_document
         fields: list[object] = [*figures, shards]
@@ -123,8 +123,8 @@ class Index(BaseModel):
         return any(split.masks is not None for split in self.splits.values())
 
     def misfit(self, folder: Path, content: str, vocabulary: int | None) -> str:
-        """Why a run that says this of its data and its model can't train on it, and what to do;
-        empty when it can. `folder`: has the tokenizer. Unsaid: "" and None."""
+        """Why a run with this content and vocabulary can't train on the data, and what to do; empty
+        when it can. `folder` has the tokenizer; `content` "" and `vocabulary` None: unspecified."""
         if content and content != self.content:
             return (
                 f"is other data than the run's: its content is {self.content}, the run file says "
@@ -144,19 +144,19 @@ class Index(BaseModel):
 
 
 class _Shard(Protocol):
-    """Tokens in a row."""
+    """A sequence of tokens."""
 
     def tokens(self, offset: int, count: int) -> NDArray[np.unsignedinteger]:
-        """At most `count`, as far as the shard goes. Raises CorpusError."""
+        """Up to `count` tokens, as far as the shard goes. Raises CorpusError."""
 
     def expect(self, offset: int, count: int) -> None:
-        """`tokens` is soon asked for these."""
+        """Announce a later read of these tokens."""
 
     def verify(self) -> None:
-        """All of it. Raises CorpusError."""
+        """Verify the whole shard. Raises CorpusError."""
 
     def check(self) -> None:
-        """What can be seen without reading it. Raises CorpusError."""
+        """Check what doesn't need the content. Raises CorpusError."""
 
     @property
     def is_open(self) -> bool: ...
@@ -165,7 +165,7 @@ class _Shard(Protocol):
 
 
 class _ShardFile:
-    """A shard, read where it lies. Whoever reads it first verifies it, or waits for who does."""
+    """A shard as a local file. The first reader verifies it; concurrent readers wait for that."""
 
     _close = staticmethod(os.close)  # `os` may be gone before a shard when the interpreter ends
     _descriptor: int | None = None
@@ -179,10 +179,10 @@ class _ShardFile:
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._vocabulary = vocabulary
         self._verifying = threading.Lock()
-        self._verified: _Stamp | None = None  # of the file whose content is the index's
+        self._verified: _Stamp | None = None  # stamp of the file when it matched the index
 
     def tokens(self, offset: int, count: int) -> NDArray[np.unsignedinteger]:
-        """At most `count`, as far as the shard goes. Raises CorpusError."""
+        """Up to `count` tokens, as far as the shard goes. Raises CorpusError."""
         import numpy as np
 
         try:
@@ -199,10 +199,10 @@ class _ShardFile:
         return np.frombuffer(data, self._dtype)
 
     def expect(self, offset: int, count: int) -> None:
-        """Nothing: it is here."""
+        """Do nothing: the file is local."""
 
     def verify(self) -> None:
-        """Unless the file has been, as it is. Raises CorpusError."""
+        """Verify the file, unless it is unchanged since the last time. Raises CorpusError."""
         try:
             descriptor = self._opened()
             try:
@@ -213,7 +213,7 @@ class _ShardFile:
             raise CorpusError(f"can't read {self.file}: {error.strerror}") from error
 
     def _verify(self, descriptor: int) -> None:
-        """Raises CorpusError, OSError."""
+        """Verify size, checksum and token range. Raises CorpusError, OSError."""
         import numpy as np
 
         with self._verifying:
@@ -240,7 +240,7 @@ class _ShardFile:
             self._verified = stamp
 
     def check(self) -> None:
-        """That it is there, in its size. Raises CorpusError."""
+        """Check that the file exists with its size. Raises CorpusError."""
         if not self.file.is_file():
             raise CorpusError(f"{self.file} is missing: {self._remedy}")
         self._check_size(self.file.stat().st_size)
@@ -265,7 +265,7 @@ class _ShardFile:
         return os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
 
     def _read(self, descriptor: int, offset: int, count: int) -> tuple[bytes, _Stamp]:
-        """Whatever is written while this reads changes the stamp."""
+        """Bytes and the stamp after them: a write in between changes the stamp."""
         size = self._dtype.itemsize
         return os.pread(descriptor, count * size, offset * size), _stamp(descriptor)
 
@@ -277,7 +277,7 @@ _Stamp = tuple[int, int, int, int, int]
 
 
 def _stamp(descriptor: int) -> _Stamp:
-    """Stands for the content of a file, as far as the file system tells when it changes."""
+    """Identifies the content of a file, as far as the file system tells when it changes."""
     of = os.fstat(descriptor)
     return of.st_dev, of.st_ino, of.st_size, of.st_mtime_ns, of.st_ctime_ns
 
@@ -286,8 +286,8 @@ class Corpus:
     """Prepared data. Open it with `Corpus.open`; any thread may read it.
 
     A split is cut into samples that don't overlap: sample i is the tokens i·context to
-    (i+1)·context, both included. So its last token is the first of the next sample: an input there,
-    only a target here.
+    (i+1)·context, both included. Its last token is a target only; the next sample has it as its
+    first input.
     """
 
     def __init__(self, path: Path, index: Index) -> None:
@@ -317,7 +317,7 @@ class Corpus:
         }
 
     def _maker(self) -> Callable[[TokenShard, str, int], _Shard]:
-        """Of a shard, its dtype and its vocabulary. Raises CorpusError."""
+        """Constructor of shards, from a shard, its dtype and its vocabulary. Raises CorpusError."""
         if self.elsewhere:
             from planaria.node.data.elsewhere import shards_of
 
@@ -326,8 +326,8 @@ class Corpus:
 
     @classmethod
     def open(cls, path: Path, verify: bool = False) -> Corpus:
-        """Checks that every shard is there in its size; with `verify`, also its checksum, and the
-        tokenizer's. Raises CorpusError."""
+        """Open prepared data. Checks that every shard exists with its size; with `verify`, also all
+        checksums, the tokenizer's included. Raises CorpusError."""
         corpus = cls(path, read_index(path))
         for shard in corpus._all():
             shard.check()
@@ -340,8 +340,8 @@ class Corpus:
         return corpus
 
     def verify_in_background(self) -> None:
-        """All shards that are here, one after the other, so samples seldom wait for it. What is
-        wrong is logged, and raised for who wants a sample of that shard."""
+        """Verify all local shards in a thread, so that samples seldom wait for it. An error is
+        logged, and raised again when a sample of that shard is read."""
         if self._verifier is None and not self.elsewhere:
             self._verifier = threading.Thread(
                 target=self._verify_and_log, name="verifying-data", daemon=True
@@ -355,7 +355,7 @@ class Corpus:
             log.error("%s", error)
 
     def _verify(self) -> None:
-        """Raises CorpusError."""
+        """Verify all shards. Raises CorpusError."""
         for shard in self._all():
             shard.verify()
 
@@ -364,11 +364,11 @@ class Corpus:
         return [shard for shards in files for shard in shards]
 
     def tokenizer(self) -> Tokenizer:
-        """Raises CorpusError."""
+        """The corpus's tokenizer. Raises CorpusError."""
         return load_tokenizer(self.path / "tokenizer.json")
 
     def count(self, split: str, context: int) -> int:
-        """How many samples of `context` inputs there are. Raises CorpusError when there is none."""
+        """Number of samples of `context` inputs. Raises CorpusError when there is none."""
         tokens = int(self._starts[split][-1])
         if tokens <= context:
             raise CorpusError(
@@ -378,12 +378,12 @@ class Corpus:
         return (tokens - 1) // context
 
     def shares(self, context: int) -> list[Share]:
-        """What the windows of training follow from. Raises CorpusError."""
+        """Arguments of the training windows. Raises CorpusError."""
         return [Share(self.count(TRAIN, context), turns=1)]
 
     def held_out(self, context: int, positions: Iterable[int]) -> NDArray[np.int64]:
-        """Ids of the validation samples at these positions, int64: they come one after the other,
-        again and again. Raises CorpusError."""
+        """Ids of the validation samples at these positions, int64, in order and cyclic. Raises
+        CorpusError."""
         import numpy as np
 
         count = self.count(VALIDATION, context)
@@ -401,14 +401,14 @@ class Corpus:
         if not 0 <= index < self.count(split, context):
             raise IndexError(f"the {split} split has no sample {index} of context {context}")
         pieces = list(self._pieces(shards, split, context, index))
-        for shard, offset, count in pieces:  # so that they come together
+        for shard, offset, count in pieces:  # concurrently
             shard.expect(offset, count)
         return np.concatenate([self._tokens(*piece) for piece in pieces], dtype=np.int64)
 
     def _pieces(
         self, shards: Sequence[_Shard], split: str, context: int, index: int
     ) -> Iterator[tuple[_Shard, int, int]]:
-        """A sample may go on in the next shard: shards, offsets and counts of tokens."""
+        """Pieces of a sample, which may span shards: shard, offset and count of tokens."""
         starts, position, end = self._starts[split], index * context, (index + 1) * context + 1
         number = bisect_right(starts, position) - 1
         while position < end:
@@ -417,7 +417,7 @@ class Corpus:
             position, number = position + count, number + 1
 
     def expect(self, split: str, context: int, indices: Iterable[int]) -> None:
-        """These samples are wanted soon: what lies elsewhere begins to come. Raises IndexError."""
+        """Announce later reads of these samples: remote data is prefetched. Raises IndexError."""
         of = [self._shards[split], *([self._masks[split]] if self.masked else [])]
         for index in indices:
             for shards in of:
@@ -439,21 +439,23 @@ class Corpus:
         return (marks[1:] & SCORED).astype(np.bool_)
 
     def begins(self, split: str, context: int, index: int) -> NDArray[np.bool_]:
-        """Which of a sample's `context` inputs, its tokens but the last, begin a document; of the
-        first one it isn't known. Raises IndexError, CorpusError."""
+        """Which of a sample's `context` inputs, its tokens but the last, begin a document. The
+        first is unknown: False. Raises IndexError, CorpusError."""
         import numpy as np
 
-        if self.masked:  # there, the token may stand within a document, too
+        if self.masked:  # the end-of-document token may also be within a document
             marks = self._sample(self._masks[split], split, context, index)
             return (marks[:-1] & BEGINS).astype(np.bool_)
         ends = self.sample(split, context, index)[:-1] == self.index.end_of_document
         begins = np.concatenate(([False], ends[:-1]))
-        if self.index.end_of_document in self.index.begin:  # of one that it begins, it is no end
+        if (
+            self.index.end_of_document in self.index.begin
+        ):  # a token that begins a document doesn't end one
             begins[1:] &= ~(begins[:-1] & ends[:-1])
         return begins
 
     def _tokens(self, shard: _Shard, offset: int, count: int) -> NDArray[np.unsignedinteger]:
-        """As `_Shard.tokens`, with no more than MOST_OPEN files open."""
+        """Like `_Shard.tokens`, with no more than MOST_OPEN files open."""
         if self.elsewhere:
             return shard.tokens(offset, count)
         with self._reading:
@@ -532,7 +534,7 @@ def file_checksum(file: Path) -> str:
 
 
 def _named(folder: Path, tokens: range) -> str:
-    """The first of them, behind a colon; empty where nothing reads the tokenizer, as at a
+    """The first four of these tokens, behind a colon; empty without a readable tokenizer, as at a
     registry."""
     try:
         tokenizer = load_tokenizer(folder / "tokenizer.json")

@@ -1,7 +1,7 @@
-"""Documents, one after the other, from text files, JSON, Parquet, folders and `datasets`.
+"""Documents, in sequence, from text files, JSON, Parquet, folders and `datasets`.
 
-They are texts, or what messages.py makes of records with other fields. A bad row comes as a
-RowError in its place, so that the ordinals of documents don't depend on how often a file is read.
+A document is a text, or what messages.py makes of records with other fields. A bad row is a
+RowError in its place, so the ordinals of documents don't depend on how often a file is read.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ LINES_PER_DOCUMENT = 200
 LINES_AT_MOST = 2000
 
 ROWS_AT_A_TIME = 4
-"""Of a Parquet file: a few bytes there may stand for a long text, again and again."""
+"""Batch size in Parquet files: few bytes may decompress to a long text, repeatedly."""
 LARGE, PACKED_TIGHTLY = 256 << 20, 100
-"""Bytes of a row group when it is unpacked, and how many times the file's: what is more than both
-is no text."""
+"""Limits of a Parquet row group: decompressed bytes, and their ratio to the file's size. A row
+group that exceeds both isn't text."""
 _BLOCK = 1 << 16  # characters, of a list
 
 Row: TypeAlias = str | Conversation | Completion
 
 
 def files_of(source: str) -> Listing:
-    """The files that a source stands for: a file, or a folder's files in the order of their paths,
-    here or at a URL; a dataset, `hf:NAME[:CONFIG][@SPLIT]`, counts as one. Raises CorpusError."""
+    """The files of a source: a file, or a folder's files in the order of their paths, local or at a
+    URL. A dataset, `hf:NAME[:CONFIG][@SPLIT]`, counts as one. Raises CorpusError."""
     return Listing([source]) if source.startswith("hf:") else files_in(source, SUFFIXES)
 
 
@@ -61,12 +61,12 @@ def documents(
     longest: int = LONGEST,
     form: Form | None = None,
 ) -> Iterator[Row | RowError]:
-    """The documents of one of `files_of`; none of them blank. Memory holds one at a time. Raises
+    """The documents of one of `files_of`, none of them blank. Memory holds one at a time. Raises
     CorpusError for a file that can't be read on.
 
-    `text_field` names the text of a record; `separator` is for text files, see lines_to_documents;
-    a record of more than `longest` bytes is a bad row; `form`: of all records, None: each by its
-    fields.
+    `text_field`: the field with a record's text; `separator`: for text files, see
+    lines_to_documents. A record of more than `longest` bytes is a bad row. `form`: of all records;
+    None: each by its fields.
     """
     try:
         for document in _documents(file, text_field, separator, longest, form):
@@ -86,10 +86,10 @@ def lines_to_documents(
 ) -> Iterator[str | RowError]:
     """Cut a text into documents at its lines.
 
-    A line whose beginning matches `separator` begins a document; what matched is left out (so a
-    lookahead keeps it: `(?=Act )`). Without a separator, documents begin at chapter headings; as
-    long as there was none, at the first blank line after LINES_PER_DOCUMENT lines. A line that is
-    a RowError stands for itself; a document of more than `longest` characters becomes one.
+    A line whose beginning matches `separator` begins a document; the match is left out (so a
+    lookahead keeps it: `(?=Act )`). Without a separator, documents begin at chapter headings;
+    before the first heading, at a blank line after LINES_PER_DOCUMENT lines. A RowError among the
+    lines is passed on; a document of more than `longest` characters becomes one.
     """
     document: list[str] = []
     characters = first = 0
@@ -152,7 +152,7 @@ def _documents(
             yield _document(*record, text_field, longest, form)
 
 
-# A record comes with the words that say where it was.
+# Place in words, and the record.
 Record = tuple[str, Any]
 
 
@@ -181,7 +181,7 @@ def _document(
 
 
 def _text(place: str, record: Any, text_field: str) -> str:
-    """Raises CorpusError."""
+    """The text of a record. Raises CorpusError."""
     if not isinstance(record, dict) or text_field not in record:
         fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise CorpusError(
@@ -202,7 +202,7 @@ def _text(place: str, record: Any, text_field: str) -> str:
 
 
 def _check_text(what: str, text: str) -> None:
-    """Raises CorpusError."""
+    """Raises CorpusError for a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -214,7 +214,7 @@ def _check_text(what: str, text: str) -> None:
 def _lines(
     file: str, readline: Callable[[int], AnyStr], longest: int
 ) -> Iterator[tuple[int, AnyStr | RowError]]:
-    """Lines, and their numbers from 1."""
+    """Lines, with numbers from 1."""
     number = 0
     while line := readline(longest + 1):
         number += 1
@@ -256,8 +256,8 @@ def _parsed(file: str, number: int, line: bytes) -> Record | RowError:
 
 
 def _items(file: str, text: TextIOWrapper, longest: int) -> Iterator[Record]:
-    """Of a list, one at a time. Raises CorpusError: behind an item that isn't JSON nothing says
-    where the next one begins."""
+    """The items of a list, one at a time. Raises CorpusError for an item that isn't JSON: the start
+    of the next item is then unknown."""
     decode, number = json.JSONDecoder().raw_decode, 1
     buffer = text.read(_BLOCK)
     at = buffer.index("[") + 1
@@ -322,8 +322,8 @@ def _parquet_records(file: str, text_field: str | None) -> Iterator[Record | Row
 
 
 def _in_python(batch: Any) -> Iterable[Any]:
-    """The rows of a record batch; for one that Python can't have, as where bytes aren't UTF-8, the
-    error."""
+    """The rows of a record batch. A row that Python can't represent, for example bytes that aren't
+    UTF-8, is its error."""
     try:
         return list(batch.to_pylist())
     except (ValueError, OverflowError) as error:
@@ -333,8 +333,8 @@ def _in_python(batch: Any) -> Iterable[Any]:
 
 
 def _check_unpacked(file: str, size: int, metadata: Any) -> None:
-    """Raises CorpusError for a file of `size` bytes that would take far more memory than that. Row
-    groups are asked, not their columns: pyarrow ends the process where these are damaged."""
+    """Raises CorpusError when a file of `size` bytes would take far more memory. It reads the sizes
+    of row groups, not of columns: pyarrow ends the process where these are damaged."""
     for number in range(metadata.num_row_groups):
         unpacked_size = metadata.row_group(number).total_byte_size
         if unpacked_size > max(LARGE, PACKED_TIGHTLY * size):
@@ -360,7 +360,7 @@ def _dataset_records(source: str) -> Iterator[Record]:
 
 
 def _first_not_utf8(file: str) -> str:
-    """Where a file isn't UTF-8, and what to do, in words. Raises CorpusError, OSError."""
+    """Message for a file that isn't UTF-8: where, and what to do. Raises CorpusError, OSError."""
     decoder, line, block = codecs.getincrementaldecoder("utf-8")(), 1, b"\n"
     with unpacked(file) as data:
         while block:

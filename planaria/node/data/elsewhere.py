@@ -1,9 +1,8 @@
-"""Prepared data that lies elsewhere, where fsspec finds it: its tokens are read as they are needed.
+"""Remote prepared data, read with fsspec when its tokens are needed.
 
-A folder stands for it (`stand_in`): the index, the tokenizer, and PLACE, which says where the
-shards are. A sample takes a block or two of a shard, which are held against their checksums
-(blocks.py), so a node needs neither the time nor the disk for all of it. What the next windows take
-is asked for ahead.
+A local folder is its stand-in (`stand_in`): the index, the tokenizer, and PLACE, which has the URL
+of the shards. A sample takes one or two blocks of a shard, verified against their checksums
+(blocks.py), so a node needn't download all of it. Blocks of the next windows are prefetched.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ CACHED: Final = 256 << 20
 AT_ONCE: Final = 16  # reads
 PAUSES: Final = (0.5, 2.0)  # seconds before a read is tried again
 PATIENCE: Final = 60.0
-"""Seconds that whoever needs a block waits for it."""
+"""Seconds to wait for a block."""
 LONGEST_INDEX: Final = 256 << 20  # bytes; of a tokenizer, too
 
 
 class RemoteFolder:
-    """A folder elsewhere, by its URL. Any thread may read there."""
+    """A remote folder, by its URL. Any thread may read it."""
 
     def __init__(self, url: str) -> None:
         """Raises CorpusError."""
@@ -68,7 +67,7 @@ class RemoteFolder:
         return self._read(name, first, end)
 
     def file(self, name: str) -> bytes:
-        """All of a small one. Raises CorpusError."""
+        """The content of a small file. Raises CorpusError."""
         try:
             with self._system.open(f"{self._path}/{name}", "rb") as file:
                 content: bytes = file.read(LONGEST_INDEX + 1)
@@ -96,7 +95,7 @@ class RemoteFolder:
 
 
 class Blocks:
-    """Those that were read last, and those that are on their way. Any thread may ask."""
+    """LRU cache of blocks, with the reads in progress. Any thread may use it."""
 
     def __init__(self, most: int = CACHED) -> None:
         """`most`: bytes."""
@@ -106,7 +105,7 @@ class Blocks:
         self._reading = ThreadPoolExecutor(AT_ONCE, "reading-data")
 
     def ask(self, name: str, number: int, size: int, read: Callable[[], bytes]) -> Future[bytes]:
-        """The one of this name and number, of so many bytes, by `read` if it isn't here."""
+        """The block of this name and number, of `size` bytes, by `read` on a miss."""
         with self._lock:
             found = self._found.pop((name, number), None)
             if found is not None and _has_failed(found[1]):
@@ -127,7 +126,7 @@ def _has_failed(read: Future[bytes]) -> bool:
 
 
 class ShardElsewhere:
-    """As corpus.ShardFile, and no file."""
+    """A remote shard, with the interface of corpus._ShardFile."""
 
     is_open: Final = True
 
@@ -149,7 +148,7 @@ class ShardElsewhere:
         self._listing = threading.Lock()
 
     def tokens(self, offset: int, count: int) -> NDArray[np.unsignedinteger]:
-        """At most `count`, as far as the shard goes. Raises CorpusError."""
+        """Up to `count` tokens, as far as the shard goes. Raises CorpusError."""
         import numpy as np
 
         first = offset * self._dtype.itemsize
@@ -160,22 +159,22 @@ class ShardElsewhere:
         return np.frombuffer(data[at : at + end - first], self._dtype)
 
     def expect(self, offset: int, count: int) -> None:
-        """`tokens` is soon asked for these."""
+        """Announce a later read of these tokens."""
         first = offset * self._dtype.itemsize
         end = min(self._size, first + count * self._dtype.itemsize)
         for number in range(first // BLOCK, -(-end // BLOCK)):
             self._block(number)
 
     def verify(self) -> None:
-        """All of it, as it is read in training. Raises CorpusError."""
+        """Verify all blocks, as training reads them. Raises CorpusError."""
         for number in range(-(-self._size // BLOCK)):
             self._come(self._block(number))
 
     def check(self) -> None:
-        """Nothing: each block is, when it comes."""
+        """Do nothing: each block is verified when it arrives."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: no file is open."""
 
     def _come(self, block: Future[bytes]) -> bytes:
         try:
@@ -195,7 +194,7 @@ class ShardElsewhere:
         return self._cache.ask(self.shard.name, number, end - first, read)
 
     def _checked(self, block: bytes, number: int) -> bytes:
-        """Raises CorpusError."""
+        """The block, verified. Raises CorpusError."""
         import numpy as np
 
         where = f"block {number} of {self._place.url}/{self.shard.name}"
@@ -212,7 +211,7 @@ class ShardElsewhere:
         return block
 
     def _sums(self) -> bytes:
-        """Of the shard's blocks, kept where the index is. Raises CorpusError."""
+        """Checksums of the shard's blocks, cached beside the index. Raises CorpusError."""
         name, length = blocks.beside(self.shard.name), blocks.length_of_list(self._size)
         kept = self._folder / name
         with self._listing:
@@ -231,8 +230,8 @@ class ShardElsewhere:
 
 
 def folder_of(place: str, kept: Path) -> Path:
-    """That of prepared data: `place` itself, or, of a URL, one in `kept` that stands for it. Raises
-    CorpusError."""
+    """Folder of the prepared data at `place`: `place` itself or, for a URL, a stand-in in `kept`.
+    Raises CorpusError."""
     if not is_remote(place):
         return Path(place)
     folder = kept / xxhash.xxh3_64_hexdigest(place.rstrip("/").encode())
@@ -245,8 +244,8 @@ def is_stand_in(folder: Path) -> bool:
 
 
 def shards_of(folder: Path) -> Callable[[TokenShard, str, int], ShardElsewhere]:
-    """What makes them, in the folder that stands for them: of a shard, its dtype and its
-    vocabulary. Raises CorpusError."""
+    """Constructor of the shards of a stand-in, from a shard, its dtype and its vocabulary. Raises
+    CorpusError."""
     file = folder / PLACE
     try:
         url = json.loads(file.read_text(encoding="utf-8"))["place"]
@@ -261,7 +260,7 @@ def shards_of(folder: Path) -> Callable[[TokenShard, str, int], ShardElsewhere]:
 
 
 def stand_in(url: str, folder: Path) -> Index:
-    """Makes `folder` stand for the prepared data at `url`, as it is now. Raises CorpusError."""
+    """Make `folder` a stand-in for the prepared data at `url`, as it is now. Raises CorpusError."""
     if folder.exists() and not is_stand_in(folder) and any(folder.iterdir()):
         raise CorpusError(f"{folder} is there already, and stands for nothing: choose another one")
     place = RemoteFolder(url)
@@ -281,7 +280,7 @@ def stand_in(url: str, folder: Path) -> Index:
 
 
 def replace_with(file: Path, content: bytes) -> None:
-    """Whole or not at all. Raises OSError."""
+    """Write a file atomically. Raises OSError."""
     unfinished = file.with_name(f"{file.name}.{os.getpid()}.unfinished")
     unfinished.write_bytes(content)
     unfinished.replace(file)

@@ -1,7 +1,7 @@
-"""Records to conversations: what people write, in the one form that chat templates read.
+"""Records to conversations, in the form that chat templates read.
 
-A record is of one of FORMS, told by its fields. Whatever its form, its messages pass `_message`,
-each rule of which is a function. Nothing here reads files or knows templates.
+A record is of one of FORMS, recognized by its fields. In each form, its messages pass `_message`,
+whose rules are one function each. This module reads no files and knows no templates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORMS: Final[dict[Form, tuple[str, ...]]] = {
     "completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
 }
-"""The fields that a record of each form has; those that are looked for first come first."""
+"""Fields of the records of each form, in the order of precedence."""
 ROLES: Final = {
     "human": "user",
     "gpt": "assistant",
@@ -31,22 +31,22 @@ ROLES: Final = {
     "ai": "assistant",
     "observation": "tool",
 }
-"""Other names of roles."""
+"""Aliases of roles."""
 USUAL: Final = {"system", "developer", "user", "assistant", "tool", "ipython"}
 assert {*FORMS, "text"} == {*get_args(Form)}
 
 
 class Completion(NamedTuple):
-    """A prompt and what follows it, as texts."""
+    """A prompt and its completion, as texts."""
 
-    place: str  # where, in words
+    place: str  # where it is, for errors
     prompt: str
     completion: str
 
 
 def form_of(record: Mapping[str, Any], text_field: str) -> Form | None:
-    """The first form whose fields the record has; what is null isn't there. None: no form. With a
-    `label`, completions are to be preferred or avoided, and no examples."""
+    """The first form whose fields the record has, nulls not counted; None: no form. Completions
+    with a `label` are preference data, no examples."""
     present = {key for key, value in record.items() if value is not None}
     if text_field in present:
         return "text"
@@ -57,7 +57,7 @@ def form_of(record: Mapping[str, Any], text_field: str) -> Form | None:
 def conversation(
     place: str, record: Mapping[str, Any], form: Form = "messages"
 ) -> Conversation | Completion:
-    """What a record of this form says. `place`: where it is, for errors. Raises CorpusError."""
+    """The conversation of a record of this form. `place`: for errors. Raises CorpusError."""
     for field in FORMS[form]:
         if record.get(field) is None:
             known = ", ".join(record) or "none"
@@ -65,7 +65,7 @@ def conversation(
                 f"{place} has no field {field!r}, as records of --format {form} have: its fields "
                 f"are {known}"
             )
-    prompted = 0  # messages that only ask
+    prompted = 0  # messages of the prompt
     match form:
         case "completion":
             prompt, completion = record["prompt"], record["completion"]
@@ -98,7 +98,7 @@ def _list(place: str, field: str, value: object) -> list[Any]:
 
 
 def _alpaca(place: str, record: Mapping[str, Any]) -> list[Any]:
-    """Instruction and input are what the user says, in two lines."""
+    """Instruction and input are the user's message, in two lines."""
     for field in ("system", "instruction", "input", "output"):
         if not isinstance(record.get(field) or "", str):
             raise CorpusError(f"{place}: {field!r} is no text but {type(record[field]).__name__}")
@@ -118,7 +118,7 @@ def _turn(asked: object, answered: object) -> list[dict[str, object]]:
 
 
 def _message(place: str, message: object) -> tuple[dict[str, Any], bool]:
-    """As a chat template reads it, and whether it is scored where the assistant says it. Raises
+    """The message as a chat template reads it, and whether it is scored if the assistant's. Raises
     CorpusError."""
     if not isinstance(message, dict):
         raise CorpusError(f"{place} has no role, as in {_EXAMPLE}, but is {shortened(message)}")
@@ -140,14 +140,14 @@ _EXAMPLE: Final = '{"role": "user", "content": "What is a planarian?"}'
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without the keys whose value is null: Arrow gives all records of a file the same keys."""
+    """Drop keys whose value is null: Arrow gives all records of a file the same keys."""
     if isinstance(value, dict):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _scored(place: str, fields: dict[str, Any]) -> bool:
-    """Takes `weight` and `train` out of the fields: with 0 or false nothing of it is scored."""
+    """Remove `weight` and `train` from the fields: with 0 or false the message isn't scored."""
     weight, train = fields.pop("weight", 1), fields.pop("train", True)
     if weight not in (0, 1):
         raise CorpusError(f"{place}: weight is 0 or 1, not {shortened(weight)}")
@@ -157,7 +157,7 @@ def _scored(place: str, fields: dict[str, Any]) -> bool:
 
 
 def _role(place: str, fields: dict[str, Any]) -> str:
-    """By its usual name. Also takes `from` out of the fields, which says it in ShareGPT's form."""
+    """The role, by its usual name. Also removes ShareGPT's key for it, `from`, from the fields."""
     sender = fields.pop("from", None)
     role = fields.get("role", sender)
     if not isinstance(role, str):
@@ -173,7 +173,7 @@ def _role(place: str, fields: dict[str, Any]) -> str:
 
 
 def _content(place: str, fields: dict[str, Any]) -> str:
-    """One text. Also takes `value` out of the fields, which has it in ShareGPT's form."""
+    """The content as one text. Also removes ShareGPT's key for it, `value`, from the fields."""
     value = fields.pop("value", "")
     content = fields.get("content", value)
     if isinstance(content, str):
@@ -199,7 +199,7 @@ def _part(place: str, part: object) -> str:
 
 
 def _thoughts(place: str, fields: dict[str, Any]) -> dict[str, str]:
-    """What the assistant thinks, by the names that transformers gives it for templates."""
+    """The assistant's thoughts, by the names that transformers has for templates."""
     names = THOUGHT, "thinking", "reasoning"
     thought = next((fields[name] for name in names if name in fields), "")
     if not isinstance(thought, str):
@@ -208,7 +208,7 @@ def _thoughts(place: str, fields: dict[str, Any]) -> dict[str, str]:
 
 
 def _calls(place: str, fields: dict[str, Any]) -> list[Any]:
-    """The calls of tools, whose arguments are objects."""
+    """Tool calls, with arguments as objects."""
     calls = fields.pop("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise CorpusError(f"{place}: tool_calls is no list of calls but {shortened(calls)}")
@@ -231,7 +231,7 @@ def _call(place: str, call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tools(place: str, tools: object) -> list[Any] | None:
-    """None: there are none."""
+    """The tools as objects; None: no tools."""
     tools = _parsed(f"{place}: 'tools'", tools) if isinstance(tools, str) and tools else tools
     if not tools:
         return None

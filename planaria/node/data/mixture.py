@@ -1,9 +1,9 @@
 """Several corpora as one, by shares.
 
-Samples have one id each: those of the first corpus come first, from 0, then those of the next one.
-Who takes turns when, windows.py says.
+Sample ids are unique: those of the first corpus come first, from 0, then those of the next one.
+windows.py decides which corpus has which turn.
 
-A registry looks at the indexes, and has neither numpy nor tokenizers.
+A registry reads the indexes, and has neither numpy nor tokenizers.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 
 class Mixture:
-    """Corpora that take turns. Any thread may read it.
+    """Corpora with a common tokenizer that take turns. Any thread may read it.
 
-    They have a tokenizer in common. `content` stands for what they hold, and for their turns.
-    Raises CorpusError when they don't go together.
+    `content` identifies their contents and their turns. Raises CorpusError when they don't go
+    together.
     """
 
     def __init__(self, corpora: Sequence[Corpus], turns: Sequence[int]) -> None:
@@ -52,16 +52,16 @@ class Mixture:
         self.content, self.vocabulary = self.index.content, self.index.vocabulary
 
     def tokenizer(self) -> Tokenizer:
-        """Raises CorpusError."""
+        """The common tokenizer. Raises CorpusError."""
         return self.corpora[0].tokenizer()
 
     @property
     def path(self) -> Path:
-        """A folder with the tokenizer."""
+        """Folder with the tokenizer."""
         return self.corpora[0].path
 
     def verify_in_background(self) -> None:
-        """As `Corpus.verify_in_background`."""
+        """Like `Corpus.verify_in_background`."""
         for corpus in self.corpora:
             corpus.verify_in_background()
 
@@ -70,13 +70,13 @@ class Mixture:
         return any(corpus.elsewhere for corpus in self.corpora)
 
     def expect(self, split: str, context: int, indices: Iterable[int]) -> None:
-        """As `Corpus.expect`. Raises IndexError, CorpusError."""
+        """Like `Corpus.expect`. Raises IndexError, CorpusError."""
         for corpus, own in self._own(split, context, map(int, indices)):
             if corpus.elsewhere:
                 corpus.expect(split, context, [own])
 
     def shares(self, context: int) -> list[Share]:
-        """What the windows of training follow from. Raises CorpusError."""
+        """Arguments of the training windows. Raises CorpusError."""
         counts = self._counts(TRAIN, context)
         return [Share(count, turns) for count, turns in zip(counts, self.turns, strict=True)]
 
@@ -109,19 +109,19 @@ class Mixture:
         return any(corpus.masked for corpus in self.corpora)
 
     def scored(self, split: str, context: int, index: int) -> NDArray[np.bool_]:
-        """As `Corpus.scored`."""
+        """Like `Corpus.scored`."""
         ((corpus, own),) = self._own(split, context, [index])
         return corpus.scored(split, context, own)
 
     def begins(self, split: str, context: int, index: int) -> NDArray[np.bool_]:
-        """As `Corpus.begins`."""
+        """Like `Corpus.begins`."""
         ((corpus, own),) = self._own(split, context, [index])
         return corpus.begins(split, context, own)
 
     def _own(
         self, split: str, context: int, indices: Iterable[int]
     ) -> Iterator[tuple[Corpus, int]]:
-        """Of whom each sample is, and its number there. Raises IndexError, CorpusError."""
+        """The corpus of each sample, and its index there. Raises IndexError, CorpusError."""
         starts = list(accumulate(self._counts(split, context), initial=0))
         for index in indices:
             of = bisect_right(starts, index) - 1
@@ -134,11 +134,11 @@ class Mixture:
 
 
 Data: TypeAlias = Corpus | Mixture
-"""What a run trains on."""
+"""Training data of a run."""
 
 
 def windows(data: Data, seed: int, context: int, batch: int) -> AnyWindows:
-    """Those of a run on this data. Raises CorpusError, ValueError."""
+    """The windows of a run on this data. Raises CorpusError, ValueError."""
     from planaria.node.data.windows import windows_of
 
     return windows_of(seed, data.shares(context), batch)
@@ -147,8 +147,8 @@ def windows(data: Data, seed: int, context: int, batch: int) -> AnyWindows:
 def inputs_and_targets(
     data: Data, split: str, context: int, ids: Sequence[int] | NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Of these samples, int64 [n, context] each; a target that isn't scored is UNSCORED. Raises
-    IndexError, CorpusError."""
+    """Inputs and targets of these samples, int64 [n, context] each; a target that isn't scored is
+    UNSCORED. Raises IndexError, CorpusError."""
     import numpy as np
 
     tokens = data.samples(split, context, ids)
@@ -171,15 +171,15 @@ def beginnings(
 
 
 def count_scored(data: Data, split: str, context: int, ids: NDArray[np.int64]) -> int:
-    """Targets of these samples that are scored. Raises IndexError, CorpusError."""
+    """Number of scored targets in these samples. Raises IndexError, CorpusError."""
     if not data.masked:
         return len(ids) * context
     return sum(int(data.scored(split, context, int(index)).sum()) for index in ids)
 
 
 def joint_content(contents: Sequence[str], turns: Sequence[int]) -> str:
-    """Stands for corpora with these contents, and their turns: xxh3_128 in hexadecimal; one's own
-    content when there is one."""
+    """Hash of corpora with these contents and turns: xxh3_128 in hexadecimal. A single corpus keeps
+    its own content."""
     if len(contents) == 1:
         return contents[0]
     fields = [list(pair) for pair in zip(contents, turns, strict=True)]
@@ -187,7 +187,7 @@ def joint_content(contents: Sequence[str], turns: Sequence[int]) -> str:
 
 
 def check_tokenizers(indexes: Sequence[tuple[Path, Index]]) -> None:
-    """That all folders were prepared with the same. Raises CorpusError."""
+    """Check that all folders were prepared with the same tokenizer. Raises CorpusError."""
     (first, one), *others = indexes
     for path, index in others:
         files = first / TOKENIZER, path / TOKENIZER
@@ -199,8 +199,8 @@ def check_tokenizers(indexes: Sequence[tuple[Path, Index]]) -> None:
 
 
 def folders_of(section: DataSection, given: Sequence[Path] = ()) -> list[Path]:
-    """Where a run's corpora are; with `given`, there: these are they, or have them in them, by
-    whatever names. Raises CorpusError."""
+    """Folders of a run's corpora. `given` overrides the run file: these folders are the corpora, or
+    contain them, under any names. Raises CorpusError."""
     if not given:
         return section.folders
     if not section.corpora:
@@ -225,7 +225,7 @@ def _named(folders: Sequence[Path]) -> str:
 
 
 def index_of(section: DataSection, given: Sequence[Path] = ()) -> Index:
-    """What the run's data is as a whole: the first corpus's index, with the content of all. Raises
+    """Index of the run's data as a whole: the first corpus's, with the content of all. Raises
     CorpusError."""
     folders = folders_of(section, given)
     indexes = [read_index(path) for path in folders]
@@ -234,12 +234,12 @@ def index_of(section: DataSection, given: Sequence[Path] = ()) -> Index:
 
 
 def _joint(indexes: Sequence[Index], turns: Sequence[int]) -> Index:
-    """Of corpora with a tokenizer in common; its splits are the first one's."""
+    """Joint index of corpora with a common tokenizer; its splits are the first one's."""
     content = joint_content([index.content for index in indexes], turns)
     return indexes[0].model_copy(update={"content": content})
 
 
 def open_data(section: DataSection, given: Sequence[Path] = ()) -> Data:
-    """The run's data, where the run file or `given` says. Raises CorpusError."""
+    """The run's data, from `given` or else the run file's folders. Raises CorpusError."""
     corpora = [Corpus.open(path) for path in folders_of(section, given)]
     return corpora[0] if len(corpora) == 1 else Mixture(corpora, section.turns)

@@ -11,7 +11,7 @@ import typer
 Bos: TypeAlias = Literal["auto", "yes", "no"]
 Form: TypeAlias = Literal["text", "messages", "sharegpt", "alpaca", "completion"]
 LONGEST: Final = 16 << 20
-"""Bytes of a record: its tokens and their offsets take some 25 times as much memory."""
+"""Limit of a record in bytes: its tokens and their offsets take some 25 times as much memory."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Parts of what is prepared: the tokens of one file each, made by one process, and kept."""
+"""Parts of prepared data: the tokens of one file each, made by one process, and kept."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ from planaria.node.data.tokenizer import bounds_of, special_tokens_in
 
 BATCH_CHARACTERS = 1 << 20
 FEW = 64
-"""So many documents to hold out are counted, and more than that left to their ranks."""
+"""Up to FEW documents held out, their number is exact; a larger number follows from their ranks."""
 Dtype = Literal["uint16", "uint32"]
 
 
 class Part(BaseModel):
-    """What `part.json` says of the shards beside it."""
+    """Content of `part.json` about the shards beside it."""
 
-    ranks: list[float]  # the FEW least ones of documents, in order
-    rows: int  # documents, and what was left out
+    ranks: list[float]  # the FEW least ranks of documents, in order
+    rows: int  # documents, and rows left out
     bad: int  # rows
-    why: list[str]  # of the first of them
-    longer: int  # conversations than the context
+    why: list[str]  # reasons for the first of them
+    longer: int  # conversations of more tokens than the context
     splits: dict[str, Split]
 
     @property
@@ -62,16 +62,16 @@ class Part(BaseModel):
 class Document(NamedTuple):
     text: str
     scored: list[tuple[int, int]] | None = None  # characters; None: all
-    open_end: bool = False  # the end token that is put behind it is scored, too
+    open_end: bool = False  # the appended end token is scored, too
 
 
 class TokenCoding(NamedTuple):
-    """Of a tokenizer: how its tokens are written."""
+    """Token format of a tokenizer."""
 
     size: int
-    begin: tuple[int, ...]  # of each text
+    begin: tuple[int, ...]  # tokens before each text
     end_of_document: int
-    ending: str  # that token, as text
+    ending: str  # the end-of-document token as text
 
     @property
     def dtype(self) -> Dtype:
@@ -80,20 +80,20 @@ class TokenCoding(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """How the documents of any file become tokens."""
+    """Conversion of the documents of any file to tokens."""
 
     recipe: Recipe
     tokenizer: Path
     vocabulary: TokenCoding
     template: Template | None
-    folder: Path  # has the parts, each in a folder of its own
+    folder: Path  # each part is a folder in it
 
     @property
     def masked(self) -> bool:
         return self.template is not None
 
     def place(self, file: str, first: int) -> Path:
-        """Where the part of a file is or will be, as the file is now. Raises CorpusError."""
+        """Folder of a file's part, as the file is now. Raises CorpusError."""
         recipe = self.recipe
         how = [recipe.validation, recipe.context, recipe.longer, *recipe.reading, self.template]
         tokenizer = file_checksum(self.tokenizer), self.vocabulary
@@ -101,7 +101,7 @@ class Tokenizing:
         return self.folder / _key(fields)
 
     def count(self, file: str) -> int:
-        """The rows of a file, counted once. Raises CorpusError."""
+        """Number of rows of a file, counted once. Raises CorpusError."""
         fields = [file, stamp(file), *self.recipe.reading]
         kept = self.folder / f"{_key(fields)}.count"
         if kept.exists():
@@ -113,13 +113,13 @@ class Tokenizing:
         return count
 
     def write(self, file: str, first: int, track: Track = untracked) -> tuple[Path, Part]:
-        """The part of a file whose first row has that ordinal, and where it is: whole or not
-        at all. An earlier try may have made it. Raises CorpusError."""
+        """Make the part of a file whose first row has the ordinal `first`, atomically, or reuse an
+        earlier attempt's. Returns its folder and the part. Raises CorpusError."""
         place = self.place(file, first)
         try:
             return place, Part.model_validate_json((place / "part.json").read_bytes())
         except (OSError, ValidationError):
-            shutil.rmtree(place, ignore_errors=True)  # it isn't there, or not whole
+            shutil.rmtree(place, ignore_errors=True)  # missing or incomplete
         temporary = place.with_suffix(f".{os.getpid()}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         try:
@@ -139,7 +139,7 @@ class Tokenizing:
     def _write_splits(
         self, documents: Iterable[Document | RowError], folder: Path, first: int
     ) -> Part:
-        """Raises CorpusError, OSError."""
+        """Write the shards of both splits. Raises CorpusError, OSError."""
         tokenizer, recipe = load_tokenizer(self.tokenizer), self.recipe
         # "<|endoftext|>" within a text is text; what a chat template makes has special tokens
         tokenizer.encode_special_tokens = not self.masked
@@ -177,7 +177,7 @@ class Tokenizing:
     def _tokens(
         self, document: Document, encoding: Encoding
     ) -> tuple[NDArray[np.int64], NDArray[np.uint8] | None]:
-        """Those of a document, and 1 for each that is scored; None: all are."""
+        """The tokens of a document, and 1 for each that is scored; None: all are."""
         _, begin, end, ending = self.vocabulary
         if self.template not in (None, COMPLETIONS):
             begin = ()  # the template writes its own
@@ -191,7 +191,7 @@ class Tokenizing:
 
 
 class _Rows:
-    """Counts the rows of a file as they come."""
+    """Counts the rows of a file while they are iterated."""
 
     def __init__(self, rows: Iterable[Document | RowError], first: int) -> None:
         self._rows, self._first = rows, first
@@ -199,7 +199,7 @@ class _Rows:
         self.why: list[str] = []
 
     def good(self) -> Iterator[tuple[int, Document]]:
-        """With their ordinals: rows that are left out have some, too."""
+        """Good rows with their ordinals, which bad rows count in."""
         for ordinal, row in enumerate(self._rows, self._first):
             self.number += 1
             if not isinstance(row, RowError):
@@ -215,12 +215,12 @@ def _key(fields: Sequence[object]) -> str:
 
 
 def held_out_rank(ordinal: int, text: str) -> float:
-    """A number in [0, 1) that looks random; a document is held out if it is below the share."""
+    """A pseudorandom number in [0, 1); a document is held out if it is below the share."""
     return xxhash.xxh3_64_intdigest(text.encode(), seed=ordinal) / 2**64
 
 
 def vocabulary_of(tokenizer: Path, recipe: Recipe) -> TokenCoding:
-    """Raises CorpusError."""
+    """Token format of a tokenizer.json under this recipe. Raises CorpusError."""
     library, folder = load_tokenizer(tokenizer), tokenizer.absolute().parent
     begin, end = bounds_of(library, folder, recipe.bos, recipe.end_token)
     if end is None:
@@ -235,14 +235,14 @@ def vocabulary_of(tokenizer: Path, recipe: Recipe) -> TokenCoding:
 def rendered(
     recipe: Recipe, file: str, template: Template | None, renderer: Renderer | None
 ) -> Iterator[Document | RowError]:
-    """The rows of a file; all are of the kind that the template is for. Raises CorpusError."""
+    """The rows of a file as documents, all of the template's kind. Raises CorpusError."""
     return mostly_good(_rendered(recipe.documents(file), template, renderer), recipe.skip_bad)
 
 
 def _rendered(
     rows: Iterable[Row | RowError], template: Template | None, renderer: Renderer | None
 ) -> Iterator[Document | RowError]:
-    """Raises CorpusError."""
+    """Rows as documents. Raises CorpusError for a row of another kind."""
     for row in rows:
         match row:
             case RowError():
@@ -262,7 +262,7 @@ def _rendered(
 
 
 def _render(conversation: Conversation, renderer: Renderer) -> Document | RowError:
-    """Raises CorpusError when the template can't be used any longer."""
+    """Render a conversation. Raises CorpusError when the template is no longer usable."""
     try:
         document = Document(*renderer.render(conversation))
         document.text.encode()
@@ -274,7 +274,7 @@ def _render(conversation: Conversation, renderer: Renderer) -> Document | RowErr
 
 
 def _mask(encoding: Encoding, scored: Iterable[tuple[int, int]]) -> NDArray[np.uint8]:
-    """1 for each token with a character of these, uint8 [tokens]; 0 for others."""
+    """Mask of the tokens with a character in one of these spans: 1 or 0, uint8 [tokens]."""
     starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
     mask = np.zeros(len(starts), np.uint8)
     for begin, end in scored:

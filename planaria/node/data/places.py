@@ -1,4 +1,4 @@
-"""Files where they lie: here, or where fsspec finds them (`s3://`, `gs://`, `https://`, ...)."""
+"""Files, local or where fsspec finds them (`s3://`, `gs://`, `https://`, ...)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ PACKED: Final = (".gz", ".zst")
 
 @dataclass
 class Listing:
-    """Files that are to be read, in order, and those that aren't: how many, and their bytes (as far
-    as known), by the reason."""
+    """Files to read, in order, and those left out: count and bytes (as far as known), by reason."""
 
     files: list[str] = field(default_factory=list)
     left_out: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -44,7 +43,7 @@ def is_remote(place: str) -> bool:
 
 
 def opened(place: str) -> BinaryIO:
-    """To read. Raises CorpusError, OSError."""
+    """Open a file to read. Raises CorpusError, OSError."""
     if not is_remote(place):
         return Path(place).open("rb")
     system, path = system_of(place)
@@ -55,19 +54,19 @@ def opened(place: str) -> BinaryIO:
 
 
 def packing(place: str) -> str:
-    """How a file is compressed, by its name: one of PACKED, or an empty string."""
+    """Compression suffix of a file name: one of PACKED, or an empty string."""
     return next((suffix for suffix in PACKED if place.lower().endswith(suffix)), "")
 
 
 @contextmanager
 def unpacked(place: str) -> Iterator[BufferedReader]:
-    """What is in the file, decompressed. Raises CorpusError, OSError, EOFError, zlib.error."""
+    """Decompressed content of a file. Raises CorpusError, OSError, EOFError, zlib.error."""
     with opened(place) as file, _unpacking(place, file) as data:
         yield BufferedReader(data)
 
 
 def _unpacking(place: str, file: BinaryIO) -> Any:
-    """Raises CorpusError."""
+    """Decompressing reader of an open file. Raises CorpusError."""
     if packing(place) == ".gz":
         return gzip.GzipFile(fileobj=file)
     if packing(place) != ".zst":
@@ -80,14 +79,14 @@ def _unpacking(place: str, file: BinaryIO) -> Any:
 
 
 def files_in(place: str, suffixes: Collection[str]) -> Listing:
-    """The file at `place`, or the files of that folder, and of those to which it has links, that
-    end so, in the order of their paths. Hidden files are left out. Raises CorpusError."""
+    """The file at `place`, or all files in that folder, linked folders included, with one of these
+    suffixes, in the order of their paths. Hidden files are left out. Raises CorpusError."""
     return _remote_files(place, suffixes) if is_remote(place) else _files(Path(place), suffixes)
 
 
 def stamp(place: str) -> str:
-    """Another one when the file is another one, as far as its file system tells; of a dataset there
-    is none. Raises CorpusError."""
+    """Identifies a version of a file, as far as its file system tells; empty for a dataset. Raises
+    CorpusError."""
     try:
         if place.startswith("hf:"):
             return ""
@@ -103,7 +102,7 @@ def stamp(place: str) -> str:
 
 
 def size(place: str) -> int:
-    """Bytes; 0 where nothing says how many."""
+    """Size in bytes; 0 if unknown."""
     if is_remote(place) or place.startswith("hf:"):
         return 0
     try:
@@ -137,8 +136,8 @@ def _files(path: Path, suffixes: Collection[str]) -> Listing:
 
 
 def _below(path: Path, listing: Listing) -> list[Path]:
-    """All that isn't a folder, in order. Links to folders are followed; no folder is entered twice,
-    so that rings end. Raises CorpusError."""
+    """All files below a folder, in order. Links to folders are followed; each folder is entered
+    once, so cycles end. Raises CorpusError."""
     files, entered = [], set()
 
     def refuse(error: OSError) -> None:
@@ -188,14 +187,14 @@ def _remote_files(place: str, suffixes: Collection[str]) -> Listing:
 
 
 def system_of(place: str) -> tuple[Any, str]:
-    """The file system, and the path there. Raises CorpusError."""
+    """The file system of a URL, and the path there. Raises CorpusError."""
     try:
         from fsspec.core import url_to_fs
     except ModuleNotFoundError as error:
         raise CorpusError(f"can't read {place}: {remedy(error)}") from error
     try:
         system, path = url_to_fs(place)
-    except ImportError as error:  # fsspec knows what the protocol needs, and it isn't there
+    except ImportError as error:  # fsspec names the package that the protocol needs
         raise CorpusError(f"can't read {place}: {error}; pip install it beside planaria") from error
     except ValueError as error:
         raise CorpusError(f"can't read {place}: {error}") from error
@@ -203,7 +202,7 @@ def system_of(place: str) -> tuple[Any, str]:
 
 
 def said(error: Exception) -> str:
-    if isinstance(error.__cause__, OSError):  # of which fsspec makes a file that isn't there
+    if isinstance(error.__cause__, OSError):  # fsspec turns a missing file into its own error
         return str(error.__cause__)
     if isinstance(error, FileNotFoundError):
         return "there is no such file"

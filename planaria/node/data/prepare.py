@@ -1,7 +1,7 @@
-"""Text to tokens, once: `prepare` writes the folder that `Corpus` reads.
+"""Text to tokens: `prepare` writes the folder that `Corpus` reads.
 
-Each file of the inputs becomes a part of its own (parts.py), whoever makes it and whatever is done
-first; the parts are then laid end to end. So the result is the same with any number of processes.
+Each input file becomes a part (parts.py), independent of process and order. The parts are then
+concatenated. So the result is the same with any number of processes.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from planaria.node.data.tokenizer import context_of, write_tokenizer
 log = logging.getLogger("planaria")
 
 Parts: TypeAlias = list[tuple[Path, Part]]
-"""Of files, and the folders in which they are."""
+"""Folders and parts of files."""
 END_OF_DOCUMENT = "<|endoftext|>"  # of a tokenizer that is trained here
-TRAINING_CHARACTERS = 1 << 30  # the tokenizer learns from no more than the first so many
+TRAINING_CHARACTERS = 1 << 30  # limit of text to train the tokenizer on
 
 
 def prepare(
@@ -70,15 +70,14 @@ def prepare(
     force: bool = False,
     track: Track = untracked,
 ) -> tuple[Corpus, bool]:
-    """Write the prepared data to `out`, whole or not at all.
+    """Write the prepared data to `out`, atomically.
 
-    Files are read once, once more when the tokenizer is trained on them, and once more when
-    `spread` does several at a time, all but the last; memory holds one batch of documents (and, in
-    training, the tokenizer's counts of words). What is done of it when it ends too early is kept
-    beside `out`, and the next try goes on from there. `track(items, description, total)` shows
-    progress. Returns the corpus, and False if `out` held the same content already. Raises
-    CorpusError, also when `out` holds something else: then `force` replaces it, if it is prepared
-    data.
+    Files are read once, once more to train a tokenizer on them, and once more, all but the last,
+    when `spread` is given. Memory holds one batch of documents (and, in training, the tokenizer's
+    counts of words). Finished parts are kept beside `out` after a failure; the next attempt reuses
+    them. `track(items, description, total)` shows progress. Returns the corpus, and False if `out`
+    held the same content already. Raises CorpusError, also when `out` holds something else: then
+    `force` replaces it, if it is prepared data.
     """
     existing = _occupant(out)
     listing = recipe.files()
@@ -104,15 +103,15 @@ def prepare(
                 )
             if existing is not None:
                 out.rename(folder / "replaced")
-            whole.replace(out)  # an empty folder may be there
+            whole.replace(out)  # an empty folder may exist
     except OSError as error:
         raise CorpusError(f"can't write {out}: {error}") from error
     return Corpus.open(out), True
 
 
 def _key(recipe: Recipe, template: Template | None, files: Sequence[str]) -> str:
-    """The same for the same recipe, template, tokenizer and files, as far as stamps tell; empty for
-    datasets, which have none. Raises CorpusError."""
+    """Hash of recipe, template, tokenizer and files, as far as stamps tell; empty for datasets,
+    which have none. Raises CorpusError."""
     stamps = [stamp(file) for file in files]
     if not all(stamps):
         return ""
@@ -135,8 +134,8 @@ def _occupant(out: Path) -> Index | None:
 
 @contextmanager
 def _workshop(out: Path) -> Iterator[Path]:
-    """A folder beside `out`, for one at a time. It is removed when all is done, or nothing is that
-    another try could use. Raises CorpusError."""
+    """A locked working folder beside `out`. It is removed on success, or if it has no finished part
+    for another attempt. Raises CorpusError."""
     folder = out.absolute().parent / f".{out.name}.parts"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
@@ -186,8 +185,8 @@ def _tokenized(
     spread: Spread | None,
     track: Track,
 ) -> tuple[Tokenizing, Parts]:
-    """The parts of all files, with documents to train on and some to validate with. Raises
-    CorpusError, OSError."""
+    """The parts of all files, with at least one document for training and one for validation.
+    Raises CorpusError, OSError."""
     tokenizing = _tokenizing(recipe, files, template, folder, track)
     parts = _parts(tokenizing, files, spread, track)
     _check_rows(recipe, parts)
@@ -202,7 +201,7 @@ def _tokenized(
 def _tokenizing(
     recipe: Recipe, files: Sequence[str], template: Template | None, folder: Path, track: Track
 ) -> Tokenizing:
-    """Raises CorpusError, OSError."""
+    """Tokenizer and token format; trains a missing tokenizer. Raises CorpusError, OSError."""
     if (tokenizer := recipe.tokenizer) is None:
         recipe = replace(recipe, end_token=recipe.end_token or END_OF_DOCUMENT)
         tokenizer = _trained_tokenizer(recipe, files, folder, track)
@@ -210,9 +209,8 @@ def _tokenizing(
 
 
 def _held_out_below(validation: float, parts: Sequence[Part]) -> float:
-    """The rank below which documents are held out: `validation`, unless that makes their number
-    differ by more than half from that share of all documents, as it may when these are few. One at
-    least is on each side."""
+    """Rank threshold of held-out documents. It is `validation`, unless their number then differs by
+    more than half from that share of few documents. Each split gets at least one."""
     documents = sum(part.documents for part in parts)
     held_out = sum(part.splits[VALIDATION].documents for part in parts)
     wanted = min(max(1, round(documents * validation)), documents - 1)
@@ -224,7 +222,7 @@ def _held_out_below(validation: float, parts: Sequence[Part]) -> float:
 
 
 def _laid_out(tokenizing: Tokenizing, parts: Parts, whole: Path, source: CorpusSource) -> Index:
-    """All that prepared data is, in the folder `whole`. Raises CorpusError, OSError."""
+    """Write all prepared data to the folder `whole`. Raises CorpusError, OSError."""
     vocabulary, template = tokenizing.vocabulary, tokenizing.template
     shutil.rmtree(whole, ignore_errors=True)
     whole.mkdir()
@@ -262,8 +260,8 @@ def _in_json(index: Index) -> bytes:
 def _parts(
     tokenizing: Tokenizing, files: Sequence[str], spread: Spread | None, track: Track
 ) -> Parts:
-    """Of all files, in order; which documents are held out depends on how many are before them.
-    Raises CorpusError."""
+    """The parts of all files, in order; which documents are held out depends on how many precede
+    them. Raises CorpusError."""
     if len(files) == 1:
         return [tokenizing.write(files[0], 0, track)]
     made: Iterator[tuple[Path, Part]]
@@ -294,11 +292,11 @@ def _one_after_the_other(
 
 
 def _trained_tokenizer(recipe: Recipe, files: Sequence[str], folder: Path, track: Track) -> Path:
-    """A byte-level BPE from the documents that are not held out. Raises CorpusError, OSError."""
+    """Train a byte-level BPE on documents that are not held out. Raises CorpusError, OSError."""
     how = [recipe.vocabulary, recipe.end_token, recipe.validation]
     key = json.dumps([*how, *recipe.reading, [(file, stamp(file)) for file in files]])
     trained = folder / f"{xxhash.xxh3_128_hexdigest(key.encode())}.tokenizer.json"
-    if trained.exists():  # by an earlier try
+    if trained.exists():  # by an earlier attempt
         return trained
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -328,7 +326,7 @@ def _to_learn_from(rows: Iterable[Document | RowError], validation: float) -> It
 
 
 def _check_rows(recipe: Recipe, parts: Parts) -> None:
-    """Raises CorpusError when more rows are bad than may be left out; warns of those that are."""
+    """Raises CorpusError when more rows are bad than may be left out; warns of bad rows."""
     rows = sum(part.rows for _, part in parts)
     documents = sum(part.documents for _, part in parts)
     bad = sum(part.bad for _, part in parts)

@@ -1,4 +1,4 @@
-"""How far something has come that goes through items."""
+"""Progress over items."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 class Track(Protocol):
     def __call__(self, items: Iterable[T], description: str, total: int | None) -> Iterable[T]:
-        """The items; shows how far they have come, of so many."""
+        """Yield the items, and show progress towards `total`."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What is to be prepared, and how."""
+"""Recipe of prepared data."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from planaria.node.data.places import Listing
 
 T = TypeVar("T")
 ALWAYS_SKIPPED: Final = 10
-"""Bad rows that are left out of any number of rows."""
+"""Number of bad rows that are always left out."""
 HOPELESS: Final = 1000
-"""Bad rows of a file that end it, if most of its rows by then are bad."""
+"""Number of bad rows that ends a file, if most of its rows so far are bad."""
 SHOWN: Final = 3
-"""Reasons of bad rows that a message has."""
+"""Number of reasons in a message."""
 
 
 COMPLETIONS: Final = Template("", "prompts with completions", {})
-"""Stands for none: these are texts, of which a part is scored."""
+"""Placeholder instead of a template: texts of which a part is scored."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Recipe(PrepareOptions):
             ) from error
 
     def files(self) -> Listing:
-        """In order. Raises CorpusError."""
+        """Input files in order. Raises CorpusError."""
         listing = Listing()
         for source in self.inputs:
             listing.extend(files_of(source))
@@ -65,11 +65,11 @@ class Recipe(PrepareOptions):
 
     @property
     def reading(self) -> list[object]:
-        """What decides, beside the files, which documents there are: of simple types."""
+        """The options that decide, beside the files, which documents exist: of simple types."""
         return [self.text_field, self.document_separator, self.longest_record, self.format]
 
     def documents(self, file: str) -> Iterator[Row | RowError]:
-        """Of one of the files. Raises CorpusError, also when most of them are bad rows."""
+        """Documents of one file. Raises CorpusError, also when most rows are bad."""
         separator = None if self.document_separator is None else re.compile(self.document_separator)
         found = documents(file, self.text_field, separator, self.longest_record, self.format)
         return mostly_good(found, self.skip_bad)
@@ -83,7 +83,7 @@ class Recipe(PrepareOptions):
             )
 
     def template(self, files: Sequence[str]) -> Template | None:
-        """By which conversations become text; None: there are texts. Raises CorpusError."""
+        """Template that makes conversations text; None: they are texts. Raises CorpusError."""
         rows = (row for file in files for row in self.documents(file))
         first = next((row for row in rows if not isinstance(row, RowError)), None)
         if not isinstance(first, Conversation) and self.chat_template is not None:
@@ -111,8 +111,8 @@ class Recipe(PrepareOptions):
 
 
 def mostly_good(rows: Iterable[T | RowError], skip_bad: float) -> Iterator[T | RowError]:
-    """The rows of a file. Raises CorpusError when most of them, and more than the share `skip_bad`,
-    are bad."""
+    """Pass on the rows of a file. Raises CorpusError when more than half of them, and more than the
+    share `skip_bad`, are bad."""
     bad, reasons = 0, list[str]()
     for number, row in enumerate(rows, 1):
         if isinstance(row, RowError):
@@ -126,5 +126,5 @@ def mostly_good(rows: Iterable[T | RowError], skip_bad: float) -> Iterator[T | R
 
 
 def in_words(reasons: Iterable[str]) -> str:
-    """The first of them."""
+    """The first SHOWN reasons."""
     return "; ".join(islice(reasons, SHOWN))

@@ -1,10 +1,10 @@
 """Chat templates in a process of their own.
 
-A template is a program that comes with somebody's model. Jinja's sandbox keeps it from everything
-but time and memory: `{{ 9 ** (9 ** 9) }}` takes for ever, and nothing in the same process can end
-it. This process, which is the module's main, may be killed for it.
+A template is an untrusted program. Jinja's sandbox doesn't limit time and memory: `{{ 9 ** (9 ** 9)
+}}` never ends, and nothing in the same process can stop it. This module is the main of a process
+that may be killed for it.
 
-Lines of JSON go to it, first the template, then conversations; one comes back for each.
+Its input is lines of JSON, first the template, then conversations; it answers each with one.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from planaria.node.data.chat import ChatTemplate, Conversation, Rendered, Templa
 from planaria.node.data.corpus import CorpusError, RowError
 
 PATIENCE: Final = 10.0
-"""Seconds of CPU time for a conversation, and for the template itself: they need a millisecond."""
+"""CPU seconds for a conversation, and for the template itself: they need a millisecond."""
 MEMORY: Final = 1 << 30
-"""Bytes, beside what the process has when it begins."""
+"""Memory limit in bytes, beside the process's initial size."""
 LONGEST: Final = 256 << 20
-"""Bytes of an answer."""
+"""Size limit of an answer in bytes."""
 
 
 class Renderer:
-    """Renders by a template. Raises CorpusError when it can't be read."""
+    """Renders conversations by a template. Raises CorpusError when the template can't be read."""
 
     def __init__(self, template: Template, patience: float = PATIENCE) -> None:
         self._template, self._patience = template, patience
@@ -41,7 +41,7 @@ class Renderer:
             stdout=subprocess.PIPE,
             text=True,
             encoding="utf-8",
-            process_group=0,  # Ctrl-C is for who asks it, who then closes it
+            process_group=0,  # Ctrl-C reaches the parent, which closes it
         )
         try:
             self._ask(template._asdict(), "it")
@@ -50,7 +50,7 @@ class Renderer:
             raise
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Raises CorpusError."""
+        """Text and scored spans of a conversation. Raises CorpusError."""
         answer = self._ask(conversation._asdict(), conversation.place)
         spans = [(first, end) for first, end in answer["scored"]]
         return Rendered(answer["text"], spans, answer["open_end"])
@@ -66,24 +66,24 @@ class Renderer:
         self.close()
 
     def _ask(self, question: dict[str, Any], what: str) -> dict[str, Any]:
-        """Raises CorpusError."""
+        """Send one line, and read the answer. Raises CorpusError."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         try:
             stdin.write(json.dumps(question, default=str) + "\n")
             stdin.flush()
-            line = stdout.readline(LONGEST)  # its timer ends it, if nothing else does
+            line = stdout.readline(LONGEST)  # its timer ends the process at the latest
         except BrokenPipeError:
             line = ""
         if not line.endswith("\n"):
             raise CorpusError(f"{self._template.name} can't be used for {what}: {self._why(line)}")
         said: dict[str, Any] = json.loads(line)
         if refused := said.get("refused"):
-            raise RowError(readable(refused))  # a template says what it likes
+            raise RowError(readable(refused))  # a template may raise any text
         return said
 
     def _why(self, line: str) -> str:
-        """There is no whole answer."""
+        """Reason for an incomplete answer."""
         if line:
             return f"it makes a text of more than {LONGEST >> 20} MiB"
         status = self._process.wait()
@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def _limit_memory() -> None:
-    """Where the system says how much there is already."""
+    """Limit the address space, where /proc tells its current size."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         size = int(statm.read_text().split()[0]) * resource.getpagesize()

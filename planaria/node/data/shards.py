@@ -1,4 +1,4 @@
-"""Shards of tokens, as they are written."""
+"""Writers of token shards."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from planaria.node.data.corpus import BEGINS, SCORED, CorpusError, Split, TokenS
 
 SHARD_TOKENS = 64 << 20
 BLOCK_TOKENS = 1 << 20
-"""That are copied at a time."""
+"""Tokens copied at a time."""
 
 
 class SplitWriter:
-    """Shards of one split, and with `masked` their masks."""
+    """Writes the shards of one split, and with `masked` their masks."""
 
     def __init__(self, folder: Path, name: str, dtype: str, masked: bool = False) -> None:
         self._tokens = ShardWriter(folder, name, ".bin", dtype)
@@ -30,7 +30,7 @@ class SplitWriter:
     def write(
         self, document: NDArray[np.int64], mask: NDArray[np.uint8] | None, text_bytes: int
     ) -> None:
-        """`mask`: of its first tokens; those behind them are not scored."""
+        """Append a document. `mask`: of its first tokens; later tokens are not scored."""
         self._documents += 1
         self._text_bytes += text_bytes
         self._tokens.write(document)
@@ -42,7 +42,7 @@ class SplitWriter:
             self._scored += int(mask.sum())
 
     def append(self, split: Split, folder: Path) -> None:
-        """What another writer has written to `folder`. Raises CorpusError, OSError."""
+        """Append another writer's split from `folder`. Raises CorpusError, OSError."""
         self._documents += split.documents
         self._text_bytes += split.text_bytes
         self._scored += split.scored or 0
@@ -69,7 +69,7 @@ class SplitWriter:
 
 
 class ShardWriter:
-    """Shards, each closed and on disk before the next begins."""
+    """Writes shards, each closed and on disk before the next begins."""
 
     def __init__(self, folder: Path, name: str, suffix: str, dtype: str) -> None:
         self._folder, self._name, self._suffix = folder, name, suffix
@@ -80,7 +80,7 @@ class ShardWriter:
         self._tokens = 0  # in the open shard
 
     def append(self, shards: list[TokenShard], folder: Path) -> None:
-        """What is in these. Raises CorpusError, OSError."""
+        """Append the content of these shards. Raises CorpusError, OSError."""
         for shard in shards:
             for block in _blocks(folder / shard.name, shard, self._dtype):
                 self.write(block)
@@ -120,7 +120,7 @@ class ShardWriter:
 def _blocks(
     file: Path, shard: TokenShard, dtype: np.dtype[Any]
 ) -> Iterator[NDArray[np.integer[Any]]]:
-    """Raises OSError, and CorpusError behind the last one when they aren't what was written."""
+    """Blocks of a shard. Raises OSError, and CorpusError after the last one on a wrong checksum."""
     digest = xxhash.xxh3_128()
     with file.open("rb") as data:
         while (block := np.fromfile(data, dtype, BLOCK_TOKENS)).size:

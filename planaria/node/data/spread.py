@@ -1,4 +1,4 @@
-"""Where the work on many files is done: here, in processes of this machine, on a Dask cluster."""
+"""Executors for work on many files: this process, local processes, a Dask cluster."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from planaria.node.machine.processes import die_with_parent
 
 T = TypeVar("T")
 WORKERS_COME = 30.0
-"""Seconds that a Dask cluster has to show a worker."""
+"""Seconds to wait for a first worker of a Dask cluster."""
 
 
 class Spread(Protocol):
     def __call__(self, do: Callable[..., T], *columns: Sequence[Any]) -> Iterator[T]:
-        """As `map`: results in order. Raises CorpusError, and whatever `do` raises."""
+        """Like `map`: results in order. Raises CorpusError, and exceptions of `do`."""
         ...
 
 
 @contextmanager
 def spreading(jobs: int | None, dask: str | None) -> Iterator[Spread | None]:
-    """Over the Dask cluster whose scheduler is at `dask`; else over so many processes, as many as
-    there are processors if that isn't said. None: in this process. Raises CorpusError."""
+    """Executor on the Dask cluster with this scheduler address, or else on `jobs` processes
+    (default: one per processor). None: this process. Raises CorpusError."""
     jobs = jobs or available_cores()
     if dask is not None:
         with over_dask(dask) as spread:
@@ -42,7 +42,7 @@ def spreading(jobs: int | None, dask: str | None) -> Iterator[Spread | None]:
 
 
 def over_processes(jobs: int) -> Spread:
-    """So many at most; they share the processors."""
+    """Executor on at most `jobs` processes, which share the processors."""
 
     def spread(do: Callable[..., T], *columns: Sequence[Any]) -> Iterator[T]:
         workers = max(1, min(jobs, len(columns[0])))
@@ -56,7 +56,7 @@ def over_processes(jobs: int) -> Spread:
                 f"one of {workers} processes was killed: perhaps memory was short; try --jobs "
                 f"{max(1, workers // 2)}"
             ) from error
-        except BaseException:  # nobody waits for what they do
+        except BaseException:  # nobody will read their results
             for process in active_children():
                 process.terminate()
             raise
@@ -68,8 +68,8 @@ def over_processes(jobs: int) -> Spread:
 
 @contextmanager
 def _no_interrupt() -> Iterator[None]:
-    """Ctrl-C comes behind it, in processes that are started here by `_begin`: before that, each
-    would say where it was."""
+    """Delay Ctrl-C while processes start, until each has run `_begin`; a process without its
+    handler would print a traceback."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -78,7 +78,7 @@ def _no_interrupt() -> Iterator[None]:
 
 
 def _begin(threads: int) -> None:
-    """In each process, first. Ctrl-C ends it without a word, and so does its parent's end."""
+    """Initialize a process: it ends silently on Ctrl-C and when its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     die_with_parent()
@@ -87,8 +87,8 @@ def _begin(threads: int) -> None:
 
 @contextmanager
 def over_dask(address: str, in_order: bool = True) -> Iterator[Spread]:
-    """The workers of the cluster whose scheduler is there; unless `in_order`, results are given as
-    they come. Raises CorpusError."""
+    """Executor on the Dask cluster with this scheduler address; without `in_order`, results come as
+    they are ready. Raises CorpusError."""
     try:
         import distributed
     except ModuleNotFoundError as error:

@@ -1,7 +1,7 @@
-"""What a tokenizer's files say: which tokens bound a text, and whether two tokenizers are the same.
+"""Tokenizer files: the tokens that bound a text, and equality of tokenizers.
 
-transformers 5 puts around a text what the post-processor in tokenizer.json says, and no longer
-looks at `add_bos_token` and `add_eos_token` of tokenizer_config.json. The same holds here.
+transformers 5 puts around a text what the post-processor in tokenizer.json says, and ignores
+`add_bos_token` and `add_eos_token` of tokenizer_config.json. So does this module.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ CONFIG: Final = "tokenizer_config.json"
 SPECIAL: Final = "special_tokens_map.json"
 TEMPLATE: Final = "chat_template.jinja"
 SHARED: Final = (TOKENIZER, CONFIG, TEMPLATE, "generation_config.json", "index.json")
-"""Files of prepared data, or of a model, that say how text becomes tokens: nodes give them to who
-may read. Not all need be there; the index is written last."""
+"""Files of prepared data or a model that define the tokenization; nodes send them to clients that
+may read. Some may be missing; the index is written last."""
 LONGEST: Final = 4096
-"""Tokens of a sample at most, for a model from elsewhere, if no option says how many."""
+"""Default limit of tokens per sample for an imported model."""
 PART: Final = 1 << 20
-"""Bytes of such a file that are given at a time."""
+"""Bytes of a SHARED file per answer."""
 UNBOUNDED: Final = 1e9
-"""transformers writes a model_max_length of 1e30 where nothing is known."""
+"""Lower bound of placeholders: transformers writes a model_max_length of 1e30 if unknown."""
 PROBE: Final = "a"
-"""A text that any tokenizer makes tokens of."""
+"""A text for which any tokenizer has tokens."""
 DECIDING: Final = ("added_tokens", "normalizer", "pre_tokenizer", "model")
-"""Parts of tokenizer.json on which it depends what becomes of a text."""
+"""Parts of tokenizer.json that decide the tokens of a text."""
 PLAIN: Final[dict[str, Any]] = {
     "clean_up_tokenization_spaces": False,
     "tokenizer_class": "PreTrainedTokenizerFast",
 }
-"""The tokenizer_config.json of a tokenizer that comes without one."""
+"""Default tokenizer_config.json of a tokenizer without one."""
 
 
 class TextBounds(NamedTuple):
-    """The tokens around a text."""
+    """Tokens around a text."""
 
     begin: tuple[int, ...]  # before each text
-    end: int | None  # behind each document; None: nothing says which
+    end: int | None  # behind each document; None: unknown
 
 
 def bounds_of(
     tokenizer: Tokenizer, folder: Path, bos: Bos = "auto", end_token: str | None = None
 ) -> TextBounds:
-    """Those of a tokenizer whose files are in `folder`.
+    """The bounds by a tokenizer whose files are in `folder`.
 
     `bos`: "auto" is what the post-processor puts before a text; "yes" is the bos_token where that
-    is nothing; "no" is nothing. `end_token` is used instead of what the files say. Raises
-    CorpusError for a token that the tokenizer doesn't have.
+    is nothing; "no" is nothing. `end_token` overrides the files. Raises CorpusError for a token
+    that the tokenizer doesn't have.
     """
     before, behind = added(tokenizer)
     named = special_tokens(folder)
@@ -88,8 +88,8 @@ def bounds_of(
 
 
 def added(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens that the post-processor puts before and behind a text: what `AutoTokenizer` of
-    transformers puts there."""
+    """Tokens that the post-processor puts before and behind a text, as `AutoTokenizer` of
+    transformers does."""
     text = tokenizer.encode(PROBE, add_special_tokens=False).ids
     whole = tokenizer.encode(PROBE).ids
     starts = range(len(whole) - len(text) + 1)
@@ -98,9 +98,9 @@ def added(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """`bos_token`, `eos_token` and so on, as transformers finds them in the files in `folder`:
-    special_tokens_map.json goes before a tokenizer_config.json that lacks `added_tokens_decoder`.
-    Raises CorpusError."""
+    """`bos_token`, `eos_token` and so on, as transformers finds them in `folder`:
+    special_tokens_map.json overrides a tokenizer_config.json without `added_tokens_decoder`. Raises
+    CorpusError."""
     config = read_object(folder / CONFIG)
     files = [config, read_object(folder / SPECIAL)]
     if "added_tokens_decoder" in config:
@@ -114,8 +114,8 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def context_of(folder: Path) -> int | None:
-    """Tokens that a model looks at, as the files in `folder` say, but no more than a run that
-    begins from it takes by itself; None: none says it. Raises CorpusError."""
+    """Context length of a model, by the files in `folder`, but at most LONGEST, the default of a
+    run that begins from it; None: unknown. Raises CorpusError."""
     figures = (
         read_object(folder / CONFIG).get("model_max_length"),
         read_object(folder / "config.json").get("max_position_embeddings"),
@@ -125,7 +125,7 @@ def context_of(folder: Path) -> int | None:
 
 
 def special_tokens_in(tokenizer: Tokenizer) -> str:
-    """The first of them, in words."""
+    """The first special tokens, in words."""
     added = tokenizer.get_added_tokens_decoder().values()
     names = [token.content for token in added if token.special]
     return f"its special tokens are {', '.join(names[:8]) or 'none'}"
@@ -139,11 +139,10 @@ def write_tokenizer(
     template: str | None = None,
     **defaults: Any,
 ) -> None:
-    """The tokenizer.json `source`, and what is beside it, to the folder `out`: with files that say
-    these bounds, also to transformers. `begin`: None for what `source` says; `template`: the chat
-    template, if not the one beside `source`. What tokenizer_config.json in `out` says already
-    stays, but for special tokens; `defaults` are for what no file says. Raises CorpusError,
-    OSError."""
+    """Write the tokenizer.json `source`, and the files beside it, to the folder `out`, with these
+    bounds, which transformers reads, too. `begin`: None for those of `source`; `template`: the chat
+    template, if not the one beside `source`. tokenizer_config.json in `out` keeps its fields, but
+    for special tokens; `defaults` fill missing ones. Raises CorpusError, OSError."""
     tokenizer, folder = load_tokenizer(source), source.absolute().parent
     before, behind = added(tokenizer)
     begin = before if begin is None else begin
@@ -157,7 +156,7 @@ def write_tokenizer(
     if begin:
         named.setdefault("bos_token", str(tokenizer.id_to_token(begin[0])))
     said = PLAIN | defaults | read_object(folder / CONFIG) | read_object(out / CONFIG) | named
-    (out / SPECIAL).unlink(missing_ok=True)  # it would go before what is written here
+    (out / SPECIAL).unlink(missing_ok=True)  # it would override the config below
     written = json.dumps(said, indent=2, ensure_ascii=False)
     (out / CONFIG).write_text(written + "\n", encoding="utf-8")
     if template is not None:
@@ -167,8 +166,8 @@ def write_tokenizer(
 
 
 def part_of(folders: Iterable[Path], name: object, first: object) -> bytes:
-    """Of a SHARED file, in the first of the folders that has it: bytes from `first` on, fewer than
-    PART where it ends, none where there is no such file. Raises CorpusError."""
+    """Bytes of a SHARED file from `first` on, in the first of the folders that has it: fewer than
+    PART at its end, none without such a file. Raises CorpusError."""
     if name not in SHARED or type(first) is not int or first < 0:
         raise CorpusError(f"{name!r:.40} from {first!r:.40} on is no part of a file that is given")
     file = next((path for folder in folders if (path := folder / str(name)).is_file()), None)
@@ -183,19 +182,18 @@ def part_of(folders: Iterable[Path], name: object, first: object) -> bytes:
 
 
 def same_tokenizer(one: Path, other: Path) -> bool:
-    """Whether two tokenizer.json make the same tokens of what a text says. How they are written,
-    their truncation, padding and decoder don't matter, nor what they put around a text: `--bos`
-    may have changed that. Raises CorpusError."""
+    """Whether two tokenizer.json give the same tokens for a text. Format, truncation, padding,
+    decoder and bounds don't matter: `--bos` may have changed the bounds. Raises CorpusError."""
     if file_checksum(one) == file_checksum(other):
         return True
     try:
         return _deciding(one) == _deciding(other)
-    except ModuleNotFoundError:  # the image of a registry has no tokenizers; nodes look again
+    except ModuleNotFoundError:  # a registry's image has no tokenizers; nodes check again
         return True
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Of a file of JSON; empty when there is no file. Raises CorpusError."""
+    """The object in a JSON file; empty when the file is missing. Raises CorpusError."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -206,14 +204,14 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def _deciding(file: Path) -> list[Any]:
-    """What the tokens of a text depend on, in the form that the tokenizers library writes. Raises
+    """The parts that decide the tokens of a text, normalized by the tokenizers library. Raises
     CorpusError."""
     fields = json.loads(load_tokenizer(file).to_str())
     return [fields[key] for key in DECIDING]
 
 
 def _put_around(tokenizer: Tokenizer, *around: tuple[int, ...]) -> None:
-    """Tokens before and behind each text, by the post-processor."""
+    """Set the tokens before and behind each text, by the post-processor."""
     from tokenizers.processors import TemplateProcessing
 
     before, behind = ([tokenizer.id_to_token(token) for token in tokens] for tokens in around)
@@ -224,7 +222,7 @@ def _put_around(tokenizer: Tokenizer, *around: tuple[int, ...]) -> None:
 
 
 def _named(tokenizer: Tokenizer, folder: Path, named: dict[str, str], kind: str) -> int | None:
-    """The token that the files name for this; None where none does. Raises CorpusError."""
+    """The token of this kind that the files name; None: unnamed. Raises CorpusError."""
     token = named.get(f"{kind}_token")
     if token is None:  # then the model's config
         number = read_object(folder / "config.json").get(f"{kind}_token_id")

@@ -1,4 +1,4 @@
-"""How several corpora share a run's samples: each has its turns in a cycle. It needs no numpy."""
+"""Shares of several corpora in a run's samples, as turns in a cycle. It needs no numpy."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from math import gcd, lcm
 from typing import Final, NamedTuple
 
 MOST_TURNS: Final = 10_000
-"""Positions after which the turns of several corpora begin anew."""
+"""Length limit of the cycle of turns."""
 
 
 class Share(NamedTuple):
     """A corpus's part in a mixture."""
 
     samples: int
-    turns: int  # of those in a cycle
+    turns: int  # in a cycle
 
 
 def turns_of(shares: Sequence[float]) -> list[int]:
-    """The least whole numbers that are to each other as these. Raises ValueError for shares that
-    aren't greater than 0, or take a cycle of more than MOST_TURNS."""
+    """The least whole numbers with the ratios of these shares. Raises ValueError for a share that
+    isn't greater than 0, and for a cycle of more than MOST_TURNS."""
     if not all(share > 0 for share in shares):
         raise ValueError(f"the shares {_listed(shares)} must all be greater than 0")
     exact = [Fraction(str(share)) for share in shares]

@@ -1,12 +1,12 @@
-"""Which samples a step trains on: everything follows from (seed, step).
+"""The samples of each step, a function of (seed, step).
 
-Each epoch visits all samples once in an order of its own, a permutation that is computed position
-by position: a balanced Feistel network permutes the numbers of 2·h bits, and a position whose image
-is no sample is sent through again until it is one (cycle walking), which permutes exactly the
-samples. See J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.
+Each epoch visits all samples once, in a permutation computed position by position. A balanced
+Feistel network permutes the numbers of 2·h bits; an image that is no sample is permuted again until
+it is one (cycle walking), which permutes exactly the samples. See J. Black and P. Rogaway, "Ciphers
+with Arbitrary Finite Domains", CT-RSA 2002.
 
-Several corpora take turns in a cycle of positions that is the same all along, so each has its own
-stream of positions, and its own epochs, which again follow from the position alone.
+Several corpora take turns in a constant cycle of positions. So each has its own stream of positions
+and its own epochs, which again follow from the position alone.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from planaria.node.data.turns import Share
 
 ROUNDS = 6
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # odd: spreads the epochs over the keys
-SMALLEST_HALF = 3  # bits; with fewer, the network has few permutations to choose from
+SMALLEST_HALF = 3  # bits; a smaller network has few permutations
 
 
 class Windows:
     """The window of each step: `batch` sample ids out of [0, samples).
 
-    Step t takes positions [(t-1)·batch, t·batch) of the epochs' permutations laid end to end.
+    Step t takes positions [(t-1)·batch, t·batch) of the concatenated permutations of the epochs.
     Raises ValueError for figures below one, or a seed outside [0, 2^64).
     """
 
@@ -57,7 +57,7 @@ class Windows:
         return self.at(first + np.arange(self.batch, dtype=np.uint64))
 
     def at(self, positions: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Sample ids at these positions of the epochs laid end to end."""
+        """Sample ids at these positions of the concatenated epochs."""
         epochs = positions // np.uint64(self.samples)
         numbers = positions % np.uint64(self.samples)
         keys = _mix(self._keys[:, None] + epochs * GOLDEN)  # [ROUNDS, batch]
@@ -75,24 +75,24 @@ class Windows:
 
 
 class Turns:
-    """Whose turn it is at each position, when corpora have so many `turns` each in a cycle.
+    """Maps positions to corpora that have `turns` each in a cycle.
 
-    The k-th of a corpus's w turns, from 0, comes when the share (k + 1/2) / w of the cycle is over;
-    of turns at once, that of the first corpus is first. So turns are spread evenly, and as many
-    positions in a row as there are turns in a cycle have of each corpus exactly its turns.
+    The k-th of a corpus's w turns, from 0, comes at the share (k + 1/2) / w of the cycle; ties go
+    to the first corpus. So turns are spread evenly, and any positions in a row, as many as the
+    cycle has, contain exactly each corpus's turns.
     """
 
     def __init__(self, turns: Sequence[int]) -> None:
         due = [(Fraction(2 * k + 1, 2 * w), of) for of, w in enumerate(turns) for k in range(w)]
         self.whose = np.array([of for _, of in sorted(due)], np.int64)
         self.turns = np.array(turns, np.uint64)
-        self.before = np.zeros(len(due), np.uint64)  # of the same corpus in the cycle
+        self.before = np.zeros(len(due), np.uint64)  # earlier turns of the same corpus in the cycle
         for of in range(len(turns)):
             own = self.whose == of
             self.before[own] = np.arange(own.sum(), dtype=np.uint64)
 
     def at(self, positions: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-        """Whose turns these are, and how many the same corpus has had before each."""
+        """The corpus at each position, and the number of its earlier turns."""
         cycles, places = np.divmod(positions, np.uint64(len(self.whose)))
         whose = self.whose[places]
         return whose, cycles * self.turns[whose] + self.before[places]
@@ -102,10 +102,10 @@ class MixedWindows:
     """The window of each step, of several corpora: `batch` sample ids.
 
     Step t takes positions [(t-1)·batch, t·batch). At its n-th turn, from 0, a corpus gives the
-    sample at position n of its own epochs' permutations laid end to end: so each of its samples
-    comes once in each of its epochs. Their seeds are `seed` for the first corpus, and for corpus
-    c > 0 the xxh3_64 of (seed, c). Ids count on from one corpus to the next. Raises ValueError for
-    figures below one, or a seed outside [0, 2^64).
+    sample at position n of its own concatenated permutations: so each of its samples comes once in
+    each of its epochs. Their seeds are `seed` for the first corpus, and the xxh3_64 of (seed, c)
+    for corpus c > 0. Ids count on from one corpus to the next. Raises ValueError for figures below
+    one, or a seed outside [0, 2^64).
     """
 
     def __init__(self, seed: int, shares: Sequence[Share], batch: int) -> None:
@@ -119,7 +119,7 @@ class MixedWindows:
         ]
 
     def epoch(self, step: int) -> int:
-        """Epochs that all corpora have behind them before the step."""
+        """Number of epochs that all corpora have completed before the step."""
         first = _first(step, self.batch)
         cycles, place = divmod(first, len(self._turns.whose))
         begun = np.bincount(self._turns.whose[:place], minlength=len(self._own))
@@ -138,7 +138,7 @@ class MixedWindows:
 
 
 def windows_of(seed: int, shares: Sequence[Share], batch: int) -> AnyWindows:
-    """Of one corpus, or of several. Raises ValueError."""
+    """The windows of one corpus, or of several. Raises ValueError."""
     if len(shares) == 1:
         return Windows(seed, shares[0].samples, batch)
     return MixedWindows(seed, shares, batch)
@@ -178,5 +178,5 @@ def microbatch_ids(ids: NDArray[np.int64], microbatch_id: int, size: int) -> NDA
 
 
 def samples_hash(ids: NDArray[np.int64]) -> bytes:
-    """16 bytes that stand for a multiset of samples: xxh3_128 of the sorted little-endian ids."""
+    """Hash of a multiset of samples, 16 bytes: xxh3_128 of the sorted little-endian ids."""
     return xxhash.xxh3_128_digest(np.sort(ids).astype("<i8").tobytes())
