@@ -1,10 +1,10 @@
-"""How much may be under way on a link for what travels in the background to leave as well.
+"""The window of background traffic on a link: bytes in flight that still let it send.
 
-Whatever is sent queues behind what was sent before: in the socket's buffer, and in front of the
-link's narrowest place. Neither can be taken back or overtaken, so what is urgent waits for all of
-it. This bounds it, after LEDBAT (RFC 6817): by how much a chunk took longer than the shortest of
-late, from sending to acknowledgement, is how long it queued, and the window is what makes that
-`TARGET`. It counts all kinds, so that the background takes what the others leave.
+Each byte sent queues behind those sent before: in the socket's buffer, and before the bottleneck.
+Queued bytes can't be recalled or overtaken, so urgent traffic waits for all of them. The window
+bounds that queue, after LEDBAT (RFC 6817). The queueing delay is a chunk's time from sending to
+acknowledgement, minus the shortest of recent ones. The window keeps that delay at `TARGET`. Bytes
+of all kinds count, so that background traffic takes what the others leave.
 
 Pure; `now` in seconds of any one clock.
 """
@@ -16,31 +16,31 @@ from collections import deque
 from typing import Final, NamedTuple
 
 TARGET: Final = 0.025
-"""Seconds that what is urgent may wait for the background on a link that is otherwise empty; on one
-with a long round trip an eighth of that, since times vary with it."""
+"""Seconds that urgent traffic may wait for the background on a link that is otherwise empty. With a
+long round trip it is an eighth of that trip, since times vary with it."""
 FIRST: Final = 12 << 10
-"""Bytes of the window at first, and of the smallest chunk: what TCP begins with (RFC 6928). With
-more, its own slow start would look like a queue."""
+"""Bytes of the first window and of the smallest chunk: TCP's initial window (RFC 6928). With more,
+TCP's own slow start would look like a queue."""
 LEAST, MOST = 48 << 10, 2 << 20
-"""Bytes that the window doesn't fall below again, and doesn't exceed; MOST is what copies.py has
-under way."""
+"""Bounds of the window in bytes, once it has reached LEAST. MOST is what copies.py has in
+flight."""
 PARTS: Final = 16
-"""Chunks in a window, unless they would be too small."""
+"""Chunks in a window, unless they would be smaller than FIRST."""
 PERIOD: Final = 10.0
-"""Seconds after which the shortest time is measured anew, with nothing of the background under way;
-that of the period before counts, too. A path that has become longer isn't a queue."""
+"""Seconds after which the shortest time is measured anew, with no background bytes in flight. That
+of the period before counts, too. A path that has become longer isn't a queue."""
 PROOF: Final = 0.2
-"""Seconds since the window was last changed in which no chunk may have been quick, for it to become
-smaller: a peer that has something else to do answers late now and then. In a quarter of them chunks
-have to come: with a long round trip there is no answer before all of them are over."""
+"""Seconds since the last change of the window without a quick chunk before it shrinks: a busy peer
+acknowledges late now and then. Chunks must arrive during a quarter of them: with a long round trip
+no acknowledgement comes before all of them are over."""
 FASTEST: Final = 2.0
-"""Times as large, or as small, as the window becomes in a round trip at most."""
+"""Largest factor by which the window grows or shrinks in a round trip."""
 
 
 def chunk_in_simulation(bytes_per_second: float, round_trip: float) -> int:
-    """Bytes of a chunk behind which what is urgent waits, on average, as it does behind the
-    background on such a link: half of them are still to be sent. On a slow link that is what the
-    smallest window has more than fits into a round trip of seconds."""
+    """Bytes of a chunk that delays urgent traffic, on average, as much as the background on such a
+    link: half of a chunk is still to be sent. On a slow link the delay is due to the part of the
+    smallest window that exceeds what fits into `round_trip` seconds."""
     queued = max(TARGET * bytes_per_second, LEAST - round_trip * bytes_per_second)
     return round(max(FIRST, min(2 * queued, MOST)))
 
@@ -53,32 +53,32 @@ class _Sent(NamedTuple):
 
 
 class Background:
-    """The window of one direction of one connection."""
+    """The background window of one direction of one connection."""
 
     def __init__(self) -> None:
         self.window = FIRST
-        self._open = FIRST  # of the window
+        self._open = FIRST  # part of the window in use
         self._sent: dict[int, deque[_Sent]] = {}  # by frame
-        self._shortest = self._former = math.inf  # of this period, and of the one before
-        self._anew = -math.inf  # when the next one begins
-        self._answered = -math.inf  # when something has been acknowledged
-        self._changed = -math.inf  # when the window was last thought over
-        self._first = math.inf  # when the first chunk came that has left since
-        self._best = math.inf  # seconds that the quickest of these has taken
-        self._met = False  # it has been as large as the link allows
+        self._shortest = self._former = math.inf  # seconds, of this period and of the one before
+        self._anew = -math.inf  # when the next period begins
+        self._answered = -math.inf  # time of the last acknowledgement
+        self._changed = -math.inf  # time of the last decision about the window
+        self._first = math.inf  # when the first chunk sent since then was acknowledged
+        self._best = math.inf  # seconds of the quickest of these chunks
+        self._met = False  # the window has reached the link's limit
 
     def room(self, flight: int, now: float) -> int:
-        """Bytes that the next chunk may have when `flight` are under way; 0: it has to wait until
-        more is acknowledged."""
+        """Bytes that the next chunk may have when `flight` are in flight; 0: it waits for the next
+        acknowledgement."""
         if now >= self._anew and self._sent:
             return 0
         if not flight:
-            return FIRST  # alone, and with little of its own to carry, it takes the shortest time
+            return FIRST  # a small chunk alone takes the shortest time
         return self._chunk if flight + self._chunk <= min(self._open, self.window) else 0
 
     def sent(self, frame: int, end: int, size: int, flight: int, now: float) -> None:
-        """The last `size` bytes of `frame` up to `end` have left, and `flight` in all are under way
-        with them."""
+        """Record that the last `size` bytes of `frame` up to `end` have left; `flight`: bytes in
+        flight, with these."""
         paused = not self._sent and now - self._answered > self._shortest
         if paused or now >= self._anew:  # all of the window at once would be a queue
             self._open = max(FIRST, self.window // 4)
@@ -88,7 +88,7 @@ class Background:
         self._sent.setdefault(frame, deque()).append(_Sent(end, size, now, flight))
 
     def acknowledged(self, frame: int, end: int, now: float) -> None:
-        """The peer has the bytes of `frame` up to `end`; it may be of any kind."""
+        """Record that the peer has the bytes of `frame`, of any kind, up to `end`."""
         sent = self._sent.get(frame, deque())
         last: _Sent | None = None
         while sent and sent[0].end <= end:
@@ -104,13 +104,13 @@ class Background:
 
     def _think_over(self, chunk: _Sent, took: float, now: float) -> None:
         self._shortest = min(self._shortest, took)
-        if chunk.at < self._changed:  # it tells of the window that was
+        if chunk.at < self._changed:  # it measures the former window
             return
         self._first = min(self._first, now)
         self._best = min(self._best, took)
         shortest = min(self._shortest, self._former)
         wanted = shortest + max(TARGET, shortest / 8)
-        full = chunk.flight + self._chunk > self.window  # else there is no telling of a larger one
+        full = chunk.flight + self._chunk > self.window  # else it says nothing about a larger one
         if took <= wanted and full:
             self._change(min(wanted / took, FASTEST) if self._met else FASTEST, now)
         elif now - self._changed >= PROOF and now - self._first >= PROOF / 4:

@@ -1,4 +1,4 @@
-"""How many bytes of what peers have sent may wait to be read."""
+"""The memory for what peers have sent and this node hasn't read yet, in bytes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections import Counter
 from typing import Final
 
 ITEM: Final = 1 << 10
-"""Bytes that anything takes beside its payload."""
+"""Bytes of an item's overhead, beside its payload."""
 PEERS: Final = 4
-"""How many peers may have all that one of them may have, in all."""
+"""Budget of all peers together, as a multiple of that of one peer."""
 
 
 class Budget:
-    """Bytes by peer, at most `each` of one of them and `PEERS` times that of all.
+    """Bytes in use by peer: at most `each` of one peer, and `PEERS * each` of all.
 
-    What doesn't fit is dropped, at the cost of whoever sent too much: of the peer whose share is
-    used up or, where all together have too much, of the one that has most."""
+    What doesn't fit is dropped at the expense of one peer: the one whose own share is used up or,
+    if all together exceed the total, the one that uses most."""
 
     def __init__(self, each: int) -> None:
         self.each = each
@@ -26,8 +26,8 @@ class Budget:
         return self._used.total()
 
     def spend(self, peer: str, size: int) -> str:
-        """Something of `size` bytes has come. Empty: it fits. Else who has sent too much: if it is
-        `peer` this is to be dropped, else what waits of that one, after which it may fit."""
+        """Account for an item of `size` bytes from `peer`. Returns "" if it fits, else the peer
+        over budget: if that is `peer`, drop the item, else that one's items, and try again."""
         if self._used[peer] + size + ITEM > self.each:
             return peer
         if self.used + size + ITEM > PEERS * self.each:
@@ -36,11 +36,11 @@ class Budget:
         return ""
 
     def free(self, peer: str, size: int) -> None:
-        """It has been read."""
+        """Account for an item that has been read."""
         self._used[peer] -= size + ITEM
 
     def drop(self, peer: str) -> None:
-        """All that waited of this peer is gone."""
+        """Account for all items of this peer having been dropped."""
         del self._used[peer]
 
     def clear(self) -> None:

@@ -1,13 +1,13 @@
-"""The chain of commits: each names the one before it, and its driver signs it.
+"""The chain of commits: each contains the hash of the one before it and its driver's signature.
 
-A chain is of one lineage. Its first commit names none: what a run goes back to may have been made
-by another commit at each stage. The hash of a commit is over all that it says but the signature,
-which is over step, ballot, hash and that of the votes, so that two signed commits of one attempt
-prove that their driver has told two things, whoever shows them.
+A chain belongs to one lineage. Its first commit names none: the state that a run goes back to may
+have been made by a different commit at each stage. The hash of a commit covers all fields but the
+signature. The signature covers step, ballot, that hash and the hash of the votes. So two signed
+commits of one attempt prove to anybody that their driver is faulty.
 
-What became of each microbatch, the commit's records, and the votes for it, only some are told
-(`noting`). All have their hashes, and the hash of the commit is over those, so it is the same with
-and without them.
+Only some members get the commit's records, which say what became of each microbatch, and its votes
+(`record_replication`). All members get the hashes of both, and the hash of the commit covers those
+hashes. So it is the same with and without records and votes.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def has_records(commit: pb.Commit) -> bool:
 
 
 def head(last: pb.Commit, lineage: int) -> bytes:
-    """What the next commit of the lineage names, after this one; empty: it is the first."""
+    """The hash that the next commit of the lineage contains, after `last`; b"": it is the first."""
     return hash_of(last) if last.step and last.lineage == lineage else b""
 
 
 def decision(commit: pb.Commit) -> Decision:
-    """What a driver signs of a commit."""
+    """The part of a commit that its driver signs."""
     return Decision(
         step=commit.step,
         view=commit.ballot.view,
@@ -87,7 +87,7 @@ def decision(commit: pb.Commit) -> Decision:
 
 
 def seal(commit: pb.Commit, identity: Identity, run: str) -> None:
-    """Nothing may change the commit afterwards."""
+    """Sign the commit; it must not change afterwards."""
     signed = decision(commit)
     identity.sign_message(signed, run)
     commit.signature = signed.signature
@@ -99,5 +99,5 @@ def is_sealed(told: Decision, key: bytes, run: str) -> bool:
 
 @lru_cache(maxsize=64)
 def _is_sealed(told: bytes, key: bytes, run: str) -> bool:
-    """All seats of a node hear the same."""
+    """Cached: all seats of a node receive the same decision."""
     return is_message_signed(key, Decision.FromString(told), run)

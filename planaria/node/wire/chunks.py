@@ -1,13 +1,13 @@
 """Frames as chunks, for one direction of a link: order, window, acknowledgements, reassembly.
 
-Pure: chunks in, chunks out. A frame gets its number when its first chunk leaves, so at the other
-end new numbers come one after the other. A more urgent kind overtakes between two chunks; within a
-kind frames keep their order, so at most one frame of each kind is under way. A new connection goes
-on where the inbox says that it is: chunks that were lost on the old one are sent again. Each chunk
-has its place in the order in which they left, since they may come by several streams (ordering.py).
+Pure: chunks in, chunks out. A frame gets its number when its first chunk leaves, so the receiver
+sees consecutive new numbers. A more urgent kind overtakes between two chunks. Within a kind frames
+keep their order, so at most one frame of each kind is in flight. A new connection resumes where the
+inbox says that it is: chunks lost on the old one are sent again. Each chunk carries its sequence
+number, since chunks may arrive by several streams (ordering.py).
 
-Copies travel in the background: their chunks leave when background.py says that there is room, and
-are acknowledged at once, which tells it how long they have queued.
+Copies travel in the background: their chunks leave when background.py grants room. They are
+acknowledged at once, since background.py measures how long they have queued.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from planaria.node.wire.streams import Streams
 ACKNOWLEDGE_EVERY: Final = 2  # chunks, and at each frame's end; a window holds at least as many
 BACKGROUND: Final = "copy"
 PIECES: Final = FIRST, 128 << 10
-"""Bytes of a chunk, the least and the most, where several streams are to have their share of a
-frame, which is two chunks for each if they aren't too small: streams aren't equally fast, and what
-comes late by one of them holds up what came by the others. The least is what TCP begins with, after
-a pause too: more takes two round trips."""
+"""Least and most bytes of a chunk when several streams share a frame. Each stream then gets two
+chunks of it, unless those are too small. Streams differ in speed, and a late chunk on one holds up
+what came by the others. The least is TCP's initial window, also after a pause: more takes two round
+trips."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,13 +58,13 @@ class _Sending:
 
     @property
     def beside(self) -> int:
-        """Bytes that it takes at the other end, beside its payload."""
+        """Bytes of overhead at the receiver, beside the payload."""
         return len(self.head) + HEAD
 
 
 class Outbox:
     """Frames to send, in chunks of at most `chunk` bytes, at most `window` bytes unacknowledged;
-    `background` says the same of copies. `now` in seconds, of any one clock."""
+    `background` makes the window of copies. `now` in seconds, of any one clock."""
 
     def __init__(
         self, chunk: int, window: int, background: Callable[[], Background] = Background
@@ -74,16 +74,16 @@ class Outbox:
         self._queues: dict[str, deque[_Sending]] = {kind: deque() for kind in KINDS}
         self._started: dict[int, _Sending] = {}
         self._last = 0
-        self._in_flight = self._copying = self._beside = 0  # `_copying` of those in flight
-        self._order = 0  # of the last chunk
+        self._in_flight = self._copying = self._beside = 0  # bytes; `_copying`: copies
+        self._order = 0  # sequence number of the last chunk
         self._streams = Streams()
         self.round_trip = 0.0  # seconds, of this connection; 0: not known
-        self.unacknowledged = 0  # bytes of payload, queued ones too
-        self.frames = 0  # that these are of
+        self.unacknowledged = 0  # bytes of payload, queued ones included
+        self.frames = 0  # frames of those bytes
 
     def push(self, frame: Frame, arrived: Callable[[], None] | None = None) -> None:
-        """`arrived` is called when the peer has acknowledged all of it. Raises WireError when the
-        frame can't travel."""
+        """Queue a frame; `arrived` is called when the peer has acknowledged all of it. Raises
+        WireError when the frame can't travel."""
         if frame.kind not in KINDS:
             raise WireError(f"a frame of kind {frame.kind!r}, which is none of {', '.join(KINDS)}")
         sending = _Sending(frame, frame.head(), _rest_of(frame, 0), frame.size, arrived)
@@ -93,18 +93,18 @@ class Outbox:
 
     @property
     def streams(self) -> int:
-        """By how many it would have its chunks carried."""
+        """How many streams it would use for its chunks."""
         return self._streams.wanted
 
     def next(self, now: float, streams: int = 1, place: int = 0) -> bytes | None:
-        """The next chunk to send by the stream at this place among so many `streams`; None while
-        nothing is queued for it or the window is full."""
+        """The next chunk for the stream at index `place` of `streams`; None while nothing is queued
+        for it or the window is full."""
         queue = next((queue for queue in self._queues.values() if queue), None)
         if queue is None:
             return None
         sending = queue[0]
         length, most = sending.size - sending.sent, self._chunk
-        if sending.in_background:  # a stream that begins slowly would look like a queue
+        if sending.in_background:  # a stream in slow start would look like a queue
             streams = min(streams, self._streams.steady)
             if place >= streams:
                 return None
@@ -147,7 +147,7 @@ class Outbox:
         return chunk
 
     def acknowledge(self, number: int, received: int, now: float) -> None:
-        """The peer has so many bytes of this frame. Raises WireError when that can't be."""
+        """The peer has `received` bytes of this frame. Raises WireError when that can't be."""
         others = self._acknowledge(number, received)
         self._background.acknowledged(number, received, now)
         self._look(others, now)
@@ -157,8 +157,8 @@ class Outbox:
         self._streams.look(under_way, acknowledged, now, self.round_trip)
 
     def _acknowledge(self, number: int, received: int) -> int:
-        """How many bytes more these are; 0 for a copy: its window, not its streams, says how fast
-        it is."""
+        """Count of newly acknowledged bytes; 0 for a copy, whose rate follows from its window, not
+        from its streams."""
         sending = self._started.get(number)
         if sending is None or not sending.acknowledged <= received <= sending.sent:
             raise WireError(f"{received} bytes of frame {number} acknowledged, which can't be")
@@ -177,8 +177,8 @@ class Outbox:
         return 0 if sending.in_background else more
 
     def rewind(self, begun: int, partial: Mapping[int, int]) -> None:
-        """The peer has the first `begun` frames, but of those in `partial` only so many bytes; what
-        else was on its way to it is lost. Raises WireError when that can't be."""
+        """Resume after a reconnect: the peer has the first `begun` frames, of those in `partial`
+        only so many bytes; the rest in flight is lost. Raises WireError when that can't be."""
         unbegun = [sending for number, sending in self._started.items() if number > begun]
         kept = [sending for number, sending in self._started.items() if number <= begun]
         known = partial.keys() <= {sending.number for sending in kept}
@@ -203,12 +203,12 @@ class Outbox:
             queue.extend(waiting[kind])
         self._last = begun
         self._in_flight = self._copying = self._order = 0
-        self._background = self._new_background()  # by another way, maybe
+        self._background = self._new_background()  # the path may be another one
         self.round_trip = 0.0
         self._streams.begin_anew()
 
     def unfinished(self) -> list[Frame]:
-        """Those not acknowledged to their end: started ones first, then queued ones by urgency."""
+        """Frames not fully acknowledged: started ones first, then queued ones by urgency."""
         queued = (sending for queue in self._queues.values() for sending in queue)
         return [
             *(sending.frame for sending in self._started.values()),
@@ -223,7 +223,7 @@ def _rest_of(frame: Frame, sent: int) -> deque[memoryview]:
 
 
 def _take(buffers: deque[memoryview], length: int) -> list[memoryview]:
-    """The first `length` bytes, which leave `buffers`."""
+    """Remove the first `length` bytes from `buffers`."""
     taken = []
     while length:
         if buffers[0].nbytes <= length:
@@ -243,14 +243,14 @@ class _Receiving:
 
 
 class Inbox:
-    """Chunks that come in become frames again; what is wrong with one is a WireError."""
+    """Reassembles frames from chunks; an invalid chunk raises WireError."""
 
     def __init__(self, payload_limit: int) -> None:
         self._limit = payload_limit
         self._partial: dict[int, _Receiving] = {}
         self._last = 0
         self._chunks = 0  # since the last acknowledgement
-        self._untold: dict[int, int] = {}  # received, by frame
+        self._untold: dict[int, int] = {}  # bytes received but not acknowledged, by frame
         self._due: dict[int, int] = {}
 
     def receive(self, chunk: Chunk) -> Frame | None:
@@ -275,13 +275,13 @@ class Inbox:
         return receiving.frame
 
     def acknowledged(self) -> dict[int, int]:
-        """What is to be said to the peer: bytes of payload so far, by frame."""
+        """Acknowledgements to send to the peer: bytes of payload so far, by frame."""
         due, self._due = self._due, {}
         return due
 
     def told(self) -> tuple[int, dict[int, int]]:
-        """How many frames have begun, and how many bytes of those have come that aren't whole. Says
-        what acknowledgements were to say, so none is due any more."""
+        """The number of frames begun, and the bytes received of each incomplete one. It replaces
+        the acknowledgements that were due."""
         self._due.clear()
         self._untold.clear()
         self._chunks = 0

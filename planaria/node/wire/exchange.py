@@ -1,13 +1,13 @@
-"""Conversations with peers, written from top to bottom, without a loop, a clock or a thread.
+"""Exchanges: sequential conversations with peers, independent of event loop, clock and thread.
 
-An *exchange* is a coroutine that waits for an `Outcome` and for nothing else: of work in the
-compute thread, of another exchange, of what a peer sends, or of time that passes. `Exchanges` are
-all of a node's. Their owner calls `run` when it was asked to, and at `wake` at the latest: the
-daemon from its event loop, the simulation in virtual time.
+An *exchange* is a coroutine that awaits only an `Outcome`: of work in the compute thread, of
+another exchange, of a peer's message, or of a timeout. `Exchanges` manages all exchanges of a node.
+Its owner calls `run` when notified, and at `wake` at the latest: the daemon from its event loop,
+the simulation in virtual time.
 
-An exchange runs at once up to its first wait, so that what it posts there stands in the compute
-thread before whatever its starter posts next. It goes on in `run`, never inside of the call that
-has brought what it waits for.
+An exchange runs at once up to its first wait, so what it posts there precedes in the compute thread
+what its starter posts next. It resumes in `run`, never inside the call that delivers what it waits
+for.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ log = logging.getLogger(__name__)
 
 OPEN_LIMIT: Final = 256 << 20
 EARLY_ITEMS: Final = 4096
-"""Things of one peer that wait for an exchange to begin, at most."""
+"""Largest number of items of one peer that wait for an exchange to begin."""
 
 T = TypeVar("T")
 Key = TypeVar("Key", bound="Comparable")
 
 
 class Comparable(Protocol):
-    """A transfer's number, or a ballot."""
+    """An inbox's key: a transfer's number, or a ballot."""
 
     def __lt__(self, other: Any, /) -> bool: ...
 
 
 class ComplaintError(Exception):
-    """An exchange has failed; the message says why. `accused`: the nodes that were waited for in
-    vain or, for any cause but SILENT, that sent what can't be right."""
+    """An exchange has failed; the message says why. `accused`: the nodes that didn't answer or, for
+    any cause but SILENT, that sent invalid data."""
 
     def __init__(self, reason: str, accused: Collection[str] = (), cause: Cause = SILENT) -> None:
         super().__init__(reason)
@@ -53,12 +53,12 @@ class ComplaintError(Exception):
 
 
 class PeerLostError(ComplaintError):
-    """The accused can't be reached. Without them, or with what they did done by others, what the
-    exchange was for may still be had."""
+    """The accused can't be reached. The exchange's purpose may still be achieved without them, or
+    once others have redone their work."""
 
 
 class Outcome(Generic[T]):
-    """What will have come of something. At most one exchange waits for it."""
+    """A result to come. At most one exchange waits for it."""
 
     def __init__(self, exchanges: Exchanges) -> None:
         self.exchanges = exchanges
@@ -68,19 +68,19 @@ class Outcome(Generic[T]):
         self._waiting: Exchange[Any] | None = None
 
     def fulfil(self, value: T) -> None:
-        """Without effect once it is done."""
+        """Set the value. Without effect once it is done."""
         if not self.done:
             self._value, self.done = value, True
             self._tell()
 
     def fail(self, error: BaseException) -> None:
-        """Raised at whoever waits. Without effect once it is done."""
+        """Set the error, raised in the waiting exchange. Without effect once it is done."""
         if not self.done:
             self._error, self.done = error, True
             self._tell()
 
     def settle(self, result: T | Exception) -> None:
-        """With what some work has returned, or raised."""
+        """Set what some work has returned, or raised."""
         if isinstance(result, Exception):
             self.fail(result)
         else:
@@ -95,20 +95,20 @@ class Outcome(Generic[T]):
         return self.within(math.inf).__await__()
 
     async def within(self, until: float) -> T:
-        """Raises TimeoutError at the time `until`."""
+        """The result. Raises TimeoutError at the time `until`."""
         if not self.done:
             await _Wait(self, until)
         return self.result()
 
     def result(self) -> T:
-        """Once it is done. Raises what it failed with."""
+        """The result of an outcome that is done. Raises its error."""
         if self._error is not None:
             raise self._error
         return self._value
 
 
 class _Wait(NamedTuple):
-    """What an exchange hands to its runner."""
+    """What an exchange yields to its runner."""
 
     outcome: Outcome[Any]
     until: float
@@ -118,7 +118,7 @@ class _Wait(NamedTuple):
 
 
 class Exchange(Outcome[T]):
-    """One that runs, or is over."""
+    """A conversation that runs, or is over."""
 
     def __init__(self, exchanges: Exchanges, work: Coroutine[Any, Any, T]) -> None:
         super().__init__(exchanges)
@@ -127,10 +127,10 @@ class Exchange(Outcome[T]):
         self._waits: _Wait | None = None
 
     def cancel(self) -> None:
-        """It goes no further than the place where it waits. What it has posted still runs."""
+        """Stop it where it waits. Work that it has posted still runs."""
         self.done = True
         self._leave()
-        if not self._running:  # else it is closed when it waits next
+        if not self._running:  # else it is closed at its next wait
             self._work.close()
 
     def _leave(self) -> None:
@@ -145,7 +145,7 @@ class Exchange(Outcome[T]):
             wait = self._work.send(None) if error is None else self._work.throw(error)
         except StopIteration as stop:
             self.fulfil(stop.value)
-        except Exception as raised:  # noqa: BLE001 (it is told on)
+        except Exception as raised:  # noqa: BLE001 (reported below)
             self.exchanges.crashed(raised)
             self.fail(raised)
         else:
@@ -154,7 +154,7 @@ class Exchange(Outcome[T]):
             self._running = False
 
     def _pause(self, wait: _Wait) -> None:
-        if self.done:  # cancelled by what it has called itself
+        if self.done:  # cancelled by code that it called
             self._running = False
             self._work.close()
             return
@@ -168,8 +168,8 @@ class Exchange(Outcome[T]):
 
 
 class Exchanges:
-    """All of a node's. `soon` is called when there is something to `run`; `crashed` gets what an
-    exchange has raised."""
+    """All exchanges of a node. `soon` is called when `run` has work; `crashed` gets the exceptions
+    of exchanges."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class Exchanges:
         soon: Callable[[], None],
         crashed: Callable[[BaseException], None],
     ) -> None:
-        self.now = 0.0  # seconds of any one clock, when something last happened
+        self.now = 0.0  # seconds of any one clock, at the last event
         self.crashed = crashed
         self._compute, self._soon = compute, soon
         self._ready: deque[Callable[[], None]] = deque()
@@ -188,31 +188,31 @@ class Exchanges:
     # --- for the owner
 
     def close(self) -> None:
-        """None of them goes on."""
+        """Stop all exchanges."""
         self._closed = True
         self._ready.clear()
         self._deadlines.clear()
 
     @property
     def wake(self) -> float:
-        """When `run` is due at the latest; inf: nobody waits for time to pass."""
+        """Time at which `run` is due at the latest; inf: no exchange has a deadline."""
         while self._deadlines and self._deadlines[0][2]._waits is not self._deadlines[0][3]:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     @property
     def idle(self) -> bool:
-        """Nobody can go on before something comes, or `wake`."""
+        """Whether no exchange can resume before an event, or `wake`."""
         return not self._ready
 
     def at(self, now: float) -> None:
-        """Something comes, and it is this late."""
+        """Set the time of an event."""
         self.now = max(self.now, now)
 
     def run(self, now: float) -> None:
-        """Everything that can go on does; who waits for this time or an earlier one is told."""
+        """Resume all exchanges that can go on, with a TimeoutError those whose deadline is over."""
         self.at(now)
-        self._run_ready()  # what has come in time
+        self._run_ready()  # events that came before their deadline
         while self.wake <= self.now:
             _, _, exchange, wait = heapq.heappop(self._deadlines)
             exchange._step(TimeoutError(f"nothing until {wait.until:g}"))
@@ -225,21 +225,21 @@ class Exchanges:
     # --- for who converses
 
     def start(self, work: Coroutine[Any, Any, T]) -> Exchange[T]:
-        """Runs it up to its first wait. What it raises, the node crashes with."""
+        """Run the work up to its first wait. The node crashes with what it raises."""
         exchange = Exchange(self, work)
         exchange._step()
         return exchange
 
     async def together(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """What comes of all of them, in their order. With the first that fails the others are given
-        up, and it is raised."""
+        """The results of all works, in their order. When one fails, the others are cancelled, and
+        its error is raised."""
         results: dict[int, T] = {}
         over: Outcome[None] = Outcome(self)
 
         async def part(number: int, work: Coroutine[Any, Any, T]) -> None:
             try:
                 results[number] = await work
-            except Exception as error:  # noqa: BLE001 (raised again by who waits for all)
+            except Exception as error:  # noqa: BLE001 (raised again by the caller)
                 over.fail(error)
             if len(results) == len(works):
                 over.fulfil(None)
@@ -254,7 +254,7 @@ class Exchanges:
         return [results[number] for number in range(len(works))]
 
     async def compute(self, work: Callable[[], T], priority: Priority = Priority.CONTROL) -> T:
-        """In the compute thread. Raises what the work raises."""
+        """Run work in the compute thread. Raises what the work raises."""
         outcome: Outcome[T] = Outcome(self)
         self._compute.post(work, outcome.settle, priority)
         return await outcome
@@ -267,7 +267,7 @@ class Exchanges:
                 return
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """In the next `run`, behind what is ready before."""
+        """Queue a call for the next `run`."""
         if self._closed:
             return
         if not self._ready:
@@ -280,7 +280,7 @@ class Exchanges:
         self.call_soon(partial(self._go_on, exchange, exchange._waits))
 
     def _go_on(self, exchange: Exchange[Any], wait: _Wait | None) -> None:
-        if not exchange.done and exchange._waits is wait:  # else it was told of its deadline first
+        if not exchange.done and exchange._waits is wait:  # else its deadline came first
             exchange._step()
 
     def _watch(self, exchange: Exchange[Any], wait: _Wait) -> None:
@@ -292,38 +292,38 @@ class Exchanges:
 
 
 class Lost(NamedTuple):
-    """In place of a peer's next item: the link to it is gone, and why."""
+    """Replaces a peer's next item: the link to it is lost, and why."""
 
     reason: str
-    cause: Cause = SILENT  # NUMBERS: it has sent too much, and nothing of it is read any more
+    cause: Cause = SILENT  # NUMBERS: it has sent too much, and its items are ignored
 
 
 class Letter(NamedTuple, Generic[T]):
-    """What has come for an exchange."""
+    """An item received for an exchange."""
 
     peer: str
     item: T | Lost
 
 
 class ExchangeInbox(Generic[T]):
-    """What has come for one exchange, in the order in which it came."""
+    """Items received for one exchange, in order of arrival."""
 
     def __init__(self, exchanges: Exchanges, limit: int = OPEN_LIMIT) -> None:
         """`limit`: bytes of one peer that may wait to be taken."""
         self._exchanges = exchanges
-        self._letters: deque[tuple[Letter[T], int]] = deque()  # and their sizes, -1: free
+        self._letters: deque[tuple[Letter[T], int]] = deque()  # with their sizes, -1: free
         self._budget = Budget(limit)
         self._ignored: set[str] = set()  # peers that have sent too much
         self._news: Outcome[None] | None = None
-        self._hurried = math.inf  # when
+        self._hurried = math.inf  # time of `hurry`
 
     @property
     def empty(self) -> bool:
         return not self._letters
 
     def put(self, peer: str, item: T | Lost, size: int = 0) -> None:
-        """Of so many bytes. A peer that has sent too much is as good as lost, with all that waits
-        of it."""
+        """Add an item of `size` bytes. A peer that has sent too much counts as lost, and its
+        waiting items are dropped."""
         if isinstance(item, Lost):
             self._letters.append((Letter(peer, item), -1))
         else:
@@ -343,16 +343,16 @@ class ExchangeInbox(Generic[T]):
         self._ignored.add(peer)
 
     def hurry(self) -> None:
-        """From now on the patience of who waits for the next one is limited."""
+        """Start the patience of `take`."""
         self._hurried = min(self._hurried, self._exchanges.now)
         if self._news is not None:
             self._news.fulfil(None)
 
     async def take(self, until: float = math.inf, patience: float = math.inf) -> Letter[T]:
-        """The next one. Raises TimeoutError at the time `until`, and after so many seconds of
-        patience, which count once there is hurry."""
+        """The next item. Raises TimeoutError at the time `until`, or `patience` seconds after both
+        this call and `hurry`."""
         asked = self._exchanges.now
-        while not self._letters:  # what has come may be of one who is ignored by now
+        while not self._letters:  # woken by an item of a peer that is now ignored
             self._news = Outcome(self._exchanges)
             try:
                 await self._news.within(min(until, max(asked, self._hurried) + patience))
@@ -371,11 +371,11 @@ class _EarlyFrames(NamedTuple, Generic[Key, T]):
 
 
 class Inboxes(Generic[Key, T]):
-    """The inboxes of exchanges of one kind, by what they are about: a transfer's number, a ballot.
+    """The inboxes of exchanges of one kind, by key: a transfer's number, or a ballot.
 
-    What comes for an exchange that is over has no effect. What comes before it has begun is kept,
-    up to `early_limit` bytes of a peer, of the newest key that it has used: who has begun something
-    newer has given up what is older. Once it has, up to `open_limit` bytes of a peer wait.
+    Items for a finished exchange are dropped. Items for a future one are kept, up to `early_limit`
+    bytes of a peer, for the newest key that the peer has used: a peer that uses a newer key has
+    given up the older ones. For a running one, up to `open_limit` bytes of a peer wait.
     """
 
     def __init__(
@@ -390,11 +390,11 @@ class Inboxes(Generic[Key, T]):
         self._early_limit, self._open_limit = early_limit, open_limit
         self._open: dict[Key, ExchangeInbox[T]] = {}
         self._early: dict[str, _EarlyFrames[Key, T]] = {}
-        self._hurried: Key | None = None  # not open yet
+        self._hurried: Key | None = None  # a key not open yet
 
     @contextmanager
     def open(self, key: Key) -> Iterator[ExchangeInbox[T]]:
-        """For as long as the exchange runs. Afterwards nothing up to this key has an effect."""
+        """Inbox of a running exchange. Once closed, items up to this key have no effect."""
         inbox = self._open[key] = ExchangeInbox(self._exchanges, self._open_limit)
         for peer, early in list(self._early.items()):
             if early.key == key:
@@ -409,7 +409,7 @@ class Inboxes(Generic[Key, T]):
             del self._open[key]
 
     def put(self, key: Key, peer: str, item: T, size: int = 0) -> None:
-        """Something of `size` bytes has come from `peer`."""
+        """Deliver an item of `size` bytes from `peer`."""
         if (inbox := self._open.get(key)) is not None:
             inbox.put(peer, item, size)
         elif not key < self._oldest and self._early_limit:
@@ -433,18 +433,18 @@ class Inboxes(Generic[Key, T]):
         early.sizes.append(size)
 
     def hurry(self, key: Key) -> None:
-        """The exchange about `key`, which may have yet to begin."""
+        """Hurry the exchange of this key, which may have yet to begin."""
         if (inbox := self._open.get(key)) is not None:
             inbox.hurry()
         else:
             self._hurried = key
 
     def lost(self, peer: str, reason: str) -> None:
-        """The link to `peer` is gone. What has come from it before is still good."""
+        """Report a lost link. Items received from `peer` before remain valid."""
         for inbox in self._open.values():
             inbox.put(peer, Lost(reason))
 
     def forget(self, before: Key) -> None:
-        """What comes for an older key has no effect from now on."""
+        """Drop items of older keys, now and in future."""
         self._oldest = max(self._oldest, before)
         self._early = {p: e for p, e in self._early.items() if not e.key < self._oldest}

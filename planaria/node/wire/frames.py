@@ -1,10 +1,10 @@
-"""Frames and chunks as bytes.
+"""Binary format of frames and chunks.
 
-A frame is a small msgpack head and a payload. The payload is tensors end to end, each in its codec;
-the descriptors in the head make them whole again (or it is plain bytes, without descriptors). A
-frame crosses a link as chunks: protobuf messages of stage.proto, written and read by hand here.
+A frame is a small msgpack head and a payload. The payload is the encoded tensors, concatenated; the
+descriptors in the head say how to decode them (without descriptors it is plain bytes). A frame
+crosses a link as chunks: protobuf messages of stage.proto, written and read by hand here.
 
-All numbers are little-endian. What comes from outside is checked before memory is spent on it.
+All numbers are little-endian. What is received is checked before memory is spent on it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CODECS: Final = get_args(Codec)
 SIZES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1}
 """Bytes of a value, by dtype."""
 FLOATING: Final = ("float32", "float16", "bfloat16")
-# In order of urgency: a gradient frees memory and ends a microbatch, so it overtakes the others.
+# In order of urgency. A gradient comes early: it frees memory and ends a microbatch.
 KINDS: Final = (
     "call",
     "gradient",
@@ -59,32 +59,32 @@ UINT64: Final = 1 << 64
 
 
 class WireError(ValueError):
-    """These bytes, or this tensor, can't be what travels on a link; the message says why, `cause`
-    what whoever sent them is accused of."""
+    """Bytes, or a tensor, that can't be valid on a link; the message says why. `cause`: what their
+    sender is accused of."""
 
     cause: Cause = SHAPE
 
 
 class DamagedError(WireError):
-    """The bytes are not those that were sent."""
+    """Bytes that differ from those sent."""
 
     cause = CHECKSUM
 
 
 class NonFiniteError(WireError):
-    """A tensor has an element that is inf or nan."""
+    """A tensor with an element that is inf or nan."""
 
     cause = NONFINITE
 
 
 class FiguresError(WireError):
-    """What is said of tensors can't be, or makes no sense."""
+    """A description of tensors that is impossible, or makes no sense."""
 
     cause = NUMBERS
 
 
 class Form(NamedTuple):
-    """What a tensor that is due has to be."""
+    """The required dtype, shape and codec of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -95,7 +95,7 @@ class Form(NamedTuple):
 
 
 class Descriptor(NamedTuple):
-    """How a tensor lies in a payload. msgpack: an array of these five."""
+    """Format of a tensor in a payload. msgpack: an array of these five."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -113,7 +113,7 @@ class Descriptor(NamedTuple):
 
     @classmethod
     def parse(cls, raw: Any) -> Descriptor:
-        """Raises WireError."""
+        """Parse a received descriptor. Raises WireError."""
         if not isinstance(raw, list | tuple) or len(raw) != 5:
             raise WireError(f"a descriptor is [dtype, shape, codec, checksum, size], not {raw!r}")
         dtype, shape, codec, checksum, size = raw
@@ -142,7 +142,7 @@ class Descriptor(NamedTuple):
 
 
 def check_forms(descriptors: Sequence[Descriptor], forms: Sequence[Form]) -> None:
-    """Raises WireError unless the tensors are those that are due."""
+    """Raises WireError unless the tensors have the required forms."""
     found = [descriptor.form for descriptor in descriptors]
     if found != list(forms):
         raise WireError(f"{_name(found)}, where {_name(forms)} is due")
@@ -177,14 +177,14 @@ def buffers_of(payload: Payload) -> tuple[memoryview, ...]:
 
 @dataclass(slots=True)
 class Frame:
-    """What is sent at a time: tensors, or plain bytes, and what they are."""
+    """Unit of sending: tensors, or plain bytes, and their description."""
 
     kind: str  # one of KINDS
     ballot: tuple[int, int]  # view, attempt
-    fields: dict[str, Any]  # by kind; small, of what msgpack knows
+    fields: dict[str, Any]  # by kind; small, of types that msgpack supports
     descriptors: list[Descriptor]  # of the tensors in the payload; none: plain bytes
     payload: Payload
-    seat: str = ""  # for which it is, of those that the node that gets it has
+    seat: str = ""  # receiver, among the seats of its node
     sender: str = ""  # the seat that sends it, of the other node
 
     @property
@@ -213,13 +213,13 @@ class Frame:
         return head
 
     def in_message(self) -> pb.Message:
-        """Where there is no stream for frames."""
+        """The frame as a message, for streams without frames."""
         payload = b"".join(buffers_of(self.payload))
         return pb.Message(carried=pb.Carried(head=self.head(), payload=payload))
 
     @classmethod
     def parse(cls, head: Buffer, payload: Payload, limit: int = PAYLOAD_LIMIT) -> Frame:
-        """Raises WireError. `limit`: bytes of payload."""
+        """Parse a received frame. Raises WireError. `limit`: bytes of payload."""
         kind, view, attempt, fields, descriptors, *seats = _unpack_head(head)
         if not isinstance(kind, str) or kind not in KINDS:
             raise WireError(f"a frame of kind {kind!r}, which is none of {', '.join(KINDS)}")
@@ -252,7 +252,7 @@ def _check_names(fields: dict[str, Any]) -> None:
 
 
 def check_payload_size(size: int, limit: int) -> None:
-    """Raises WireError."""
+    """Raises WireError for a payload that is too large."""
     if size > limit:
         raise WireError(f"a payload of {size} bytes; at most {limit} are allowed")
 
@@ -263,7 +263,7 @@ def _unpack_head(head: Buffer) -> list[Any]:
     try:
         parts = msgpack.unpackb(head, ext_hook=_refuse_extension)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        # msgpack says nothing for some kinds of damage
+        # msgpack gives no message for some kinds of damage
         raise WireError(
             f"the head of a frame is not msgpack: {error or type(error).__name__}"
         ) from error
@@ -289,12 +289,12 @@ _SEAL_SIZE: Final = len(_SEAL) + 8
 
 
 def seal(message: bytes) -> bytes:
-    """With the field `checksum` at its end, which is of all before it."""
+    """Append the field `checksum`, over all bytes before it."""
     return message + _SEAL + xxh3_64_intdigest(message).to_bytes(8, "little")
 
 
 def unseal(data: bytes) -> bytes:
-    """What was sealed. Raises DamagedError."""
+    """The message without its checksum. Raises DamagedError."""
     message = data[:-_SEAL_SIZE]
     if seal(message) != data:
         raise DamagedError("the checksum of a message is not that sent")
@@ -302,7 +302,7 @@ def unseal(data: bytes) -> bytes:
 
 
 def parse_message(data: bytes) -> pb.Message:
-    """Of what was sealed. Raises WireError."""
+    """Parse a sealed message. Raises WireError."""
     try:
         return pb.Message.FromString(unseal(data))
     except DecodeError as error:
@@ -313,7 +313,7 @@ def parse_message(data: bytes) -> pb.Message:
 
 
 class Chunk(NamedTuple):
-    """stage.proto's message of this name; `data` refers to the message that it was parsed from."""
+    """stage.proto's message of this name; `data` is a view of the parsed message."""
 
     frame: int
     offset: int
@@ -324,15 +324,15 @@ class Chunk(NamedTuple):
     order: int = 0
 
     def verify(self) -> None:
-        """Raises DamagedError unless all of it but `data` is what was sent; the checksums of that
-        are in the frame's head."""
+        """Raises DamagedError unless all fields but `data` are as sent; the checksums of `data` are
+        in the frame's head."""
         numbers = self.frame, self.offset, self.size, len(self.data), self.order
         if self.checksum != _checksum(*numbers, head=self.head):
             raise DamagedError(f"the checksum of a chunk of frame {self.frame} is not that sent")
 
 
 def _checksum(*numbers: int, head: bytes) -> int:
-    """Of frame, offset, size, bytes of data, order; and the head."""
+    """Checksum of frame, offset, size, bytes of data and order, and of the head."""
     return xxh3_64_intdigest(_NUMBERS.pack(*numbers) + head)
 
 
@@ -349,7 +349,7 @@ def pack_chunk(
     data: Sequence[Buffer] = (),
     order: int = 0,
 ) -> bytes:
-    """As protobuf would, with its checksum; the pieces of `data` are copied once."""
+    """Encode a chunk as protobuf would, with its checksum; `data` is copied once."""
     parts: list[Buffer] = []
     for number, value in ((1, frame), (2, offset), (3, size)):
         if value:
@@ -366,7 +366,7 @@ def pack_chunk(
 
 
 def parse_chunk(message: bytes) -> Chunk:
-    """As protobuf would, but groups are refused; not verified. Raises WireError."""
+    """Decode a chunk as protobuf would, but refuse groups; not verified. Raises WireError."""
     numbers = {1: 0, 2: 0, 3: 0, 8: 0}
     checksum = 0
     contents = {4: memoryview(b""), 5: memoryview(b"")}

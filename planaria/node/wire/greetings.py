@@ -1,10 +1,10 @@
-"""Hellos as they travel: signed, so that a link's two ends are who the view says.
+"""Signed hellos: they prove that a link's two ends are the nodes that the view names.
 
-Who dials signs its hello (session.py) for whom it dials, who answers signs both hellos. Signed are
-the run and both ids, too, so what was said to one can't be shown to another. A hello that is shown
-again is older than one that was taken, unless the node that took it has begun anew.
+The dialling node signs its hello (session.py) for the node that it dials; the answering node signs
+both hellos. The signature also covers the run and both ids, so a hello can't be used with another
+node. A replayed hello is older than one accepted before, unless the receiver has restarted.
 
-A stream that is added to a connection (link.py) has its number signed, with both hellos of that.
+A stream added to a connection (link.py) has its number signed, with both hellos of the connection.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ LONGEST: Final = 1200
 
 
 class ForgedError(Exception):
-    """A hello that its sender's key has not signed; the message says whose it should be."""
+    """A hello not signed by its sender's key; the message says whose key it should be."""
 
 
 @dataclass(frozen=True)
 class Greetings:
-    """Of one node in one run. A peer's `key` is that which the view names for it."""
+    """Signs and verifies hellos of one node in one run; a peer's `key` is the view's for it."""
 
     run: str
     node: str
@@ -35,23 +35,23 @@ class Greetings:
         return self._signed(DIAL, peer, hello)
 
     def dialled(self, peer: str, key: bytes, text: str) -> str:
-        """The hello of who dials. Raises ForgedError."""
+        """The hello of the dialling node. Raises ForgedError."""
         return self._verified(DIAL, peer, key, text)
 
     def to_answer(self, peer: str, dialled: str, hello: str) -> str:
-        """`dialled`: what the peer has said, with its signature."""
+        """`dialled`: the peer's hello, with its signature."""
         return self._signed(ANSWER, peer, hello, dialled)
 
     def answered(self, peer: str, key: bytes, dialled: str, text: str) -> str:
-        """The hello of who was dialled. Raises ForgedError."""
+        """The hello of the answering node. Raises ForgedError."""
         return self._verified(ANSWER, peer, key, text, dialled)
 
     def to_add(self, peer: str, number: int, dialled: str, answered: str) -> str:
-        """`dialled`, `answered`: what the connection has begun with, with signatures."""
+        """`dialled`, `answered`: the connection's first hellos, with signatures."""
         return self._signed(ADD, peer, str(number), dialled, answered)
 
     def added(self, peer: str, key: bytes, text: str, dialled: str, answered: str) -> str:
-        """The number. Raises ForgedError."""
+        """The stream's number. Raises ForgedError."""
         return self._verified(ADD, peer, key, text, dialled, answered)
 
     def _signed(self, purpose: str, peer: str, hello: str, *more: str) -> str:

@@ -1,4 +1,4 @@
-"""How fast a link is: what `planaria probe` has every node find out."""
+"""Measures the speed of a link, for `planaria probe`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Final, NamedTuple
 
 ECHOES: Final = 5
 SMALLEST, LARGEST = 256 << 10, 64 << 20
-"""Bytes sent at once, at first and at most."""
+"""Bytes of the first and of the largest transfer."""
 LONG_ENOUGH: Final = 0.5
-"""Seconds of sending that say how fast it goes; less may be a buffer that takes all at once."""
+"""Seconds of sending that measure the rate; a shorter time may measure a buffer that takes all."""
 
 
 class MeasuredLink(NamedTuple):
@@ -18,8 +18,8 @@ class MeasuredLink(NamedTuple):
 
 
 async def measure(send: Callable[[int], Awaitable[None]], now: Callable[[], float]) -> MeasuredLink:
-    """`send` sends so many bytes, at least 1, and returns when they are acknowledged; `now` is a
-    clock in seconds. Beside other traffic it measures what that leaves."""
+    """Measure a link beside its other traffic. `send` sends that many bytes, at least 1, and
+    returns when they are acknowledged; `now` is a clock in seconds."""
 
     async def seconds(size: int) -> float:
         began = now()

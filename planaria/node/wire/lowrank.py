@@ -1,11 +1,10 @@
-"""Matrices by two factors of low rank (PowerSGD, Vogels et al., NeurIPS 2019, section 3): which
-values of a row that is cut out of a stage's gradient are told by how many of factors.
+"""Low-rank factors of gradient matrices (PowerSGD, Vogels et al., NeurIPS 2019, section 3): which
+values of a slice of a stage's gradient are encoded by how many values of factors.
 
-A matrix G of rows x columns goes as P and Q, of `rank` columns each, with G near P Qᵀ: rank x (rows
-+ columns) values. What a row of values has of a matrix is a matrix of its own, of as many rows as
-are there whole. What isn't a matrix (norms, biases), or would be no shorter by factors, goes value
-by value, and so do rows that are cut in two. Who cuts a gradient does it at a `row_start`, so that
-there are none.
+A matrix G of rows x columns is sent as P and Q, of `rank` columns each, with G near P Qᵀ: rank x
+(rows + columns) values. The whole rows of a matrix that lie in a slice form a matrix of their own.
+Sent value by value: norms and biases, a matrix that factors would not shorten, and rows that a
+slice cuts in two. Slices that begin at a `row_start` avoid the last case.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """Values from `start` to `stop`: with `rows`, a matrix."""
+    """Values from `start` to `stop`: a matrix, if it has `rows`."""
 
     start: int
     stop: int
@@ -31,7 +30,7 @@ class Cut:
 
 
 def row_start(shapes: Iterable[Shape], place: int) -> int:
-    """Where the row of a matrix begins that this value of a gradient is in, or the place itself."""
+    """Start of the matrix row that contains this value of a gradient, or the place itself."""
     first = 0
     for shape in shapes:
         size = math.prod(shape)
@@ -42,8 +41,8 @@ def row_start(shapes: Iterable[Shape], place: int) -> int:
 
 
 def cuts(shapes: Iterable[Shape], rank: int, start: int, size: int) -> list[Cut]:
-    """Of the values start..start + size of a gradient of parameters of these shapes; what lies
-    behind all of them counts as no matrix."""
+    """Cuts of the values start..start + size of a gradient whose parameters have these shapes;
+    values behind all of them count as no matrix."""
     found: list[Cut] = []
     end, first = start + size, 0
     for shape in shapes:
@@ -69,20 +68,20 @@ def cuts(shapes: Iterable[Shape], rank: int, start: int, size: int) -> list[Cut]
 
 
 def counts(some: Iterable[Cut], rank: int) -> tuple[int, int]:
-    """Values in factors, and those that go one by one."""
+    """Number of values in factors, and of those sent one by one."""
     some = list(some)
     factors = sum(rank * (cut.rows + cut.columns) for cut in some if cut.rows)
     return factors, sum(cut.stop - cut.start for cut in some if not cut.rows)
 
 
 def forms(some: Iterable[Cut], rank: int) -> list[Form]:
-    """What they travel as: factors, and values. Each has blocks of its own, so that neither is
-    rounded by the other's scale."""
+    """Forms of the two tensors sent: factors, and values. Each has blocks of its own, so that
+    neither is rounded by the other's scale."""
     return [Form("float32", (count,), "int8") for count in counts(some, rank)]
 
 
 def encoded_bytes(shapes: Sequence[Shape], rank: int, rows: Iterable[tuple[int, int]]) -> int:
-    """Of these parts of a gradient, each from its first value to behind its last one."""
+    """Encoded size of these slices of a gradient, each given as (start, stop)."""
     return sum(
         encoded_size(count, "float32", "int8")
         for start, stop in rows

@@ -1,8 +1,8 @@
-"""How seats are called.
+"""Names of nodes and seats.
 
-For the step transaction each seat is a member of its own. `7f3a/2` is the seat of node 7f3a at
+In the step transaction each seat is a member of its own. `7f3a/2` is the seat of node 7f3a at
 stage 2; `7f3a/2.17` is one that the node got in view 17. A seat that was given back and taken
-again is another one, which has nothing of what the former had.
+again is a new seat, without the state of the former one.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from planaria.bootstrap.spelling import misspelt
 
 
 def new_identity(name: str) -> str:
-    """What a node is called in all that is said of it: by its owner's `name`, if it has one, and
-    what tells it from others of that name, and from itself before it was started anew."""
+    """A node's id: its owner's `name`, if given, and a random suffix. The suffix distinguishes it
+    from other nodes of that name, and from itself before a restart."""
     return f"{name}-{secrets.token_hex(3)}" if name else secrets.token_hex(6)
 
 
 def name_of_host(host: str) -> str:
-    """A name for a node there; empty: none can be made of it."""
+    """A node name made of its host name; "": none can be made of it."""
     label = re.sub(r"[^A-Za-z0-9_-]+", "-", host.partition(".")[0]).strip("-_")[:40]
     return "" if misspelt("name", label) else label
 
 
 def seat_name(seat: registry.Seat) -> str:
-    """What tells it from the other seats of its node."""
+    """The part of a seat's id that distinguishes it from other seats of its node."""
     return f"{seat.stage}.{seat.since}" if seat.since else f"{seat.stage}"
 
 
@@ -37,18 +37,18 @@ def seat_id(node: str, name: str) -> str:
 
 
 def node_of(seat: str) -> str:
-    """The node of a seat; of a node, itself."""
+    """The node of a seat id; a node id is returned as it is."""
     return seat.partition("/")[0]
 
 
 def was_added(seat: str) -> bool:
-    """The node got it after it had joined."""
+    """Whether the node got this seat after it had joined."""
     return "." in seat.partition("/")[2]
 
 
 def seated(view: registry.View) -> registry.View:
-    """What the view says to the step transaction: each seat is a member, and one of them drives.
-    Two nodes with a relay between them are as far apart in each of their seats."""
+    """The view as the step transaction reads it: each seat is a member, and one of them drives.
+    A relay between two nodes holds between each pair of their seats."""
     ids = {m.node: [seat_id(m.node, seat_name(seat)) for seat in m.seats] for m in view.members}
     members = [
         registry.Member(

@@ -1,7 +1,7 @@
-"""An onlooker's side: a run's seats are asked by who is no member of it (observers.py).
+"""Client side of observers (observers.py): queries to a run's seats by a process that is no member.
 
-A node that can be dialled is asked directly; one that can't, through another that has a link to it.
-So does a node that wants to know something as onlookers do: it asks all seats through itself.
+A node that can be dialled is queried directly, any other through a node that has a link to it. A
+node that needs the same information queries all seats through itself.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ from planaria.node.wire.observers import FRAME_LIMIT
 log = logging.getLogger(__name__)
 
 PATIENCE: Final = 10.0
-"""Seconds in which a node has to answer."""
+"""Seconds within which a node must answer."""
 FREE: Final = 1 << 20
 """Bytes of an answer beside its frame."""
 
 
 class NoAnswerError(Exception):
-    """A seat can't be asked, or doesn't answer; the message says why, and names it."""
+    """A seat can't be queried, or doesn't answer; the message says why, and names it."""
 
 
 class ObserverConversation(Protocol):
-    """With one node, by which its seats, and those that it has links to, are asked."""
+    """A conversation with one node, about its own seats and those that it has links to."""
 
     node: str
-    address: str  # for people
-    lost: str  # why; empty: it isn't
+    address: str  # for display
+    lost: str  # reason; "": not lost
 
     def open(
         self, heard: Callable[[pb.Message], None], ended: Callable[[ObserverConversation], None]
     ) -> None:
-        """`heard` gets what is answered, `ended` this, once it is lost; both not before the next
-        turn of the event loop."""
+        """Start. `heard` gets each answer; `ended` gets this conversation once it is lost. Neither
+        is called before the next turn of the event loop."""
         ...
 
     def send(self, message: pb.Message) -> bool:
-        """False: it is lost."""
+        """False: the conversation is lost."""
         ...
 
     async def close(self) -> None: ...
 
 
 Converse: TypeAlias = Callable[[str, str], ObserverConversation]
-"""With this node, which is dialled there."""
+"""Makes a conversation with a node, given its id and address."""
 
 
 def over_streams(run: str, credentials: Credentials, reach: Reach = EVERYWHERE) -> Converse:
-    """`reach`: where nodes are dialled, which say where they are."""
+    """Conversations over gRPC; `reach`: addresses at which nodes may be dialled."""
     return partial(ObserverStream, run, credentials, reach)
 
 
@@ -81,7 +81,7 @@ class ObserverStream:
         self._call: Any = None
         self._unsent: asyncio.Queue[bytes] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
-        self.lost = ""  # why; empty: it isn't
+        self.lost = ""  # reason; "": not lost
 
     def open(
         self, heard: Callable[[pb.Message], None], ended: Callable[[ObserverConversation], None]
@@ -118,11 +118,11 @@ class ObserverStream:
 
     async def _speak(self, ended: Callable[[ObserverConversation], None]) -> None:
         try:
-            await self._call.initial_metadata()  # gRPC loses why it is refused who writes before
+            await self._call.initial_metadata()  # an earlier write would hide a refusal
             while True:
                 await self._call.write(await self._unsent.get())
         except (grpc.aio.BaseError, asyncio.InvalidStateError):
-            return  # who listens is told why
+            return  # _listen reports the reason
 
     async def _listen(
         self, heard: Callable[[pb.Message], None], ended: Callable[[ObserverConversation], None]
@@ -151,8 +151,8 @@ class ObserverStream:
 
 
 class ObserverClient:
-    """Conversations with seats. `answered` gets what isn't an answer to `pin`: a message, or a
-    frame, and by which seat; `lost` that a seat can't be asked any more, and why."""
+    """Conversations with seats. `answered` gets messages and frames, except answers to `pin`, with
+    their seat; `lost` gets each seat that can't be queried any more, with the reason."""
 
     def __init__(
         self,
@@ -162,14 +162,14 @@ class ObserverClient:
     ) -> None:
         self._converse = converse
         self._answered, self._lost = answered, lost
-        self._conversations: dict[str, ObserverConversation] = {}  # by the node that is dialled
-        self._over: list[ObserverConversation] = []  # those before, which were lost
-        self._by: dict[str, str] = {}  # by seat: the node by which it is asked
-        self._waiting: dict[int, tuple[str, asyncio.Future[pb.Pinned]]] = {}  # by seat
+        self._conversations: dict[str, ObserverConversation] = {}  # by dialled node
+        self._over: list[ObserverConversation] = []  # former ones, lost
+        self._by: dict[str, str] = {}  # dialled node, by seat
+        self._waiting: dict[int, tuple[str, asyncio.Future[pb.Pinned]]] = {}  # with the seat
         self._numbers = itertools.count(1)
 
     def reach(self, seat: str, node: str, address: str) -> None:
-        """It is asked by way of this node, which is dialled there."""
+        """Query this seat by way of `node`, which is dialled at `address`."""
         if (there := self._conversations.get(node)) is None or there.lost:
             self._over += [there] if there is not None else []
             self._conversations[node] = self._converse(node, address)
@@ -177,7 +177,7 @@ class ObserverClient:
         self._by[seat] = node
 
     def send(self, seat: str, item: pb.Message | Frame) -> bool:
-        """False: it can't be asked."""
+        """False: the seat can't be queried."""
         conversation = self._conversations.get(self._by.get(seat, ""))
         if conversation is None:
             return False
@@ -187,11 +187,11 @@ class ObserverClient:
         return conversation.send(item)
 
     def why(self, seat: str) -> str:
-        """It can't be asked any more; empty: it can."""
+        """Why the seat can't be queried any more; "": it can."""
         return self._conversations[self._by[seat]].lost
 
     async def pin(self, seat: str, step: int, exported: bool = False) -> pb.Pinned:
-        """What the seat answers; `exported`: the whole model of that step has been written. Raises
+        """The seat's answer; `exported`: the whole model of that step has been written. Raises
         NoAnswerError."""
         number = next(self._numbers)
         answer: asyncio.Future[pb.Pinned] = asyncio.get_running_loop().create_future()

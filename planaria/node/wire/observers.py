@@ -1,8 +1,8 @@
-"""Who asks a node and is no member of the run: a command that takes its model home, for one.
+"""Observers: clients of a node that are no members of the run, for example an export.
 
-Each has one stream, on which it asks seats, and by which it is answered; a frame comes as a message
-`Carried`. It has a name as seats have, for as long as the stream is open. The node itself may be
-one of them, without a stream: `Inside`.
+Each observer has one stream for queries to seats and their answers; a frame travels as a message
+`Carried`. It has a name like a seat's for as long as the stream is open. The node itself may be an
+observer, without a stream: `Inside`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from planaria.node.wire.frames import Frame, WireError, seal, unseal
 log = logging.getLogger(__name__)
 
 MOST: Final = 16
-"""Onlookers that a node has at a time."""
+"""Largest number of observers of a node at a time."""
 UNREAD: Final = 32 << 20
-"""Bytes that wait for one of them to read them."""
+"""Bytes that may wait for one observer to read them."""
 FRAME_LIMIT: Final = 4 << 20
 """Bytes of a frame's payload."""
 BANNED: Final = "the run's operator has banned you; ask them to allow you again"
 
 
 class Observers:
-    """Those of one node. `heard` and `shown` get what one says, by its name, and `gone` its
-    name once it is; on the event loop."""
+    """The observers of one node. `heard` and `shown` get an observer's name and its message or
+    frame; `gone` gets the name of one that has left. All are called on the event loop."""
 
     def __init__(
         self,
@@ -50,14 +50,14 @@ class Observers:
         self._banned: frozenset[str] = frozenset()
 
     def bar(self, banned: Iterable[str]) -> None:
-        """These instances, and no others, are not answered."""
+        """Ban these instances, and no others."""
         self._banned = frozenset(banned)
         for answers in self._open.values():
             if answers.instance in self._banned:
                 answers.end(BANNED)
 
     async def serve(self, context: Any) -> None:
-        """Until it, or its stream, is gone."""
+        """Serve one observer until it leaves, or its stream breaks."""
         instance = who_calls(context).instance
         if instance in self._banned:
             await context.abort(StatusCode.PERMISSION_DENIED, BANNED)
@@ -69,7 +69,7 @@ class Observers:
         log.info("onlooker %s comes from %s", name, context.peer())
         listening = asyncio.create_task(self._listen(name, answers, context))
         try:
-            await context.send_initial_metadata(())  # it is heard, and may speak
+            await context.send_initial_metadata(())  # accepts the call: the observer may send
             while (data := await answers.next()) is not None:
                 await context.write(data)
             if answers.why:
@@ -90,18 +90,18 @@ class Observers:
             answers.end("the stream broke")
 
     def enter(self, heard: Callable[[pb.Message], None]) -> str:
-        """Somebody of this process, which gets its answers by `heard`. Returns its name."""
+        """Add an observer in this process; `heard` gets its answers. Returns its name."""
         name = f"?{next(self._numbers)}"
         self._inside[name] = heard
         return name
 
     def leave(self, name: str) -> None:
-        """Who has entered is gone."""
+        """Remove an observer of this process."""
         del self._inside[name]
         self._gone(name)
 
     def ask(self, name: str, message: pb.Message) -> None:
-        """An onlooker says this. Raises WireError for a frame that makes no sense."""
+        """Handle an observer's message. Raises WireError for an invalid frame."""
         if message.WhichOneof("body") == "carried":
             head, payload = message.carried.head, message.carried.payload
             self._shown(name, Frame.parse(head, payload, FRAME_LIMIT))
@@ -109,7 +109,7 @@ class Observers:
             self._heard(name, message)
 
     def tell(self, name: str, item: pb.Message | Frame) -> None:
-        """An answer for it; without effect when it is gone."""
+        """Send an answer to an observer; without effect when it has left."""
         if (heard := self._inside.get(name)) is not None:
             sender, item = item.sender, item.in_message() if isinstance(item, Frame) else item
             item.sender = sender
@@ -125,7 +125,7 @@ class Observers:
         answers.put(seal(item.SerializeToString()))
 
     def close(self, why: str) -> None:
-        """All of them are told."""
+        """End all streams, with this reason."""
         for answers in self._open.values():
             answers.end(why)
 
@@ -156,10 +156,10 @@ class Inside:
 
 
 class _Answers:
-    """What waits for one onlooker to read it."""
+    """Answers that wait for one observer to read them."""
 
     def __init__(self, instance: str) -> None:
-        """`instance`: as which its certificate has it; empty in plain text."""
+        """`instance`: from its certificate; "" without TLS."""
         self.instance = instance
         self._waiting: deque[bytes] = deque()
         self._bytes = 0
@@ -175,13 +175,13 @@ class _Answers:
         self._news.set()
 
     def end(self, why: str) -> None:
-        """Nothing more is said; empty: it wants nothing more."""
+        """End the stream; "": the observer has ended it."""
         if not self._over:
             self._over, self.why = True, why
             self._news.set()
 
     async def next(self) -> bytes | None:
-        """None: that was all."""
+        """The next answer; None: the stream is over."""
         while not self._over and not self._waiting:
             self._news.clear()
             await self._news.wait()

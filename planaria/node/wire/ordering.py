@@ -1,8 +1,8 @@
-"""Chunks that come by several streams, in the order in which they left.
+"""Restores the order of chunks that arrive by several streams.
 
-Each has its place among the chunks of its direction of a connection, from 1. What comes before its
-turn waits. The sender has a window of payload under way, and `HEADS` bytes of what frames take
-beside (chunks.py), so more than both can't wait: it is refused, as what comes twice is.
+Each chunk has a sequence number in its direction of a connection, from 1. An early chunk waits. The
+sender has at most a window of payload in flight, and `HEADS` bytes of frames' overhead (chunks.py).
+So chunks that wait beyond that are refused, as are duplicates.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from planaria.node.wire.budget import ITEM
 from planaria.node.wire.frames import Chunk, WireError
 
 HEADS: Final = 1 << 20
-"""Bytes of heads of frames under way, of which each counts `HEAD` more."""
+"""Bytes of heads of frames in flight; each frame counts `HEAD` more."""
 HEAD: Final = 2 * ITEM
 
 
 class Ordering:
-    """Of one direction of a link."""
+    """Chunk order in one direction of a link."""
 
     def __init__(self, window: int) -> None:
-        """`window`: bytes of payload that the sender may have under way."""
+        """`window`: bytes of payload that the sender may have in flight."""
         self._most = 2 * (window + HEADS)  # since a chunk takes memory of its own
         self._due = 1
         self._early: dict[int, Chunk] = {}
         self._waiting = 0  # bytes
 
     def take(self, chunk: Chunk) -> Iterator[Chunk]:
-        """Those whose turn it is when this one has come. Raises WireError."""
+        """The chunks that are next in order, given this one. Raises WireError."""
         if chunk.order < self._due or chunk.order in self._early:
             raise WireError(
                 f"a chunk in place {chunk.order}, which is taken; the next one is {self._due}"
@@ -46,7 +46,7 @@ class Ordering:
             yield due
 
     def begin_anew(self) -> None:
-        """On a new connection. What waited is sent again."""
+        """Restart on a new connection. Waiting chunks are sent again."""
         self._due, self._waiting = 1, 0
         self._early.clear()
 

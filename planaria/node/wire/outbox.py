@@ -1,4 +1,4 @@
-"""What waits for a link: an item for a member that no link leads to yet."""
+"""Items for members to which no link is up yet."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ class _Waiting(NamedTuple):
 
 
 class NodeOutbox:
-    """Sends over links, and asks for those that aren't up. What is sent to a peer keeps its order.
+    """Sends over links, and demands those that aren't up. Items for a peer keep their order.
 
-    `undelivered` is told, with the reason, of each item for which no link came up in time.
+    `undelivered` gets each item for which no link came up in time, and the reason.
     """
 
     def __init__(
         self, net: Net, undelivered: Callable[[str, pb.Message | Frame, str], None], limit: int
     ) -> None:
-        """`limit`: bytes for a peer that wait."""
+        """`limit`: bytes for a peer that may wait."""
         self._net, self._undelivered = net, undelivered
         self._waiting: dict[str, list[_Waiting]] = {}
         self._budget = Budget(limit)
 
     def send(self, peer: str, item: pb.Message | Frame, member: bool, now: float) -> bool:
-        """False: there is no link, and there will be none, since the peer is no `member`, or too
-        much waits for it already."""
+        """False: no link is up, and the item can't wait: the peer is no `member`, or too much waits
+        for it already."""
         if peer not in self._waiting and self._net.send(peer, item):
             return True
         size = item.size if isinstance(item, Frame) else item.ByteSize()
@@ -47,7 +47,7 @@ class NodeOutbox:
         return True
 
     def linked(self, peer: str) -> None:
-        """A link to `peer` is up."""
+        """Send what waits for `peer`: a link to it is up."""
         for _, item, size in self._waiting.pop(peer, []):
             self._budget.free(peer, size)
             self._net.send(peer, item)

@@ -1,15 +1,15 @@
-"""Connections by way of a third member, for two that can't reach each other.
+"""Relayed connections: a third member forwards between two that can't reach each other.
 
-To a link it is a connection like any other (link.py): two ordered streams. What goes through them
-is packed into frames on the links that both have with the relay, which passes them on without
-looking inside: kind "call" for the handshake and the messages, kind "relayed" for the chunks. The
-former travel as messages, by the control streams of those links.
-`fields`: {"to": node} towards the relay, {"from": node} from it, "call": which connection, "say":
-what, one of `SAYS`.
+To a link it is a connection like any other (link.py): two ordered streams. Their data travel as
+frames on the links that both ends have with the relay, which forwards them without parsing: kind
+"call" for the handshake and the messages, kind "relayed" for the chunks. The former travel as
+messages, by the control streams of those links.
+`fields`: {"to": node} towards the relay, {"from": node} from it, "call": id of the connection,
+"say": its type, one of `SAYS`.
 
-A relay passes on for the pairs that the view gives it, and holds at most `LIMIT` bytes of chunks
-and `CALL_LIMIT` of messages in each direction of a pair: beyond that, and when it has no link to
-the other one, the connection is over, and the two begin another.
+A relay serves the pairs that the view gives it. It holds at most `LIMIT` bytes of chunks and
+`CALL_LIMIT` of messages in each direction of a pair. Beyond that, or without a link to the other
+end, it ends the connection, and the two begin another.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ LIMIT: Final = 48 << 20
 CALL_LIMIT: Final = 16 << 20
 KINDS: Final = ("call", "relayed")
 SAYS: Final = ("hello", "answer", "refused", "over", "item")
-"""`refused`: the payload is a gRPC status's name and a sentence. `over`: without a `call`, whatever
-connection there is."""
+"""`refused`: the payload is a gRPC status's name and a sentence. `over`: with an empty `call`, it
+ends any connection of the two."""
 
 
 class Relay(NamedTuple):
-    """`via` carries for `a` and `b`."""
+    """The member `via` relays for `a` and `b`."""
 
     a: str
     b: str
@@ -45,7 +45,7 @@ class Relay(NamedTuple):
 
 
 class CallRefusedError(Exception):
-    """The peer, or the relay, won't have it. `code` is the name of a gRPC status."""
+    """The peer, or the relay, refuses. `code` is the name of a gRPC status."""
 
     def __init__(self, code: str, sentence: str) -> None:
         super().__init__(sentence)
@@ -53,7 +53,7 @@ class CallRefusedError(Exception):
 
 
 class RelayStream:
-    """One of the two: what the peer writes at its end comes here."""
+    """One of a call's two streams: reads yield what the peer writes at its end."""
 
     def __init__(self, send: Callable[[bytes], None]) -> None:
         self._send = send
@@ -72,7 +72,7 @@ class RelayStream:
 
 @dataclass(eq=False)
 class Call:
-    """A connection with `peer`, or one to be."""
+    """A connection with `peer`, perhaps not answered yet."""
 
     peer: str
     name: str
@@ -87,12 +87,12 @@ class Call:
                 stream.put(None)
             if not self.answer.done():
                 self.answer.set_exception(CallRefusedError("UNAVAILABLE", why))
-                self.answer.exception()  # nobody may wait for it
+                self.answer.exception()  # marked as retrieved, since nobody may await it
 
 
 class Relays:
-    """Of one node: those that it carries for, and those that carry for it. `send` is told of a
-    frame's arrival, and returns False when there is no link."""
+    """The relays of one node, and the pairs that it relays for. `send` calls its callback when the
+    frame has arrived, and returns False without a link."""
 
     def __init__(
         self,
@@ -100,16 +100,16 @@ class Relays:
         send: Callable[[str, Frame, Callable[[], None] | None], bool],
         called: Callable[[Call, str], None],
     ) -> None:
-        """`called`: a peer says hello."""
+        """`called` gets each call that a peer begins, and the peer's hello."""
         self.node, self._send, self._called = node, send, called
         self._vias: dict[str, str] = {}
         self._pairs: set[frozenset[str]] = set()
         self._calls: dict[str, Call] = {}  # by peer
         self.held: defaultdict[tuple[str, str, str], int] = defaultdict(int)
-        """Bytes, by pair in this direction and kind, that wait here for the second."""
+        """Bytes that wait here for the second node, by (sender, receiver, kind)."""
 
     def set(self, relays: Iterable[Relay]) -> None:
-        """Those of the newest view."""
+        """Set the relays of the newest view."""
         relays = list(relays)
         self._pairs = {frozenset((r.a, r.b)) for r in relays if r.via == self.node}
         former, self._vias = self._vias, {}
@@ -122,17 +122,17 @@ class Relays:
 
     @property
     def peers(self) -> list[str]:
-        """Those that are reached by way of others."""
+        """The peers that are reached through relays."""
         return sorted(self._vias)
 
     def via(self, peer: str) -> str:
-        """Who carries; empty: nobody."""
+        """The relay to `peer`; "": none."""
         return self._vias.get(peer, "")
 
     # --- at the ends
 
     def call(self, peer: str, hello: str) -> Call:
-        """Says hello to the peer; `answer` will have what it says. Raises CallRefusedError."""
+        """Send a hello to the peer; `answer` will have its reply. Raises CallRefusedError."""
         call = self._begin(peer, f"{self.node} {hello}")
         if not self._say(call, "hello", hello.encode()):
             self.hang_up(call)
@@ -170,13 +170,13 @@ class Relays:
         return self._send(self.via(call.peer), frame, None)
 
     def _came(self, sender: str, peer: str, frame: Frame) -> None:
-        """From `peer`, by way of the sender."""
+        """Handle a frame of `peer` that `sender` has relayed."""
         name, say = frame.fields.get("call"), frame.fields.get("say")
         call = self._calls.get(peer)
         if not isinstance(name, str):
             return
         if self._vias.get(peer) != sender:
-            if say == "hello":  # the view that says so may be on its way here: it calls again
+            if say == "hello":  # the view with the relay may be late: the peer retries
                 fields = {"to": peer, "call": name, "say": "refused"}
                 why = f"UNAVAILABLE {self.node} knows of no relay {sender}".encode()
                 self._send(sender, Frame("call", (0, 0), fields, [], why), None)
@@ -198,7 +198,7 @@ class Relays:
             self.hang_up(call)
 
     def lost(self, node: str) -> None:
-        """The link to `node` is lost."""
+        """End all calls through `node`: the link to it is lost."""
         for call in [call for call in self._calls.values() if self.via(call.peer) == node]:
             call.end(f"the link to {node} is lost")
             self.hang_up(call)
@@ -212,7 +212,7 @@ class Relays:
     # --- in between
 
     def on_frame(self, sender: str, frame: Frame) -> None:
-        """A frame of one of `KINDS` has come."""
+        """Handle a received frame of one of `KINDS`."""
         to, by = frame.fields.get("to"), frame.fields.get("from")
         if isinstance(by, str):
             self._came(sender, by, frame)
@@ -244,7 +244,7 @@ class Relays:
                 del self.held[key]
 
     def _over(self, node: str, peer: str, name: str, why: str) -> None:
-        """Says to `node` that its connection with `peer` is over."""
+        """Tell `node` that its connection with `peer` is over."""
         fields = {"from": peer, "call": name, "say": "over"}
         self._send(node, Frame("call", (0, 0), fields, [], why.encode()), None)
 

@@ -1,8 +1,8 @@
-"""How long a connection's round trip takes, by its heartbeats.
+"""Round-trip time of a connection, measured by its heartbeats.
 
-Each says when it left, and what the last one said that had come, later by as long as that waited
-for it. So nobody's clock has to be like another's. The shortest one counts, once there are some:
-they wait for whoever is busy.
+Each heartbeat has its sending time, and echoes that of the last one received, plus the time since
+then. So clocks needn't agree. The result is the shortest of several measurements, since a busy node
+delays heartbeats.
 
 Pure; `now` in seconds of any one clock.
 """
@@ -15,29 +15,29 @@ from planaria.node.wire.frames import UINT64
 from planaria.node.wire.stage_pb2 import Heartbeat
 
 ENOUGH: Final = 8
-"""Answers, of which one won't have waited."""
+"""Measurements, of which at least one is taken as undelayed."""
 
 
 class RoundTrip:
-    """Of one connection, at one of its ends."""
+    """Measures one connection, at one of its ends."""
 
     def __init__(self) -> None:
         self._shortest = 0.0
         self._answers = 0
-        self._said, self._came = 0, 0.0  # by the peer; 0: nothing
+        self._said, self._came = 0, 0.0  # the peer's last `sent`, and when it came; 0: none
 
     @property
     def seconds(self) -> float:
-        """0: not known yet."""
+        """The round trip; 0: not known yet."""
         return self._shortest if self._answers >= ENOUGH else 0.0
 
     def say(self, now: float) -> tuple[int, int]:
-        """`sent` and `echo` of a heartbeat that leaves."""
+        """Fields `sent` and `echo` of an outgoing heartbeat."""
         waited = _microseconds(now - self._came) if self._said else 0
         return _microseconds(now), min(self._said + waited, UINT64 - 1)
 
     def hear(self, heartbeat: Heartbeat, now: float) -> None:
-        """One has come. What can't be doesn't count."""
+        """Record a received heartbeat. Impossible values are ignored."""
         self._said, self._came = heartbeat.sent, now
         took = (_microseconds(now) - heartbeat.echo) * 1e-6
         if heartbeat.echo and took > 0:

@@ -1,15 +1,15 @@
-"""A link as a session: what has been said and what has come, whatever carries it.
+"""A link's session: what was sent and received, independent of connections.
 
-A session outlives its connections. When one breaks, what was on its way is lost or not: on a new
-one both sides say what they have (`Hello`), and go on from there, so that every message and every
-frame comes once and in order. Messages are numbered by counting them, frames by chunks.py.
+A session outlives its connections. Data in flight may be lost when one breaks. On a new one both
+sides say what they have (`Hello`), and resume from there. So every message and every frame arrives
+once and in order. Messages are numbered by counting them, frames by chunks.py.
 
-Each side numbers its sessions and its hellos, growing. A hello that is older than one that was
-taken is of a dial that others have overtaken, and changes nothing: dials may cross, and come late.
+Each side numbers its sessions and its hellos, in ascending order. A hello older than one accepted
+before belongs to an outdated dial, and has no effect: dials may cross, and arrive late.
 
 Pure: a connection, here, is whatever takes `next_message` and acknowledgements of chunks in order,
-and `outbox.next` in any, until it breaks. On a new one both sides `resume`; what comes on an older
-one must be dropped from then on.
+and `outbox.next` in any, until it breaks. On a new one both sides `resume`. From then on, what
+arrives on an older one must be dropped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from planaria.node.wire.frames import KINDS, UINT64, Chunk, DamagedError, Frame,
 from planaria.node.wire.ordering import Ordering
 
 ACKNOWLEDGE_EVERY: Final = 64
-"""Messages, after which the next heartbeat is due at once."""
+"""Messages after which the next heartbeat is due at once."""
 
 _HELLO: Final = re.compile(
     rf"\d{{1,20}}( \d{{1,20}}){{4}}( \d+:\d+){{0,{len(KINDS)}}} [0-9a-f]{{16}}"  # the checksum
@@ -37,7 +37,7 @@ _HELLO: Final = re.compile(
 
 
 class Outdated(Exception):  # noqa: N818 (not an error)
-    """Of two dials the other one was newer; nothing has changed."""
+    """Another dial is newer; nothing has changed."""
 
 
 class Begun(Exception):  # noqa: N818 (not an error)
@@ -45,19 +45,19 @@ class Begun(Exception):  # noqa: N818 (not an error)
 
 
 class Forgotten(Exception):  # noqa: N818 (not an error)
-    """The peer goes on with a session that is over here."""
+    """The peer resumes a session that is over here."""
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What a side says of a session on a new connection."""
+    """A side's state of a session, sent on a new connection."""
 
     session: int  # the sender's number for it
     other: int  # the receiver's; 0: not known yet
     number: int  # of this hello in the session
-    messages: int  # that have come
-    frames: int  # that have begun to come
-    partial: dict[int, int] = field(default_factory=dict)  # bytes of those that aren't whole
+    messages: int  # received
+    frames: int  # whose receipt has begun
+    partial: dict[int, int] = field(default_factory=dict)  # bytes received of incomplete frames
 
     def pack(self) -> str:
         numbers = self.session, self.other, self.number, self.messages, self.frames
@@ -67,7 +67,7 @@ class Hello:
 
     @classmethod
     def parse(cls, text: str) -> Hello:
-        """Raises WireError."""
+        """Parse a received hello. Raises WireError."""
         if len(text) > 1000 or not _HELLO.fullmatch(text):
             raise WireError(f"{text[:80]!r} is no hello of a link")
         said, _, checksum = text.rpartition(" ")
@@ -84,10 +84,10 @@ class Hello:
 
 
 class Silence:
-    """Decides when a peer has been silent for too long, by the time this node spent listening.
+    """Decides when a peer has been silent for too long, by the time that this node spent listening.
 
-    `tick` is called every `interval` seconds. By how much it comes late, this node was busy and
-    could hear nobody; that time doesn't count. All times in seconds, of one clock.
+    `tick` is called every `interval` seconds. While a call is late, this node was busy and could
+    receive nothing; that time doesn't count. All times in seconds, of one clock.
     """
 
     def __init__(self, limit: float, interval: float, now: float) -> None:
@@ -99,7 +99,7 @@ class Silence:
         self._heard = now
 
     def tick(self, now: float) -> float | None:
-        """How long the silence has been, when that is too long."""
+        """Duration of the silence, if it is too long."""
         self._heard = min(now, self._heard + max(0.0, now - self._expected))
         self._expected = now + self._interval
         silent = now - self._heard
@@ -108,13 +108,13 @@ class Silence:
 
 @dataclass(frozen=True)
 class SessionBounds:
-    """Bytes."""
+    """Limits in bytes."""
 
     chunk: int
-    window: int  # of frames under way
-    payload: int  # of one frame that comes in
-    messages: int  # that the peer has not said to have
-    held: int  # messages and frames that it has not said to have
+    window: int  # of frames in flight
+    payload: int  # of one received frame
+    messages: int  # unacknowledged
+    held: int  # unacknowledged messages and frames
 
 
 class _SentMessage(NamedTuple):
@@ -139,18 +139,18 @@ class Session:
         self._acknowledged = 0  # messages
         self._message_bytes = 0
         self._received = self._told = 0  # messages
-        self._said = self._heard = 0  # newest hellos
+        self._said = self._heard = 0  # numbers of the newest hellos sent and received
 
     # --- sending
 
     def send(self, message: bytes, arrived: Callable[[], None] | None = None) -> None:
-        """`arrived` is called when the peer has it."""
+        """Queue a message; `arrived` is called when the peer has it."""
         self._waiting.append(_SentMessage(message, arrived))
         self._message_bytes += len(message) + ITEM
 
     def send_frame(self, frame: Frame, arrived: Callable[[], None] | None = None) -> None:
-        """`arrived` is called when the peer has all of it. Raises WireError when the frame can't
-        travel."""
+        """Queue a frame; `arrived` is called when the peer has all of it. Raises WireError when the
+        frame can't travel."""
         self.outbox.push(frame, arrived)
 
     def next_message(self) -> bytes | None:
@@ -162,11 +162,11 @@ class Session:
 
     @property
     def held(self) -> int:
-        """Bytes that are kept until the peer has them."""
+        """Bytes kept until the peer has acknowledged them."""
         return self._message_bytes + self.outbox.unacknowledged + ITEM * self.outbox.frames
 
     def overfull(self) -> str:
-        """Why the link can't be kept; empty: it can."""
+        """Why the link can't be kept; "": it can."""
         if self._message_bytes > self._bounds.messages:
             return f"has not taken the last {self._message_bytes} bytes of messages"
         if self.held > self._bounds.held:
@@ -179,13 +179,13 @@ class Session:
         self._received += 1
 
     def chunk_came(self, chunk: Chunk) -> Iterator[Frame]:
-        """By whichever stream. The frames that are whole with it. Raises WireError."""
+        """The frames completed by this chunk, from any stream. Raises WireError."""
         for due in self._ordering.take(chunk):
             if (frame := self.inbox.receive(due)) is not None:
                 yield frame
 
     def acknowledge_messages(self, count: int) -> None:
-        """The peer has so many. Raises WireError when that can't be."""
+        """The peer has received `count` messages. Raises WireError when that can't be."""
         if not 0 <= count - self._acknowledged <= len(self._sent):
             raise WireError(f"{count} messages acknowledged, which can't be")
         for _ in range(count - self._acknowledged):
@@ -196,7 +196,7 @@ class Session:
         self._acknowledged = count
 
     def acknowledgement(self) -> int:
-        """How many messages have come: for the next heartbeat."""
+        """Number of messages received, for the next heartbeat."""
         self._told = self._received
         return self._received
 
@@ -207,20 +207,20 @@ class Session:
     # --- a new connection
 
     def hello(self) -> Hello:
-        """What to say on a new connection. Nothing that comes on an older one may be taken after
-        that, and no answer to an older hello."""
+        """The hello for a new connection. After it, data of an older connection must be dropped,
+        and so must an answer to an older hello."""
         self._said += 1
         self._ordering.begin_anew()
         frames, partial = self.inbox.told()
         return Hello(self.number, self.other, self._said, self.acknowledgement(), frames, partial)
 
     def is_newest(self, said: Hello) -> bool:
-        """Whether no other hello was said since."""
+        """Whether no other hello was made since."""
         return said.number == self._said
 
     def check(self, hello: Hello, said: Hello | None = None) -> None:
-        """Whether to go on where the peer says that it is; `said`: in answer to that. Raises
-        Outdated, Begun, Forgotten."""
+        """Check whether to resume as the peer's hello says; `said`: this side's hello that it
+        answers. Raises Outdated, Begun, Forgotten."""
         if said is not None and not self.is_newest(said):
             raise Outdated("another connection has come up")
         if hello.other not in (0, self.number):
@@ -233,7 +233,7 @@ class Session:
             raise Outdated(f"hello {hello.number} after {self._heard}")
 
     def resume(self, hello: Hello, said: Hello | None = None) -> None:
-        """What the peer lacks is sent again. Raises as `check`, and WireError for what can't be."""
+        """Send again what the peer lacks. Raises as `check`, and WireError if that can't be."""
         self.check(hello, said)
         self.acknowledge_messages(hello.messages)
         self._waiting.extendleft(reversed(self._sent))

@@ -1,19 +1,19 @@
-"""By how many streams a link is carried, each on a TCP connection of its own.
+"""How many streams carry a link, each on a TCP connection of its own.
 
-A packet that is lost halves what a TCP connection has under way, or nearly so, and it takes some
-round trips until that is what it was. Where packets are lost other than by a full queue, one
-connection carries some 1.2 / sqrt(loss) packets in a round trip whatever the link could carry
-(Mathis et al., The macroscopic behavior of the TCP congestion avoidance algorithm, 1997), and
-several carry as many times that. Where the link is full, more of them carry no more.
+A lost packet about halves a TCP connection's congestion window, which takes some round trips to
+recover. Where packets are lost other than by a full queue, one connection carries about 1.2 /
+sqrt(loss) packets in a round trip, whatever the link's capacity (Mathis et al., The macroscopic
+behavior of the TCP congestion avoidance algorithm, 1997). Several carry as many times that. On a
+link that is full, more of them carry no more.
 
-So it is tried: twice as many, while a backlog lasts and the last doubling has paid. Doubling, since
-of eight streams a ninth brings less than what a link's rate varies by.
+So more streams are tried: twice as many, while a backlog lasts and the last doubling has paid. It
+doubles, since a ninth stream beside eight gains less than the variation of a link's rate.
 
-Where a round trip is long, pauses are what one connection can't make up for: after one of a few
-hundred milliseconds Linux has ten packets under way again (RFC 2861), and with cubic it takes a
-round trip for each doubling. That is known, and needn't be tried, which takes long where bursts
-differ: a long link on which bursts come after pauses has as many streams as have a burst under way
-at once, or as much of it as the path holds.
+On a long round trip, one connection loses time after pauses. After one of a few hundred
+milliseconds Linux restarts with ten packets in flight (RFC 2861), and cubic takes a round trip for
+each doubling. This is known, and trying would take long where bursts differ. So a long link with
+bursts after pauses gets as many streams as have a burst in flight at once, or as much of it as the
+path holds.
 
 Pure; `now` in seconds of any one clock.
 """
@@ -26,49 +26,49 @@ from typing import Final
 
 MOST: Final = 16
 BACKLOG: Final = 64 << 10
-"""Bytes under way from which on, until they all have arrived, a link's rate is what carries it, not
-what there is to send."""
+"""Bytes in flight from which, until all of them have arrived, the link limits the rate, and not
+the data to send."""
 SETTLING: Final = 0.25
-"""Seconds of backlog in which a new stream finds its speed."""
+"""Seconds of backlog in which a new stream reaches its speed."""
 MEASURING: Final = 2.0
-"""Seconds of backlog for which the rate is measured then."""
+"""Seconds of backlog, after SETTLING, over which the rate is measured."""
 GAIN: Final = 1.15
-"""Times as fast as half the streams that so many have to be, to stay."""
+"""Least speedup over half the streams for which a doubling is kept."""
 GAP: Final = 1.0
-"""Seconds without news after which a measure begins anew: one of both ends was stopped."""
+"""Seconds without acknowledgements after which measuring restarts: one end was stopped."""
 REST: Final = 10.0
 LONGEST_REST: Final = 640.0
-"""Seconds from streams that brought nothing to the next try; twice as many with each in a row."""
+"""Seconds from a useless doubling to the next try; they double with each useless one in a row."""
 FIRST: Final = 12 << 10
-"""Bytes that TCP has under way at first, and after a pause (RFC 6928), less what frames take
-beside."""
+"""Bytes that TCP has in flight at first, and after a pause (RFC 6928), less the overhead of
+frames."""
 LONG: Final = 0.1
-"""Seconds of a round trip from which on it counts how many of them a burst takes. With 0.05 the
-processors' time that so many chunks take is more than what they gain."""
+"""Seconds of a round trip from which bursts count their round trips. With 0.05, chunks for so many
+streams cost more processor time than they gain."""
 LEAST_TIMEOUT: Final = 0.2
-"""Seconds that Linux waits longer for an answer than a round trip, and after which a pause is
-one."""
+"""Seconds beyond a round trip that Linux waits for an acknowledgement, and after which a gap is a
+pause."""
 BURSTS: Final = 3
-"""In a row have to want more streams than there are."""
+"""Consecutive bursts that must want more streams than exist."""
 
 
 class Bursts:
-    """Of one direction of a link: how many streams those would have that come after a pause."""
+    """How many streams bursts after a pause need, in one direction of a link."""
 
     def __init__(self) -> None:
-        self._wanted: deque[int] = deque(maxlen=BURSTS)  # by the last ones
+        self._wanted: deque[int] = deque(maxlen=BURSTS)  # by the last bursts
         self._under_way = False
-        self._cold = False  # the one that is under way came after a pause
+        self._cold = False  # the burst in flight came after a pause
         self._began, self._ended, self._bytes = 0.0, -math.inf, 0
 
     @property
     def wanted(self) -> int:
-        """A power of two, as `Streams` has."""
+        """The number wanted: a power of two, as in `Streams`."""
         least = min(self._wanted) if len(self._wanted) == BURSTS else 1
         return min(1 << (least - 1).bit_length(), MOST)
 
     def look(self, under_way: int, acknowledged: int, round_trip: float, now: float) -> None:
-        """As that of `Streams`. `round_trip` in seconds; 0: not known."""
+        """Update, as `Streams.look` does. `round_trip` in seconds; 0: not known."""
         if self._under_way:
             self._bytes += acknowledged
             if not under_way:
@@ -80,7 +80,7 @@ class Bursts:
             self._cold = now - self._ended > round_trip + LEAST_TIMEOUT
 
     def _note(self, round_trip: float, more: float) -> None:
-        """The last one took so many seconds more than a round trip."""
+        """Record a burst that took `more` seconds longer than a round trip."""
         held = self._bytes
         if more > 0:
             held = min(held, round(self._bytes / more * round_trip))  # the path's rate is no less
@@ -88,21 +88,21 @@ class Bursts:
 
 
 class Streams:
-    """Of one direction of a link."""
+    """Chooses the number of streams in one direction of a link."""
 
     def __init__(self) -> None:
         self.wanted = 1
-        self.steady = 1  # of those, that have made faster what goes on without a pause
+        self.steady = 1  # streams that have proven faster for data without pauses
         self._bursts = Bursts()
-        self._rate = 0.0  # bytes a second with so many, or with half of them; the mean of late
-        self._trying = False  # `wanted` is twice what has proven to be worth it
-        self._rest, self._rested = REST, 0.0  # the next one; when the next try may be
-        self._seconds, self._bytes = -SETTLING, 0  # of this measure
+        self._rate = 0.0  # bytes a second with this number, or half of it; a recent mean
+        self._trying = False  # `wanted` is twice the number that has proven its worth
+        self._rest, self._rested = REST, 0.0  # length of the next rest; end of this one
+        self._seconds, self._bytes = -SETTLING, 0  # of this measurement
         self._backlog, self._since = False, 0.0
 
     def look(self, under_way: int, acknowledged: int, now: float, round_trip: float = 0.0) -> None:
-        """So many bytes are under way, and so many more have arrived since the last look.
-        `round_trip` in seconds; 0: not known."""
+        """Update: `under_way` bytes are in flight, and `acknowledged` have arrived since the last
+        call. `round_trip` in seconds; 0: not known."""
         self._bursts.look(under_way, acknowledged, round_trip, now)
         if self._bursts.wanted > self.wanted:
             self._rate, self._trying = 0.0, False
@@ -119,8 +119,8 @@ class Streams:
             self._decide(self._bytes / self._seconds, now)
 
     def begin_anew(self) -> None:
-        """The connection broke, and there is another, by another way maybe. Half of the streams are
-        wanted at once: where it is their number that breaks connections, it doesn't go on so."""
+        """Restart on a new connection, maybe by another path. It keeps half of the streams: if
+        their number breaks connections, that ends."""
         self.wanted, self.steady = max(1, self.wanted // 2), max(1, self.steady // 2)
         self._rate, self._trying, self._rest = 0.0, False, REST
         self._backlog, self._bursts = False, Bursts()
@@ -135,7 +135,7 @@ class Streams:
             return
         if self._trying:
             self._rest, self.steady = REST, self.wanted
-        elif faster or rate < self._rate / GAIN:  # it has only begun: up to a first loss, say
+        elif faster or rate < self._rate / GAIN:  # a start, e.g. before a first loss
             self._rate = rate
             self._change(self.wanted)
             return

@@ -1,6 +1,6 @@
 """Tensors as the bytes of a frame's payload, and back: the port `Tensors`, with torch.
 
-Each tensor in its codec, end to end; the descriptors make them whole again.
+Each tensor is encoded by its codec, and all are concatenated; descriptors tell how to decode them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ DTYPES: Final = {
 }
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 ROUNDS: Final = 2
-"""Of subspace iteration. From a start that knows nothing, one ends 0.45 nats higher than two, and
-four end as two do (rank 4 in lab/results/averaging, seed 0)."""
+"""Rounds of subspace iteration. From a random start, one ends 0.45 nats higher than two, and four
+end as two do (rank 4 in lab/results/averaging, seed 0)."""
 
 
 def empty(values: int) -> torch.Tensor:
@@ -57,18 +57,18 @@ def encode(
     """Descriptors and bytes, one of each for every tensor.
 
     The work is done on the tensor's device. With codec none, the bytes of a contiguous CPU tensor
-    are its own memory: it stays alive with them, and must not change before they are sent. Tensors
-    of whole numbers travel as they are in every codec.
+    are its own memory: it stays alive with them, and must not change before they are sent. Integer
+    tensors are sent unchanged with every codec.
 
     int8: per block of 256 values a float32 scale, max(abs) / 127; all scales first, then a signed
-    byte for each value. The error is at most half a scale; a block with a value that is not finite
-    comes back without a finite one. fp16 turns what is beyond 65504 into inf.
+    byte for each value. The error is at most half a scale. A block with a value that is not finite
+    is decoded without any finite value. fp16 turns values beyond 65504 into inf.
 
-    int4: tiles of 32 values, turned by a Hadamard matrix, so that one large value is spread over
-    all of its tile (TAH-Quant, arXiv 2506.01352); per tile a bfloat16 scale, max(abs) / 7, and then
-    two values a byte, the first one in its lower half. A last tile is filled up with zeros.
+    int4: tiles of 32 values, multiplied by a Hadamard matrix, which spreads one large value over
+    its whole tile (TAH-Quant, arXiv 2506.01352). Per tile a bfloat16 scale, max(abs) / 7, then two
+    values a byte, the first one in its lower half. The last tile is padded with zeros.
 
-    Raises WireError for a dtype that doesn't travel.
+    Raises WireError for an unsupported dtype.
     """
     if codec not in CODECS:
         raise WireError(f"codec {codec!r} is none of {', '.join(CODECS)}")
@@ -100,8 +100,8 @@ def decode(
 ) -> list[torch.Tensor]:
     """The tensors, on `device`. With codec none on the CPU they share a writable payload's memory.
 
-    Raises WireError when dtype, shape, codec or size is not right, and DamagedError when it is the
-    checksum, naming the tensor.
+    Raises WireError for a wrong dtype, shape, codec or size, and DamagedError, which names the
+    tensor, for a wrong checksum.
     """
     if len(descriptors) > TENSOR_LIMIT:
         raise WireError(f"{len(descriptors)} tensors in a frame; at most {TENSOR_LIMIT}")
@@ -121,7 +121,7 @@ def decode(
 def encode_low_rank(
     row: torch.Tensor, cuts: Sequence[lowrank.Cut], rank: int
 ) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
-    """A float32 row [n], its matrices by two factors each, all of it in int8."""
+    """Encode a float32 row [n] in int8, its matrices as two factors each."""
     row, nothing = row.detach(), row.new_empty(0)
     factors, rest = [nothing], [nothing]
     for cut in cuts:
@@ -141,9 +141,9 @@ def decode_low_rank(
     rank: int,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """float32 [size] of what `encode_low_rank` has sent, with the same cuts: the same bits on every
-    device, for products are added one rank after the other, and no kernel's way. Raises WireError
-    as `decode` does."""
+    """float32 [size], decoded from what `encode_low_rank` made with the same cuts. The bits are
+    the same on every device: products are added in order of ranks, not in a kernel's order. Raises
+    WireError as `decode` does."""
     check_forms(descriptors, lowrank.forms(cuts, rank))
     factors, rest = decode(descriptors, payload, device)
     row = torch.empty(size, device=device)
@@ -164,11 +164,11 @@ def decode_low_rank(
 
 
 def _factors(matrix: torch.Tensor, rank: int) -> list[torch.Tensor]:
-    """P and Q of a matrix near P Qᵀ, each [rank x its side], one direction after the other, and
-    equally long in both, since a block of int8 may have values of both.
+    """P and Q of a matrix near P Qᵀ, each [rank x its side], concatenated by rank. Columns of P
+    and Q have equal norms, since a block of int8 may have values of both.
 
-    The best ones that there are, or nearly: a few rounds of subspace iteration (Halko et al., SIAM
-    Review 2011, algorithm 4.4). PowerSGD makes one, from the Q of the step before."""
+    They are nearly optimal, by a few rounds of subspace iteration (Halko et al., SIAM Review 2011,
+    algorithm 4.4). PowerSGD makes one round, from the Q of the step before."""
     start = torch.Generator().manual_seed(0)
     q = torch.randn(matrix.shape[1], rank, generator=start).to(matrix.device)
     p = matrix
@@ -181,7 +181,7 @@ def _factors(matrix: torch.Tensor, rank: int) -> list[torch.Tensor]:
 
 
 def as_received(tensor: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """What `decode` makes of a floating tensor that `encode` has sent, on its device."""
+    """The result of `decode` for a floating tensor sent by `encode`, on its device."""
     sent = _compress(tensor.detach(), codec)
     if codec not in ("int8", "int4"):
         return sent.to(tensor.dtype)
@@ -190,8 +190,8 @@ def as_received(tensor: torch.Tensor, codec: Codec) -> torch.Tensor:
 
 
 def finite(tensor: torch.Tensor) -> bool:
-    """Whether all of a floating tensor is, in one pass over it: a sum is finite only if all of it
-    is. Only where a sum of finite values overflows are they looked at one by one."""
+    """Whether all values of a floating tensor are finite, mostly in one pass: a finite sum implies
+    it. Values are checked one by one only if the sum isn't finite."""
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
@@ -256,7 +256,7 @@ def _from_int4(raw: torch.Tensor, count: int) -> torch.Tensor:
 
 @cache
 def _hadamard() -> torch.Tensor:
-    """Float32 [TILE, TILE] on the CPU: orthogonal, and its own inverse."""
+    """float32 [TILE, TILE] on the CPU: orthogonal, and its own inverse."""
     matrix = torch.ones(1, 1)
     while len(matrix) < TILE:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
@@ -273,9 +273,9 @@ def _decompress(descriptor: Descriptor, part: memoryview, device: torch.device) 
     if descriptor.values == 0:
         return torch.empty(descriptor.shape, dtype=dtype, device=device)
     if part.readonly:
-        part = memoryview(bytearray(part))  # a tensor can be written to
+        part = memoryview(bytearray(part))  # a tensor must be writable
     raw = torch.frombuffer(part, dtype=torch.uint8)
-    if raw.data_ptr() % 8:  # behind a tensor of odd size
+    if raw.data_ptr() % 8:  # after a tensor of odd size
         raw = raw.clone()
     raw = raw.to(device)
     match descriptor.codec:
