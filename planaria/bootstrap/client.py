@@ -1,4 +1,4 @@
-"""The node's side of the registry: join, stay a member, hear of views, suspect, leave."""
+"""The node's client of the registry: join, keep membership, watch views, suspect, leave."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ from planaria.bootstrap.views import follows, is_genuine, told_view, unpack, unp
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two attempts
-RENEWALS = 5  # in a lease, so that some may be late
-ATTEMPT = 5.0  # seconds that one attempt may take
-JOIN = 15.0  # ... to join: where thousands do, each waits for its turn
+RENEWALS = 5  # renewals per lease, so that several may be late
+ATTEMPT = 5.0  # seconds until one attempt times out
+JOIN = 15.0  # seconds for a join attempt, since thousands may join at once
 SUSPECT_DEADLINE = 2.0  # seconds
 LEAVE_DEADLINE = 2.0  # seconds
-MESSAGE_BYTES = 16 * 2**20  # as the service's
-REPORT_BYTES = 15 * 2**10  # of its RENEWAL_BYTES
-LONGEST_WORDS = 5_000  # characters of what a registry says in one piece: terminals are slow
-LINE_BYTES = 4  # that a line takes in a renewal beside its own, at most
-MOST_TOLD = 1000  # events that wait for a registry which is away
+MESSAGE_BYTES = 16 * 2**20  # equal to the service's limit
+REPORT_BYTES = 15 * 2**10  # share of the service's RENEWAL_BYTES
+LONGEST_WORDS = 5_000  # characters per text field of a registry: terminals are slow
+LINE_BYTES = 4  # maximum encoding overhead per event line
+MOST_TOLD = 1000  # events queued while the registry is unreachable
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -65,25 +65,25 @@ _RETRIED = (
     StatusCode.UNAVAILABLE,
     StatusCode.DEADLINE_EXCEEDED,
     StatusCode.RESOURCE_EXHAUSTED,
-    StatusCode.ABORTED,  # what a registry says that waits for others of its members
+    StatusCode.ABORTED,  # the registry waits for other members
 )
 _TOLD_BY_MEMBERSHIP = (
-    StatusCode.UNAVAILABLE,  # the registry is away
+    StatusCode.UNAVAILABLE,  # the registry is unreachable
     StatusCode.DEADLINE_EXCEEDED,
-    StatusCode.FAILED_PRECONDITION,  # this node is no member any more
+    StatusCode.FAILED_PRECONDITION,  # this node is no longer a member
 )
 
 
 class RegistryUnreachable(Exception):  # noqa: N818  what it says
-    """No answer before the deadline; the message says from where, what happened, what to check."""
+    """No answer before the deadline; the message names the address, the error and the remedy."""
 
 
 class JoinRefused(Exception):  # noqa: N818  an answer, not a fault
-    """The registry won't have it, and asking again won't help; the message says what to do."""
+    """The registry refused the join, and a retry won't help; the message names the remedy."""
 
 
 class InQuarantine(JoinRefused):
-    """This instance was evicted for cause, and may join again in `seconds`."""
+    """This instance was evicted for cause and may rejoin in `seconds`."""
 
     def __init__(self, reason: str, seconds: float) -> None:
         super().__init__(reason)
@@ -91,38 +91,38 @@ class InQuarantine(JoinRefused):
 
 
 class RegistryClient:
-    """Talks to one registry, under any of its addresses. For one node at a time, on one loop."""
+    """A client of one registry, at any of its addresses. Serves one node at a time, on one loop."""
 
     def __init__(
         self,
         addresses: Sequence[str],
         credentials: Credentials = PLAIN,
     ) -> None:
-        """A client of the registry at any of `addresses`, HOST:PORT each. Raises AddressError, and
-        ValueError for none."""
+        """`addresses`: the registry's, HOST:PORT each. Raises AddressError, and ValueError if
+        empty."""
         self._addresses = [str(Address.to_dial(address)) for address in addresses]
         if not addresses:
             raise ValueError("no registry address; give one with --join HOST:PORT")
         self._credentials = credentials
         self._at = 0  # index of the address in use
-        self._heard = False  # whether it has ever answered
+        self._heard = False  # whether the registry has ever answered
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._report = Report()
         self._happened: deque[str] = deque(maxlen=MOST_TOLD)
         self._due = asyncio.Event()  # renew at once
         self._tasks: set[asyncio.Task[None]] = set()
-        self._node = self._left = ""  # who joined last; who said goodbye last
-        self._run, self._identity = "", Identity.generate()  # of who joined last
+        self._node = self._left = ""  # nodes of the last join and the last leave
+        self._run, self._identity = "", Identity.generate()  # of the last join
         certified = credentials.certified
         self._key = b"" if certified is None else key_in(certified.pair.authority)
-        """The run's, by which views are signed: that of its authority, or of the first join."""
+        """The run's key, which signs views: from the authority's certificate or the first join."""
 
     async def join(
         self, request: JoinRequest, identity: Identity, deadline: float = 30.0
     ) -> JoinReply:
-        """Signs this request, and what is said for the node later, with its key. Dials the members
-        first if the registry asks for it. Raises JoinRefused, of which InQuarantine is a kind, and
-        RegistryUnreachable after `deadline` seconds."""
+        """Joins with a signed request; later messages are signed with the same key. Dials silent
+        members first if the registry requests it. Raises JoinRefused or its subclass InQuarantine,
+        and RegistryUnreachable after `deadline` seconds."""
         clock = asyncio.get_running_loop().time
         end = clock() + deadline
         asked = JoinRequest()
@@ -154,19 +154,19 @@ class RegistryClient:
         return described
 
     async def show(self, figures: bool = False, deadline: float = 30.0) -> bytes:
-        """What is on the page of a registry that has been described, as JSON, or its figures for
-        Prometheus. Raises JoinRefused (also: it has none), and RegistryUnreachable."""
+        """The state of the registry's page as JSON, or its Prometheus metrics. Call `describe`
+        first. Raises JoinRefused (also if there is no page) and RegistryUnreachable."""
         shown: Shown = await self._retry("Show", ShowRequest(figures=figures), deadline)
         return shown.content
 
     async def measure(self, deadline: float = 30.0) -> MeasureReply:
-        """Has every node measure its links. Raises JoinRefused (also: too soon after the last
-        time), and RegistryUnreachable."""
+        """Starts a link measurement on every node. Raises JoinRefused (also if the last one was
+        too recent) and RegistryUnreachable."""
         reply: MeasureReply = await self._retry("Measure", MeasureRequest(), deadline)
         return reply
 
     async def examine(self, request: ExamineRequest, seconds: float) -> ExamineReply:
-        """Has the registry dial back, or take and send what is to be timed; asks it once. Raises
+        """Requests a dial-back or a timed transfer, in a single attempt. Raises
         RegistryUnreachable."""
         try:
             reply: ExamineReply = await self._stub().Examine(
@@ -177,8 +177,8 @@ class RegistryClient:
         return reply
 
     async def command(self, method: str, request: Message) -> Any:
-        """What only operators may ask, once, of the registry that answers: a method of `Operator`,
-        whose reply it is. Raises JoinRefused, and RegistryUnreachable."""
+        """Calls a method of the `Operator` service once, without retries, and returns its reply.
+        Raises JoinRefused and RegistryUnreachable."""
         await self.describe()
         stub = OperatorStub(self._channel(self._address))  # type: ignore[no-untyped-call]
         try:
@@ -196,10 +196,9 @@ class RegistryClient:
         on_evicted: Callable[[str], None],
         on_measure: Callable[[int], None] = lambda number: None,
     ) -> None:
-        """Renews the lease, hears of views and is asked to measure links (under a number), for as
-        long as the node is a member; returns after `on_evicted`. Views come in increasing order of
-        number. A registry that is away is looked for until it is back. Errors of the callbacks are
-        raised."""
+        """Renews the lease, delivers views and measurement numbers until eviction; returns after
+        `on_evicted`. View numbers increase. Reconnects for as long as the registry is unreachable.
+        Raises the errors of the callbacks."""
         membership = _Membership(self, node, reply, on_view, on_measure)
         clock, pause = asyncio.get_running_loop().time, FIRST_PAUSE
         while True:
@@ -218,7 +217,7 @@ class RegistryClient:
                     membership.view.number,
                 )
                 membership.lost = clock()
-                if clock() - began > LONGEST_PAUSE:  # it worked: there again, at once
+                if clock() - began > LONGEST_PAUSE:  # the connection had worked: retry at once
                     pause = FIRST_PAUSE
                     continue
             await self._next_address()
@@ -226,22 +225,22 @@ class RegistryClient:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def report(self, report: Report) -> None:
-        """What the next renewal says; sent at once when it is news."""
+        """Sets the report of the next renewal, which is sent at once if the report is news."""
         former, self._report = self._report, fitting(report, REPORT_BYTES)
         if _news(report) != _news(former):
             self._due.set()
 
     def tell(self, line: str) -> None:
-        """What has happened, as a line of the node's event log: a later renewal says it. Of
-        what waits for a registry that is away the oldest is forgotten."""
+        """Queues a line of the node's event log for a later renewal. A full queue drops its
+        oldest line."""
         self._happened.append(line)
 
     def suspect(
         self, accused: str, why: str, cause: Cause = SILENT, proof: Proof | None = None
     ) -> None:
-        """Has the registry ask the accused whether it is there, or tells it `why`, the evidence,
-        that the accused has to go for `cause`. Does not wait; the answer comes as a view. Who has
-        said goodbye suspects nobody: the others close their links."""
+        """Reports a silent node for a liveness check, or accuses it of `cause` with evidence `why`.
+        Returns at once; the outcome arrives as a view. A node that has left suspects nobody,
+        because its peers close their links."""
         if self._node == self._left:
             return
         suspicion = Suspicion(
@@ -253,8 +252,8 @@ class RegistryClient:
         task.add_done_callback(self._tasks.discard)
 
     async def leave(self, node: str, why: str) -> None:
-        """Says goodbye, after which `on_evicted` is not called for it any more. A registry that
-        can't be reached notices by itself."""
+        """Announces the node's departure, after which `on_evicted` is not called. An unreachable
+        registry detects the departure itself."""
         self._left = node
         goodbye = LeaveRequest(node=node, why=why)
         self.sign(goodbye)
@@ -273,7 +272,7 @@ class RegistryClient:
             log.warning("could not tell %s of leaving: it is away", self._address)
 
     def sign(self, message: Suspicion | LeaveRequest | Renewal) -> None:
-        """With the key of the node that joined last."""
+        """Signs a message with the key of the node that joined last."""
         self._identity.sign_message(message, self._run)
 
     async def close(self) -> None:
@@ -285,12 +284,12 @@ class RegistryClient:
         self._channels.clear()
 
     async def reach(self) -> Reach:
-        """Where nodes that this registry knows of are dialled."""
+        """The address ranges in which nodes of this registry may be dialled."""
         return await reach_by(self._addresses)
 
     async def check_one_run(self, seconds: float = 3.0) -> None:
-        """Asks all the addresses for their runs at once; those that don't answer in time are left
-        out. Raises JoinRefused when they are of different runs."""
+        """Queries the run of every address in parallel and ignores addresses without an answer.
+        Raises JoinRefused when the runs differ."""
         if len(self._addresses) == 1:
             return
         runs = await asyncio.gather(*(self._run_at(one, seconds) for one in self._addresses))
@@ -302,14 +301,14 @@ class RegistryClient:
             )
 
     def is_genuine(self, view: View) -> bool:
-        """Whether the run's registry has made it."""
+        """Whether the run's registry has signed the view."""
         return is_genuine(view, self._key, self._run)
 
     # -- inside ----------------------------------------------------------------------------------
 
     def _trust(self, reply: JoinReply) -> None:
-        """The first registry that this process joins is the run's, and no other one is. Raises
-        JoinRefused."""
+        """Pins the key of the first registry that this process joins. Raises JoinRefused for
+        another key."""
         key = self._key or reply.key
         if not is_genuine(reply.view, key, reply.run):
             raise JoinRefused(
@@ -324,8 +323,7 @@ class RegistryClient:
         return self._addresses[self._at]
 
     def _next_to_tell(self, room: int) -> list[str]:
-        """As much of what has happened as takes so many bytes; a line of more than half a report is
-        left out."""
+        """Takes queued event lines up to `room` bytes; drops a line longer than half a report."""
         lines: list[str] = []
         while self._happened:
             size = len(self._happened[0].encode()) + LINE_BYTES
@@ -339,7 +337,7 @@ class RegistryClient:
         return lines
 
     async def _dial(self, reply: JoinReply) -> list[str]:
-        """Those of whom the registry hears nothing, and who answer here."""
+        """The nodes silent towards the registry that answer a liveness check from here."""
         reach, seconds = await self.reach(), reply.dial_seconds
         answers = await asyncio.gather(
             *(
@@ -350,7 +348,7 @@ class RegistryClient:
         return [one.node for one, there in zip(reply.unheard, answers, strict=True) if there]
 
     async def _run_at(self, address: str, seconds: float) -> str:
-        """Empty: no answer."""
+        """The run served at an address; empty: no answer."""
         stub = RegistryStub(self._channel(address))  # type: ignore[no-untyped-call]
         try:
             described: Description = await stub.Describe(
@@ -371,8 +369,8 @@ class RegistryClient:
         return self._channels[address]
 
     async def _next_address(self) -> None:
-        """Drops the channel too: a registry in a container comes back under another address of the
-        same name, which a channel looks up late."""
+        """Closes the channel too: a restarted container may have a new IP address under the same
+        name, and an open channel resolves it late."""
         failed = self._channels.pop(self._address, None)
         if failed is not None:
             await failed.close()
@@ -381,10 +379,10 @@ class RegistryClient:
     async def _retry(
         self, method: str, request: Message, deadline: float, attempt: float = ATTEMPT
     ) -> Any:
-        """Asks at one address after the other until one answers or refuses."""
+        """Calls the addresses in turn until one answers or refuses."""
         clock = asyncio.get_running_loop().time
         end, pause, told = clock() + deadline, FIRST_PAUSE, ""
-        refusal: grpc.aio.AioRpcError | None = None  # the newest answer, if that was to wait
+        refusal: grpc.aio.AioRpcError | None = None  # the newest ABORTED reply, which asks to wait
         while True:
             try:
                 answer = await getattr(self._stub(), method)(
@@ -399,7 +397,7 @@ class RegistryClient:
                     raise JoinRefused(_refusal(error, self._address)) from error
                 if error.code() is not StatusCode.DEADLINE_EXCEEDED:
                     refusal = error if error.code() is StatusCode.ABORTED else None
-                if clock() + pause >= end:  # a last try may have had no time for an answer
+                if clock() + pause >= end:  # the last attempt may have been too short for an answer
                     self._give_up(refusal or error, deadline)
                 why = error.details() or ""
                 if error.code() is StatusCode.ABORTED and why != told:
@@ -446,11 +444,11 @@ class RegistryClient:
 
 
 class _Misfit(Exception):  # noqa: N818  what it says
-    """A difference doesn't go with the view that it is said to be from."""
+    """A view difference does not apply to its stated base view."""
 
 
 class _Membership:
-    """One node's membership, over as many connections as it takes."""
+    """One node's membership across reconnections."""
 
     def __init__(
         self,
@@ -463,13 +461,13 @@ class _Membership:
         self.client, self.node, self.view = client, node, reply.view
         self.pause = reply.lease / RENEWALS
         self.on_view, self.on_measure = on_view, on_measure
-        self.evicted = ""  # why
-        self.lost: float | None = None  # when it was noticed that the registry doesn't answer
-        self.shows = False  # its view, to a registry that has asked for it
-        self.probe = 0  # to be answered with the next renewal
+        self.evicted = ""  # the reason
+        self.lost: float | None = None  # time at which the registry was found unreachable
+        self.shows = False  # whether the first renewal carries the view, on the registry's request
+        self.probe = 0  # probe number for the next renewal
 
     async def connect(self) -> str:
-        """Serves one connection until it breaks, and returns why; or until eviction."""
+        """Serves one connection until it breaks or the node is evicted; returns the reason."""
         stub, metadata = self.client._stub(), self.client._credentials.metadata
         tasks = {
             asyncio.create_task(self._keep_alive(stub, metadata)),
@@ -506,8 +504,8 @@ class _Membership:
                     self.probe = notice.probe
                     self.client._due.set()
         except grpc.aio.AioRpcError as error:
-            # Thousands call again when their registry is started anew, and hardly ever has it lost
-            # what it knew.
+            # Sends the view on request only: thousands reconnect after a restart, and the
+            # registry has rarely lost its state.
             self.shows = error.code() is StatusCode.OUT_OF_RANGE
             raise
         finally:
@@ -535,8 +533,8 @@ class _Membership:
             yield Renewal(node=self.node, report=report, probe=probe, happened=happened)
 
     async def _watch(self, stub: RegistryStub, metadata: Metadata) -> str:
-        """Views are told as differences from the one that this node has. When one of them doesn't
-        give what the registry has signed, the whole view is asked for, once in a connection."""
+        """Receives views as differences from this node's view. If a result does not match the
+        registry's signature, requests the whole view, once per connection."""
         try:
             return await self._hear(stub, metadata, self.view.signature)
         except _Misfit as misfit:
@@ -547,11 +545,11 @@ class _Membership:
             return str(misfit)
 
     async def _hear(self, stub: RegistryStub, metadata: Metadata, known: bytes) -> str:
-        """`known`: the signature of this node's view; empty: the whole one is wanted. Raises
-        _Misfit."""
+        """Receives views. `known`: the signature of this node's view; empty requests a whole view.
+        Raises _Misfit."""
         request = WatchRequest(run=self.view.run, node=self.node, known=known)
         call = stub.Watch(request, metadata=metadata)
-        last = self.view  # that was told, or is known
+        last = self.view  # base of the next difference
         try:
             async for told in call:
                 try:
@@ -583,7 +581,7 @@ class _Membership:
         return "it ended the stream of views"
 
     def _unsigned(self, view: View) -> str:
-        """Empty: the run's registry has made it."""
+        """Why the view's signature is invalid; empty: the run's key has signed it."""
         if self.client.is_genuine(view):
             return ""
         return (
@@ -592,7 +590,7 @@ class _Membership:
         )
 
     def _misspelt(self, view: View) -> str:
-        """What is wrong with how a member is called that is new here; empty: nothing."""
+        """The spelling error of a new member's names or address; empty: none."""
         known = {m.node: m.address for m in self.view.members}
         return first_misspelt(m for m in view.members if known.get(m.node) != m.address)
 
@@ -607,19 +605,19 @@ OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", int(1000 * FIRST_PAUSE)),
-    ("grpc.min_reconnect_backoff_ms", 3_000),  # that is, the time a connection may take
+    ("grpc.min_reconnect_backoff_ms", 3_000),  # also the connection timeout
     ("grpc.max_reconnect_backoff_ms", int(1000 * LONGEST_PAUSE)),
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 2_000),
-    ("grpc.http2.ping_timeout_ms", 2_000),  # else a minute, whatever the keepalive timeout is
+    ("grpc.http2.ping_timeout_ms", 2_000),  # otherwise 60 s, whatever the keepalive timeout
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.bdp_probe", 0),  # else each view is answered with a ping
+    ("grpc.http2.bdp_probe", 0),  # otherwise each view is answered with a ping
     ("grpc.enable_http_proxy", 0),
 )
 
 
 def _unpack(reply: JoinReply) -> None:
-    """The view that it has. Raises JoinRefused."""
+    """Decodes the packed view of a reply in place. Raises JoinRefused."""
     if not reply.packed:
         return
     try:
@@ -630,7 +628,7 @@ def _unpack(reply: JoinReply) -> None:
 
 
 def _news(report: Report) -> tuple[object, ...]:
-    """What the registry, or a person, has to hear of soon."""
+    """The parts of a report whose change is sent at once."""
     seats = [
         (seat.message, seat.stopped, seat.finished, seat.finished and seat.saved)
         for seat in report.seats

@@ -76,24 +76,24 @@ log = logging.getLogger(__name__)
 
 SERVICE = DESCRIPTOR.services_by_name["Registry"].full_name
 TICK = 0.05  # seconds
-GARBAGE = 100_000, 20, 10  # thresholds of its collection, for which all open calls are gone through
-HELD_UP = 1.0  # seconds between two ticks from which the registry was held up
-JOURNAL_RETRY = 2.0  # seconds until a view that could not be written is tried again
-FAREWELL = 1.0  # seconds for calls to end when the registry stops
-OF_WAITING = 0.9  # of the time that who joins would wait, after which it hears for whom it does
-LONGEST_WAIT = 60.0  # seconds, of who doesn't say how long it would
-LONGEST_ANSWER = 20.0  # seconds; one that takes longer holds nobody up any more
-FIRST_RENEWAL = 30.0  # seconds to wait for it on a new stream; all may come at once
+GARBAGE = 100_000, 20, 10  # collection thresholds; a collection walks the state of every open call
+HELD_UP = 1.0  # seconds between two ticks above which the registry counts as paused
+JOURNAL_RETRY = 2.0  # seconds before a failed journal write is retried
+FAREWELL = 1.0  # seconds granted to open calls when the registry stops
+OF_WAITING = 0.9  # fraction of a joiner's deadline after which the registry asks it to join again
+LONGEST_WAIT = 60.0  # seconds, for a joiner without a deadline
+LONGEST_ANSWER = 20.0  # seconds; a slower reply no longer occupies the reply budget
+FIRST_RENEWAL = 30.0  # seconds allowed for a stream's first renewal; all may come at once
 
 MESSAGE_BYTES = 16 * 2**20  # a view of 10,000 nodes with long names is smaller
-BETWEEN_MEASUREMENTS = 10.0  # seconds: each loads every link
-RENEWAL_BYTES = 16 * 2**10  # after the first of a stream
-AT_A_TIME = 10  # of those that are told a view
-MOST_RECENT = 16  # views from which others are told as differences
+BETWEEN_MEASUREMENTS = 10.0  # seconds; each measurement loads every link
+RENEWAL_BYTES = 16 * 2**10  # limit of a renewal after the first of a stream
+AT_A_TIME = 10  # watchers woken per turn of the event loop
+MOST_RECENT = 16  # views from which differences are computed
 NAME_BYTES = 256  # ids, addresses, hashes, names for people
 WHY_BYTES = 2048
-LOAD_BYTES = 4 * 2**20  # for who measures, either way
-DIAL_BACK = 5.0  # seconds that a caller who wants to be dialled has to answer
+LOAD_BYTES = 4 * 2**20  # limit of a measurement payload, in either direction
+DIAL_BACK = 5.0  # seconds in which an examined caller must answer a dial-back
 
 if TYPE_CHECKING:  # generic in their stubs only
     Context = grpc.aio.ServicerContext[object, object]
@@ -102,32 +102,32 @@ if TYPE_CHECKING:  # generic in their stubs only
 
 @dataclass(frozen=True)
 class Limits:
-    """How much may be open at a time."""
+    """Limits on concurrent calls and buffers."""
 
     streams: int = 20_000  # KeepAlive
     watchers: int = 20_000
-    joins: int = 1_000  # that wait for a view
-    answers: int = 128 * 2**20  # bytes of those to joins that are on their way
+    joins: int = 1_000  # waiting for a view
+    answers: int = 128 * 2**20  # bytes of join replies in flight
     suspicions: int = 10_000
     examinations: int = 16
 
 
 class ViewStore(Protocol):
-    """Where views are before anyone hears of them: a journal, or a store."""
+    """Durable storage of views before they are published: a journal, or a store."""
 
-    view: View | None  # the newest; None: none was issued yet
+    view: View | None  # the newest; None: no view was issued yet
 
     @property
     def damage(self) -> str:
-        """What was wrong with what was found; empty: nothing."""
+        """Damage found on opening; empty: none."""
 
     def append(self, view: View) -> None:
-        """Raises JournalError, after which the registry goes on from memory, and NotLeading, after
-        which it doesn't."""
+        """Persists a view. Raises JournalError (the registry continues from memory) or NotLeading
+        (the registry stops)."""
 
 
 class RegistryServer(RegistryServicer):
-    """One run's registry. `start`, then `wait` until it fails or `stop` is called."""
+    """One run's registry. Call `start`, then `wait` until it fails or `stop` is called."""
 
     def __init__(
         self,
@@ -138,22 +138,22 @@ class RegistryServer(RegistryServicer):
         admission: Admission | None = None,
         room: ConnectionLimits | None = None,
     ) -> None:
-        """`run_file`: the run's TOML, handed to joiners. `admission`: without one, the run's key
-        and bans are kept in memory, and nobody is invited. `room`: for connections; without it,
-        what the process's descriptors allow. The caller closes the journal, after `stop`. Raises
-        ValueError when the journal's view can't be one of this run."""
+        """`run_file`: the run's TOML, sent to joining nodes. `admission` None: key and bans stay in
+        memory, and invites are disabled. `room`: connection limits; None derives them from the
+        process's descriptor limit. The caller closes the journal after `stop`. Raises ValueError
+        if the journal's view does not belong to this run."""
         self._admission = admission or Admission(None, certifies=False)
         self._machine = Membership(rules, self._admission.key)
         self._run_file, self._journal, self._limits, self._room = run_file, journal, limits, room
         self._recent: dict[bytes, View] = {}  # by signature, the newest last
-        self._made: dict[tuple[bytes | None, bytes], bytes] = {}  # NewView of the newest
-        self._welcomed = b""  # made once for all who get into the newest
+        self._made: dict[tuple[bytes | None, bytes], bytes] = {}  # NewViews of the newest view
+        self._welcomed = b""  # the shared part of join replies, built once per view
         self._joining: list[_Joining] = []
         self._answers = ReplyBudget(limits.answers)
-        self._turns: dict[int, asyncio.Future[None]] = {}  # of calls that wait for theirs
+        self._turns: dict[int, asyncio.Future[None]] = {}  # of calls that wait for the reply budget
         self._waiting: set[asyncio.Future[None]] = set()  # watchers, for the next view
-        self._due: deque[asyncio.Future[None]] = deque()  # those that are to be told one
-        self._streams: dict[str, _MemberStream] = {}  # newest of each node
+        self._due: deque[asyncio.Future[None]] = deque()  # watchers and joins to wake
+        self._streams: dict[str, _MemberStream] = {}  # newest stream of each node
         self._open_streams = self._watchers = self._logged = 0
         self._examinations = 0
         self._measurements, self._measured_at = 0, 0.0
@@ -161,10 +161,10 @@ class RegistryServer(RegistryServicer):
         self._dialling: set[asyncio.Task[None]] = set()
         self._unwritten, self._retry_at = "", 0.0  # why the journal lacks the newest view
         self._damage = "" if journal is None else journal.damage
-        self.port = 0  # that it listens on, once it does
-        self.page = ""  # where a browser shows the run
+        self.port = 0  # the listening port, once open
+        self.page = ""  # URL of the run's web page
         self.on_happened: Callable[[str, Sequence[str]], None] = lambda node, lines: None
-        self.on_show: Callable[[bool], bytes] | None = None  # the page's state, or its figures
+        self.on_show: Callable[[bool], bytes] | None = None  # the page's state, or its metrics
 
     async def start(
         self,
@@ -173,8 +173,7 @@ class RegistryServer(RegistryServicer):
         insecure: bool = False,
     ) -> int:
         """Serves on HOST:PORT (port 0: any) and returns the port. Raises AddressError,
-        CredentialsError, OSError (see credentials.add_port), ValueError (see
-        Membership.restore)."""
+        CredentialsError, OSError (credentials.add_port) and ValueError (Membership.restore)."""
         loop = self._loop = asyncio.get_running_loop()
         self._started, self._listen = loop.time(), Address.parse(listen)
         self._failed: asyncio.Future[None] = loop.create_future()
@@ -213,11 +212,11 @@ class RegistryServer(RegistryServicer):
         return self.port
 
     async def wait(self) -> None:
-        """Returns when `stop` was called. Raises what makes it impossible to go on."""
+        """Returns after `stop`. Raises the error that ended the registry."""
         await asyncio.shield(self._failed)
 
     async def stop(self) -> None:
-        """Lets go of everybody; the swarm goes on training without."""
+        """Closes all streams and the port; nodes continue training without a registry."""
         self._stopping = True
         for task in (self._ticking, *self._dialling):
             task.cancel()
@@ -231,11 +230,11 @@ class RegistryServer(RegistryServicer):
             self._failed.set_result(None)
 
     def depose(self, why: NotLeading) -> None:
-        """Nobody is told anything any more; `wait` raises it."""
+        """Ends the registry's leadership: no further messages are sent; `wait` raises `why`."""
         self._fail(why)
 
     def describe(self) -> Description:
-        """Everything that a person may want to know."""
+        """The full state of the run, for people."""
         description = self._machine.describe(self._loop.time())
         description.run_file = self._run_file
         description.uptime = self._loop.time() - self._started
@@ -245,31 +244,31 @@ class RegistryServer(RegistryServicer):
 
     @property
     def run(self) -> str:
-        """What it is called."""
+        """The run's name."""
         return self._machine.rules.run
 
     @property
     def members(self) -> int:
-        """How many there are."""
+        """The number of members."""
         return len(self._machine.view.members)
 
     # -- operators' commands ---------------------------------------------------------------------
 
     def instance_of(self, node: str) -> str | None:
-        """Of a member; None: it is none."""
+        """The instance of a member; None: `node` is not a member."""
         key = self._machine.key_of(node)
         return None if key is None else instance_of(key)
 
     def evict(self, node: str, why: str) -> None:
-        """It hears of it at once, and the others by the next view."""
+        """Evicts a node. The node is notified at once, the other members by the next view."""
         self._carry_out(self._machine.evict(node, why, self._loop.time()))
 
     def tell_bans(self) -> None:
-        """Nodes hear of all that are banned."""
+        """Publishes the set of banned instances to the nodes."""
         self._machine.bar(self._admission.invites.banned)
 
     def cut(self, instance: str, why: str) -> None:
-        """Evicts whatever the instance is a member as, and ends its calls."""
+        """Evicts every member of the instance and ends its calls."""
         for member in list(self._machine.view.members):
             if instance_of(member.key) == instance:
                 self.evict(member.node, why)
@@ -284,7 +283,7 @@ class RegistryServer(RegistryServicer):
         reach = Reach.of([host_of(caller)])
         if request.address and (wrong := not_to_dial(request.address, reach)):
             await _abort(context, "INVALID_ARGUMENT", wrong)
-        if request.protocol == PROTOCOL:  # else the machine says so
+        if request.protocol == PROTOCOL:  # the machine refuses other protocol versions
             await _abort_if(context, self._unproved_join(request, caller))
         if len(self._joining) >= self._limits.joins:
             await _abort(context, "RESOURCE_EXHAUSTED", "too many wait to be let in; join again")
@@ -292,17 +291,17 @@ class RegistryServer(RegistryServicer):
         reply = await self._decided(_Joining(asked, self._loop))
         if isinstance(reply, JoinReply) and reply.HasField("view"):
             await self._turn(request.node, context)
-            reply = self._machine.reply_to(request.node)  # by what is the newest view now
+            reply = self._machine.reply_to(request.node)  # uses the newest view
         if isinstance(reply, Refused):
             who = readable(request.node)
             log.info("%s at %s is refused: %s", who, caller, readable(reply.reason))
             await _refuse(context, reply)
         await self._abort_if_over(context)
         rest = self._welcome() if reply.HasField("view") else b""
-        return reply.SerializeToString() + rest  # messages one behind the other are one
+        return reply.SerializeToString() + rest  # concatenated protobuf messages merge
 
     async def _turn(self, node: str, context: Context) -> None:
-        """Until the registry has room for its answer."""
+        """Waits until the reply budget admits this reply."""
         call, turn = self._answers.ask(node), self._loop.create_future()
         self._turns[call] = turn
         context.add_done_callback(lambda _: self._answered(call))  # type: ignore[arg-type]
@@ -316,7 +315,7 @@ class RegistryServer(RegistryServicer):
         self._loop.call_later(LONGEST_ANSWER, self._answered, call)
 
     def _answered(self, call: int) -> None:
-        """It has arrived, or nobody waits for it any more."""
+        """Frees the reply budget of a call that is complete or abandoned."""
         self._turns.pop(call, None)
         self._answers.end(call)
         self._answer_next()
@@ -328,7 +327,7 @@ class RegistryServer(RegistryServicer):
                 turn.set_result(None)
 
     async def _decided(self, joining: _Joining) -> JoinReply | Refused:
-        """At once, or together with others."""
+        """Returns the join decision, made at once or for a batch of joins."""
         self._joining.append(joining)
         if len(self._joining) == 1:
             now = self._loop.time()
@@ -341,16 +340,16 @@ class RegistryServer(RegistryServicer):
         return joining.answer
 
     def _let_in(self) -> None:
-        if self._due:  # the last view has not been told yet
+        if self._due:  # watchers of the last view are still being woken
             self._loop.call_later(TICK, self._let_in)
             return
         joining, self._joining = self._joining, []
-        there = [one for one in joining if not one.decided.done()]  # the others have hung up
+        there = [one for one in joining if not one.decided.done()]  # skips cancelled calls
         try:
             asked = [one.asked for one in there]
             answers, effects = self._machine.join_together(asked, self._loop.time())
             self._carry_out(effects)
-        except Exception as error:  # noqa: BLE001  each of the calls fails by it
+        except Exception as error:  # noqa: BLE001  every call of the batch raises it
             for one in there:
                 one.decided.set_exception(error)
             return
@@ -359,7 +358,7 @@ class RegistryServer(RegistryServicer):
         self._wake(one.decided for one in there)
 
     def _welcome(self) -> bytes:
-        """What all who are members by the newest view are told alike, as part of a JoinReply."""
+        """The part of a JoinReply that is equal for all members of the newest view, serialized."""
         if not self._welcomed:
             view = pack(self._machine.view.SerializeToString())
             alike = JoinReply(packed=view, run_file=self._run_file)
@@ -404,7 +403,7 @@ class RegistryServer(RegistryServicer):
             told: bytes | None = request.known if request.known in self._recent else None
             while not (self._stopping or self._failed.done()):
                 view = self._machine.view
-                if view.signature != told:  # a slow watcher gets the newest only
+                if view.signature != told:  # a slow watcher skips to the newest view
                     yield self._news(told, view)
                     told = view.signature
                 else:
@@ -418,7 +417,7 @@ class RegistryServer(RegistryServicer):
             self._watchers -= 1
 
     def _news(self, told: bytes | None, view: View) -> bytes:
-        """A NewView for who was told the view with that signature last: made once for all."""
+        """A serialized NewView from the view with signature `told`, cached per pair of views."""
         found = self._made.get((told, view.signature))
         if found is None:
             found = packed(self._new_view(told, view)).SerializeToString()
@@ -434,7 +433,7 @@ class RegistryServer(RegistryServicer):
         return NewView(whole=view)
 
     def _remember(self, view: View) -> None:
-        """What it differs in from views that others were told is made anew."""
+        """Stores the newest view and invalidates the encodings derived from the previous one."""
         self._made.clear()
         self._welcomed = b""
         if view.number:
@@ -454,7 +453,7 @@ class RegistryServer(RegistryServicer):
         waiting.add(verdict)
         try:
             self._carry_out(self._machine.suspect(request, self._loop.time()))
-            return await verdict  # the machine settles each one in time
+            return await verdict  # the machine resolves every suspicion in time
         except Refused as refused:
             await _refuse(context, refused)
         finally:
@@ -524,13 +523,13 @@ class RegistryServer(RegistryServicer):
         return reply
 
     def _caller(self, context: Context) -> str:
-        """As gRPC calls a peer, whatever has passed on what it says."""
+        """The caller's address in gRPC's peer format, with the front door's forwarding undone."""
         return self._door.outer(context.peer())
 
     # -- events and effects ----------------------------------------------------------------------
 
     def _unproved_join(self, request: JoinRequest, caller: str) -> Refused | None:
-        """What is wrong with who wants to join; None: it has the key that it shows."""
+        """Why a join is refused; None: it is signed by the key that it shows."""
         if request.run != self.run:
             reason = f"this registry serves run {self.run}, not {request.run!r}; check the address"
             return Refused("FAILED_PRECONDITION", readable(reason))
@@ -547,10 +546,10 @@ class RegistryServer(RegistryServicer):
     def _unproved(
         self, message: Renewal | Suspicion | LeaveRequest, who: str, caller: str
     ) -> Refused | None:
-        """What is wrong with a message in the name of a node; None: its key has signed it. In
-        the name of who is no member anybody may speak: nothing comes of it."""
+        """Why a message is refused; None: the key of node `who` has signed it. A message of a
+        non-member passes, since it has no effect."""
         key = self._machine.key_of(who)
-        if key is None and isinstance(message, Renewal):  # whose view may be learned from
+        if key is None and isinstance(message, Renewal):  # a renewal may carry the node's view
             key = next((m.key for m in message.view.members if m.node == who), None)
         if key is None or is_message_signed(key, message, self.run):
             return None
@@ -565,7 +564,7 @@ class RegistryServer(RegistryServicer):
     async def _hear(
         self, requests: AsyncIterator[Renewal], stream: _MemberStream, context: Context
     ) -> Refused | None:
-        """Feeds a node's renewals to the machine, until the node ends them or does wrong."""
+        """Feeds a node's renewals to the machine until the stream ends or a renewal is invalid."""
         caller = self._caller(context)
         renewals = cast("AsyncGenerator[Renewal]", aiter(requests))
         try:
@@ -584,7 +583,7 @@ class RegistryServer(RegistryServicer):
                 effects = self._machine.stream_opened(first, self._loop.time())
             except Refused as why:
                 log.warning("of %s: %s", caller, readable(why.reason))
-                return Refused(why.code, why.reason)  # without the frames, which have the renewal
+                return Refused(why.code, why.reason)  # drops the traceback, which holds the renewal
             self._adopt(stream, first.node)
             self._carry_out(effects)
             if self._machine.key_of(first.node) is not None:
@@ -604,11 +603,11 @@ class RegistryServer(RegistryServicer):
             return Refused("DEADLINE_EXCEEDED", reason)
         finally:
             stream.close()
-            await renewals.aclose()  # else gRPC keeps the last one
+            await renewals.aclose()  # otherwise gRPC retains the last renewal
         return None
 
     def _adopt(self, stream: _MemberStream, node: str) -> None:
-        """Makes it the node's newest stream; an older one, broken unnoticed, is let go."""
+        """Makes `stream` the node's newest stream and closes the former one."""
         former = self._streams.get(node)
         stream.node, self._streams[node] = node, stream
         if former is not None:
@@ -645,7 +644,7 @@ class RegistryServer(RegistryServicer):
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
-            if self._failed.done():  # what it says now, another one may contradict
+            if self._failed.done():  # another leader may contradict further effects
                 return
             match effect:
                 case Issue(view):
@@ -670,7 +669,7 @@ class RegistryServer(RegistryServicer):
         self._log_decisions()
 
     async def _dial(self, dial: Dial) -> None:
-        # Who joined from this machine may be at it; a name may not have come to stand for it.
+        # Allows addresses of this machine. Names are excluded, since their resolution may change.
         hosts = (self._listen.host, Address.parse(dial.address).host)
         reach, whom = Reach.of(hosts), self.instance_of(dial.node) or Role.NODE
         there = await is_alive(
@@ -692,14 +691,14 @@ class RegistryServer(RegistryServicer):
         self._wake(watchers)
 
     def _wake(self, those: Iterable[asyncio.Future[None]]) -> None:
-        """They look what there is to tell them, after those that were to look before."""
+        """Queues the futures behind those already due."""
         idle = not self._due
         self._due.extend(those)
         if idle:
             self._wake_some()
 
     def _wake_some(self) -> None:
-        """And then others: of calls that come in, gRPC takes one in each turn of the loop."""
+        """Wakes AT_A_TIME futures per turn of the loop: gRPC accepts one incoming call per turn."""
         for _ in range(min(AT_A_TIME, len(self._due))):
             one = self._due.popleft()
             if not one.done():
@@ -708,8 +707,8 @@ class RegistryServer(RegistryServicer):
             self._loop.call_soon(self._wake_some)
 
     def _write(self, view: View) -> None:
-        """Into the journal, if that can be written. If not, the run goes on nevertheless: a
-        registry that is started again learns what its journal lacks from the nodes."""
+        """Appends to the journal. If that fails, the run continues: after a restart the registry
+        learns the missing views from the nodes."""
         if self._journal is None:
             return
         before, self._unwritten = self._unwritten, ""
@@ -739,7 +738,7 @@ class RegistryServer(RegistryServicer):
 
 
 class _Joining:
-    """Who waits to be let in."""
+    """A join request that waits for its decision."""
 
     def __init__(self, asked: JoinAttempt, loop: asyncio.AbstractEventLoop) -> None:
         self.asked = asked
@@ -748,7 +747,7 @@ class _Joining:
 
 
 class _MemberStream:
-    """An open KeepAlive stream, and what is to be sent on it; None ends it."""
+    """An open KeepAlive stream and its outgoing notices; None ends it."""
 
     def __init__(self) -> None:
         self.node = ""
@@ -759,7 +758,7 @@ class _MemberStream:
 
 
 def _reflect(server: grpc.aio.Server) -> None:
-    """Lets grpcurl and its like ask what is served, if the library for that is there."""
+    """Enables gRPC server reflection (grpcurl) if grpcio-reflection is installed."""
     try:
         from grpc_reflection.v1alpha import reflection
     except ModuleNotFoundError:
@@ -771,18 +770,18 @@ def _reflect(server: grpc.aio.Server) -> None:
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.max_send_message_length", MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # else two registries share a port and nobody notices
+    ("grpc.so_reuseport", 0),  # otherwise two registries could share a port unnoticed
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-    ("grpc.http2.max_ping_strikes", 0),  # a node that was starved pings in bursts
-    ("grpc.http2.bdp_probe", 0),  # else each renewal is answered with a ping
+    ("grpc.http2.max_ping_strikes", 0),  # a node starved of CPU sends pings in bursts
+    ("grpc.http2.bdp_probe", 0),  # otherwise each renewal is answered with a ping
 )
 
 
 def _problem(renewal: Renewal, node: str) -> str:
-    """What is wrong with a renewal that is not the first of its stream; empty: nothing."""
+    """The defect of a renewal after the first of its stream; empty: none."""
     if renewal.node != node:
         return f"a renewal of {renewal.node!r} on the stream of {node!r}"
     size = renewal.ByteSize()
@@ -821,9 +820,9 @@ async def serve(
     beside: Callable[[RegistryServer], AbstractAsyncContextManager[None]] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """A process's main: serves until `stop`, by default SIGINT or SIGTERM. `address_file` gets
-    HOST:PORT once it listens, whole or not at all; `beside` is what else there is while it does.
-    Raises what `start`, `wait` and `beside` raise, and OSError."""
+    """Serves until `stop`, by default SIGINT or SIGTERM. Writes HOST:PORT to `address_file`
+    atomically once it listens. `beside`: a context held while the registry serves.
+    Raises the errors of `start`, `wait` and `beside`, and OSError."""
     gc.set_threshold(*GARBAGE)
     stop = stop or stopped_by_signals()
     port = await registry.start(listen, credentials, insecure)
@@ -844,7 +843,7 @@ async def serve(
 
 
 def stopped_by_signals() -> asyncio.Event:
-    """SIGINT and SIGTERM set it, from now on."""
+    """An event that SIGINT and SIGTERM set."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
@@ -852,7 +851,7 @@ def stopped_by_signals() -> asyncio.Event:
 
 
 def write_address(file: Path, address: Address) -> None:
-    """Whole or not at all. Raises OSError."""
+    """Writes the file atomically. Raises OSError."""
     new = file.with_name(file.name + ".new")
     new.write_text(f"{address}\n", encoding="utf-8")
     new.replace(file)
