@@ -1,10 +1,10 @@
-"""What members say of each other for cause, and when it is believed.
+"""Accusations between members, with causes, and the rule by which the registry accepts them.
 
-Nobody's word alone evicts a node that answers. It takes what the accused has signed itself; or two,
-of whom one may be the accused, or the driver where nobody else could drive. Where the driver alone
-says so, somebody else drives and sees for itself: so an accusation that nobody shares costs a
-driver its place, and no one else anything. Pure, as membership.py is: `now` is passed in, and what
-is decided is returned.
+A single accusation never evicts a node that answers. It takes proof signed by the accused; or
+two accusers, one possibly the accused; or the driver, if no other node could drive. If
+only the driver accuses, another node becomes driver and observes for itself: an uncorroborated
+accusation costs a driver its role, and costs other nodes nothing. Pure, as membership.py is: `now`
+is passed in, and decisions are returned.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from planaria.bootstrap.registry_pb2 import HANG, SILENT, Cause, Proof, Suspicio
 from planaria.bootstrap.spelling import readable
 from planaria.bootstrap.votes import is_without_vote
 
-WHY_LENGTH = 300  # characters of what a node says of another one
-STANDS = 1800.0  # seconds that a word counts, as long as no other one of its speaker follows
-KEPT = 100  # against one node
+WHY_LENGTH = 300  # characters of an accusation's reason
+STANDS = 1800.0  # seconds that an accusation counts unless its accuser sends another one
+KEPT = 100  # accusations stored against one node
 
 
 class AccusationContext(Protocol):
-    """What believing takes to be known of the members."""
+    """What the rule queries about the members."""
 
     @property
     def driver(self) -> str: ...
 
     def serving(self) -> Collection[str]:
-        """Those with seats, in the order of joining."""
+        """The nodes with seats, in the order of joining."""
         ...
 
     def place(self, node: str) -> FailureDomain: ...
 
     def keys(self) -> Mapping[str, bytes]:
-        """By which they sign."""
+        """Their public keys."""
         ...
 
     def hangs(self, node: str) -> bool:
-        """Whether it says so itself."""
+        """Whether the node itself reports a hang."""
         ...
 
     def may_drive(self, node: str) -> bool:
-        """Whether it has a seat at stage 0, is heard, and stays."""
+        """Whether the node has a seat at stage 0, is heard, and stays."""
         ...
 
 
 @dataclass(frozen=True)
 class Convicted:
-    """A member has to go, and why."""
+    """A member to evict, and the reason."""
 
     node: str
     cause: Cause
@@ -62,8 +62,8 @@ class Convicted:
 
 @dataclass(frozen=True)
 class Uncorroborated:
-    """Only the driver says so of a member that stays; in words. `heir` is to drive, and see for
-    itself; empty: nobody else could, and it can do without the member."""
+    """An accusation by the driver alone; the accused stays. `heir`: the next driver, which observes
+    for itself; empty: no other node could drive, and the accused is dispensable."""
 
     what: str
     heir: str
@@ -71,23 +71,23 @@ class Uncorroborated:
 
 @dataclass(eq=False)
 class _Accused:
-    said: dict[str, tuple[float, Suspicion]] = field(default_factory=dict)  # when, by whom
-    unsure: float = math.inf  # until when a second voice is awaited, beside the driver's
+    said: dict[str, tuple[float, Suspicion]] = field(default_factory=dict)  # by accuser, with its time
+    unsure: float = math.inf  # deadline for corroboration of the driver's accusation
 
 
 class Accusations:
     def __init__(self, run: str, second_voice: float) -> None:
-        """`second_voice`: seconds for somebody else to say what the driver says."""
+        """`second_voice`: seconds allowed for corroboration of the driver's accusation."""
         self.run, self.second_voice = run, second_voice
         self._accused: dict[str, _Accused] = {}
-        self._newest: dict[str, str] = {}  # whom each has accused last
-        self._alone: Counter[str] = Counter()  # how often who drove has lost the drive by its word
+        self._newest: dict[str, str] = {}  # accuser -> its latest accused
+        self._alone: Counter[str] = Counter()  # drives lost by uncorroborated accusations
 
     # -- events ----------------------------------------------------------------------------------
 
     def heard(self, suspicion: Suspicion, known: AccusationContext, now: float) -> Convicted | None:
-        """For cause. The accuser's word counts against one member at a time, that which it has
-        named last."""
+        """Records an accusation with a cause. It replaces the accuser's former one: an accuser has
+        one accused at a time."""
         accuser, name = suspicion.accuser, suspicion.accused
         self._withdraw(accuser)
         self._newest[accuser] = name
@@ -97,13 +97,13 @@ class Accusations:
             del accused.said[min(accused.said, key=lambda one: accused.said[one][0])]
         if why := self._convicted(name, known, now):
             return Convicted(name, suspicion.cause, why)
-        suspicion.ClearField("proof")  # it is none, and may be large
+        suspicion.ClearField("proof")  # it did not convict, and may be large
         if accuser == known.driver and accused.unsure == math.inf:
             accused.unsure = now + self.second_voice
         return None
 
     def review(self, known: AccusationContext, now: float) -> Iterator[Convicted | Uncorroborated]:
-        """Of those that wait for a second voice."""
+        """Decides the accusations whose corroboration deadline has passed."""
         found = False
         for name in sorted(name for name, one in self._accused.items() if one.unsure <= now):
             accused = self._accused[name]
@@ -111,7 +111,7 @@ class Accusations:
             if found or (told := accused.said.get(known.driver)) is None:
                 continue
             charge = told[1]
-            if why := self._convicted(name, known, now):  # nobody else could drive by now
+            if why := self._convicted(name, known, now):  # no other node could drive by now
                 yield Convicted(name, charge.cause, why)
                 continue
             what = f"{name} stays, as nobody but {known.driver} says of it: {evidence(charge)}"
@@ -123,20 +123,20 @@ class Accusations:
                 found = True
 
     def gone(self, name: str) -> None:
-        """It is a member no longer, and its word is none."""
+        """Removes a former member and its accusation."""
         self._withdraw(name)
         self._accused.pop(name, None)
         self._alone.pop(name, None)
 
     def paused(self, seconds: float) -> None:
-        """Nobody could be heard for so long."""
+        """Extends the corroboration deadlines by a pause of the registry."""
         for accused in self._accused.values():
             accused.unsure += seconds
 
     # -- answers ---------------------------------------------------------------------------------
 
     def lost_alone(self, name: str) -> int:
-        """How often it has lost the drive by its word."""
+        """How often the node lost the drive by an uncorroborated accusation."""
         return self._alone[name]
 
     # --------------------------------------------------------------------------------------------
@@ -146,9 +146,9 @@ class Accusations:
             accused.said.pop(accuser, None)
 
     def _convicted(self, name: str, known: AccusationContext, now: float) -> str:
-        """Why the node goes, though it may live; empty: too few say so. Who shows what it has
-        signed need not be believed. Against the driver it takes more than half of those who serve
-        beside it: where two contradict each other nobody knows who is wrong."""
+        """The reason to evict the node, though it may be alive; empty: not enough evidence. Proof
+        signed by the accused suffices. A driver as accused requires more than half of the other
+        serving nodes, since a contradiction between two nodes has no known culprit."""
         said = self._accused[name].said
         for accuser, (_, charge) in said.items():
             if charge.HasField("proof") and self._is_proved(charge.proof, name, known.keys()):
@@ -174,14 +174,14 @@ class Accusations:
         return "" if self._heirs(name, known) else f"{says}, and nobody else could"
 
     def _voices(self, accused: str, accusers: Iterable[str], known: AccusationContext) -> int:
-        """How many these are. All nodes of one place are one against who is elsewhere: what is
-        wrong may be that place."""
+        """The number of independent accusers. Nodes of one failure domain count as one against an
+        accused elsewhere, since the fault may be their domain's."""
         own = known.place(accused)
         places = {name: known.place(name) for name in accusers}
         return len({name if place == own else place for name, place in places.items()})
 
     def _heirs(self, accused: str, known: AccusationContext) -> list[str]:
-        """Who could drive in the driver's place, and whose word would be a second one."""
+        """Nodes that could replace the driver and would count as a second accuser."""
         driver = known.driver
         return [
             node
@@ -192,8 +192,8 @@ class Accusations:
         ]
 
     def _is_proved(self, proof: Proof, accused: str, keys: Mapping[str, bytes]) -> bool:
-        """Whether the accused has signed two decisions of one attempt, or one without the votes
-        that it takes."""
+        """Whether the accused has signed two decisions of one attempt, or one without the required
+        votes."""
         if len(proof.decisions) != 2:
             return is_without_vote(proof, keys[accused], keys, self.run)
         one, other = proof.decisions
@@ -203,7 +203,7 @@ class Accusations:
 
 
 def evidence(suspicion: Suspicion) -> str:
-    """In words, cause and reason."""
+    """An accusation's cause and reason, as text."""
     why = readable(suspicion.why[:WHY_LENGTH]) or "no reason given"
     if suspicion.cause == SILENT:
         return why

@@ -1,15 +1,15 @@
-"""Members that can't reach each other, and what is done about it: relays, and in the end eviction.
+"""Pairs of members that cannot reach each other, and the remedies: relays, finally eviction.
 
-A node complains of a member from when a link that it needs is lost until a direct one is up again,
-in each of its reports, so that a registry that was away learns what stands. What counts is how long
-a pair has been without any link, not how often. Pure, as membership.py is: `now` is passed in, and
-what is decided is returned.
+A node complains of a peer from the loss of a needed link until a direct link is up again. Each
+report lists all open complaints, so a restarted registry learns them. The measure is how long a
+pair lacks any link, not how often. Pure, as membership.py is: `now` is passed in, and decisions are
+returned.
 
-A pair of which both have been heard since one complained, so that neither is dead, gets a relay: a
-third member that is not known to be cut off from either. The relay stays until nobody has
-complained for two leases, so that a link that comes and goes doesn't change the view each time. Who
-is to carry for them and doesn't, within a lease, is replaced. If nobody is left, or several have
-tried in vain, one of the two goes, if that does the others any good.
+A pair gets a relay if both nodes were heard after the complaint, so that neither is dead. The relay
+is a third member not known to be cut off from either. It stays until two leases have passed without
+a complaint, so that an unstable link does not change the view each time. A relay that does not
+carry within a lease is replaced. If no candidate is left, or several have failed, one node of the
+pair is evicted, provided that this helps the others.
 """
 
 from __future__ import annotations
@@ -23,66 +23,66 @@ from typing import Protocol
 
 from planaria.bootstrap.registry_pb2 import Complaint, Cut, Relay
 
-LOOKS = 10  # at what stands, in a lease
-PATIENCE = 0.2  # leases in which a pair that one of them can dial may have a link again
-MOST_TRIED = 3  # who were to carry for a pair, and couldn't
-TRIED_AGAIN = 12  # leases after which those may try once more when nobody is left
-MOST_COMPLAINTS = 64  # by one node
+LOOKS = 10  # reviews per lease
+PATIENCE = 0.2  # leases that a dialable pair has to restore its link
+MOST_TRIED = 3  # relays that failed for a pair
+TRIED_AGAIN = 12  # leases without a candidate after which failed relays are retried
+MOST_COMPLAINTS = 64  # per node
 MOST_PAIRS = 10_000
 
 
 class LinkContext(Protocol):
-    """What the cuts need to know of the members."""
+    """What the cuts query about the members."""
 
     def names(self) -> Iterable[str]:
-        """Of all members, in the order of joining."""
+        """All members, in the order of joining."""
         ...
 
     def heard(self, node: str) -> bool:
-        """Whether it is a member that lives, as far as the registry can tell."""
+        """Whether the node is a member and alive, as far as the registry knows."""
         ...
 
     def heard_since(self, node: str, time: float) -> bool:
-        """Whether a renewal of the member's has come after that."""
+        """Whether a renewal of the node arrived after `time`."""
         ...
 
     def linkable(self, a: str, b: str) -> bool:
-        """Whether one of them can be dialled."""
+        """Whether at least one of the two can be dialled."""
         ...
 
     def neighbours(self, a: str, b: str) -> bool:
-        """Whether they need a link in every step, so that none of them complaining tells that there
-        is one."""
+        """Whether the two need a link in every step, so that the absence of complaints implies a
+        link."""
         ...
 
     def believed(self, node: str) -> bool:
-        """Whether it counts that it doesn't complain: its lease isn't over, though its stream may
-        be broken, and it has been where it is for long enough to find out whom it reaches."""
+        """Whether the node's silence implies that its links work: its lease is valid, though its
+        stream may be broken, and its placement is old enough to have tested its links."""
         ...
 
     def spared(self, node: str) -> bool:
-        """The last holder of a stage, which makes progress."""
+        """Whether the node is the last holder of a stage and makes progress."""
         ...
 
     def drives(self, node: str) -> bool: ...
 
     def replicas(self, node: str) -> int:
-        """Nodes that have the state of its stage, itself included."""
+        """The number of nodes with the state of its stage, itself included."""
         ...
 
 
 @dataclass
 class _Pair:
-    """Two members of which one complains of the other, or has lately."""
+    """Two members with a complaint between them, current or recent."""
 
     since: float
-    unlinked: float = 0.0  # since when they have no link by way of a third either
-    complaints: dict[str, bool] = field(default_factory=dict)  # by whom -> whether it is relayed
-    clear: float = math.inf  # since when nobody complains
+    unlinked: float = 0.0  # time since which no relay links them either
+    complaints: dict[str, bool] = field(default_factory=dict)  # complainant -> is it relayed
+    clear: float = math.inf  # time since which no complaint is open
     via: str = ""
-    idle: float = math.inf  # since when `via` is to carry, and doesn't
-    failed: dict[str, set[str]] = field(default_factory=dict)  # who couldn't carry -> to whom
-    given_up: float = math.inf  # since when there is nobody to try
+    idle: float = math.inf  # time since which `via` has failed to carry
+    failed: dict[str, set[str]] = field(default_factory=dict)  # relay -> whom it can't reach
+    given_up: float = math.inf  # time since which no candidate is left
 
     @property
     def carried(self) -> bool:
@@ -91,14 +91,14 @@ class _Pair:
 
 @dataclass(frozen=True)
 class Relayed:
-    """A relay has begun, ended or changed; in words."""
+    """A description of a relay that began, ended or changed."""
 
     what: str
 
 
 @dataclass(frozen=True)
 class Goes:
-    """A member has to, and why."""
+    """A member to evict, and the reason."""
 
     node: str
     why: str
@@ -110,14 +110,14 @@ class Cuts:
         self._looked = -math.inf
         self._pairs: dict[tuple[str, str], _Pair] = {}
         self._of: dict[str, set[tuple[str, str]]] = {}  # the pairs of each node
-        self._more: set[str] = set()  # who has more complaints than are known here
+        self._more: set[str] = set()  # nodes with unlisted complaints
 
     # -- events ----------------------------------------------------------------------------------
 
     def told(
         self, node: str, complaints: Iterable[Complaint], now: float, unlisted: int = 0
     ) -> None:
-        """By `node`: its complaints, but for so many. What is not among them is withdrawn."""
+        """Records the complaints of `node` and withdraws its others. `unlisted`: further ones."""
         told = list(itertools.islice(complaints, MOST_COMPLAINTS + 1))
         standing = {c.peer: c.relayed for c in told[:MOST_COMPLAINTS] if c.peer != node}
         self._more.discard(node)
@@ -142,7 +142,7 @@ class Cuts:
                 pair.unlinked = now
 
     def gone(self, node: str) -> None:
-        """It is a member no longer."""
+        """Removes a former member."""
         self._more.discard(node)
         for key in self._of.pop(node, set()):
             del self._pairs[key]
@@ -153,7 +153,7 @@ class Cuts:
                 pair.via, pair.idle = "", math.inf
 
     def restore(self, relays: Iterable[Relay], now: float) -> None:
-        """Goes on from the relays of a view; who complains will say so again."""
+        """Restores the relays of a view; complainants repeat their complaints."""
         self._pairs, self._of, self._more = {}, {}, set()
         for relay in relays:
             pair = self._begun((relay.a, relay.b), now)
@@ -161,7 +161,7 @@ class Cuts:
                 pair.via, pair.clear = relay.via, now
 
     def paused(self, seconds: float, now: float) -> None:
-        """The registry did not run for so long: nobody could withdraw anything."""
+        """Shifts deadlines by a pause of the registry, in which no complaint could be withdrawn."""
         for pair in self._pairs.values():
             pair.since = min(now, pair.since + seconds)
             pair.unlinked = min(now, pair.unlinked + seconds)
@@ -171,7 +171,7 @@ class Cuts:
                 pair.idle = min(now, pair.idle + seconds)
 
     def review(self, known: LinkContext, now: float) -> list[Relayed | Goes]:
-        """What is to be done now. At most one has to go, after which this is to be called again."""
+        """The actions due now. After an eviction, which ends the list, call again."""
         done: list[Relayed | Goes] = []
         if now < self._looked + self.lease / LOOKS:
             return done
@@ -190,14 +190,14 @@ class Cuts:
 
     @property
     def any(self) -> bool:
-        """Whether there is anything to review, or to be withdrawn."""
+        """Whether any complaint or relay exists."""
         return bool(self._pairs or self._more)
 
     def relays(self) -> list[Relay]:
         return [Relay(a=a, b=b, via=p.via) for (a, b), p in sorted(self._pairs.items()) if p.via]
 
     def listed(self, known: LinkContext, now: float) -> list[Cut]:
-        """The cuts, as `planaria status` tells them."""
+        """The cuts, as `planaria status` lists them."""
         return [
             Cut(
                 a=a,
@@ -212,16 +212,16 @@ class Cuts:
         ]
 
     def reached_by(self, known: LinkContext, node: str) -> str:
-        """A member that says that it has a link with this one. Empty: there is none."""
+        """A member that reports a link with `node`; empty: none."""
         others = (other for other in known.names() if other != node)
         return next((other for other in others if self._says_linked(known, other, node)), "")
 
     def cut_off(self, node: str) -> int:
-        """From how many members it is."""
+        """The number of members that `node` is cut off from."""
         return sum(bool(self._pairs[key].complaints) for key in self._of.get(node, ()))
 
     def validate_state(self) -> None:
-        """Asserts what must hold after each event; called by tests."""
+        """Asserts the invariants after an event; called by tests."""
         for key, pair in self._pairs.items():
             assert key == _key(*key)
             assert key in self._of[key[0]]
@@ -234,7 +234,7 @@ class Cuts:
     # -- inside ----------------------------------------------------------------------------------
 
     def _begun(self, key: tuple[str, str], now: float) -> _Pair | None:
-        """None: too many are cut off from each other for all to be looked after."""
+        """The pair's record, created if needed; None: MOST_PAIRS is reached."""
         if key in self._pairs or len(self._pairs) >= MOST_PAIRS:
             return self._pairs.get(key)
         pair = self._pairs[key] = _Pair(now)
@@ -252,7 +252,7 @@ class Cuts:
         return [Relayed(f"{a} and {b} reach each other again")] if pair.via else []
 
     def _is_due(self, known: LinkContext, key: tuple[str, str], pair: _Pair, now: float) -> bool:
-        """Whether both live, as far as can be told, and won't have a link by themselves soon."""
+        """Whether both nodes are alive, as far as known, and no direct link is expected soon."""
         waited = now - pair.since >= PATIENCE * self.lease
         both = all(known.heard_since(node, pair.since) for node in key)
         return (waited and both) or not known.linkable(*key)
@@ -260,7 +260,7 @@ class Cuts:
     def _see_to(
         self, known: LinkContext, key: tuple[str, str], pair: _Pair, now: float
     ) -> list[Relayed | Goes]:
-        """They have been cut off from each other for long."""
+        """Chooses a relay or an eviction for a pair whose cut is due."""
         a, b = key
         former = pair.via
         if former and self._goes_on(known, key, pair, now):
@@ -281,7 +281,7 @@ class Cuts:
         return [Relayed(f"nobody carries for {a} and {b} any more")] if former else []
 
     def _goes_on(self, known: LinkContext, key: tuple[str, str], pair: _Pair, now: float) -> bool:
-        """Whether their relay does its work, or may yet."""
+        """Whether the pair's relay carries, or has time left to begin."""
         apart = {node for node in key if self._stands(pair.via, node)}
         if pair.carried:
             pair.idle = math.inf
@@ -293,8 +293,8 @@ class Cuts:
         return self._reaches(known, pair.via, key)
 
     def _third(self, known: LinkContext, key: tuple[str, str], pair: _Pair) -> str:
-        """Who is to carry for them: who has links to both for other reasons before who would have
-        to dial, then who carries for the fewest, then the oldest. Empty: there is none."""
+        """The relay for a pair: by preference a node that has links to both already, then one that
+        carries for the fewest pairs, then the oldest; empty: none."""
         carried = Counter(other.via for other in self._pairs.values())
         found = [
             node
@@ -309,7 +309,7 @@ class Cuts:
         return min(found, key=cost, default="")
 
     def _reaches(self, known: LinkContext, node: str, others: Iterable[str]) -> bool:
-        """As far as anybody has said."""
+        """Whether `node` can link to all `others`, as far as the reports say."""
         return known.heard(node) and all(
             known.linkable(node, other) and not self._apart(node, other) for other in others
         )
@@ -319,7 +319,7 @@ class Cuts:
         return pair is not None and bool(pair.complaints)
 
     def _apart(self, a: str, b: str) -> bool:
-        """Whether they are cut off from each other, or were when one was to carry for the other."""
+        """Whether two nodes are cut off, or were when one had to carry for the other."""
         keys = self._of.get(a, set()) | self._of.get(b, set())
         return self._stands(a, b) or any(
             b in self._pairs[key].failed.get(a, ()) or a in self._pairs[key].failed.get(b, ())
@@ -327,7 +327,7 @@ class Cuts:
         )
 
     def _reached(self, known: LinkContext, node: str, but: str) -> bool:
-        """Whether anybody but that one can reach it."""
+        """Whether a node other than `but` can reach `node`."""
         others = (other for other in known.names() if other not in (node, but))
         return any(
             self._reaches(known, other, [node])
@@ -337,8 +337,8 @@ class Cuts:
         )
 
     def _says_linked(self, known: LinkContext, node: str, other: str) -> bool:
-        """Whether a node needs a link with the other one and doesn't complain, or only since a
-        third carries for them."""
+        """Whether `node` needs a link with `other` and has no complaint, or only one that a relay
+        covers."""
         if not known.believed(node):
             return False
         pair = self._pairs.get(_key(node, other))
@@ -347,13 +347,13 @@ class Cuts:
         return known.neighbours(node, other) and node not in self._more
 
     def _goes(self, known: LinkContext, a: str, b: str) -> str:
-        """Which of the two. Empty: neither.
+        """The node of the pair to evict; empty: neither.
 
-        Only one without whom the other can do its work, which somebody else has to reach. A last
-        holder that makes progress never, unless nobody at all can reach it. Of two that could, the
-        one goes that the driver can't reach, however many say by their silence that they can; else
-        the one that is cut off from more members has the bad connection; where that says nothing,
-        the one whose stage has more nodes; then the newcomer.
+        A candidate's partner must be able to work without it and be reachable by another node. A
+        last holder that makes progress is a candidate only if no node can reach it. Of two
+        candidates, evict the one that the driver cannot reach, whatever the silence of others
+        suggests; else the one cut off from more members; else the one whose stage has more nodes;
+        else the newer one.
         """
         reached = {a: self._reached(known, a, b), b: self._reached(known, b, a)}
         order = {name: number for number, name in enumerate(known.names())}

@@ -1,17 +1,16 @@
-"""The registry's journal: every issued view on disk before anyone hears of it.
+"""The registry's journal: every issued view is written to disk before it is published.
 
 A file of records, each a head and its content. The head, little-endian: the 4 bytes of `MARKER`,
-the record's number as uint64, the content's length as uint32 and its CRC-32, and the CRC-32 of all
-that. Record 0 is a JSON header that names the run; the others are `View` messages, the newest last.
-Header and first view are written as one file, which replaces the old one at once or not at all;
-what comes later is appended. Views are signed by the run's key (views.py), so nobody who can write
-the file makes one.
+the record's number as uint64, the content's length as uint32 and its CRC-32, and the CRC-32 of
+these fields. Record 0 is a JSON header that names the run; the others are `View` messages, the
+newest last. Header and first view are written as one file, which replaces the old one atomically;
+later views are appended. The run's key signs views (views.py), so file access does not suffice to
+forge one.
 
-A crash can leave the last appended record incomplete, and a power cut zeros behind it. That tail is
-cut. Whatever else is wrong is damage: the newest view that is whole counts, wherever it stands, and
-the file is kept under another name. A file that ends exactly between two records looks whole: nodes
-that register again bring the newer view (membership.py).
-"""
+A crash can leave the last appended record incomplete, and a power cut zeros after it. That tail is
+removed. Any other defect is damage: the newest whole view counts, at whatever offset, and the file
+is kept under another name. A file cut exactly between two records looks whole: nodes that register
+again bring the newer view (membership.py)."""
 
 from __future__ import annotations
 
@@ -39,31 +38,31 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 MARKER = b"\xb6plJ"
 VIEWS_UNREAD = 2**20
-"""More views than a damaged journal can have lacked."""
+"""Upper bound of the views missing from a damaged journal."""
 KIND = "registry journal of planaria"
-"""In the header, for who looks into the file."""
-COMPACT_ABOVE = 64 * 2**20  # bytes, and at least 8 times what compacting leaves
+"""Text in the header that identifies the file."""
+COMPACT_ABOVE = 64 * 2**20  # bytes; also at least 8 times the compacted size
 _HEAD = struct.Struct("<4sQII")
 _CHECKSUM = struct.Struct("<I")
 _HEAD_BYTES = _HEAD.size + _CHECKSUM.size
 
 
 class JournalError(Exception):
-    """The journal can't be used; the message says why and what to do."""
+    """The journal is unusable; the message says why and names the remedy."""
 
 
 class Journal:
-    """Open for one registry at a time. `view` is the newest one; None: no view was issued yet.
-    `damage` says what was wrong with the file that was found; empty: nothing."""
+    """A journal, open for one registry at a time. `view`: the newest one; None: none was issued.
+    `damage`: the damage found on opening; empty: none."""
 
     def __init__(self, path: Path, run: str, key: Identity) -> None:
-        """Opens or creates the file, compacted to its newest view; a damaged one is kept as
-        NAME.damaged-1, -2, ... Raises JournalError when it belongs to another run or registry, is
-        no journal, can't be read or written, or when `key`, the run's, has not signed its view."""
+        """Opens or creates the file and compacts it to its newest view; keeps a damaged file as
+        NAME.damaged-1, -2, ... Raises JournalError: it belongs to another run or registry, is no
+        journal, is not readable or writable, or if the run's `key` has not signed its view."""
         self.path = path
         self._run, self._key = run, key
         self._file: BinaryIO | None = None
-        self._behind = False  # the file lacks `view`, and may end with half a record
+        self._behind = False  # the file lacks `view`, and may end with a partial record
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = path.with_name(path.name + ".lock").open("wb")
@@ -81,8 +80,8 @@ class Journal:
             raise
 
     def append(self, view: View) -> None:
-        """On disk when this returns. Raises JournalError: then the file has an older view, until
-        another one can be written."""
+        """Writes and flushes the view. Raises JournalError: the file then holds an older view until
+        a later append succeeds."""
         if self._file is None:
             raise JournalError(f"the journal {self.path} is closed")
         self.view = view
@@ -103,9 +102,9 @@ class Journal:
             ) from error
 
     def go_on_from(self, last: View, damage: str, reason: str) -> None:
-        """Nobody is a member any more, and views go on counting after `last`, so that what is
-        trained from now on counts more than what was not saved. `damage`: of the journal that it is
-        from, which may have lacked newer ones. Raises JournalError."""
+        """Appends a view without members, numbered after `last`, so that new training supersedes
+        unsaved steps. `damage`: that of the source journal, which may lack newer views. Raises
+        JournalError."""
         newest = max(last.number, self.view.number if self.view else 0)
         view = View(
             run=self._run,
@@ -140,7 +139,7 @@ class Journal:
             ) from error
 
     def _read(self) -> tuple[View | None, str]:
-        """The newest view, and what is wrong with the file. Raises JournalError, OSError."""
+        """The newest view, and the file's damage. Raises JournalError, OSError."""
         try:
             content = self.path.read_bytes()
         except FileNotFoundError:
@@ -161,7 +160,7 @@ class Journal:
 
     def _check_run(self, found: _Found) -> None:
         header = found.header
-        if header is None:  # what a view says of its run is all there is to go by
+        if header is None:  # without a header, only a view names its run
             header = {"run": self._run if found.view is None else found.view.run}
         if header.get("run") != self._run:
             raise JournalError(
@@ -181,7 +180,7 @@ class Journal:
         )
 
     def _keep(self, content: bytes, found: _Found) -> str:
-        """Puts a damaged file aside; a sentence about it. Raises OSError."""
+        """Moves a damaged file aside; returns a description of the damage. Raises OSError."""
         names = (self.path.with_name(f"{self.path.name}.damaged-{n}") for n in count(1))
         aside = next(name for name in names if not name.exists())
         with aside.open("xb") as file:
@@ -197,7 +196,7 @@ class Journal:
         return damage
 
     def _compact(self) -> None:
-        """Replaces the file by one with its header and newest view, at once or not at all."""
+        """Atomically replaces the file by one with its header and newest view."""
         new = self.path.with_name(self.path.name + ".new")
         number = 0 if self.view is None else self.view.number
         header = {"journal": KIND, "format": FORMAT, "run": self._run, "view": number}
@@ -220,15 +219,15 @@ class Journal:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a file holds. It is whole up to the byte `end`; behind that, `torn` bytes of a record
-    that was never finished, or `damage`, in words."""
+    """A file's content. It is whole up to byte `end`; after that, `torn` bytes of an unfinished
+    record, or `damage`, a description."""
 
-    header: dict[str, object] | None  # None: it can't be read
+    header: dict[str, object] | None  # None: unreadable
     view: View | None
     end: int
     torn: int = 0
     damage: str = ""
-    foreign: bool = False  # it is no journal at all
+    foreign: bool = False  # the file is no journal
 
 
 class _Record(NamedTuple):
@@ -242,8 +241,8 @@ class _Record(NamedTuple):
 
 
 def read_view(path: Path) -> tuple[View, str]:
-    """The newest view in a journal, whatever run it is of, and what is wrong with the file. An
-    empty one where there is none. Raises JournalError."""
+    """The newest view in a journal of any run, and the file's damage. Without a view, an empty one.
+    Raises JournalError."""
     try:
         found = _found(path, path.read_bytes())
     except OSError as error:
@@ -252,7 +251,7 @@ def read_view(path: Path) -> tuple[View, str]:
 
 
 def _found(path: Path, content: bytes) -> _Found:
-    """Raises JournalError."""
+    """Parses a journal. Raises JournalError for another format or another kind of file."""
     found = _read(content)
     if (format := (found.header or {}).get("format", FORMAT)) != FORMAT:
         raise JournalError(
@@ -270,7 +269,7 @@ def _found(path: Path, content: bytes) -> _Found:
 
 def _read(content: bytes) -> _Found:
     whole: list[_Record] = []
-    beyond: list[_Record] = []  # the damage
+    beyond: list[_Record] = []  # records after a damaged part
     for record in _intact(content):
         follows = record.at == (whole[-1].end if whole else 0) and record.number == len(whole)
         (whole if follows and not beyond else beyond).append(record)
@@ -290,7 +289,7 @@ def _read(content: bytes) -> _Found:
 
 
 def _intact(content: bytes) -> Iterator[_Record]:
-    """Whole records, wherever they are."""
+    """Records with valid checksums, at any offset."""
     at = content.find(MARKER)
     while at >= 0:
         head = _head(content, at)
@@ -310,7 +309,7 @@ class _Head(NamedTuple):
 
 
 def _head(content: bytes, at: int) -> _Head | None:
-    """The head at that byte; None: it is not whole."""
+    """The head at byte `at`; None: it is incomplete or damaged."""
     if len(content) < at + _HEAD_BYTES:
         return None
     marker, *fields = _HEAD.unpack_from(content, at)
@@ -321,7 +320,7 @@ def _head(content: bytes, at: int) -> _Head | None:
 
 
 def _is_torn(rest: bytes, number: int) -> bool:
-    """Whether a power cut while record `number` was appended can have left this."""
+    """Whether a power cut while record `number` was appended can leave `rest`."""
     if not rest.strip(b"\0"):
         return True
     if len(rest) < _HEAD_BYTES:
@@ -332,7 +331,7 @@ def _is_torn(rest: bytes, number: int) -> bool:
 
 
 def _resembles(content: bytes) -> bool:
-    """Whether a file without any whole record can have been a journal."""
+    """Whether a file without a whole record can have been a journal."""
     return (
         not content.strip(b"\0")
         or content.startswith(MARKER[: len(content)])
@@ -349,7 +348,7 @@ def _header(content: bytes) -> dict[str, object] | None:
 
 
 def _newest(records: list[_Record]) -> tuple[View | None, str]:
-    """The last of them that is a view, and what is wrong with those behind it."""
+    """The last record that is a view, and the defect of the records after it."""
     problem = ""
     for record in reversed(records):
         try:
@@ -378,7 +377,7 @@ def _flush(file: BinaryIO) -> None:
 
 
 def _abandon(file: BinaryIO) -> None:
-    """Closes a file whose last bytes don't matter any more, or can't be written."""
+    """Closes a file whose last bytes are unneeded or unwritable."""
     try:
         file.close()
     except OSError as error:

@@ -1,16 +1,14 @@
-"""Who takes a seat that nobody has, and who gives one back.
+"""Placement: which node takes a vacant seat, and which node returns one.
 
-A stage without a node that will stay is filled by the first there is of: a standby, a surplus
-replica, which moves, and a node that has room for one more seat; a newcomer has chosen before
-(`Membership.join`). Where nodes have twins of the next stage, one that has the vacant stage's, and
-room, comes before all these: it has the state at once, and the step under way goes on with it. It
-is relieved later: who sits alone at several stages gets a standby, or a surplus replica, beside it
-at one of them. A seat is given back when somebody who has fewer has the state of its stage, too.
-A standby gets a seat beside others if all nodes of a stage are in one failure domain and it is in
-another: nobody gets a whole stage by having many nodes (failure_domains.py). A node moves only to a
-stage that is vacant or in one failure domain, or that such a node serves alone, so none moves to
-and fro. Pure: what is known of the nodes goes in, what is to change comes out, each
-with its reason.
+A stage without a node that stays gets, in this order: a standby, a surplus replica, which moves, or
+a node with room for one more seat. A newcomer has chosen before (`Membership.join`). With twins, a
+node with room and a twin of the vacant stage comes first: it has the state, and the step in
+progress continues with it. It is relieved later: a node alone at several stages gets a standby or a
+surplus replica beside it at one of them. A node returns a seat when a node with fewer seats has the
+stage's state too. A standby joins a stage whose nodes are all in one failure domain if it is in
+another one: many nodes do not give their operator a whole stage (failure_domains.py). A node moves
+only to a stage that is vacant, in one failure domain, or served alone by a node of several stages.
+So none oscillates. Pure: maps node descriptions to changes, each with its reason.
 """
 
 from __future__ import annotations
@@ -25,19 +23,19 @@ from planaria.recovery.decide import Policy, keeper_stage
 
 @dataclass(frozen=True)
 class Candidate:
-    """A node, and what matters for where it sits."""
+    """A node with the attributes that placement uses."""
 
     node: str
-    stages: frozenset[int]  # of its seats; none: a standby
-    holds: frozenset[int]  # of those, whose state it has
-    fits: frozenset[int]  # that it could serve
-    room: int  # seats that it can hold
+    stages: frozenset[int]  # of its seats; empty: a standby
+    holds: frozenset[int]  # stages whose state it has
+    fits: frozenset[int]  # stages that it can serve
+    room: int  # maximum number of seats
     speed: float  # relative work per second
     heard: bool = True
     leaving: bool = False
     drives: bool = False
     place: FailureDomain = NOWHERE
-    waits: bool = False  # for a stage that has nobody, as it wants to
+    waits: bool = False  # for a vacant stage of its choice
 
     @property
     def stays(self) -> bool:
@@ -46,8 +44,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SeatAssigned:
-    """The node gets a seat there; `gives` one at another stage for it (None: it keeps what it
-    has)."""
+    """The node gets a seat at `stage`, in exchange for its seat at `gives` (None: it keeps
+    all)."""
 
     node: str
     stage: int
@@ -63,13 +61,13 @@ class SeatReleased:
 
 
 class Staffing:
-    """What each stage has of nodes that will stay: how many, how much work they do a second, and
-    how many are in each block of addresses and at each host."""
+    """Per stage, of the nodes that stay: their number, their work per second, and their number per
+    address block and per host."""
 
-    __hash__ = None  # type: ignore[assignment]  # it changes
+    __hash__ = None  # type: ignore[assignment]  # mutable
 
     def __init__(self, stages: int) -> None:
-        """Of nobody. `stages`: body stages, L."""
+        """An empty staffing. `stages`: body stages, L."""
         numbers = range(stages + 1)
         self.count = [0 for _ in numbers]
         self.capacity = [0.0 for _ in numbers]
@@ -80,7 +78,7 @@ class Staffing:
         return isinstance(other, Staffing) and vars(self) == vars(other)
 
     def add(self, stages: Collection[int], speed: float, place: FailureDomain) -> None:
-        """A node that serves these. `speed` 0: not known."""
+        """Adds a node that serves `stages`. `speed` 0: unknown."""
         for stage in stages:
             self.count[stage] += 1
             self.capacity[stage] += (speed or 1.0) / len(stages)
@@ -88,11 +86,11 @@ class Staffing:
             self._hosts[stage][place.host] += 1
 
     def shared(self, place: FailureDomain, stage: int) -> tuple[int, int]:
-        """As places.shared says."""
+        """Counts as `failure_domains.shared` does."""
         return self._blocks[stage][place.block], self._hosts[stage][place.host]
 
     def is_apart(self, place: FailureDomain, stage: int) -> bool:
-        """As places.is_apart says."""
+        """Decides as `failure_domains.is_apart` does."""
         blocks, hosts = self._blocks[stage], self._hosts[stage]
         if len(blocks) != 1:
             return False
@@ -106,14 +104,13 @@ def assign(
     policy: Policy = "checkfree",
     useful: int = 64,
 ) -> list[SeatAssigned | SeatReleased]:
-    """What is to change, in this order. `sitters`: in the order of joining; `stages`: body stages,
-    L, of the stages 0..L; `begun`: nobody else is awaited, as at the start, when only standbys take
-    what is vacant; `policy`: with "redundant" who has a stage's state has that of the next, too;
-    `useful`: nodes a stage that have something to do.
+    """The changes, in order of application. `sitters`: in the order of joining; `stages`: body
+    stages, L, of the stages 0..L; `begun`: False at the start, while nodes are awaited and only
+    standbys take vacant seats; `policy`: with "redundant", a holder of a stage's state has that of
+    the next one too; `useful`: nodes per stage that have work.
 
-    Who sits alone at a stage, or is the only one with its state, is never taken from there; no
-    stage stays vacant while somebody has room.
-    """
+    A node that is alone at a stage, or the only one with its state, never leaves it; no stage stays
+    vacant while a node has room."""
     nodes, twins = {one.node: one for one in sitters}, policy == "redundant"
     changes: list[SeatAssigned | SeatReleased] = []
     for returned in _returned(nodes.values()):
@@ -152,7 +149,7 @@ def _take(nodes: dict[str, Candidate], taken: SeatAssigned) -> None:
 
 
 def _twin(sitters: Sequence[Candidate], stage: int, stages: int, why: str) -> SeatAssigned | None:
-    """Who has a twin of the vacant stage, and room."""
+    """The fastest node with a twin of the vacant stage and room; None: no such node."""
     before = (stage - 1) % (stages + 1)
     able = [
         one
@@ -166,10 +163,10 @@ def _twin(sitters: Sequence[Candidate], stage: int, stages: int, why: str) -> Se
 
 
 def _relief(nodes: dict[str, Candidate]) -> Iterator[SeatAssigned]:
-    """Standbys for who sits alone at several stages, and replicas of stages that somebody else
-    serves who has no other; what is yielded has been taken when the next one is looked for."""
+    """Assigns standbys and redundant replicas to stages of nodes that are alone at several stages.
+    The caller applies each change before it requests the next."""
     for crowded in [one for one in nodes.values() if len(one.stages) > 1]:
-        for stage in sorted(crowded.stages, reverse=True):  # 0, where it may drive, comes last
+        for stage in sorted(crowded.stages, reverse=True):  # stage 0, which may drive, comes last
             there = list(nodes.values())
             alone = [s for s in crowded.stages if sum(s in one.stages for one in there) == 1]
             if len(alone) < 2 or stage not in alone or not crowded.stays:
@@ -185,8 +182,8 @@ def _relief(nodes: dict[str, Candidate]) -> Iterator[SeatAssigned]:
 def _from_elsewhere(
     sitters: Iterable[Candidate], stages: int, useful: int
 ) -> Iterator[SeatAssigned]:
-    """Standbys for stages all of whose nodes are in one place. There may be one more for a stage
-    than have something to do, unless that is one."""
+    """Assigns standbys to stages with all nodes in one failure domain. Such a stage may exceed
+    `useful` by one node, unless `useful` is 1."""
     nodes = list(sitters)
     idle = [one for one in nodes if one.stays and not one.stages and not one.waits]
     for stage in range(stages + 1) if idle else ():
@@ -202,7 +199,7 @@ def _from_elsewhere(
 
 
 def _is_spared(one: Candidate, sitters: Sequence[Candidate]) -> bool:
-    """Whether it serves no stage, or one whose state another node has that serves no other."""
+    """Whether the node has no seat, or only one whose state a node without other seats has."""
     single = (s for s in sitters if s.node != one.node and s.stays and len(s.stages) == 1)
     return not one.stages or any(one.stages <= other.holds for other in single)
 
@@ -210,8 +207,8 @@ def _is_spared(one: Candidate, sitters: Sequence[Candidate]) -> bool:
 def _find(
     sitters: Sequence[Candidate], stage: int, keeper: int, why: str, begun: bool
 ) -> SeatAssigned | None:
-    """`keeper`: the stage whose nodes keep what a rebuild needs. Of those with room one of these
-    takes the seat, if it isn't much slower than others."""
+    """Finds a node for a vacant stage. `keeper`: the stage whose nodes keep the data for a rebuild.
+    Among nodes with room, one of these is preferred if it has at least half the best speed."""
     able = [one for one in sitters if one.stays and stage in one.fits and stage not in one.stages]
     if not begun:
         able = [one for one in able if not one.stages]
@@ -227,15 +224,15 @@ def _find(
 
 
 def _share(one: Candidate) -> float:
-    """Of its speed, what one more seat would have."""
+    """The node's speed per seat if it takes one more."""
     return one.speed / (len(one.stages) + 1)
 
 
 def _idle(
     able: Sequence[Candidate], sitters: Sequence[Candidate], stage: int, why: str
 ) -> SeatAssigned | None:
-    """A standby, of whose place fewest serve; or a replica that its stage can do without, and whose
-    place it has others of, if there is one."""
+    """A standby, by preference of the least used failure domain; otherwise a surplus replica, by
+    preference of a failure domain common at its stage; None: neither."""
     serving = [one.place for one in sitters if one.stages]
     if idle := [one for one in able if not one.stages]:
         one = min(idle, key=lambda one: shared(one.place, serving))
@@ -244,7 +241,7 @@ def _idle(
     surplus = [(one, of) for one in able if (of := _surplus(one, holders)) is not None]
     if not surplus:
         return None
-    # Of the stage that has most, where most are beside it; of these whoever came last.
+    # Of the stage with the most holders; there, of the commonest domain; then the newest node.
     one, of = max(surplus, key=lambda found: holders[found[1]])
     left = [one.place for one in sitters if one.stays and of in one.stages]
     one = max(
@@ -254,8 +251,8 @@ def _idle(
 
 
 def _surplus(one: Candidate, holders: Counter[int]) -> int | None:
-    """The stage that can do without it, by how many have the state of each; None: it is needed, or
-    drives."""
+    """The stage that can lose the node, given the `holders` of each stage's state; None: the node
+    is needed, or drives."""
     if len(one.stages) != 1 or one.drives:
         return None
     (stage,) = one.stages
@@ -263,14 +260,14 @@ def _surplus(one: Candidate, holders: Counter[int]) -> int | None:
 
 
 def _returned(sitters: Iterable[Candidate]) -> Iterator[SeatReleased]:
-    """Seats of the fullest first, one of each node at a time: what is left is looked at again when
-    that has changed."""
+    """Seats to return: one per node, from the node with the most seats on; a later call sees the
+    changed placement."""
     nodes = list(sitters)
     several = [one for one in nodes if len(one.stages) > 1]
     for one in sorted(several, key=lambda one: -len(one.stages)):
         better = [
             (stage, other)
-            for stage in sorted(one.stages, reverse=True)  # 0, where it may drive, comes last
+            for stage in sorted(one.stages, reverse=True)  # stage 0, which may drive, comes last
             for other in nodes
             if other.stays and stage in other.holds and len(other.stages) < len(one.stages)
         ]
