@@ -71,7 +71,7 @@ class Uncorroborated:
 
 @dataclass(eq=False)
 class _Accused:
-    said: dict[str, tuple[float, Suspicion]] = field(default_factory=dict)  # by accuser, with its time
+    said: dict[str, tuple[float, Suspicion]] = field(default_factory=dict)  # time, accusation
     unsure: float = math.inf  # deadline for corroboration of the driver's accusation
 
 

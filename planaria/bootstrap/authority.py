@@ -1,9 +1,9 @@
-"""The run's certificate authority: what is in a certificate, who gets one, for how long.
+"""The run's certificate authority: contents, issue and lifetime of certificates.
 
-An authority is an Ed25519 key and a certificate that it has signed itself. What it issues are P-256
-certificates, since not all TLS libraries take others. By their DNS names these say in which role
-their holder may speak, and as whom: `node.planaria`, `INSTANCE.planaria`, and `stage-K.planaria` of
-who may serve that stage only. Pure: `now` is passed in, seconds since 1970.
+An authority is an Ed25519 key with a self-signed certificate. It issues P-256 certificates, since
+some TLS libraries accept no others. Their DNS names state the holder's role and identity:
+`node.planaria`, `INSTANCE.planaria`, and `stage-K.planaria` if it may serve only that stage. Pure:
+`now` is passed in, seconds since 1970.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from planaria.bootstrap.identity import INSTANCE_LETTERS, Identity
 
 DOMAIN: Final = ".planaria"
 LIFETIME: Final = 48 * 3600.0
-"""Seconds of a certificate, which is renewed at half of them."""
+"""Lifetime of a certificate in seconds; it is renewed at half of that."""
 AUTHORITY_DAYS: Final = 3650
 SLACK: Final = 3600.0
-"""Seconds that a clock may be behind the authority's."""
-REQUEST_BYTES: Final = 4096  # a P-256 request has some 200
+"""Seconds by which a clock may lag the authority's."""
+REQUEST_BYTES: Final = 4096  # a P-256 request has about 200
 
 
 class Role(StrEnum):
-    """What the holder of a certificate may do."""
+    """The permissions of a certificate's holder."""
 
     NODE = "node"  # serve a stage
-    READER = "reader"  # look
-    OPERATOR = "operator"  # command
+    READER = "reader"  # read state
+    OPERATOR = "operator"  # command the registry
     REGISTRY = "registry"
 
 
 class Who(NamedTuple):
-    """What a certificate's names say. `role` None: it is of another authority, and says nothing."""
+    """The identity in a certificate's names. `role` None: another authority's certificate."""
 
     role: Role | None = None
     instance: str = ""
-    stage: int | None = None  # the only one that it may serve
+    stage: int | None = None  # the only stage that it may serve
 
     @property
     def names(self) -> list[str]:
@@ -62,7 +62,7 @@ class Who(NamedTuple):
 
     @classmethod
     def of(cls, names: Iterable[str]) -> Who:
-        """Whatever else the names say is left out."""
+        """Parses DNS names; ignores unknown ones."""
         labels = [name.removesuffix(DOMAIN) for name in names if name.endswith(DOMAIN)]
         roles = [Role(label) for label in labels if label in list(Role)]
         instances = [one for one in labels if re.fullmatch(f"[0-9a-f]{{{INSTANCE_LETTERS}}}", one)]
@@ -75,11 +75,11 @@ class Who(NamedTuple):
 
 
 class CertifiedKey(NamedTuple):
-    """What its holder shows in a handshake, in PEM. Its `repr` doesn't show the key."""
+    """A private key and its certificates for TLS, in PEM. Its `repr` hides the key."""
 
     key: bytes
     certificate: bytes
-    authority: bytes  # the certificate that all of the run trust
+    authority: bytes  # the certificate that the run's nodes trust
 
     def __repr__(self) -> str:
         return "Pair(...)"
@@ -90,11 +90,11 @@ class CertifiedKey(NamedTuple):
 
     @property
     def ends(self) -> float:
-        """Seconds since 1970."""
+        """The expiry time, in seconds since 1970."""
         return _load(self.certificate).not_valid_after_utc.timestamp()
 
     def is_due(self, now: float) -> bool:
-        """Whether half of its life is over."""
+        """Whether half of the lifetime has passed."""
         return now >= self.ends - LIFETIME / 2
 
     def is_over(self, now: float) -> bool:
@@ -102,11 +102,11 @@ class CertifiedKey(NamedTuple):
 
 
 class Request(NamedTuple):
-    """For a certificate; the key stays with who asks."""
+    """A certificate request, and its key, which stays with the requester."""
 
     key: bytes  # PEM
     request: bytes  # PKCS #10, DER
-    signature: bytes  # of the identity that asks, over the request
+    signature: bytes  # of the requesting identity, over the request
 
     @classmethod
     def of(cls, identity: Identity) -> Request:
@@ -145,7 +145,7 @@ class Authority:
 
     @classmethod
     def from_pem(cls, pem: bytes) -> Authority:
-        """Raises ValueError for anything but what `to_pem` has written."""
+        """Parses the output of `to_pem`. Raises ValueError."""
         identity = Identity.from_pem(pem)
         certificate = _load(pem)
         if certificate.public_key() != identity.key.public_key():
@@ -156,7 +156,7 @@ class Authority:
         return self.identity.to_pem() + self.certificate
 
     def issue(self, request: bytes, who: Who, now: float) -> bytes:
-        """A certificate in PEM. What the request says of names doesn't count. Raises ValueError."""
+        """Issues a certificate, in PEM; ignores names in the request. Raises ValueError."""
         public = _public_key_of(request)
         issuer = _load(self.certificate)
         purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
@@ -180,14 +180,14 @@ class Authority:
         return certificate.public_bytes(Encoding.PEM)
 
     def own_pair(self, now: float) -> CertifiedKey:
-        """What the registry itself shows."""
+        """A key and certificate for the registry itself."""
         request = Request.of(self.identity)
         who = Who(Role.REGISTRY, self.identity.instance)
         return CertifiedKey(request.key, self.issue(request.request, who, now), self.certificate)
 
 
 def who_in(certificate: bytes) -> Who:
-    """Of a certificate in PEM. Raises ValueError for what is none."""
+    """The identity in a PEM certificate. Raises ValueError."""
     with _foreign():
         try:
             extensions = _load(certificate).extensions
@@ -198,7 +198,7 @@ def who_in(certificate: bytes) -> Who:
 
 
 def key_in(certificate: bytes) -> bytes:
-    """The public key of an authority, whose certificate this is, in PEM. Raises ValueError."""
+    """The public key in an authority's PEM certificate. Raises ValueError."""
     key = _load(certificate).public_key()
     if not isinstance(key, Ed25519PublicKey):
         raise ValueError("the authority's key is not an Ed25519 key")
@@ -206,18 +206,18 @@ def key_in(certificate: bytes) -> bytes:
 
 
 def to_der(certificate: bytes) -> bytes:
-    """Of PEM. Raises ValueError."""
+    """Converts PEM to DER. Raises ValueError."""
     return _load(certificate).public_bytes(Encoding.DER)
 
 
 def to_pem(certificate: bytes) -> bytes:
-    """Of DER. Raises ValueError."""
+    """Converts DER to PEM. Raises ValueError."""
     with _foreign():
         return x509.load_der_x509_certificate(certificate).public_bytes(Encoding.PEM)
 
 
 def is_issued_by(certificate: bytes, authority: bytes) -> bool:
-    """Whether this authority, and no other one, has signed it; both in PEM. Raises ValueError."""
+    """Whether `authority` itself has signed `certificate`; both in PEM. Raises ValueError."""
     try:
         _load(certificate).verify_directly_issued_by(_load(authority))
     except (InvalidSignature, TypeError, ValueError):
@@ -226,8 +226,8 @@ def is_issued_by(certificate: bytes, authority: bytes) -> bool:
 
 
 def _public_key_of(request: bytes) -> ec.EllipticCurvePublicKey:
-    """Raises ValueError for what is no request, or not signed by its own key, or of a key that TLS
-    would not take."""
+    """The public key of a request. Raises ValueError for malformed or wrongly signed requests, and
+    for keys other than P-256."""
     if len(request) > REQUEST_BYTES:
         raise ValueError(f"a request of {len(request)} bytes; {REQUEST_BYTES} are allowed")
     with _foreign():
@@ -247,7 +247,7 @@ def _load(pem: bytes) -> x509.Certificate:
 
 @contextmanager
 def _foreign() -> Iterator[None]:
-    """Whatever the library says of what it doesn't know is a ValueError."""
+    """Converts the library's errors for unsupported input to ValueError."""
     try:
         yield
     except (

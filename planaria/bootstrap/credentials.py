@@ -1,4 +1,4 @@
-"""Who may talk to whom: TLS on both sides, and a join token shared by the run."""
+"""Credentials of connections: mutual TLS, and a join token shared by the run."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ TOKEN = "planaria-token"  # key of the metadata
 
 
 class CredentialsError(Exception):
-    """The credentials can't be used; the message names the file or address, and the remedy."""
+    """The credentials are unusable; the message names the file or address, and the remedy."""
 
 
 class Certified:
-    """What the run's authority has certified of this process, in the newest of its certificates:
-    connections that are made later show a later one."""
+    """This process's certificates from the run's authority, renewed before they expire: new
+    connections use the newest one."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class Certified:
         issue: Callable[[], CertifiedKey] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`issue`: where the next one comes from when half of a certificate's life is over; without
-        it, `renew` is told, which `keep_renewed`, if there is any, does for as long as it runs."""
+        """`issue`: returns the next certificate at half the lifetime. Without it, callers use
+        `renew`; `keep_renewed`, if set, does so until cancelled."""
         self._issue, self._now = issue, clock
         self.keep_renewed: Callable[[], Coroutine[Any, Any, None]] | None = None
         self.renew(pair)
@@ -53,16 +53,16 @@ class Certified:
 
     @property
     def channel(self) -> grpc.ChannelCredentials:
-        _ = self.pair  # which may be a new one
+        _ = self.pair  # may renew
         return self._channel
 
     def server(self, asks: bool = True) -> grpc.ServerCredentials:
-        """`asks`: whoever connects has to show a certificate, too."""
+        """`asks`: whether clients must show a certificate."""
         shown = self.pair
 
         def newest() -> grpc.ServerCertificateConfiguration | None:
-            """None: it is the one that was shown last. gRPC asks at each handshake, and crashes
-            sooner or later when it takes a new one while another handshake begins."""
+            """The new certificate, or None if unchanged. gRPC asks at each handshake, and may crash
+            if the certificate changes while another handshake begins."""
             nonlocal shown
             pair = self.pair
             if pair is shown:
@@ -85,7 +85,7 @@ class Credentials:
     server: grpc.ServerCredentials | None = None
     channel: grpc.ChannelCredentials | None = None
     token: str = ""
-    certified: Certified | None = None  # None: the certificates, if any, are of another authority
+    certified: Certified | None = None  # None: no certificates, or those of another authority
 
     def __post_init__(self) -> None:
         if not (self.token.isascii() and self.token.isprintable()):
@@ -99,7 +99,7 @@ class Credentials:
         key: Path | None = None,
         token: str = "",
     ) -> Credentials:
-        """PEM files for mutual TLS; all three or none. Raises CredentialsError."""
+        """Loads PEM files for mutual TLS; all three or none. Raises CredentialsError."""
         if ca is None and certificate is None and key is None:
             return cls(token=token)
         if ca is None or certificate is None or key is None:
@@ -122,11 +122,11 @@ class Credentials:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a client adds to each call."""
+        """The metadata that a client adds to each call."""
         return ((TOKEN, self.token),) if self.token else ()
 
     def check(self, metadata: Mapping[str, str]) -> str | None:
-        """Why a caller is to be refused; None: it isn't."""
+        """Why the caller is refused; None: it is accepted."""
         shown = metadata.get(TOKEN, "")
         if not self.token or hmac.compare_digest(shown.encode(), self.token.encode()):
             return None
@@ -144,9 +144,9 @@ def channel(
     options: Sequence[tuple[str, str | int]] = (),
     whom: str = Role.NODE,
 ) -> grpc.aio.Channel:
-    """A channel to HOST:PORT, with TLS when the credentials have it. gRPC takes `unix:80` for a
-    file, unless it is told that it is a name. `whom`: a role, or an instance, that the other side
-    has to be certified as; certificates of another authority are for hosts instead."""
+    """A channel to HOST:PORT, with TLS if the credentials have it. The dns scheme keeps gRPC from
+    taking `unix:80` for a file. `whom`: the role or instance that the server's certificate must
+    name; certificates of another authority must name the host instead."""
     target = f"dns:///{address}"
     if credentials.certified is not None:
         named = (*options, ("grpc.ssl_target_name_override", whom + DOMAIN))
@@ -157,7 +157,7 @@ def channel(
 
 
 def about_time(said: str) -> str:
-    """What is to be added to what gRPC says of a certificate of another time."""
+    """A hint to append to a gRPC error about an expired or future certificate; else empty."""
     if "certificate has expired" not in said and "certificate is not yet valid" not in said:
         return ""
     now = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
@@ -171,8 +171,8 @@ def add_port(
     insecure: bool = False,
     within: str = "",
 ) -> int:
-    """Binds the server to HOST:PORT (port 0: any) and returns the port. `within`: it is to listen
-    there instead, behind a front door that listens at HOST:PORT. Raises what `check_port` does."""
+    """Binds the server to HOST:PORT (port 0: any) and returns the port. `within`: the address to
+    bind instead, behind a front door at HOST:PORT. Raises the errors of `check_port`."""
     address = Address.parse(listen)
     check_port(address, credentials, insecure)
     if credentials.server is None and not address.is_loopback:
@@ -183,7 +183,7 @@ def add_port(
         )
     shows = credentials.server
     if credentials.certified is not None:
-        shows = credentials.certified.server()  # a server's own: it has to ask for its first pair
+        shows = credentials.certified.server()  # a separate one: it must request its first pair
     try:
         if shows is None:
             return server.add_insecure_port(within or listen)
@@ -194,7 +194,7 @@ def add_port(
 
 def check_port(listen: Address, credentials: Credentials, insecure: bool = False) -> None:
     """Raises CredentialsError for plain text beyond this machine without `insecure`, and OSError
-    when the address can't be had."""
+    for an unavailable address."""
     if credentials.server is None and not (listen.is_loopback or insecure):
         raise CredentialsError(
             f"{listen} can be reached from other machines, and there is no TLS; join by an "

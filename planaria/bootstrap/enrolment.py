@@ -1,4 +1,4 @@
-"""Where strangers become known: the services by which invites are made and used."""
+"""The gRPC services that create and redeem invites."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-AT_ONCE: Final = 64  # calls
+AT_ONCE: Final = 64  # concurrent calls
 ROOM: Final = ConnectionLimits(
     connections=AT_ONCE, strangers=AT_ONCE, of_block=2**20, of_strangers=2**24
 )
-FAREWELL: Final = 1.0  # seconds for calls to end when the registry stops
+FAREWELL: Final = 1.0  # seconds granted to open calls when the registry stops
 
 
 class EnrolmentServer(EnrolmentServicer):
-    """On a port of its own, on which only the registry shows a certificate."""
+    """The enrolment service, on its own port, where only the registry shows a certificate."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission, self._attempts = admission, Attempts()
 
     async def start(self, listen: str, certified: Certified) -> int:
-        """Serves on HOST:PORT and returns the port. Raises what `add_port` does."""
+        """Serves on HOST:PORT and returns the port. Raises the errors of `add_port`."""
         self._now = asyncio.get_running_loop().time
         self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=AT_ONCE)
         self._door = FrontDoor(ROOM)
@@ -95,23 +95,23 @@ class EnrolmentServer(EnrolmentServicer):
 
 
 class Members(Protocol):
-    """What operators' commands need of a registry."""
+    """The registry's interface to operator commands."""
 
     def instance_of(self, node: str) -> str | None:
-        """None: it is no member."""
+        """The instance of a member; None: `node` is not a member."""
 
     def evict(self, node: str, why: str) -> None:
-        """Of a member."""
+        """Evicts a member."""
 
     def tell_bans(self) -> None:
-        """Nodes hear of all that are banned."""
+        """Publishes the set of banned instances to the nodes."""
 
     def cut(self, instance: str, why: str) -> None:
-        """Evicts whatever it is a member as, and ends its calls."""
+        """Evicts every member of the instance and ends its calls."""
 
 
 class OperatorServer(OperatorServicer):
-    """Who calls it is an operator: gate.py sees to that."""
+    """The operator service; gate.py admits only operators."""
 
     def __init__(self, admission: Admission, members: Members) -> None:
         self._admission, self._members = admission, members
@@ -209,7 +209,7 @@ async def _abort(context: Context, code: grpc.StatusCode, why: str) -> NoReturn:
 
 _OPTIONS: Final = (
     ("grpc.max_receive_message_length", 2 * REQUEST_BYTES),
-    ("grpc.so_reuseport", 0),  # else two registries share a port and nobody notices
+    ("grpc.so_reuseport", 0),  # otherwise two registries could share a port unnoticed
     ("grpc.max_connection_idle_ms", 10_000),
     ("grpc.max_connection_age_ms", 60_000),
     ("grpc.max_concurrent_streams", 4),

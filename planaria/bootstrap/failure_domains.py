@@ -1,8 +1,7 @@
-"""Where a node is, as far as one can tell, so that a stage isn't all in one place.
+"""Failure domains of nodes, so that a stage is not all in one.
 
-A name costs nothing, and neither does a host, which a node says of itself; addresses do. So what
-counts first is the block of addresses from which a node has joined, as the registry sees it, and
-only among those of one block their hosts. Pure.
+Node names and hosts are self-declared; addresses cost money. So the block of the address from which
+a node joined, as the registry sees it, counts first, and hosts only within a block. Pure.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Final, NamedTuple
 
 BITS: Final = {4: 24, 6: 64}
-"""Of an address that all in its block share: what one customer may have is seldom less."""
+"""Prefix bits per IP version of a block: about the least that one customer gets."""
 
 
 class FailureDomain(NamedTuple):
-    block: str = ""  # empty: of the registry's own machine, or not known
+    block: str = ""  # empty: the registry's own machine, or unknown
     host: str = ""
 
 
@@ -24,7 +23,7 @@ NOWHERE: Final = FailureDomain()
 
 
 def block_of(host: str) -> str:
-    """The block of an IP address; empty for a machine's own, and for what is none."""
+    """The block of an IP address; empty for a loopback address, and for other text."""
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:
@@ -37,18 +36,18 @@ def block_of(host: str) -> str:
 
 
 def is_block(text: str) -> bool:
-    """Whether it is what `block_of` says of some address."""
+    """Whether `block_of` can return `text`."""
     return not text or block_of(text.partition("/")[0]) == text
 
 
 def shared(place: FailureDomain, there: Collection[FailureDomain]) -> tuple[int, int]:
-    """How many of these are in its block, and how many at its host: what is better comes first."""
+    """How many of `there` share the block, and how many the host; fewer is better."""
     blocks = sum(other.block == place.block for other in there)
     return blocks, sum(other.host == place.host for other in there)
 
 
 def is_apart(place: FailureDomain, there: Collection[FailureDomain]) -> bool:
-    """Whether these are all in one place, and it isn't that: in one block, or at one host in it."""
+    """Whether `there` are in one block, or at one host of it, and `place` is not."""
     blocks, hosts = ({other[n] for other in there} for n in range(2))
     if len(blocks) != 1:
         return False

@@ -1,4 +1,4 @@
-"""What who calls the registry may do: by the join token, and by what their certificate says."""
+"""Authorization of calls to the registry, by join token and by certificate."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ RIGHTS: Final = {
     "Describe": LOOKS,
     "Show": LOOKS,
     "Examine": LOOKS,
-    "Measure": COMMANDS,  # it loads every link
+    "Measure": COMMANDS,  # loads every link
 }
-"""Of the registry's methods. Those of `Operator` are for operators."""
+"""Roles allowed to call each registry method. Methods of `Operator` require an operator."""
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Before all calls. Health is open to all: probes of containers have neither token nor name."""
+    """Checks every call. Health is open to all: container probes have neither token nor name."""
 
     def __init__(
         self, credentials: Credentials, is_banned: Callable[[str], bool], door: FrontDoor
@@ -53,7 +53,7 @@ class Gate(grpc.aio.ServerInterceptor):
         self._streams: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)  # by instance
 
     def cut(self, instance: str) -> None:
-        """Ends what it has open."""
+        """Cancels the instance's open calls."""
         for task in self._streams.pop(instance, ()):
             task.cancel()
 
@@ -97,7 +97,7 @@ class Gate(grpc.aio.ServerInterceptor):
                 raise _alone(aborted) from None
 
         async def streaming(said: object, context: Context) -> AsyncIterator[object]:
-            """`said`: a request, or an iterator of them."""
+            """`said`: a request, or an iterator of requests."""
             try:
                 with self._open(await check(context, said)):
                     async with aclosing(call(said, context)) as answers:
@@ -108,7 +108,7 @@ class Gate(grpc.aio.ServerInterceptor):
                 raise _alone(aborted) from None
 
         def content(answer: Any) -> bytes:
-            """Of what many are told it is made once."""
+            """Serializes a reply; bytes pass through, since broadcasts are serialized once."""
             if isinstance(answer, bytes):
                 return answer
             made: bytes = answer.SerializeToString()
@@ -122,12 +122,12 @@ class Gate(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(streaming, *how)
 
     def _refusal(self, who: Who, rights: set[Role], service: str, context: Context) -> str:
-        """Why this caller may not; empty: it may."""
+        """Why the call is refused; empty: it is allowed."""
         if why := self._banned(who.instance):
             return why
         if self._credentials.certified is None and service != OPERATOR:
             return ""
-        if self._credentials.channel is None:  # in plain text: nobody shows who they are
+        if self._credentials.channel is None:  # plain text: no identity
             if is_of_this_machine(self._door.outer(context.peer())):
                 return ""
             return "a registry in plain text takes commands only from its own machine"
@@ -161,25 +161,25 @@ class Gate(grpc.aio.ServerInterceptor):
 
 
 def _alone(aborted: grpc.aio.AbortError) -> grpc.aio.AbortError:
-    """Without the frames that have raised it: they have what was said, gRPC has the error, and each
-    has the other until garbage is next collected, before which strangers can say a lot."""
+    """The error without its traceback. The frames hold the request and gRPC holds the error, so the
+    cycle would keep large requests of strangers until a garbage collection."""
     return aborted.with_traceback(None)
 
 
 def who_calls(context: Context) -> Who:
-    """By the certificate that the caller has shown; nobody in plain text."""
+    """The caller's identity by its certificate; empty in plain text."""
     shown = context.auth_context().get("x509_subject_alternative_name", ())
     return Who.of(name.decode(errors="replace") for name in shown)
 
 
 def place_of(peer: str) -> Address | None:
-    """Of what gRPC calls a peer, ipv4:1.2.3.4:567 or ipv6:[::1]:567; None for other kinds."""
+    """The address in a gRPC peer, ipv4:1.2.3.4:567 or ipv6:[::1]:567; None for other kinds."""
     kind, _, place = unquote(peer).partition(":")
     return Address.parse(place) if kind in ("ipv4", "ipv6") else None
 
 
 def host_of(peer: str) -> str:
-    """Empty for other kinds."""
+    """The host in a gRPC peer; empty for other kinds."""
     place = place_of(peer)
     return place.host if place is not None else ""
 
@@ -190,7 +190,7 @@ def is_of_this_machine(peer: str) -> bool:
 
 
 def _other(who: Who, request: JoinRequest) -> str:
-    """Why a join is not one of whoever shows the certificate; empty: it is."""
+    """Why a join does not match the caller's certificate; empty: it does."""
     if who.stage is not None and not (request.HasField("stage") and request.stage == who.stage):
         return f"you were invited for stage {who.stage}: join with --stage {who.stage}"
     if who.instance and instance_of(request.key) != who.instance:

@@ -1,8 +1,8 @@
-"""Invites: what one is, as text, and who may still come by which.
+"""Invites: their text form, and the rules by which they admit instances.
 
-The registry keeps no secret, only what it is a hash of. `Invites` is a machine of records: what is
-decided comes as a record, which counts once it is applied, so that the shell can have it on disk
-before anybody hears of it. Pure: `now` is passed in, seconds since 1970.
+The registry stores only hashes of secrets. `Invites` is a state machine over records: a decision
+returns a record and takes effect when the record is applied, so that the caller can persist it
+before it replies. Pure: `now` is passed in, seconds since 1970.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from planaria.bootstrap.spelling import misspelt
 
 MARK: Final = "planaria1."
 LONGEST: Final = 16_384
-"""Letters of an invite."""
+"""Maximum number of characters of an invite."""
 SECRET_BYTES: Final = 20
 MOST: Final = 10_000
-"""Invites that can be had of a registry at a time."""
+"""Maximum number of open invites of a registry."""
 MOST_ENROLLED: Final = 100_000
 MOST_STAGES: Final = 10_000
 INVITED: Final = (Role.NODE, Role.READER, Role.OPERATOR)
@@ -41,15 +41,15 @@ _BEGIN: Final = re.compile(r"\s*".join(map(re.escape, MARK)) + r"(?!\S*:\d)")
 
 
 class InviteError(ValueError):
-    """A text is no invite, or an invite is not to be had; the message says why and what to do."""
+    """A text is no invite, or an invite is unavailable; the message says why and what to do."""
 
 
 class NotAdmitted(Exception):  # noqa: N818  an answer, not a fault
-    """Who asks gets no certificate; the message says why and what to do."""
+    """The caller gets no certificate; the message says why and what to do."""
 
 
 def is_invite(text: str) -> bool:
-    """Whether there is one in it, whole or not. A host may be called planaria1, too."""
+    """Whether the text contains an invite, complete or not. A host may be named planaria1, too."""
     return _BEGIN.search(text) is not None
 
 
@@ -64,14 +64,14 @@ def _written(whole: bytes) -> str:
 
 
 def decode(text: str) -> Invitation:
-    """The invite in `text`. White space in it doesn't matter, nor do the command before it and the
-    options after it. Raises InviteError, which shows nothing of the text."""
+    """The invite in `text`; ignores white space, a command before it, and options after it. Raises
+    InviteError, whose message does not quote the text."""
     _, *bodies = _BEGIN.split(text)
     if not bodies:
         raise InviteError(f"there is no invite here: one begins with {MARK}")
     if len(bodies) > 1:
         raise InviteError(f"there are {len(bodies)} invites here: keep one of them")
-    # A wrapped line of an invite may begin with a dash, as an option does: the checksum tells.
+    # A wrapped line may begin with a dash, as options do: the checksum decides.
     parts = re.split(r"\s(?=-)", bodies[0])
     for end in range(len(parts), 0, -1):
         body = re.sub(r"[\s\"']", "", "".join(parts[:end]))
@@ -82,7 +82,7 @@ def decode(text: str) -> Invitation:
 
 
 def _decoded(body: str) -> Invitation | None:
-    """None: it is cut off, or was changed. Raises InviteError."""
+    """The invite; None: it is incomplete or changed. Raises InviteError."""
     if len(body) > LONGEST:
         raise InviteError(f"the invite has {len(body)} letters; {LONGEST} are the most it can have")
     try:
@@ -96,10 +96,10 @@ def _decoded(body: str) -> Invitation | None:
 
 
 def _check(invitation: Invitation) -> None:
-    """Raises InviteError for what no planaria has written."""
+    """Raises InviteError for contents that planaria never writes."""
     try:
         role = Role(invitation.role)
-        if problem := misspelt("run", invitation.run):  # it becomes a folder's name
+        if problem := misspelt("run", invitation.run):  # the run name becomes a folder name
             raise ValueError(problem)
         to_pem(invitation.authority)
         for address in (*invitation.registries, *invitation.enrolments):
@@ -111,13 +111,13 @@ def _check(invitation: Invitation) -> None:
 
 
 def hashed(secret: bytes) -> str:
-    """What the registry keeps of a secret; no slow hash is needed for 20 random bytes."""
+    """The stored hash of a secret; 20 random bytes need no slow hash."""
     return hashlib.sha256(b"planaria invite" + secret).hexdigest()
 
 
 @dataclass(frozen=True)
 class Invite:
-    """What the registry knows of one."""
+    """An invite as the registry stores it."""
 
     id: str
     hash: str
@@ -129,7 +129,7 @@ class Invite:
     def for_others(
         self, run: str, registries: list[str], enrolments: list[str], pem: bytes, secret: bytes
     ) -> str:
-        """The text that somebody is given."""
+        """The invite's text, for the invited person."""
         return encode(
             Invitation(
                 run=run,
@@ -145,31 +145,31 @@ class Invite:
 
 @dataclass(frozen=True)
 class Enrolled:
-    """Whose certificate is renewed."""
+    """An instance whose certificate may be renewed."""
 
     who: Who
-    invite: str  # the id of that by which it came
+    invite: str  # id of the invite that it used
 
 
 Record = Mapping[str, Any]
-"""Fit for JSON."""
+"""A decision that can be written as JSON."""
 
 
 class Invites:
     def __init__(self) -> None:
         self.invites: dict[str, Invite] = {}  # by id
-        self.used: Counter[str] = Counter()  # times, by id
+        self.used: Counter[str] = Counter()  # uses, by invite id
         self.revoked: set[str] = set()  # ids
         self.enrolled: dict[str, Enrolled] = {}  # by instance
         self.banned: set[str] = set()  # instances
         self._by_hash: dict[str, Invite] = {}
 
-    # Decisions: none counts before it is applied
+    # Decisions, which take effect when applied
 
     def make(
         self, role: Role, uses: int, seconds: float, stage: int | None, now: float
     ) -> tuple[Record, bytes]:
-        """What to apply, and the secret. Raises InviteError."""
+        """A record to apply, and the secret. Raises InviteError."""
         if role not in INVITED:
             raise InviteError(f"nobody is invited as {role}: node, reader or operator")
         if stage is not None and (role is not Role.NODE or not 0 <= stage < MOST_STAGES):
@@ -191,8 +191,8 @@ class Invites:
         return record, secret
 
     def admit(self, secret: bytes, instance: str, now: float) -> tuple[Who, Record | None]:
-        """As who this instance may come, and what to apply before it hears of it. Whoever has
-        enrolled needs no secret again. Raises NotAdmitted."""
+        """The identity granted to the instance, and a record to apply before the reply. An enrolled
+        instance needs no secret. Raises NotAdmitted."""
         if instance in self.banned:
             raise NotAdmitted("the run's operator has banned this node; ask them to allow it again")
         former = self.enrolled.get(instance)
@@ -213,18 +213,18 @@ class Invites:
         return who, {"enrolled": instance, "invite": invite.id}
 
     def is_open(self, secret: bytes, now: float) -> bool:
-        """Whether anybody may come by it."""
+        """Whether the secret's invite can still be used."""
         invite = self._by_hash.get(hashed(secret))
         return invite is not None and not self._over(invite, now)
 
     def revoke(self, invite: str) -> Record:
-        """Raises InviteError."""
+        """The record that revokes an invite. Raises InviteError."""
         if invite not in self.invites:
             raise InviteError(f"there is no invite {invite[:40]!r}: `planaria invite --list`")
         return {"revoked": invite}
 
     def ban(self, instance: str) -> Record:
-        """Raises InviteError."""
+        """The record that bans an instance. Raises InviteError."""
         if not is_instance(instance):
             raise InviteError(
                 f"{instance[:40]!r} is neither a member nor an instance, which is "
@@ -233,15 +233,15 @@ class Invites:
         return {"banned": instance}
 
     def allow(self, instance: str) -> Record:
-        """Raises InviteError."""
+        """The record that lifts a ban. Raises InviteError."""
         if instance not in self.banned:
             raise InviteError(f"{instance[:40]!r} is not banned: `planaria members` lists who is")
         return {"allowed": instance}
 
-    # What has been decided
+    # Application of decisions
 
     def apply(self, record: Record) -> None:
-        """Raises KeyError, TypeError and ValueError for what is none of these."""
+        """Applies a record. Raises KeyError, TypeError or ValueError for an invalid one."""
         if "hash" in record:
             stage = record["stage"]
             invite = Invite(
@@ -266,7 +266,7 @@ class Invites:
             self.banned.discard(str(record["allowed"]))
 
     def _over(self, invite: Invite, now: float) -> str:
-        """Why nobody comes by it any more; empty: one may."""
+        """Why the invite can no longer be used; empty: it can."""
         if invite.id in self.revoked:
             return "was revoked"
         if invite.ends and now >= invite.ends:
@@ -281,13 +281,13 @@ def is_instance(text: str) -> bool:
 
 
 class Attempts:
-    """How often somebody may ask with what is wrong: so many times a minute from one place. `now`
-    is of any clock that doesn't go back."""
+    """Rate limit for failed requests, per source address and minute. `now`: any monotonic clock, in
+    seconds."""
 
     WINDOW: Final = 60.0  # seconds
     EACH: Final = 10
     MOST_PLACES: Final = 10_000
-    """That are told apart; those that come after them count as one."""
+    """Number of addresses counted separately; further ones share one count."""
 
     def __init__(self) -> None:
         self._failed: Counter[str] = Counter()
@@ -303,7 +303,7 @@ class Attempts:
         self._failed[self._place(host)] += 1
 
     def _place(self, host: str) -> str:
-        """An address; of IPv6 the 64 bits that its owner can't choose."""
+        """The rate-limit key of a host: its address, or the /64 network of an IPv6 address."""
         with suppress(ValueError):
             address = ip_address(host)
             if address.version == 6:

@@ -1,19 +1,18 @@
-"""With whom a node keeps links, and its replicas with each other. Pure, and the same for all who
-have the view.
+"""The links that a node keeps: with nodes of other stages and with its replicas. Pure, and equal
+for all nodes with the same view.
 
-While no stage has more than ALL nodes, everybody has a link to all with whom it may have to do in
-a step. Beyond that a link to each would be hundreds for each node, so
+While no stage has more than ALL nodes, a node links to every node that it may need in a step. In a
+larger run, which would need hundreds of links per node, a node links to
 
-- of a neighbouring stage a node has those that are near it in a *lane*: all nodes of a stage lie
-  one after the other on a line from 0 to 1, in an order that nobody chooses, each as long as the
-  part of the stage's speed that it has. Nodes at the same place of two stages do as much, so
-  microbatches that go along a lane find nodes that finish together, and come home to where they
-  left;
-- of stage 0, the driver and those who may drive next;
-- of its own stage its *partners*: replicas are laid out in the rows of a square, and a node has to
-  do with those of its row, and with those at its place in other rows.
+- nodes of a neighbouring stage near it in a *lane*, a line from 0 to 1. The nodes of a stage lie on
+  it in hash order, each as long as its part of the stage's speed. Nodes at the same place of two
+  stages do equal work. So microbatches along a lane reach nodes that finish together, and return to
+  their source;
+- at stage 0, the driver and its possible successors;
+- in its own stage, its *partners*. Replicas form the rows of a square; the partners are the nodes
+  of the same row, and those at the same place in other rows.
 
-Whatever else turns out to be needed is dialled then (node/wire/outbox.py).
+Other links are dialled when needed (node/wire/outbox.py).
 """
 
 from __future__ import annotations
@@ -29,40 +28,39 @@ from typing import Final
 from planaria.bootstrap.registry_pb2 import Member, View
 
 ALL: Final = 8
-"""Nodes of a stage of which others have a link to each."""
+"""Nodes per stage up to which each is linked to all."""
 NEAR: Final = 4
 """Nodes of a neighbouring stage that a node chooses; about as many more may choose it."""
 FEW: Final = 2
-"""... of a stage that has many times fewer."""
+"""The same, for a neighbouring stage that has many times fewer nodes."""
 DRIVERS: Final = 8
-"""Nodes of stage 0 to which everybody has a link: the driver, and the oldest others."""
+"""Nodes of stage 0 that every node links to: the driver, and the oldest others."""
 
 
 def related(a: int, b: int, stages: int, swapped: bool) -> bool:
-    """Whether nodes of stages a and b talk to each other in every step: replicas, neighbours, and
-    stage 0 with everybody, since it holds the driver and both ends of the pipeline. With orders
-    that swap the first two and the last two of the body stages, 1 and 3 are neighbours too, and
-    L-2 and L."""
+    """Whether nodes of stages a and b communicate in every step: replicas, neighbours, and stage 0
+    with all, since it holds the driver and both ends of the pipeline. With orders that swap the
+    first two and the last two body stages, 1 and 3 are neighbours too, and L-2 and L."""
     return a == 0 or b == 0 or a == b or adjoining(a, b, stages, swapped)
 
 
 def adjoining(a: int, b: int, stages: int, swapped: bool) -> bool:
-    """Whether microbatches go from one to the other."""
+    """Whether microbatches go from one stage to the other."""
     if abs(a - b) == 1 or {a, b} == {0, stages}:
         return True
     return swapped and {a, b} in ({1, 3}, {stages - 2, stages}, {0, 2}, {0, stages - 1})
 
 
 def stages_of(member: Member) -> list[int]:
-    """The stages at which it has seats, in order; empty: it is a standby."""
+    """The stages of the member's seats, in order; empty: a standby."""
     return [seat.stage for seat in member.seats]
 
 
 class Lane:
-    """The nodes of a stage, one after the other."""
+    """The nodes of a stage in lane order."""
 
     def __init__(self, speeds: Mapping[str, float]) -> None:
-        """Of a node, microbatches a second or anything else alike; 0: unknown, as fast as most."""
+        """`speeds`: by node, in any common unit; 0: unknown, taken as the median."""
         known = sorted(speed for speed in speeds.values() if speed > 0)
         usual = known[len(known) // 2] if known else 1.0
         self.nodes = sorted(speeds, key=scattered)
@@ -73,7 +71,7 @@ class Lane:
         self._at = dict(zip(self.nodes, self.middles, strict=True))
 
     def near(self, other: Lane, node: str) -> list[str]:
-        """Those of the other lane that are near this one's node."""
+        """The nodes of the other lane nearest to `node` of this one."""
         here = self._at[node]
         first = bisect_left(other.middles, here)
         around = range(max(0, first - NEAR), min(len(other.nodes), first + NEAR))
@@ -82,17 +80,17 @@ class Lane:
         return [other.nodes[place] for place in nearest[: min(NEAR, max(FEW, chosen))]]
 
 
-@lru_cache(maxsize=1 << 15)  # of the nodes that a run has, and not of all that it ever had
+@lru_cache(maxsize=1 << 15)  # bounded: a long run sees many nodes
 def scattered(node: str) -> bytes:
-    """Puts nodes into an order that has nothing to do with whose they are."""
+    """A sort key that node owners cannot choose: the SHA-256 of the node id."""
     return hashlib.sha256(node.encode()).digest()
 
 
 class Neighbours:
-    """Who keeps links with whom, for what they do in a step, among the members of a view."""
+    """The links between the members of a view that their work in a step needs."""
 
     def __init__(self, members: Iterable[Member], driver: str, stages: int, swapped: bool) -> None:
-        """`stages`: L, of the body."""
+        """`stages`: L, the number of body stages."""
         self._stages, self._swapped = stages, swapped
         self._of: dict[str, list[int]] = {}
         self._speeds: dict[int, dict[str, float]] = {}
@@ -107,7 +105,7 @@ class Neighbours:
         self._known: dict[str, frozenset[str]] = {}
 
     def of(self, node: str) -> frozenset[str]:
-        """Those of one of them."""
+        """The nodes that `node` links to."""
         if node not in self._known:
             found = set[str]()
             for one, other in product(self._of.get(node, ()), self._speeds):
@@ -117,7 +115,7 @@ class Neighbours:
         return self._known[node]
 
     def _at(self, node: str, one: int, other: int) -> set[str]:
-        """Of a node with a seat at `one`, those at `other`."""
+        """The nodes of stage `other` that a node of stage `one` links to."""
         there = self._speeds[other]
         if len(self._speeds[one]) <= ALL and len(there) <= ALL:
             return set(there)
@@ -133,7 +131,7 @@ class Neighbours:
         return found
 
     def _links(self, one: int, other: int) -> Mapping[str, set[str]]:
-        """Between the nodes of two stages, by node of the first: either has chosen the other."""
+        """Links between two stages, by node: a link exists if either node has chosen the other."""
         if (one, other) not in self._found:
             here, there = self._lane(one), self._lane(other)
             pairs = {(a, b) for a in here.nodes for b in here.near(there, a)}
@@ -152,8 +150,8 @@ class Neighbours:
 
 
 def to_link(own: Member, view: View, stages: int, swapped: bool) -> list[str]:
-    """With whom `own` always keeps a link, in the view's order: who it needs in every step; all who
-    serve, if nobody can dial it when it is needed; whom it carries for, and who carries for it."""
+    """The nodes that `own` always links to, in the view's order: those needed in every step; all
+    with seats, if `own` cannot be dialled; the ends of its relays, and its own relays."""
     members = {member.node: member for member in view.members} | {own.node: own}
     needed = {*Neighbours(members.values(), view.driver, stages, swapped).of(own.node)}
     for relay in view.relays:
@@ -170,7 +168,7 @@ def to_link(own: Member, view: View, stages: int, swapped: bool) -> list[str]:
 
 
 def lengths(count: int) -> list[int]:
-    """Of the rows that so many replicas make; they differ by one at most."""
+    """Row lengths for `count` replicas; they differ by at most one."""
     number = 1
     if count > ALL:
         width = math.isqrt(count - 1) + 1
@@ -180,13 +178,13 @@ def lengths(count: int) -> list[int]:
 
 
 def rows(replicas: Collection[str]) -> list[list[str]]:
-    """In the order of their ids."""
+    """The replicas in rows, in the order of their ids."""
     ids = iter(sorted(replicas))
     return [list(islice(ids, length)) for length in lengths(len(replicas))]
 
 
 def places(some: Collection[Collection[str]]) -> int:
-    """That each of these rows has: into so many parts a gradient is cut."""
+    """The places that every row has: the number of parts of a gradient."""
     return min(map(len, some))
 
 
@@ -196,8 +194,8 @@ def row_of(node: str, some: Collection[list[str]]) -> list[str]:
 
 
 def partners(node: str, replicas: Collection[str]) -> list[str]:
-    """Of this one of the replicas: those of its row, and those at its place in other rows. So any
-    two replicas are partners, or have one in common."""
+    """The replicas in the row of `node`, and those at its place in other rows. Any two replicas are
+    partners or have a common one."""
     some = rows(replicas)
     own = row_of(node, some)
     place = own.index(node)
