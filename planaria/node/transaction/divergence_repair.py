@@ -1,6 +1,6 @@
-"""Doubts about weights: who of a stage's replicas has to copy its state anew, and who has to go.
+"""Diverged weights: which replica copies its state again, and which is accused.
 
-divergence_detection.py finds the replica that is wrong; here the driver decides what happens.
+divergence_detection.py finds the wrong replica; here the driver decides what happens.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from planaria.node.transaction.rules import TransactionRules
 from planaria.recovery.decide import Rebuild, decide
 
 STRIKES: Final = 3
-"""Times that a node may differ from its replicas; with the last one it is accused of it."""
+"""Times that a node may differ from its replicas; the last time it is accused."""
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """Weights with which the run goes on, since nobody has them as they were."""
+    """Changed weights with which the run goes on, since no node has the right ones."""
 
     node: str
     stage: int
@@ -44,42 +44,41 @@ class Accepted:
 
 
 class DivergenceRepair:
-    """`step`: always the newest one that is committed."""
+    """Repairs diverged replicas. `step` is always the newest committed one."""
 
     def __init__(self) -> None:
-        self.distrusted: set[str] = set()  # whose state is not that of their replicas
-        self.accepted: dict[str, Accepted] = {}  # by node: weights that have changed by themselves
+        self.distrusted: set[str] = set()  # nodes whose state differs from their replicas'
+        self.accepted: dict[str, Accepted] = {}  # by node: weights that changed outside an update
         self.strikes: Counter[str] = Counter()  # how often a node differed from its replicas
         self._open: dict[
             int, dict[str, ReplicaDigest]
-        ] = {}  # by stage: nobody knows who of these is right
+        ] = {}  # by stage: digests that leave the right replica open
         self._norms: dict[int, float] = {}  # by stage, squared, of the last committed gradient
 
-    # --- who is trusted
+    # --- trust
 
     def trust(self, node: str) -> None:
-        """It has its state from others, or knows that it needs one."""
+        """The node has copied its state, or knows that it needs one."""
         self.distrusted.discard(node)
         self.accepted.pop(node, None)
         for told in self._open.values():
             told.pop(node, None)
 
     def keep(self, members: Mapping[str, int]) -> None:
-        """All others are members no longer. The last one of a stage is better than a guess."""
+        """Drops nodes that are no longer members. Trusts a stage's last one: it beats a guess."""
         right = {stage for node, stage in members.items() if node not in self.distrusted}
         self.distrusted = {node for node in self.distrusted if members.get(node) in right}
         self.accepted = {node: one for node, one in self.accepted.items() if node in members}
 
     def went_back(self) -> None:
-        """All weights are others now."""
+        """The run went back: all weights have changed."""
         self._open.clear()
 
-    # --- a vote
+    # --- votes
 
     def look(self, vote: Vote, step: int) -> tuple[list[Effect], str]:
-        """What is to be told of replicas that differ, and why the step can't be committed: whoever
-        is wrong has to copy its state anew, or it isn't known who that is. Empty: they are
-        alike."""
+        """Events about replicas that differ, and why the step can't be committed: a wrong replica
+        must copy its state, or which one is wrong is unknown. Empty: they agree."""
         effects: list[Effect] = []
         wrong: dict[str, str] = {}
         for stage, told in sorted(vote.replicas().items()):
@@ -102,7 +101,7 @@ class DivergenceRepair:
     def differ(
         self, stage: int, replicas: Collection[str], wrong: Mapping[str, str], step: int
     ) -> list[Effect]:
-        """Who is wrong for the third time has to go."""
+        """Events about wrong replicas; accuses a node that is wrong for the third time."""
         if not wrong:
             return []
         reasons = "; ".join(f"{node}: {reason}" for node, reason in wrong.items())
@@ -118,10 +117,10 @@ class DivergenceRepair:
     def _digests(self) -> dict[str, bytes]:
         return {node: one.digest for node, one in self.accepted.items()}
 
-    # --- once it is known what others keep
+    # --- once the holdings are known
 
     def settle(self, gathering: Gathering, rules: TransactionRules, step: int) -> list[Effect]:
-        """Of the stages about which there was a doubt."""
+        """Decides about the stages in doubt."""
         effects: list[Effect] = []
         doubted, self._open = self._open, {}
         for stage, before in sorted(doubted.items()):
@@ -131,7 +130,7 @@ class DivergenceRepair:
             if changed(told, self._digests()) == told.keys() and (
                 how := self._restorable(gathering, stage, told, rules)
             ):
-                self._open[stage] = told  # what is kept may turn out to be damaged
+                self._open[stage] = told  # a holding may turn out to be damaged
                 if not told.keys() <= self.distrusted:
                     effects += self._restore(stage, told, how, step)
             else:
@@ -141,7 +140,7 @@ class DivergenceRepair:
     def _restorable(
         self, gathering: Gathering, stage: int, told: Collection[str], rules: TransactionRules
     ) -> Rebuild | None:
-        """How the stage's weights can be had as they were, without any of these nodes' own."""
+        """How to restore the stage's right weights without these nodes' state; None: impossible."""
         distrusted = {*self.distrusted, *told}
         if not gathering.statuses.keys() - distrusted:
             return None
@@ -167,7 +166,7 @@ class DivergenceRepair:
         witnesses: Mapping[str, bytes],
         step: int,
     ) -> list[Effect]:
-        """One of them is right, or nobody is, and the run goes on with what there is."""
+        """Believes one replica or, if all have changed, goes on with what is left."""
         usual, digests = self._norms.get(stage, 0.0), self._digests()
         wrong = differing(told, usual, self.strikes, digests, witnesses)
         effects = self.differ(stage, told, wrong, step)

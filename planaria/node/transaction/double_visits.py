@@ -1,4 +1,4 @@
-"""Visits that two nodes do, as their neighbours and the second node see them (spot_checks.py)."""
+"""Visits that two nodes compute: state of their neighbours and the second node (spot_checks.py)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from planaria.node.wire.frames import Frame
 
 DOUBLE: Final = "double"
-"""Field of a frame that goes to a double, or comes from one: the nodes of the microbatch's way."""
+"""Field of a frame to or from a double: the nodes of the microbatch's route."""
 MOST: Final = 2
-"""Doubles of a visit."""
+"""Maximum doubles of a visit."""
 Key = tuple[int, int]
 """Microbatch and position of a visit."""
 
 
 class DoubledResult(NamedTuple):
-    """What two nodes have made of the same."""
+    """Two nodes' results of the same visit."""
 
     key: Key
     backward: bool
@@ -33,12 +33,12 @@ class DoubledResult(NamedTuple):
 @dataclass
 class _Doubled:
     doubles: list[str]
-    sent: dict[str, Frame] = field(default_factory=dict)  # by kind, to the visit's own node
-    made: dict[str, dict[str, Frame]] = field(default_factory=dict)  # by kind and node
+    sent: dict[str, Frame] = field(default_factory=dict)  # by kind, sent to the visit's own node
+    made: dict[str, dict[str, Frame]] = field(default_factory=dict)  # results, by kind and node
 
 
 class DoubledNeighbour:
-    """What a node beside them knows of visits that are done twice, in one attempt."""
+    """A neighbour's state of doubled visits in one attempt."""
 
     def __init__(self, checks: Iterable[pb.Check]) -> None:
         self._doubled: dict[Key, _Doubled] = {}
@@ -46,7 +46,7 @@ class DoubledNeighbour:
             self.check(check)
 
     def check(self, check: pb.Check) -> list[Frame]:
-        """The visit has one more double; what it is to be sent at once."""
+        """Adds a double to the visit; returns the frames to send it at once."""
         doubled = self._doubled.setdefault((check.microbatch, check.position), _Doubled([]))
         if check.double in doubled.doubles or len(doubled.doubles) >= MOST:
             return []
@@ -61,7 +61,7 @@ class DoubledNeighbour:
         return list(self._doubled)
 
     def sends(self, key: Key, frame: Frame) -> list[str]:
-        """This goes to the visit's node; who is to have it, too."""
+        """Keeps a frame to the visit's node; returns the doubles that get it, too."""
         doubled = self._doubled.get(key)
         if doubled is None:
             return []
@@ -69,7 +69,7 @@ class DoubledNeighbour:
         return doubled.doubles
 
     def made(self, key: Key, node: str, frame: Frame) -> Iterator[DoubledResult]:
-        """This has come from the visit's node, or from a double; with what it is to be compared."""
+        """Keeps a result of the visit's node or of a double; yields it with each earlier one."""
         doubled = self._doubled.get(key)
         if doubled is None:
             return
@@ -88,15 +88,15 @@ class DoubledNeighbour:
 
 
 class SecondVisits:
-    """What a double does: the order of its passes."""
+    """A double's passes, in order."""
 
     def __init__(self) -> None:
-        self._forward: set[Key] = set()  # done
+        self._forward: set[Key] = set()  # visits with a finished forward pass
         self._seen: set[tuple[Key, str]] = set()
-        self._early: dict[Key, tuple[str, Frame]] = {}  # gradients, with who sent them
+        self._early: dict[Key, tuple[str, Frame]] = {}  # early gradients and their senders
 
     def takes(self, key: Key, peer: str, frame: Frame) -> bool:
-        """Whether that is to be computed now."""
+        """Whether this frame is to be computed now."""
         if (key, frame.kind) in self._seen:
             return False
         self._seen.add((key, frame.kind))
@@ -106,6 +106,6 @@ class SecondVisits:
         return True
 
     def went_forward(self, key: Key) -> tuple[str, Frame] | None:
-        """It has; the gradient, if that is there already."""
+        """The visit's forward pass is done; returns its gradient if that came early."""
         self._forward.add(key)
         return self._early.pop(key, None)

@@ -1,4 +1,4 @@
-"""What the machines of the step transaction ask the daemon to do."""
+"""Effects: what the state machines of the step transaction ask the daemon to do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Ballot(NamedTuple):
         return Send(to, self.says(**body))
 
     def send_all(self, to: Iterable[str], **body: Any) -> list[Send]:
-        """The same to each of these."""
+        """Sends the same message to each of these nodes."""
         said = self.says(**body)
         return [Send.copy(node, said) for node in to]
 
@@ -52,7 +52,7 @@ class Send:
 
     @classmethod
     def copy(cls, to: str, said: pb.Message) -> Send:
-        """What others are told, too, in a message of its own: whom it is for will be in it."""
+        """Sends a copy of a message to several nodes: each copy will name its receiver."""
         message = pb.Message()
         message.CopyFrom(said)
         return cls(to, message)
@@ -60,8 +60,8 @@ class Send:
 
 @dataclass(frozen=True)
 class StartAttempt:
-    """Zero the gradient, forget older work, inject the microbatches that start here; once the
-    gradient is of all that come here, average it with the stage's other replicas.
+    """Zero the gradient, drop older work, inject the microbatches that start here. Once the
+    gradient has all microbatches that come here, average it with the stage's other replicas.
     `Member.reduced` gets the result."""
 
     ballot: Ballot
@@ -70,8 +70,7 @@ class StartAttempt:
 
 @dataclass(frozen=True)
 class GoOn:
-    """The attempt goes on by a new plan, without nodes that were lost; what was averaged is so no
-    more."""
+    """Go on with the attempt by a new plan, without lost nodes; an averaged gradient is void."""
 
     ballot: Ballot
     begin: pb.Begin
@@ -79,15 +78,14 @@ class GoOn:
 
 @dataclass(frozen=True)
 class DropAttempt:
-    """The attempt leaves no trace: zero the gradient, forget the work."""
+    """End the attempt without trace: zero the gradient, drop the work."""
 
     ballot: Ballot
 
 
 @dataclass(frozen=True)
 class AllHome:
-    """All microbatches of the attempt are: who waits for a gradient does so no longer than it may
-    take."""
+    """All microbatches of the attempt are home: waits for a gradient are limited from now on."""
 
     ballot: Ballot
 
@@ -101,7 +99,7 @@ class Apply:
 
 @dataclass(frozen=True)
 class Note:
-    """The commit is applied here, and now its records are known, too."""
+    """Store the records of a commit that is applied here."""
 
     commit: pb.Commit
 
@@ -115,7 +113,7 @@ class Adopt:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Get the state from peers; then `Member.arrived`, or `Member.failed`, is told."""
+    """Get the state from peers; then call `Member.arrived` or `Member.failed`."""
 
     ballot: Ballot
     sync: pb.Sync
@@ -123,9 +121,9 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Suspect:
-    """Tell the registry that this node was waited for in vain or, for any cause but SILENT, that it
-    has done wrong and has to go, though it lives. `why` is the evidence, `proof` what it has signed
-    and can't have, so that nobody has to believe the accuser."""
+    """Report a node to the registry: it didn't answer or, for any cause but SILENT, it is faulty
+    and must be removed though it lives. `why` is the evidence. `proof` is what the node signed and
+    shouldn't have; it makes trust in the accuser unnecessary."""
 
     node: str
     why: str
@@ -135,7 +133,7 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Rejoin:
-    """This node is a member no longer: it drops everything and joins again as a new one."""
+    """This node is no longer a member: it drops everything and joins again as a new one."""
 
     reason: str
 

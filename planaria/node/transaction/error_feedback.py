@@ -1,14 +1,14 @@
-"""What a replica has not sent of its gradients: error feedback (Seide et al., Interspeech 2014).
+"""Error feedback: what a replica has not sent of its gradients (Seide et al., Interspeech 2014).
 
-A lossy codec leaves something out at each step. It is added to what is sent in the next one, so
-nothing is lost for good, only late. At the parts that others own it is of this replica's
-contributions, at its own part it is of the sums: one row as long as the gradient, whoever owns
-what. So the replicas may become more or fewer, and what each holds back is still what it owes.
+A lossy codec leaves something out at each step. The next step adds it to what is sent, so nothing
+is lost, only late. For parts that others own, it comes from this replica's contributions; for its
+own part, from the sums. It is one row as long as the gradient, whichever node owns which part. So
+the number of replicas may change, and each replica's error feedback stays valid.
 
-It changes when a step is committed, and only then: of an attempt that is given up, or done again
-by another plan, nothing remains here. It is no part of the stage's state: who gets that anew
-begins with nothing, and what a lost replica held back is lost. Who is alone at its stage sends
-nothing, and drops what it held back: hundreds of steps may be in it, too many for one.
+It changes only when a step is committed. An attempt that is given up, or repeated by another plan,
+leaves nothing here. It is no part of the stage's state: a node that copies the state begins with
+none, and that of a lost replica is lost. A node alone at its stage sends nothing and drops its
+error feedback: hundreds of steps may be in it, too many for one.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 
 class ErrorFeedback:
-    """All of it belongs to the compute thread."""
+    """The error feedback of one replica. All of it belongs to the compute thread."""
 
     def __init__(self) -> None:
         self.row: Tensor | None = None
-        """float32 [n], as of the last commit; None: nothing is held back."""
+        """float32 [n], as of the last commit; None: there is none."""
         self._coming: tuple[Ballot, Tensor | None] = NEVER, None
         self._spare: Tensor | None = None
 
     def begin(self, ballot: Ballot, gradient: Tensor) -> Tensor:
-        """A row like the gradient, to be filled with what is held back once `ballot` is
-        committed."""
+        """A row like the gradient, to be filled with what becomes the error feedback once `ballot`
+        is committed."""
         coming = self._spare if self._spare is not None else gradient.new_empty(gradient.shape)
         self._spare = coming
         self._coming = ballot, coming
         return coming
 
     def begin_alone(self, ballot: Ballot) -> None:
-        """There is nobody to send anything to in this reduction."""
+        """Begins a reduction without other replicas."""
         self._coming = ballot, None
 
     def commit(self, ballot: Ballot) -> None:
@@ -51,6 +51,6 @@ class ErrorFeedback:
         self._coming = NEVER, None
 
     def drop(self) -> None:
-        """The stage's state isn't what these gradients were of."""
+        """Drops the row: the stage's state has changed, and these gradients were of the old one."""
         self.row, self._spare = None, None
         self._coming = NEVER, None

@@ -1,8 +1,8 @@
-"""What a joiner keeps in mind while it follows: it copies a state while the others train.
+"""A joiner's state while it follows: it copies a state while the others train.
 
-Between the state's step and the newest one lie commits. The driver tells them, in order; a replica
+Between the state's step and the newest one lie commits, which the driver sends in order. A replica
 of the stage, the joiner's *feeder*, sends the reduced gradient of each attempt. A commit is applied
-when its gradient is there; gradients of attempts that were not committed come to nothing.
+when its gradient has arrived. Gradients of uncommitted attempts are dropped.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 
 NOBODY = ""
-"""In place of a feeder whose gradient won't come."""
+"""Stands for the feeder of a gradient that won't come."""
 
 
 def feeders(begin: pb.Begin) -> dict[str, str]:
-    """Who sends the attempt's reduced gradient to whom: joiner -> replica of its stage."""
+    """The feeders of the attempt's reduced gradient: joiner -> replica of its stage."""
     found: dict[str, str] = {}
     for stage in {joiner.stage for joiner in begin.joining}:
         replicas = sorted(place.node for place in begin.members if place.stage == stage)
@@ -34,22 +34,22 @@ class FollowingJoiner:
 
     ballot: Ballot  # of the Sync that began it
     step: int
-    heard: int  # step of the newest commit heard of: none before it was missed
+    heard: int  # step of the newest commit received: no earlier one is missing
     state: pb.Synced | None = None  # how the state came, once it is in place
-    told: bool = False  # the driver knows that it has caught up
-    attempt: tuple[Ballot, int] = (NEVER, 0)  # the newest begun, and its step
-    vote: Ballot = NEVER  # the attempt after which the driver would let it in
+    told: bool = False  # whether the driver knows that it has caught up
+    attempt: tuple[Ballot, int] = (NEVER, 0)  # the newest attempt begun, and its step
+    vote: Ballot = NEVER  # the attempt after which the driver would let it enter
     commits: deque[pb.Commit] = field(default_factory=deque)  # not applied yet
-    gradients: set[Ballot] = field(default_factory=set)  # that are here
-    feeders: dict[Ballot, str] = field(default_factory=dict)  # by attempt, until its gradient comes
+    gradients: set[Ballot] = field(default_factory=set)  # that have arrived
+    feeders: dict[Ballot, str] = field(default_factory=dict)  # by attempt, until it is here
 
     def begun(self, ballot: Ballot, begin: pb.Begin, node: str) -> None:
         self.attempt = ballot, begin.step
         self.feeders[ballot] = feeders(begin).get(node, NOBODY)
 
     def came(self, ballot: Ballot, feeder: str) -> None:
-        """A gradient is here. What a node sends keeps its order: what it sent before is here too,
-        or lost."""
+        """A gradient has arrived. Links keep order, so the feeder's earlier ones have arrived, too,
+        or are lost."""
         for earlier, by in self.feeders.items():
             if by == feeder and earlier < ballot:
                 self.feeders[earlier] = NOBODY
@@ -61,28 +61,28 @@ class FollowingJoiner:
         self.feeders[ballot] = NOBODY
 
     def lost(self, peer: str) -> None:
-        """What `peer` was sending won't come."""
+        """The gradients that `peer` feeds won't come."""
         self.feeders = {b: NOBODY if by == peer else by for b, by in self.feeders.items()}
 
     def hear(self, commit: pb.Commit) -> None:
-        """The commit after `heard`."""
+        """Adds the commit after `heard`."""
         self.commits.append(commit)
         self.heard = commit.step
 
     def doubt(self) -> None:
-        """A new ballot: the newest commit heard of may be void, unless it is applied. Those before
-        it are not, since all have applied them who were ready for the newest."""
+        """A new ballot: the newest commit received may be void, unless it is applied. Earlier ones
+        are certain: all members had applied them before they voted for the newest."""
         self.vote = NEVER
         if self.commits:
             self.heard = self.commits.pop().step - 1
 
     def due(self) -> pb.Commit | None:
-        """The next commit to apply, if its gradient is here."""
+        """The next commit to apply, if its gradient has arrived."""
         commit = self.commits[0] if self.commits else None
         return commit if commit and Ballot.of(commit.ballot) in self.gradients else None
 
     def applied(self, commit: pb.Commit) -> None:
-        """Nothing of this attempt, or an older one, is of use any more."""
+        """Drops what belongs to this attempt or an older one."""
         if self.commits:
             self.commits.popleft()
         self.heard = max(self.heard, commit.step)
@@ -91,7 +91,7 @@ class FollowingJoiner:
         self.feeders = {other: by for other, by in self.feeders.items() if other > ballot}
 
     def may_vote(self, committed: int) -> bool:
-        """All it lacks is the commit of the attempt that it is asked to vote for."""
+        """Whether it lacks only the commit of the attempt that it is asked to vote for."""
         ballot, step = self.attempt
         ready = not self.commits and step == committed + 1
         return ready and ballot == self.vote and ballot in self.gradients

@@ -1,4 +1,4 @@
-"""The query round of a view: who has what, and what that leaves of the run."""
+"""The query round of a view: which member has which state, and what that leaves of the run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from planaria.node.wire.chain import has_records, hash_of
 from planaria.recovery.decide import Held, Left, Source
 
 QUERY_AGAIN = 1.0
-"""Seconds before a member that hasn't answered is asked once more."""
+"""Seconds before a member without an answer is queried again."""
 ANSWER = 4.0
-"""Seconds that a member has to answer before the registry is told."""
+"""Seconds that a member has to answer before it is reported to the registry."""
 
 
 def active(view: registry.View) -> dict[str, int]:
@@ -26,8 +26,8 @@ def active(view: registry.View) -> dict[str, int]:
 
 @dataclass
 class Coming:
-    """A newer view, which is adopted at a step boundary. A newcomer in it that is still building
-    its stage can't answer, so nobody waits for it yet."""
+    """A newer view, which the driver adopts at a step boundary. A newcomer that is still building
+    its stage can't answer, so the driver doesn't wait for it yet."""
 
     view: registry.View
     since: float
@@ -42,16 +42,16 @@ class Coming:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where the run stands: at the newest state that a member has, or has to go back to."""
+    """The newest state that a member has, or the one to which the run goes back."""
 
     lineage: int = 0  # how often the run has gone back to files
     committed: int = 0
     last: pb.Commit = field(default_factory=pb.Commit)
     boosted_at: Mapping[int, int] = field(default_factory=dict)
-    """By stage: after which step it was guessed; 0: never."""
+    """By stage: the step after which it was guessed; 0: never."""
 
     def sync(self, method: str, reason: str, sources: Iterable[Source], **more: Any) -> pb.Sync:
-        """How a node is to get there."""
+        """The `Sync` that brings a node to this state."""
         named = [
             pb.Source(node=s.node, stage=s.stage, step=s.step, lineage=s.lineage) for s in sources
         ]
@@ -63,7 +63,7 @@ class Standing:
 
 @dataclass
 class Gathering:
-    """All active members are asked what they have."""
+    """A query to all active members for their state."""
 
     why: str
     ballot: Ballot
@@ -71,11 +71,11 @@ class Gathering:
     stages: int  # body stages
     began: float
     asked: float
-    suspected: float  # when the registry was told who is silent
-    taken_over: bool  # the first one after another driver
-    distrusted: Collection[str] = ()  # whose state is not that of their replicas
-    leaving: Collection[str] = ()  # who was told to go
-    votes: bool = False  # those for the last commit are asked for, too
+    suspected: float  # when silent members were reported to the registry
+    taken_over: bool  # whether it is the first one after another driver
+    distrusted: Collection[str] = ()  # nodes whose state differs from their replicas'
+    leaving: Collection[str] = ()  # nodes that are leaving
+    votes: bool = False  # whether votes for the last commit are queried, too
     statuses: dict[str, pb.Status] = field(default_factory=dict)
 
     def explain(self) -> str:
@@ -95,7 +95,7 @@ class Gathering:
         return self.ballot.send_all(nodes, query=pb.Query(votes=self.votes))
 
     def ask_again(self, now: float, condemned: Mapping[str, str]) -> list[Effect]:
-        """`condemned`: nodes that hang so that they can't answer, and why they have to go."""
+        """Queries silent members again. `condemned`: hanging nodes that can't answer, and why."""
         if now - self.asked < QUERY_AGAIN:
             return []
         self.asked = now
@@ -109,15 +109,15 @@ class Gathering:
             ]
         return [*effects, *self._query(self.unheard())]
 
-    # --- once everybody has answered
+    # --- once all members have answered
 
     @property
     def newest(self) -> pb.Status:
         return max((s for n, s in self.statuses.items() if n not in self.distrusted), key=_age)
 
     def having(self) -> dict[str, pb.Status]:
-        """The answers of those who have the newest state. What a joiner has isn't that if nobody of
-        its stage who trains has it: the stage was rebuilt while it followed."""
+        """The answers with the newest state. A joiner's state doesn't count if no training member
+        of its stage has it: the stage was rebuilt while it followed."""
         age, there = _age(self.newest), self.statuses.items()
         newest = {
             n: s
@@ -140,13 +140,13 @@ class Gathering:
         return Standing(newest.lineage, newest.committed, self._with_records(), boosted_at)
 
     def _with_records(self) -> pb.Commit:
-        """The newest commit, with its records if anybody has them."""
+        """The newest commit, with its records if any member has them."""
         newest = self.newest
         alike = (s.last for s in self.having().values() if has_records(s.last))
         return next((one for one in alike if hash_of(one) == hash_of(newest.last)), newest.last)
 
     def all_lost(self, view: registry.View) -> str:
-        """Why the run can't go on from the newest state as if it were the last; empty: it can."""
+        """Why the run can't go on from the newest state; empty: it can."""
         newest = self.newest
         if self._only_joiners():
             return (
@@ -161,12 +161,12 @@ class Gathering:
         return ""
 
     def _only_joiners(self) -> bool:
-        """Whether all who have the newest state only follow: no commit has needed their vote."""
+        """Whether all nodes with the newest state only follow: no commit needed their vote."""
         having = [*self.having(), *self.behind()]
         return self.newest.committed > 0 and all(self.statuses[n].following for n in having)
 
     def behind(self) -> list[str]:
-        """Who was ready for the very attempt that others have committed."""
+        """Members that were ready for the very attempt that others have committed."""
         newest = self.newest
         return [
             node
@@ -177,8 +177,7 @@ class Gathering:
         ]
 
     def missing_one(self) -> list[str]:
-        """The joiners that have not heard for sure of the newest commit. They may have all else
-        that it takes."""
+        """Joiners that may lack only the newest commit: they haven't received it for certain."""
         newest = self.newest
         return [
             node
@@ -189,8 +188,8 @@ class Gathering:
         ]
 
     def held(self) -> list[Held]:
-        """Besides what is kept of other stages and in files, what each has itself. Weights that
-        came from a stage of which some are distrusted may be theirs."""
+        """What members keep of other stages and in files, and their own states. A stage's received
+        weights don't count if some of its nodes are distrusted: they may come from those."""
         doubted = {at for node, at in self.members.items() if node in self.distrusted}
         own = [
             Held(
@@ -233,7 +232,7 @@ class Gathering:
         )
 
     def relearning(self) -> set[int]:
-        """Stages whose only node relearns while it trains, and is there to do so."""
+        """Stages whose only node relearns while it trains, and doesn't hang."""
         return {
             self.members[node]
             for node, status in self.having().items()
@@ -241,7 +240,7 @@ class Gathering:
         }
 
     def weightless(self) -> dict[int, list[str]]:
-        """By stage, who lacks the weights that the run begins with, at its beginning."""
+        """By stage, the nodes without the run's initial weights; only before the first step."""
         if _age(self.newest) != (0, 0):
             return {}
         found: dict[int, list[str]] = {}
@@ -251,7 +250,7 @@ class Gathering:
         return found
 
     def checkpoint(self, stage: int) -> list[str]:
-        """Who has the stage's weights of the checkpoint, where these stay as they are."""
+        """Nodes with the stage's checkpoint weights, where those aren't trained."""
         return [
             node
             for node, status in sorted(self.statuses.items())
@@ -259,12 +258,12 @@ class Gathering:
         ]
 
     def without_checkpoint(self) -> list[int]:
-        """Stages whose weights of the checkpoint nobody has."""
+        """Stages whose checkpoint weights no node has."""
         stages = {self.members[n] for n, status in self.statuses.items() if status.weightless}
         return sorted(stage for stage in stages if not self.checkpoint(stage))
 
     def twins(self, stage: int) -> dict[str, bytes]:
-        """The digests of twins of the stage that are of the newest step, by who keeps them."""
+        """Digests of the stage's twins of the newest step, by the node that keeps them."""
         newest = _age(self.newest)
         return {
             node: one.digest
@@ -276,17 +275,17 @@ class Gathering:
         }
 
     def unrecorded(self) -> str:
-        """Why no step is to be begun, as far as ledgers go."""
+        """Why no step may begin, as far as ledgers go."""
         return unrecorded(self.ledgers().values())
 
     def unwritten(self) -> str:
-        """Why the run isn't over yet, as far as ledgers go: whoever drives may be gone a moment
-        later, and with it what it has not written."""
+        """Why the run isn't over yet, as far as ledgers go: the driver may fail at any moment, and
+        its unwritten lines would be lost."""
         writing = pb.LEDGER_WRITING in self.ledgers().values()
         return "the last step is on its way to the ledger" if writing else ""
 
     def having_view(self) -> list[str]:
-        """Who knows the members of this view."""
+        """Members that know the members of this view."""
         return [node for node, status in self.statuses.items() if not status.viewless]
 
     def ledgers(self) -> dict[str, pb.Recording]:
@@ -300,8 +299,8 @@ class Gathering:
 
 
 def unrecorded(ledgers: Iterable[pb.Recording]) -> str:
-    """Why no step is to be begun, when these are the ledgers of stage 0; empty: one is written, or
-    none is wanted."""
+    """Why no step may begin, given the ledgers of stage 0; empty: one is written, or none is
+    wanted."""
     found = set(ledgers)
     if pb.LEDGER_FAILING not in found or found & {pb.LEDGER_WRITTEN, pb.LEDGER_WRITING}:
         return ""

@@ -1,18 +1,18 @@
-"""Replicas whose gradients stand out from the others' of their stage, over many steps. Pure.
+"""Gradient outliers: replicas whose gradients differ from the others' over many steps. Pure.
 
-With k microbatches at one replica and K at all others, the inner product of its gradient with the
-sum of theirs is k K times the squared norm of the gradient that all of them estimate, plus noise
-that averages out. Divided by k K it is the same for all replicas that do their work, whatever their
-shares. Of one that sends noise it is zero, and of one that turns its gradient round it is negative.
-A norm that is far from all others' tells of what is large besides.
+With k microbatches at one replica and K at all others, take the inner product of its gradient with
+the sum of theirs. It is k K times the squared norm of the gradient that all of them estimate, plus
+noise that averages out. Divided by k K it is the same for all correct replicas, whatever their
+shares. It is zero for a replica that sends noise, and negative for one that inverts its gradient. A
+norm far from all others' shows values that are too large.
 
-Each replica looks at a piece of the gradients of some others, that it adds up, and keeps what it
-has seen; who stands out it tells the driver with its votes. So that costs the driver nothing as
-long as nobody does. Of two replicas nobody can tell which stands out.
+Each replica examines a piece of some others' gradients, which it sums, and keeps statistics. It
+reports outliers to the driver with its votes, so the driver has no cost without outliers. With two
+replicas the outlier can't be identified.
 
 Where replicas are more than one row (bootstrap/neighbours.py), "all others" are those of the row,
-whose contributions a node sees, and those who look at one are, too. Who stands out then is unlike
-its row: a row most of which is wrong isn't found.
+whose contributions a node receives. Its examiners are of the row, too. So an outlier differs from
+its row: a row with a wrong majority isn't found.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from planaria.bootstrap.neighbours import places, row_of, rows
 from planaria.node.wire import stage_pb2 as pb
 
 STEPS: Final = 50
-"""In which a node has looked at another before that counts; older ones fade out at this rate."""
+"""Steps of examination before a node's statistics count; older steps decay at this rate."""
 LEAST, MOST = 0.5, 2.0
-"""Of the usual projection, between which nobody stands out."""
+"""Range of projections, relative to the usual one, in which no node is an outlier."""
 SIGNIFICANT: Final = 8.0
-"""Standard errors."""
+"""Standard errors beyond which a difference counts."""
 FAR: Final = math.log(10.0)
-"""Of the logarithm of a squared norm from the usual one."""
+"""Distance of the logarithm of a squared norm from the usual one that makes an outlier."""
 COMPARABLE: Final = 3
-"""Replicas without which nobody can tell who stands out."""
+"""Minimum number of replicas for which outliers can be identified."""
 LOOKED_AT: Final = 8
-"""Replicas that a node looks at, at most, itself among them."""
+"""Maximum number of replicas that a node examines, including itself."""
 
 
 class Contribution(NamedTuple):
-    """Of a replica, to a piece of the stage's gradient, as who adds that piece up has seen it."""
+    """A replica's contribution to a piece of the stage's gradient, as its owner received it."""
 
     node: str
     squared_norm: float
     projection: float  # inner product with the sum of all others of its row
-    microbatches: int  # that are in it
-    others: int  # that are in those of all others of its row
+    microbatches: int  # number of microbatches in it
+    others: int  # number of microbatches in the others of its row
 
     @property
     def tells(self) -> bool:
@@ -57,12 +57,12 @@ class Contribution(NamedTuple):
 
 @dataclass
 class ReplicaStatistics:
-    """Of one replica; means over steps that fade out."""
+    """Statistics of one replica: means over steps that decay."""
 
     steps: int = 0
     projection: float = 0.0  # per microbatch and other microbatch
     usual: float = 0.0  # the median replica's
-    square: float = 0.0  # of the difference
+    square: float = 0.0  # squared difference
     norm: float = 0.0  # logarithm of the squared norm, above the median's
 
     def add(self, projection: float, usual: float, norm: float) -> None:
@@ -74,7 +74,7 @@ class ReplicaStatistics:
         self.norm += share * (norm - self.norm)
 
     def why(self) -> str:
-        """It stands out; empty: it doesn't, as far as is known."""
+        """Why it is an outlier; empty: it isn't, as far as known."""
         if self.steps < STEPS:
             return ""
         if abs(self.norm) > FAR:
@@ -91,14 +91,14 @@ class ReplicaStatistics:
 
 
 class ReplicaGradients:
-    """As a node has seen those of other replicas of its stage."""
+    """A node's statistics of the other replicas of its stage."""
 
     def __init__(self, node: str) -> None:
         self._node = node
         self._seen: dict[str, ReplicaStatistics] = {}
 
     def note(self, told: Iterable[Contribution], replicas: Collection[str]) -> None:
-        """What was added up in a step that is committed, and who has a part in that."""
+        """Adds the contributions to a committed step; `replicas`: its members at the stage."""
         row = row_of(self._node, rows({*replicas, self._node}))
         self._seen = {node: seen for node, seen in self._seen.items() if node in row}
         told = [one for one in told if one.tells]
@@ -116,14 +116,14 @@ class ReplicaGradients:
 
 
 class GradientOutliers:
-    """Of whom its replicas say so, as the driver hears of it."""
+    """The driver's outliers, from the replicas' reports."""
 
     def __init__(self) -> None:
         self._named: set[str] = set()
 
     def heard(self, stages: Mapping[str, int], ready: Mapping[str, pb.Ready]) -> dict[str, str]:
-        """What those who train say with their votes; returns who stands out now, and didn't before,
-        and why: more than half of those who look at it say so."""
+        """New outliers by the reports in votes, and why: more than half of a replica's examiners
+        report it."""
         said: dict[str, dict[str, str]] = {}
         for by, one in ready.items():
             for told in one.standing_out:
@@ -142,13 +142,13 @@ class GradientOutliers:
 
 
 def looked_at(node: str, replicas: Iterable[str]) -> list[str]:
-    """By this one, of these replicas: itself and those that come next, in the ring of their names.
-    It is the same ones in each step, else it takes many until a node has seen enough of another."""
+    """The replicas that this node examines: itself and the next ones in the ring of names. They are
+    the same in each step; otherwise statistics would take many more steps."""
     return sorted(replicas, key=lambda one: (one < node, one))[:LOOKED_AT]
 
 
 def who_looks_at(node: str, replicas: Iterable[str]) -> list[str]:
-    """The others of its row that come before it in that ring, and add something up."""
+    """The examiners of a replica: the nodes before it in its row's ring that own a part."""
     some = rows([*replicas])
     row = row_of(node, some)
     others = [one for one in row if one != node]
@@ -157,8 +157,8 @@ def who_looks_at(node: str, replicas: Iterable[str]) -> list[str]:
 
 
 def _lengths(told: Sequence[Contribution]) -> list[float]:
-    """Logarithms of squared norms, above the median's. Of k microbatches a squared norm grows with
-    k where it is noise, and with its square where it isn't: what is in between tells nothing."""
+    """Logarithms of squared norms, above the median's. With k microbatches a squared norm grows
+    with k for noise, and with k squared otherwise; anything in between proves nothing."""
     above = []
     for power in (1, 2):
         logs = [math.log(one.squared_norm) - power * math.log(one.microbatches) for one in told]

@@ -11,58 +11,57 @@ from planaria.node.transaction.stragglers import patience
 from planaria.node.wire.naming import node_of
 
 HEIR: Final = 30.0
-"""Seconds in which an heir has to take over from the last node of a stage, which hangs."""
+"""Seconds that an heir has to take over from a hanging node that is its stage's last."""
 SLOW: Final = 10.0
-"""A node is slow whose microbatches take so many times those of the others."""
+"""Factor of slowness: a slow node's microbatches take so many times those of the others."""
 
 
 class HangDetector:
-    """`progress`: seconds without any after which the last node of a stage is replaced."""
+    """Detects hanging members. `progress`: seconds without any that replace a stage's last node."""
 
     def __init__(self, progress: float) -> None:
         self._progress = progress
-        self._steps: deque[float] = deque(maxlen=9)  # seconds that the last ones took
+        self._steps: deque[float] = deque(maxlen=9)  # durations of the last steps, in seconds
         self._proven: set[str] = set()
-        self.why: dict[str, str] = {}  # by node, as it says itself
+        self.why: dict[str, str] = {}  # by node, its own report
         self._since: dict[str, float] = {}
         self._heir_asked: dict[str, float] = {}
 
-    # --- what is usual
+    # --- usual durations
 
     @property
     def usual(self) -> float:
-        """Seconds that a step takes; 0: not known."""
+        """Usual seconds of a step; 0: unknown."""
         return statistics.median(self._steps) if self._steps else 0.0
 
     def committed(self, seconds: float, trained: Iterable[str]) -> None:
-        """A step, by these nodes."""
+        """A step was committed by these nodes."""
         self._steps.append(seconds)
         self._proven.update(trained)
 
     def knows(self, node: str) -> None:
-        """It has trained before, perhaps with another driver."""
+        """The node has trained before, perhaps with another driver."""
         self._proven.add(node)
 
     def patience(self, node: str) -> float:
-        """Seconds in which it has to compute something, if it has something to: one that never
-        trained has more time."""
+        """Seconds that a node with work has to compute something; a node that never trained has
+        more time."""
         if not self.usual or node not in self._proven:
             return self._progress / 2
         return min(patience(self.usual), self._progress / 2)
 
     def still_for_too_long(self, seconds: Mapping[str, float]) -> dict[str, str]:
-        """Who hangs, and why; `seconds`: since when each has had something to compute, and has
-        computed nothing."""
+        """Hanging nodes, and why; `seconds`: how long each had work and computed nothing."""
         return {
             node: f"it has computed nothing for {still:.0f} s, though it had something to"
             for node, still in seconds.items()
             if still >= self.patience(node)
         }
 
-    # --- who hangs
+    # --- hanging nodes
 
     def hear(self, node: str, why: str, now: float) -> None:
-        """What it says of itself; empty: it doesn't hang."""
+        """Takes in a node's own report; empty: it doesn't hang."""
         if why:
             self.why[node] = why
             self._since.setdefault(node, now)
@@ -72,14 +71,14 @@ class HangDetector:
             self._heir_asked.pop(node, None)
 
     def keep(self, members: Iterable[str]) -> None:
-        """All others are members no longer."""
+        """Drops nodes that are no longer members."""
         for node in self.why.keys() - set(members):
             self.hear(node, "", 0.0)
 
     def to_replace(self, stages: Mapping[str, int], having: Iterable[str], now: float) -> str:
-        """A node that is to go before anything begins; empty: none. The last one that has its
-        stage's state does so when the run has waited for it, and one at a time. `stages`: of all
-        members; `having`: those that have the newest state."""
+        """A node to be replaced before anything begins; empty: none. The last node with its stage's
+        state is replaced once the run has waited for it, and one at a time. `stages`: of all
+        members; `having`: members with the newest state."""
         sound = [node for node in having if node not in self.why]
         for node in sorted(self.why.keys() & stages.keys()):
             waited = now - self._since[node] >= self._progress / 2
@@ -90,26 +89,26 @@ class HangDetector:
     def condemned(
         self, stages: Mapping[str, int], heard: Collection[str], now: float
     ) -> dict[str, str]:
-        """Who hangs and can't even answer, since that is in the middle of an update, and why: to go
-        at once where others of its stage answer. `heard`: who has answered."""
+        """Nodes that hang in the middle of an update and can't answer, and why. They are removed at
+        once where others of their stage answer. `heard`: members that have answered."""
         node = self.to_replace(stages, heard, now)
         return {node: self.why[node]} if node and node not in heard else {}
 
     def heir_has_time(self, node: str, now: float) -> bool:
-        """To take over from it."""
+        """Whether the heir still has time to take over from it."""
         return now - self._heir_asked.setdefault(node, now) < HEIR
 
 
 def is_last(node: str, stages: Mapping[str, int], sound: Iterable[str]) -> bool:
-    """Whether a seat of the same node is at a stage that has none of the `sound` ones of others.
-    `node`: a seat; `stages`: of all seats."""
+    """Whether a seat of the same node is at a stage without `sound` seats of other nodes. `node`: a
+    seat; `stages`: of all seats."""
     own = node_of(node)
     left = {stages[seat] for seat in sound if seat in stages and node_of(seat) != own}
     return any(node_of(seat) == own and stage not in left for seat, stage in stages.items())
 
 
 def slow_and_alone(stages: Mapping[str, int], seconds: Mapping[str, float]) -> list[str]:
-    """The nodes that hold everybody up, each the only one of its stage, in words. `seconds`: per
+    """Sentences about slow nodes that hold up all others, each alone at its stage. `seconds`: per
     microbatch, by node."""
     known = [seconds[node] for node in stages if seconds.get(node)]
     if len(known) < 3:

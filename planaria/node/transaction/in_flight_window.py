@@ -1,14 +1,13 @@
-"""How many microbatches a source has out at a time, so that the pipeline is full.
+"""The in-flight window: how many microbatches a source has out, so that the pipeline is full.
 
-By Little's law as many fill it as homecomings fall into one trip: its seconds, by those between two
-homecomings. The trip is the quickest of an attempt, on which least was waited for; it grows with
-the links' delays. Behind those that fill the pipeline one more for each stage may wait, so that no
-stage idles because one microbatch is late. While too few are out, trips take no longer than ever
-and homecomings follow from how many are out, so by each attempt there are stages + 1 more; once
-something is busy all the time, more are of no use, and the number stays.
+By Little's law, the trip time divided by the time between two returns fills the pipeline. The trip
+is the quickest of an attempt, with the least waiting; it grows with the links' delays. One more
+microbatch for each stage may wait, so that no stage idles because one microbatch is late. While too
+few are out, trips have their minimum time and returns follow from the number out. So each attempt
+adds stages + 1. Once some node is always busy, more have no use, and the number stays.
 
-Each microbatch that is out has its activations at all nodes of its way, so there are at most
-`MOST` times stages + 1 out, and lab/planaria_lab/planning/memory.py counts on that.
+Each microbatch that is out has its activations at all nodes of its route. So at most `MOST` times
+stages + 1 are out, on which lab/planaria_lab/planning/memory.py relies.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ import math
 from typing import Final
 
 MOST: Final = 4
-"""Times stages + 1."""
+"""Maximum window, in multiples of stages + 1."""
 
 
 def most_out(in_flight: int, stages: int) -> int:
-    """Microbatches that a source ever has out at a time. `in_flight`: what the run file says, 0 for
-    nothing; `stages`: body stages."""
+    """Maximum microbatches that a source ever has out. `in_flight`: the run file's value, 0 for
+    none; `stages`: body stages."""
     return in_flight or MOST * (stages + 1)
 
 
 class InFlightWindow:
-    """Of one source. Times in seconds, of any one clock. What one attempt at a step has measured
-    holds for the next."""
+    """The window of one source. Times are seconds of any one clock. Measurements of one attempt
+    determine the window of the next."""
 
     def __init__(self, in_flight: int, stages: int) -> None:
-        """As for `most_out`."""
+        """Arguments as for `most_out`."""
         self._least, self._most = in_flight or stages + 1, most_out(in_flight, stages)
-        self.out = self._least  # so many may be
+        self.out = self._least  # the current window
         self._forget()
 
     def _forget(self) -> None:
@@ -42,17 +41,17 @@ class InFlightWindow:
         self._homes: list[float] = []
 
     def left(self, microbatch: int, now: float) -> None:
-        """It is on its way to the next stage."""
+        """The microbatch has left for the next stage."""
         self._left[microbatch] = now
 
     def home(self, microbatch: int, now: float) -> None:
-        """Its gradient has come back, and was applied."""
+        """The microbatch's gradient has come back and was applied."""
         if microbatch in self._left:  # else it left ahead of its turn
             self._trip = min(self._trip, now - self._left.pop(microbatch))
         self._homes.append(now)
 
     def begin(self) -> None:
-        """Another attempt."""
+        """Begins another attempt."""
         homes = self._homes
         if len(homes) > 1 and homes[-1] > homes[0] and self._trip < math.inf:
             between = (homes[-1] - homes[0]) / (len(homes) - 1)

@@ -1,6 +1,6 @@
 """Joiners as their driver sees them: members that copy their stage's state while the others train.
 
-`following.py` is the joiner's side of it.
+`following.py` is the joiner's side.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from planaria.node.transaction.syncing import rebuilt
 from planaria.node.wire import stage_pb2 as pb
 
 FOLLOWS = 2
-"""Times that a joiner may try to follow before everybody waits for it."""
+"""Times that a joiner may try to follow before all members wait for it."""
 FOLLOWED = 2.0
-"""A try is given up after so many times the deadline for progress."""
+"""Multiple of the progress deadline after which a try is given up."""
 ENTERING = 0.1
-"""Seconds that a commit waits for the vote of a joiner that has caught up; twice that in the next
-step, and so on."""
+"""Seconds that a commit waits for the vote of a joiner that has caught up; doubles with each
+step."""
 ENTERING_SHARE = 0.05
-"""And at least this share of the step's duration."""
+"""Minimum of that wait, as a share of the step's duration."""
 IN_VAIN = 7
-"""Votes that are waited for in vain, after which a try is given up: 12.7 s, or six steps' time."""
+"""Votes awaited in vain after which a try is given up: 12.7 s, or six steps' time."""
 
 
 @dataclass
@@ -38,13 +38,13 @@ class FollowingTry:
     step: int  # of the state that it copies
     began: float
     method: str = "replica"
-    stall: float = 0.0  # seconds in which nothing trained because of it
+    stall: float = 0.0  # seconds without training because of it
     caught_up: pb.Synced | None = None
-    vain: int = 0  # attempts that have waited in vain for its vote
+    vain: int = 0  # attempts that waited in vain for its vote
     failed: bool = False
 
     def entered(self, node: str, now: float) -> StageRebuilt:
-        """What is to be told of it."""
+        """The event of its entry."""
         synced = self.caught_up or pb.Synced(step=self.step, method=self.method)
         return rebuilt(node, self.stage, synced, now - self.began, self.stall)
 
@@ -57,8 +57,8 @@ class WaitingForLesson(NamedTuple):
 
 
 class Joining:
-    """The members that don't train yet, and how often each has failed to follow. `stays_out`:
-    whether a member is to go on following, and not to enter."""
+    """The members that don't train yet, and how often each failed to follow. `stays_out`: whether a
+    member should go on following instead of entering."""
 
     def __init__(self, stays_out: Callable[[str], bool] = lambda node: False) -> None:
         self.stays_out = stays_out
@@ -72,14 +72,14 @@ class Joining:
             for node, joiner in sorted(self.joiners.items())
         ]
 
-    # --- when everybody has answered
+    # --- once all members have answered
 
     def go_on(
         self, gathering: Gathering, rebuilt: Collection[int], is_over: bool, now: float
     ) -> tuple[list[str], dict[str, FollowingTry]]:
-        """Who has the newest state is in, who is on the way to it goes on, and all others have to
-        begin anew. Returns who on the way lacks the last commit, and who is in. `rebuilt`: stages
-        whose state is no longer the one that joiners are on the way to."""
+        """Sorts members: those with the newest state are in, those on the way to it go on, and the
+        others begin again. Returns the joiners that lack the last commit, and those that are in.
+        `rebuilt`: stages whose state differs from the one that joiners are on the way to."""
         before, self.joiners = self.joiners, {}
         newest, having = gathering.newest, gathering.having()
         alive = {gathering.members[node] for node in having}.difference(rebuilt)
@@ -101,7 +101,7 @@ class Joining:
         return unsure, {node: before[node] for node in having if node in before}
 
     def lacking(self, gathering: Gathering) -> dict[int, list[str]]:
-        """By stage, who has neither the newest state nor, since it follows, a way to it."""
+        """By stage, the members without the newest state that don't follow either."""
         on_the_way = gathering.having().keys() | self.joiners.keys()
         return {
             stage: [node for node in gathering.nodes_of(stage) if node not in on_the_way]
@@ -115,8 +115,8 @@ class Joining:
         patience: float,
         now: float,
     ) -> set[int]:
-        """Which of these stages, that relearn while they train, nobody copies yet: their lessons
-        would be over. For so many seconds, at most. `lacking`: who has no state, by stage."""
+        """Relearning stages that no member copies yet, because that would end the relearning;
+        `patience`: maximum seconds. `lacking`: members without the state, by stage."""
         before, self.waiting = self.waiting, {}
         stages: set[int] = set()
         for stage in relearning:
@@ -128,7 +128,7 @@ class Joining:
         return stages
 
     def no_longer_wait(self, relearning: Collection[int], patience: float, now: float) -> list[str]:
-        """Who may have its state now."""
+        """Members that may get their state now."""
         return [
             node
             for node, (stage, since) in self.waiting.items()
@@ -136,7 +136,7 @@ class Joining:
         ]
 
     def begin(self, syncs: list[Effect], gathering: Gathering, now: float) -> None:
-        """These are told to follow; until now all have waited for them."""
+        """These members are sent a `Sync` to follow; until now all have waited for them."""
         for told in [effect for effect in syncs if isinstance(effect, Send)]:
             stage, sync = gathering.members[told.to], told.message.sync
             waited = now - gathering.began
@@ -152,7 +152,7 @@ class Joining:
         }
 
     def gives_up(self, node: str) -> bool:
-        """Whether that is news."""
+        """Gives up its try; whether it hadn't before."""
         joiner = self.joiners[node]
         if joiner.failed:
             return False
@@ -161,7 +161,7 @@ class Joining:
         return True
 
     def hopeless(self, now: float, limit: float) -> dict[str, str]:
-        """Whose try takes longer than so many seconds, or is waited for in vain; and why."""
+        """Tries that take longer than `limit` seconds or are awaited in vain; and why."""
         found: dict[str, str] = {}
         for node, joiner in self.joiners.items():
             if joiner.vain >= IN_VAIN:
@@ -173,8 +173,8 @@ class Joining:
         return found
 
     def hold_up(self, vote: Vote, began: float, now: float) -> bool:
-        """Whether the commit is to wait for joiners' votes; if not, what it has waited is put down
-        to them. `began`: the attempt."""
+        """Whether the commit waits for joiners' votes; if not, counts the wait as theirs. `began`:
+        when the attempt did."""
         entering = self.caught_up()
         late = [joiner for node, joiner in entering.items() if node not in vote.joiners]
         usual = max(ENTERING, ENTERING_SHARE * (vote.complete - began))

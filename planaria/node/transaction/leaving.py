@@ -1,4 +1,4 @@
-"""How long a node that has to leave waits for somebody to take over what only it has."""
+"""How long a leaving node waits for another one to take over what only it has."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.naming import node_of
 
 APPOINTMENT = 2.0
-"""Seconds that a node which has to leave waits for the registry to find somebody for its seat."""
+"""Seconds that a leaving node waits for the registry to find a successor for its seat."""
 
 
 def may_have_heir(view: registry.View, leaver: str) -> bool:
-    """Whether the registry has somebody to send to where the node, or the node of the seat, has to
-    leave: a standby or whoever else has room, or a replica that its stage can do without. Who
-    leaves, too, is none of these."""
+    """Whether the registry can find a successor for the leaving node or seat: a standby, another
+    node with room, or a surplus replica. Leaving nodes don't count."""
     others = [m for m in view.members if node_of(m.node) != node_of(leaver) and not m.leaving]
     seats = Counter({node_of(m.node): 0 for m in others})
     seats.update(node_of(m.node) for m in others for _ in m.seats)
@@ -28,23 +27,23 @@ def may_have_heir(view: registry.View, leaver: str) -> bool:
 
 
 class Leaving:
-    """A node that was told to leave at `now`, in `view`, and has said so to the registry."""
+    """A node that was asked to leave at `now`, in `view`, and has reported it to the registry."""
 
     def __init__(self, node: str, view: registry.View, now: float) -> None:
         self._node, self._told = node, now
         own = next((member for member in view.members if member.node == node), registry.Member())
         self._replicas = {stage: _staying(view, node, stage) for stage in stages_of(own)}
-        self._appointed: dict[int, float] = {}  # when somebody was last to take it, by stage
+        self._appointed: dict[int, float] = {}  # when a successor was last appointed, by stage
 
     def waits(
         self, stage: int, view: registry.View, trains: Iterable[pb.Place], now: float
     ) -> bool:
-        """Whether somebody is to take the stage over, or may be. `trains`: who takes part in the
+        """Whether a successor is to take the stage over, or may be found. `trains`: members of the
         attempt.
 
-        Not before views say who leaves is it known who stays: of two replicas that are told to
-        leave at once, each may still take the other for one that does. Whose mark comes later sees
-        the other's.
+        Until a view marks this node as leaving, the remaining nodes aren't known: two replicas that
+        leave at once may each count on the other. The one that is marked later sees the other's
+        mark.
         """
         if not self._is_known(view):
             return now < self._told + APPOINTMENT
@@ -60,11 +59,11 @@ class Leaving:
         return any(member.node == self._node and member.leaving for member in view.members)
 
     def lives_on(self, stage: int, view: registry.View) -> bool:
-        """Whether a replica that was there before stays."""
+        """Whether a replica from before stays."""
         return bool(self._replicas.get(stage, set()) & _staying(view, self._node, stage))
 
     def heir(self, stage: int, view: registry.View, trains: Iterable[pb.Place]) -> str:
-        """The seat that has got the stage's state since then; empty: none has, or needs to."""
+        """The seat that has received the stage's state since then; empty: none has, or needs to."""
         there = _staying(view, self._node, stage) - self._replicas.get(stage, set())
         seats = (place.node for place in trains if place.stage == stage)
         return next((seat for seat in seats if node_of(seat) in there), "")

@@ -1,14 +1,14 @@
-"""What each member is told of an attempt: only what concerns it. Pure.
+"""Plan encoding: each member's part of an attempt's plan. Pure.
 
-The driver has the whole `Begin`, and tells a member its part of it:
+The driver has the whole `Begin` and sends a member its part of it:
 
-- of the plan the microbatches that it visits, or stands in for, where nodes are numbers in the list
-  of who takes part; of all others how many they are;
-- of those who follow, the ones of its stage;
-- who takes part. Whoever was told of the attempt before is told who has come and gone since then;
-  after the driver has asked everybody, what is other than in the view that it asked in.
+- the microbatches that visit the member, or that it computes ahead, with nodes as numbers in the
+  list of members; of all others their number;
+- the joiners of its stage that follow;
+- the members. A member that received the attempt before gets the changes since then; after a query,
+  the differences from the view of the query.
 
-So what a driver says of a step grows with its nodes, and not with their square.
+So the bytes that a driver sends for a step grow with its nodes, not with their square.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Members = Mapping[str, int]
 
 
 class PlanEncoder:
-    """A driver's side: what the members have heard."""
+    """The driver's side: encodes what members haven't received yet."""
 
     def __init__(self) -> None:
         self.doubt()
@@ -36,8 +36,8 @@ class PlanEncoder:
     def doubt(
         self, view: int = 0, members: Members = MappingProxyType({}), having: Iterable[str] = ()
     ) -> None:
-        """What was told last may not have come. `members`: of this view, which those have, and
-        will find when they are told what is other than in it."""
+        """The last plan may not have arrived. `members`: of this view, which the members in
+        `having` know; they get the differences from it."""
         self._last, self._members = Ballot(view, 0), members
         self._told = frozenset(having)
 
@@ -49,9 +49,8 @@ class PlanEncoder:
         stages: Members,
         spare: bool,
     ) -> None:
-        """What is told to these nodes, at their stages, of an attempt that begins, or goes on,
-        under the ballot: it is written into `to`, by node. `spare`: nodes stand in for each
-        other."""
+        """Encodes an attempt that begins, or goes on, under the ballot into `to`, by node.
+        `stages`: of these nodes. `spare`: nodes stand in for each other."""
         visits = _visits(begin, spare)
         joiners: defaultdict[int, list[pb.Joiner]] = defaultdict(list)
         for joiner in begin.joining:
@@ -63,7 +62,7 @@ class PlanEncoder:
         to_new, to_told = new.SerializeToString(), rest.SerializeToString()
         for node, part in to.items():
             mine = visits.get(node, ())
-            # The bytes of messages end to end are those of what they are merged.
+            # Concatenated messages are the serialised form of their merge.
             part.MergeFromString(b"".join((to_told if node in self._told else to_new, *mine)))
             part.untold = len(begin.plan) - len(mine)
             part.joining.extend(joiners[stages[node]])
@@ -78,7 +77,7 @@ class PlanEncoder:
 
 
 def _without_lists(begin: pb.Begin) -> pb.Begin:
-    """What all are told."""
+    """The fields that all members get."""
     part = pb.Begin(step=begin.step, kind=begin.kind, non_finite=begin.non_finite)
     part.entering.extend(begin.entering)
     if begin.HasField("since"):
@@ -87,8 +86,8 @@ def _without_lists(begin: pb.Begin) -> pb.Begin:
 
 
 def _visits(begin: pb.Begin, spare: bool) -> dict[str, list[bytes]]:
-    """By node, the microbatches that come to it, once each, or that it does ahead: of each a
-    `Begin` with it, serialised once for all who are told it."""
+    """By node, the microbatches that visit it, once each, or that it computes ahead. Each is a
+    `Begin`, serialised once for all its receivers."""
     found: dict[str, list[bytes]] = {place.node: [] for place in begin.members}
     number = {node: number for number, node in enumerate(found)}
     by_number = [*found.values()]
@@ -103,7 +102,7 @@ def _visits(begin: pb.Begin, spare: bool) -> dict[str, list[bytes]]:
 
 
 def _in_numbers(microbatch: pb.Microbatch, source: int) -> pb.Microbatch:
-    """With its source before the others."""
+    """Puts the source before the other places."""
     return pb.Microbatch(
         id=microbatch.id, order=microbatch.order, places=[source, *microbatch.places]
     )
@@ -120,7 +119,7 @@ def _in_names(microbatch: pb.Microbatch, members: Sequence[pb.Place]) -> pb.Micr
 
 
 class PlanDecoder:
-    """A member's side: who takes part in the attempt that it has heard of last."""
+    """The member's side: keeps the members of the last attempt received."""
 
     def __init__(self) -> None:
         self._last, self._asked_in = NEVER, 0
@@ -128,17 +127,17 @@ class PlanDecoder:
         self._view: Members = {}
 
     def asked(self, view: int, members: Members) -> None:
-        """By a driver, in the view of this number, which has these members."""
+        """A driver has sent a query in the view of this number, with these members."""
         self._asked_in, self._view = view, members
 
     def has(self, view: int) -> bool:
-        """Its members are known, since a driver has asked in it last."""
+        """Whether the view's members are known: a driver's last query was in it."""
         return self._asked_in == view
 
     def whole(self, ballot: Ballot, begin: pb.Begin) -> pb.Begin:
-        """With all members, and sources by name. Raises ValueError when it says what has changed
-        since an attempt that wasn't heard of last, or what is other than in a view that isn't here,
-        or of a source that takes no part."""
+        """Restores all members, and names of sources. Raises ValueError for differences from an
+        attempt that isn't the last one received, or from an unknown view, or for a source without a
+        part."""
         if begin.HasField("members_of"):
             since = Ballot.of(begin.members_of)
             of_view = since.attempt == 0 and self.has(since.view)
@@ -171,5 +170,5 @@ def _with_sources(begin: pb.Begin) -> pb.Begin:
 
 
 def in_order(members: Collection[pb.Place]) -> list[pb.Place]:
-    """As all list them: a plan says who serves a visit by number."""
+    """The members in the order that gives nodes their numbers in a plan."""
     return sorted(members, key=attrgetter("node"))

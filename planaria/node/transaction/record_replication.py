@@ -1,10 +1,10 @@
-"""Who is told what became of each microbatch of a step. Pure.
+"""Record replication: which nodes store the result of each microbatch of a step. Pure.
 
-At stage 0 a few of those who keep a ledger are told, and note it there; of the other stages a few,
-in whose memory it is until the next step, for the case that all those are lost. So what a step's
-records take grows neither with the nodes nor with the stages. All others have the records' hash.
+At stage 0, a few nodes with a ledger write it there. A few nodes of other stages keep it in memory
+until the next step, in case all of those are lost. So the cost of a step's records grows neither
+with the nodes nor with the stages. All others have the records' hash.
 
-The votes for a step are told to fewer, since there is one of each node.
+The votes for a step go to fewer nodes, since each node has one.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Final
 from planaria.node.wire import stage_pb2 as pb
 
 LEDGERS: Final = 8
-"""Nodes of stage 0 that note a step, if it has as many."""
+"""Nodes of stage 0 that record a step, if it has as many."""
 WITNESSES: Final = 3
-"""Nodes of stage 0 that are told the votes, too, and keep them for a while."""
+"""Nodes of stage 0 that also get the votes, and keep them for a while."""
 MEMORIES: Final = 8
 """Nodes of other stages that remember it, if there are as many."""
 OF_A_STAGE: Final = 2
-"""Of these, at most."""
+"""Of these, the maximum per stage."""
 RANK: Final = {
     pb.LEDGER_WRITTEN: 0,
     pb.LEDGER_WRITING: 0,
@@ -32,7 +32,7 @@ RANK: Final = {
     pb.NO_LEDGER: 2,
     pb.LEDGER_FAILING: 3,
 }
-"""Who has noted the steps before goes on with it."""
+"""A node that recorded the previous steps goes on with it."""
 
 
 def _first(count: int, nodes: Iterable[str], ledgers: Mapping[str, pb.Recording]) -> list[str]:
@@ -43,7 +43,7 @@ def _first(count: int, nodes: Iterable[str], ledgers: Mapping[str, pb.Recording]
 
 
 def record_holders(stages: Mapping[str, int], ledgers: Mapping[str, pb.Recording]) -> set[str]:
-    """Of these nodes, at their stages, who is told; `ledgers`: what is known of them."""
+    """The record holders among these nodes, given by stage; `ledgers`: their known states."""
     by_stage = defaultdict[int, list[str]](list)
     for node, stage in stages.items():
         by_stage[stage].append(node)
@@ -54,14 +54,14 @@ def record_holders(stages: Mapping[str, int], ledgers: Mapping[str, pb.Recording
 
 
 def witnesses(stages: Mapping[str, int], ledgers: Mapping[str, pb.Recording]) -> frozenset[str]:
-    """Of those who take part, who is told the votes."""
+    """The members of the attempt that get the votes."""
     ends = [node for node, stage in stages.items() if stage == 0]
     return frozenset(_first(WITNESSES, ends, ledgers))
 
 
 def to_replicate(ledgers: Mapping[str, pb.Recording]) -> list[str]:
-    """Of stage 0, who is to note the last step, because all ledgers with it are lost; empty: one
-    has it, or nobody keeps one."""
+    """Nodes of stage 0 that record the last step because all ledgers with it are lost; empty: one
+    has it, or no node keeps one."""
     if {pb.LEDGER_WRITTEN, pb.LEDGER_WRITING} & set(ledgers.values()):
         return []
     return sorted(node for node, one in ledgers.items() if one == pb.LEDGER_SPARE)[:LEDGERS]

@@ -1,7 +1,7 @@
-"""How many updates of a lesson enter with which commit (state/background_relearning.py makes them).
+"""Background relearning: how many updates enter with which commit.
 
-A stage that relearns while it trains has one node, which alone knows the weights that come of it.
-Once anybody else is to have them, the lesson is over.
+A relearning stage has one node, which alone knows its weights (state/background_relearning.py).
+Relearning ends once another node is to have them.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from planaria.node.wire import stage_pb2 as pb
 
 @dataclass
 class RelearningProgress:
-    """How many updates of a lesson are where."""
+    """Counts of a stage's relearning updates."""
 
-    updates: int  # of the whole lesson
-    entered: int  # are in the weights
-    each_step: int  # are to be made in a step; 0: as many as can be
-    within: int  # steps; then it is over
+    updates: int  # of the whole relearning
+    entered: int  # in the weights
+    each_step: int  # to be made in a step; 0: as many as possible
+    within: int  # steps after which it is over
     made: int = 0  # on the copy
-    offered: bool = False  # which may enter, with nothing more
-    steps: int = 0  # have been committed since it began
+    offered: bool = False  # whether the made updates may enter; no more are added
+    steps: int = 0  # committed since it began
 
     @property
     def left(self) -> int:
@@ -29,17 +29,17 @@ class RelearningProgress:
 
     @property
     def left_then(self) -> int:
-        """Once the step under way is committed, with all that was made."""
+        """Updates left once the current step is committed, with all that were made."""
         return self.left - self.made if self.steps + 1 < self.within else 0
 
     @property
     def gone(self) -> float:
-        """The share of its steps."""
+        """The share of its steps that are over."""
         return self.steps / self.within
 
     @property
     def most(self) -> int:
-        """That this step may have."""
+        """Maximum updates of this step."""
         return min(self.left, self.each_step) if self.each_step else self.left
 
     @property
@@ -48,7 +48,7 @@ class RelearningProgress:
 
     @property
     def is_due(self) -> bool:
-        """Whether the stage can't be ready yet."""
+        """Whether the stage still has to make updates in this step."""
         return self.each_step > 0 and self.may_update
 
     def offer(self) -> int:
@@ -56,23 +56,23 @@ class RelearningProgress:
         return self.made
 
     def goes_on(self) -> None:
-        """What was offered won't be committed: the weights are still those that the copy is of."""
+        """The offer won't be committed: the copy is still of the current weights."""
         self.offered = False
 
     def commit(self, fixed: int) -> None:
-        """So many enter; what was made beyond that is made again."""
+        """`fixed` updates enter; the others are made again."""
         self.entered += fixed
         self.steps += 1
         self.made, self.offered = 0, False
 
 
 def company(begin: pb.Begin, node: str, stage: int) -> str:
-    """Who else has, or is to have, the stage's weights; empty: nobody."""
+    """Another node that has, or is to have, the stage's weights; empty: none."""
     there = [place.node for place in begin.members if place.stage == stage]
     there += [joiner.node for joiner in begin.joining if joiner.stage == stage]
     return next((other for other in there if other != node), "")
 
 
 def entering(commit: pb.Commit, stage: int) -> int:
-    """Updates of the stage's lesson that enter with the commit."""
+    """Relearning updates of the stage that enter with the commit."""
     return commit.relearned[stage] if stage < len(commit.relearned) else 0

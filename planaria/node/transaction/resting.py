@@ -1,4 +1,4 @@
-"""What a driver is at, and when it asks nothing of any member."""
+"""Phases of a driver, and its state when it waits for no member."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DriverPhase(enum.Enum):
 
 @dataclass(frozen=True)
 class Resting:
-    """Nothing is asked of any member."""
+    """The driver asks nothing of any member."""
 
     phase: DriverPhase
     why: str = ""

@@ -1,4 +1,4 @@
-"""Which node serves which visit of a microbatch: the driver decides, by speed."""
+"""Routes: which node serves which visit of a microbatch; the driver decides, by speed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.naming import node_of
 
 ROUNDING: Final = 1e-9
-"""Of sums of seconds: nothing is moved to gain less."""
+"""Relative tolerance of sums of seconds: smaller gains move nothing."""
 
 
 def paces(seats: Iterable[str], seconds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds per microbatch at each seat of a stage. One that was never measured counts as fast as
-    the average of those that were."""
+    """Seconds per microbatch at each seat of a stage. A seat without a measurement counts as the
+    average of the others."""
     measured = {seat: seconds.get(seat, 0.0) for seat in seats}
     known = [pace for pace in measured.values() if pace]
     usual = sum(known) / len(known) if known else 1.0
@@ -52,8 +52,8 @@ def earliest_finish(
 
 
 def turns(seats: Sequence[str], pace: Mapping[str, float]) -> Iterator[str]:
-    """The seat of the stage that has the next microbatch, each time: the one that would finish it
-    first; ties go to the smallest id. Takes the logarithm of the number of seats."""
+    """Yields the stage's seat for each next microbatch: the one that would finish it first; ties go
+    to the smallest id. Each takes the logarithm of the number of seats."""
     ends = [(pace[seat], seat, 1) for seat in seats]
     heapify(ends)
     while True:
@@ -69,8 +69,8 @@ def share_out(
     detours: Callable[[int, str], int] = lambda identity, seat: 0,
     busy: Mapping[str, float] = MappingProxyType({}),
 ) -> list[str]:
-    """A seat of the stage for each microbatch: one of those that it takes the fewest `detours` to,
-    so that the nodes of these would finish together."""
+    """A seat of the stage for each microbatch: among those with the fewest `detours`, so that their
+    nodes would finish together."""
     given: Counter[str] = Counter()
     chosen = []
     for identity in ids:
@@ -83,7 +83,7 @@ def share_out(
 
 
 Pair = frozenset[str]
-"""Of two nodes."""
+"""Two nodes."""
 
 
 class Route(NamedTuple):
@@ -99,10 +99,10 @@ def plan(
     seconds: Mapping[str, float],
     apart: Collection[Pair] = frozenset(),
 ) -> list[Route]:
-    """A route for each microbatch, so that the nodes would finish together, and as few as can be go
-    between two that don't reach each other directly. Where a node has several seats, it computes
-    for one of them at a time, and what it has begun stays there.
-    `orders`: of each microbatch; `replicas`: the seats of stages 0, 1, .., L."""
+    """A route for each microbatch, so that the nodes would finish together, with few hops between
+    nodes that don't reach each other directly. A node with several seats computes for one at a
+    time, and what it has begun stays there. `orders`: of each microbatch; `replicas`: the seats of
+    stages 0, 1, .., L."""
     pace = [paces(seats, seconds) for seats in replicas]
     served = [list(islice(turns(list(stage), stage), len(orders))) for stage in pace]
     if _share_nodes(replicas):
@@ -111,7 +111,7 @@ def plan(
         served = _along_lanes(served)
     visits = [(0, *order, 0) for order in orders]
     while apart and any(_untangle(served, stage, visits, apart) for stage in range(len(served))):
-        pass  # each time there are fewer such hops
+        pass  # each pass leaves fewer such hops
     return [
         Route(tuple(served[stage][number] for stage in stages), stages)
         for number, stages in enumerate(visits)
@@ -126,8 +126,8 @@ def _share_nodes(replicas: Iterable[Iterable[str]]) -> bool:
 def _evened_out(
     counts: Sequence[Counter[str]], pace: Sequence[Mapping[str, float]]
 ) -> Sequence[Counter[str]]:
-    """Microbatches of each seat, stage by stage: of what a node has, others take one at a time, as
-    long as they finish that before the node would have finished."""
+    """Microbatches of each seat, stage by stage: moves one at a time to nodes that would finish it
+    before its present node would have finished."""
     busy: dict[str, float] = {}
     for given, seconds in zip(counts, pace, strict=True):
         for seat, at in seconds.items():
@@ -153,9 +153,9 @@ def _evened_out(
 def _at_home(
     counts: Sequence[Counter[str]], pace: Sequence[Mapping[str, float]]
 ) -> list[list[str]]:
-    """Who has which microbatch at each stage: the node of its source or, where that has no seat, or
-    enough, the one of the stage before, if they can; the first ones leave first. For the others
-    seats take turns, as they would finish."""
+    """The seat of each microbatch at each stage: on the node of its source if possible, else on the
+    node of the stage before; the first ones leave first. The others go to seats in the order in
+    which these would finish."""
     served: list[list[str]] = []
     for given, seconds in zip(counts, pace, strict=True):
         left = Counter(given)
@@ -175,8 +175,8 @@ def _at_home(
 
 
 def _along_lanes(served: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Each node keeps as many at each stage, and has those of the nodes that are at the same place
-    in their lanes, to whom it has links."""
+    """Regroups microbatches by the nodes' places in their lanes, between which links exist; each
+    node keeps its number at each stage."""
 
     place = {seat: scattered(node_of(seat)) for seat in set(chain.from_iterable(served))}
     line = sorted(range(len(served[0])), key=lambda number: place[served[0][number]])
@@ -193,8 +193,8 @@ def _untangle(
     visits: Sequence[tuple[int, ...]],
     apart: Collection[Pair],
 ) -> bool:
-    """Microbatches change nodes with each other at this stage, so that fewer go between two that
-    are `apart`; each node keeps as many as it had. Returns whether any did."""
+    """Swaps microbatches between nodes at this stage, so that fewer hops are between nodes that are
+    `apart`; each node keeps its number. Returns whether any moved."""
     nodes = served[stage]
     beside = [
         tuple(served[b if a == stage else a][number] for a, b in pairwise(way) if stage in (a, b))
@@ -222,12 +222,12 @@ def _untangle(
 
 
 def routes(begin: pb.Begin) -> dict[int, Route]:
-    """The way of each microbatch of the plan. Raises ValueError for a plan that can't be."""
+    """The route of each microbatch of the plan. Raises ValueError for an invalid plan."""
     return {microbatch.id: route(begin, microbatch) for microbatch in begin.plan}
 
 
 def route(begin: pb.Begin, microbatch: pb.Microbatch) -> Route:
-    """Of one of the plan. Raises ValueError for one that can't be."""
+    """The route of one microbatch of the plan. Raises ValueError for an invalid one."""
     visits = [begin.members[place] for place in microbatch.places if place < len(begin.members)]
     if [visit.stage for visit in visits] != list(microbatch.order):
         raise ValueError(f"microbatch {microbatch.id} is sent to nodes off its order")

@@ -1,4 +1,4 @@
-"""What the run file says to the driver."""
+"""The run file's settings for the driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from planaria.recovery.masking import Masking
 
 @dataclass(frozen=True)
 class TransactionRules:
-    """How far to train, by which steps, and what to do about a loss."""
+    """Training length, steps and policies for losses."""
 
     stages: int  # body stages, L
     steps: int
@@ -22,17 +22,17 @@ class TransactionRules:
     policy: Policy
     strict: bool  # stop where the policy can't serve
     masking: Masking
-    relearn: bool  # what was rebuilt inexactly
-    progress: float  # seconds without any before an attempt is given up
+    relearn: bool  # whether stages that were rebuilt inexactly relearn
+    progress: float  # seconds without progress before an attempt is given up
     lr_scale: Callable[[int, int], float]  # (step, boosted_at) -> factor
-    adapters: bool = False  # are all that is trained, beside the weights of a checkpoint
-    relearn_seconds: float = 20.0  # at most, while all others wait
-    tokens: int = 1 << 31  # of a microbatch, at most
-    spot_check: float = 0.0  # share of visits that are done twice, at stages with replicas
-    tolerance: float = 0.05  # of what nodes make of the same, relative
-    exclude: bool = False  # whose gradients stand out
+    adapters: bool = False  # whether only adapters are trained, beside checkpoint weights
+    relearn_seconds: float = 20.0  # maximum, while all others wait
+    tokens: int = 1 << 31  # maximum tokens of a microbatch
+    spot_check: float = 0.0  # share of visits computed twice, at stages with replicas
+    tolerance: float = 0.05  # relative difference between correct nodes' results, at most
+    exclude: bool = False  # whether gradient outliers are excluded
 
     @property
     def swapped(self) -> bool:
-        """Half of the microbatches visit the end stages in swapped order."""
+        """Whether half of the microbatches visit the end stages in swapped order."""
         return self.policy == "checkfree+"

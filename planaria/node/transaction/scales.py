@@ -1,7 +1,6 @@
-"""The factors of a commit on a stage's learning rate and gradient: by stage, or one for all.
+"""A commit's factors of learning rate and gradient: one for each stage, or one for all.
 
-Where all stages have the same, as they mostly do, it is told once: every node is told of each
-commit.
+Stages mostly have equal factors; then one is sent, because every node receives each commit.
 """
 
 from __future__ import annotations
@@ -18,5 +17,5 @@ def has_for(scales: Sequence[float], stage: int) -> bool:
 
 
 def of_stage(scales: Sequence[float], stage: int) -> float:
-    """Raises IndexError where there is none (`has_for`)."""
+    """The factor of a stage. Raises IndexError if there is none (`has_for`)."""
     return scales[0] if len(scales) == 1 else scales[stage]

@@ -1,8 +1,8 @@
-"""Spot checks: a few visits are done twice, and what differs is done once more. Pure.
+"""Spot checks: a few visits are computed twice, and again if the results differ. Pure.
 
-The driver draws them by chance that nobody else can foresee, and tells the two neighbours of each:
-they send the double what they send to the visit's node, and compare what comes back. So that node
-never knows that it is checked. Of three results two that agree are right.
+The driver draws them unpredictably and sends them to both neighbours of each visit. These send the
+double what they send to the visit's node, and compare the results. So that node never knows that it
+is checked. Of three results, two that agree are right.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.naming import node_of
 
 WRONG: Final = 2
-"""Checks in which a node is found to be wrong before it has to go."""
+"""Checks in which a node is wrong before it is accused."""
 UNDECIDED: Final = 3
-"""Checks in a row in which the two nodes of a stage differ before it is said; nobody else can tell
-who of them is wrong."""
+"""Checks in a row in which a stage's only two nodes differ before it is reported; no third node can
+tell which one is wrong."""
 
 
 class WrongResult(NamedTuple):
-    """A visit that a node has computed otherwise than two others."""
+    """A visit that a node computed differently from two others."""
 
     node: str
-    by: str  # who has compared
+    by: str  # the comparing neighbour
     step: int
     difference: float
     times: int  # so far
@@ -44,7 +44,7 @@ class UndecidedCheck(NamedTuple):
 
 @dataclass
 class CheckedVisit:
-    """A visit that is done more than once."""
+    """A visit that several nodes compute."""
 
     microbatch: int
     position: int
@@ -54,12 +54,12 @@ class CheckedVisit:
     doubles: list[str]
     replicas: Sequence[str]  # of that stage
     forward: dict[frozenset[str], float] = field(default_factory=dict)
-    """How far the outputs of two are apart."""
+    """Differences of the outputs, by pair."""
     backward: dict[frozenset[str], float] = field(default_factory=dict)
-    """The gradients of its input."""
+    """Differences of the gradients of its input, by pair."""
 
     def message(self) -> pb.Check:
-        """About the newest double."""
+        """The check of the newest double."""
         return pb.Check(microbatch=self.microbatch, position=self.position, double=self.doubles[-1])
 
     def comparer(self, backward: bool) -> str:
@@ -67,23 +67,23 @@ class CheckedVisit:
 
 
 class SpotChecks:
-    """Of the steps that a driver drives."""
+    """The spot checks of a driver's steps."""
 
     def __init__(self, share: float, tolerance: float, chance: Random) -> None:
         """`share`: of the visits at stages with replicas; `tolerance`: the largest difference
-        between nodes that are right."""
+        between correct nodes."""
         self.share, self.tolerance, self._chance = share, tolerance, chance
         self.step = 0
         self.checked: dict[tuple[int, int], CheckedVisit] = {}
-        self.right: dict[str, int] = {}  # by node, step of the last check in which it was
+        self.right: dict[str, int] = {}  # by node, step of the last check in which it was right
         self.wrong: defaultdict[str, dict[tuple[int, int, int], set[str]]]
-        """By node: step, microbatch and position of the visits in which it was, and who says so."""
+        """By node: step, microbatch and position of its wrong visits, and their finders."""
         self.wrong = defaultdict(lambda: defaultdict(set))
         self.apart: defaultdict[frozenset[str], int] = defaultdict(int)  # undecided, in a row
-        self.doubted: list[pb.Doubted] = []  # to be in the next commit
+        self.doubted: list[pb.Doubted] = []  # for the next commit
 
     def draw(self, begin: pb.Begin) -> dict[str, list[pb.Check]]:
-        """The checks of an attempt: by node, those that it is told. None in an evaluation."""
+        """Draws the checks of an attempt: by node, those that it gets. None in an evaluation."""
         self.step, self.checked = begin.step, {}
         told: defaultdict[str, list[pb.Check]] = defaultdict(list)
         if not self.share or begin.kind != pb.Begin.TRAIN:
@@ -117,11 +117,11 @@ class SpotChecks:
             told[neighbour].append(checked.message())
 
     def over(self) -> None:
-        """What is under way is decided no more: the attempt is over, or goes another way."""
+        """Drops pending checks: the attempt is over or replanned."""
         self.checked = {}
 
     def keep(self, members: Mapping[str, int]) -> None:
-        """All others are members no longer."""
+        """Drops nodes that are no longer members."""
         self.right = {node: step for node, step in self.right.items() if node in members}
         for node in self.wrong.keys() - members.keys():
             del self.wrong[node]
@@ -131,8 +131,8 @@ class SpotChecks:
     def compared(
         self, peer: str, told: pb.Compared
     ) -> WrongResult | UndecidedCheck | CheckedVisit | None:
-        """What comes of it: somebody is wrong, a third is to do it (`message` of that check is for
-        both neighbours), nobody can tell, or nothing."""
+        """The outcome of a comparison: a wrong node, a check by a third node (both neighbours get
+        its `message`), an undecided check, or none."""
         checked = self.checked.get((told.microbatch, told.position))
         if checked is None or peer != checked.comparer(told.backward):
             return None  # of an attempt that is over
@@ -166,7 +166,7 @@ class SpotChecks:
     def _of_three(
         self, checked: CheckedVisit, by: str, found: Mapping[frozenset[str], float]
     ) -> WrongResult | None:
-        """Who is far from both others, when those are near each other."""
+        """The node that is far from both others, when those are near each other."""
         near = [pair for pair, difference in found.items() if difference <= self.tolerance]
         if len(near) != 1:
             return None
@@ -177,12 +177,12 @@ class SpotChecks:
         return WrongResult(alone, by, self.step, far, len(self.wrong[alone]))
 
     def accusers(self, node: str) -> list[str]:
-        """Who have found it wrong, one of each machine."""
+        """The members that found it wrong, one of each machine."""
         found = sorted(set().union(*self.wrong[node].values()))
         return list({node_of(by): by for by in found}.values())
 
     def told(self) -> list[pb.Doubted]:
-        """For a commit's record: who was doubted since the last one."""
+        """The nodes doubted since the last commit, for its record."""
         doubted, self.doubted = self.doubted, []
         return doubted
 

@@ -1,16 +1,15 @@
-"""What a member says that it has, held against what the others know. Pure.
+"""Validates each member's `Status` against what the others know. Pure.
 
-A step is committed when all who train have voted for it. So who trains and hasn't voted for a step
-knows that there is none, and a driver knows all that was committed while it drove. A `Status` of
-what nobody has heard of is a lie, and the run goes on from the truth.
+A step is committed when all training members have voted for it. So a training member without a vote
+for a step knows that it wasn't committed, and a driver knows all commits of its time. A `Status`
+with an unknown commit is a lie, and the run goes on without it.
 
-Who has a commit that others haven't voted for, they say, may be asked for the votes. If those are
-there, nobody has lied that can be known, and if they aren't, whoever drove has. Which of it was
-there, most decide.
+If others deny that they voted for a member's commit, the votes may be asked for. If those are
+valid, no provable lie exists; if not, the driver lied. The majority decides which.
 
-Where records of one commit differ, signatures tell who lies: who has one that its driver hasn't
-signed, or the driver that has signed two. Then nobody else has lied, and still the run goes on from
-one of them.
+Where records of one commit differ, signatures show the liar: a member with one that its driver
+hasn't signed, or the driver that signed two. In the second case no member has lied, and still the
+run goes on from one of them.
 """
 
 from __future__ import annotations
@@ -30,37 +29,37 @@ from planaria.node.wire.naming import node_of
 Age = tuple[int, int]
 """Lineage and committed step."""
 LINEAGES: Final = 16
-"""How often the run may have gone back with nobody left who knows."""
+"""Limit of lineages that the run may have opened without a survivor that knows."""
 
 
 @dataclass(frozen=True)
 class KnownFacts:
-    """Who asks, and what it knows without having to believe anybody."""
+    """The validating driver, and what it knows without trusting others."""
 
     seat: str
-    registered: Age  # what the registry has heard, at the view
+    registered: Age  # the newest that the registry knew at the view
     decided: Age | None = (
         None  # the newest that it has decided itself; None: it has just taken over
     )
     run: str = ""
-    drivers: Mapping[int, Member] = field(default_factory=dict)  # who drove, by view
+    drivers: Mapping[int, Member] = field(default_factory=dict)  # drivers, by view
     keys: Mapping[str, bytes] = field(default_factory=dict)  # of members
 
     def has_signed(self, commit: pb.Commit) -> bool:
-        """Whether who drove then has; False, too, where it isn't known who that was."""
+        """Whether the driver of the commit's view signed it; False if that driver is unknown."""
         driver = self.drivers.get(commit.ballot.view)
         return driver is not None and is_sealed(decision(commit), driver.key, self.run)
 
 
 @dataclass
 class StatusVerdict:
-    lies: dict[str, str] = field(default_factory=dict)  # why that can't be
+    lies: dict[str, str] = field(default_factory=dict)  # why the claim is impossible
     unproven: set[str] = field(default_factory=set)
-    """It may be true, and as good as it is nobody can go on from it."""
+    """Claims that may be true, but from which no member can go on."""
     proofs: dict[str, Proof] = field(default_factory=dict)
-    """Of drivers that have signed two commits of one attempt, or one without the votes for it."""
+    """Proofs against drivers that signed two commits of one attempt, or one without its votes."""
     to_show: bool = False
-    """Votes that have to be looked at: until then nobody has lied for whom they may speak."""
+    """Whether votes must be examined first: their holders haven't lied until then."""
 
     @property
     def doubted(self) -> set[str]:
@@ -70,7 +69,7 @@ class StatusVerdict:
 def examine(
     statuses: Mapping[str, pb.Status], witness: KnownFacts, distrusted: Collection[str] = ()
 ) -> StatusVerdict:
-    """Whose answers are not to be believed. `distrusted`: who is asked for nothing, anyway."""
+    """The answers to reject. `distrusted`: members that don't count anyway."""
     verdict = StatusVerdict()
     believed = {node: one for node, one in statuses.items() if node not in distrusted}
     while believed:
@@ -96,7 +95,7 @@ def _judge(
     witness: KnownFacts,
     verdict: StatusVerdict,
 ) -> None:
-    """Whether that commit can have been."""
+    """Checks whether that commit is possible."""
     (lineage, step), ballot = claim
     others = {node: one for node, one in statuses.items() if node not in claimants}
     before = [one.lineage for one in others.values() if one.trained]
@@ -105,7 +104,7 @@ def _judge(
         if (lineage, step) > witness.decided:
             why = f"{what}; what was committed last is step {witness.decided[1]}"
             verdict.lies |= dict.fromkeys(claimants, why)
-    elif before and lineage > max(before):  # whoever has opened it may have died then
+    elif before and lineage > max(before):  # its opener may have died then
         most = max(*before, witness.registered[0])
         if lineage > most + LINEAGES:
             verdict.lies |= dict.fromkeys(claimants, f"{what}; others know of {most}")
@@ -127,7 +126,7 @@ def _judge(
 
 
 def _shown(statuses: Mapping[str, pb.Status], claimants: Collection[str]) -> Proof | None:
-    """The votes for the commit that these have, if one of them has shown them."""
+    """The votes for the claimants' commit, if one of them sent them."""
     for node in sorted(claimants):
         if is_of(statuses[node].votes, decision(statuses[node].last)):
             return statuses[node].votes
@@ -137,7 +136,7 @@ def _shown(statuses: Mapping[str, pb.Status], claimants: Collection[str]) -> Pro
 def _count(
     shown: Proof, against: Collection[str], witness: KnownFacts, verdict: StatusVerdict
 ) -> None:
-    """Whether those have voted, who say that they haven't. Else it was their driver who lied."""
+    """Checks whether the members that deny a vote have cast it. If not, their driver lied."""
     (told,) = shown.decisions
     for node in sorted(against):
         key = witness.keys.get(node, b"")
@@ -153,8 +152,8 @@ def _stands(
     witness: KnownFacts,
     shown: bool,
 ) -> bool:
-    """Who asks believes itself, but where the votes are shown the most; where those are as many,
-    the votes or whatever is nearer to what the registry has heard."""
+    """Whether a claim stands. The validating driver believes itself, unless votes are shown and
+    more nodes support it. On a tie, shown votes decide, or the distance to the registry's step."""
     if not against or witness.seat in in_favour:
         return True
     yes, no = ({node_of(seat) for seat in seats} for seats in (in_favour, against))
@@ -172,8 +171,8 @@ def _compare(
     witness: KnownFacts,
     verdict: StatusVerdict,
 ) -> None:
-    """All who have applied one commit have the same record of it. What a run went back to may have
-    been made by another one at each stage."""
+    """Checks that all members have the same record of a commit. A commit that a run went back to
+    may have a different one at each stage."""
     last = {node: statuses[node].last for node in sorted(claimants)}
     if all(one.lineage != statuses[node].lineage for node, one in last.items()):
         return
@@ -182,7 +181,7 @@ def _compare(
         return
     signed = {node: decision(one) for node, one in last.items() if witness.has_signed(one)}
     for node in last.keys() - signed.keys() - {witness.seat} if signed else ():
-        if statuses[node].trained:  # or it would have refused it
+        if statuses[node].trained:  # else it would have refused it
             step = last[node].step
             verdict.lies[node] = f"its record of the commit of step {step} isn't its driver's"
     for other in signed.values():
@@ -199,7 +198,7 @@ def _compare(
 
 
 def _voted(status: pb.Status, claim: tuple[Age, Ballot]) -> bool:
-    """Whether it knows of the commit, or was ready for it."""
+    """Whether it knows the commit, or was ready for it."""
     (lineage, step), ballot = claim
     ready = Ballot.of(status.ready_ballot) == ballot and status.ready == step
     heard = (status.following_lineage, status.heard) == (lineage, step) and status.following > 0
