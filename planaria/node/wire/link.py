@@ -1,17 +1,16 @@
 """Links: messages and frames from node to node.
 
-A link is a session (session.py) over connections that come and go. A connection is a gRPC stream
-for messages, Control, and Bulk streams for frames, each on a TCP connection of its own, so that a
-vote never queues behind a weight: none where no frames go, one where they do, and more where one
-TCP connection can't carry what the link could (streams.py). Either side may have dialled it; once
-up, both sides are alike, but that who dialled adds streams. When one of them breaks, the link
-sleeps until one of both sides has dialled again, and goes on where it was; it is lost when that
-takes too long. Two that can't reach each other have a connection by way of a third member
-(relays.py), until they can. One that neither side needs rests (idle.py): it has no connection, and
-nobody dials before there is something to send.
+A link is a session (session.py) over a sequence of connections. A connection has a gRPC stream for
+messages, Control, and Bulk streams for frames, each on its own TCP connection, so that a vote never
+queues behind weights. It has no Bulk stream without frames, one with frames, and more where one TCP
+connection can't use the link's capacity (streams.py). Either side may dial; then both sides are
+alike, except that the dialler adds streams. When a stream breaks, the link sleeps until one side
+has dialled again, and resumes; it is lost when that takes too long. Two nodes that can't reach each
+other connect through a third member (relays.py) until they can. A link that neither side needs
+rests (idle.py): it has no connection, and nobody dials before there is something to send.
 
-`Links` keeps those up that the newest view asks for, and accepts those that members of that view
-dial.
+`Links` keeps the links up that the newest view requires, and accepts those that members of that
+view dial.
 """
 
 from __future__ import annotations
@@ -83,19 +82,19 @@ log = logging.getLogger(__name__)
 PROTOCOL: Final = 1
 CHUNK_LIMIT: Final = 4 << 20  # bytes; gRPC slows down beyond
 MESSAGE_LIMIT: Final = CHUNK_LIMIT + HEAD_LIMIT + 1024  # bytes
-CARRIED: Final = 1024  # bytes that a message takes more when it is carried for two others
-HANDSHAKE_LIMIT: Final = 1024  # streams without a link, all diallers together
+CARRIED: Final = 1024  # bytes of overhead of a relayed message
+HANDSHAKE_LIMIT: Final = 1024  # streams without a link, of all diallers together
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two dials
-HEAD_START: Final = 1.0  # seconds that who isn't to dial leaves to who is, before it does too
-DIRECTLY: Final = 5.0  # seconds between two looks whether a relay is needed yet
-LOOK: Final = 2.0  # seconds that such a look takes at most
-IDLE: Final = 60_000  # milliseconds that a connection stays by which nobody calls
+HEAD_START: Final = 1.0  # seconds that the side not in charge of dialling waits before it dials
+DIRECTLY: Final = 5.0  # seconds between two checks whether a relay is still needed
+LOOK: Final = 2.0  # seconds that such a check takes at most
+IDLE: Final = 60_000  # milliseconds that a connection without calls stays open
 FAREWELL: Final = 1.0  # seconds for a peer to read why a link is closed
 
 SERVICE: Final = "planaria.node.Stage"
-_CLOSES: Final = pack_chunk()  # the last one of a stream for frames
-LONGEST_REASON: Final = 1000  # characters that a farewell has
-_NO_LINK_THERE: Final = (  # what a peer answers that has none to go on with
+_CLOSES: Final = pack_chunk()  # the last chunk of a Bulk stream
+LONGEST_REASON: Final = 1000  # characters of a farewell
+_NO_LINK_THERE: Final = (  # answers of a peer that has no such link
     StatusCode.DATA_LOSS,
     StatusCode.NOT_FOUND,
     StatusCode.PERMISSION_DENIED,
@@ -109,15 +108,15 @@ class LinkSettings:
 
     heartbeat: float = 0.5
     silence: float = 3.0  # after which a link counts as lost
-    rest: float = 60.0  # unused, after which a link that no view asks for, or a Bulk, is given up
+    rest: float = 60.0  # without use, after which an unrequired link, or a Bulk, is given up
     view_wait: float = 2.0  # for the view that makes an unknown dialler a member
     handshake: float = 5.0
     chunk: int = 2 << 20
     window: int = 16 << 20  # unacknowledged, in each direction
     payload: int = PAYLOAD_LIMIT
-    messages: int = 64 << 20  # that a peer hasn't said to have
-    held: int = 4 << 30  # of messages and frames that it hasn't said to have
-    background: Callable[[], Background] = Background  # of each connection
+    messages: int = 64 << 20  # unacknowledged by a peer
+    held: int = 4 << 30  # of unacknowledged messages and frames
+    background: Callable[[], Background] = Background  # for each connection
 
     def __post_init__(self) -> None:
         if not 0 < self.chunk <= CHUNK_LIMIT:
@@ -134,8 +133,7 @@ class LinkSettings:
 
 @dataclass(frozen=True)
 class Peer:
-    """A member of a view. `address`: HOST:PORT; empty: it can't be dialled, it only dials. `key`:
-    its public one."""
+    """A member of a view. `address`: HOST:PORT; "": it only dials. `key`: its public key."""
 
     node: str
     address: str
@@ -143,9 +141,9 @@ class Peer:
 
 
 class LinkEvents(Protocol):
-    """Told on the event loop, in order; must not block. A link is told of as up, then at most once
-    as lost; the messages and frames of its peer come between. That it slept, or rested, nobody is
-    told."""
+    """Callbacks on the event loop, in order; they must not block. A link is reported as up, then at
+    most once as lost; messages and frames of its peer come between. Sleep and rest aren't
+    reported."""
 
     def on_message(self, peer: str, message: stage_pb2.Message) -> None: ...
 
@@ -156,20 +154,20 @@ class LinkEvents(Protocol):
     def on_link_lost(
         self, peer: str, reason: str, unacknowledged: list[Frame], cause: Cause
     ) -> None:
-        """`unacknowledged`: frames, queued ones too, that the peer may not have got. `cause`: for
-        any but SILENT, that of what the peer has sent."""
+        """`unacknowledged`: frames, including queued ones, that the peer may not have. `cause`: of
+        an accusation against the peer, unless SILENT."""
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes of messages and chunks, without gRPC's own."""
+    """Bytes of messages and chunks, without the overhead of gRPC."""
 
     bytes_in: int = 0
     bytes_out: int = 0
 
 
 class _LinkStream(Protocol):
-    """What a call and a servicer's context have in common."""
+    """The common part of a call and of a servicer's context."""
 
     async def read(self) -> Any: ...
 
@@ -177,7 +175,7 @@ class _LinkStream(Protocol):
 
 
 class _LinkOver(Exception):  # noqa: N818 (not an error)
-    """The peer has closed the link; says why."""
+    """The peer has closed the link; the message says why."""
 
 
 class _Refused(Exception):  # noqa: N818 (not an error of this node)
@@ -194,7 +192,7 @@ class _Link:
         self.peer, self.session = peer, session
         self.connection: _Connection | None = None  # None: it sleeps, or rests
         self.rests = False
-        self.via = ""  # who carries it, or did last; empty: it is direct
+        self.via = ""  # the current or last relay; "": direct
         self.traffic = links.traffic.setdefault(peer, Traffic())
         self._loop = asyncio.get_running_loop()
         self._silence = Silence(self.settings.silence, self.settings.heartbeat, self.now)
@@ -202,8 +200,8 @@ class _Link:
         self._idle = IdleEnd(self.settings.rest, self.now)
         self._framed = -math.inf  # when a frame was last sent
         self._reached = False  # by a dial of this side, so that it can be waked from here
-        self._look = -math.inf  # when that was looked at last
-        self._stirs = asyncio.Event()  # it rests no more
+        self._look = -math.inf  # time of the last check of `_reached`
+        self._stirs = asyncio.Event()  # set when it stops resting
         self.over = asyncio.Event()
         self.reason, self.cause = "", SILENT
 
@@ -228,7 +226,7 @@ class _Link:
             self.wake()
 
     def carry_by(self, connection: _Connection) -> None:
-        """Which has begun with hellos of this session."""
+        """Use a connection that has begun with hellos of this session."""
         self._stir()
         self.via = connection.via
         self._reached = self._reached or connection.dialled
@@ -237,7 +235,7 @@ class _Link:
 
     @property
     def streams(self) -> int:
-        """By how many this side would have its frames carried."""
+        """Number of streams that this side wants for its frames."""
         outbox = self.session.outbox
         needed = outbox.frames or self.now - self._framed < self.settings.rest
         return outbox.streams if needed else 0
@@ -261,7 +259,7 @@ class _Link:
         return not (self.session.held or self.via or self._links.asks_for(self.peer))
 
     def _rest(self, why: str) -> None:
-        """Until this side has something to send, or the other one dials."""
+        """Rest until this side has something to send, or the other one dials."""
         log.info("the link to %s rests: %s", self.peer, why)
         self.rests = True
         self._stirs.clear()
@@ -278,17 +276,17 @@ class _Link:
         self._stirs.set()
 
     async def _look_for(self) -> None:
-        """Whether this side could dial the one that has dialled it."""
+        """Check whether this side could dial a peer that has dialled it."""
         self._reached = bool(await self._links.look_for(self.peer))
 
     def detach(self, why: str) -> None:
-        """Nothing more comes by the connection that it has."""
+        """Give up the current connection: nothing more is received from it."""
         if self.connection is not None:
             connection, self.connection = self.connection, None
             connection.end(why)
 
     def broke(self, connection: _Connection) -> None:
-        """The connection carries nothing any more."""
+        """Handle the end of a connection."""
         if self.connection is not connection:
             return
         self.connection = None
@@ -308,7 +306,7 @@ class _Link:
         self._silence.heard(self.now)
 
     def end(self, reason: str, report: bool = True, cause: Cause = SILENT) -> None:
-        """The first reason is the one that counts. `report`: to the events."""
+        """End the link; only the first reason counts. `report`: to the events."""
         if self.over.is_set():
             return
         self.reason, self.cause = reason, cause
@@ -331,10 +329,10 @@ class _Link:
                     self._mind()
 
     def _mind(self) -> None:
-        """Once in a heartbeat."""
+        """Run the checks of one heartbeat."""
         silent = self._silence.tick(self.now)
         if silent is not None and self._idle.rests(self._is_spare(), self.now):
-            self._rest(f"silent for {silent:.1f} s")  # it may have hung up, and isn't needed
+            self._rest(f"silent for {silent:.1f} s")  # the peer may have hung up, and isn't needed
         elif silent is not None:
             self.end(f"silent for {silent:.1f} s")
         elif self.connection is not None:
@@ -343,7 +341,7 @@ class _Link:
             self._mind_whether_reached()
 
     def _mind_whether_carried(self, connection: _Connection) -> None:
-        """Messages may come and go for ever where frames can't."""
+        """End the link if frames are stuck while messages pass."""
         connection.note_streams()
         if connection.carries or not self.session.outbox.frames:
             self._stuck.heard(self.now)
@@ -351,8 +349,8 @@ class _Link:
             self.end(f"no stream for frames came up in {stuck:.1f} s")
 
     def _mind_whether_reached(self) -> None:
-        """A link rests only where either side can wake it, and who was dialled may not be able to
-        dial."""
+        """Check that this side can dial: a link rests only where either side can wake it, and a
+        dialled node may not be able to dial."""
         idle = self._idle.is_spare(self._has_no_use(), self.now)
         if idle and not self._reached and self.now - self._look >= self.settings.rest:
             self._look = self.now
@@ -366,7 +364,7 @@ class _Bulk:
     number: int
     stream: _LinkStream
     ours: bool = False  # added by this side, which closes it
-    closing: bool = False  # nothing more leaves by it
+    closing: bool = False  # no more chunks leave by it
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -382,29 +380,29 @@ class _Connection:
         via: str = "",
         heard: tuple[str, str] | None = None,
     ) -> None:
-        """`bulk`: the only one that there will be. `heard`: what the peer has said that dialled it,
-        and the answer, with signatures."""
+        """`bulk`: the only Bulk stream of a relayed connection. `heard`: the hello of the peer that
+        dialled and this side's answer, with signatures."""
         self._links, self._link, self._session = links, link, link.session
         self.via = via
-        self._traffic = Traffic() if via else link.traffic  # what is carried counts on that link
+        self._traffic = Traffic() if via else link.traffic  # relayed data count on the relay's link
         self.heard = heard
         self.dialled = heard is None and not via  # by this side
         self._control = control
         self._bulks = {0: _Bulk(0, bulk)} if bulk is not None else {}
-        self._numbers: set[int] = set()  # of the newest streams that were added
+        self._numbers: set[int] = set()  # of the newest streams added
         self._adding = 0
-        self._told_streams = self._peers_streams = 0  # that either side would have
-        self._other_streams = asyncio.Event()  # are wanted than there are
+        self._told_streams = self._peers_streams = 0  # wanted by this side and by the peer
+        self._other_streams = asyncio.Event()  # set when the number of streams is to change
         self._something_to_say, self._something_to_carry = asyncio.Event(), asyncio.Event()
-        self._heartbeat = True  # is due
+        self._heartbeat = True  # a heartbeat is due
         self._round_trip = RoundTrip()
         self._farewell = ""
         self.over = asyncio.Event()
         self.reason = ""
 
     def start(self) -> None:
-        """The tasks end by themselves once the connection is over and its streams are closed: gRPC
-        does not free what a cancelled read would have returned."""
+        """Start the tasks. They end by themselves once the connection is over and its streams are
+        closed: gRPC does not free what a cancelled read would have returned."""
         for work in (self._speak, self._listen):
             self._spawn(work.__name__, work)
         for bulk in self._bulks.values():
@@ -432,7 +430,7 @@ class _Connection:
         self._something_to_say.set()
 
     def end(self, reason: str, lost: bool = False) -> None:
-        """`lost`: and the link with it."""
+        """End the connection; `lost`: and the link with it."""
         if self.over.is_set():
             return
         self.reason = reason
@@ -446,7 +444,7 @@ class _Connection:
         self._link.broke(self)
 
     def say_farewell(self, reason: str) -> None:
-        """The link is over; the peer closes the connection when it has read why."""
+        """Send why the link is over; the peer closes the connection once it has read it."""
         if not self.over.is_set():
             self._farewell = reason[:LONGEST_REASON] or "no reason"
             self.wake()
@@ -458,14 +456,14 @@ class _Connection:
 
     @property
     def is_last(self) -> bool:
-        """Of the link, which is over."""
+        """Whether the link is over, too."""
         return self._link.over.is_set()
 
     # Streams that are added
 
     @property
     def carries(self) -> bool:
-        """Whether frames can go."""
+        """Whether a stream for frames is up."""
         return bool(self._carrying())
 
     def add(self, number: int, stream: _LinkStream, ours: bool) -> _Bulk:
@@ -477,8 +475,8 @@ class _Connection:
         return bulk
 
     def may_add(self, number: int) -> bool:
-        """Whether there is room for a stream that the peer gives this number, and the number new;
-        those that are dialled together may come in any order. If so, it is being added."""
+        """Whether a stream with this number may be added: there is room, and the number is new.
+        Streams dialled together may come in any order. If so, the stream counts as being added."""
         oldest = max(self._numbers, default=0) - 4 * MOST_STREAMS
         full = len(self._bulks) + self._adding >= MOST_STREAMS
         if full or number in self._numbers or number <= max(0, oldest):
@@ -488,8 +486,8 @@ class _Connection:
         return True
 
     async def other_streams(self) -> list[int]:
-        """Waits until other streams are wanted than there are, or the connection is over. Returns
-        the numbers of those to add; those that aren't wanted any more are being closed."""
+        """Wait until the number of streams is to change, or the connection is over. Returns the
+        numbers of streams to add; surplus ones are being closed."""
         await self._other_streams.wait()
         self._other_streams.clear()
         if self.over.is_set():
@@ -506,11 +504,11 @@ class _Connection:
         return new
 
     def added(self) -> None:
-        """One that was to be, or it has come to nothing."""
+        """An attempt to add a stream has ended, with or without success."""
         self._adding -= 1
 
     def not_added(self, why: str) -> None:
-        """It has come to nothing. With no other there is only to dial anew."""
+        """An attempt to add a stream has failed. Without any other, end the connection."""
         if not (self._carrying() or self._adding):
             self.end(why)
 
@@ -518,7 +516,7 @@ class _Connection:
         return [bulk for bulk in self._bulks.values() if not bulk.closing]
 
     def note_streams(self) -> None:
-        """How many this side would have may be another number."""
+        """Announce a change in the number of streams that this side wants."""
         if self._told_streams != self._link.streams and not self.over.is_set():
             self._told_streams = self._link.streams
             log.info("%d streams for frames to %s", self._told_streams, self._link.peer)
@@ -526,7 +524,7 @@ class _Connection:
             self.beat()
 
     def _gone(self, bulk: _Bulk) -> None:
-        """It was closed, and has carried all that left by it."""
+        """Remove a closed stream that has carried all its chunks."""
         del self._bulks[bulk.number]
         bulk.over.set()
 
@@ -559,11 +557,11 @@ class _Connection:
             raise
 
     def _refuse(self, error: WireError) -> None:
-        cause = SILENT if self.via else error.cause  # who carries may have changed it
+        cause = SILENT if self.via else error.cause  # a relay may have changed it
         self._link.end(f"{self._link.peer} sent what can't be: {error}", cause=cause)
 
     async def _read(self, stream: _LinkStream) -> bytes | None:
-        """None: the stream has ended."""
+        """The next item; None: the stream has ended."""
         data = await stream.read()
         if self.over.is_set() or data is grpc.aio.EOF:
             return None
@@ -600,7 +598,7 @@ class _Connection:
                 await self._something_to_say.wait()
 
     async def _listen(self) -> None:
-        """Until the peer has closed it, also when the link is over."""
+        """Read until the peer has closed the connection, even when the link is over."""
         while (data := await self._read(self._control)) is not None:
             try:
                 self._hear(data)
@@ -663,14 +661,14 @@ class _Connection:
         if self.over.is_set():
             return
         if bulk.ours:
-            # Whoever reads is told of an error, too, unless the peer has only been quick.
+            # The reading task gets any error, too, unless the peer has already closed the stream.
             with suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
                 await self._write(bulk.stream, _CLOSES)
         else:
             self._gone(bulk)
 
     def _next_chunk(self, bulk: _Bulk) -> bytes | None:
-        """By the first streams, as many as this side would have: the others are the peer's."""
+        """The stream's next chunk; streams beyond the number that this side wants get none."""
         there, outbox = self._carrying(), self._session.outbox
         streams = min(outbox.streams, len(there))
         place = there.index(bulk) if bulk in there else streams
@@ -713,12 +711,12 @@ class Links:
         onlookers: Observers | None = None,
         reach: Reach = EVERYWHERE,
     ) -> None:
-        """`reach`: where it dials others, who say where they are."""
+        """`reach`: addresses at which other nodes may be dialled."""
         self.run, self.node, self.events = run, node, events
         self._greetings = Greetings(run, node, identity)
         self.settings = settings or LinkSettings()
         self._credentials, self._insecure, self._reach = credentials, insecure, reach
-        self._onlookers = onlookers  # None: nobody but members is answered
+        self._onlookers = onlookers  # None: only members are answered
         self.traffic: dict[str, Traffic] = {}  # by peer, of all its links so far
         self._server: Any = None
         self.view = 0
@@ -726,12 +724,12 @@ class Links:
         self._linked: frozenset[str] = frozenset()
         self._demanded: set[str] = set()
         self._view_changed = asyncio.Event()
-        self._links: dict[str, _Link] = {}  # that are up, those that sleep or rest too
-        self._begun: dict[str, Session] = {}  # of those that aren't up yet
-        self._returning: set[str] = set()  # dialled directly, after somebody had carried for them
+        self._links: dict[str, _Link] = {}  # up, asleep or at rest
+        self._begun: dict[str, Session] = {}  # of links not up yet
+        self._returning: set[str] = set()  # dialled directly, relayed before
         self._relays = Relays(node, self._send_relayed, self._called)
         self._numbers = itertools.count(1)
-        self._doorkeeper: Doorkeeper | None = None  # None: nobody can connect, or be looked at
+        self._doorkeeper: Doorkeeper | None = None  # None: nobody can connect, or be checked
         self._keeping: asyncio.Task[None] | None = None
         self._handshakes = 0
         self._settling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by peer
@@ -759,7 +757,7 @@ class Links:
         healthy = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
         await server.start()
-        for name in ("", SERVICE, self.node):  # the last for whom the registry has lost sight of
+        for name in ("", SERVICE, self.node):  # the last for the registry's liveness checks
             await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._server = server
         if DESCRIPTORS.is_dir():
@@ -768,7 +766,7 @@ class Links:
         return port
 
     async def stop(self) -> None:
-        """Ends all links, which is not reported, and leaves nothing running."""
+        """End all links, unreported, and leave nothing running."""
         self._stopping = True
         self._linked = frozenset()
         if self._onlookers is not None:
@@ -793,9 +791,9 @@ class Links:
                 task.cancel()
 
     def set_peers(self, view: int, peers: Iterable[Peer], linked: Collection[str]) -> None:
-        """The members of the newest view (own node included or not), and those of them that need a
-        link kept up. Links to others end, those that sleep or rest as lost, the others unreported.
-        An older view than the last has no effect."""
+        """Set the members of the newest view (own node included or not), and those of them that
+        need a link. Links to other nodes end, reported as lost only if they sleep or rest. An older
+        view than the last has no effect."""
         if view < self.view or self._stopping:
             return
         self.view = view
@@ -817,21 +815,21 @@ class Links:
         self._view_changed = asyncio.Event()
 
     def set_relays(self, relays: Iterable[Relay]) -> None:
-        """Of the view that `set_peers` was told of last: who carries for whom."""
+        """Set the relays of the view last passed to `set_peers`."""
         self._relays.set(relays)
         for peer in self._relays.peers:
             self.dial_soon(peer)
 
     def demand(self, node: str) -> None:
-        """Dial a member that `set_peers` asked for no link with, whoever has the smaller id. Once
-        neither has used it for a while, the link rests."""
+        """Dial a member that needs no link by `set_peers`, whichever id is smaller. The link rests
+        once neither side has used it for a while."""
         if node in self._peers and node not in self._links and self._peers[node].address:
             self._demanded.add(node)
             self.dial_soon(node)
 
     def send(self, peer: str, item: stage_pb2.Message | Frame) -> bool:
-        """Queues it. False: there is no link, it is dropped. Raises WireError for a frame that
-        can't travel, and for a message that is too long."""
+        """Queue an item. False: without a link, the item is dropped. Raises WireError for a frame
+        that can't travel, and for a message that is too long."""
         link = self._links.get(peer)
         if link is None:
             return False
@@ -845,8 +843,8 @@ class Links:
         return True
 
     async def deliver(self, peer: str, frame: Frame) -> None:
-        """Sends a frame and returns when the peer has all of it. Raises ConnectionError when there
-        is no link, or no more; WireError when it can't travel."""
+        """Send a frame, and wait until the peer has all of it. Raises ConnectionError when the link
+        is missing or lost; WireError when the frame can't travel."""
         link = self._links.get(peer)
         if link is None:
             raise ConnectionError(f"there is no link to {peer}")
@@ -863,15 +861,15 @@ class Links:
 
     @property
     def peers(self) -> list[str]:
-        """Those to which there is a link, awake or asleep, that doesn't rest."""
+        """Peers with a link, awake or asleep, that doesn't rest."""
         return sorted(peer for peer, link in self._links.items() if not link.rests)
 
     def linked(self, peer: str) -> bool:
-        """Whether there is a link, which may rest."""
+        """Whether a link to `peer` exists; it may rest."""
         return peer in self._links
 
     def carrier(self, peer: str) -> str | None:
-        """Who carries the link to `peer`; empty: nobody, it is direct; None: there is none."""
+        """The relay of the link to `peer`; "": the link is direct; None: there is no link."""
         link = self._links.get(peer)
         return link.via if link is not None else None
 
@@ -885,11 +883,11 @@ class Links:
 
     @property
     def unacknowledged(self) -> int:
-        """Bytes of payload in frames handed over, on links that are up; queued ones too."""
+        """Bytes of payload in unacknowledged frames, queued ones too, on links that are up."""
         return sum(link.session.outbox.unacknowledged for link in self._links.values())
 
     def unacknowledged_by(self, peer: str) -> int:
-        """Those bytes on the link to `peer`."""
+        """Such bytes on the link to `peer`."""
         link = self._links.get(peer)
         return link.session.outbox.unacknowledged if link is not None else 0
 
@@ -904,21 +902,21 @@ class Links:
             self.events.on_link_lost(link.peer, link.reason, unfinished, link.cause)
 
     def asks_for(self, peer: str) -> bool:
-        """Whether there is always to be a connection: the view says so, or who would have something
-        to send could not dial."""
+        """Whether a connection must always be up: the view requires it, or a side with something to
+        send could not dial."""
         member = self._peers.get(peer)
         dialable = member is not None and bool(member.address) and self._dialable
         return peer in self._linked or not dialable or bool(self._relays.via(peer))
 
     async def look_for(self, peer: str) -> bool | None:
-        """Whether a member answers at its address."""
+        """Whether a member answers at its address; None: it is no member."""
         if (member := self._peers.get(peer)) is None:
             return None
         return await is_alive(peer, member.address, self._credentials, LOOK, self._reach)
 
     def bound_what_is_held(self, link: _Link) -> None:
-        """Something more waits on this one. Together they may have what `PEERS` of them may; beyond
-        that, the one that has most is lost."""
+        """Enforce the limits after something was queued on `link`. All links together may hold
+        `PEERS` times the limit of one; beyond that, the link that holds most is lost."""
         if why := link.session.overfull():
             link.end(f"{link.peer} {why}")
         elif sum(one.session.held for one in self._links.values()) > PEERS * self.settings.held:
@@ -926,8 +924,8 @@ class Links:
             greedy.end(f"{greedy.peer} has not taken the last {greedy.session.held} bytes")
 
     def dial_soon(self, node: str, first: bool = False) -> None:
-        """If it is for this node to do. `first`: before the other side, which doesn't know that it
-        is needed."""
+        """Dial if that is this node's task. `first`: without delay, since the other side doesn't
+        know that the link is needed."""
         if self._is_to_call(node) and node not in self._calling:
             self._calling[node] = self.spawn(self._keep_calling(node), f"call {node}")
         if self._is_to_dial(node) and node not in self._dialling:
@@ -949,12 +947,11 @@ class Links:
         return bool(own.address) if own is not None else self._server is not None
 
     def _dials(self, node: str) -> bool:
-        """Which side brings a link up: the only one that can, else the one with the smaller id."""
+        """Whether this side brings a link up: the only one that can, else the smaller id."""
         return bool(self._peers[node].address) and (not self._dialable or self.node < node)
 
     def _is_to_dial(self, node: str) -> bool:
-        """Whether this node has to do something about its link to that one. One that sleeps is
-        dialled by both."""
+        """Whether this node must dial that one now. Both sides dial a link that sleeps."""
         if self._stopping or node not in self._peers or not self._peers[node].address:
             return False
         if (link := self._links.get(node)) is not None:
@@ -962,7 +959,7 @@ class Links:
         return node in self._demanded or (node in self._linked and self._dials(node))
 
     async def _keep_dialling(self, node: str, wait: float) -> None:
-        """After so many seconds, until the link is up, by whichever dial."""
+        """Dial after `wait` seconds, until the link is up, by a dial of either side."""
         pause, said = FIRST_PAUSE, ""
         try:
             await asyncio.sleep(wait)
@@ -986,15 +983,15 @@ class Links:
             del self._dialling[node]
 
     async def _is_worth_dialling(self, peer: Peer) -> bool:
-        """A link that is carried sleeps while it is dialled, so it is only if the peer answers."""
+        """Whether the peer answers, if the link is relayed: the link sleeps while it is dialled."""
         link = self._links.get(peer.node)
         if link is None or link.connection is None:
             return True
         return bool(await self.look_for(peer.node))
 
     async def _dial(self, peer: Peer) -> None:
-        """Returns when the connection has been up and is over, or at once when there is one by the
-        other side's dial. Raises AioRpcError, _Refused or WireError."""
+        """Returns when the connection has been up and is over, or at once when the other side has
+        dialled. Raises AioRpcError, _Refused or WireError."""
         patience = self.settings.handshake
         call: Any = None
         channel: grpc.aio.Channel | None = None
@@ -1036,7 +1033,7 @@ class Links:
                 await channel.close()
 
     def _session(self, node: str) -> Session:
-        """That of the link that there is, or of the one to come."""
+        """The session of the link, or of the link to come."""
         if (link := self._links.get(node)) is not None:
             return link.session
         if node not in self._begun:
@@ -1054,7 +1051,7 @@ class Links:
     def _dialled_in_vain(
         self, node: str, session: Session, error: grpc.aio.AioRpcError | _Refused
     ) -> None:
-        """A peer that has no link to go on with says so."""
+        """Record a failed dial; the link ends if the peer answers that it has none."""
         link = self._links.get(node)
         if link is None or link.session is not session:
             return
@@ -1075,8 +1072,8 @@ class Links:
         bulk: _LinkStream | None = None,
         via: str = "",
     ) -> _Connection:
-        """By the connection that was dialled with a hello. Raises _Refused; WireError for an answer
-        that can't be."""
+        """Resume a session by the connection that was dialled with a hello. Raises _Refused;
+        WireError for an impossible answer."""
         if session is not self._session(node):
             raise _Refused(StatusCode.CANCELLED, "another link has come up")
         try:
@@ -1088,8 +1085,8 @@ class Links:
         return self._adopt(node, session, control, bulk, via)
 
     def _answer(self, node: str, said: str, text: str) -> Hello:
-        """What the node answers to what was said. Raises _Refused when that is another one, and
-        WireError."""
+        """Parse a node's signed answer to a hello. Raises _Refused if another node's key has signed
+        it, and WireError."""
         peer = self._peers.get(node)
         if peer is None:
             raise self._is_no_member(node)
@@ -1099,14 +1096,14 @@ class Links:
             raise _Refused(StatusCode.UNAUTHENTICATED, str(why)) from None
 
     def _heard(self, dialler: str, text: str) -> str:
-        """The hello in what a member says that dials. Raises _Refused."""
+        """Verify the hello of a member that dials. Raises _Refused."""
         try:
             return self._greetings.dialled(dialler, self._peers[dialler].key, text)
         except ForgedError as why:
             raise _Refused(StatusCode.UNAUTHENTICATED, str(why)) from None
 
     def _channel(self, peer: Peer) -> grpc.aio.Channel:
-        """Of its own to the network."""
+        """A channel with its own TCP connection."""
         own = self._credentials, self._options(), instance_of(peer.key)
         return open_channel(peer.address, *own)
 
@@ -1124,9 +1121,9 @@ class Links:
     async def _keep_wide(
         self, peer: Peer, connection: _Connection, said: str, answered: str
     ) -> None:
-        """Adds the streams that either side would have, until the connection is over."""
+        """Add the streams that either side wants, until the connection is over."""
         adding: list[asyncio.Task[None]] = []
-        calls: set[Any] = set()  # that nobody has accepted yet
+        calls: set[Any] = set()  # not accepted yet
         try:
             while not connection.over.is_set():
                 for number in await connection.other_streams():
@@ -1136,7 +1133,7 @@ class Links:
         finally:
             for call in calls:
                 call.cancel()
-            if not connection.over.is_set():  # this node ends in the middle of it
+            if not connection.over.is_set():  # this task was cancelled
                 for task in adding:
                     task.cancel()
             await asyncio.gather(*adding, return_exceptions=True)
@@ -1149,8 +1146,8 @@ class Links:
         begun: tuple[str, str],
         calls: set[Any],
     ) -> None:
-        """Without one the connection is as it was. `begun`: what it has begun with. Returns when
-        the stream is over."""
+        """Add a stream; a failure leaves the connection as it was. `begun`: the connection's
+        hellos. Returns when the stream is over."""
         if await resolved_not_to_dial(peer.address, self._reach) or connection.over.is_set():
             connection.added()
             return
@@ -1178,8 +1175,8 @@ class Links:
 
     @asynccontextmanager
     async def _after_own_dial(self, dialler: str) -> AsyncIterator[None]:
-        """Of two dials that cross the one by the smaller id becomes the connection. So that side
-        lets the other's dial wait for a while until its own has come to something."""
+        """Delay a peer's dial for a while until this node's own has succeeded or failed. Of two
+        dials that cross, that of the smaller id becomes the connection."""
         if self.node > dialler:
             yield
             return
@@ -1210,7 +1207,7 @@ class Links:
         via: str = "",
         heard: tuple[str, str] | None = None,
     ) -> _Connection:
-        """A connection that goes on with this session."""
+        """Make a connection of the link with this session."""
         link = self._links.get(node)
         if new := link is None:
             link = self._links[node] = _Link(self, node, session)
@@ -1244,15 +1241,15 @@ class Links:
         link = self._links.get(node)
         if link is None or link.via:
             return False
-        if frame.kind == "call":  # by the control stream, so that it never queues behind a weight
+        if frame.kind == "call":  # by the control stream, so that it never queues behind weights
             link.send(seal(frame.in_message().SerializeToString()), arrived)
         else:
             link.send_frame(frame, arrived)
         return True
 
     def _is_to_call(self, node: str) -> bool:
-        """Of two that can't reach each other the one with the smaller id calls; not while it finds
-        out whether they do, since a call takes less time than a dial, and would overtake it."""
+        """Whether this node must call that one by a relay: it has the smaller id. It doesn't call
+        while it tries a direct dial: a call takes less time, and would overtake it."""
         if self._stopping or node not in self._peers or not self._relays.via(node):
             return False
         if node in self._returning:
@@ -1278,7 +1275,7 @@ class Links:
             del self._calling[node]
 
     async def _call_by_relay(self, node: str) -> None:
-        """As `_dial`. Raises CallRefusedError too."""
+        """Like `_dial`, by a relay. Raises CallRefusedError, too."""
         session = self._session(node)
         hello, via = session.hello(), self._relays.via(node)
         said = self._greetings.to_dial(node, hello.pack())
@@ -1301,7 +1298,7 @@ class Links:
             self._relays.hang_up(call)
 
     def _called(self, call: Call, said: str) -> None:
-        """A peer says hello, by way of its relay."""
+        """Handle a peer's hello that came by its relay."""
         try:
             if self._stopping or call.peer not in self._peers:
                 raise self._stops() if self._stopping else self._is_no_member(call.peer)
@@ -1371,12 +1368,12 @@ class Links:
             if connection.over.is_set():
                 code = StatusCode.ABORTED if connection.is_last else StatusCode.UNAVAILABLE
                 await context.abort(code, connection.reason)
-        finally:  # cancelled: that is how gRPC tells that the dialler is gone
+        finally:  # cancelled: gRPC's signal that the dialler is gone
             if not over.is_set():
                 connection.end("the connection broke")
 
     async def _shake_hands(self, context: Any) -> _Connection:
-        """Raises _Refused."""
+        """Accept a dialled connection. Raises _Refused."""
         dialler, said = await self._said_by(context)
         hello = self._heard(dialler, said)
         if (link := self._links.get(dialler)) is not None:
@@ -1385,7 +1382,7 @@ class Links:
             return await self._welcome(dialler, hello, said, context)
 
     async def _said_by(self, context: Any) -> tuple[str, str]:
-        """A dialler that may have a link, and what it says. Raises _Refused."""
+        """A dialler that may have a link, and its signed hello. Raises _Refused."""
         if self._handshakes > HANDSHAKE_LIMIT:
             raise _Refused(
                 StatusCode.RESOURCE_EXHAUSTED, f"{self.node} is in {HANDSHAKE_LIMIT} handshakes"
@@ -1394,7 +1391,7 @@ class Links:
         return await self._admit(metadata), metadata.get("planaria-link", "")
 
     async def _take_bulk(self, context: Any) -> tuple[_Connection, _Bulk]:
-        """A stream that who dialled adds to the connection. Raises _Refused."""
+        """Accept a stream that the dialler adds to the connection. Raises _Refused."""
         dialler, text = await self._said_by(context)
         link, peer = self._links.get(dialler), self._peers[dialler]
         connection = link.connection if link is not None else None
@@ -1420,8 +1417,8 @@ class Links:
         return connection, connection.add(number, context, ours=False)
 
     async def _welcome(self, dialler: str, hello: str, said: str, control: Any) -> _Connection:
-        """Goes on with the session that the dialler names in its hello, or begins one; `said` is
-        the hello with its signature. Raises _Refused."""
+        """Resume the session that the dialler names in its hello, or begin one; `said` is the hello
+        with its signature. Raises _Refused."""
         if self._stopping:
             raise self._stops()
         if dialler not in self._peers:
@@ -1439,7 +1436,7 @@ class Links:
         return self._adopt(dialler, session, control, heard=(said, text))
 
     def _resume(self, dialler: str, hello: Hello) -> Session:
-        """Raises _Refused, and WireError."""
+        """Resume, or begin, a session by a dialler's hello. Raises _Refused, and WireError."""
         session, link = self._session(dialler), self._links.get(dialler)
         try:
             session.check(hello)
@@ -1454,7 +1451,7 @@ class Links:
                 link.end(f"{dialler} has lost the link, and dialled anew")
             else:
                 del self._begun[dialler]
-            if hello.other:  # of what is over now, which an old hello of this node has told it
+            if hello.other:  # of a session now over, known from an old hello
                 gone = f"{self.node} has no such link any more"
                 raise _Refused(StatusCode.DATA_LOSS, gone) from None
             session, link = self._session(dialler), None
@@ -1469,7 +1466,7 @@ class Links:
         return session
 
     def _check(self, metadata: dict[str, str]) -> None:
-        """Whether who dials wants this node, and may. Raises _Refused."""
+        """Check that the dialler wants this node, and is allowed to. Raises _Refused."""
         protocol = metadata.get("planaria-protocol", "")
         if protocol != str(PROTOCOL):
             raise _Refused(
@@ -1488,7 +1485,7 @@ class Links:
             raise _Refused(StatusCode.UNAUTHENTICATED, why)
 
     async def _admit(self, metadata: dict[str, str]) -> str:
-        """The dialler, when it may have a link. Raises _Refused."""
+        """The dialler's id, if it may have a link. Raises _Refused."""
         self._check(metadata)
         dialler = metadata.get("planaria-node", "")
         try:
@@ -1519,11 +1516,11 @@ class Links:
         if server:
             return [
                 *options,
-                ("grpc.so_reuseport", 0),  # else two nodes share a port and nobody notices
+                ("grpc.so_reuseport", 0),  # else two nodes could share a port unnoticed
                 ("grpc.max_concurrent_streams", 4),
                 ("grpc.max_connection_idle_ms", IDLE),
                 ("grpc.http2.min_ping_interval_without_data_ms", silence // 2),
-                ("grpc.http2.max_ping_strikes", 0),  # a peer that was starved pings in bursts
+                ("grpc.http2.max_ping_strikes", 0),  # a starved peer pings in bursts
             ]
         return [
             *options,
@@ -1540,10 +1537,10 @@ class Links:
 
 @cache
 def _teach_malloc() -> None:
-    """glibc hands a freed chunk back to the kernel and gets the next one page by page, which halves
-    the speed of frames. It keeps twice the largest block freed so far (mallopt(3),
-    M_MMAP_THRESHOLD; at most 32 MiB counts), so this one, never touched, teaches it. Only once: the
-    next one would be of the memory that it keeps, and touch all of it."""
+    """Raise malloc's threshold: handing freed chunks back to the kernel halves the speed of frames.
+    glibc keeps twice the largest block freed so far (mallopt(3), M_MMAP_THRESHOLD; at most 32 MiB
+    counts). So this frees one, never touched. Only once: the next one would be kept memory, touched
+    in full."""
     bytes(31 << 20)
 
 
@@ -1552,7 +1549,7 @@ def _sealed(**body: Any) -> bytes:
 
 
 async def _accepted(call: Any, node: str) -> str:
-    """What `node` says, which has accepted this stream. Raises AioRpcError, _Refused."""
+    """The signed hello of `node`, which has accepted this stream. Raises AioRpcError, _Refused."""
     metadata = dict(await call.initial_metadata())
     if metadata.get("planaria-node") != node:
         await call.read()  # raises the status that the stream ended with
@@ -1563,6 +1560,6 @@ async def _accepted(call: Any, node: str) -> str:
 def _describe(error: grpc.aio.AioRpcError) -> str:
     if error.code() is StatusCode.ABORTED:
         return f"closed by the peer, which says: {error.details()}"
-    if error.code() is StatusCode.INTERNAL:  # a write that failed; gRPC knows no more
+    if error.code() is StatusCode.INTERNAL:  # a failed write; gRPC gives no reason
         return "the connection broke"
     return f"{error.code().name}: {error.details()}"
