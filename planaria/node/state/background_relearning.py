@@ -1,9 +1,9 @@
-"""What is left of a lesson when training goes on, learned in the gaps of the pipeline.
+"""Background relearning: the rest of a lesson, learned in the gaps of the pipeline while training.
 
-A stage that was guessed may train as soon as the guess is good enough. The rest of its lesson is
-learned on a copy of its weights, which stay as they are while a step runs. What that has changed
-enters with the step's commit: when the node is ready it says how many updates those are, and makes
-no more until they are in the weights, or the next attempt begins.
+A guessed stage may train as soon as the guess is good enough. The rest of its lesson is learned on
+a copy of its weights; the weights stay as they are while a step runs. The learned change is added
+with the step's commit. A ready node says how many updates it offers, and makes no more until they
+are in the weights, or the next attempt begins.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 
 class BackgroundRelearning:
-    """One lesson's. All of it belongs to the compute thread, but for what is said otherwise."""
+    """The rest of one lesson. Belongs to the compute thread, except where stated otherwise."""
 
     def __init__(self, lesson: Lesson, course: Course, told: pb.Relearned) -> None:
         self.lesson, self.course, self.told = lesson, course, told
         terms = course.terms
         self.tally = RelearningProgress(course.updates, told.updates, terms.each_step, terms.within)
-        self.left = self.tally.left  # when the last commit was applied; for the event loop
-        self.steps = 0  # likewise, in whose gaps it was done
-        self.updates = 0  # likewise, that have entered beside them
+        self.left = self.tally.left  # updates left after the last commit; for the event loop
+        self.steps = 0  # likewise, whose gaps were used
+        self.updates = 0  # likewise, added in these steps
         self.seconds = 0.0  # of computing
-        self.over = False  # none is to be made any more
+        self.over = False  # no more updates are made
 
     def update(self) -> bool:
-        """One more, if it is time for it; whether it was."""
+        """Make one update, if it is time for it. Returns whether it was."""
         tally = self.tally
         if self.over or not tally.may_update:
             return False
@@ -51,19 +51,19 @@ class BackgroundRelearning:
         return self.tally.is_due and self.update()
 
     def offer(self) -> tuple[int, int]:
-        """How many updates may enter, and how many are left then. No more are made until that is
-        decided, and none at all once what has come of them is not finite."""
+        """How many updates may enter, and how many are left then. No more are made until the
+        commit, and none at all once the learned weights aren't finite."""
         made = self.tally.offer()
         self.over = self.over or not self.lesson.is_finite()
         return (0, 0) if self.over else (made, self.tally.left_then)
 
     def goes_on(self) -> None:
-        """Another attempt begins, or the same with another plan: it is offered anew."""
+        """Withdraw the offer: another attempt begins, or the same with another plan."""
         self.tally.goes_on()
 
     def enters(self, fixed: int) -> Tensor | None:
-        """What is to be added to the weights once the step has changed them: float32 [n]. `renew`
-        is to follow."""
+        """The change to add to the weights after the step's update: float32 [n], or None. Call
+        `renew` next."""
         self.tally.commit(fixed)
         return self.lesson.changed() if fixed else None
 
@@ -73,7 +73,7 @@ class BackgroundRelearning:
         self.lesson.renew()
 
     def residual(self) -> float:
-        """Of the stage as it is, over the newest pairs."""
+        """Residual error of the stage as it is, over the newest pairs."""
         error = norm = 0.0
         for piece in self.course.newest:
             result = self.lesson.end(piece, self.lesson.start(piece, True), None, None)

@@ -1,11 +1,11 @@
 """Boundary tensors: what crossed from stage to stage in the last committed steps.
 
-Sender and receiver both keep them, in host memory: whichever stage is lost, the nodes around it
-have what went in and what came out. Who rebuilds the stage fetches them to relearn. A few steps of
-them, since more tokens teach more than more passes over the same ones do.
+Sender and receiver both keep them, in host memory. So if a stage is lost, its neighbours have its
+inputs and outputs. The node that rebuilds the stage fetches them to relearn. Several steps are
+kept, since more tokens teach more than more passes over the same ones.
 
-While a step runs, keeping is but to hold on to frames that exist anyway. Once it is committed, what
-takes more than two bytes a value is narrowed to bf16, when the compute thread has nothing to do.
+While a step runs, keeping only holds on to frames that exist anyway. Once it is committed, tensors
+of more than two bytes a value are narrowed to bf16, when the compute thread is idle.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BATCH: Final = 16  # frames sent at a request
+BATCH: Final = 16  # frames sent per request
 LOST_LIMIT: Final = 4096  # stages that a request may name
 PIECE: Final = 1 << 20  # bytes narrowed at a time
-REASON_LIMIT: Final = 200  # characters of what a neighbour says
+REASON_LIMIT: Final = 200  # characters of a neighbour's error
 
 Side = Literal["sent", "received"]
 
@@ -51,7 +51,7 @@ Side = Literal["sent", "received"]
 
 
 class Crossing(NamedTuple):
-    """A microbatch's way from the visit before `position` to the one there."""
+    """A microbatch's hop from the visit before `position` to the one there."""
 
     microbatch: int
     position: int  # on its route
@@ -67,7 +67,7 @@ class KeptTensor(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many bytes it takes."""
+        """Size in bytes."""
         return sum(descriptor.size for descriptor in self.descriptors)
 
     @property
@@ -87,7 +87,7 @@ def _is_narrow(descriptor: Descriptor) -> bool:
 
 @dataclass
 class _Step:
-    """What is kept of one attempt at a step."""
+    """Tensors kept of one attempt at a step."""
 
     ballot: tuple[int, int]
     step: int
@@ -104,8 +104,8 @@ class BoundaryKeeper:
     """What this node sent and received in the running attempt, and in the last committed steps.
 
     Those steps are consecutive and of one history: none that the run has gone back behind, none
-    from before a gap. All methods belong to the event loop. A commit is only decided when all of
-    the step has been computed, so nothing is added to a step that has been committed.
+    from before a gap. All methods belong to the event loop. A commit requires that the whole step
+    has been computed, so nothing is added to a committed step.
     """
 
     def __init__(self, exchanges: Exchanges, tensors: Tensors, steps: int) -> None:
@@ -121,12 +121,12 @@ class BoundaryKeeper:
         return self._attempt.size + sum(step.size for step in self._committed)
 
     def start(self, ballot: Ballot, step: int) -> None:
-        """An attempt at training `step`: what an older one has left is dropped."""
+        """Start an attempt at training `step`, and drop what an older one has left."""
         self._attempt = _Step(ballot, step)
 
     def commit(self, step: int, lineage: int) -> None:
-        """The attempt's tensors are now the last committed step's. If it was not at `step`, there
-        are none. `lineage`: how often the run has gone back to files."""
+        """Make the attempt's tensors those of the last committed step; none, if it wasn't at
+        `step`. `lineage`: how often the run has gone back to files."""
         attempt, self._attempt = self._attempt, _Step(NEVER, 0)
         self.stand_at(step - 1, lineage)
         self._at = lineage, step
@@ -136,22 +136,22 @@ class BoundaryKeeper:
             self._committed.clear()
 
     def stand_at(self, step: int, lineage: int) -> None:
-        """This node's state is of that step: what leads to another one is dropped."""
+        """Set the step of this node's state; tensors that lead to another one are dropped."""
         if self._at != (lineage, step):
             self._committed.clear()
             self._at = lineage, step
 
     def drop(self) -> None:
-        """The attempt has failed."""
+        """Drop a failed attempt."""
         self._attempt = _Step(NEVER, 0)
 
     async def narrow(self) -> None:
-        """After a commit: bring what is kept down to bf16, until the next commit does so."""
+        """Narrow kept tensors to bf16, after a commit and until the next one."""
         self._narrowings += 1
         this = self._narrowings
         wide = [
             (step, crossing, kept)
-            for step in reversed(self._committed)  # the oldest come last, and so are taken first
+            for step in reversed(self._committed)  # the oldest come last, and are taken first
             for crossing, kept in step.kept.items()
             if not kept.narrow
         ]
@@ -170,9 +170,9 @@ class BoundaryKeeper:
     def keep(
         self, side: Side, frame: Frame, ballot: tuple[int, int], stages: Sequence[int]
     ) -> None:
-        """An activation's frame that is being sent, or has been received and found good, in the
-        attempt that began under `ballot`, on a route of these stages. Frames of other attempts, and
-        of evaluations, are not kept."""
+        """Keep an activation's frame that is being sent, or was received and is valid. Its attempt
+        began under `ballot`; its route has these stages. Frames of other attempts, and of
+        evaluations, are not kept."""
         attempt = self._attempt
         if ballot != attempt.ballot:
             return
@@ -183,9 +183,8 @@ class BoundaryKeeper:
     def sides(
         self, step: int, stage: int, lost: frozenset[int]
     ) -> list[tuple[BoundaryPair, str, KeptTensor]]:
-        """What a joiner of `stage` needs of the steps up to `step`: the pairs, which side of them,
-        and the tensor; the newest step first, each in order. Raises ValueError that says why there
-        is nothing."""
+        """What a joiner of `stage` needs of the steps up to `step`, as (pair, side, tensor): newest
+        step first, each in order. Raises ValueError if there is nothing; the message says why."""
         _, newest = self._at
         if newest != step:
             raise ValueError(
@@ -205,7 +204,7 @@ class BoundaryKeeper:
 
 
 class BoundaryPair(NamedTuple):
-    """What went into and came out of consecutive lost stages in a microbatch."""
+    """Input and output of consecutive lost stages in a microbatch."""
 
     step: int
     microbatch: int
@@ -216,7 +215,7 @@ class BoundaryPair(NamedTuple):
 
 
 class BoundaryServer:
-    """Answers joiners; it remembers nothing about them, since each request says where to go on."""
+    """Answers joiners, without state: each request says where to continue."""
 
     def __init__(
         self,
@@ -227,7 +226,7 @@ class BoundaryServer:
         self._keeper, self._tensors, self._send = keeper, tensors, send
 
     def on_message(self, peer: str, message: pb.Message) -> None:
-        """A BoundaryRequest has come."""
+        """Handle a BoundaryRequest."""
         request = message.boundary_request
         manifest = pb.BoundaryManifest(transfer=request.transfer, step=request.step)
         ballot = message.ballot.view, message.ballot.attempt
@@ -260,29 +259,29 @@ class BoundaryServer:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a joiner wants."""
+    """A joiner's request for boundary tensors."""
 
-    step: int  # the newest
-    steps: int  # as many, up to that one
-    stage: int  # its own
+    step: int  # the newest step
+    steps: int  # number of steps, up to that one
+    stage: int  # the joiner's
     lost: frozenset[int]
-    microbatches: int  # of a window
+    microbatches: int  # in a window
     shape: tuple[int, int, int]  # of each tensor: samples, tokens, features
-    beside: int = 0  # of these, the last ones, which come as bytes
+    beside: int = 0  # how many of these features, the last ones, are bytes
 
 
 @dataclass
 class Fetched:
-    """What it got: tensors of `shape`, bf16 on the CPU, without any that is not finite."""
+    """Fetched tensors of `shape`: bf16 on the CPU, all of them finite."""
 
     shape: tuple[int, int, int]
     inputs: dict[BoundaryPair, Tensor] = field(default_factory=dict)
     outputs: dict[BoundaryPair, Tensor] = field(default_factory=dict)
     bytes: int = 0
-    complaints: list[str] = field(default_factory=list)  # what did not come, and why
+    complaints: list[str] = field(default_factory=list)  # what is missing, and why
 
     def whole(self) -> list[BoundaryPair]:
-        """Those of which both sides are here, in order."""
+        """Pairs with both sides, in order."""
         return sorted(self.inputs.keys() & self.outputs.keys())
 
 
@@ -290,7 +289,7 @@ _Answer: TypeAlias = pb.BoundaryManifest | Frame
 
 
 class BoundaryClient:
-    """Fetches boundary tensors, for one joiner at a time or several. `parse`, in the compute
+    """Fetches boundary tensors, for one joiner or several at a time. `parse`, in the compute
     thread, makes the bf16 tensor of a frame, or raises WireError."""
 
     def __init__(
@@ -301,8 +300,8 @@ class BoundaryClient:
         accuse: Callable[[str, str, Cause], None],
         limit: int = OPEN_LIMIT,
     ) -> None:
-        """`accuse` gets who has sent what can't be right, why, and of what it is to be accused;
-        `limit`: bytes of one peer that wait."""
+        """`accuse` gets a node that sent invalid data, the reason and the cause; `limit`: bytes of
+        one peer that may wait."""
         self.exchanges, self.send, self.parse = exchanges, send, parse
         self.accuse = accuse
         self._numbers = count(1)
@@ -311,12 +310,12 @@ class BoundaryClient:
     async def fetch(
         self, ballot: Ballot, wanted: Wanted, neighbours: Sequence[str], deadline: float
     ) -> Fetched:
-        """All that `neighbours` have of it within `deadline` seconds.
+        """Fetch what `neighbours` have of the wanted tensors within `deadline` seconds.
 
-        Who has none of it, is lost or silent, or sends what is damaged, costs only its own tensors;
-        the complaints name it, and who has sent what can't be right is accused. A tensor that is
-        not finite may have been the model's doing: it was committed as skipped. Raises nothing of
-        its own.
+        A neighbour that has none, is lost or silent, or sends damaged data costs only its own
+        tensors; the complaints name it. One that sends invalid data is accused, but not for a
+        tensor that is not finite: that may be the model's, of a step committed as skipped. Raises
+        nothing of its own.
         """
         number = next(self._numbers)
         with self._inboxes.open(number) as inbox:
@@ -325,12 +324,12 @@ class BoundaryClient:
             )
 
     def on_message(self, peer: str, message: pb.Message) -> None:
-        """A BoundaryManifest has come."""
+        """Handle a BoundaryManifest."""
         manifest = message.boundary_manifest
         self._inboxes.put(manifest.transfer, peer, manifest, manifest.ByteSize())
 
     def on_frame(self, peer: str, frame: Frame) -> None:
-        """A frame of kind "boundary" has come."""
+        """Handle a frame of kind "boundary"."""
         if type(number := frame.fields.get("transfer")) is int:
             self._inboxes.put(number, peer, frame, frame.size)
 
@@ -340,9 +339,9 @@ class BoundaryClient:
 
 @dataclass
 class _Neighbour:
-    """Where a neighbour stands."""
+    """Progress of one neighbour."""
 
-    asked: int = 0  # frames before this one
+    asked: int = 0  # frames requested so far
     received: int = 0
     count: int | None = None  # in all; None: no manifest yet
 
@@ -351,7 +350,7 @@ class _BoundaryFetch:
     def __init__(self, client: BoundaryClient, number: int, ballot: Ballot, wanted: Wanted) -> None:
         self._client, self._number = client, number
         self._ballot, self._wanted = ballot, wanted
-        self._waiting: dict[str, _Neighbour] = {}  # for these
+        self._waiting: dict[str, _Neighbour] = {}  # neighbours that still owe frames
         self._accused: set[str] = set()
         self._fetched = Fetched(wanted.shape)
 
@@ -396,7 +395,7 @@ class _BoundaryFetch:
         self._fetched.complaints.append(what)
 
     def _accuse(self, node: str, why: str, cause: Cause) -> None:
-        """Once."""
+        """Accuse a node, at most once."""
         if node not in self._accused:
             self._accused.add(node)
             self._client.accuse(node, why, cause)
@@ -449,7 +448,7 @@ class _BoundaryFetch:
         fetched.bytes += frame.size
 
     def _expect(self, frame: Frame) -> tuple[BoundaryPair, str]:
-        """The pair that a frame is of, and which side. Raises WireError for what is not wanted."""
+        """The pair and side of a frame. Raises WireError for an unwanted one."""
         wanted = self._wanted
         match frame.fields:
             case {
@@ -476,7 +475,7 @@ class _BoundaryFetch:
 
 
 def _check_due(descriptors: Sequence[Descriptor], wanted: Wanted) -> None:
-    """Raises WireError."""
+    """Raises WireError unless the tensors have the wanted form."""
     if not descriptors or not _is_narrow(figures := descriptors[0]):
         raise WireError("it is not one tensor of at most two bytes a value")
     samples, tokens, features = wanted.shape

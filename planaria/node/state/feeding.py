@@ -1,7 +1,7 @@
-"""The tensors of joiners that follow: states of past steps, and reduced gradients.
+"""Tensors for joiners that follow: states of past steps, and reduced gradients.
 
-A source keeps a copy of the state that a joiner was told to fetch, from the first commit that
-changes its own. The feeder of a joiner sends it the reduced gradient of each attempt, exactly.
+A source keeps a copy of the state that a joiner must fetch, made before the next commit changes its
+own. A joiner's feeder sends it the exact reduced gradient of each attempt.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BACKLOG: Final = 4 << 30
-"""Bytes of gradients that wait at the joiner to be applied."""
+"""Bytes of gradients that may wait at the joiner to be applied."""
 UNSENT: Final = 128 << 20
-"""Bytes of gradients that wait at the feeder for one joiner to take them."""
+"""Bytes of gradients that may wait at the feeder for one joiner."""
 FEWEST: Final = 4
-"""Gradients that may wait, however large they are."""
+"""Number of gradients that may wait, however large they are."""
 
 
 def backlog(gradient: Tensor) -> int:
@@ -33,7 +33,7 @@ def backlog(gradient: Tensor) -> int:
 
 
 def unsent(gradient: Tensor) -> int:
-    """Bytes of such gradients that may wait for one joiner to take them."""
+    """Bytes of such gradients that may wait for one joiner."""
     return max(UNSENT, FEWEST * gradient.nbytes)
 
 
@@ -48,9 +48,9 @@ class StatePins:
         return self._states.get(step)
 
     def keep(self, steps: Collection[int], state: StageState) -> Callable[[], None]:
-        """`state` is about to change: forget the pins of steps other than `steps`, and pin it if
-        its own is among them. The copy is made, on the CPU, by the function returned; it is to be
-        run in the compute thread, before the change and before anything is sent of the pin."""
+        """Pin `state`, which is about to change, if its step is in `steps`, and forget pins of
+        other steps. The returned function copies the state to the CPU. Run it in the compute
+        thread, before the change and before anything of the pin is sent."""
         self._states = {step: pin for step, pin in self._states.items() if step in steps}
         if state.id.step not in steps:
             return lambda: None
@@ -65,19 +65,19 @@ class StatePins:
 
 
 def gradient_frame(ballot: Ballot, gradient: Tensor, tensors: Tensors) -> Frame:
-    """A copy of the reduced gradient, exact, as it is sent to a joiner. Compute thread."""
+    """An exact copy of the reduced gradient, as a frame for a joiner. Compute thread."""
     copy = tensors.empty(gradient.numel())
     copy.copy_(gradient.detach())
     return Frame("follow", ballot, {}, *tensors.encode([copy], "none"))
 
 
 def no_gradient(ballot: Ballot) -> Frame:
-    """What is sent in a gradient's place when too many wait to be sent."""
+    """The frame sent instead of a gradient when too many wait."""
     return Frame("follow", ballot, {}, [], b"")
 
 
 class ReducedGradients:
-    """Reduced gradients at the joiner, by ballot: those that aren't applied yet.
+    """Reduced gradients at the joiner, by ballot, until they are applied.
 
     `like` is the stage's own gradient, float32 [n].
     """
@@ -89,7 +89,7 @@ class ReducedGradients:
 
     @contextmanager
     def parsing(self, frame: Frame) -> Iterator[bool]:
-        """False: too many wait already."""
+        """Reserve memory for a frame while it is parsed. False: too many wait already."""
         waiting = len(self._waiting) * self._like.nbytes + self._parsing
         fits = waiting + frame.size <= backlog(self._like)
         self._parsing += frame.size * fits
@@ -99,13 +99,13 @@ class ReducedGradients:
             self._parsing -= frame.size * fits
 
     def parse(self, frame: Frame) -> Tensor:
-        """float32 [n] on the CPU. Raises WireError."""
+        """The gradient, float32 [n] on the CPU. Raises WireError."""
         check_forms(frame.descriptors, [Form("float32", tuple(self._like.shape))])
         (gradient,) = self._tensors.decode(frame.descriptors, frame.payload)
         return gradient
 
     def put(self, ballot: Ballot, gradient: Tensor) -> bool:
-        """False: too many wait already."""
+        """Add a gradient. False: too many wait already."""
         waiting = (len(self._waiting) + 1) * gradient.nbytes
         if waiting > backlog(gradient):
             return False
@@ -116,5 +116,5 @@ class ReducedGradients:
         return self._waiting[ballot]
 
     def forget(self, through: Ballot) -> None:
-        """Those of that ballot, and of older ones."""
+        """Forget gradients of that ballot, and of older ones."""
         self._waiting = {b: g for b, g in self._waiting.items() if b > through}

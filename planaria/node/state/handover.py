@@ -1,14 +1,13 @@
-"""Whether a stage's last node that is told to go gets its state to an heir in time.
+"""Whether the last node of a stage can hand its state to an heir within a termination notice.
 
-Told some time ahead, it hears of it up to POLL seconds later, ends what it has of the step, pushes
-the weights and then Adam's moments, and keeps FAREWELL seconds for leaving, and MARGIN since what
-it was told is only nearly right. So `size` bytes are over after
+The node sees the notice up to POLL seconds late, and ends its part of the step. It pushes the
+weights, then Adam's moments. It keeps FAREWELL seconds for leaving, and MARGIN since the announced
+time is approximate. So a push of `size` bytes ends after
 
     POLL + step + rtt (1 + log2(size / INITIAL_WINDOW + 1)) + size / rate + FAREWELL + MARGIN
 
-seconds: on a new connection TCP doubles what it sends each round, and at most so many rounds are
-spent on that. The link is the worst to anybody. There has to be an heir: a standby, a replica that
-moves, or a node with room.
+seconds: the logarithm bounds the round trips of TCP's slow start on a new connection. The link is
+the slowest to any node. It takes an heir: a standby, a replica that moves, or a node with room.
 """
 
 from __future__ import annotations
@@ -19,41 +18,41 @@ from dataclasses import dataclass
 from typing import Final
 
 POLL = 2.0
-"""Seconds between two looks for a notice; AWS recommends five or less, GCP leaves only thirty."""
+"""Seconds between two checks for a notice; AWS recommends five or less, GCP leaves only thirty."""
 MARGIN = 3.0
-"""Seconds before the said end at which a node wants to be gone; the time is approximate."""
+"""Seconds before the announced end at which a node wants to be gone; the time is approximate."""
 NOTICES: Final = (120.0, 30.0, 10.0)
-"""Seconds that AWS gives, that GCP and Azure give, and that are left where it is heard late."""
+"""Seconds of notice: AWS, then GCP and Azure, then what is left if it is seen late."""
 FAREWELL = 2.0
 """Seconds of its grace that a node keeps for leaving properly."""
 INITIAL_WINDOW: Final = 10 * 1448
-"""Bytes that TCP sends at first."""
+"""Bytes of TCP's initial window."""
 VALUE: Final = 4
 """Bytes of a weight, and of each of its two moments."""
 
 
 @dataclass(frozen=True)
 class Handover:
-    """Of a stage with so many parameters; a step takes `step` seconds."""
+    """The handover of one stage; a step takes `step` seconds."""
 
     stage: int
     parameters: int
     step: float
     rtt: float  # seconds, to the heir and back
-    mbps: float  # Mbit/s of what is sent, without headers
+    mbps: float  # Mbit/s of payload, without headers
 
     @property
     def weights(self) -> int:
-        """Bytes."""
+        """Bytes of the weights."""
         return VALUE * self.parameters
 
     @property
     def state(self) -> int:
-        """Bytes, with the moments."""
+        """Bytes of weights and moments."""
         return 3 * self.weights
 
     def seconds(self, size: float) -> float:
-        """From the notice to the end, with so much pushed."""
+        """Seconds from the notice to the end of a push of `size` bytes."""
         rounds = 1 + math.log2(size / INITIAL_WINDOW + 1)
         pushing = self.rtt * rounds + 8e-6 * size / self.mbps
         return POLL + self.step + pushing + FAREWELL + MARGIN
@@ -66,7 +65,7 @@ class Handover:
 
 
 def told(of: Sequence[Handover], notice: float) -> str:
-    """What a notice of so many seconds is good for, in words."""
+    """A sentence about what a notice of so many seconds suffices for."""
     by: dict[str, list[Handover]] = {}
     for one in of:
         by.setdefault(one.possible(notice), []).append(one)

@@ -1,8 +1,8 @@
-"""What a node keeps for the day when a stage is lost.
+"""What a node keeps in case a stage is lost.
 
-Of other stages in memory: copies, running snapshots, a twin; of its own in files; and what crossed
-to its neighbours in the last steps. Which of these there are follows from the run's policy and the
-node's stage.
+In memory, of other stages: copies, running snapshots and a twin. In files: saves of its own stage.
+Also tensors that crossed to its neighbours in the last steps. The run's policy and the node's stage
+decide which of these exist.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from planaria.recovery.snapshot import Layout, route, sent_as
 
 log = logging.getLogger("planaria")
 
-CLOSE: Final = 10.0  # seconds that the last saves have to get to disk
+CLOSE: Final = 10.0  # seconds that the last saves have to reach the disk
 
 
 class Host(Protocol):
-    """The seat that keeps all this; called on the event loop."""
+    """The seat that owns the holdings; called on the event loop."""
 
     node: str
     stage: int
@@ -55,7 +55,7 @@ class Host(Protocol):
 
 
 class Files:
-    """Saves of the node's own stage: a kind of holding, every so many steps."""
+    """Saves of the node's own stage: one kind of holding, every so many steps."""
 
     def __init__(self, kind: Kind, disk: Disk, every: int) -> None:
         self.kind, self.disk, self.every = kind, disk, every
@@ -65,7 +65,7 @@ class Files:
         return [save.holding(self.kind) for save in self.disk.listed(self.refused)]
 
     async def load(self, exchanges: Exchanges, save: Age) -> StageState:
-        """Raises SaveError; what can't be loaded is offered no more."""
+        """Load a save. Raises SaveError; a save that can't be loaded isn't offered again."""
         loaded: Outcome[StageState] = Outcome(exchanges)
         self.disk.load(save, loaded.settle)
         try:
@@ -76,8 +76,8 @@ class Files:
 
 
 class Holdings:
-    """All of it at one node. Made in the compute thread; methods are called on the event loop,
-    but for those that say otherwise."""
+    """All holdings of one node. Made in the compute thread; methods are called on the event loop,
+    except where stated otherwise."""
 
     def __init__(
         self,
@@ -88,10 +88,10 @@ class Holdings:
         save_dir: Path | None,
         checkpoint_dir: Path | None,
     ) -> None:
-        """`twin`: with the policy "redundant"; `checkpoint_dir`: with "checkpoint"; `layout`: of
-        the tensors of that stage. Raises SaveError for a folder that can't be used."""
+        """`twin`: with the policy "redundant"; `checkpoint_dir`: with "checkpoint"; `layout`: of a
+        stage's tensors. Raises SaveError for a folder that can't be used."""
         self.host, self.twin = host, twin
-        self._twin_digest: tuple[StateId | None, bytes] = (None, b"")  # when it was last updated
+        self._twin_digest: tuple[StateId | None, bytes] = (None, b"")  # at its last update
         self.stage, self.run, self.config = host.stage, host.run, host.config
         run = host.run
         self.policy = policy = run.recovery.policy
@@ -112,7 +112,7 @@ class Holdings:
             self._add_files("checkpoint", checkpoint_dir, run.recovery.checkpoint.every, 4)
 
     def _carry_copies(self, layout: Callable[[int], Layout]) -> None:
-        """Copies of stage 0, and snapshots: what this node sends, and what it holds of others."""
+        """Set up sending and holding of copies of stage 0 and of snapshots."""
         host, snapshot = self.host, self.run.recovery.snapshot
         learning = [of for of in range(self.config.stages + 1) if self.config.trained[min(of, 1)]]
         kinds = {of: sent_as(self.policy, of, snapshot.first) for of in learning}
@@ -128,7 +128,7 @@ class Holdings:
             self.sender = Sender(host.exchanges, outgoing, host.own_state, self._send_at_once)
 
     def _send_at_once(self, peer: str, item: pb.Message | Frame) -> bool:
-        """Or never: when a link comes up there will be a newer state to send."""
+        """Send now or never: once a link comes up, a newer state is sent."""
         return self.host.net.linked(peer) and self.host.send(peer, item)
 
     def _add_files(self, kind: Kind, folder: Path, every: int, keep: int) -> None:
@@ -139,13 +139,13 @@ class Holdings:
     # --- training
 
     def attempted(self, ballot: Ballot, begin: pb.Begin) -> None:
-        """Hears that an attempt begins."""
+        """Record the start of an attempt."""
         if self.boundary is not None and begin.kind == pb.Begin.TRAIN:
             self.boundary.start(ballot, begin.step)
         self.follow(begin)
 
     def follow(self, begin: pb.Begin) -> None:
-        """These are the members: to whom this node sends."""
+        """Choose the holders that this node sends to, from the attempt's members."""
         if self.sender is not None and self.sends is not None:
             members = [(place.node, place.stage) for place in begin.members]
             way = route(self.sends, self.stage, members, self.config.stages, node_of)
@@ -156,36 +156,36 @@ class Holdings:
             self.sender.set_holders(holders)
 
     def dropped(self) -> None:
-        """The attempt has failed."""
+        """Drop a failed attempt."""
         if self.boundary is not None:
             self.boundary.drop()
 
     def forget(self, before: Ballot) -> None:
-        """Ballots older than `before` are void."""
+        """Forget ballots older than `before`: they are void."""
         if self.twin is not None:
             self.twin.forget(before)
 
     def committing(self, step: int, lineage: int) -> None:
-        """The commit of `step` is about to be posted to the compute thread."""
+        """Call before the commit of `step` is posted to the compute thread."""
         if self.boundary is not None:
             self.boundary.commit(step, lineage)
 
     def apply(self, commit: pb.Commit, lr: float) -> None:
-        """Applies a commit to the twin; called in the compute thread, after the optimizer."""
+        """Apply a commit to the twin; called in the compute thread, after the optimizer."""
         if self.twin is not None:
             self.twin.apply(commit, lr)
             self._twin_digest = self.twin.state.id, self.twin.optimizer.digest()
 
     def save(self, state: StageState, first: bool, always: bool = False) -> None:
-        """In the compute thread: the state as it is now, where its step is one to be saved. Of the
-        replicas of a stage the first alone writes checkpoints."""
+        """Save the state, if its step is due; in the compute thread. Of a stage's replicas only the
+        first writes checkpoints."""
         for files in () if self._closed else self.files:
             due = state.id.step % files.every == 0 and (first or files.kind == "save")
             if due or (always and files.kind == "save"):
                 files.disk.write(state)
 
     def in_place(self, own: StateId) -> None:
-        """This node has that state of its stage: applied, fetched or loaded."""
+        """Record that this node has a state of its stage: applied, fetched or loaded."""
         if self.boundary is not None:
             self.boundary.stand_at(own.step, own.lineage)
             self.host.exchanges.start(self.boundary.narrow())
@@ -197,12 +197,12 @@ class Holdings:
     # --- what others say
 
     def on_message(self, peer: str, message: pb.Message) -> None:
-        """A Kept has come."""
+        """Handle a Kept."""
         if self.sender is not None:
             self.sender.on_kept(peer, message.kept)
 
     def on_frame(self, peer: str, frame: Frame) -> None:
-        """A frame of kind "copy" or "twin" has come."""
+        """Handle a frame of kind "copy" or "twin"."""
         if frame.kind == "twin" and self.twin is not None:
             self.twin.on_frame(peer, frame)
         elif frame.kind == "copy" and self.holder is not None:
@@ -217,7 +217,7 @@ class Holdings:
     # --- what there is
 
     def listed(self) -> list[pb.Holding]:
-        """All that is held, as the driver is told."""
+        """All holdings, for the driver."""
         found = self.holder.holdings() if self.holder is not None else []
         for one in found:
             if one.kind == "snapshot" and self.holder is not None:
@@ -233,7 +233,7 @@ class Holdings:
         return found + [one for files in self.files for one in files.holdings()]
 
     def served(self, kind: str, stage: int) -> StageState | None:
-        """The state that a joiner asks for; None: there is no such thing here."""
+        """The held state that a joiner requests; None: this node has none."""
         if kind == "redundant" and self.twin is not None and self.twin.stage == stage:
             of, digest = self._twin_digest
             return replace(self.twin.state, digest=digest if of == self.twin.state.id else b"")
@@ -242,7 +242,7 @@ class Holdings:
         return None
 
     async def load(self, source: pb.Source, method: str) -> StageState:
-        """The node's own file that the driver has chosen. Raises ComplaintError."""
+        """Load the node's own file that the driver has chosen. Raises ComplaintError."""
         kind = "checkpoint" if method == "checkpoint" else "save"
         problem = f"no folder for a {kind} at this node"
         for files in self.files:
@@ -254,7 +254,7 @@ class Holdings:
         raise ComplaintError(problem)
 
     def costs(self) -> dict[str, HoldingCost]:
-        """What holding costs, by what it is for."""
+        """Costs of holding, by purpose."""
         found: dict[str, HoldingCost] = {}
         if self.boundary is not None:
             found["boundary"] = HoldingCost(memory_bytes=self.boundary.memory_bytes)
@@ -280,7 +280,7 @@ class Holdings:
         return found
 
     def finish_saves(self, seconds: float = CLOSE) -> None:
-        """Waits, blocking, so long for the writes in flight; nothing is saved afterwards."""
+        """Wait, blocking, up to `seconds` for writes in flight; then nothing more is saved."""
         self._closed = True
         for files in self.files:
             files.disk.finish(seconds)

@@ -1,4 +1,4 @@
-"""A stage's state, and which one it is; without torch, for those that decide and never compute."""
+"""A stage's state and its identity; without torch, for code that decides and never computes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SaveError(Exception):
 
 
 class Age(NamedTuple):
-    """What orders the states of a stage: a run that goes back to its files counts steps anew."""
+    """Order of a stage's states; a run that goes back to its files counts steps anew."""
 
     lineage: int  # how often it had gone back when the state was made
     step: int
@@ -28,10 +28,10 @@ class Age(NamedTuple):
 class StateId:
     """The state of `stage` after `step`, in a run that had gone back to files `lineage` times.
 
-    `made`: the ballot of the commit that made the step. A commit that only those knew who are gone
-    never happened, and its step is made again: of the same number, but another. NEVER if there was
-    none: these are the initial weights, or a state of older commits that counts as of this step
-    since the run was resumed with it.
+    `made`: the ballot of the commit that made the step. A commit known only to lost nodes never
+    happened; its step is made again, with the same number and another ballot. NEVER without such a
+    commit: initial weights, or a state of older commits that counts as of this step since the run
+    was resumed with it.
     """
 
     stage: int
@@ -41,7 +41,7 @@ class StateId:
 
     @classmethod
     def after(cls, last: pb.Commit, stage: int, lineage: int, step: int) -> StateId:
-        """Of a state that counts as of `step`; `last` is the newest commit in it."""
+        """The id of a state that counts as of `step`; `last` is the newest commit in it."""
         made = Ballot.of(last.ballot) if last.step == step else NEVER
         return cls(stage, lineage, step, made)
 
@@ -50,7 +50,7 @@ class StateId:
         return Age(self.lineage, self.step)
 
     def holding(self, kind: str) -> pb.Holding:
-        """What a node says of a state that it keeps; `kind` as in recovery/decide.py."""
+        """The id as a holding to report; `kind` as in recovery/decide.py."""
         made = None if self.made == NEVER else self.made.message()
         return pb.Holding(
             kind=kind, stage=self.stage, step=self.step, lineage=self.lineage, made=made
@@ -63,17 +63,17 @@ class StageState:
 
     `tensors`: flat, float32 [n], contiguous, on any device, by name and in the order of their
     bytes: "weights", then the optimizer's "first_moment" and "second_moment" where they are known.
-    They may be those that the stage trains, which the next commit changes.
+    They may be the stage's own training tensors, which the next commit changes.
     """
 
     id: StateId
     tensors: Mapping[str, Tensor]
     omega: float  # squared norm of the last committed gradient
     boosted_at: int  # step after which the stage was rebuilt inexactly; 0: never
-    last: pb.Commit  # the newest in it
+    last: pb.Commit  # the newest commit in it
     optimizer_step: int
-    relearning: int = 0  # updates of the stage's lesson that aren't in it yet
-    digest: bytes = b""  # of weights and moments; empty: it wasn't taken
+    relearning: int = 0  # updates of the stage's lesson not in it yet
+    digest: bytes = b""  # of weights and moments; empty: not taken
 
     @property
     def bytes(self) -> int:

@@ -1,13 +1,13 @@
 """The twin of the next stage: redundant computation, after Bamboo (Thorpe et al., NSDI 2023).
 
-A node of stage s also holds stage s + 1 (stage L holds stage 0), and keeps it bit-identical: the
+A node of stage s also holds stage s + 1 (stage L holds stage 0), bit-identical. For this, the
 replicas of s + 1 send their reduced gradient to the nodes of s *before* either of them answers
-Ready. So a commit finds both with the same gradient, and both apply it, whoever dies next.
+Ready. So both have the same gradient when a commit comes, and both apply it, whichever dies next.
 
-When the last node of s + 1 dies within a step, its seat is taken with this state, and the step goes
-on (node/transaction/takeover.py). Bamboo's node also computes the forward passes of what it holds,
-so that only the backward passes are left then. Here whoever takes the seat computes both: all inner
-activations of a stage over a whole window are often more than the stage itself.
+When the last node of s + 1 dies within a step, another node takes its seat with this state, and the
+step goes on (node/transaction/takeover.py). Bamboo's node also computes the forward passes of the
+held stage, so that only backward passes are left. Here the new node computes both: the inner
+activations of a stage over a window often take more memory than the stage itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PIECE: Final = 1 << 20  # values of the gradient that travel in one frame: 4 MiB
+PIECE: Final = 1 << 20  # values of the gradient per frame: 4 MiB
 
 
 def next_stage(stage: int, stages: int) -> int:
@@ -50,7 +50,7 @@ def next_stage(stage: int, stages: int) -> int:
 
 
 def servers(of: int, stages: int, members: Iterable[pb.Place]) -> dict[str, str]:
-    """Who holds a twin of stage `of` -> which of its replicas sends the gradient there.
+    """For each holder of a twin of stage `of`, the replica that sends it the gradient.
 
     Replica j of R, in the order of the ids, serves the holders k with k mod R = j.
     Raises ValueError when the stage has no member.
@@ -64,10 +64,10 @@ def servers(of: int, stages: int, members: Iterable[pb.Place]) -> dict[str, str]
 
 
 class Twin:
-    """The next stage, as a node holds it beside its own.
+    """The next stage, held by a node beside its own.
 
-    Takes 16 bytes for each of the stage's parameters, and the gradient's 4 once more while it
-    travels. `apply` and `load` run in the compute thread, all else on the event loop.
+    Takes 16 bytes for each of the stage's parameters, and the gradient's 4 once more while it is
+    transferred. `apply` and `load` run in the compute thread, all else on the event loop.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Twin:
         send: Callable[[str, Frame], bool],
         tensors: Tensors,
     ) -> None:
-        """`stage` is the node's own; `optimizer` is of the stage behind it at step 0, made from the
-        seed, and so exact. `send` queues a frame for a peer; False: there is no link to it.
+        """`stage` is the node's own; `optimizer` is the next stage's at step 0, made from the seed
+        and so exact. `send` queues a frame for a peer; False: there is no link to it.
         """
         self.stage = next_stage(stage, stages)
         self.optimizer = optimizer
@@ -90,13 +90,13 @@ class Twin:
         some_twice = 2 * optimizer.gradient.nbytes
         open_limit = some_twice + OPEN_LIMIT
         self._inboxes: Inboxes[Ballot, Frame] = Inboxes(exchanges, NEVER, some_twice, open_limit)
-        # Not of the node's committed step: it is stale.
+        # Not of the node's committed step, but stale.
         initial = StateId(self.stage, lineage=0, step=0, made=NEVER)
         state = dict(optimizer.state(optimizer=True))
         self.state = StageState(initial, state, 0.0, 0, pb.Commit(), 0)
-        self._reduced = (NEVER, 0.0)  # whose gradient is whole in the optimizer's; its squared norm
-        # What it costs
-        self.bytes_sent = 0  # of this node's gradient, to those who hold its stage's twin
+        self._reduced = (NEVER, 0.0)  # ballot of the optimizer's gradient; its squared norm
+        # Costs
+        self.bytes_sent = 0  # of this node's gradient, to the holders of its stage's twin
         self._exchange_seconds = 0.0
 
     @property
@@ -106,7 +106,7 @@ class Twin:
 
     @property
     def critical_seconds(self) -> float:
-        """How long Ready and the next step have waited for the twin."""
+        """Seconds that Ready and the next step have waited for the twin."""
         return self._exchange_seconds + self.optimizer.seconds
 
     # --- training
@@ -119,12 +119,11 @@ class Twin:
         squared_norm: float,
         patience: float,
     ) -> None:
-        """Send this stage's reduced `gradient` to the holders of its twin, and get that of the next
-        stage. Only then may the node answer Ready.
+        """Send this stage's reduced `gradient` to the holders of its twin, and receive that of the
+        next stage. Only then may the node answer Ready.
 
-        `squared_norm` is the gradient's, `patience` the seconds that each frame is waited for,
-        once there is `hurry`.
-        Raises ComplaintError, and PeerLostError when a holder can't be reached.
+        `squared_norm` is the gradient's; `patience`: seconds to wait for each frame, once `hurry`
+        was called. Raises ComplaintError, and PeerLostError when a holder can't be reached.
         """
         started = self._exchanges.now
         server = servers(self.stage, self._stages, members)[self._node]
@@ -160,7 +159,7 @@ class Twin:
                 self.bytes_sent += frame.size
 
     def _frame(self, ballot: Ballot, fields: dict[str, float], part: Tensor) -> Frame:
-        # A copy: what waits to be sent must not change, whatever becomes of the gradient.
+        # A copy: queued data must not change with the gradient.
         return Frame("twin", ballot, fields, *self._tensors.encode([part.clone()], "none"))
 
     async def _gather(
@@ -172,7 +171,7 @@ class Twin:
             except TimeoutError:
                 raise gathering.did_not_come(patience) from None
             if isinstance(frame, Lost):
-                continue  # what was on its way is sent again
+                continue  # lost frames are sent again
             if peer != gathering.server:
                 log.warning(
                     "dropped a gradient for the twin of stage %d from %s: %s is to send it",
@@ -184,16 +183,16 @@ class Twin:
             await self._exchanges.compute(partial(gathering.absorb, frame))
 
     def on_frame(self, peer: str, frame: Frame) -> None:
-        """A frame of kind "twin" has come. It waits for its exchange if that is to start yet; if it
-        is over or void, the frame has no effect."""
+        """Handle a frame of kind "twin". It waits until its exchange starts; a frame of a finished
+        or void one has no effect."""
         self._inboxes.put(Ballot(*frame.ballot), peer, frame, frame.size)
 
     def hurry(self, ballot: Ballot) -> None:
-        """All microbatches are home, so the gradient is not to be waited for long."""
+        """Start the patience: all microbatches are home, so the gradient is due soon."""
         self._inboxes.hurry(ballot)
 
     def forget(self, before: Ballot) -> None:
-        """Ballots older than `before` are void: what comes for them has no effect."""
+        """Drop frames of ballots older than `before`: they are void."""
         self._inboxes.forget(before)
 
     def apply(self, commit: pb.Commit, lr: float) -> None:
@@ -219,7 +218,7 @@ class Twin:
     # --- the state
 
     def load(self, state: StageState) -> None:
-        """Take over what a replica of the next stage has served: that is the twin's state then.
+        """Make a state served by a replica of the next stage the twin's.
 
         Raises ValueError when it isn't a state of that stage; nothing changes then.
         """
@@ -228,7 +227,7 @@ class Twin:
 
 
 class _Gathering:
-    """The next stage's reduced gradient on its way into the twin's."""
+    """Assembles the next stage's reduced gradient in the twin's optimizer."""
 
     def __init__(self, stage: int, server: str, gradient: Tensor, tensors: Tensors) -> None:
         self.stage, self.server, self.tensors = stage, server, tensors
@@ -244,8 +243,8 @@ class _Gathering:
         )
 
     def absorb(self, frame: Frame) -> None:
-        """Takes in a frame, in the compute thread. Raises ComplaintError for one that can't be
-        right."""
+        """Copy a frame's piece to its place, in the compute thread. Raises ComplaintError for an
+        invalid one."""
         piece, squared_norm = frame.fields.get("piece"), frame.fields.get("squared_norm")
         if type(piece) is not int or not 0 <= piece < len(self.parts):
             raise self._complaint(f"piece {_repr(piece)} of {len(self.parts)}", NUMBERS)
@@ -257,7 +256,7 @@ class _Gathering:
             (values,) = self.tensors.decode(frame.descriptors, frame.payload, part.device)
         except WireError as error:
             raise self._complaint(f"what can't be used: {error}", error.cause) from error
-        part.copy_(values)  # once more does no harm: a link that broke sends again
+        part.copy_(values)  # a repeated piece is harmless: a broken link sends again
         self.squared_norm = squared_norm
         self.missing.discard(piece)
 
@@ -267,5 +266,5 @@ class _Gathering:
 
 
 def _pieces(gradient: Tensor) -> list[Tensor]:
-    """Views of its parts."""
+    """Views of the gradient's pieces."""
     return [gradient[first : first + PIECE] for first in range(0, gradient.numel(), PIECE)]

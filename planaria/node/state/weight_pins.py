@@ -1,7 +1,7 @@
-"""Weights of committed steps that onlookers take away: who exports a model while it is trained.
+"""Weight pins: weights of committed steps, kept for observers that export a model during training.
 
-Each stage has to give those of the same step, and no stage waits for it: an onlooker says which one
-it wants, soon enough, and the stage keeps a copy when the commit after it comes.
+An export needs the same step of each stage, and no stage waits for it. An observer requests a step
+in advance, and the stage keeps a copy when the commit after it comes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from planaria.node.state.transfer import WEIGHTS
 log = logging.getLogger(__name__)
 
 PIN: Final = "pin"
-"""In place of a kind of Holding, in requests for these."""
+"""Stands for a kind of Holding in requests for pinned weights."""
 LEASE: Final = 30.0
-"""Seconds that a step stays pinned after it was last asked for."""
+"""Seconds that a step stays pinned after its last request."""
 MOST: Final = 2
-"""Steps that are pinned here at a time: each takes a copy of the stage's weights."""
+"""Steps pinned here at a time: each takes a copy of the stage's weights."""
 
 
 class _Wish(NamedTuple):
@@ -31,16 +31,16 @@ class _Wish(NamedTuple):
 
 
 class WeightPins:
-    """What onlookers want of one stage, and what is kept for them. `now` is in seconds of any one
-    clock."""
+    """Weight pins of one stage, and the observers' requests for them. `now` is in seconds of any
+    one clock."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
-        self._wishes: dict[str, _Wish] = {}  # by onlooker: each has one
+        self._wishes: dict[str, _Wish] = {}  # by observer: each has one
         self._states: dict[int, StageState] = {}  # by step
 
     def want(self, onlooker: str, step: int, now: float) -> str:
-        """From now on, and no other step. Returns why not; empty: it will be kept."""
+        """Replace the observer's request. Returns why that fails; "": the step will be kept."""
         self.expire(now)
         others = {wish.step for name, wish in self._wishes.items() if name != onlooker}
         if len(others | {step}) > MOST:
@@ -49,26 +49,26 @@ class WeightPins:
         return ""
 
     def renew(self, onlooker: str, step: int, now: float) -> None:
-        """It goes on taking that step away."""
+        """Extend the pin of a step that the observer still reads."""
         if step in self._states:
             self.want(onlooker, step, now)
 
     def forget(self, onlooker: str) -> None:
-        """It wants nothing any more."""
+        """Drop the observer's request."""
         self._wishes.pop(onlooker, None)
 
     def expire(self, now: float) -> None:
-        """What nobody has asked for lately is forgotten."""
+        """Forget requests that weren't renewed in time, and their pins."""
         self._wishes = {name: wish for name, wish in self._wishes.items() if now < wish.until}
         wanted = {wish.step for wish in self._wishes.values()}
         self._states = {step: kept for step, kept in self._states.items() if step in wanted}
 
     def keep(self, state: StageState, next_step: int, now: float) -> Callable[[], None]:
-        """`state` is about to become that of `next_step`. If it is wanted, what is returned copies
-        its weights, on the CPU: to be run in the compute thread, before the change."""
+        """Pin `state`, which is about to become that of `next_step`, if requested. The returned
+        function copies its weights to the CPU: run it in the compute thread, before the change."""
         self.expire(now)
         step = state.id.step
-        # Who follows the others has a state of an older step to show.
+        # A joiner that follows may have a state of an older step.
         if step + 1 != next_step or step not in {wish.step for wish in self._wishes.values()}:
             return lambda: None
         weights = state.tensors[WEIGHTS]
@@ -85,7 +85,7 @@ class WeightPins:
         return take
 
     def get(self, step: int, own: StageState | None) -> StageState | None:
-        """The state of that step, in which the weights can be relied on; `own`: the stage's."""
+        """The state of that step, with reliable weights; `own`: the stage's."""
         if own is not None and own.id.step == step:
             return own
         return self._states.get(step)
