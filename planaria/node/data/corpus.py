@@ -448,9 +448,7 @@ class Corpus:
             return (marks[:-1] & BEGINS).astype(np.bool_)
         ends = self.sample(split, context, index)[:-1] == self.index.end_of_document
         begins = np.concatenate(([False], ends[:-1]))
-        if (
-            self.index.end_of_document in self.index.begin
-        ):  # a token that begins a document doesn't end one
+        if self.index.end_of_document in self.index.begin:  # its first token is no end
             begins[1:] &= ~(begins[:-1] & ends[:-1])
         return begins
 

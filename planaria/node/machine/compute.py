@@ -19,7 +19,7 @@ from planaria.node.ports import Priority
 T = TypeVar("T")
 
 END = 2.0
-"""Seconds in which the task at hand has to end when the thread is to."""
+"""Seconds for the current task to end when the thread is stopped."""
 
 
 _here = threading.local()
@@ -27,8 +27,8 @@ _here = threading.local()
 
 @contextmanager
 def waiting_for_disk() -> Iterator[None]:
-    """In a compute thread this block doesn't count as computing, however long it takes; a slow disk
-    is no hanging device. In other threads it is nothing."""
+    """Exclude this block from computing time: a slow disk is no hanging device. Outside a compute
+    thread it does nothing."""
     watch: Watch | None = getattr(_here, "watch", None)
     if watch is None:
         yield
@@ -42,7 +42,7 @@ def waiting_for_disk() -> Iterator[None]:
 
 
 class ComputeThread:
-    """Tasks of equal priority run in the order in which they were posted."""
+    """A thread that runs tasks by priority; equal ones run in the order of `post`."""
 
     def __init__(
         self, name: str, loop: asyncio.AbstractEventLoop, watch: Watch | None = None
@@ -70,12 +70,12 @@ class ComputeThread:
     def post(
         self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
     ) -> None:
-        """`then` gets what the work returned or raised, on the event loop."""
+        """Queue `work`; `then` gets its result or exception, on the event loop."""
 
         def task() -> None:
             try:
                 result: T | Exception = work()
-            except Exception as error:  # noqa: BLE001 (whatever it is, it belongs to who waits)
+            except Exception as error:  # noqa: BLE001 (`then` gets it, whatever it is)
                 result = error
             if not self.loop.is_closed():
                 self.loop.call_soon_threadsafe(then, result)
@@ -87,19 +87,18 @@ class ComputeThread:
     def run(
         self, work: Callable[[], T], priority: Priority = Priority.CONTROL
     ) -> asyncio.Future[T]:
-        """The future has the work's result or exception; call it on the event loop."""
+        """Queue `work`, and return a future of its outcome. Call it on the event loop."""
         future: asyncio.Future[T] = self.loop.create_future()
         self.post(work, partial(_settle, future), priority)
         return future
 
     def look(self) -> Hang | None:
-        """Does the task at hand take too long? To be asked on the event loop, at each of its
-        ticks."""
+        """Report a hanging task. To be called on the event loop, at each of its ticks."""
         return self.watch.look(time.monotonic())
 
     def stop(self, seconds: float | None = END) -> bool:
-        """Forget what waits; what runs is let finish. False: it hasn't, for so long, and nobody can
-        end it but with the process."""
+        """Drop queued tasks, and wait for the current one. False: it hasn't ended in that time;
+        then only the end of the process ends it."""
         with self._wake:
             self._stopped = True
             self._tasks.clear()

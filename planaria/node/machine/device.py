@@ -1,4 +1,4 @@
-"""What a device is good for."""
+"""Capabilities of a device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ import torch
 from torch.nn import functional
 
 SPEED_TAKES: Final = 0.1
-"""Seconds of one try to find out how fast this machine is: the period of a quota of Linux."""
+"""Seconds of one speed measurement: the period of a CPU quota in Linux."""
 
 
 def measure_speed(device: torch.device) -> float:
-    """Relative work per second: GFLOP/s of a float32 matrix product, the better of two tries. Each
-    takes so long that a machine which may use its cores in turns only, as a container with a quota,
-    has had both."""
+    """GFLOP/s of a float32 matrix product, the better of two measurements. Each is long enough for
+    a full period of a container's CPU quota."""
     a = torch.ones(384, 384, device=device)
     best = 0.0
     for _ in range(2):
@@ -32,8 +31,8 @@ def measure_speed(device: torch.device) -> float:
 
 
 def why_no_bf16(device: torch.device) -> str:
-    """Why attention can't be computed in bfloat16 there, in torch's words; empty if it can. So it
-    is on a processor with AMX when ATEN_CPU_CAPABILITY hides its AVX-512."""
+    """Torch's error if attention can't be computed in bfloat16; empty if it can. It fails on a
+    processor with AMX when ATEN_CPU_CAPABILITY hides its AVX-512."""
     q = torch.ones(1, 1, 64, 16, dtype=torch.bfloat16, device=device)
     try:
         functional.scaled_dot_product_attention(q, q, q, is_causal=True)
@@ -43,16 +42,15 @@ def why_no_bf16(device: torch.device) -> str:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes that it has in all."""
+    """Total memory of the device in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def available_memory(root: Path = Path("/")) -> float:
-    """Bytes of the machine's memory that may still be taken without swapping (proc(5)), and within
-    a container's limit, where one is set (cgroups, version 2); infinite where nothing says so.
-    `root`: of the files."""
+    """Bytes of the machine's memory that can be taken without swapping (proc(5)), and within a
+    container's limit, if any (cgroups, version 2); infinite if unknown. `root`: of the files."""
     found = re.search(r"MemAvailable: *(\d+) kB", _read(root / "proc/meminfo"))
     machine = 1024 * float(found[1]) if found else math.inf
     group = root / "sys/fs/cgroup"

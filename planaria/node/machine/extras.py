@@ -1,4 +1,4 @@
-"""Libraries that planaria is installed without, and how to get them."""
+"""Optional libraries, and how to install them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ EXTRAS = {
     "tensorboardX": "tensorboard",
     "wandb": "wandb",
 }
-"""By the name that is imported, the optional dependencies in pyproject.toml that bring it."""
+"""Optional dependencies in pyproject.toml, by the names of the modules that they install."""
 
 
 def check(extra: str) -> None:
-    """Raises ModuleNotFoundError when something is missing that only this extra brings."""
+    """Raises ModuleNotFoundError when a library of this extra is missing."""
     for library, brings in EXTRAS.items():
         if brings == extra and find_spec(library) is None:
             raise ModuleNotFoundError(f"No module named {library!r}", name=library)
 
 
 def remedy(error: ModuleNotFoundError) -> str:
-    """A sentence that says what is missing and how to install it. Raises `error` itself if none of
-    the extras would bring it."""
+    """Message with the missing library and how to install it. Raises `error` itself if no extra has
+    the library."""
     library = (error.name or "").partition(".")[0]
     if library not in EXTRAS:
         raise error

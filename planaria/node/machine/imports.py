@@ -1,5 +1,5 @@
-"""Where the Python processes that planaria starts look for modules: not in the current folder,
-which may be a downloaded one with a `json.py` in it."""
+"""Module search path of child Python processes: without the current folder, which may be a
+downloaded one with a `json.py` in it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 
 def leave_out_current_folder() -> None:
-    """Python processes that are started from here on, by whatever library, don't import from the
-    current folder, unless planaria itself is there."""
+    """Keep Python processes started from now on, by any library, from importing from the current
+    folder, unless planaria itself is in it."""
     if not _planaria_is_here():
         os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def calling(module: str) -> list[str]:
-    """The command line of another Python that calls `main` of that module, and finds whatever this
-    one finds, but for the current folder, which notebooks and scripts may have in their path."""
+    """Command line of another Python that calls `main` of that module. It has the path of this one,
+    but for the current folder, which notebooks and scripts may have in their path."""
     path = sys.path
     if not _planaria_is_here():
         path = [entry for entry in path if Path(entry).resolve() != Path.cwd()]

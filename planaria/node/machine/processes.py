@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 LOOK = 0.02
-"""Seconds between two looks at processes that are to end."""
+"""Seconds between two polls of ending processes."""
 PLANARIA: Final = (
     "planaria.node.cli",
     "planaria.node.page.serving",
@@ -29,13 +29,12 @@ PLANARIA: Final = (
     "planaria.bootstrap.service",
     "torch.fx.experimental.symbolic_shapes",
 )
-"""What registries and nodes load. The last one is what torch loads in the first backward pass, and
-sympy with it: some 500 modules, which each node would load for itself."""
+"""Modules that registries and nodes load. Torch loads the last one in the first backward pass, with
+sympy: some 500 modules, which each node would load for itself."""
 SUPERVISOR: Final = "PLANARIA_SUPERVISOR"
-"""Environment variable with the id of the process that started this one, and starts another when
-this one crashes."""
+"""Environment variable with the id of the parent process, which restarts this one after a crash."""
 NO_OPTIONS: Final = (SUPERVISOR, "PLANARIA_METADATA_ADDRESS")
-"""Environment variables of planaria's that stand for no option."""
+"""Environment variables with planaria's prefix that are no options."""
 ENDING: Final = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 """Signals that ask a process to end."""
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -45,8 +44,8 @@ Work = Callable[[list[str]], None]
 
 
 def run_planaria(arguments: list[str]) -> None:
-    """Runs what `python -m planaria ARGUMENTS...` would, with no options but these: what the
-    environment says is for who started the swarm."""
+    """Run `python -m planaria ARGUMENTS...` without options from the environment, which are for the
+    command that started the swarm."""
     for name in [name for name in os.environ if name.startswith("PLANARIA_")]:
         if name not in NO_OPTIONS:
             del os.environ[name]
@@ -63,12 +62,12 @@ class EndedProcess(NamedTuple):
 
 
 class Processes:
-    """At most one process in a slot at a time; each runs `planaria` with arguments of its own.
+    """At most one process per slot at a time; each runs `planaria` with its own arguments.
 
-    They are forked from one process that has loaded the modules `preload` (torch takes seconds of a
-    core to load, too long for a swarm that waits for a replacement). Each is in a session of its
-    own, so that a Ctrl-C reaches this process only, has the signals' defaults, whatever this one
-    ignores, and gets SIGKILL should this process vanish.
+    They are forked from one process that has loaded the modules `preload`. Torch takes seconds of a
+    core to load, too long for a swarm that waits for a replacement. Each has its own session, so
+    that Ctrl-C reaches this process only, and default signal handlers. It gets SIGKILL when this
+    process vanishes.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Processes:
         preload: Sequence[str] = (),
         work: Work = run_planaria,
     ) -> None:
-        """`environment` is set for this process too, from which the others have theirs."""
+        """`environment` is set for this process too, from which the others inherit it."""
         os.environ.update(environment)
         self.logs, self.work = logs, work
         self._context = multiprocessing.get_context("forkserver")
@@ -87,10 +86,10 @@ class Processes:
         self._started: Counter[str] = Counter()
 
     def start(self, slot: str, arguments: Sequence[str], namespace: Path | None = None) -> int:
-        """Returns the process's id. Its output goes to the slot's next log. With `namespace` it
-        runs in that network namespace, as in /proc/PID/ns/net. Raises OSError."""
+        """Start a process, and return its id. Its output goes to the slot's next log. With
+        `namespace` it runs in that network namespace, as in /proc/PID/ns/net. Raises OSError."""
         self._started[slot] += 1
-        while self.log(slot).exists():  # of a run that goes on
+        while self.log(slot).exists():  # of a resumed run
             self._started[slot] += 1
         _ensure_fork_server()
         process = self._context.Process(
@@ -110,11 +109,11 @@ class Processes:
         return self.logs / (f"{name}.log" if number <= 1 else f"{name}-{number}.log")
 
     def running(self) -> dict[str, int]:
-        """Slot -> process id, as far as `ended` has not told otherwise."""
+        """Slot -> process id, as of the last call of `ended`."""
         return {slot: process.pid or 0 for slot, process in self._running.items()}
 
     def ended(self) -> list[EndedProcess]:
-        """Those that ended by themselves since the last look."""
+        """Processes that ended by themselves since the last call."""
         ended = [
             EndedProcess(slot, process.pid or 0, status)
             for slot, process in self._running.items()
@@ -125,7 +124,7 @@ class Processes:
         return ended
 
     def kill(self, slot: str) -> int | None:
-        """Kills with SIGKILL, at once. Returns the process's id; None: the slot was empty."""
+        """Send SIGKILL, and wait. Returns the process's id; None: the slot was empty."""
         process = self._running.pop(slot, None)
         if process is None:
             return None
@@ -134,7 +133,8 @@ class Processes:
         return process.pid
 
     async def stop(self, grace: float = GRACE) -> None:
-        """End them all: SIGTERM, `grace` seconds, SIGKILL. The registry is last: nodes leave it."""
+        """Send all SIGTERM, and SIGKILL `grace` seconds later. The registry is last: nodes leave
+        it."""
         for slots in ([s for s in self._running if s != "registry"], list(self._running)):
             for slot in slots:
                 self._running[slot].terminate()
@@ -159,7 +159,7 @@ def describe_status(status: int) -> str:
 
 
 def tail(log: Path, lines: int = 12) -> str:
-    """The last lines of a log, as far as there are any."""
+    """The last lines of a log, if any."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 65536))
@@ -170,7 +170,7 @@ def tail(log: Path, lines: int = 12) -> str:
 
 
 def _ensure_fork_server() -> None:
-    """It has signals blocked, so that a Ctrl-C doesn't end it while it loads its modules."""
+    """Start the fork server with signals blocked: Ctrl-C mustn't end it while it loads modules."""
     resource_tracker.ensure_running()  # would unblock some
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
@@ -180,8 +180,8 @@ def _ensure_fork_server() -> None:
 
 
 def _begin(log: Path, namespace: Path | None, work: Work, arguments: list[str]) -> None:
-    """What a child does first."""
-    gc.freeze()  # each look at what was loaded before the fork would copy it for this process
+    """Initialize a child, and run its work."""
+    gc.freeze()  # each collection would copy objects loaded before the fork
     os.setsid()
     heed_signals()
     die_with_parent()
@@ -196,8 +196,8 @@ def _begin(log: Path, namespace: Path | None, work: Work, arguments: list[str]) 
 
 
 def heed_signals() -> None:
-    """This process no longer ignores what those before it were started to ignore, SIGINT in the
-    background of a script, SIGHUP by nohup, nor blocks what its fork server does."""
+    """Restore default handlers of ignored signals (SIGINT in the background of a script, SIGHUP by
+    nohup), and unblock those that the fork server blocks."""
     for number in ENDING:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -205,8 +205,8 @@ def heed_signals() -> None:
 
 
 def stop_signals() -> asyncio.Future[int]:
-    """Done with the number of the first signal that asks this process to end. Ctrl-C and hangup
-    don't ask who was started to ignore them, in the background of a script or by nohup."""
+    """Future of the number of the first signal that asks this process to end. Ctrl-C and hangup
+    don't count if inherited as ignored, in the background of a script or by nohup."""
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[int] = loop.create_future()
 
@@ -221,14 +221,14 @@ def stop_signals() -> asyncio.Future[int]:
 
 
 def die_with_parent() -> None:
-    """This process gets SIGKILL when its parent vanishes (on Linux)."""
+    """Send SIGKILL to this process when its parent vanishes (on Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def enter_network(namespace: Path) -> None:
-    """Move the calling thread, and what it starts from now on, into a network namespace (Linux,
-    root). Raises OSError."""
+    """Move the calling thread and its later children into a network namespace (Linux, root). Raises
+    OSError."""
     descriptor = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET):

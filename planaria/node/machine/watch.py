@@ -1,4 +1,4 @@
-"""How long a task of the compute thread may take before it hangs."""
+"""Detection of hanging tasks in the compute thread."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 TIMES: Final = 5.0
-"""A task hangs after so many times the median of its kind ..."""
+"""Multiple of the median of its kind after which a task hangs."""
 FLOOR: Final = 5.0
-"""... and not before so many seconds."""
+"""Lower limit of that time in seconds."""
 COMPILING: Final = 120.0
-"""The same where a task may have to compile first, which it does for each new shape."""
+"""The same limit where a task may have to compile for a new shape."""
 KNOWN: Final = 3
-"""Tasks of a kind after which it is known how long they take."""
+"""Number of tasks of a kind before its median is used."""
 REMEMBERED: Final = 9
 HELD_UP: Final = 1.0
-"""Seconds between two looks after which the whole process was held up, not its compute thread."""
+"""Seconds between two checks that mean a delay of the whole process."""
 
 
 class Hang(NamedTuple):
-    """The compute thread is at one task for too long."""
+    """A task that has taken too long."""
 
     task: str
-    seconds: float  # that it has taken so far
-    usual: float  # median of its kind; 0: not known
+    seconds: float  # so far
+    usual: float  # median of its kind; 0: unknown
 
     def __str__(self) -> str:
         usual = f", which takes {self.usual:.2g} s" if self.usual else ""
@@ -34,22 +34,22 @@ class Hang(NamedTuple):
 
 
 def kind_of(work: Callable[..., Any]) -> str:
-    """Tasks are of one kind when they call the same function."""
+    """The kind of a task: the name of the function that it calls."""
     while isinstance(work, partial):
         work = work.func
     return getattr(work, "__name__", type(work).__name__).strip("_")
 
 
 class Watch:
-    """`first`: seconds for a task of a kind that isn't known yet. `now` is any one clock's."""
+    """Times tasks. `first`: seconds for a task of an unknown kind. `now`: of any one clock."""
 
     def __init__(self, first: float, floor: float = FLOOR) -> None:
         self._first, self._floor = first, floor
         self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._at: tuple[str, float, float] | None = None  # task, since when, its median
-        self.waits = False  # the task at hand does nothing but that
+        self.waits = False  # the current task waits for a disk
         self._looked: float | None = None
-        self._excused = 0.0  # what was before then says nothing of the compute thread
+        self._excused = 0.0  # earlier time doesn't count
 
     # --- in the compute thread
 
@@ -64,7 +64,7 @@ class Watch:
         self._seconds[task].append(now - since)
 
     def waited(self, seconds: float) -> None:
-        """The task at hand goes on, having waited for a disk, or whatever isn't the device."""
+        """Subtract time that the current task has waited for a disk, or anything but the device."""
         assert self._at is not None
         task, since, usual = self._at
         self._at = task, since + seconds, usual
@@ -73,7 +73,7 @@ class Watch:
     # --- beside it
 
     def look(self, now: float) -> Hang | None:
-        """To be asked several times a second: who isn't was held up, as the task was."""
+        """Report a hang. Called several times a second: a longer gap means a delayed process."""
         if self._looked is not None and now - self._looked > HELD_UP:
             self._excused = now
         self._looked = now

@@ -1,10 +1,10 @@
-"""What an architecture of the run's own is, which `[model] module = "package.module:build"` names.
+"""Interface of a run's own architecture, which `[model] module = "package.module:build"` names.
 
     def build(config: ModelConfig) -> Architecture
 
-`config` has `vocabulary`, `dim`, `context` (tokens a sample), `layers` and whatever else `[model]`
-says, with the preset's figures where it doesn't. An example is `examples/gpt2.py`; whoever writes
-one needs nothing of planaria's but this.
+`config` has `vocabulary`, `dim`, `context` (tokens a sample), `layers` and all else that `[model]`
+says, with the preset's figures as defaults. `examples/gpt2.py` is an example. An architecture needs
+nothing of planaria but this.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from planaria.node.model.shape import ModelConfig
 
 
 class Ends(Protocol):
-    """Stage 0, an `nn.Module`. If it has `loss(x, targets)` too, that is taken: the sum of the
-    tokens' losses in nats, a float32 scalar, of x [B, T, dim] and targets int64 [B, T], -100 where
-    none is scored; without one it is the cross-entropy of the logits."""
+    """Stage 0, an `nn.Module`. An optional `loss(x, targets)` returns the sum of the tokens' losses
+    in nats, a float32 scalar. x is [B, T, dim], targets int64 [B, T], -100 where none is scored.
+    Default: cross-entropy."""
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """int64 [B, T], T at most the context, to float [B, T, dim]."""
+        """Embed int64 [B, T], T at most the context, as float [B, T, dim]."""
 
     def logits(self, x: Tensor) -> Tensor:
-        """Float [B, T, dim], as the last block leaves it, to [B, T, vocabulary]."""
+        """Logits [B, T, vocabulary] of the last block's output, float [B, T, dim]."""
 
 
 class Architecture(Protocol):
-    """Its parameters are float32. The same layer or end is built more than once, on other machines
-    too, and on torch's meta device, on which it is tried, too; each time it is the same."""
+    """Builder of layers and ends with float32 parameters. Each is built repeatedly, also on other
+    machines and on torch's meta device, and must be the same each time."""
 
     def ends(self) -> nn.Module:
-        """Ends. Parameters may be shared (tied embeddings): they are one, by the first name."""
+        """Build an Ends. Shared parameters (tied embeddings) are one, by the first name."""
 
     def block(self, layer: int) -> nn.Module:
-        """Of the layers 0 to config.layers - 1: float [B, T, dim] to the same.
+        """Build one of the layers 0 to config.layers - 1, a map of float [B, T, dim].
 
         Parameters have the same names and shapes in all layers, in the same order. So all body
-        stages are alike, and one that is lost can be made of its neighbours' weights.
+        stages are alike, and a lost one can be estimated from its neighbours' weights.
         """
 
     def deviation(self, name: str, shape: tuple[int, ...]) -> float:
-        """Standard deviation of the normal that the parameter `name` of a block, or of the ends, is
-        drawn from at first; 0: it begins as the constructor has made it, which is for ones and
-        zeros: what it draws may differ from one kind of processor to the next."""
+        """Standard deviation of the initial normal distribution of the parameter `name` of a block,
+        or of the ends. 0 keeps the constructor's values. That is for ones and zeros: random ones
+        may differ between kinds of processors."""
 
 
 Build: TypeAlias = Callable[[ModelConfig], Architecture]

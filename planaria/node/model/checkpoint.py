@@ -1,4 +1,4 @@
-"""A model that a run begins from: a folder in Hugging Face's format, read tensor by tensor."""
+"""Initial model of a run: a folder in Hugging Face's format, read tensor by tensor."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ OF_ORIGIN: Final = (
     *(TOKENIZER_CONFIG, SPECIAL, "added_tokens.json", "vocab.json"),
     *("merges.txt", "tokenizer.model", TEMPLATE, GENERATION_CONFIG),
 )
-"""What a model keeps of the checkpoint that it began from, besides its tokenizer."""
+"""Files that an export copies from the original checkpoint, besides its tokenizer."""
 HEADER_LIMIT: Final = 16 << 20
-"""Bytes of a file's header."""
+"""Size limit of a file's header in bytes."""
 POINTER: Final = b"version https://git-lfs.github.com/spec/"
-"""How a file begins that stands for a larger one, in a clone without Git LFS."""
+"""Beginning of a pointer file, in a clone without Git LFS."""
 CHUNK: Final = 16 << 20
-"""Values read at a time."""
+"""Number of values read at a time."""
 SIZES: Final = {"F32": 4, "F16": 2, "BF16": 2}
-"""Bytes of a value, by what safetensors calls its kind."""
+"""Bytes of a value, by safetensors' dtype."""
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 COMPILED: Final = "_orig_mod."
-"""What `torch.compile` adds to names."""
+"""Prefix that `torch.compile` adds to names."""
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor is."""
+    """Location of a tensor."""
 
     file: Path
     kind: str  # a key of SIZES
     shape: tuple[int, ...]
-    first: int  # byte in the file
+    first: int  # byte offset in the file
 
     @property
     def size(self) -> int:
@@ -76,8 +76,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Raises UnsupportedModelError when a model of its config isn't all that is in it, or not
-        whole."""
+        """Raises UnsupportedModelError unless the folder has exactly the tensors of its config's
+        model."""
         check_not_adapters(folder)
         try:
             config = read_config(folder)
@@ -97,7 +97,7 @@ class Checkpoint:
         return checkpoint
 
     def _check(self) -> None:
-        """Raises UnsupportedModelError."""
+        """Compare names, shapes and dtypes. Raises UnsupportedModelError."""
         if self.config.layers > len(self.places):  # before a list of them is made
             raise UnsupportedModelError(
                 f"{self.folder} holds no whole model: its config.json says {self.config.layers:,} "
@@ -124,8 +124,8 @@ class Checkpoint:
                 )
 
     def of_stage(self, config: ModelConfig, stage: int) -> list[str]:
-        """The names of its tensors, in the order in which they lie in the stage's flat weights;
-        `config`: this model's, in any number of stages."""
+        """Names of a stage's tensors, in the order of its flat weights. `config`: this model's,
+        with any number of stages."""
         return list(named_shapes(config, stage))
 
     def read(self, name: str) -> NDArray[np.float32]:
@@ -140,8 +140,8 @@ class Checkpoint:
         return values
 
     def digest(self, config: ModelConfig, stage: int) -> str:
-        """Stands for the stage's flat weights (`digest`). Raises OSError, and UnsupportedModelError
-        when some aren't finite."""
+        """Digest of the stage's flat weights. Raises OSError, and UnsupportedModelError for values
+        that aren't finite."""
         names = self.of_stage(config, stage)
         return digest(piece for name in names for piece in self._finite(name))
 
@@ -158,8 +158,8 @@ class Checkpoint:
 
 
 def _as_tied(config: ModelConfig, places: dict[str, TensorPlace], folder: Path) -> ModelConfig:
-    """With embedding and head as the files have them, whatever config.json says, as transformers 5
-    does; of two equal ones `places` keeps the embedding. Raises OSError."""
+    """The config, tied if the files are, whatever config.json says, as in transformers 5. Of two
+    equal tensors `places` keeps the embedding. Raises OSError."""
     if not config.tied or HEAD not in places:
         return config
     if EMBEDDING not in places:
@@ -177,7 +177,7 @@ def _as_tied(config: ModelConfig, places: dict[str, TensorPlace], folder: Path) 
 
 
 def _same(one: TensorPlace, other: TensorPlace) -> bool:
-    """Raises OSError."""
+    """Whether two tensors are equal. Raises OSError."""
     import numpy as np
 
     if one.shape != other.shape or not {one.kind, other.kind} <= SIZES.keys():
@@ -187,7 +187,7 @@ def _same(one: TensorPlace, other: TensorPlace) -> bool:
 
 
 def _pieces(place: TensorPlace) -> Iterator[NDArray[np.float32]]:
-    """Its values, end to end, CHUNK at a time. Raises OSError."""
+    """Values of a tensor, concatenated, CHUNK at a time. Raises OSError."""
     import numpy as np
 
     kind = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[place.kind]
@@ -207,7 +207,7 @@ def _pieces(place: TensorPlace) -> Iterator[NDArray[np.float32]]:
 
 
 def digest(pieces: Iterable[NDArray[np.float32]]) -> str:
-    """Stands for these values, end to end."""
+    """xxh3_128 of the concatenated values, in hexadecimal."""
     found = xxh3_128()
     for piece in pieces:
         found.update(piece.astype("<f4", copy=False).data)
@@ -220,8 +220,7 @@ def _some(names: list[str]) -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those with weights, in the order in which transformers looks for them. Raises OSError,
-    NO_SENSE."""
+    """Files with weights, by transformers' precedence. Raises OSError, NO_SENSE."""
     single, index = (folder / ONE_FILE).exists(), (folder / INDEX).exists()
     if single and index:
         log.warning("%s has %s and %s: %s is read", folder, ONE_FILE, INDEX, ONE_FILE)
@@ -236,14 +235,14 @@ def _files(folder: Path) -> list[Path]:
 
 
 def shard_names(folder: Path) -> list[str]:
-    """Those that the index in the folder names. Raises OSError, NO_SENSE."""
+    """Files that the folder's index names. Raises OSError, NO_SENSE."""
     where = read_json(folder / INDEX)["weight_map"]
     return sorted({Path(name).name for name in where.values()})
 
 
 def _header(path: Path) -> Iterator[tuple[str, TensorPlace]]:
-    """The tensors in a file of safetensors. Raises UnsupportedModelError, OSError, and NO_SENSE for
-    a header that is none."""
+    """The tensors in a safetensors file. Raises UnsupportedModelError, OSError, and NO_SENSE for an
+    invalid header."""
     mend = (
         f"`git lfs pull` in a clone, or `hf download ORG/NAME --local-dir {path.parent}` fetches it"
     )
@@ -274,11 +273,11 @@ def _header(path: Path) -> Iterator[tuple[str, TensorPlace]]:
 
 
 def _damage(path: Path) -> str:
-    """What the library safetensors says of a header whose tensors overlap, leave gaps or lie
-    elsewhere; empty for a right one."""
+    """Error of the safetensors library for a header whose tensors overlap, leave gaps or are out of
+    bounds; empty for a valid one."""
     try:
         from safetensors import SafetensorError, safe_open
-    except ModuleNotFoundError:  # the image of a registry lacks it; nodes look again
+    except ModuleNotFoundError:  # a registry's image lacks it; nodes check again
         return ""
     try:
         with safe_open(path, framework="np"):

@@ -23,7 +23,7 @@ ALWAYS: Final[dict[str, Any]] = {
     "initializer_range": 0.02,
     "use_cache": True,
 }
-"""What is so in each of our models."""
+"""Values common to all supported models."""
 OF_FAMILY: Final[dict[Family, dict[str, Any]]] = {
     "llama": {
         "architectures": ["LlamaForCausalLM"],
@@ -36,7 +36,7 @@ OF_FAMILY: Final[dict[Family, dict[str, Any]]] = {
         "use_sliding_window": False,
     },
 }
-"""What is so in each model of a family."""
+"""Values common to all models of a family."""
 DEFAULTS: Final[dict[Family, dict[str, Any]]] = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {
@@ -47,16 +47,16 @@ DEFAULTS: Final[dict[Family, dict[str, Any]]] = {
     "qwen2": {"max_position_embeddings": 32_768, "num_key_value_heads": 32},
     "qwen3": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
 }
-"""What a config.json means that lacks these (transformers 5.23)."""
+"""Defaults of missing keys (transformers 5.23)."""
 HARMLESS: Final = ("architectures", "initializer_range", "pretraining_tp", "use_cache")
-"""Of these, what changes nothing of what a model computes."""
+"""Keys of these that don't affect the model's output."""
 IGNORED: Final = ("attention_dropout",)
-"""What changes nothing but training, which does without."""
+"""Keys that affect only training, and are ignored."""
 NEVER: Final = (
     *("quantization_config", "num_experts", "num_local_experts"),
     "transformers_weights",  # a file of another name
 )
-"""Keys of what none of our models has."""
+"""Keys of unsupported features."""
 SUPPORTED: Final = (
     "supported are llama (LLaMA 2 and 3, TinyLlama, SmolLM2), mistral, qwen2 and qwen3, as Hugging "
     "Face's model_type has them, unquantized and without experts"
@@ -66,9 +66,9 @@ FIGURES: Final = (
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "sliding_window"),
 )
 LARGEST: Final = 2**30
-"""Of these, at most."""
+"""Upper limit of each of FIGURES."""
 YARN: Final = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-"""Figures of a RoPE of that type that may be left out."""
+"""Optional figures of a YaRN RoPE."""
 NO_SENSE: Final = (
     KeyError,
     TypeError,
@@ -77,15 +77,15 @@ NO_SENSE: Final = (
     ArithmeticError,
     RecursionError,
 )
-"""What reading JSON raises that isn't what it should be, with figures like Infinity or 0."""
+"""Exceptions from reading malformed JSON, or figures such as Infinity or 0."""
 
 
 class UnsupportedModelError(Exception):
-    """A checkpoint that can't be used here; the message says what it has that we don't."""
+    """Error of an unsupported checkpoint; the message names the unsupported feature."""
 
 
 def check_not_adapters(folder: Path) -> None:
-    """Raises UnsupportedModelError."""
+    """Raises UnsupportedModelError for a folder with adapters only."""
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file():
         raise UnsupportedModelError(
             f"{folder} holds adapters, and no model: `planaria export --merged` writes a model "
@@ -94,9 +94,9 @@ def check_not_adapters(folder: Path) -> None:
 
 
 def to_config(config: ModelConfig, dtype: str, end_of_document: int | None) -> dict[str, Any]:
-    """What `config.json` says; `dtype`: float32 or bfloat16. Transformers reads the names of its
-    version 5 (dtype, rope_parameters), others those before (torch_dtype, rope_theta). Of an
-    architecture of the run's own nobody but its code reads it."""
+    """The content of `config.json`; `dtype`: float32 or bfloat16. It has the names of transformers
+    5 (dtype, rope_parameters) and the earlier ones (torch_dtype, rope_theta). An own architecture's
+    config is for its code only."""
     if config.own is not None:
         figures = ("vocabulary", "dim", "heads", "kv_heads", "layers", "hidden", "context")
         code = {"planaria_module": config.own.module, "source": config.own.source}
@@ -132,16 +132,16 @@ def to_config(config: ModelConfig, dtype: str, end_of_document: int | None) -> d
             said["layer_types"] = ["full_attention"] * config.layers
             said["max_window_layers"] = config.layers
             said["sliding_window"] = None
-            if config.family == "qwen2":  # which has no such key
+            if config.family == "qwen2":  # which lacks the key
                 del said["head_dim"]
-    if config.block_causal:  # ours alone, so only where it says something
+    if config.block_causal:  # not in transformers, so written only if needed
         said["attn_mask_type"] = config.attn_mask_type
     return ALWAYS | OF_FAMILY[config.family] | said
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Of a model with one body stage, whatever it was trained with; its context is all that it
-    knows. Raises UnsupportedModelError, OSError."""
+    """The config as a model with one body stage, with the model's maximum context. Raises
+    UnsupportedModelError, OSError."""
     path = folder / CONFIG
     try:
         said = read_json(path)
@@ -173,7 +173,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Of a regular file of at most 16 MiB. Raises OSError and NO_SENSE."""
+    """The object in a regular file of at most 16 MiB. Raises OSError and NO_SENSE."""
     said = json.loads(read_small(path))
     if not isinstance(said, dict):
         raise TypeError(f"{path.name} holds no JSON object")
@@ -181,7 +181,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _strange(said: dict[str, Any], family: Family) -> list[str]:
-    """What it has that our models don't."""
+    """Descriptions of its unsupported features."""
     usual = ALWAYS | OF_FAMILY[family]
     strange = [
         f"{key} = {json.dumps(said[key])}"
@@ -203,8 +203,8 @@ def _strange(said: dict[str, Any], family: Family) -> list[str]:
 
 
 def _rope(said: dict[str, Any]) -> dict[str, Any]:
-    """With `rope_type` and `rope_theta`, whichever version wrote it; where there are both, as
-    transformers 5.23 has it."""
+    """RoPE parameters with `rope_type` and `rope_theta`, from either version's keys, with the
+    precedence of transformers 5.23."""
     rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = rope.get("rope_theta", said.get("rope_theta", 10_000.0))
@@ -212,7 +212,7 @@ def _rope(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(said: dict[str, Any]) -> RopeScaling | None:
-    """Raises KeyError, TypeError, ValueError."""
+    """RoPE scaling; None: none. Raises KeyError, TypeError, ValueError."""
     rope, kind = _rope(said), _rope(said)["rope_type"]
     if kind == "default":
         return None
@@ -231,7 +231,7 @@ def _scaling(said: dict[str, Any]) -> RopeScaling | None:
 
 
 def _config(said: dict[str, Any], family: Family) -> ModelConfig:
-    """Raises KeyError, TypeError, ValueError."""
+    """The ModelConfig of a config.json. Raises KeyError, TypeError, ValueError."""
     positions = int(said["max_position_embeddings"])
     for name in FIGURES:
         if int(said.get(name) or 0) > LARGEST:
@@ -265,20 +265,20 @@ def _config(said: dict[str, Any], family: Family) -> ModelConfig:
 
 
 def special_tokens(folder: Path) -> dict[str, Any]:
-    """What its config.json says of them. Raises OSError."""
+    """Ids of special tokens in the folder's config.json. Raises OSError."""
     said = read_json(folder / CONFIG)
     return {key: said.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def read_stops(folder: Path) -> list[int]:
-    """The tokens at which transformers' `generate` stops: those of generation_config.json, else of
+    """Stop tokens of transformers' `generate`: those of generation_config.json, else of
     config.json. Raises UnsupportedModelError."""
     files = [folder / name for name in (GENERATION_CONFIG, CONFIG)]
     return next((ids for file in files if file.is_file() and (ids := _eos_ids(file))), [])
 
 
 def _eos_ids(file: Path) -> list[int]:
-    """Raises UnsupportedModelError."""
+    """The `eos_token_id` of a file as a list. Raises UnsupportedModelError."""
     try:
         ids = read_json(file).get("eos_token_id")
     except (OSError, *NO_SENSE) as error:

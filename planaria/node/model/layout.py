@@ -1,4 +1,4 @@
-"""Where each tensor of a Hugging Face checkpoint lies in the flat weights of our stages."""
+"""Positions of the tensors of a Hugging Face checkpoint in the flat weights of stages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from planaria.node.model.shape import ModelConfig, named_shapes, trained_shapes
 
 
 class Weight(NamedTuple):
-    """A tensor of `LlamaForCausalLM` or its kin, or of an adapter of theirs, which is `size` values
-    of a stage's flat weights, from the `first` one on, in row-major order."""
+    """A tensor of `LlamaForCausalLM` or its kin, or of an adapter: `size` values of a stage's flat
+    weights, from the `first` one on, in row-major order."""
 
-    name: str  # as transformers has it, or peft
+    name: str  # in transformers or peft
     stage: int
     first: int
     shape: tuple[int, ...]
@@ -24,7 +24,7 @@ class Weight(NamedTuple):
 
 
 def weights(config: ModelConfig) -> list[Weight]:
-    """All of them, each once, from the embedding to the head."""
+    """All tensors of the model, each once, from the embedding to the head."""
     stages = range(1, config.stages + 1)
     embedding, *head = _laid(0, named_shapes(config, 0))
     layers = [weight for stage in stages for weight in _laid(stage, named_shapes(config, stage))]
@@ -32,7 +32,7 @@ def weights(config: ModelConfig) -> list[Weight]:
 
 
 def adapters(config: ModelConfig) -> list[Weight]:
-    """All that is trained where adapters are, from the first layer's to the last's."""
+    """All adapters' tensors, from the first layer's to the last's."""
     stages = range(1, config.stages + 1)
     return [weight for stage in stages for weight in _laid(stage, trained_shapes(config, stage))]
 

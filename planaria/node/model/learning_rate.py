@@ -1,4 +1,4 @@
-"""The two schedules of a stage's learning rate: the run's, and the boost after a guess."""
+"""Learning-rate schedules: the run's, and the boost after an inexact rebuild."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Schedule = Literal["cosine", "linear", "constant", "wsd"]
 
 
 WARMUP: Final = 20
-"""Steps, if the run file has no figure and the run is long enough."""
+"""Default steps of warm-up in a run that is long enough."""
 
 
 def peak_of(run: RunFile) -> float:
-    """The highest rate that the schedule aims at: the run file's, or the default of its model."""
+    """Peak of the schedule: the run file's, or the default of its model."""
     return run.training.lr or run.config.learning_rate
 
 
@@ -27,7 +27,7 @@ def warmup_of(run: RunFile) -> int:
 
 
 def of_run(step: int, run: RunFile) -> float:
-    """The run's rate of a step, the same for all stages."""
+    """The run's rate at a step, the same for all stages."""
     training = run.training
     return scheduled(
         step,
@@ -41,7 +41,7 @@ def of_run(step: int, run: RunFile) -> float:
 
 
 def describe(run: RunFile) -> str:
-    """A sentence for the start of the run: the rate in force."""
+    """Message about the rate, for the start of the run."""
     last = of_run(run.steps, run)
     return (
         f"learning rate: {peak_of(run):g} after {warmup_of(run)} steps of warm-up, then "
@@ -50,7 +50,7 @@ def describe(run: RunFile) -> str:
 
 
 def too_long(run: RunFile) -> str | None:
-    """A warning if the run ends before its warm-up does."""
+    """Warning if the run ends before its warm-up does."""
     peak, warmup, last = peak_of(run), warmup_of(run), of_run(run.steps, run)
     if warmup <= run.steps:
         return None
@@ -70,12 +70,12 @@ def scheduled(
     schedule: Schedule = "cosine",
     decay_share: float = 1.0,
 ) -> float:
-    """Rate of step `step` of `steps`, counted from 1: linear warm-up, then what `schedule` says.
+    """Rate of step `step` of `steps`, counted from 1: linear warm-up, then `schedule`.
 
-    The first step gets peak / warmup, step `warmup` the peak. `cosine` and `linear` fall from there
-    on; `wsd` (warm-up, stable, decay: arXiv 2404.06395) keeps the peak but for the last
-    decay_share x steps, in which it falls in a line. Step `steps` and any later one get
-    floor x peak. `constant` keeps the peak. Raises ValueError for a step before 1.
+    The first step gets peak / warmup, step `warmup` the peak. `cosine` and `linear` then decrease.
+    `wsd` (warm-up, stable, decay: arXiv 2404.06395) keeps the peak until the last decay_share x
+    steps, in which it decreases linearly. Step `steps` and any later one get floor x peak.
+    `constant` keeps the peak. Raises ValueError for a step before 1.
     """
     if step < 1:
         raise ValueError(f"steps count from 1: there is no step {step}")
@@ -97,8 +97,8 @@ def boost(step: int, boosted_at: int, factor: float, over: int) -> float:
     """Scale of the learning rate at step `step` of a stage rebuilt inexactly (CheckFree, Alg. 1).
 
     `boosted_at` is the committed step at the rebuild, 0 if there was none: at step 0 a stage is
-    still made from the seed. The scale is `factor` at the first step after it and falls in a line
-    to 1 over `over` steps; with `over` = 0 it stays.
+    still made from the seed. The scale is `factor` at the first step after it and decreases
+    linearly to 1 over `over` steps; with `over` = 0 it stays.
     """
     if boosted_at == 0 or step <= boosted_at:
         return 1.0

@@ -1,5 +1,5 @@
-"""Low-rank adapters (LoRA; Hu et al. 2021, arXiv 2106.09685), in any stage: they take the places of
-its linear modules, by name, and are all that is trained of it."""
+"""Low-rank adapters (LoRA; Hu et al. 2021, arXiv 2106.09685), in any stage: they replace its linear
+modules, by name, and are all of it that is trained."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from planaria.node.model.shape import ModelConfig, adapted, trained_shapes
 
 
 class AdaptedLinear(nn.Module):
-    """What `base` makes of x, and scale B A x beside it."""
+    """The output of `base`, plus scale B A x."""
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
         super().__init__()
@@ -27,15 +27,15 @@ class AdaptedLinear(nn.Module):
         self.lora_B = nn.Parameter(torch.empty(base.out_features, rank, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Float [.., in] to [.., out]."""
+        """Map float [.., in] to [.., out]."""
         added = F.linear(F.linear(x, self.lora_A), self.lora_B)
         out: Tensor = self.base(x) + self.scale * added
         return out
 
 
 def adapt(module: Stage, config: ModelConfig, stage: int, weights: Tensor) -> Stage:
-    """The module with the adapters of `config.lora`, which have these flat weights, float32 [n];
-    nothing else of it is trained."""
+    """Add the adapters of `config.lora` to the module, with these flat weights, float32 [n], and
+    freeze the rest."""
     lora = config.lora
     assert lora is not None
     for parameter in module.parameters():
@@ -54,7 +54,7 @@ def adapt(module: Stage, config: ModelConfig, stage: int, weights: Tensor) -> St
 
 
 def _give(module: nn.Module, weights: Tensor) -> None:
-    """Its adapters are views of these from now on."""
+    """Make its adapters views of these weights."""
     at = 0
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -63,8 +63,8 @@ def _give(module: nn.Module, weights: Tensor) -> None:
 
 
 def initial_adapters(config: ModelConfig, stage: int, seed: int) -> Tensor:
-    """Flat, float32 [n] on the CPU, from (seed, stage): B = 0, so that the model computes what it
-    does without, and A uniform in ± 1 / sqrt(in), as peft has it."""
+    """Initial adapters, flat, float32 [n] on the CPU, from (seed, stage). B = 0 keeps the model's
+    output; A is uniform in ± 1 / sqrt(in), as in peft."""
     key = struct.pack("<4sQQ", b"lora", seed, stage)
     generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(key))
     parts = [torch.empty(0)]
@@ -78,11 +78,10 @@ def initial_adapters(config: ModelConfig, stage: int, seed: int) -> Tensor:
 
 
 class Frozen:
-    """What isn't trained of a module: float32 or, where the run computes in `bf16`, matrices in
-    that if it takes nothing off them, as of a checkpoint that has them so.
+    """The frozen parameters of a module: float32 or, where the run computes in `bf16`, matrices in
+    bf16 if that is exact.
 
-    Autocast would make the same of them at each use; and whoever wants them as they were, a
-    validation or a peer, gets them so.
+    Autocast would otherwise cast them at each use. `flat` still returns float32.
     """
 
     def __init__(self, module: nn.Module, bf16: bool) -> None:
@@ -92,7 +91,7 @@ class Frozen:
         self._put([one.detach() for one in self._parameters])
 
     def put(self, flat: Tensor) -> None:
-        """These are what it is from now on: float32 [size]."""
+        """Replace the values by these, float32 [size]."""
         parts = torch.split(flat, [one.numel() for one in self._parameters])
         shapes = (one.shape for one in self._parameters)
         self._put([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
@@ -110,20 +109,20 @@ class Frozen:
             parameter.data = part
 
     def flat(self) -> Tensor:
-        """Float32 [size]."""
+        """All values, float32 [size]."""
         if self._flat is not None:
             return self._flat
         return torch.cat([one.detach().flatten().float() for one in self._parameters])
 
 
 def _fits(part: Tensor) -> bool:
-    """Whether it is the same in bf16; of vectors nothing is asked, for they stay as they are."""
+    """Whether bf16 represents it exactly; True for vectors, which stay float32."""
     return part.dim() < 2 or torch.equal(part.bfloat16().float(), part)
 
 
 def copied(module: Stage, weights: Tensor) -> Stage:
-    """The stage, with these flat weights in place of what is trained of it; it has the rest in
-    common with the module."""
+    """A copy of the stage with these flat weights as its trained ones; it shares the rest with the
+    module."""
     shared = (one for one in module.parameters() if not one.requires_grad)
     other = deepcopy(module, {id(one): one for one in (*shared, *module.buffers())})
     _give(other, weights)
@@ -131,5 +130,5 @@ def copied(module: Stage, weights: Tensor) -> Stage:
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """One matrix that does what it and its adapter do: float32 [out, in]."""
+    """The matrix with its adapter merged: float32 [out, in]."""
     return weight + scale * (b @ a)

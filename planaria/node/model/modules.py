@@ -1,8 +1,8 @@
-"""A model, cut into stages: LLaMA, those that are like it but for biases, norms and RoPE, and
-architectures of a run's own (architecture.py).
+"""The model as stages: LLaMA, its relatives, which differ in biases, norms and RoPE, and own
+architectures of runs (architecture.py).
 
-Stage 0 holds both ends of the model: token embedding, final norm and LM head, which is the
-embedding once more where they are tied. Body stages 1..L hold the same number of transformer blocks
+Stage 0 holds both ends of the model: token embedding, final norm and LM head, which shares the
+embedding's weights where they are tied. Body stages 1..L hold the same number of transformer blocks
 each, under the same names. LLaMA's weights map one to one to those of Hugging Face's
 `LlamaForCausalLM` and its kin (node/model/layout.py).
 """
@@ -28,7 +28,7 @@ from planaria.node.model.subspace import subspace_of
 
 
 def rope_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for a sequence of so many tokens, float32 [length, head_dim] on the CPU;
+    """Cosines and sines for a sequence of `length` tokens, float32 [length, head_dim] on the CPU;
     feature i is paired with i + head_dim / 2."""
     with torch.device("cpu"):
         speeds, scale = rope_speeds(config, length)
@@ -37,13 +37,13 @@ def rope_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
 
 
 def rope_speeds(config: ModelConfig, length: int) -> tuple[Tensor, float]:
-    """Radians a position of each pair of features, float32 [head_dim / 2], and the factor of
-    cosines and sines, in a sequence of so many tokens.
+    """Radians per position of each pair of features, float32 [head_dim / 2], and the factor of
+    cosines and sines, for a sequence of `length` tokens.
 
     The types of `config.rope_scaling` are those of transformers (modeling_rope_utils, 5.23):
     "linear" and "dynamic" (NTK, which depends on the length) as discussed by their users, "yarn" of
-    arXiv 2309.00071, "llama3" of LLaMA 3.1. The latter two slow down by `factor` the pairs that
-    turn seldom in the positions of the first training, and keep those that turn often.
+    arXiv 2309.00071, "llama3" of LLaMA 3.1. The latter two slow down by `factor` the low-frequency
+    pairs, and keep the high-frequency ones.
     """
     dim, theta, rope = config.head_dim, config.rope_theta, config.rope_scaling
     halves = torch.arange(0, dim, 2).float() / dim
@@ -62,7 +62,7 @@ def rope_speeds(config: ModelConfig, length: int) -> tuple[Tensor, float]:
         kept = ((known * speeds / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
         return speeds * (kept + (1 - kept) / rope.factor), 1.0
 
-    def pair(turns: float) -> float:  # which turns so often in the known positions
+    def pair(turns: float) -> float:  # which turns this often in the known positions
         return dim * math.log(known / (2 * math.pi * turns)) / (2 * math.log(theta))
 
     first, last = pair(rope.beta_fast or 32), pair(rope.beta_slow or 1)
@@ -75,7 +75,7 @@ def rope_speeds(config: ModelConfig, length: int) -> tuple[Tensor, float]:
 
 
 def _yarn_scale(rope: RopeScaling) -> float:
-    """What cosines and sines are multiplied by (arXiv 2309.00071, section 3.4)."""
+    """Factor of cosines and sines (arXiv 2309.00071, section 3.4)."""
     if rope.attention_factor is not None:
         return rope.attention_factor
 
@@ -88,14 +88,14 @@ def _yarn_scale(rope: RopeScaling) -> float:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE (arXiv 2104.09864): x [B, heads, T, head_dim], tables [T, head_dim]."""
+    """Apply RoPE (arXiv 2104.09864) to x [B, heads, T, head_dim] by tables [T, head_dim]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Float [.., in] to [.., out], in what x is of or, under autocast, in its type. The weights may
-    lie in fewer bits."""
+    """Map float [.., in] to [.., out], in the dtype of x or of autocast. The weights may have fewer
+    bits."""
     if not torch.is_autocast_enabled(x.device.type):
         weight = weight.to(x.dtype)
     return F.linear(x, weight, bias)
@@ -127,7 +127,7 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`mask`: bool [B, 1, T, T], what each token attends to; None: all before it, and it."""
+        """`mask`: bool [B, 1, T, T], what each token attends to; None: causal."""
 
         def heads(projected: Tensor) -> Tensor:  # [B, T, n * head_dim] -> [B, n, T, head_dim]
             return projected.view(*projected.shape[:2], -1, self.head_dim).transpose(1, 2)
@@ -170,7 +170,7 @@ class Block(nn.Module):
 
 
 class SubspaceBlock(Block):
-    """One whose stream lies in a subspace."""
+    """A block whose residual stream lies in a subspace."""
 
     def forward(  # type: ignore[override]
         self,
@@ -180,7 +180,7 @@ class SubspaceBlock(Block):
         stream: Callable[[Tensor], Tensor],
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Figures [B, T, rank] to the same; `stream` makes them the features of tokens."""
+        """Map figures [B, T, rank]; `stream` makes them the features of tokens."""
         normed = self.input_layernorm(stream(figures))
         figures = figures + self.self_attn(normed, cos, sin, mask)
         normed = self.post_attention_layernorm(stream(figures))
@@ -189,10 +189,10 @@ class SubspaceBlock(Block):
 
 
 def within_documents(begins: Tensor) -> Tensor:
-    """What each token attends to, bool [B, 1, T, T]: those of its document that aren't behind it.
-    `begins` [B, T] isn't 0 where a document begins.
+    """Causal attention mask within documents, bool [B, 1, T, T]. `begins` [B, T] isn't 0 where a
+    document begins.
 
-    Positions needn't begin anew: RoPE turns by how far two tokens are from each other.
+    Positions needn't restart: RoPE depends on the distance of tokens only.
     """
     document = (begins != 0).cumsum(dim=1)
     return (document[:, None, :, None] == document[:, None, None, :]).tril()
@@ -202,15 +202,15 @@ class BodyStage(nn.Module):
     """Blocks of one body stage. All body stages have the same names and shapes."""
 
     draws = True
-    """Whether blocks may draw random numbers (dropout), which recomputing has to draw again."""
+    """Whether blocks may draw random numbers (dropout), which recomputation must draw again."""
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(blocks)
-        self.recompute = False  # drop the blocks' activations and compute them again in backward
+        self.recompute = False  # recompute the blocks' activations in backward
 
     def forward(self, x: Tensor) -> Tensor:
-        """Float [B, T, crossing] to the same, T at most the context. Raises ValueError."""
+        """Map float [B, T, crossing], T at most the context. Raises ValueError."""
         return self._through(x, *self.beside(x.shape[1]))
 
     def _through(self, x: Tensor, *beside: Any) -> Tensor:
@@ -221,10 +221,10 @@ class BodyStage(nn.Module):
                 )
             else:
                 x = block(x, *beside)
-        return x.float()  # under autocast an own block's may be of fewer bits
+        return x.float()  # an own block may return fewer bits under autocast
 
     def beside(self, length: int) -> tuple[Tensor, ...]:
-        """What blocks get beside x for so many tokens. Raises ValueError."""
+        """Further arguments of blocks for `length` tokens. Raises ValueError."""
         return ()
 
 
@@ -238,7 +238,7 @@ class LlamaBody(BodyStage):
         self.fix(config)
 
     def fix(self, config: ModelConfig) -> None:
-        """What isn't trained, and follows from the configuration."""
+        """Set what isn't trained, a function of the configuration."""
         self.config = config
         cos, sin = rope_tables(config, config.context)
         self.cos = nn.Buffer(cos, persistent=False)
@@ -270,20 +270,20 @@ class LlamaBody(BodyStage):
 
 
 class EmbeddingStage(nn.Module):
-    """Stage 0: where a microbatch starts and where its loss is."""
+    """Stage 0: the first and the last of the model's computations, with the loss."""
 
     def embed(self, tokens: Tensor, begins: Tensor | None = None) -> Tensor:
-        """int64 [B, T] to float [B, T, crossing]. `begins`, bool [B, T], says where documents
-        begin; None: all of a row is one."""
+        """Embed int64 [B, T] as float [B, T, crossing]. `begins`, bool [B, T]: where documents
+        begin; None: each row is one document."""
         raise NotImplementedError
 
     def logits(self, x: Tensor) -> Tensor:
-        """Float [B, T, crossing] to [B, T, vocabulary]."""
+        """Logits [B, T, vocabulary] of float [B, T, crossing]."""
         raise NotImplementedError
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the tokens' losses in nats, float32 scalar; x [B, T, crossing], targets int64
-        [B, T], -100 where none is scored.
+        """Sum of the tokens' losses in nats, float32 scalar; x [B, T, crossing], targets int64 [B,
+        T], -100 where none is scored.
 
         A sum, so that microbatches of any size add up to the window's.
         """
@@ -304,7 +304,7 @@ class LlamaEnds(EmbeddingStage):
         self.fix(config)
 
     def fix(self, config: ModelConfig) -> None:
-        """What isn't trained, and follows from the configuration."""
+        """Set what isn't trained, a function of the configuration."""
         self.subspace = subspace_of(config)
 
     def embed(self, tokens: Tensor, begins: Tensor | None = None) -> Tensor:
@@ -327,7 +327,7 @@ class LlamaEnds(EmbeddingStage):
 
 
 class OwnEnds(EmbeddingStage):
-    """Those of an architecture of the run's own."""
+    """Ends of an own architecture."""
 
     def __init__(self, ends: nn.Module) -> None:
         super().__init__()
@@ -350,12 +350,12 @@ Stage = EmbeddingStage | BodyStage
 
 
 def parameter_shapes(config: ModelConfig, stage: int) -> list[torch.Size]:
-    """The shapes of the stage's parameters, in their order; nothing is computed."""
+    """Shapes of the stage's parameters, in their order, without building it."""
     return [torch.Size(shape) for shape in named_shapes(config, stage).values()]
 
 
 def _stage(config: ModelConfig, stage: int, own: Architecture | None) -> Stage:
-    """A stage whose weights are not initialised. Raises ValueError."""
+    """A stage with uninitialized weights. Raises ValueError."""
     if not 0 <= stage <= config.stages:
         raise ValueError(f"no stage {stage}: the model has stages 0 to {config.stages}")
     if config.own is None:
@@ -369,12 +369,12 @@ def _stage(config: ModelConfig, stage: int, own: Architecture | None) -> Stage:
 
 
 def empty_stage(config: ModelConfig, stage: int, own: Architecture | None = None) -> Stage:
-    """A stage on the CPU in float32, all of whose weights are 0; `own`: the loaded architecture of
-    a run that has one of its own. Raises ValueError for a stage that isn't there."""
+    """A stage on the CPU in float32, with all weights 0; `own`: the loaded own architecture of the
+    run. Raises ValueError for an unknown stage."""
     if own is None:
         size = sum(shape.numel() for shape in parameter_shapes(config, stage))
         return with_weights(config, stage, torch.zeros(size)).requires_grad_()
-    with kept_random_state():  # layers draw initial weights of theirs
+    with kept_random_state():  # constructors of layers draw initial weights
         module = _stage(config, stage, own)
     for parameter in module.parameters():
         parameter.data.zero_()
@@ -386,9 +386,9 @@ def build_stage(
 ) -> Stage:
     """A stage on the CPU in float32; its initial weights follow from (seed, stage, layer).
 
-    Normal, with LLaMA's deviations or those of the run's `own` architecture; where that is 0 they
-    are as the module's constructor has made them. Every replica makes the same ones; the global
-    random state is neither used nor changed. Raises ValueError for a stage that isn't there.
+    They are normal, with the deviations of LLaMA or of the `own` architecture; 0 keeps the
+    constructor's values. Every replica makes the same ones; the global random state is neither used
+    nor changed. Raises ValueError for an unknown stage.
     """
     with kept_random_state(_seed(seed, stage, config.layers)):
         module = _stage(config, stage, own)
@@ -400,8 +400,8 @@ def build_stage(
             std = deviation(name.removeprefix("ends."), tuple(parameter.shape))
             if std == 0:
                 continue
-            # float32 normals differ from one instruction set to the next; float64 ones, rounded,
-            # agree but for rare last bits
+            # float32 normals differ between instruction sets; rounded float64 ones agree, but for
+            # rare last bits
             drawn = torch.empty(parameter.shape, dtype=torch.float64)
             parameter.data.copy_(drawn.normal_(0, std, generator=generator))
     return module
@@ -412,9 +412,9 @@ def _seed(seed: int, stage: int, layer: int) -> int:
 
 
 def _deviation(config: ModelConfig, name: str, shape: tuple[int, ...]) -> float:
-    """LLaMA's: 0.02, of the two projections into the residual stream less by 1/sqrt(2 layers)
-    (GPT-2, section 2.3); norms start at 1, biases at 0. What writes into a subspace of the stream
-    is so much larger that what it adds to a feature is as large."""
+    """LLaMA's deviation: 0.02; of the two projections into the residual stream less by 1/sqrt(2
+    layers) (GPT-2, section 2.3). Norms start at 1, biases at 0. Writes into a subspace of the
+    stream are scaled up, so that their contribution to a feature is as large."""
     if len(shape) == 1:
         return 0.0
     residual = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -426,8 +426,8 @@ def _deviation(config: ModelConfig, name: str, shape: tuple[int, ...]) -> float:
 def with_weights(
     config: ModelConfig, stage: int, weights: Tensor, own: Architecture | None = None
 ) -> Stage:
-    """A stage whose parameters are views of `weights`, its flat ones, float32 [n], and need no
-    gradient: for looking at what it makes of something."""
+    """A stage for inference: its parameters are views of the flat `weights`, float32 [n], and need
+    no gradient."""
     if own is not None:  # it may have buffers
         module = empty_stage(config, stage, own).to(weights.device)
         split = torch.split(weights, [parameter.numel() for parameter in module.parameters()])

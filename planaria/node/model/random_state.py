@@ -1,4 +1,4 @@
-"""The random state that torch has for a whole process, which constructors of layers draw from."""
+"""Torch's process-wide random state, from which constructors of layers draw."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ALONE: Final = threading.Lock()
 
 @contextmanager
 def kept_random_state(seed: int | None = None) -> Iterator[None]:
-    """In this block it follows from `seed`, if there is one; then it is again what it was.
+    """Seed the state in this block, if `seed` is given, and restore it afterwards.
 
-    For one thread at a time, and not only because another one's draws would come between. To read
-    the state torch locks the generator and makes a tensor, where Python may collect garbage and let
-    another thread go on. If that wants to read the state, too, it waits for the generator, and
-    nothing in the process goes on any more, since it waits with the interpreter's lock.
+    One thread at a time, and not only for reproducible draws. To read the state, torch locks the
+    generator and makes a tensor; garbage collection there may switch threads. If the other thread
+    reads the state, too, it waits for the generator with the interpreter's lock held: a deadlock of
+    the process.
     """
     with _ALONE, torch.random.fork_rng(devices=[]):
         if seed is not None:

@@ -1,4 +1,4 @@
-"""The shape of a model, from its preset and what the run file has of its own; without torch."""
+"""The shape of a model, from its preset and the run file; without torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PRESETS = {
     "mini": Preset(128, 4, 8, 4, 128, 1e-3),
     "midi": Preset(256, 8, 8, 4, 256, 6e-4),
     # CheckFree, Table 4. It gives neither vocabulary nor hidden width: with the width of LLaMA's
-    # rule the parameters it counts (124M, 500M, 1.5B) take vocabularies of 81k, 94k and 65k; with
+    # rule its parameter counts (124M, 500M, 1.5B) take vocabularies of 81k, 94k and 65k; with
     # GPT-2's 50,257 they are 92M, 411M and 1.44B.
     "small": Preset(512, 8, 12, 4, 512, 6e-4),
     "medium": Preset(1024, 16, 24, 6, 1024, 3e-4),
@@ -33,35 +33,35 @@ PRESETS = {
 
 
 BETAS = (0.9, 0.999)
-"""Adam's, if the run says nothing else: what an update leaves of its first and second moments."""
+"""Adam's default decay rates of the first and second moments."""
 
 
 ADAM_BYTES = 16
-"""For each parameter that is trained: weight, gradient and two moments, all float32."""
+"""Bytes of a trained parameter: weight, gradient and two moments, all float32."""
 FROZEN_BYTES = 4
-"""For each that isn't: float32."""
+"""Bytes of a frozen parameter: float32."""
 COMPUTED: Final = 1.5
-"""Of that, what a seat takes with what is computed of it."""
+"""Memory of a seat in relation to its stage's, computation included."""
 
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
-"""As Hugging Face's `model_type` has it. qwen2's q, k and v have biases, qwen3's q and k norms."""
+"""Hugging Face's `model_type`. qwen2's q, k and v have biases, qwen3's q and k norms."""
 AttentionMask = Literal["causal", "block_causal"]
-"""What a token attends to: all before it in its sample, or those of its document. As torchtitan
-calls it."""
+"""What a token attends to: all earlier ones in its sample, or in its document. The name is
+torchtitan's."""
 FINE_TUNING: Final = 2e-5
-"""Peak learning rate for a model that was trained before, when the run file has none."""
+"""Default peak learning rate of a run from a pretrained model."""
 FOR_ADAPTERS: Final = 1e-3
-"""The same, when adapters are trained (lab/results/fine-tuning-defaults)."""
+"""The same for adapters (lab/results/fine-tuning-defaults)."""
 PROJECTIONS: Final = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("gate_proj", "up_proj", "down_proj"),
 )
-"""The matrices of a layer, as Hugging Face's LLaMA calls them."""
+"""Matrices of a layer, as Hugging Face's LLaMA names them."""
 
 
 DIGITS: Final = 3
-"""Figures by which a token's id crosses a boundary, in a subspace."""
+"""Number of values that encode a token's id at a boundary, in a subspace."""
 MOST_TOKENS: Final = 256**DIGITS
 
 
@@ -71,15 +71,15 @@ BIASES: Final[dict[Family, tuple[str, ...]]] = {
     "qwen2": (),
     "qwen3": ("attention_bias",),
 }
-"""Those that a model of a family may have, as its config.json calls them."""
+"""Optional biases of a family's models, as config.json names them."""
 
 
 RopeType = Literal["linear", "dynamic", "yarn", "llama3"]
 
 
 class RopeScaling(NamedTuple):
-    """How RoPE is stretched to more positions (model.rope_speeds), under the names that Hugging
-    Face's config.json has for it. None: the type has no such figure, or it follows from others."""
+    """Scaling of RoPE to more positions (model.rope_speeds), under the names of Hugging Face's
+    config.json. None: the type has no such figure, or it follows from others."""
 
     rope_type: RopeType
     factor: float
@@ -95,32 +95,32 @@ class RopeScaling(NamedTuple):
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Those that it has."""
+        """The figures that aren't None."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-"""Of parameters, by name, in their order."""
+"""Shapes of parameters, by name, in their order."""
 
 
 class Own(NamedTuple):
-    """An architecture of the run's own (architecture.py), as far as it is known without its code;
-    where that hasn't been looked at yet, it has no parameters."""
+    """A run's own architecture (architecture.py) without its code. Until the code was inspected it
+    has no parameters."""
 
     module: str  # package.module:build
     source: str = ""  # digest of its code
     ends: Shapes = ()  # of stage 0
-    block: Shapes = ()  # of each of the layers
+    block: Shapes = ()  # of each layer
 
 
 class Lora(NamedTuple):
-    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685), which are trained in place of the
-    weights: a matrix W of the body [out, in] computes as W + alpha / rank B A, with A [rank, in]
-    and B [out, rank]."""
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685), trained in place of the weights. A
+    matrix W of the body [out, in] computes as W + alpha / rank B A, with A [rank, in] and B [out,
+    rank]."""
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]  # the last part of the names of the modules whose W these are
+    targets: tuple[str, ...]  # last name components of the adapted modules
 
     @property
     def scale(self) -> float:
@@ -128,7 +128,7 @@ class Lora(NamedTuple):
 
 
 def divisors(whole: int) -> list[int]:
-    """The numbers that divide it, 1 and itself among them, the smallest first."""
+    """All divisors of `whole`, in ascending order."""
     small = [part for part in range(1, math.isqrt(whole) + 1) if whole % part == 0]
     return sorted({*small, *(whole // part for part in small)})
 
@@ -151,15 +151,15 @@ class ModelConfig:
     family: Family = "llama"
     tied: bool = False  # the head's weights are the embedding's
     width_of_head: int | None = None  # None: dim / heads
-    positions: int | None = None  # that the model knows; None: no more than the context
-    window: int | None = None  # tokens that attention looks back over; None: all
+    positions: int | None = None  # positions that the model supports; None: the context
+    window: int | None = None  # attention window in tokens; None: all
     rope_scaling: RopeScaling | None = None
     attention_bias: bool = False  # of q, k, v and o
     mlp_bias: bool = False  # of gate, up and down
-    own: Own | None = None  # what there is in place of LLaMA
-    lora: Lora | None = None  # all that is trained, if not all weights are
+    own: Own | None = None  # replaces LLaMA
+    lora: Lora | None = None  # trained in place of all weights
     attn_mask_type: AttentionMask = "causal"
-    subspace: int | None = None  # rank of what crosses a boundary; None: all of the stream does
+    subspace: int | None = None  # rank of the boundary's features; None: all of the stream
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -226,8 +226,8 @@ class ModelConfig:
 
     @property
     def reach(self) -> int | None:
-        """Positions that the model knows, those included to which RoPE is stretched beyond its
-        config's; None: no more than the context."""
+        """Number of positions that the model supports, with RoPE scaling; None: no more than the
+        context."""
         rope, known = self.rope_scaling, self.positions
         if known is None or rope is None or rope.rope_type == "llama3":
             return known
@@ -243,7 +243,7 @@ class ModelConfig:
 
     @property
     def block_causal(self) -> bool:
-        """Whether a token attends to those of its own document only."""
+        """Whether a token attends only to its own document."""
         return self.attn_mask_type == "block_causal"
 
     @property
@@ -253,14 +253,14 @@ class ModelConfig:
 
     @property
     def beside(self) -> int:
-        """Features of a token between two stages that are whole numbers, up to 255, and no figures:
-        in a subspace the digits of its id (subspace.py); with block-causal attention the last one
-        is 1 where a document begins, and else 0."""
+        """Number of a token's integer features (up to 255) between two stages. In a subspace these
+        are the digits of its id (subspace.py). With block-causal attention the last one is 1 where
+        a document begins, else 0."""
         return (DIGITS if self.subspace else 0) + self.block_causal
 
     @property
     def crossing(self) -> int:
-        """Features of a token between two stages: what was written into the stream, and beside."""
+        """Features of a token between two stages: `written` and `beside`."""
         return self.written + self.beside
 
     @property
@@ -273,7 +273,7 @@ class ModelConfig:
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """Of stage 0, and of a body stage."""
+        """Number of parameters of stage 0, and of a body stage."""
         if self.own is not None:
             own = (sum(math.prod(shape) for _, shape in of) for of in self.own[2:])
             ends, block = own
@@ -290,7 +290,7 @@ class ModelConfig:
 
     @property
     def trained(self) -> tuple[int, int]:
-        """Parameters that are, of stage 0, and of a body stage."""
+        """Number of trained parameters of stage 0, and of a body stage."""
         if self.lora is None:
             return self.parameters
         of = [trained_shapes(self, stage).values() for stage in (0, 1)]
@@ -299,7 +299,7 @@ class ModelConfig:
 
     @property
     def stage_bytes(self) -> tuple[int, int]:
-        """Memory of weights and of what they are trained by: stage 0, and a body stage."""
+        """Memory of weights, gradients and moments: of stage 0, and of a body stage."""
         frozen = 0 if self.lora is None else FROZEN_BYTES
         first, body = (
             ADAM_BYTES * trained + frozen * parameters
@@ -314,8 +314,8 @@ class ModelConfig:
 
 
 def trained_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
-    """The parameters that are trained, which lie in the stage's flat tensors in this order, and
-    their shapes: all that the stage has, or its adapters, as peft calls them."""
+    """Names and shapes of the trained parameters, in the order of the stage's flat tensors: all of
+    the stage's, or its adapters, with peft's names."""
     shapes, lora = named_shapes(config, stage), config.lora
     if lora is None:
         return shapes
@@ -327,8 +327,8 @@ def trained_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]
 
 
 def adapted(config: ModelConfig, stage: int) -> dict[str, tuple[int, int]]:
-    """The modules of the stage that have adapters, and the shapes of their weights. Embedding and
-    head have none."""
+    """The stage's modules with adapters, and the shapes of their weights. Embedding and head have
+    none."""
     targets = config.lora.targets if config.lora is not None and stage > 0 else ()
     return {
         module: shape
@@ -338,7 +338,7 @@ def adapted(config: ModelConfig, stage: int) -> dict[str, tuple[int, int]]:
 
 
 def matrices(config: ModelConfig, stage: int) -> dict[str, tuple[int, int]]:
-    """The modules of the stage whose weight is a matrix, and its shape."""
+    """The stage's modules whose weight is a matrix, and its shape."""
     found: dict[str, tuple[int, int]] = {}
     for name, shape in named_shapes(config, stage).items():
         module, _, what = name.rpartition(".")
@@ -349,7 +349,7 @@ def matrices(config: ModelConfig, stage: int) -> dict[str, tuple[int, int]]:
 
 
 def matrix_names(config: ModelConfig) -> list[str]:
-    """What adapters can be trained of, as `Lora.targets` has it."""
+    """Names of the modules that adapters can be trained for, as in `Lora.targets`."""
     return list(dict.fromkeys(map(_last, matrices(config, 1))))
 
 
@@ -358,9 +358,8 @@ def _last(module: str) -> str:
 
 
 def named_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
-    """The stage's parameters as Hugging Face calls them, and their shapes, in the order of
-    its module (model.py); of an architecture of the
-    run's own as that calls them, and `layers.N.` before those of a block."""
+    """Names and shapes of the stage's parameters, in the order of its module (model.py). The names
+    are Hugging Face's; an own architecture's are its code's, with `layers.N.` before a block's."""
     first = (stage - 1) * config.layers_per_stage
     if config.own is not None:
         layers = range(first, first + config.layers_per_stage) if stage else ()
@@ -399,12 +398,11 @@ def named_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
 def model_config(
     section: ModelSection, vocabulary: int, lora: LoraSection | None = None
 ) -> ModelConfig:
-    """The preset with the section's overrides, for data with `vocabulary` token ids, and what of it
-    is trained.
+    """The preset with the section's overrides, for data with `vocabulary` token ids; `lora`: the
+    adapters.
 
-    What follows from an overridden figure follows it: `kv_heads` is the number of heads, `hidden`
-    8/3 dim rounded up to 256s (LLaMA's rule). Other `stages` divide the same layers. Raises
-    ValueError.
+    Dependent figures follow overridden ones: `kv_heads` is the number of heads, `hidden` 8/3 dim
+    rounded up to 256s (LLaMA's rule). Other `stages` divide the same layers. Raises ValueError.
     """
     if section.preset not in PRESETS:
         raise ValueError(
@@ -419,7 +417,7 @@ def model_config(
     heads = section.heads or preset.heads
     layers = section.layers or preset.layers
     if section.origin is not None and section.layers is None:
-        layers = section.stages or preset.stages  # until the checkpoint says how many it has
+        layers = section.stages or preset.stages  # until the checkpoint says its number
     trained_before = FINE_TUNING if lora is None else FOR_ADAPTERS
     return ModelConfig(
         vocabulary=section.vocabulary or vocabulary,

@@ -1,16 +1,15 @@
-"""A residual stream that lies in a subspace, so that little of it crosses a boundary.
+"""A residual stream in a subspace, which reduces the traffic between stages.
 
-A token's features are a fixed embedding of its own and `rank` figures times a basis that is fixed,
-too: what is trained writes into the stream through the basis (the trained embedding and the
-projections out of attention and MLP have `rank` features in place of `dim`). So the figures and the
-token's id are all there is to send, exactly, and what follows from them backwards are gradients of
-the figures. Nothing at a boundary has weights, so nothing of it can be lost. See Subspace Networks
-(arXiv 2506.01260), whose basis is drawn likewise; theirs moves with the gradients, and their last
-block writes into all of the stream, which here would cross to the head.
+A token's features are a fixed embedding plus `rank` figures times a fixed basis. Trained layers
+write into the stream through the basis. The trained embedding and the projections out of attention
+and MLP have `rank` features in place of `dim`. So the figures and the token's id are sent, without
+loss, and backwards the gradients of the figures. A boundary has no weights that can be lost. See
+Subspace Networks (arXiv 2506.01260), whose basis is drawn likewise. Theirs moves with the
+gradients, and their last block writes into all of the stream, which here would be sent to the head.
 
-Basis and embedding follow from the figures of the model alone, not from the run's seed: whoever has
-the configuration has them. The id crosses as DIGITS figures to the base BASE, which bf16 and fp16
-have exactly.
+Basis and embedding are a function of the model's figures, not of the run's seed: the configuration
+suffices to compute them. The id is sent as DIGITS digits to the base BASE, which bf16 and fp16
+represent exactly.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SPREAD: Final = 0.02
 
 
 class Subspace(nn.Module):
-    """What is fixed: buffers, which are neither trained nor saved."""
+    """Basis and embedding as buffers, which are neither trained nor saved."""
 
     def __init__(self, vocabulary: int, dim: int, rank: int) -> None:
         super().__init__()
@@ -44,15 +43,15 @@ class Subspace(nn.Module):
         return len(self.basis)
 
     def of(self, tokens: Tensor, figures: Tensor) -> Tensor:
-        """Figures float [B, T, rank] of tokens int64 [B, T], as they cross: float
-        [B, T, rank + DIGITS]."""
+        """Append the digits of tokens int64 [B, T] to figures float [B, T, rank], for a boundary:
+        float [B, T, rank + DIGITS]."""
         powers = BASE ** torch.arange(DIGITS, device=tokens.device)
         digits = tokens[..., None] // powers % BASE
         return torch.cat((figures, digits.to(figures.dtype)), dim=-1)
 
     def taken_apart(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of what has crossed, float [B, T, rank + DIGITS]: figures, the tokens' fixed features
-        [B, T, dim], and the digits as they were. What is no token's id is taken for one's."""
+        """Split float [B, T, rank + DIGITS] into figures, the tokens' fixed features [B, T, dim],
+        and the digits. An invalid id counts as the nearest valid one."""
         figures, digits = x[..., : self.rank], x[..., self.rank : self.rank + DIGITS]
         powers = BASE ** torch.arange(DIGITS, device=x.device)
         tokens = (digits.detach().round().long() * powers).sum(-1)
@@ -60,14 +59,14 @@ class Subspace(nn.Module):
         return figures, F.embedding(known, self.embedding), digits
 
     def stream(self, figures: Tensor, fixed: Tensor) -> Tensor:
-        """Float [B, T, dim]."""
+        """Residual stream, float [B, T, dim]."""
         return torch.addmm(fixed.flatten(0, 1), figures.float().flatten(0, 1), self.basis).view_as(
             fixed
         )
 
     def folded(self, name: str, weight: Tensor) -> Tensor:
-        """A parameter of the model as that of one whose stream is written into as a whole, by the
-        name that transformers has for it: with all of them so, it is LLaMA itself."""
+        """A parameter as that of a model without the subspace, by transformers' name for it: with
+        all of them folded, the model is plain LLaMA."""
         folded: Tensor = weight
         if name.endswith("embed_tokens.weight"):
             folded = self.embedding + weight @ self.basis
@@ -77,7 +76,7 @@ class Subspace(nn.Module):
 
 
 def subspace_of(config: ModelConfig) -> Subspace | None:
-    """On the CPU; None: the model writes into all of its stream."""
+    """The model's subspace, on the CPU; None: it writes into all of its stream."""
     if config.subspace is None:
         return None
     with torch.device("cpu"):
@@ -94,12 +93,12 @@ def basis(dim: int, rank: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def embedding(vocabulary: int, dim: int) -> Tensor:
-    """Float32 [vocabulary, dim] on the CPU."""
+    """Fixed embedding, float32 [vocabulary, dim] on the CPU."""
     return (SPREAD * _normal((vocabulary, dim), b"embedding")).float()
 
 
 def _normal(shape: tuple[int, int], what: bytes) -> Tensor:
-    """float64: its normals, rounded, are the same with all instruction sets."""
+    """Seeded normals in float64: rounded, they are the same with all instruction sets."""
     seed = xxhash.xxh3_64_intdigest(what + struct.pack("<QQ", *shape))
     generator = torch.Generator().manual_seed(seed)
     with torch.device("cpu"):

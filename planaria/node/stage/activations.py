@@ -1,7 +1,7 @@
-"""What a microbatch has in a device's memory at a stage.
+"""Memory of a microbatch on a stage's device.
 
-Follows from the run file and the model's shape: what autograd keeps for the daemon's blocks, which
-tests hold against what torch allocates.
+It follows from the run file and the model's shape: what autograd keeps for the daemon's blocks.
+Tests compare it with torch's allocations.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ HALF: Final = torch.bfloat16.itemsize
 
 
 def saved(run: RunFile, config: ModelConfig, stage: int) -> int:
-    """Bytes from a microbatch's forward to its backward pass."""
+    """Bytes that a microbatch keeps from its forward to its backward pass."""
     row = VALUE * run.training.microbatch * config.context * config.crossing
-    if stage == 0:  # tokens, and what was made of them
+    if stage == 0:  # tokens and their embedding
         return row + run.training.microbatch * (config.context + 1) * torch.int64.itemsize
     if run.training.recompute:
         return row * (config.layers_per_stage + 1)
@@ -30,8 +30,8 @@ def saved(run: RunFile, config: ModelConfig, stage: int) -> int:
 
 
 def _block(run: RunFile, config: ModelConfig) -> int:
-    """Bytes that autograd keeps of one block: inputs of norms and matrices, q, k, v, what attention
-    and the SwiGLU make of them. Under autocast, half as wide, and a cast of each matrix besides."""
+    """Bytes that autograd keeps of one block: inputs of norms and matrices, q, k, v, outputs of
+    attention and the SwiGLU. Under autocast, half as wide, and a cast of each matrix besides."""
     tokens = run.training.microbatch * config.context
     keys = config.kv_heads * config.head_dim
     small = config.heads + 2
@@ -44,17 +44,17 @@ def _block(run: RunFile, config: ModelConfig) -> int:
 
 @cache
 def _matrices(config: ModelConfig) -> int:
-    """Values of a body stage's."""
+    """Number of values in a body stage's matrices."""
     return sum(shape.numel() for shape in parameter_shapes(config, 1) if len(shape) == 2)
 
 
 def working(run: RunFile, config: ModelConfig, stage: int) -> int:
-    """Bytes of a backward pass while it goes: gradients of what was saved, and of a matrix; with
-    recomputation a block's activations. At stage 0: of the head, and its loss.
+    """Temporary bytes of a backward pass: gradients of what was saved, and of a matrix; with
+    recomputation a block's activations. At stage 0: the head's, and its loss.
 
-    Under autocast a matrix's gradient is there twice, half as wide and as float32: one is made of
-    the other. A processor without bfloat16 instructions computes it in float32, while the cast of
-    the matrix is still kept; others take less.
+    Under autocast a matrix's gradient exists twice, half as wide and as float32, its conversion. A
+    processor without bfloat16 instructions computes it in float32, while it still keeps the cast of
+    the matrix; others take less.
     """
     tokens, half = run.training.microbatch * config.context, run.training.precision == "bf16"
     values = config.dim * (config.hidden if stage else config.vocabulary)

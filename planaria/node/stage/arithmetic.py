@@ -1,4 +1,4 @@
-"""The port `Arithmetic`, with torch: one stage's module, its optimizer, and what they make."""
+"""The port `Arithmetic` with torch: one stage's module, its optimizer, and their results."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from planaria.recovery.snapshot import Layout
 
 
 class TorchStage:
-    """One stage on `device`, as it is before the first step. Stage 0 needs the `corpus`, a run that
-    begins from a checkpoint the `checkpoint`: without it the stage is `weightless`, and so it is
-    once the run has `begun`. One with an architecture of its `own` needs that.
+    """One stage on `device`, in its state before the first step. Stage 0 needs the `corpus`. A run
+    that begins from a checkpoint needs the `checkpoint`: without it the stage is `weightless`, as
+    it is once the run has `begun`. An `own` architecture is needed if the run has one.
 
-    Made in the compute thread, which all of it belongs to, but for the sizes of its tensors.
+    It is made and used in the compute thread, except the sizes of its tensors.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TorchStage:
         begun: bool = False,
         room: DeviceRoom | None = None,
     ) -> None:
-        """`room`: for all stages of a node."""
+        """`room`: shared by all stages of a node."""
         self.stage, self.run, self.config = stage, run, config
         self._device = device
         self._folders = [one.path for one in (corpus,) if one is not None]
@@ -81,11 +81,10 @@ class TorchStage:
             node, self._module, self.optimizer, run, config, device, corpus, room=room
         )
         self._reduced_norm = self._omega = 0.0
-        self._other: tuple[weakref.ref[Tensor], Stage] | None = None  # that was looked with
+        self._other: tuple[weakref.ref[Tensor], Stage] | None = None  # cached
 
     def rehearse(self) -> None:
-        """Whatever takes longer the first time has been done once. The stage is to be thrown away
-        then."""
+        """Run once whatever takes longer the first time. The stage must be discarded afterwards."""
         self.work.rehearse()
         self.optimizer.step(0.0)
         self.optimizer.digest()
@@ -127,7 +126,7 @@ class TorchStage:
         return StageState(_before(stage, 0), {"weights": weights}, 0.0, 0, pb.Commit(), 0)
 
     def _of_checkpoint(self, stage: int) -> Tensor:
-        """Flat, float32 [n] on the CPU. Raises ComplaintError."""
+        """Flat initial weights, float32 [n] on the CPU. Raises ComplaintError."""
         try:
             module = self._beginning.base(stage)
         except NotHereError as error:
@@ -163,7 +162,7 @@ class TorchStage:
         return self._learned()
 
     def _check_origin(self, weights: Tensor, giver: str) -> None:
-        """They are those that the run begins with. Raises ComplaintError."""
+        """Check that these are the run's initial weights. Raises ComplaintError."""
         content = self.run.model.content or ()
         if self.stage >= len(content) or digest([weights.cpu().numpy()]) != content[self.stage]:
             raise ComplaintError(
@@ -204,7 +203,7 @@ class TorchStage:
             if not head:
                 return module.embed(x, *(begins != 0 for begins in beside))
             return module.loss(x, *beside).reshape(1) if beside else module.logits(x[:, -1:])
-        except RuntimeError as error:  # there is no memory for it, for one
+        except RuntimeError as error:  # out of memory, for example
             raise ValueError(f"stage {self.stage} can't look at it: {error}") from error
 
     def part_of(self, name: object, first: object) -> Tensor:
@@ -212,8 +211,8 @@ class TorchStage:
         return torch.from_numpy(np.frombuffer(part, np.uint8))
 
     def _forms(self, head: bool, count: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-        """Of what is looked at: dtypes, and shapes but for rows and tokens. Beside it are targets
-        for the head, or where documents begin, if attention is to know."""
+        """Expected dtypes, and shapes without rows and tokens, of an evaluation's inputs. The
+        second input is targets for the head, or document starts for block-causal attention."""
         inner: tuple[torch.dtype, tuple[int, ...]] = (torch.float32, (self.config.crossing,))
         tokens: tuple[torch.dtype, tuple[int, ...]] = (torch.int64, ())
         seen = inner if self.stage > 0 or head else tokens
@@ -221,7 +220,7 @@ class TorchStage:
         return [seen, tokens] if beside else [seen]
 
     def _with(self, weights: Tensor) -> Stage:
-        """The stage with these, float32 [n] as in `tensors`; kept as long as they are there."""
+        """The stage with these weights, float32 [n] as in `tensors`; cached while they exist."""
         if self._other is None or self._other[0]() is not weights:
             there = weights.data.to(self._device)
             if self._base is None:
@@ -240,7 +239,7 @@ class TorchStage:
 
 
 def _before(stage: int, lineage: int) -> StateId:
-    """The first step."""
+    """Id of the state before the first step."""
     return StateId(stage, lineage, step=0, made=NEVER)
 
 
@@ -251,7 +250,7 @@ def _at_first(stage: int, lineage: int, weights: Tensor) -> StageState:
 
 
 class Seat(Protocol):
-    """What a twin has to know of the seat that holds it."""
+    """What a twin needs of the seat that holds it."""
 
     node: str
     stage: int
@@ -268,8 +267,8 @@ def make_twin(
     checkpoint: Checkpoint | None = None,
     own: Architecture | None = None,
 ) -> Twin:
-    """A twin of the stage behind the seat's own, as it is at step 0. Called in the compute thread.
-    Raises NotHereError."""
+    """A twin of the next stage, in its state at step 0. Called in the compute thread. Raises
+    NotHereError."""
     behind = next_stage(seat.stage, seat.config.stages)
     module = Beginning(seat.run, seat.config, checkpoint, own).stage(behind).to(device)
     return Twin(
@@ -284,5 +283,5 @@ def make_twin(
 
 
 def layout_of(config: ModelConfig, stage: int) -> Layout:
-    """How the stage's tensors lie in its flat ones. Raises ValueError where none is trained."""
+    """Positions of the stage's tensors in its flat ones. Raises ValueError if none is trained."""
     return Layout(trained_shapes(config, stage).values())

@@ -1,8 +1,7 @@
-"""What crosses a boundary between two stages, as the tensors of a frame.
+"""Boundary tensors between two stages, as the tensors of a frame.
 
-A token's figures travel in a codec of [wire]. The whole numbers beside them, its id in a subspace
-and where documents begin, travel as bytes: exactly, whatever the codec. Backwards only the figures
-have gradients.
+A token's figures are sent in a codec of [wire]. Its integer features, the id in a subspace and
+where documents begin, are sent as bytes: exactly, with any codec. Only the figures have gradients.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def forms(config: ModelConfig, rows: int, codec: Codec, kind: str) -> list[Form]:
-    """Of an "activation" or "gradient" of so many samples."""
+    """Tensor forms of an "activation" or "gradient" of `rows` samples."""
     figures = Form("float32", (rows, config.context, config.written), codec)
     beside = Form("uint8", (rows, config.context, config.beside))
     return [figures, beside] if config.beside and kind == "activation" else [figures]
 
 
 def crossing_bytes(config: ModelConfig, tokens: int, wire: WireSection) -> tuple[int, int]:
-    """Of the activations of so many tokens, and of their gradients."""
+    """Bytes of the activations of `tokens` tokens, and of their gradients."""
     figures = tokens * config.written
     activations, gradients = (
         encoded_size(figures, "float32", codec) for codec in (wire.activations, wire.gradients)
@@ -35,21 +34,21 @@ def crossing_bytes(config: ModelConfig, tokens: int, wire: WireSection) -> tuple
 
 
 def kept_bytes(config: ModelConfig, tokens: int, wire: WireSection) -> int:
-    """Of the activations of so many tokens, as both sides keep them for the day on which a stage
-    relearns (node/state/boundary.py): as they crossed, or in bf16 if that is less."""
+    """Bytes of the activations of `tokens` tokens, as both sides keep them for relearning
+    (node/state/boundary.py): as sent, or in bf16 if that is less."""
     crossed, _ = crossing_bytes(config, tokens, wire)
     narrowed = encoded_size(tokens * config.written, "float32", "bf16") + tokens * config.beside
     return min(crossed, narrowed)
 
 
 def taken_apart(x: Tensor, config: ModelConfig, kind: str) -> list[Tensor]:
-    """Float [B, T, crossing] as the tensors of such a frame."""
+    """Split float [B, T, crossing] into the tensors of such a frame."""
     figures, beside = x[..., : config.written], x[..., config.written :]
     return [figures, beside.byte()] if config.beside and kind == "activation" else [figures]
 
 
 def put_together(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
-    """Float [B, T, crossing] of what has been taken apart; a gradient is 0 beside the figures."""
+    """Inverse of `taken_apart`, float [B, T, crossing]; a gradient is 0 beside the figures."""
     figures, *beside = parts
     if not config.beside:
         return figures

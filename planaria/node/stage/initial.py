@@ -1,5 +1,5 @@
-"""What the stages are before the first step: they follow from the run's seed, or are those of the
-checkpoint that the run begins from, on machines that have it."""
+"""Initial state of the stages, before the first step: from the run's seed, or from the checkpoint
+that the run begins from, on machines that have it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ log = logging.getLogger("planaria")
 
 
 class NotHereError(ValueError):
-    """The weights that a stage begins with can't be had on this machine; the message says why."""
+    """Error of a stage's initial weights that this machine lacks; the message says why."""
 
 
 class Beginning(NamedTuple):
-    """What a machine knows of it. `checkpoint`: where it has that of `model.from`; None: it
-    hasn't, or the run begins from no checkpoint. `own`: what the code of `model.module` builds."""
+    """Sources of the initial state. `checkpoint`: of `model.from`; None: this machine lacks it, or
+    the run has none. `own`: what the code of `model.module` builds."""
 
     run: RunFile
     config: ModelConfig
@@ -33,7 +33,7 @@ class Beginning(NamedTuple):
     own: Architecture | None = None
 
     def stage(self, stage: int) -> Stage:
-        """Float32 on the CPU, with its adapters if it has any. Raises NotHereError."""
+        """The stage, float32 on the CPU, with its adapters, if any. Raises NotHereError."""
         return self._adapted(self.base(stage), stage)
 
     def _adapted(self, module: Stage, stage: int) -> Stage:
@@ -42,11 +42,11 @@ class Beginning(NamedTuple):
         return adapt(module, self.config, stage, self.adapters(stage))
 
     def adapters(self, stage: int) -> Tensor:
-        """Flat, float32 [n]; anybody can make them."""
+        """Initial adapters, flat, float32 [n]; they need no checkpoint."""
         return initial_adapters(self.config, stage, self.run.seed)
 
     def base(self, stage: int) -> Stage:
-        """Without adapters. Raises NotHereError."""
+        """The stage without adapters. Raises NotHereError."""
         origin, content = self.run.model.origin, self.run.model.content
         if origin is None:
             return build_stage(self.config, stage, self.run.seed, self.own)
@@ -70,9 +70,9 @@ class Beginning(NamedTuple):
         return module
 
     def stage_or_zeros(self, stage: int, begun: bool = False) -> tuple[Stage, bool]:
-        """As `stage`; and whether all but adapters are zeros, since it can't be had here, or since
-        the run has `begun`: who comes then gets another state, and to draw this one would take
-        longer than all else that a seat needs."""
+        """The stage, and whether all but its adapters are zeros: this machine lacks the weights, or
+        the run has `begun`. In that case the node gets another state, and drawing this one would
+        take longer than all other preparation of a seat."""
         if begun and self.config.lora is None:
             return empty_stage(self.config, stage, self.own), True
         try:

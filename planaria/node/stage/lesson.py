@@ -1,4 +1,4 @@
-"""The arithmetic of a stage that relearns."""
+"""Arithmetic of a relearning stage."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from planaria.recovery.relearning import pull
 
 
 class StageLesson:
-    """A `Lesson` with torch: a copy of the stage learns from what was fetched, by Muon.
+    """A `Lesson` with torch: a copy of the stage learns from fetched tensors, by Muon.
 
-    Made in the compute thread, when the guess is in place. `lost` are the stages that relearn
+    Made in the compute thread, when the estimate is in place. `lost`: the stages that relearn
     together.
     """
 
@@ -93,7 +93,7 @@ class StageLesson:
 
 
 def boundary_tensor(frame: Frame) -> torch.Tensor:
-    """bf16 [B, T, crossing] on the CPU. Raises WireError when it is damaged, or not finite."""
+    """bf16 [B, T, crossing] on the CPU. Raises WireError for a damaged or non-finite frame."""
     parts = decode(frame.descriptors, frame.payload)
     if not all(torch.isfinite(part).all() for part in parts):
         raise NonFiniteError("it is not finite")

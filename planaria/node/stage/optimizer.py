@@ -1,11 +1,11 @@
 """AdamW over one flat view of a stage.
 
-A stage's weights, gradient and moments are four flat float32 tensors: what is averaged, hashed,
-sent and rebuilt is one tensor, and equal layouts make body stages interchangeable.
+A stage's weights, gradient and moments are four flat float32 tensors: averaging, digests, transfers
+and rebuilds handle one tensor, and equal layouts make body stages interchangeable.
 
-Replicas of a stage must stay bit-identical, whatever they run on. So the update uses only single
-operations that IEEE 754 rounds exactly (no fused multiply-add, which one kernel uses and the next
-one doesn't), and the norm adds in an order that depends on the length alone.
+Replicas of a stage must stay bit-identical on any device. So the update uses only single operations
+that IEEE 754 rounds exactly (no fused multiply-add, which not all kernels use). The norm adds in an
+order that depends on the length alone.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ if TYPE_CHECKING:
     from planaria.node.run_file import RunFile
 
 EPSILON = 1e-8
-# Elements worked on at a time: scratch stays small, and in a CPU's cache. A power of two.
+# Elements per block: scratch stays small, and in a CPU's cache. A power of two.
 BLOCK = 1 << 19
 SUMMED = 1 << 11
-"""Elements whose bits are added up for a digest."""
+"""Elements per sum of bits in a digest."""
 TURNS = 8
-"""Updates in which the digest comes round all moments: to read all of them for each would double
-what checks cost."""
+"""Number of updates in which the digest covers all moments once: covering all of them in each would
+double the cost of checks."""
 
 
 def digest(*flats: Tensor, steps: int = 0) -> bytes:
-    """16 bytes that stand for the bits of each float32 [n], and for `steps`, on every device alike.
+    """Device-independent digest, 16 bytes, of the bits of each float32 [n], and of `steps`.
 
-    The bits of each block of 8 KiB are added up on the device as whole numbers of 64 bits, which is
-    one pass over memory; the sums are hashed. No single change is overlooked, and no two in
-    different blocks.
+    The bits of each block of 8 KiB are added on the device as integers of 64 bits, in one pass over
+    memory; the sums are hashed. Any single change is detected, and any two in different blocks.
     """
     found = xxhash.xxh3_128(steps.to_bytes(8, "little"))
     for flat in flats:
@@ -52,14 +51,14 @@ def digest(*flats: Tensor, steps: int = 0) -> bytes:
 
 
 class StageOptimizer:
-    """AdamW (arXiv 1711.05101) for a module whose parameters are all float32; those that require
-    no gradient stay as they are.
+    """AdamW (arXiv 1711.05101) for a module with float32 parameters; those that require no gradient
+    stay unchanged.
 
     `weights`, `gradient`, `first_moment` and `second_moment` are flat float32 tensors on `device`,
     in the order of `module.named_parameters()`. The module is moved there; its parameters and their
     `.grad` become views, so backward adds into `gradient`. `steps` is Adam's own count: a rebuilt
-    stage starts at 0 again. `seconds`: spent in `step`. Weights decay that are matrices; norms and
-    biases, which are vectors, don't. Raises ValueError for a module without parameters or of other
+    stage restarts at 0. `seconds`: spent in `step`. Weight decay applies to matrices, not to norms
+    and biases, which are vectors. Raises ValueError for a module without parameters or of other
     dtypes.
     """
 
@@ -94,7 +93,7 @@ class StageOptimizer:
 
     @classmethod
     def of_run(cls, module: nn.Module, device: torch.device, run: RunFile) -> StageOptimizer:
-        """As the run file has it."""
+        """Optimizer with the run file's settings."""
         return cls(module, device, run.training.betas, run.training.weight_decay)
 
     def _split(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -107,7 +106,7 @@ class StageOptimizer:
 
     @contextmanager
     def accumulating_into(self, flat: Tensor) -> Iterator[None]:
-        """Backward adds into this float32 [n] meanwhile, and not into `gradient`."""
+        """Redirect backward from `gradient` to this float32 [n]."""
         self._accumulate_into(flat)
         try:
             yield
@@ -119,7 +118,7 @@ class StageOptimizer:
 
     @torch.no_grad()
     def step(self, lr: float, clip_scale: float = 1.0) -> None:
-        """One update with `clip_scale` x gradient; the gradient itself stays as it is."""
+        """Update once with `clip_scale` x gradient; the gradient itself stays unchanged."""
         started = time.perf_counter()
         self.steps += 1
         beta1, beta2 = self._betas
@@ -150,35 +149,34 @@ class StageOptimizer:
         return total.item()
 
     def finite(self) -> bool:
-        """Whether every element of the gradient is: float32 squares can't overflow float64."""
+        """Whether the gradient is finite: float32 squares can't overflow float64."""
         return math.isfinite(self.squared_norm())
 
     def digest(self) -> bytes:
-        """16 bytes that stand for the weights, `steps`, and the moments whose turn it is, bit by
-        bit."""
+        """Digest, 16 bytes, of the weights, `steps`, and the slice `in_turn` of the moments."""
         due = self.in_turn()
         return digest(
             self.weights, self.first_moment[due], self.second_moment[due], steps=self.steps
         )
 
     def in_turn(self) -> slice:
-        """Of the moments, those that the digest stands for until the next update."""
+        """Slice of the moments that the digest covers until the next update."""
         turn, size = self.steps % TURNS, len(self.weights)
         first, end = size * turn // TURNS, size * (turn + 1) // TURNS
-        return slice(first + first % 2, end + end % 2)  # whole numbers of 64 bits
+        return slice(first + first % 2, end + end % 2)  # integers of 64 bits
 
     def state(self, optimizer: bool) -> list[tuple[str, Tensor]]:
-        """The tensors themselves, named: weights, and with `optimizer` Adam's moments too."""
+        """Named tensors, not copies: weights, and with `optimizer` Adam's moments too."""
         tensors = [("weights", self.weights)]
         if optimizer:
             tensors += [("first_moment", self.first_moment), ("second_moment", self.second_moment)]
         return tensors
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], steps: int) -> None:
-        """Copy in what `state` gave, from any device; the weights alone start Adam afresh.
+        """Copy in a `state`, from any device; the weights alone reset Adam.
 
-        Nothing changes when it raises ValueError: for names, shapes or dtypes other than `state`'s,
-        or `steps` that don't fit (weights alone go with 0).
+        Raises ValueError, and changes nothing, for names, shapes or dtypes other than `state`'s, or
+        `steps` that don't fit (weights alone need 0).
         """
         given = dict(tensors)
         whole = len(given) > 1

@@ -1,9 +1,8 @@
-"""The code of an architecture of the run's own: where it is from, what it builds, and whether that
-is what the run file says.
+"""Code of a run's own architecture: import, shapes, and comparison with the run file.
 
-It is loaded by nodes that were told so on their command line, never because a registry says so, and
-by the process that fills in the run file where a run begins, never by a registry:
-`python -m planaria.node.stage.own_code < RUN.toml`.
+Only nodes whose command line names it load it, never on a registry's request. The process that
+completes the run file of a new run loads it, too, never a registry: `python -m
+planaria.node.stage.own_code < RUN.toml`.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ if TYPE_CHECKING:
     from planaria.node.model.shape import ModelConfig, Shapes
 
 TRIED = 2
-"""Tokens that go through it to see what comes out."""
+"""Number of tokens of the trial pass."""
 
 
 class OwnCodeError(ValueError):
-    """The code can't be loaded, or is no architecture; the message says why and what to do."""
+    """Error of code that can't be loaded, or is no architecture; the message says what to do."""
 
 
 def load(config: ModelConfig) -> tuple[Architecture, str]:
-    """Imports the code of `config.own` and builds, for a run file that says what comes of that, or
-    not yet; and the digest of the code. Raises OwnCodeError."""
+    """Import the code of `config.own` and build, with or without `model.parts` in the run file.
+    Returns the architecture and the digest of the code. Raises OwnCodeError."""
     assert config.own is not None
     name = config.own.module
     module_name, _, build_name = name.partition(":")
     here = str(Path.cwd())
-    if here not in sys.path:  # commands don't look there by themselves
+    if here not in sys.path:  # not in the path of commands
         sys.path.append(here)
     try:
         module = importlib.import_module(module_name)
@@ -71,7 +70,7 @@ def load(config: ModelConfig) -> tuple[Architecture, str]:
 
 
 def digest(module: ModuleType) -> str:
-    """Of the module's file, or of all Python files of the package that it is in."""
+    """Digest of the module's file, or of all Python files of its package."""
     top = sys.modules[module.__name__.partition(".")[0]]
     files = [(Path(), Path(str(module.__file__)))]
     if top.__file__ is not None and hasattr(top, "__path__"):  # it isn't just a folder
@@ -85,8 +84,8 @@ def digest(module: ModuleType) -> str:
 
 
 def shapes(architecture: Architecture, config: ModelConfig) -> tuple[Shapes, Shapes]:
-    """Of the ends and of each block, found on the meta device, where nothing is computed; and what
-    goes through them has the shapes that it must have. Raises OwnCodeError."""
+    """Parameter shapes of the ends and of each block. A trial pass on the meta device, without
+    computation, checks the shapes of outputs. Raises OwnCodeError."""
     assert config.own is not None
     name = config.own.module
     try:
@@ -132,7 +131,7 @@ def _parameters(what: str, module: object) -> Shapes:
 
 
 def _differences(one: Shapes, other: Shapes) -> Iterator[str]:
-    """Where they differ, in words."""
+    """The differences in words."""
     for (name, shape), (other_name, other_shape) in zip(one, other, strict=False):
         if (name, shape) != (other_name, other_shape):
             yield f"{name} {list(shape)} is not {other_name} {list(other_shape)}"
@@ -161,7 +160,7 @@ def _check(what: str, made: object, wanted: list[int]) -> None:
 
 
 def load_as_said(run: RunFile, config: ModelConfig) -> Architecture:
-    """The code on this machine, if it is what the run file says. Raises OwnCodeError."""
+    """The code on this machine, if it matches the run file. Raises OwnCodeError."""
     assert config.own is not None
     architecture, source = load(config)
     name, parts = config.own.module, run.model.parts
@@ -181,7 +180,7 @@ def load_as_said(run: RunFile, config: ModelConfig) -> Architecture:
 
 
 def fill_in(run: RunFile) -> RunFile:
-    """With `model.parts`, for a run file that says its vocabulary. Raises OwnCodeError."""
+    """Add `model.parts` to a run file that has its vocabulary. Raises OwnCodeError."""
     config = run.model.config
     if config.own is None or run.model.vocabulary is None:
         raise OwnCodeError("the run file must say model.module and model.vocabulary")
@@ -191,7 +190,7 @@ def fill_in(run: RunFile) -> RunFile:
 
 
 def main() -> None:
-    """A run file from stdin, with `model.parts` to stdout."""
+    """Read a run file from stdin, and write it with `model.parts` to stdout."""
     try:
         sys.stdout.write(dumps(fill_in(loads(sys.stdin.read()))))
     except (OwnCodeError, RunFileError) as error:

@@ -1,12 +1,12 @@
-"""How many microbatches a stage keeps at a time, by what memory there turns out to be.
+"""Number of microbatches that a stage keeps at a time, adapted to the device's memory.
 
-Each is there from its forward to its backward pass. How many a device has room for nobody can say
-beforehand, for others use it, too, and what is free lies in pieces; so a node finds it out. A
-forward pass that there is no room for has changed nothing, and is made when a backward pass has
-left some. A backward pass can't be made again, so the attempt fails, and the next one keeps fewer.
+A microbatch is kept from its forward to its backward pass. The device's capacity isn't known in
+advance: other processes use it, too, and free memory is fragmented. So the node measures it. A
+forward pass that runs out of memory has no effect, and is repeated after a backward pass. A
+backward pass can't be repeated, so the attempt fails, and the next one keeps fewer.
 
-A machine's own memory never says that it is used up: Linux promises more than there is, and ends a
-process when all is gone. So there it is asked beforehand.
+Main memory raises no error when it is exhausted: Linux overcommits, and then kills a process. So
+the node checks its free memory first.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from planaria.node.transaction.attempt import NoRoomError
 log = logging.getLogger(__name__)
 
 SMALL: Final = 16 << 20
-"""Bytes of a pass for which nobody looks whether they are there."""
+"""Bytes of a pass below which free memory isn't checked."""
 
 
 class DeviceRoom:
-    """Of a device, for all seats of a node. All methods are called in the compute thread."""
+    """Limiter of a device's memory, for all seats of a node. Used in the compute thread only."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.most = math.inf  # microbatches that a seat keeps
-        self._highest = 0  # ... has kept so far
+        self._highest = 0  # maximum kept so far
 
     def look(self, kept: int, needs: int) -> None:
-        """Before a forward pass of so many bytes, where `kept` microbatches wait for their backward
-        pass. Raises NoRoomError."""
+        """Check the memory for a forward pass of `needs` bytes, while `kept` microbatches wait for
+        their backward pass. Raises NoRoomError."""
         if kept >= self.most:
             raise NoRoomError(f"it has room for {self.most} microbatches at a time", waits=True)
         if not kept or needs < SMALL or self._device.type != "cpu":
@@ -49,7 +49,7 @@ class DeviceRoom:
 
     @contextmanager
     def taken(self, kept: int, waits: bool) -> Iterator[None]:
-        """For a pass, beside `kept` others; `waits`: it changes nothing before it is over. Raises
+        """Guard a pass, beside `kept` others; `waits`: it has no effect before its end. Raises
         NoRoomError where the device is out of memory."""
         try:
             yield
@@ -60,7 +60,7 @@ class DeviceRoom:
         else:
             self._highest = max(self._highest, kept + waits)
             return
-        # Not before here, since what has failed holds on to what it had.
+        # Not earlier: the traceback keeps the failed pass's memory.
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         raise self._lacking(kept, waits, why)
@@ -83,5 +83,5 @@ class DeviceRoom:
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """PyTorch says so of a GPU by a class of its own, of a CPU's allocator in words."""
+    """PyTorch has an exception class for a GPU, and only a message for the CPU's allocator."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

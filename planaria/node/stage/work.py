@@ -1,7 +1,7 @@
-"""The arithmetic of one stage in torch, as an attempt asks for it.
+"""Arithmetic of one stage in torch, for an attempt.
 
-It is the compute thread's: after the constructor every method is called there, and nobody else
-looks at what they change. Frames come and go as bytes; they are decoded and encoded here.
+After the constructor, every method is called in the compute thread, the only one to access this
+state. Frames are bytes outside; they are decoded and encoded here.
 """
 
 from __future__ import annotations
@@ -44,36 +44,36 @@ from planaria.node.wire.frames import (
 from planaria.node.wire.tensors import decode, encode, finite
 
 AHEAD = 2
-"""Steps whose samples are asked for before they begin, where the data lies elsewhere."""
+"""Steps ahead whose samples are requested, if the data is remote."""
 
 
 @dataclass
 class _Begun:
-    """What belongs to the attempt that began last."""
+    """State of the latest attempt."""
 
     ballot: Ballot
     begin: pb.Begin
     saved: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Input and output, by microbatch and position: what the backward pass needs; at position 0
-    targets and output."""
+    """Input and output, by microbatch and position, for the backward pass; at position 0 targets
+    and output."""
     homes: dict[int, pb.Home] = field(default_factory=dict)
-    """Of the microbatches whose loss isn't known yet."""
+    """Microbatches whose loss isn't known yet."""
     spent: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds, by microbatch."""
     ahead: dict[str, Tensor] = field(default_factory=dict)
-    """Gradients made in another node's place, by that node."""
+    """Gradients computed in another node's place, by that node."""
     inherited: set[str] = field(default_factory=set)
-    """Nodes in whose place this one does what it does."""
+    """Nodes that this one replaces."""
     own: Tensor | None = None
     """The stage's gradient, before it was reduced."""
     touched: set[int] = field(default_factory=set)
-    """Microbatches of which something was done here."""
+    """Microbatches of which this node has computed something."""
     given_up: set[int] = field(default_factory=set)
-    """Those of which nothing was, nor will be."""
+    """Microbatches of which it hasn't, nor will."""
     doubles: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Input and output of visits that another node does, too."""
+    """Input and output of visits that another node computes, too."""
     scored: int | None = None
-    """Tokens of the whole window that are scored, once they have been counted."""
+    """Scored tokens of the whole window, once counted."""
 
 
 class TorchWork:
@@ -90,7 +90,7 @@ class TorchWork:
         corpus: Data | None = None,
         room: DeviceRoom | None = None,
     ) -> None:
-        """`room`: for all that compute on the device."""
+        """`room`: shared by all users of the device."""
         self.node, self.optimizer = node, optimizer
         self.run, self.config, self.device = run, config, device
         self.corpus = corpus
@@ -137,7 +137,7 @@ class TorchWork:
         return given_up
 
     def rehearse(self) -> None:
-        """A body stage's passes for one microbatch, of nothing."""
+        """Run a body stage's passes for one microbatch of zeros."""
         shape = self.run.training.microbatch, self.config.context, self.config.crossing
         with self._mode():
             y = self._blocks(torch.zeros(shape, device=self.device, requires_grad=True))
@@ -154,7 +154,7 @@ class TorchWork:
 
     @contextmanager
     def _room_for(self, visit: Visit) -> Iterator[None]:
-        """For a pass that keeps something. Raises NoRoomError."""
+        """Guard a pass that keeps something. Raises NoRoomError."""
         kept = len(self._begun.saved)
         try:
             if visit.waits:
@@ -162,7 +162,7 @@ class TorchWork:
             with self._room.taken(kept, visit.waits):
                 yield
         except NoRoomError:
-            self._begun.touched.discard(visit.microbatch)  # others may have it
+            self._begun.touched.discard(visit.microbatch)  # another node may take it
             raise
 
     def embed(self, ballot: Ballot, visit: Visit) -> Done | None:
@@ -205,7 +205,7 @@ class TorchWork:
         started = time.perf_counter()
         into, out = self._begun.saved.pop((visit.microbatch, visit.position))
         with self._into_gradient_of(visit):
-            if out.requires_grad:  # else the embedding isn't trained
+            if out.requires_grad:  # else the embedding is frozen
                 out.backward(gradient)  # type: ignore[no-untyped-call]
         if visit.position == 0:
             self._spend(visit, started)
@@ -251,15 +251,14 @@ class TorchWork:
         if self._evaluating:
             del self._begun.saved[visit.microbatch, 0]
             return Done(home=home)
-        # Each scored token weighs the same in the window, whoever computes it: gradients simply add
-        # up.
+        # Each scored token weighs the same in the window, on any node: gradients simply add up.
         with self._into_gradient_of(visit):
             (loss / max(1, scored)).backward()
         assert x.grad is not None
         return self._onward("gradient", visit, x.grad, started)._replace(home=home)
 
     def _scored_in_window(self) -> int:
-        """The same wherever it is counted: it follows from the step and the data."""
+        """Scored tokens of the window, a function of the step and the data."""
         assert self.corpus is not None
         if self._begun.scored is None:
             ids = self._windows.ids(self._begun.begin.step)
@@ -268,7 +267,7 @@ class TorchWork:
         return self._begun.scored
 
     def _samples(self, microbatch: int) -> tuple[np.ndarray[Any, Any], Tensor, list[Tensor]]:
-        """Ids, targets and inputs, and where documents begin in these, if attention is to know."""
+        """Ids, targets and inputs; for block-causal attention also where documents begin."""
         assert self.corpus is not None
         size = self.run.training.microbatch
         if self._evaluating:
@@ -286,7 +285,7 @@ class TorchWork:
         return ids, y, x
 
     def _decoded(self, visit: Visit, peer: str, frame: Frame) -> Tensor:
-        """Raises ComplaintError."""
+        """Tensor of a frame, validated. Raises ComplaintError."""
         try:
             figures, *beside = self._parts(frame)
             if not (self._begun.begin.non_finite or finite(figures)):
@@ -299,7 +298,7 @@ class TorchWork:
         return put_together([figures, *beside], self.config)
 
     def _parts(self, frame: Frame) -> list[Tensor]:
-        """Raises WireError."""
+        """Tensors of a frame. Raises WireError."""
         check_forms(frame.descriptors, self._forms[frame.kind])
         return decode(frame.descriptors, frame.payload, self.device)
 
