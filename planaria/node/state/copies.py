@@ -1,11 +1,11 @@
-"""State that travels to peers in the background: copies of stage 0, and running snapshots.
+"""Background copies of state at peers: copies of stage 0, and running snapshots.
 
-An update is one stage's state, or some blocks of it, of one step; recovery/snapshot.py says which,
-and as which bytes. It crosses a link in frames of kind "copy", a few at a time: the holder answers
-each, and then, when the update is whole and counts, with one more `Kept`.
+An update is one stage's state of one step, or some of its blocks; recovery/snapshot.py defines
+which, and their encoding. It is sent in frames of kind "copy", a few at a time. The holder answers
+each frame and, once the update is whole and counts, sends one more `Kept`.
 
-A holder counts an update only once its own node has committed that very step: what was committed
-by nobody who is left never happened, and a stage must not come back from it.
+A holder counts an update only once its own node has committed that very step. A commit of which no
+node is left never happened, and a stage must not be restored from it.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Kind = Literal["copy", "snapshot"]
 Send = Callable[[str, pb.Message | Frame], bool]
-"""To that peer; False: there is no link to it."""
+"""Sends to a peer; False: there is no link to it."""
 Accuse = Callable[[str, str, Cause], None]
-"""Gets who has sent what can't be right, why, and of what it is to be accused."""
+"""Gets a node that sent invalid data, the reason and the cause of the accusation."""
 
 FRAME: Final = 1 << 20  # bytes of payload, at most
 LEAST_FRAME: Final = 16 << 10
-PACE: Final = 0.1  # seconds of the budget that a frame takes, as long as it has LEAST_FRAME
+PACE: Final = 0.1  # seconds of the budget for a frame, if it has at least LEAST_FRAME
 OUTSTANDING: Final = 2  # frames that a holder hasn't answered
-SILENCE: Final = 15.0  # seconds in which a holder has to answer
-COMMIT_LIMIT: Final = 1 << 20  # bytes of the record that goes along
+SILENCE: Final = 15.0  # seconds in which a holder must answer
+COMMIT_LIMIT: Final = 1 << 20  # bytes of the step's commit in an update
 REMEMBERED: Final = 16  # of this node's own states
 REASON_LIMIT: Final = 200  # characters
 
 
 class Allowance:
-    """A token bucket as deep as one item: what leaves in any time is at most its share of the rate,
-    and one item. Pure; `now` is in seconds of any one clock."""
+    """A token bucket as deep as one item: in any interval at most its share of the rate leaves, and
+    one item. Pure; `now` is in seconds of any one clock."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._rate = bytes_per_second
@@ -82,7 +82,7 @@ class Allowance:
         return max(0.0, self._free - now)
 
     def spend(self, size: int, now: float) -> None:
-        """An item of `size` bytes leaves now."""
+        """Account for an item of `size` bytes that leaves now."""
         self._free = max(self._free, now) + size / self._rate
 
 
@@ -95,9 +95,9 @@ class Outgoing:
 
     kind: Kind
     stage: int
-    period: int  # steps from one update to the next, at least
+    period: int  # least number of steps between updates
     bytes_per_second: float
-    new_sent: Callable[[], Sent]  # for a holder that has nothing yet
+    new_sent: Callable[[], Sent]  # for a holder without any state yet
 
     @classmethod
     def copies(cls, layout: Layout) -> Outgoing:
@@ -131,9 +131,9 @@ class UpdateHeader:
     stage: int
     step: int
     lineage: int
-    transfer: int  # number of the update, of its sender
+    transfer: int  # the sender's number of the update
     size: int  # bytes: the blocks', then the commit's
-    commit: int  # bytes of the step's record, a serialised pb.Commit
+    commit: int  # bytes of the step's commit, a serialised pb.Commit
     blocks: int
     tensors: int  # 1: weights, 3: with both moments
     codec: str
@@ -144,7 +144,7 @@ class UpdateHeader:
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> UpdateHeader:
-        """Raises FiguresError for fields that are missing, or of a wrong type or range."""
+        """Raises FiguresError for a missing field, or one of a wrong type or range."""
         found: dict[str, Any] = {}
         for one in fields(cls):
             value = raw.get(one.name)
@@ -165,26 +165,26 @@ class UpdateHeader:
 
 @dataclass
 class _Recipient:
-    """What the sender knows of a holder."""
+    """The sender's record of a holder."""
 
     sent: Sent
-    started: int = -1  # step of the newest update that was begun
+    started: int = -1  # step of the newest update begun
 
 
 @dataclass
 class _Update:
-    """The one that is under way."""
+    """The update in progress."""
 
     holder: str
     transfer: int
     step: int
     kept: bool = False
-    lost: str = ""  # why
-    memory_bytes: int = 0  # kept for this one alone
-    news: Outcome[None] | None = None  # of what it waits for
+    lost: str = ""  # reason; "": not lost
+    memory_bytes: int = 0  # for this update alone
+    news: Outcome[None] | None = None  # an event that the update waits for
 
     def told(self) -> None:
-        """Something has happened that it may wait for."""
+        """Wake the update after an event."""
         if self.news is not None:
             self.news.fulfil(None)
 
@@ -192,11 +192,11 @@ class _Update:
 class Sender:
     """Sends the state of this node's stage to its holders, to one at a time.
 
-    `state` is called on the event loop, as StateServer calls it: a commit must change its step no
-    later than it posts its work to the compute thread. The values of an update are all of the step
-    for which `committed` was called last: they are taken in the compute thread, behind that step
-    and before the next. An update that doesn't arrive is forgotten, and its blocks count as never
-    sent; the holder is tried again when the next one is due.
+    `state` is called on the event loop, as by StateServer: a commit must change its step no later
+    than it posts its work to the compute thread. All values of an update are of the step for which
+    `committed` was called last: they are taken in the compute thread after that step, before the
+    next. If an update doesn't arrive, its blocks count as never sent; the holder gets another one
+    when the next is due.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Sender:
         paced = min(FRAME, max(LEAST_FRAME, PACE * outgoing.bytes_per_second))
         self._frame = int(paced) // 4 * 4
         self._recipients: dict[str, _Recipient] = {}
-        self._outstanding: Counter[str] = Counter()  # frames without an answer, of any update
+        self._outstanding: Counter[str] = Counter()  # unanswered frames, of any update
         self._transfers = count(1)
         self._update: _Update | None = None
         self._applied = Age(0, -1)
@@ -225,7 +225,7 @@ class Sender:
 
     @property
     def memory_bytes(self) -> int:
-        """What is kept here for the holders."""
+        """Bytes kept here for the holders."""
         kept = {id(one.sent): one.sent for one in self._recipients.values()}
         underway = self._update.memory_bytes if self._update else 0
         return sum(sent.memory_bytes for sent in kept.values()) + underway
@@ -233,7 +233,7 @@ class Sender:
     # --- events
 
     def set_holders(self, nodes: Iterable[str]) -> None:
-        """Says to whom the state goes from now on; none: this node doesn't send."""
+        """Set the holders; none: this node doesn't send."""
         wanted = set(nodes)
         for node in sorted(self._recipients.keys() - wanted):
             del self._recipients[node]
@@ -243,16 +243,16 @@ class Sender:
         self._start()
 
     def committed(self, own: StateId) -> None:
-        """That state is in place: applied, fetched or loaded."""
+        """Record that a state is in place: applied, fetched or loaded."""
         given_up, self._applied = own.lineage != self._applied.lineage, own.age
         if given_up:
             nodes = list(self._recipients)
-            self.set_holders([])  # what they have is of a past that counts no longer
+            self.set_holders([])  # their copies are of an abandoned lineage
             self.set_holders(nodes)
         self._start()
 
     def on_kept(self, peer: str, kept: pb.Kept) -> None:
-        """A holder has answered."""
+        """Handle a holder's answer."""
         update = self._update
         if kept.received:
             self._outstanding[peer] = max(0, self._outstanding[peer] - 1)
@@ -262,10 +262,10 @@ class Sender:
             if kept.error:
                 update.lost = update.lost or f"it says: {_shorten(kept.error)}"
             update.kept = not kept.received
-        update.told()  # if it was another's frame: there may be room for this one's now
+        update.told()  # after another update's answer, too: it may make room
 
     def on_peer_lost(self, peer: str, reason: str) -> None:
-        """The link to a peer is gone, with what was under way on it."""
+        """Handle a lost link: what was in flight on it is lost."""
         self._outstanding.pop(peer, None)
         self._lose(peer, f"the link is lost: {reason}")
 
@@ -277,12 +277,12 @@ class Sender:
             self._update.told()
 
     def _start(self) -> None:
-        """Begin the next update, if one is due and none is under way."""
+        """Begin the next update, if one is due and none is in progress."""
         state = self._state()
         if self._update is not None or state is None or state.id.age != self._applied:
-            return  # a later step is being applied: it will be heard of
+            return  # a later step is being applied: `committed` follows
         if state.last.step != state.id.step:
-            return  # rebuilt from an older state, whose commit says nothing of this step's
+            return  # rebuilt from an older state, whose commit isn't this step's
         due = [
             (recipient.started, node)
             for node, recipient in self._recipients.items()
@@ -306,7 +306,7 @@ class Sender:
         try:
             # Posted as soon as it is started, before a later step can be.
             content = await self._exchanges.compute(partial(self._take, sent, state))
-            if self._outgoing.kind == "snapshot":  # a copy is its `Sent`'s
+            if self._outgoing.kind == "snapshot":  # a copy belongs to its `Sent`
                 update.memory_bytes = content.payload.nbytes
             header, payload = self._compose(update, state, content)
             await self._transfer(update, header, payload)
@@ -356,7 +356,7 @@ class Sender:
         header: UpdateHeader,
         payload: list[torch.Tensor],
     ) -> None:
-        """Raises ComplaintError when it can't be brought to its holder."""
+        """Raises ComplaintError when it can't be sent to its holder."""
         holder = update.holder
         told = vars(header)
         for offset in range(0, header.size, self._frame):
@@ -378,7 +378,7 @@ class Sender:
             self.bytes_sent += size
 
     async def _wait(self, update: _Update, done: Callable[[], bool], what: str) -> None:
-        """Raises ComplaintError, also when the holder is silent."""
+        """Wait until `done`. Raises ComplaintError, also when the holder is silent."""
         self._check(update)
         while not done():
             update.news = Outcome(self._exchanges)
@@ -397,7 +397,7 @@ class Sender:
 
 
 def _slice(payload: list[torch.Tensor], start: int, end: int) -> list[torch.Tensor]:
-    """Bytes [start, end) of these, as views."""
+    """Bytes [start, end) of the payload, as views."""
     parts = []
     for part in payload:
         found = part[max(start, 0) : max(end, 0)]
@@ -418,7 +418,7 @@ class _Arriving:
     header: UpdateHeader
     payload: torch.Tensor  # uint8 [size]
     received: int = 0
-    last: pb.Commit = field(default_factory=pb.Commit)  # once it is whole
+    last: pb.Commit = field(default_factory=pb.Commit)  # set once it is whole
 
 
 @dataclass
@@ -434,7 +434,7 @@ class _Held:
 
 
 class Fidelity(NamedTuple):
-    """How good a held state is."""
+    """How close a held state is to the sender's."""
 
     staleness: snapshot.Staleness
     perturbation: float  # ||x - held|| of the weights when the newest update was taken, int8's
@@ -442,10 +442,10 @@ class Fidelity(NamedTuple):
 
 
 class Holder:
-    """Holds what other stages' nodes send.
+    """Holds copies of other stages' states.
 
-    `holds` says what may be held here, and how it lies in memory: nothing else is taken. Each is
-    held once, with an update that is arriving or waits for this node's commit beside it.
+    `holds` says what may be held here, and its layout in memory: nothing else is accepted. Each is
+    held once, beside an update that is arriving or waits for this node's commit.
     """
 
     def __init__(
@@ -460,7 +460,7 @@ class Holder:
         self._layouts: dict[tuple[str, int], Layout] = dict(holds.items())
         self._send = send
         self._arriving: dict[tuple[str, int], _Arriving] = {}
-        self._waiting: dict[tuple[str, int], _Arriving] = {}  # whole, for this node's own commit
+        self._waiting: dict[tuple[str, int], _Arriving] = {}  # whole, until this node's own commit
         self._held: dict[tuple[str, int], _Held] = {}
         self._applied = Age(0, 0)
         self._own: deque[StateId] = deque(maxlen=REMEMBERED)
@@ -477,7 +477,7 @@ class Holder:
         )
 
     def holdings(self) -> list[pb.Holding]:
-        """What a stage could be rebuilt from; no part of it is newer than this node's own step."""
+        """Holdings to rebuild a stage from; none has a part newer than this node's own step."""
         return [
             held.id.holding(kind)
             for (kind, _), held in sorted(self._held.items())
@@ -485,7 +485,7 @@ class Holder:
         ]
 
     def state(self, kind: Kind, stage: int) -> StageState | None:
-        """What is held, for StateServer; None: nothing, or blocks are missing."""
+        """A held state, for StateServer; None: nothing is held, or blocks are missing."""
         held = self._held.get((kind, stage))
         if held is None or held.state.missing:
             return None
@@ -500,7 +500,7 @@ class Holder:
         )
 
     def fidelity(self, kind: Kind, stage: int) -> Fidelity | None:
-        """How near to the sender's state is what `state` gives."""
+        """How close the result of `state` is to the sender's state."""
         held = self._held.get((kind, stage))
         if held is None or held.state.missing:
             return None
@@ -509,13 +509,13 @@ class Holder:
     # --- events
 
     def on_peer_lost(self, peer: str) -> None:
-        """The link to a peer is gone: what came by halves from it is of no use."""
+        """Handle a lost link: drop incomplete updates of the peer."""
         for key, update in list(self._arriving.items()):
             if update.peer == peer:
                 del self._arriving[key]
 
     def committed(self, own: StateId) -> None:
-        """This node has that state of its own stage: applied, fetched or loaded."""
+        """Record a state of this node's own stage: applied, fetched or loaded."""
         if own.lineage != self._applied.lineage:
             self._own.clear()
             for key, held in list(self._held.items()):
@@ -529,8 +529,8 @@ class Holder:
                 self._judge(key, update, waited=True)
 
     def on_frame(self, peer: str, frame: Frame) -> None:
-        """A frame of kind "copy" has come. One that can't be is answered, and changes nothing; its
-        sender is accused, unless the frame is only late, or of what is held elsewhere."""
+        """Handle a frame of kind "copy". An invalid one is answered, and changes nothing. Its
+        sender is accused, unless the frame is only late, or of something not held here."""
         self.bytes_received += frame.size
         raw = frame.fields
         try:
@@ -552,7 +552,7 @@ class Holder:
     def _answer(
         self, peer: str, raw: Mapping[str, Any], received: int = 0, error: str = ""
     ) -> None:
-        """Answers a frame, or (nothing received) the update as a whole."""
+        """Answer a frame or, with `received` 0, the update as a whole."""
         numbers = {name: raw.get(name) for name in ("stage", "step", "transfer")}
         valid = {
             name: value
@@ -568,7 +568,7 @@ class Holder:
     def _place(
         self, peer: str, key: tuple[str, int], header: UpdateHeader, offset: Any, frame: Frame
     ) -> _Arriving:
-        """Put the frame's bytes where they belong. Raises UpdateError or WireError."""
+        """Copy the frame's bytes to their place. Raises UpdateError or WireError."""
         update = self._arriving.get(key)
         if offset == 0:
             update = self._arriving[key] = self._begin(peer, key, header)
@@ -606,7 +606,7 @@ class Holder:
         return _Arriving(peer, header, torch.empty(header.size, dtype=torch.uint8))
 
     def _take_up(self, key: tuple[str, int], update: _Arriving) -> None:
-        """It is whole: count it when this node has committed its step."""
+        """Handle a whole update: it counts once this node has committed its step."""
         split = update.header.size - update.header.commit
         try:
             update.last.ParseFromString(update.payload[split:].numpy().tobytes())
@@ -624,7 +624,7 @@ class Holder:
             self._judge(key, update, waited=False)
 
     def _judge(self, key: tuple[str, int], update: _Arriving, waited: bool) -> None:
-        """An update's step is not after this node's own: was it made by the same commit?"""
+        """Check that an update no newer than this node's step was made by the same commit."""
         lineage, step = update.header.age
         newest = self._applied.lineage
         if lineage < newest:
@@ -637,15 +637,15 @@ class Holder:
         self._exchanges.start(self._count_in(key, update))
 
     def _refuse(self, update: _Arriving, reason: str, cause: Cause = SILENT) -> None:
-        """For any other cause than SILENT its sender is to blame."""
+        """Refuse an update; its sender is accused, unless the cause is SILENT."""
         log.warning("refused an update from %s: %s", update.peer, reason)
         self._answer(update.peer, vars(update.header), error=reason)
         if cause != SILENT:
             self._accuse(update.peer, f"an update from {update.peer}: {reason}", cause)
 
     async def _count_in(self, key: tuple[str, int], update: _Arriving) -> None:
-        """Check the values, then let them count: at once for whoever asks, and in the compute
-        thread before what those who ask then post there."""
+        """Check the values, then let the update count: at once on the event loop, and in the
+        compute thread before work that is posted there afterwards."""
         header, layout = update.header, self._layouts[key]
         codec: Any = header.codec
         try:
@@ -662,7 +662,7 @@ class Holder:
                 )
             )
         except UpdateError as error:
-            # Values that are not finite are what the sender's replicas have, too.
+            # Replicas of the sender have the same non-finite values.
             self._refuse(update, str(error), SILENT if isinstance(error, ValuesError) else SHAPE)
             return
         held = self._held.get(key)

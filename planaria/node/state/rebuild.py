@@ -1,4 +1,4 @@
-"""How a node without its stage's state gets one, by the method that the driver has chosen."""
+"""Gets a node the state of its stage, by the method that the driver has chosen."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ HELD: Final = {
     ORIGIN: ORIGIN,
     PRETRAINED: ORIGIN,
 }
-"""Methods that fetch what a node holds of another stage, and the kind of that holding."""
+"""Methods that fetch a holding of another stage's state from a node, and the kind of holding."""
 FROM_FILES: Final = ("save", "checkpoint")
 TELL_AGAIN: Final = 0.2  # seconds
-BOUNDARY_PATIENCE: Final = 15.0  # seconds for boundary tensors to come
+BOUNDARY_PATIENCE: Final = 15.0  # seconds to wait for boundary tensors
 
 
 class Rebuilt(NamedTuple):
-    """What came of it."""
+    """The result of a rebuild."""
 
     told: pb.Synced
     state: StageState
-    homework: BackgroundRelearning | None = None  # what is left to be relearned
+    homework: BackgroundRelearning | None = None  # the rest of the relearning
 
 
 class Rebuilding:
-    """Gets this node a state, or its twin one."""
+    """Gets this node's seat, or its twin, a state."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Rebuilding:
     async def rebuild(self, ballot: Ballot, sync: pb.Sync) -> Rebuilt | None:
         """The new state, which is in place when this returns; None: it was no longer wanted.
 
-        Raises ComplaintError when it can't be done; then the driver has to be told.
+        Raises ComplaintError when it can't be done; report that to the driver.
         """
         compute, started = self.exchanges.compute, self.exchanges.now
         taken_in = await self._take_in(ballot, sync)
@@ -131,10 +131,10 @@ class Rebuilding:
             digest=await self.exchanges.compute(self.arithmetic.digest),
         )
 
-    # --- from where
+    # --- sources
 
     async def _take_in(self, ballot: Ballot, sync: pb.Sync) -> int:
-        """The stage's weights that aren't trained, if they are lacking; their bytes."""
+        """Fetch the stage's frozen weights, if they are missing; returns the bytes fetched."""
         lacking = self.arithmetic.lacking
         if not lacking:
             return 0
@@ -158,13 +158,13 @@ class Rebuilding:
         return delivery.bytes
 
     async def _fetch(self, ballot: Ballot, sync: pb.Sync) -> list[Delivery]:
-        """The states to make the new one of: of each source stage, in their order."""
+        """The states to make the new one from: one of each source stage, in order."""
         if sync.method in ("memory", "joiner"):
             return [Delivery(self._kept(sync), bytes=0)]
         if sync.method == WEIGHTS:
             arrived = self._arrived(sync)
             return [Delivery(arrived, arrived.bytes)]
-        if sync.method == PRETRAINED and self.arithmetic.origin:  # it is here, too
+        if sync.method == PRETRAINED and self.arithmetic.origin:  # also available here
             read = partial(self.arithmetic.of_checkpoint, self.stage)
             return [Delivery(await self.exchanges.compute(read), bytes=0)]
         adapters = self.run.training.lora is not None
@@ -180,7 +180,7 @@ class Rebuilding:
         return [Delivery(state, state.bytes)]
 
     def _kept(self, sync: pb.Sync) -> StageState:
-        """What is in place already counts as of another lineage. Raises ComplaintError."""
+        """The state in place, to count as of another lineage. Raises ComplaintError."""
         own = self.own_state()
         source = next(source for source in sync.sources if source.node == self.member.node)
         if own.id.age != (source.lineage, source.step):
@@ -188,7 +188,7 @@ class Rebuilding:
         return own
 
     def _arrived(self, sync: pb.Sync) -> StageState:
-        """What had come when its last source was lost. Raises ComplaintError."""
+        """The weights that had arrived when their last source was lost. Raises ComplaintError."""
         arrived = self.states.weights(self.stage)
         (source,) = sync.sources
         if arrived is None or arrived.id.age != (source.lineage, source.step):
@@ -197,11 +197,11 @@ class Rebuilding:
         return arrived
 
     async def _fetch_from_peers(self, ballot: Ballot, sync: pb.Sync) -> list[Delivery]:
-        """Each from all its nodes at once. Methods that guess get weights only."""
+        """Fetch each state from all its nodes at once. Methods that guess get weights only."""
         by_stage: dict[int, list[pb.Source]] = {}
         for source in sync.sources:
             by_stage.setdefault(source.stage, []).append(source)
-        tensors = self.arithmetic.tensors  # a stage is guessed from such as are like it
+        tensors = self.arithmetic.tensors  # a guess is made from stages of the same form
         if sync.method == "twin" and self.holdings.twin is not None:
             tensors = self.holdings.twin.state.tensors
         due = {name: tensor.numel() for name, tensor in tensors.items()}
@@ -231,7 +231,7 @@ class Rebuilding:
         )
 
     def _fetching(self, sync: pb.Sync) -> Callable[[int], None]:
-        """Takes the bytes that are there; says so now and then, for whoever watches."""
+        """A function that takes the bytes received so far, and reports them now and then."""
         started, told_at = self.exchanges.now, -math.inf
         sources = tuple(Origin(node=source.node, stage=source.stage) for source in sync.sources)
 
@@ -252,7 +252,7 @@ class Rebuilding:
 
         return tell
 
-    # --- what is made of a guess
+    # --- relearning a guess
 
     async def _relearn(
         self, ballot: Ballot, sync: pb.Sync

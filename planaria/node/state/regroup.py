@@ -1,9 +1,9 @@
-"""A run's saves, written anew for a run that has the same model in more or fewer stages.
+"""Converts a run's saves for a run that has the same model in more or fewer stages.
 
-Body stages have the same number of layers each, and a layer lies in a stage's flat tensors behind
-the layer before it. So a new stage's tensors are pieces of the old ones', end to end; they go from
-file to file in chunks. The new saves are of another run, whose nodes take no others, and of another
-lineage than what they are made of.
+All body stages have the same number of layers. A stage's flat tensors contain its layers in order.
+So a new stage's tensors are pieces of the old ones', concatenated, and copied from file to file in
+chunks. The new saves belong to another run, whose nodes accept no others, and to another lineage
+than the old ones.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class RegroupError(Exception):
 
 
 class LayerRange(NamedTuple):
-    """Layers of an old stage, in a row."""
+    """Consecutive layers of an old stage."""
 
     stage: int
-    first: int  # of the stage's own, from 0 on
+    first: int  # index within the stage, from 0
     layers: int
-    of: int  # layers that the stage has
+    of: int  # layers of the whole stage
 
 
 def pieces(stage: int, layers: int, before: int, after: int) -> list[LayerRange]:
-    """What a stage of `after` body stages is made of, in order; there were `before` of them, and
-    `layers` in all. Stage 0 is no part of the division: it counts as one layer, and stays."""
+    """The pieces of a stage of `after` body stages, in order, of `layers` layers in all that were
+    divided into `before`. Stage 0 isn't divided: it counts as one layer, and stays."""
     if stage == 0:
         return [LayerRange(0, 0, 1, 1)]
     had, has = layers // before, layers // after
@@ -58,9 +58,9 @@ def pieces(stage: int, layers: int, before: int, after: int) -> list[LayerRange]
 def regrouped(stage: int, stages: int, parts: Sequence[tuple[LayerRange, SaveFile]]) -> StageState:
     """The state of a stage of `stages` body stages, without its tensors.
 
-    Its layers have one count of Adam's steps from now on, the least of theirs: as from a rebuild,
-    estimates are soon made of new gradients. A layer's share of its stage's gradient isn't known,
-    nor needed after the next step; layers count alike. A boost lasts as long as the newest.
+    Its layers share one count of Adam's steps, the least of theirs: as after a rebuild, estimates
+    soon consist of new gradients. A layer's share of its stage's gradient norm is unknown and not
+    needed after the next step; layers count alike. A boost lasts as long as the newest.
     """
     states = [save.state for _, save in parts]
     one, newest = states[0], max(states, key=lambda state: state.boosted_at)
@@ -73,7 +73,7 @@ def regrouped(stage: int, stages: int, parts: Sequence[tuple[LayerRange, SaveFil
         del scales[:]
         if has_for(those, newest.id.stage):
             scales.append(of_stage(those, newest.id.stage))
-    last.ClearField("signature")  # no driver has signed this one
+    last.ClearField("signature")  # no driver has signed this commit
     return StageState(
         id=StateId.after(last, stage, one.id.lineage + 1, one.id.step),
         tensors={},
@@ -85,12 +85,12 @@ def regrouped(stage: int, stages: int, parts: Sequence[tuple[LayerRange, SaveFil
 
 
 def moment_scale(decay: float, before: int, after: int) -> float:
-    """A moment after `before` updates, times this, stands for the same average after `after`."""
+    """Factor that turns a moment after `before` updates into the same average after `after`."""
     return (1 - decay**after) / (1 - decay**before) if before else 1.0
 
 
 def stages_of(saves: Iterable[SaveFile], config: ModelConfig) -> int:
-    """Of how many body stages saves of one run are. Raises RegroupError where they are of another
+    """The number of body stages of one run's saves. Raises RegroupError if they are of another
     model than `config`."""
     first, body = config.trained
     layer = body // config.layers_per_stage
@@ -116,8 +116,8 @@ def stages_of(saves: Iterable[SaveFile], config: ModelConfig) -> int:
 
 
 def choose(saves: Sequence[SaveFile], stages: int) -> tuple[Resume, dict[int, list[SaveFile]]]:
-    """Where a run of `stages` body stages goes on that has these, and the saves of each stage for
-    that, whole ones; the log names what is damaged. Raises RegroupError if there is none."""
+    """Where a run of `stages` body stages resumes with these saves, and the whole saves of each
+    stage for that; the log names damaged ones. Raises RegroupError if there is none."""
     left, sound = {str(save.path): save for save in saves}, set[str]()
     while True:
         held = []
@@ -147,8 +147,8 @@ def regroup(
     open_folder: Callable[[int], Saves],
     betas: tuple[float, float] = BETAS,
 ) -> Resume:
-    """Writes the saves of one run anew, for the stages of `config`, each into what `open_folder`
-    has for it; `betas` are the run's. Returns what they were made of. Raises RegroupError,
+    """Write one run's saves anew for the stages of `config`, into the folder that `open_folder`
+    has for each; `betas` are the run's. Returns what they were made of. Raises RegroupError,
     SaveError, OSError."""
     had = stages_of(saves, config)
     found, chosen = choose(saves, had)
@@ -166,8 +166,8 @@ def regroup(
 
 
 def of_one_run(saves: Sequence[SaveFile], but: str = "") -> list[SaveFile]:
-    """All but those of the run `but`, whose folders may be among the others. Raises RegroupError
-    for none, and for saves of several runs."""
+    """All saves but those of the run `but`, whose folders may be among the others. Raises
+    RegroupError for none, and for saves of several runs."""
     found = [save for save in saves if save.run != but]
     runs = sorted({save.run for save in found})
     if not runs:
@@ -192,7 +192,7 @@ def _write(
 ) -> None:
     saves = [save for _, save in parts]
     names = [name for name in saves[0].tensors if all(name in save.tensors for save in saves)]
-    if names == ["weights"]:  # nobody knows the moments of some
+    if names == ["weights"]:  # the moments of some are unknown
         state = replace(state, optimizer_step=0)
     decays = dict(zip(MOMENTS, betas, strict=True))
     tensors = {name: _joined(name, parts, state.optimizer_step, decays.get(name)) for name in names}
@@ -205,7 +205,7 @@ def _joined(
     optimizer_step: int,
     decay: float | None,
 ) -> Values:
-    """The tensor of a new stage; of a moment, `decay` is what an update leaves."""
+    """A new stage's tensor; `decay` is a moment's decay in an update, None for weights."""
     sizes = [save.tensors[name] // piece.of for piece, save in parts]  # values in a layer
     counts = [size * piece.layers for size, (piece, _) in zip(sizes, parts, strict=True)]
 

@@ -1,10 +1,10 @@
 """Relearning at the joiners: one alone, or those of neighbouring lost stages together.
 
-Together, they are a small pipeline of their own. The joiner of the lowest stage leads: it hears
-which boundary tensors the others have, and orders rounds: measure the error over the pairs of the
-newest step, train on the next few pieces, keep the result or undo it. A piece is some samples of a
-pair. Within a round everyone takes the pieces in the same order, so nobody waits in a circle. One
-piece is under way at a time: it updates every stage that it passes, and the next one needs the
+Together they form a small pipeline of their own. The joiner of the lowest stage leads: it learns
+which boundary tensors the others have, and orders rounds. A round measures the error over the pairs
+of the newest step, trains on the next few pieces, or keeps or undoes the result. A piece is some
+samples of a pair. All joiners process a round's pieces in the same order, so they can't deadlock.
+One piece is in flight at a time: it updates every stage that it passes, and the next one needs the
 updated weights.
 """
 
@@ -44,13 +44,13 @@ Way = Literal["forward", "backward"]
 Item: TypeAlias = pb.Relearn | Frame
 
 TOGETHER: Final = 8
-"""Pieces in a training round of several joiners: so often they ask whether the time is over."""
+"""Pieces in a training round of several joiners: after each round they check the time."""
 HELD: Final = 8
 """Messages and frames of one joiner that may wait here. In step, it sends two at a time."""
 REASON_LIMIT: Final = 200
-"""Characters of what another joiner says."""
+"""Characters of another joiner's reason."""
 EARLY_LIMIT: Final = 16 << 20
-"""Bytes of one joiner that may wait until this node begins: no more than its report comes early."""
+"""Bytes of one joiner that may wait until this node begins: only its report comes that early."""
 
 
 class PairSlice(NamedTuple):
@@ -62,53 +62,53 @@ class PairSlice(NamedTuple):
 
 
 class PairSliceResult(NamedTuple):
-    """What comes of a piece at the end of its run."""
+    """The result of a piece at the end of its run of stages."""
 
     back: list[Tensor]  # the gradient; empty when measuring
     norm: float  # the residual's denominator
-    error: float | None  # squared, when measuring
+    error: float | None  # squared, when measuring; else None
 
 
 class Lesson(Protocol):
     """The arithmetic of one stage that relearns, on a copy of its weights. All of it runs in the
-    compute thread; tensors are float32 [samples, tokens, dim]. What came in at the run's start may
-    go along, as a second."""
+    compute thread; tensors are float32 [samples, tokens, dim]. The run's input may be passed along,
+    as a second tensor."""
 
     def start(self, piece: PairSlice, with_start: bool) -> list[Tensor]:
-        """What went into the run."""
+        """The input of the run of stages."""
         ...
 
     def pass_on(self, given: list[Tensor], lr: float | None) -> list[Tensor]:
-        """Forward; with a learning rate, `pass_back` is to follow."""
+        """Forward pass; with a learning rate, call `pass_back` next."""
         ...
 
     def pass_back(self, gradient: Tensor) -> Tensor:
-        """An update from the gradient at the output; gives that at the input."""
+        """Update by the gradient at the output; returns that at the input."""
         ...
 
     def end(
         self, piece: PairSlice, given: list[Tensor], norm: float | None, lr: float | None
     ) -> PairSliceResult:
-        """Forward, and compare with what came out of the run; with a learning rate, an update.
-        `norm`: the denominator, unless the run's start is in `given`."""
+        """Forward pass and comparison with the run's output; with a learning rate, an update.
+        `norm`: the denominator, unless the run's input is in `given`."""
         ...
 
     def finish(self, undo: bool) -> None:
-        """The stage's weights are what has been learned; with `undo` they stay as they are, and
-        Adam is fresh."""
+        """Make the learned weights the stage's; with `undo` those stay as they are, and Adam is
+        fresh."""
         ...
 
     def is_finite(self) -> bool:
-        """What has been learned."""
+        """Whether the learned weights are finite."""
         ...
 
     def changed(self) -> Tensor:
-        """What has been learned, float32 [n], beside the stage's weights as they are now. `renew`
-        is to follow."""
+        """The learned change, float32 [n], against the stage's weights as they are now. Call
+        `renew` next."""
         ...
 
     def renew(self) -> None:
-        """It is learned from the stage's weights on, as they are now."""
+        """Continue learning from the stage's weights as they are now."""
         ...
 
 
@@ -119,15 +119,15 @@ class Terms:
     samples: int  # trained on at a time, at most
     passes: int  # over all pairs, at most
     seconds: float  # at most, with the measuring before and after; 0: no training
-    lr: float  # at first
-    patience: float  # seconds that one wait for another joiner may take
-    enough: float = 0.0  # residual error at which one that relearns alone may train; 0: none is
-    each_step: int = 0  # updates in a step that it then trains; 0: as many as can be
-    within: int = 1  # such steps, after which it has learned enough
+    lr: float  # initial learning rate
+    patience: float  # seconds to wait for another joiner
+    enough: float = 0.0  # residual error at which a lone joiner may train; 0: none
+    each_step: int = 0  # updates in each step that it then trains; 0: no limit
+    within: int = 1  # number of such steps after which it has learned enough
 
 
 class Course:
-    """Which piece an update is made from, and at which rate."""
+    """The piece and the learning rate of each update."""
 
     def __init__(self, pairs: Sequence[BoundaryPair], samples: int, terms: Terms) -> None:
         """`samples`: of each pair."""
@@ -140,10 +140,10 @@ class Course:
         newest = max((pair.step for pair in pairs), default=0)
         self.newest = [PairSlice(pair, 0, samples) for pair in pairs if pair.step == newest]
         self.updates = terms.passes * len(self.pieces)
-        self._order: tuple[int, list[int]] = (-1, [])  # of which pass
+        self._order: tuple[int, list[int]] = (-1, [])  # a pass and its order
 
     def at(self, update: int) -> tuple[int, int]:
-        """The pass that it is in, and its place there."""
+        """The pass of an update, and its place there."""
         return divmod(update, len(self.pieces))
 
     def piece(self, update: int) -> PairSlice:
@@ -158,7 +158,7 @@ class Course:
 
 @dataclass(frozen=True)
 class RelearningBlock:
-    """Who relearns together: a node for each stage, this node among them."""
+    """The nodes that relearn together: one for each stage, this node among them."""
 
     ballot: Ballot
     stage: int  # this node's
@@ -175,8 +175,8 @@ class RelearningBlock:
 
 
 class Relearning:
-    """A node's side of it, for one block at a time. `measured` is told of each residual error that
-    this node, leading a block, finds."""
+    """A node's side of relearning, for one block at a time. `measured` gets the round and the
+    residual error of each measurement of a block that this node leads."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class Relearning:
         measured: Callable[[int, float], None] = lambda round, residual: None,
         limit: int = OPEN_LIMIT,
     ) -> None:
-        """`limit`: bytes of one peer that wait."""
+        """`limit`: bytes of one peer that may wait."""
         self.exchanges, self.tensors, self.send = exchanges, tensors, send
         self.measured = measured
         self._inboxes: Inboxes[Ballot, Item] = Inboxes(exchanges, NEVER, EARLY_LIMIT, limit)
@@ -197,13 +197,13 @@ class Relearning:
         """Train the stage of `lesson` on what was fetched.
 
         Adam's moments stay as they are. When the error over the newest step's pairs is not finite
-        or has grown, the weights are again those before, with a fresh Adam, and `undone` says so.
-        The residuals are those of the whole block: the same at every joiner, like all of
-        the result but `seconds` and `fetched_bytes`.
+        or has grown, the former weights are restored, with a fresh Adam, and `undone` is set. The
+        residuals are those of the whole block: the same at every joiner, like all of the result but
+        `seconds` and `fetched_bytes`.
 
         Raises ComplaintError when another joiner is lost, late or wrong. Then, and when this is
-        given up, the weights are void, and nothing runs on but the one piece of work that the
-        compute thread may be at.
+        cancelled, the weights are void, and nothing runs on but the current work of the compute
+        thread.
         """
         started = self.exchanges.now
         with self._inboxes.open(block.ballot) as inbox:
@@ -221,16 +221,16 @@ class Relearning:
         return result
 
     def on_message(self, peer: str, message: pb.Message) -> None:
-        """A Relearn has come. It waits if this node is to begin yet; an older one has no effect."""
+        """Handle a Relearn. It waits until this node begins; an older one has no effect."""
         relearn = message.relearn
         self._inboxes.put(Ballot.of(message.ballot), peer, relearn, relearn.ByteSize())
 
     def on_frame(self, peer: str, frame: Frame) -> None:
-        """A frame of kind "relearn" has come."""
+        """Handle a frame of kind "relearn"."""
         self._inboxes.put(Ballot(*frame.ballot), peer, frame, frame.size)
 
     def on_peer_lost(self, peer: str, reason: str) -> None:
-        """What it has sent before is still good."""
+        """Handle a lost link; what the peer sent before is still valid."""
         self._inboxes.lost(peer, reason)
 
 
@@ -249,8 +249,8 @@ def explain(result: pb.Relearned) -> str:
 def whole_pairs(
     reports: Mapping[int, Sequence[pb.BoundaryPair]],
 ) -> tuple[list[BoundaryPair], int]:
-    """From what each stage's joiner has: the pairs to train on, in order, and how many of which
-    only one side is there."""
+    """The pairs to train on, in order, by the report of each stage's joiner, and the number of
+    pairs with one side only."""
     inputs, outputs = set(), set()
     for stage, report in reports.items():
         for said in report:
@@ -294,7 +294,7 @@ class _Joiner:
         self.norms: dict[PairSlice, float] = {}
         self.errors: dict[PairSlice, float] = {}
 
-    # --- who says what is done
+    # --- leading and following
 
     async def lead(self) -> pb.Relearned:
         exchanges = self.node.exchanges
@@ -310,7 +310,7 @@ class _Joiner:
             started = exchanges.now
             before = await self._measure(pb.Relearn(work=pb.Relearn.MEASURE, pairs=named))
             begin = exchanges.now
-            # Measuring afterwards will take as long again.
+            # Measuring afterwards takes as long again.
             end = started + self.terms.seconds - (begin - started)
             if self.terms.enough:
                 after = await self._train_until_enough(before, end)
@@ -327,8 +327,8 @@ class _Joiner:
         return result
 
     async def _train(self, wanted: int, end: float, begin: float | None = None) -> None:
-        """Until so many updates are made, or the time is over, with which the rate falls if it is
-        told when it began."""
+        """Train until `wanted` updates are made, or the time is over. The rate falls with the time
+        since `begin`, if given."""
         at_a_time = TOGETHER if self.block.others else 1
         while self.updates < wanted and (now := self.node.exchanges.now) < end:
             order = pb.Relearn(
@@ -340,8 +340,8 @@ class _Joiner:
             await self._round(order)
 
     async def _train_until_enough(self, residual: float, end: float) -> float:
-        """As long as others have to wait for it: what is left is learned later, so that the rate
-        doesn't fall with the time. Returns the residual error."""
+        """Train while other stages wait for it. The rest is learned later, so the rate doesn't fall
+        with the time. Returns the residual error."""
         wanted, some = self.course.updates, updates_to_look(len(self.course.pieces))
         exchanges = self.node.exchanges
         while residual > self.terms.enough and self.updates < wanted and exchanges.now < end:
@@ -359,7 +359,7 @@ class _Joiner:
         return residual
 
     async def _round(self, order: pb.Relearn) -> list[pb.Relearn]:
-        """Everybody's answer, when everybody is through: nobody may run ahead of the others."""
+        """All joiners' answers, once all have finished the round: none may run ahead."""
         self._order(order)
         await self._obey(order)
         others = [await self._hear(node, self.round) for node in self.block.others.values()]
@@ -389,7 +389,7 @@ class _Joiner:
             await self._update(order)
             return
         for place, piece in enumerate(self.course.newest):
-            # When they first measure, the run's input comes along: the end needs it for the norm.
+            # The first measurement passes the run's input along: the end needs it for the norm.
             await self._visit(piece, place, None, with_start=self.round == 1)
 
     async def _update(self, order: pb.Relearn) -> None:
@@ -402,7 +402,7 @@ class _Joiner:
         for _ in range(order.count):
             a_pass, place = course.at(self.updates)
             lr = course.rate(self.updates, order.time_gone)
-            # In the first pass the run's input comes along, too: not all of it has been measured.
+            # The first pass, too, passes the run's input along: not all of it has been measured.
             await self._visit(course.piece(self.updates), place, lr, with_start=a_pass == 0)
             self.updates += 1
 
@@ -422,7 +422,7 @@ class _Joiner:
         )
 
     def _take_pairs(self, pairs: Sequence[BoundaryPair]) -> None:
-        """What the leader wants measured and trained on."""
+        """Set the pairs that the leader wants measured and trained on."""
         for pair in pairs:
             ends = pair.stages[:1], pair.stages[-1:]
             here = (self.block.stage,)
@@ -443,8 +443,8 @@ class _Joiner:
     async def _visit(
         self, piece: PairSlice, place: int, lr: float | None, with_start: bool
     ) -> None:
-        """Forward to the end of the run, and back: with gradients, or empty when measuring, without
-        a learning rate. What came in at the run's start goes along if so wanted."""
+        """Pass a piece forward to the end of its run of stages, and back: gradients, or nothing
+        when measuring, without a learning rate. `with_start`: the run's input is passed along."""
         stages, lesson = piece.pair.stages, self.lesson
         if self.block.stage not in stages:
             return
@@ -471,7 +471,7 @@ class _Joiner:
         if before is not None:
             await self._send(before, place, "backward", back)
 
-    # --- the compute thread and the others
+    # --- the compute thread and the other joiners
 
     async def compute(self, work: Callable[[], T]) -> T:
         def relearn() -> T:
@@ -519,7 +519,7 @@ class _Joiner:
 
 
 class _Mailbox:
-    """What the others have sent and nobody has asked for yet."""
+    """Messages and frames of the other joiners, until they are taken."""
 
     def __init__(self, exchanges: Exchanges, inbox: ExchangeInbox[Item]) -> None:
         self._exchanges, self._inbox = exchanges, inbox
@@ -527,7 +527,7 @@ class _Mailbox:
         self._lost: dict[str, Lost] = {}  # by node: why nothing more comes from it
 
     async def take(self, peer: str, key: object, what: str, patience: float) -> Item:
-        """Raises ComplaintError that names whom it waited for."""
+        """Raises ComplaintError that names the peer it waited for."""
         until = self._exchanges.now + patience
         while (peer, key) not in self._held:
             if peer in self._lost:

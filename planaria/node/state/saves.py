@@ -1,19 +1,19 @@
-"""A node's saves of its stage: files that are there whole or not at all.
+"""A node's saves of its stage: files that exist whole or not at all.
 
-A folder holds `stage-K/step-00000040-0.safetensors` (committed step, lineage) and beside them
-`latest`, the name of the newest, for people and scripts: nothing here trusts it. A file is written
-under a temporary name, flushed, renamed, and the folder flushed (ECRL, section 4.3), so what
-has a save's name was complete when it got it. What happens to it later is found out by checksums.
+A folder holds `stage-K/step-00000040-0.safetensors` (committed step, lineage) and `latest`, the
+name of the newest, for people and scripts: nothing here trusts it. A file is written under a
+temporary name, flushed, renamed, and the folder flushed (ECRL, section 4.3). So a file with a
+save's name was complete when it got it. Checksums detect later damage.
 
-Several processes may share a folder, replicas of one stage too: they write the same states under
-the same names, and whoever renames last replaces equals by equals.
+Several processes may share a folder, also replicas of one stage. They write the same states under
+the same names, so the last rename replaces a file by an equal one.
 
-The format is safetensors: any reader finds a stage's weights by the names and in the shapes that
-Hugging Face has for them, Adam's moments as `first_moment.NAME` and `second_moment.NAME`, and what
-they are, and of which model, in the metadata. It is written and read here because a node needs what
-the library doesn't give: flushing before the rename, an errno for a full disk,
-temporary files that can be told from those of a live writer, and reading that neither holds the
-interpreter for seconds (as its `pread` does) nor dies of a bad sector (as a mapped file does).
+The format is safetensors: any reader finds a stage's weights by the names and in the shapes of
+Hugging Face, and Adam's moments as `first_moment.NAME` and `second_moment.NAME`. The metadata says
+what they are, and of which model. It is written and read here, since a node needs what the library
+doesn't give: flushing before the rename, an errno for a full disk, temporary files distinguishable
+from a live writer's, and safe reading. Reading must not hold the interpreter for seconds (as the
+library's `pread` does) nor crash on a bad sector (as a mapped file does).
 """
 
 from __future__ import annotations
@@ -82,25 +82,25 @@ _NO_SENSE: Final = (
     RecursionError,
     DecodeError,
 )
-"""What reading a header raises when it isn't what is written here."""
+"""Exceptions from reading a header in another format."""
 
 Fields: TypeAlias = dict[str, str]
 Bytes: TypeAlias = NDArray[np.uint8]
 Listed: TypeAlias = tuple[str, int, str]
-"""A tensor in a header: its name, how many values it has, their checksum."""
+"""A tensor in a header: name, number of values, checksum of the values."""
 
 
 class Values(NamedTuple):
-    """A tensor that is made piece by piece, as often as it is asked for."""
+    """A tensor made piece by piece, each time that it is read."""
 
     length: int
-    pieces: Callable[[], Iterable[Bytes]]  # float32, end to end
+    pieces: Callable[[], Iterable[Bytes]]  # float32, in order
 
 
 class Contents(NamedTuple):
-    """What a stage's flat tensors consist of, for whoever else reads them."""
+    """Description of a stage's flat tensors, for other readers."""
 
-    parameters: Mapping[str, Sequence[int]]  # shapes by name, in their order
+    parameters: Mapping[str, Sequence[int]]  # shapes by name, in order
     config: Mapping[str, Any]  # of the whole model
 
     @classmethod
@@ -114,11 +114,11 @@ class Contents(NamedTuple):
 
 
 class Saves:
-    """The saves of one stage in `folder`, of which the newest `keep` are kept.
+    """The saves of one stage in `folder`; the newest `keep` are kept.
 
-    Opening makes the folder and removes what writers that died left behind. Raises SaveError when
-    it can't be used, or holds saves of another run: nobody means to mix them. Has no state but the
-    folder's, so any thread may use it, while another one writes too.
+    Opening makes the folder and removes leftovers of dead writers. Raises SaveError when it can't
+    be used, or holds saves of another run, which is a mistake. All state is the folder's, so any
+    thread may use it, even while another one writes.
 
     Stages save the same steps, but not at the same time. While no write fails, a `keep` of 2, and
     1 more for each write that may be in flight, leaves a step that all of them have.
@@ -149,14 +149,14 @@ class Saves:
                 )
 
     def listed(self) -> list[Age]:
-        """The saves that are there, newest first, unread. Raises OSError."""
+        """The existing saves, newest first, unread. Raises OSError."""
         with os.scandir(self.folder) as entries:
             found = [_parse(entry.name) for entry in entries if entry.is_file()]
         return sorted((save for save in found if save is not None), reverse=True)
 
     def sound(self) -> list[Age]:
-        """The saves that `load` takes, newest first; the log names the others. Reads them all,
-        holding no more than a chunk. Raises OSError when the folder can't be read."""
+        """The saves that `load` accepts, newest first; the log names the others. Reads all of them,
+        at most a chunk in memory. Raises OSError when the folder can't be read."""
         sound = []
         for save in self.listed():
             try:
@@ -168,13 +168,13 @@ class Saves:
         return sound
 
     def id_of(self, save: Age) -> StateId:
-        """Which state it is, from the header alone. Raises SaveError."""
+        """The state's id, from the header alone. Raises SaveError."""
         with _opened(self._path(save)) as (_, fields):
             return StateId.after(_state(fields).last, self.stage, *save)
 
     def load(self, save: Age) -> StageState:
-        """Raises SaveError: not there, not to be read, damaged, of another run or stage. The
-        tensors' names and sizes are as saved; whether they fit is for the caller to see."""
+        """Raises SaveError for a missing, unreadable or damaged save, or one of another run or
+        stage. Tensors' names and sizes are as saved; the caller checks whether they fit."""
         return self._read(save, keep_tensors=True)
 
     def check(self, state: StageState) -> None:
@@ -198,8 +198,8 @@ class Saves:
                 )
 
     def write(self, state: StageState) -> None:
-        """The state is on disk when this returns. What was there before stays until then. Raises
-        OSError, and ValueError as `check` does."""
+        """Write the state to disk before returning; older saves stay until then. Raises OSError,
+        and ValueError as `check` does."""
         self.check(state)
         tensors = {name: _bytes(t.detach().cpu()) for name, t in state.tensors.items()}
         self.write_pieces(
@@ -207,7 +207,7 @@ class Saves:
         )
 
     def write_pieces(self, state: StageState, tensors: Mapping[str, Values]) -> None:
-        """As `write`, of a state whose tensors are these; each is made twice."""
+        """As `write`, for a state with these tensors; each is made twice."""
         self.check(state)
         for name, (length, _) in tensors.items():
             if length != self.contents.values:
@@ -229,13 +229,13 @@ class Saves:
         return self.folder / name_of(save)
 
     def _put(self, name: str, parts: Iterable[Bytes]) -> None:
-        """All of the file or nothing, for other processes and after a power cut."""
+        """Write a file whole or not at all, for other processes and after a power cut."""
         temporary = self.folder / f".{name}.{token_hex(8)}.tmp"
         try:
             with temporary.open("xb", buffering=0) as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # says that its writer lives
+                fcntl.flock(file, fcntl.LOCK_EX)  # marks a live writer
                 if not os.fstat(file.fileno()).st_nlink:
-                    # A process that opened the folder just before took it for a dead one's.
+                    # A process that has just opened the folder took it for a dead writer's.
                     self._put(name, parts)
                     return
                 for part in parts:
@@ -244,22 +244,22 @@ class Saves:
                 os.fsync(file.fileno())
                 temporary.replace(self.folder / name)
         finally:
-            temporary.unlink(missing_ok=True)  # there only after an error
+            temporary.unlink(missing_ok=True)  # exists only after an error
         flush_folder(self.folder)
 
     def _prune(self) -> None:
         kept: list[Age] = []
         for save in self.listed():
-            # Saves that the run went back over don't count: were they kept, the one that it went
-            # back to would go first, and other stages may have no newer one yet. (One from between
-            # two regular saves can't be told, and takes a place until it is the oldest.)
+            # Saves of an abandoned lineage don't count. Otherwise the one that the run went back to
+            # would go first, while other stages may have no newer one yet. (One from between two
+            # regular saves can't be recognised, and takes a place until it is the oldest.)
             if len(kept) < self.keep and (not kept or save.step < kept[-1].step):
                 kept.append(save)
             elif self._run_of(save) in (None, self.run):
                 self._path(save).unlink(missing_ok=True)  # a replica may have been faster
 
     def _run_of(self, save: Age) -> str | None:
-        """None: its header can't be read."""
+        """The run in a save's header; None: it can't be read."""
         try:
             with _opened(self._path(save)) as (_, fields):
                 return fields["run"]
@@ -267,7 +267,7 @@ class Saves:
             return None  # `load` says why
 
     def _read(self, save: Age, keep_tensors: bool) -> StageState:
-        """Without its tensors if not `keep_tensors`. Raises SaveError."""
+        """Read a save, without its tensors if not `keep_tensors`. Raises SaveError."""
         path = self._path(save)
         with _opened(path) as (file, fields):
             state, run = _state(fields), fields["run"]
@@ -283,29 +283,29 @@ class Saves:
 
 @dataclass(frozen=True)
 class SaveFile:
-    """A save wherever it lies, by its header; its tensors stay on disk."""
+    """A save in any place, by its header; its tensors stay on disk."""
 
     path: Path
     run: str
     state: StageState  # without its tensors
-    tensors: Mapping[str, int]  # how many values each has, in their order in the file
-    begin: int  # byte at which the first one begins
+    tensors: Mapping[str, int]  # number of values by name, in the file's order
+    begin: int  # offset of the first one in the file
 
     @classmethod
     def open(cls, path: Path) -> SaveFile:
-        """Raises SaveError: not to be read, damaged in what it says of itself, or its length."""
+        """Raises SaveError for an unreadable file, a damaged header or a wrong length."""
         with _opened(path) as (file, fields):
             sizes = {name: values for name, values, _ in _listed(fields)}
             return cls(path, fields["run"], _state(fields), sizes, file.tell())
 
     def check(self) -> None:
-        """Reads it all, holding no more than a chunk. Raises SaveError."""
+        """Read all of it, at most a chunk in memory. Raises SaveError."""
         with _opened(self.path) as (file, fields):
             for _ in _tensors(self.path, file, fields, keep=False):
                 raise AssertionError
 
     def values(self, tensor: str, first: int, count: int) -> Iterator[Bytes]:
-        """`count` values of the tensor, from the `first` one on, chunk by chunk. Raises SaveError,
+        """`count` values of the tensor, from the `first` one on, in chunks. Raises SaveError,
         OSError."""
         before = takewhile(lambda item: item[0] != tensor, self.tensors.items())
         at = self.begin + VALUE * (first + sum(values for _, values in before))
@@ -317,7 +317,7 @@ class SaveFile:
                 yield chunk
 
     def copy(self, to: Saves) -> None:
-        """Raises SaveError, OSError."""
+        """Copy the save to another folder. Raises SaveError, OSError."""
         tensors = {
             n: Values(size, partial(self.values, n, 0, size)) for n, size in self.tensors.items()
         }
@@ -325,8 +325,8 @@ class SaveFile:
 
 
 def find_saves(*folders: Path) -> list[SaveFile]:
-    """Those of any stage and run in folders that nodes have had, or in folders of such; the log
-    names what can't be used."""
+    """Saves of any stage and run in nodes' save folders, or in parents of those; the log names
+    unusable ones."""
     found = []
     for folder in folders:
         for path in sorted({*folder.glob("stage-*/step-*"), *folder.glob("*/stage-*/step-*")}):
@@ -349,7 +349,7 @@ def find_saves(*folders: Path) -> list[SaveFile]:
 
 @dataclass(eq=False)
 class PendingSave:
-    """What a Writer was given to save."""
+    """A state given to a Writer."""
 
     state: StageState  # without its tensors
     since: float  # seconds, of `time.perf_counter`
@@ -363,14 +363,14 @@ class Writer:
     """Writes saves for training, which no error of the disk may stop.
 
     `save` belongs to the compute thread, right after a commit was applied. It copies the state to
-    host memory, in buffers that are kept and used again (fresh memory costs many times the copy),
-    and a thread writes it; `in_flight` of these may not be on disk yet, then `save` waits for one.
-    The same state isn't written again: the end of a run is told more than once.
+    host memory, in reused buffers (fresh memory costs many times the copy), and a thread writes it.
+    At most `in_flight` states may be not on disk yet; then `save` waits for one. It skips a state
+    given before: the end of a run is reported more than once.
 
-    `on_saved(save)` and `on_error(sentence)` are called from the thread that writes, `on_error`
-    also from the compute thread, when a save is given up, and from `close`.
+    `on_saved(save)` and `on_error(sentence)` are called from the writing thread, `on_error` also
+    from the compute thread, when a save is given up, and from `close`.
 
-    Raises ValueError when `saves` keeps too few for stages to meet again (see `Saves`).
+    Raises ValueError when `saves` keeps too few for stages to share a step (see `Saves`).
     """
 
     def __init__(
@@ -387,7 +387,7 @@ class Writer:
                 f"{saves.keep} saves are kept, but {2 + in_flight} are needed ({in_flight} in "
                 "flight) for the stages to have one of the same step"
             )
-        self.critical_seconds = 0.0  # that `save` took from the compute thread
+        self.critical_seconds = 0.0  # of the compute thread, spent in `save`
         self.bytes_written = 0
         self._saves, self._on_error, self._on_saved = saves, on_error, on_saved
         self._changed = Condition()  # guards the next three
@@ -399,12 +399,12 @@ class Writer:
         self._states: Queue[tuple[PendingSave, StageState, dict[str, Tensor]] | None] = Queue()
         for _ in range(in_flight):
             self._slots.put({})
-        # A daemon: a hung disk must not keep the process from leaving.
+        # A daemon: a hung disk must not keep the process from exiting.
         self._thread = Thread(target=self._write_all, name="saves", daemon=True)
         self._thread.start()
 
     def save(self, state: StageState) -> None:
-        """Raises nothing but ValueError, as `Saves.check` does."""
+        """Hand a state over. Raises only ValueError, as `Saves.check` does."""
         began = time.perf_counter()
         self._saves.check(state)
         taken = PendingSave(replace(state, tensors={}), began)
@@ -426,8 +426,8 @@ class Writer:
         self.critical_seconds += time.perf_counter() - began
 
     def close(self, seconds: float) -> list[Age]:
-        """Wait, blocking, for the writes in flight, and for those that wait for one of them;
-        returns those not on disk in time. What is saved after this is an error."""
+        """Wait, blocking, for writes in flight and states that wait for one; returns those not on
+        disk in time. A later save is an error."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._waiting, seconds)
@@ -439,9 +439,9 @@ class Writer:
         return [taken.save for taken in missing]
 
     def _hand_over(self, taken: PendingSave, state: StageState) -> bool:
-        """False: the disk takes nothing."""
+        """Copy the state for the writing thread. False: the disk is stuck."""
         try:
-            # Once the disk has let us wait in vain, training doesn't wait for it at every save.
+            # After one wait in vain, training doesn't wait for the disk at every save.
             with waiting_for_disk():
                 buffers = self._slots.get(timeout=0.0 if self._stuck else PATIENCE)
         except Empty:
@@ -474,7 +474,7 @@ class Writer:
                 self._slots.put(buffers)
 
     def _over(self, taken: PendingSave, written: bool) -> None:
-        """Whoever has to hear of it has heard."""
+        """Remove a state whose result has been reported."""
         with self._changed:
             if self._newest is taken and not written:
                 self._newest = None
@@ -482,7 +482,7 @@ class Writer:
             self._changed.notify_all()
 
     def _write(self, state: StageState) -> bool:
-        """False: it failed."""
+        """Write a state. False: it failed."""
         try:
             self._saves.write(state)
         except OSError as error:
@@ -500,10 +500,10 @@ class Writer:
 
 
 class SavesOnDisk:
-    """The port `Disk`: saves that a thread of their own writes, and another one reads.
+    """The port `Disk`: saves, written by one thread of their own and read by another.
 
-    `on_loop` is the loop's `call_soon_threadsafe`; there `saved(save)` and `failed(sentence)` are
-    called. Raises ValueError as `Writer` does.
+    `on_loop` is the loop's `call_soon_threadsafe`; `saved(save)` and `failed(sentence)` are called
+    there. Raises ValueError as `Writer` does.
     """
 
     def __init__(
@@ -536,7 +536,7 @@ class SavesOnDisk:
             try:
                 if save not in refused:
                     found.append(self._saves.id_of(save))
-            except SaveError as error:  # damaged meanwhile, or gone: a newer one took its place
+            except SaveError as error:  # since damaged, or replaced by a newer one
                 log.warning("not offered: %s", error)
         return found
 
@@ -551,11 +551,11 @@ class SavesOnDisk:
         def read() -> None:
             try:
                 result: StageState | Exception = self._saves.load(save)
-            except Exception as error:  # noqa: BLE001 (whatever it is, it belongs to who waits)
+            except Exception as error:  # noqa: BLE001 (any error goes to the caller)
                 result = error
             self._on_loop(then, result)
 
-        # A daemon: a hung disk must not keep the process from leaving.
+        # A daemon: a hung disk must not keep the process from exiting.
         Thread(target=read, name="load", daemon=True).start()
 
     def finish(self, seconds: float) -> None:
@@ -569,7 +569,7 @@ def saves_on_disk(
     on_loop: Callable[..., object],
     contents: Contents,
 ) -> OpenDisk:
-    """Opens folders for the saves of a stage; the rest as for Saves and SavesOnDisk."""
+    """Opens folders for the saves of a stage; arguments as for Saves and SavesOnDisk."""
 
     def open_disk(
         folder: Path,
@@ -583,8 +583,8 @@ def saves_on_disk(
     return open_disk
 
 
-# The file: 8 bytes, the length of the header; the header, JSON; the tensors, end to end. What is
-# ours is in the header's "__metadata__", text by name.
+# The file: the header's length, 8 bytes; the header, JSON; the tensors, concatenated. The fields
+# of this format are in the header's "__metadata__", text by name.
 
 
 def _fields(run: str, state: StageState, tensors: Sequence[Listed], contents: Contents) -> Fields:
@@ -608,7 +608,7 @@ def _digest(values: Values) -> str:
 
 
 def _numbers(state: StageState) -> dict[str, int | float]:
-    """Those in the header, in their order there."""
+    """The state's numbers in the header, in order."""
     return {
         "stage": state.id.stage,
         "step": state.id.step,
@@ -620,7 +620,7 @@ def _numbers(state: StageState) -> dict[str, int | float]:
 
 
 def _no_number(state: StageState) -> str:
-    """The first of them that is none; empty: all are."""
+    """The first invalid number, as text; "": none."""
     wrong = (f"{f} {v}" for f, v in _numbers(state).items() if not (math.isfinite(v) and v >= 0))
     return next(wrong, "")
 
@@ -641,7 +641,7 @@ def _state(fields: Fields) -> StageState:
 
 
 def _listed(fields: Fields) -> list[Listed]:
-    """Raises one of `_NO_SENSE`."""
+    """The tensors in a header. Raises one of `_NO_SENSE`."""
     listed: list[Listed] = json.loads(fields["tensors"])
     for name, values, checksum in listed:
         if not (isinstance(name, str) and isinstance(checksum, str)):
@@ -664,7 +664,7 @@ def _encode(fields: Fields) -> Bytes:
 
 
 def _entries(fields: Fields) -> Iterator[tuple[str, list[int]]]:
-    """The tensors that other readers find, end to end, and their shapes."""
+    """Names and shapes of the tensors for other readers, in order."""
     parameters = json.loads(fields["parameters"])
     for tensor, _, _ in _listed(fields):
         for name, shape in parameters.items():
@@ -677,7 +677,7 @@ def _checksum(fields: Fields) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[io.FileIO, Fields]]:
-    """A save and its header; the tensors are next. Raises SaveError."""
+    """A save, open at its tensors, and its header. Raises SaveError."""
     try:
         with path.open("rb", buffering=0) as file:
             yield file, _read_header(path, file)
@@ -686,7 +686,7 @@ def _opened(path: Path) -> Iterator[tuple[io.FileIO, Fields]]:
 
 
 def _read_header(path: Path, file: io.FileIO) -> Fields:
-    """Checked, and the file's size with it; the tensors are next. Raises SaveError, OSError."""
+    """Read and check the header, and the file's size. Raises SaveError, OSError."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if 8 + length > size or length > HEADER_LIMIT:
@@ -724,7 +724,7 @@ def _read_header(path: Path, file: io.FileIO) -> Fields:
 def _tensors(
     path: Path, file: io.FileIO, fields: Fields, keep: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each with the right checksum; none at all if not `keep`. Raises SaveError, OSError."""
+    """The tensors, with checked checksums; none if not `keep`. Raises SaveError, OSError."""
     scratch = np.empty(CHUNK, np.uint8)
     for name, values, checksum in _listed(fields):
         size = VALUE * values
@@ -764,8 +764,7 @@ def _as_bytes(text: bytes) -> Bytes:
 
 
 def newest_saved_stage(folder: Path) -> int | None:
-    """Of the stages that a node's folder has saves of the one saved last; None: there are none.
-    Raises OSError."""
+    """The stage saved last in a node's folder; None: it has no saves. Raises OSError."""
     found = [
         (save, int(path.name.removeprefix("stage-")))
         for path in folder.glob("stage-*")
@@ -777,21 +776,21 @@ def newest_saved_stage(folder: Path) -> int | None:
 
 
 def name_of(save: Age) -> str:
-    """The name of a save's file."""
+    """The file name of a save."""
     return f"step-{save.step:08d}-{save.lineage}.safetensors"
 
 
 def _parse(name: str) -> Age | None:
-    """None: this is no save's name."""
+    """The save with this file name; None: it is no save's name."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
     save = Age(step=int(match[1]), lineage=int(match[2]))
-    return save if name_of(save) == name else None  # no zeros in front: a save has one name
+    return save if name_of(save) == name else None  # no leading zeros: a save has one name
 
 
 def _make_folder(folder: Path) -> None:
-    """With its parents, and so that a power cut doesn't take it away again."""
+    """Make the folder and its parents, durable against a power cut."""
     if not folder.is_dir():
         _make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -799,14 +798,14 @@ def _make_folder(folder: Path) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Temporary files whose lock nobody holds: their writers are dead."""
+    """Remove temporary files that nobody has locked: their writers are dead."""
     for path in folder.glob(".*.tmp"):
         try:
             with path.open("r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
         except (FileNotFoundError, BlockingIOError):
-            continue  # renamed or removed meanwhile; or its writer lives
+            continue  # renamed or removed meanwhile, or its writer lives
         log.info("removed %s, which a writer left half-written", path)
 
 

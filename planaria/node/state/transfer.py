@@ -1,17 +1,17 @@
-"""A stage's state from peers: pinned to a step, sharded, checksummed, from all sources at once.
+"""Transfers a stage's state from peers: of one step, in shards, checksummed, from many sources.
 
-The state is a few flat float32 tensors; its bytes, end to end, are cut into shards. A joiner asks
-every replica of the source stage for a manifest, then the sources that agree on it for shards, two
-at a time each, so that a fast source serves more of them: those of the weights before those of the
-moments. A shard that doesn't come is asked for elsewhere. Sources keep nothing about a transfer:
-each request names the step, and a source that has committed another one refuses.
+The state is a few flat float32 tensors; their bytes, concatenated, are cut into shards. A joiner
+requests a manifest from every replica of the source stage. Then it requests shards from those that
+agree, two at a time each, so that a fast source serves more: weights first, then moments. A missing
+shard is requested elsewhere. Sources are stateless: each request names the step, and a source that
+has committed another one refuses.
 
-What has come of a whole state stays when the last source is lost, until a state is in place. The
-next transfer of the very same state, as its digest says, asks for the rest. Weights that are whole
-are good for themselves.
+If the last source of a whole state is lost, what has arrived is kept until a state is in place. The
+next transfer of the same state, by its digest, requests only the rest. Whole weights are usable
+alone.
 
-The joiner knows which tensors the stage has, and takes no others: who offers them is accused, and
-so is who sends a shard that isn't what was asked. What that node owes is asked of others.
+The joiner knows the stage's tensors, and accepts no others. It accuses a source that offers others,
+or sends a wrong shard, and requests that source's shards elsewhere.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ log = logging.getLogger(__name__)
 
 SHARD: Final = 4 << 20  # bytes
 SHARD_LIMIT: Final = 16 << 20  # bytes that a source serves at a time
-SILENCE: Final = 15.0  # seconds in which a source that was asked has to answer
-SOURCES: Final = 8  # of one transfer that are asked at a time; a node has no link to all
-OUTSTANDING: Final = 2  # shards asked of a source and not there yet
-FAILURES: Final = 3  # that a source may have; with the last one it is dropped
-REQUESTS: Final = 16  # of one joiner that a source works on at a time
+SILENCE: Final = 15.0  # seconds in which a source must answer
+SOURCES: Final = 8  # of one transfer that are in use at a time; a node has no link to all
+OUTSTANDING: Final = 2  # shards requested of a source and not received yet
+FAILURES: Final = 3  # of a source; with the last one it is dropped
+REQUESTS: Final = 16  # of one joiner in progress at a source
 MANIFEST_LIMIT: Final = 16 << 10  # bytes of the list of tensors
 TENSORS_LIMIT: Final = 64
 TENSORS_NAMED: Final = 3  # in an error message
 NAME_LIMIT: Final = 64  # characters
-REASON_LIMIT: Final = 200  # characters of what a source says
-WEIGHTS: Final = "weights"  # the tensor that goes without the optimizer
+REASON_LIMIT: Final = 200  # characters of a source's reason
+WEIGHTS: Final = "weights"  # the tensor sent without the optimizer
 VALUE: Final = SIZES["float32"]  # bytes
-WITHOUT_MOMENTS: Final = ("copy", "snapshot")  # kinds of Holding that may be of the weights alone
+WITHOUT_MOMENTS: Final = ("copy", "snapshot")  # kinds of Holding that may have weights only
 
 Due: TypeAlias = Mapping[str, int]
 """The tensors of a stage, in the order of their bytes, each with its number of values."""
@@ -73,12 +73,12 @@ Due: TypeAlias = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Delivery:
-    """A state as a joiner has it, its tensors on the CPU, and what the way to it has cost."""
+    """A fetched state, its tensors on the CPU, and the cost of the transfer."""
 
     state: StageState
     bytes: int
     seconds: float = 0.0
-    served: Mapping[str, int] = field(default_factory=dict)  # bytes by source; 0: it helped nothing
+    served: Mapping[str, int] = field(default_factory=dict)  # bytes by source; 0: unused
 
 
 class StateShard(NamedTuple):
@@ -90,18 +90,18 @@ class StateShard(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a source's StateManifest says, checked."""
+    """A source's StateManifest, checked."""
 
     tensors: tuple[tuple[str, int], ...]  # name, values
     size: int  # bytes
     optimizer_step: int
-    digest: bytes  # of the state; empty: the source doesn't say
-    message: pb.StateManifest = field(compare=False)  # the rest, which says nothing of the layout
+    digest: bytes  # of the state; empty: none given
+    message: pb.StateManifest = field(compare=False)  # the rest, apart from the layout
 
     @classmethod
     def parse(cls, message: pb.StateManifest, step: int, allowed: Sequence[Due]) -> Manifest:
-        """Raises ValueError that says why the source has no such state, and WireError for what no
-        source of a state of `step` with `allowed` tensors may say."""
+        """Raises ValueError if the source has no such state; the message says why. Raises WireError
+        if no source of a state of `step` with `allowed` tensors may send this."""
         if message.error:
             raise ValueError(_shorten(message.error))
         if message.step != step:
@@ -158,13 +158,13 @@ def _shorten(text: str) -> str:
 
 
 class StateServer:
-    """Answers joiners that ask for a state that this node has.
+    """Serves this node's states to joiners.
 
-    `state`, of (kind, stage, step) as in StateRequest, is called on the event loop, and returns the
-    state of that step, or else the newest one. A commit must change the newest one's step no
-    later than it posts its work to the compute thread: then what is posted while the step is the
-    pinned one finds the pinned weights. None: there is no such state. While the compute thread
-    `hangs`, what can be read without it is served beside it; `state` answers None for what can't.
+    `state`, of (kind, stage, step) as in StateRequest, is called on the event loop. It returns the
+    state of that step, else the newest one, or None without such a state. A commit must change the
+    newest state's step no later than it posts its work to the compute thread. So work posted while
+    a step is pinned finds the pinned weights. While the compute thread `hangs`, states readable
+    without it are served beside it; for others `state` returns None.
     """
 
     def __init__(
@@ -177,10 +177,10 @@ class StateServer:
     ) -> None:
         self._exchanges, self._tensors = exchanges, tensors
         self._send, self._state, self._hangs = send, state, hangs
-        self._serving: Counter[str] = Counter()  # requests, by joiner
+        self._serving: Counter[str] = Counter()  # requests in progress, by joiner
 
     def on_message(self, peer: str, message: pb.Message) -> None:
-        """A StateRequest or a ShardRequest has come; other messages have no effect."""
+        """Handle a StateRequest or a ShardRequest; other messages have no effect."""
         match message.WhichOneof("body"):
             case "state_request":
                 self._serve(peer, self._send_manifest(peer, message))
@@ -200,7 +200,7 @@ class StateServer:
         self._serving[peer] -= 1
 
     def _pinned(self, request: pb.StateRequest | pb.ShardRequest) -> StageState:
-        """Raises ValueError that says why not."""
+        """The requested state. Raises ValueError that says why it isn't served."""
         state = self._state(request.kind, request.stage, request.step)
         if state is None:
             what = f"{request.kind} of stage {request.stage}" if request.kind else "state"
@@ -215,8 +215,8 @@ class StateServer:
         manifest = pb.StateManifest(transfer=request.transfer, step=request.step)
         try:
             self._pinned(request)
-            # Behind this, the pinned step is applied. If it is then still the committed one, all
-            # the figures are of this step.
+            # Work queued before this may apply the next step. If the pinned step is still the
+            # committed one afterwards, all figures are of this step.
             if not self._hangs():
                 await self._exchanges.compute(lambda: None)
             state = self._pinned(request)
@@ -249,7 +249,7 @@ class StateServer:
             return
 
         def encode_shard() -> tuple[list[Descriptor], tuple[memoryview, ...]]:
-            # Copies: the next commit must not change what waits to be sent.
+            # Copies: the next commit must not change queued data.
             return self._tensors.encode([part.clone() for part in values], "none")
 
         hangs = self._hangs()
@@ -266,7 +266,7 @@ def _offered(state: StageState, optimizer: bool) -> list[tuple[str, Tensor]]:
 
 
 def _values_of(tensors: Sequence[Tensor], shard: StateShard) -> list[Tensor]:
-    """The shard's part of each tensor, as views. Raises ValueError for no shard of theirs."""
+    """The shard's part of each tensor, as views. Raises ValueError for an invalid shard."""
     total = VALUE * sum(tensor.numel() for tensor in tensors)
     if not 0 < shard.size <= SHARD_LIMIT or shard.offset + shard.size > total:
         raise ValueError(
@@ -290,17 +290,17 @@ def _values_of(tensors: Sequence[Tensor], shard: StateShard) -> list[Tensor]:
 
 @dataclass
 class _Source:
-    """What ShardPlan knows of a source."""
+    """ShardPlan's record of a source."""
 
-    heard: float = 0.0  # when it was last heard of, or asked after it owed nothing
+    heard: float = 0.0  # when it last answered, or was asked while it owed nothing
     outstanding: dict[int, StateShard] = field(default_factory=dict)  # by offset
     failed: set[int] = field(default_factory=set)  # offsets
     failures: list[str] = field(default_factory=list)
 
 
 def cut(sizes: Iterable[int], shard_size: int, first: int = 0) -> list[StateShard]:
-    """The shards of tensors of so many bytes, one behind the other from the byte `first` on. None
-    has parts of two, so that a tensor is whole when its own shards are there."""
+    """The shards of consecutive tensors of these sizes in bytes, from the byte `first` on. None
+    spans two tensors, so a tensor is whole when its own shards are there."""
     if shard_size <= 0 or shard_size % VALUE:
         raise ValueError(f"shards of {shard_size} bytes; a positive multiple of {VALUE} it is")
     return [
@@ -311,19 +311,19 @@ def cut(sizes: Iterable[int], shard_size: int, first: int = 0) -> list[StateShar
 
 
 class ShardPlan:
-    """Which shard to ask of which source. Pure; `now` is in seconds of any one clock.
+    """Decides which shard to request from which source. Pure; `now` is in seconds of any one clock.
 
-    A shard is asked of one source at a time, those that lie before others first, and again, of a
-    source that hasn't failed it where there is one, when it was not had. A source is dropped with
-    its third failure, so the plan comes to an end: `done`, or no `sources`.
+    Shards are requested in order of offset, each from one source at a time. A failed one is
+    requested again, if possible from a source that hasn't failed it. A source is dropped with its
+    third failure, so the plan ends: `done`, or without `sources`.
     """
 
     def __init__(self, shards: Iterable[StateShard], silence: float) -> None:
         self._silence = silence
         self._sources: dict[str, _Source] = {}
         self._pending = sorted(shards)
-        self.missing = len(self._pending)  # shards, asked for or not
-        self.dropped: dict[str, str] = {}  # by source: why
+        self.missing = len(self._pending)  # shards, requested or not
+        self.dropped: dict[str, str] = {}  # reason, by source
 
     @property
     def done(self) -> bool:
@@ -331,7 +331,7 @@ class ShardPlan:
 
     @property
     def sources(self) -> list[str]:
-        """The sources that are in use."""
+        """The sources in use."""
         return list(self._sources)
 
     @property
@@ -341,12 +341,12 @@ class ShardPlan:
         return min(owing, default=math.inf) + self._silence
 
     def add(self, source: str) -> None:
-        """One that has been there before stays as it is."""
+        """Add a source. A known one stays as it is."""
         if source not in self.dropped:
             self._sources.setdefault(source, _Source())
 
     def ask(self, now: float) -> list[tuple[str, StateShard]]:
-        """What to ask now, of whom."""
+        """Requests to send now, as (source, shard)."""
         asked = []
         while chosen := self._choose():
             source, shard = chosen
@@ -373,24 +373,24 @@ class ShardPlan:
         return len(state.outstanding), len(state.failures)
 
     def _suits(self, source: str, shard: StateShard) -> bool:
-        """It hasn't failed this shard, or all have."""
+        """Whether the source hasn't failed this shard, or all have."""
         return shard.offset not in self._sources[source].failed or all(
             shard.offset in other.failed for other in self._sources.values()
         )
 
     def outstanding(self, source: str, offset: int) -> StateShard | None:
-        """The shard that `source` owes; None: what comes was not asked for, or is late."""
+        """The shard that `source` owes; None: it is late, or was not requested."""
         state = self._sources.get(source)
         return state.outstanding.get(offset) if state else None
 
     def received(self, source: str, offset: int, now: float) -> None:
-        """An outstanding shard is there."""
+        """Record the arrival of an outstanding shard."""
         del self._sources[source].outstanding[offset]
         self._sources[source].heard = now
         self.missing -= 1
 
     def failed(self, source: str, offset: int, reason: str, now: float) -> None:
-        """An outstanding shard is not to be had from `source`."""
+        """Record that `source` can't serve an outstanding shard."""
         state = self._sources[source]
         insort(self._pending, state.outstanding.pop(offset))
         state.failed.add(offset)
@@ -400,13 +400,13 @@ class ShardPlan:
             self.drop(source, "; ".join(dict.fromkeys(state.failures)))
 
     def drop(self, source: str, reason: str) -> None:
-        """Nothing more is asked of `source`; what it owes is asked of others."""
+        """Drop a source; the shards that it owes are requested from others."""
         if (state := self._sources.pop(source, None)) is not None:
             self._pending = sorted([*self._pending, *state.outstanding.values()])
             self.dropped[source] = reason
 
     def expire(self, now: float) -> None:
-        """Whoever has been silent for too long has failed all it owes."""
+        """Fail all shards owed by sources that have been silent for too long."""
         for source, state in list(self._sources.items()):
             if state.outstanding and now >= state.heard + self._silence:
                 for offset in list(state.outstanding):
@@ -418,8 +418,8 @@ _Answer: TypeAlias = pb.StateManifest | pb.ShardRefusal | Frame
 
 
 class StateClient:
-    """Fetches states, several at a time if need be. `accuse` gets who has sent what can't be right,
-    why, and of what it is to be accused; `linked` says to whom there is a link already."""
+    """Fetches states, several at a time if need be. `accuse` gets a source that sent invalid data,
+    the reason and the cause; `linked` says whether a link to a node is up."""
 
     def __init__(
         self,
@@ -453,12 +453,12 @@ class StateClient:
         kind: str = "",
         part: tuple[int, int] | None = None,
     ) -> Delivery:
-        """The state of `stage`, of that age, from `sources`: its replicas or, with a `kind` of
-        Holding, its holders. `due`: what the stage has, of which all is fetched with `optimizer`,
-        else the weights alone. `deadline`: seconds, for all of it. `on_progress` gets the number
-        of bytes that are there. `ballot` goes with every request. `part`: so many values from the
-        first one on, of the weights; they are then all that the tensor has. Raises ComplaintError
-        that names every source and what was wrong with it.
+        """Fetch the state of `stage`, of that age, from `sources`: its replicas or, with a `kind`
+        of Holding, its holders. `due`: the stage's tensors, all of which are fetched with
+        `optimizer`, else the weights alone. `deadline`: seconds for the whole fetch. `on_progress`
+        gets the number of bytes received so far. `ballot` goes with every request. `part`: (first,
+        count) of values of the weights; they are then all that the tensor has. Raises
+        ComplaintError, which names every source and what was wrong with it.
         """
         transfer = next(self._numbers)
         request = _Request(transfer, stage, age, optimizer, ballot, kind, due)
@@ -471,27 +471,27 @@ class StateClient:
     def arriving(
         self, request: _Request, manifest: Manifest, part: tuple[int, int] | None
     ) -> Arriving:
-        """That state as far as it is here, or a place for all of it. Raises MemoryError."""
+        """The state as far as it has arrived, or empty room for it. Raises MemoryError."""
         whole = request.optimizer and part is None and manifest.digest
         before = self._arriving.pop(request.stage, None) if whole else None
         if before is None or (before.request.age, before.manifest) != (request.age, manifest):
-            del before  # there may not be memory for two
+            del before  # memory may not suffice for two
             before = Arriving.none_of(request, manifest, part, self)
         if whole:
             self._arriving[request.stage] = before
         return before
 
     def weights(self, stage: int) -> StageState | None:
-        """What has come of a state of which all weights are here."""
+        """An arriving state with all of its weights; None: there is none."""
         found = self._arriving.get(stage)
         return found.state() if found is not None and found.has_weights() else None
 
     def forget(self) -> None:
-        """What has come is in place, or of no use any more."""
+        """Forget arriving states: a state is in place, or they are useless."""
         self._arriving.clear()
 
     def on_message(self, peer: str, message: pb.Message) -> None:
-        """A StateManifest or a ShardRefusal has come; other messages have no effect."""
+        """Handle a StateManifest or a ShardRefusal; other messages have no effect."""
         match message.WhichOneof("body"):
             case "state_manifest":
                 manifest = message.state_manifest
@@ -501,7 +501,7 @@ class StateClient:
                 self._inboxes.put(refusal.transfer, peer, refusal, refusal.ByteSize())
 
     def on_frame(self, peer: str, frame: Frame) -> None:
-        """A frame of kind "state" has come."""
+        """Handle a frame of kind "state"."""
         if type(transfer := frame.fields.get("transfer")) is int:
             self._inboxes.put(transfer, peer, frame, frame.size)
 
@@ -511,18 +511,18 @@ class StateClient:
 
 @dataclass(frozen=True)
 class _Request:
-    """What all requests of a transfer say."""
+    """The common fields of all requests of a transfer."""
 
     transfer: int
     stage: int
-    age: Age  # of which only the step is said: who has that has it of the newest lineage
+    age: Age  # only its step is sent: a source of that step has the newest lineage
     optimizer: bool
     ballot: tuple[int, int]
     kind: str
     due: Due
 
     def allowed(self) -> list[Due]:
-        """What a source may offer."""
+        """The tensors that a source may offer."""
         weights = {WEIGHTS: self.due[WEIGHTS]}
         if not self.optimizer:
             return [weights]
@@ -557,15 +557,15 @@ class _Request:
 
 @dataclass
 class Arriving:
-    """A state as far as it has come."""
+    """A state as far as it has arrived."""
 
     request: _Request
     manifest: Manifest
-    values: Tensor  # of all tensors, one behind the other
-    lengths: Sequence[int]  # of these, in values
-    first: int  # byte of the whole state with which they begin
+    values: Tensor  # of all tensors, concatenated
+    lengths: Sequence[int]  # of the tensors, in values
+    first: int  # byte of the whole state at which they begin
     missing: dict[int, StateShard]  # by offset
-    bytes: int = 0  # that are here
+    bytes: int = 0  # received
 
     @classmethod
     def none_of(
@@ -575,7 +575,7 @@ class Arriving:
         part: tuple[int, int] | None,
         client: StateClient,
     ) -> Arriving:
-        """`part`: of the weights, so many values from the first one on. Raises MemoryError."""
+        """An empty one; `part`: (first, count) of the weights' values. Raises MemoryError."""
         first = VALUE * part[0] if part else 0
         lengths = [part[1]] if part else [values for _, values in manifest.tensors]
         values = client.tensors.empty(sum(lengths))
@@ -584,7 +584,7 @@ class Arriving:
         return cls(request, manifest, values, lengths, first, missing)
 
     def came(self, offset: int) -> None:
-        """The shard there is in its place. It may have come twice: once for who has given up."""
+        """Record a shard in its place. It may come twice, once for a cancelled fetch."""
         if (shard := self.missing.pop(offset, None)) is not None:
             self.bytes += shard.size
 
@@ -598,7 +598,7 @@ class Arriving:
             position += part.numel()
 
     def state(self) -> StageState:
-        """All of it, or its weights alone, with which Adam starts afresh."""
+        """The whole state, or its weights alone, which Adam begins anew with."""
         lengths = self.lengths[:1] if self.missing else self.lengths
         names = [name for name, _ in self.manifest.tensors][: len(lengths)]
         parts = [self.values[a:b] for a, b in pairwise(accumulate(lengths, initial=0))]
@@ -618,9 +618,9 @@ class Arriving:
 class _TransferFetch:
     """One transfer at the joiner.
 
-    The first good manifest is the one that the others have to agree with; shards are asked for from
-    then on, and a source whose manifest comes later joins in. Of more than SOURCES the others are
-    asked as some are given up, those last to whom a link would have to be dialled.
+    The other sources must agree with the first valid manifest. Shards are requested from then on; a
+    source with a later manifest joins in. Sources beyond SOURCES replace dropped ones, those
+    without a link last.
     """
 
     def __init__(
@@ -640,15 +640,15 @@ class _TransferFetch:
         if len(sources) > SOURCES:
             sources = sorted(sources, key=lambda source: not client.linked(source))
         self.unasked = deque(sources)
-        self.silent: dict[str, float] = {}  # no manifest yet; since when it is asked
-        self.given_up: dict[str, str] = {}  # by source: why, before the plan knew it
-        self.arriving: Arriving | None = None  # since the first manifest
+        self.silent: dict[str, float] = {}  # no manifest yet; time of the request
+        self.given_up: dict[str, str] = {}  # reasons, by source, before the plan knew it
+        self.arriving: Arriving | None = None  # set by the first manifest
         self.plan = ShardPlan([], client.silence)
         self.served = dict.fromkeys(sources, 0)
 
     async def run(self, inbox: ExchangeInbox[_Answer]) -> Delivery:
         while self.arriving is None or not self.plan.done:
-            if inbox.empty:  # else who seems silent may just be unheard
+            if inbox.empty:  # else a silent source may just be unread
                 self._expire(self._now)
             self._ask_shards()
             self._ask_sources()
@@ -758,7 +758,7 @@ class _TransferFetch:
         offset = frame.fields.get("offset")
         shard = self.plan.outstanding(peer, offset) if type(offset) is int else None
         if shard is None or self.arriving is None:
-            return  # late: by now it is asked of another
+            return  # late: requested from another source by now
         try:
             await self.client.exchanges.compute(partial(self._place, frame, shard, self.arriving))
         except WireError as error:
@@ -771,7 +771,7 @@ class _TransferFetch:
             self.on_progress(self.arriving.bytes)
 
     def _wrong_shard(self, peer: str, shard: StateShard, error: WireError) -> None:
-        """Who alone has the state may try again a few times: nobody else can serve it."""
+        """Fail a wrong shard; a sole source may retry a few times, since no other can serve it."""
         if len(self.plan.sources) > 1:
             self._give_up(peer, str(error))
         else:
@@ -784,8 +784,8 @@ class _TransferFetch:
         self.plan.failed(peer, offset, reason, self._now)
 
     def _place(self, frame: Frame, shard: StateShard, arriving: Arriving) -> None:
-        """Put a shard where it belongs, in the compute thread. Raises WireError when it is damaged,
-        or not what was asked."""
+        """Put a shard in its place, in the compute thread. Raises WireError when it is damaged, or
+        not the requested one."""
         if any((d.dtype, d.codec) != ("float32", "none") for d in frame.descriptors):
             raise WireError("a shard that isn't exact float32")
         size = sum(descriptor.size for descriptor in frame.descriptors)
