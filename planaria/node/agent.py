@@ -1,10 +1,10 @@
-"""One seat at a stage: what a node does there, with no loop, clock, socket, thread or tensor.
+"""One seat at a stage: what a node does there, without loop, clock, socket, thread or tensor.
 
-Its peers are other seats, whosever they are; in the step transaction a seat is what is called a
-node. An agent owns the machines of that (`MemberSide`, `Driver`), the attempt under way, what is
-kept for others, and the exchanges that average, fetch and relearn. Events come in, each with its
-time; what they ask for goes out through ports (node/ports.py). The daemon gives it asyncio, gRPC
-and torch, tests/simulation a virtual world: there is no other description of a node.
+Its peers are other seats, on any node; in the step transaction a seat is called a node. An agent
+owns the state machines of the transaction (`MemberSide`, `Driver`) and the current attempt. It also
+owns what it keeps for others, and the exchanges that average, fetch and relearn. Events come in,
+each with its time; requests go out through ports (node/ports.py). The daemon implements these with
+asyncio, gRPC and torch, tests/simulation in a virtual world. A node has no other description.
 """
 
 from __future__ import annotations
@@ -91,19 +91,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("planaria")
 
 SLACK = 16 << 20
-"""Bytes for heads, and for what is small."""
+"""Bytes for heads and other small items."""
 TO_DRIVER = frozenset(
     ["status", "synced", "scored", "home", "ready", "failed", "cut", "account", "stale", "compared"]
 )
 TO_MEMBER = frozenset(["query", "sync", "step", "records", "reduce", "halt"])
 NOTING = 0.02
-"""Seconds between two looks whether the ledger is written."""
+"""Seconds between two checks whether the ledger is written."""
 SAVED_AGAIN = 15.0
-"""Seconds between two tries to save the last step of a finished run."""
+"""Seconds between two attempts to save the last step of a finished run."""
 ASKED_AGAIN = 30.0
-"""Seconds in which who fetches a stage of the checkpoint asks for the next part of it."""
+"""Seconds within which a node that fetches a checkpoint stage requests its next part."""
 LOOKING = 4
-"""Onlookers whose tensors wait to be computed with."""
+"""Maximum observers whose tensors wait to be computed with."""
 OF_AN_ATTEMPT = frozenset(["activation", "gradient", "average", "twin"])
 """Kinds of frames without which the attempt fails."""
 
@@ -130,24 +130,24 @@ class Agent:
         self.held: list[tuple[str, Frame]] = []  # frames of a coming attempt
         self.crossing = crossing_bytes(run, config)
         self.passing = 4 * run.training.microbatch * config.context * config.crossing
-        """Most bytes of a microbatch at a boundary."""
-        self.holding = Budget(self.crossing)  # of those frames
+        """Maximum bytes of a microbatch at a boundary."""
+        self.holding = Budget(self.crossing)  # of the frames in `held`
         self.flooding: set[str] = set()  # peers that have sent too many of them
-        self.looking: set[str] = set()  # onlookers, whose tensors are computed with
+        self.looking: set[str] = set()  # observers whose tensors are computed with
         self.attempt: Attempt | None = None
         self.reducing: tuple[Ballot, Exchange[None]] | None = None
         self.all_home: Outcome[None] = Outcome(self.exchanges)  # of the attempt
         self.fetching: Exchange[None] | None = None
-        self.homework: BackgroundRelearning | None = None  # what is left to be relearned
+        self.homework: BackgroundRelearning | None = None  # background relearning left
         self.learning: Exchange[None] | None = None  # in the gaps of the attempt
         self.based_on = (0, pb.Commit())  # step of the attempt's weights, newest commit in them
         self.learned = Learned(self.arithmetic.digest(), omega=0.0, optimizer_step=0)
-        self.finished = False  # the run is, and stays so
+        self.finished = False  # whether the run has finished, for good
         self.tokens_per_second = 0.0
-        self.trouble = ""  # with saving
+        self.trouble = ""  # why saving fails
         self.saved_state = Age(lineage=0, step=0)  # the newest on disk, or exported
         self.save_tried = 0.0  # when a save of the last step was last begun
-        self.damaged = False  # its weights, beside a compute thread that hangs
+        self.damaged = False  # whether the weights beside a hanging thread are damaged
         self.driver = self._new_driver()
         self.driver.identity = ports.identity
         self.member = self._new_member()
@@ -155,8 +155,8 @@ class Agent:
         self.member.digest = self.learned.digest
         self.member.weightless = self.arithmetic.weightless
         self.member.origin = self.arithmetic.origin
-        self.origins: dict[int, StageState] = {}  # stages of the checkpoint, for those without it
-        self.origins_asked = 0.0  # when one was asked for
+        self.origins: dict[int, StageState] = {}  # checkpoint stages, for nodes without them
+        self.origins_asked = 0.0  # when one was last requested
         self.holdings = make_holdings(self)
         self.member.holdings = self.kept
         self.member.recording = self.record.recording
@@ -179,9 +179,9 @@ class Agent:
         return MemberSide(self.node, self.stage)
 
     def _converse(self) -> None:
-        """Makes what converses with peers: about gradients, states, boundary tensors."""
+        """Makes the exchanges with peers: of gradients, states and boundary tensors."""
         exchanges, tensors, send = self.exchanges, self.tensors, self.send
-        some = 2 * self.arithmetic.gradient.nbytes + SLACK  # of two attempts, what concerns a node
+        some = 2 * self.arithmetic.gradient.nbytes + SLACK  # of two attempts, for one node
         wire = self.run.wire
         coding = Coding.of_run(tensors, wire, trained_shapes(self.config, self.stage).values())
         chance = None if self.run.trust.gradients == "off" else self.chance
@@ -210,7 +210,7 @@ class Agent:
             tell=self.record.tell,
         )
 
-    # --- what happens
+    # --- events
 
     def viewed(self, view: registry.View, now: float) -> None:
         """The registry has issued `view`, with this node at this stage."""
@@ -270,13 +270,13 @@ class Agent:
                 self._take(peer, frame)
 
     def on_look(self, peer: str, frame: Frame, now: float) -> None:
-        """An onlooker wants to see what the stage makes of something."""
+        """An observer sends a tensor for the stage to compute with."""
         self.exchanges.at(now)
         if peer not in self.looking and len(self.looking) < LOOKING:
             self.exchanges.start(self._look(peer, frame))
 
     def on_onlooker_gone(self, peer: str) -> None:
-        """It wants nothing any more."""
+        """The observer needs nothing any more."""
         self.taken.forget(peer)
 
     def on_link_up(self, peer: str, now: float) -> None:
@@ -304,7 +304,7 @@ class Agent:
         if cause != SILENT:
             self.cut_off(self.member.attempt, peer, reason, cause)
         for frame in unacknowledged:
-            # Who is ready can't fail the attempt any more, so what is lost is sent again.
+            # A ready member can't fail the attempt any more, so lost frames are sent again.
             if frame.kind == "twin" and frame.ballot == self.member.attempt:
                 self.send(peer, frame)
         lost = [f.ballot for f in unacknowledged if f.kind in ("activation", "gradient")]
@@ -315,16 +315,16 @@ class Agent:
         self._carry_out(self.driver.link_lost(peer, reason, now))
 
     def compute_hangs(self, why: str, now: float) -> None:
-        """What the compute thread is at takes too long; empty: it goes on."""
+        """The compute thread takes too long with a task; empty: it goes on."""
         self.exchanges.at(now)
         self.member.hang, self.damaged = why, False
-        if why and self.is_readable():  # nobody changes them now, so they are what was told of them
+        if why and self.is_readable():  # nothing changes the weights now: their digest must match
             self.damaged = self.arithmetic.digest() != self.member.digest
         if self.member.driver:
             self._account()
 
     def _account(self, given_up: Sequence[int] = ()) -> None:
-        """The driver is told how far this node is in the attempt."""
+        """Reports this node's progress in the attempt to the driver."""
         account = pb.Account(
             computed=self.workplace.compute.computed,
             computing=self.workplace.compute.computing,
@@ -348,7 +348,7 @@ class Agent:
         self._account()
 
     def _check(self, peer: str, message: pb.Message) -> None:
-        """Another node is to do a visit that two have done differently."""
+        """Another node computes a visit of which two nodes' results differ."""
         ballot = Ballot.of(message.ballot)
         attempt = self.attempt
         if self.member.obeys(peer, ballot) and attempt is not None and attempt.ballot == ballot:
@@ -368,14 +368,14 @@ class Agent:
     # --- sending
 
     def send(self, peer: str, item: pb.Message | Frame) -> bool:
-        """A link to a member that isn't up yet is waited for; False when there will be none."""
+        """Sends an item, and waits for a member's link to come up. False: there will be none."""
         return self.outbox.send(peer, item, peer in self.peers, self.exchanges.now)
 
     def _undelivered(self, peer: str, item: pb.Message | Frame, reason: str) -> None:
         if isinstance(item, Frame) and item.kind in OF_AN_ATTEMPT:
             self.cut_off(Ballot(*item.ballot), peer, reason)
 
-    # --- what the attempt says
+    # --- the attempt's reports
 
     def all_scored(self, ballot: Ballot, scored: pb.Scored) -> None:
         self._carry_out([ballot.send(self.member.driver, scored=scored)])
@@ -393,13 +393,13 @@ class Agent:
         self._carry_out(self.member.failed(ballot, reason, accused))
 
     def accuse(self, node: str, reason: str, cause: Cause) -> None:
-        """It has sent what can't be right, and is of no attempt."""
+        """Accuses a node for an invalid message that belongs to no attempt."""
         self._carry_out(self.member.accuse(node, reason, cause))
 
     def crashed(self, error: BaseException) -> None:
         self.exchanges.crashed(error)
 
-    # --- what the machines ask for
+    # --- effects
 
     def _carry_out(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
@@ -435,7 +435,7 @@ class Agent:
                     self.holdings.twin.hurry(ballot)
                 self.all_home.fulfil(None)
             case Apply(commit):
-                # Posts at once: what comes next must find it before itself in the thread.
+                # Posts at once: later work must find it ahead of itself in the thread.
                 self.exchanges.start(self._apply(commit))
             case Note(commit):
                 self.record.committed(commit)
@@ -454,7 +454,7 @@ class Agent:
             case Halted(halt):
                 if halt.finished:
                     self._save_last_step()
-                if not (halt.finished and self.finished):  # another look at it is no news
+                if not (halt.finished and self.finished):  # reported before
                     self.record.halted(halt)
                 self.finished = self.finished or halt.finished
             case Event():
@@ -486,7 +486,7 @@ class Agent:
             self._take(peer, frame)
 
     def _take(self, peer: str, frame: Frame) -> None:
-        """Something of a microbatch."""
+        """Handles a microbatch's frame."""
         match self.member.frames(Ballot(*frame.ballot)):
             case Frames.TAKE if frame.size > self.passing:
                 why = f"{peer} sent {frame.size} bytes of a microbatch; at most {self.passing} pass"
@@ -497,12 +497,12 @@ class Agent:
                 self._hold(peer, frame)
 
     def _hold(self, peer: str, frame: Frame) -> None:
-        """Until the attempt that it is of begins here."""
+        """Keeps a frame until its attempt begins here."""
         while greedy := self.holding.spend(peer, frame.size):
             ballots = [f.ballot for p, f in [*self.held, (peer, frame)] if p == greedy]
             stale = [f for p, f in self.held if p == greedy and f.ballot < max(ballots)]
             self.held = [(p, f) for p, f in self.held if p != greedy or f not in stale]
-            for old in stale:  # of an attempt of which nothing came
+            for old in stale:  # of an attempt that came to nothing
                 self.holding.free(greedy, old.size)
             if not stale:
                 self._refuse(greedy, self.holding.sentence(greedy))
@@ -511,7 +511,7 @@ class Agent:
         self.held.append((peer, frame))
 
     def _refuse(self, peer: str, why: str) -> None:
-        """It floods this node: nothing of it is held any more, and whoever can, takes it out."""
+        """Drops the frames of a peer that floods this node, and has it removed."""
         self.flooding.add(peer)
         self.held = [(p, f) for p, f in self.held if p != peer]
         self.holding.drop(peer)
@@ -550,16 +550,16 @@ class Agent:
         self.exchanges.start(self._feed(ballot, attempt.begin))
 
     async def _is_noted(self) -> None:
-        """Whoever votes for a step has the one before in its ledger, or says that it can't write
-        it: so each is in a ledger, whatever is lost when."""
+        """Waits until the previous step is in this member's ledger, or can't be written. Votes come
+        after that, so each step is in a ledger, whichever nodes are lost when."""
         while self.record.recording() == pb.LEDGER_WRITING:
             await self.exchanges.sleep(NOTING)
 
     async def _reduce_all(
         self, ballot: Ballot, attempt: Attempt
     ) -> tuple[float, list[Contribution]]:
-        """The stage's gradient, summed over its replicas, and the twin's; the squared norm of the
-        former, and what each replica has added. Raises ComplaintError."""
+        """Sums the stage's gradient over its replicas, and the twin's. Returns the squared norm of
+        the former and the replicas' contributions. Raises ComplaintError."""
         begin, progress = attempt.begin, self.run.swarm.progress
         gradient = self.arithmetic.gradient
         replicas = sorted(place.node for place in begin.members if place.stage == self.stage)
@@ -579,10 +579,10 @@ class Agent:
             await self.holdings.twin.exchange(ballot, begin.members, gradient, norm, progress)
         return norm, seen
 
-    # --- what is relearned in the gaps
+    # --- background relearning
 
     def _learn_on(self, begin: pb.Begin) -> None:
-        """Beside this attempt, unless somebody else is to have the stage's weights, too."""
+        """Relearns beside this attempt, unless another node is to have the stage's weights."""
         homework = self.homework
         if homework is None:
             return
@@ -599,7 +599,7 @@ class Agent:
             pass
 
     async def _offer(self) -> tuple[int, int]:
-        """How many updates may enter with the step, and how many are left then."""
+        """The updates that may enter with the step, and how many are left then."""
         homework = self.homework
         if homework is None:
             return 0, 0
@@ -617,7 +617,7 @@ class Agent:
             self.homework.over, self.homework, self.member.relearning = True, None, 0
 
     async def _learned_by_now(self, homework: BackgroundRelearning) -> None:
-        """After a commit."""
+        """Reports, after a commit, relearning that is finished."""
         if homework is not self.homework:
             return
         self.member.relearning = homework.left
@@ -642,7 +642,7 @@ class Agent:
     # --- joiners that follow
 
     async def _feed(self, ballot: Ballot, begin: pb.Begin) -> None:
-        """Send the reduced gradient to the joiners that this node feeds."""
+        """Sends the reduced gradient to the joiners that this node feeds."""
         joiners = [joiner for joiner, by in feeders(begin).items() if by == self.node]
         if not joiners:
             return
@@ -655,7 +655,7 @@ class Agent:
             self.send(joiner, frame if fits else no_gradient(ballot))
 
     async def _take_gradient(self, peer: str, frame: Frame) -> None:
-        """A replica of this node's stage has sent what it has reduced."""
+        """Takes a reduced gradient from a replica of this node's stage."""
         ballot = Ballot(*frame.ballot)
         if self.member.following is None or self.peers.get(peer) != self.stage:
             return
@@ -678,7 +678,7 @@ class Agent:
             self._carry_out(self.member.gradient_missed(ballot))
 
     async def _adopt(self, ballot: Ballot) -> None:
-        """What a replica has reduced is as good as if this node had."""
+        """Adopts a replica's reduced gradient as this node's own."""
         adopt = partial(self.arithmetic.adopt, self.gradients.get(ballot))
         norm = await self.exchanges.compute(adopt)
         digest = await self.exchanges.compute(self.arithmetic.digest)
@@ -761,13 +761,13 @@ class Agent:
             synced.fetched_bytes,
             synced.seconds,
         )
-        self.record.committed(state.last)  # who was to note it may be gone
+        self.record.committed(state.last)  # the node that was to record it may be gone
         self._carry_out(member.fetched(synced, state.last, state.boosted_at))
         self.holdings.in_place(state.id)
 
     def kept(self) -> list[pb.Holding]:
-        """All that is kept, as the driver is told; weights that have come on the way to more. What
-        the run begins with can be had otherwise."""
+        """All holdings, as reported to the driver, and weights that came before their source was
+        lost. The run's initial state is left out: it has other sources."""
         arrived = self.states.weights(self.stage)
         found = self.holdings.listed()
         if arrived is not None and arrived.id.step > 0:
@@ -813,14 +813,14 @@ class Agent:
             self.state_server.on_message(peer, message)
 
     def _has_origin(self, stage: int) -> bool:
-        """Of all stages who has the folder, of its own who trains adapters."""
+        """Whether it has the stage's checkpoint: any with the folder, its own with adapters."""
         adapters = self.run.training.lora is not None
         own = adapters and stage == self.stage and not self.member.weightless
         return own or (self.member.origin and stage <= self.config.stages)
 
     async def _serve_origin(self, peer: str, message: pb.Message, stage: int) -> None:
-        """Out of the checkpoint. It stays in memory until the first step is committed, or nobody
-        has asked for it for a while."""
+        """Serves the checkpoint. Its stage stays in memory until the first commit, or until no node
+        has requested it for a while."""
         try:
             read = partial(self.arithmetic.of_checkpoint, stage)
             self.origins[stage] = await self.exchanges.compute(read)
@@ -829,7 +829,7 @@ class Agent:
         self.state_server.on_message(peer, message)
 
     def _served(self, kind: str, stage: int, step: int) -> StageState | None:
-        """The state that a joiner asks for; None: it isn't here."""
+        """The requested state; None: it isn't here."""
         if kind == PIN:
             return self.taken.get(step, None if self.member.hang else self.own_state())
         if kind == ORIGIN:
@@ -842,7 +842,7 @@ class Agent:
         return self.pins.get(step) or self.own_state()
 
     def _pin(self, peer: str, request: pb.PinRequest) -> None:
-        """An onlooker wants to take the weights of a step away."""
+        """An observer requests the weights of a step for export."""
         state, member = self.own_state(), self.member
         told = pb.Pinned(transfer=request.transfer, step=request.step, lineage=member.lineage)
         if state is None or member.hang:
@@ -860,8 +860,8 @@ class Agent:
         self.send(peer, pb.Message(pinned=told))
 
     async def _look(self, peer: str, frame: Frame) -> None:
-        """Text is made between two microbatches; what is asked of one step, which may be much,
-        comes behind all that training has to compute."""
+        """Computes for an observer. Text generation goes between two microbatches; requests about
+        one step, which may be long, go behind all of training."""
         self.looking.add(peer)
         fields: dict[str, object] = {"transfer": frame.fields.get("transfer")}
         descriptors: list[Descriptor] = []
@@ -880,7 +880,7 @@ class Agent:
     async def _seen(
         self, frame: Frame, fields: dict[str, object]
     ) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
-        """What the stage makes of it. Raises WireError, ValueError."""
+        """Computes the stage's result for the frame. Raises WireError, ValueError."""
         step = frame.fields.get("step") or 0
         while True:
             state = own = self.own_state()
@@ -903,13 +903,13 @@ class Agent:
     def _looked_at(
         self, frame: Frame, weights: Tensor | None
     ) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
-        """In the compute thread. Raises WireError, ValueError."""
+        """Runs in the compute thread. Raises WireError, ValueError."""
         shown = self.tensors.decode(frame.descriptors, frame.payload)
         seen = self.arithmetic.look(shown, frame.fields.get("head") is True, weights)
         return self.tensors.encode([seen], "none")
 
     def _part_of(self, frame: Frame) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
-        """In the compute thread: of a file that says how text becomes tokens. Raises ValueError."""
+        """Part of a tokenizer file; runs in the compute thread. Raises ValueError."""
         part = self.arithmetic.part_of(frame.fields["file"], frame.fields.get("first"))
         return self.tensors.encode([part], "none")
 
@@ -917,26 +917,26 @@ class Agent:
         return bool(self.member.hang)
 
     def is_readable(self) -> bool:
-        """Whether its state can be read beside a compute thread that hangs: it is in the memory of
-        this machine, no update was under way, and the weights are those of the last commit."""
+        """Whether its state can be read beside a hanging compute thread: it is in this machine's
+        memory, no update was under way, and the weights are those of the last commit."""
         tensors = self.arithmetic.tensors.values()
         here = all(tensor.device.type == "cpu" for tensor in tensors)
         return here and not (self.member.changing or self.damaged)
 
     def _leave_unread(self, why: str) -> None:
-        """While it stays, others wait for what they can't have."""
+        """Leaves, because others would wait for an unreadable state."""
         how = "damaged" if self.damaged else "out of reach"
         self.record.over(f"{why}; its state is {how}, so it goes as if it had died")
 
     def save_beside(self) -> None:
-        """What is in place, though the compute thread hangs and is left behind; in any thread,
-        once nothing else is done here."""
+        """Saves the state in place although the compute thread hangs and is abandoned. Runs in any
+        thread, once nothing else runs here."""
         state = self.own_state()
         if self.is_readable() and state is not None and state.id.step > 0:
             self.holdings.save(state, first=False, always=True)
 
     async def save_now(self) -> None:
-        """Whatever step it is."""
+        """Saves the current step."""
         while self.member.changing:
             await self.exchanges.compute(lambda: None)  # behind the update, whose figures come then
         state = self.own_state()
@@ -965,7 +965,7 @@ class Agent:
         self.record.tell(SaveFailed(reason=reason))
         self.record.changed()
 
-    # --- how it is
+    # --- reports
 
     @property
     def saved_step(self) -> int:
@@ -975,12 +975,11 @@ class Agent:
 
     @property
     def members(self) -> Sequence[pb.Place]:
-        """Who takes part in the attempt that is under way here, or was last."""
+        """Members of the current attempt here, or of the last one."""
         return self.attempt.begin.members if self.attempt is not None else []
 
     def doing(self) -> str:
-        """What holds it up when the compute thread has nothing to do; empty: nothing that it
-        knows."""
+        """What holds it up when the compute thread has nothing to do; empty: nothing known."""
         reducing = self.reducing is not None and not self.reducing[1].done
         if reducing and self.attempt is not None and self.attempt.is_complete:
             return "average"
@@ -989,17 +988,17 @@ class Agent:
         return "rebuild" if rebuilding else ""
 
     def costs(self) -> dict[str, HoldingCost]:
-        """Of keeping things for the day of a loss, by what it is for."""
+        """The costs of keeping state for a loss, by purpose."""
         return self.holdings.costs() | {"masking": HoldingCost(memory_bytes=self.most_kept)}
 
     @property
     def most_kept(self) -> int:
-        """Bytes, at the end of an attempt, of what might have had to be sent or averaged again."""
+        """Bytes, at an attempt's end, of what might have been sent or averaged again."""
         kept = self.attempt.kept if self.attempt is not None else 0
         return max(kept, self.workplace.most_kept)
 
     def report(self) -> registry.SeatReport:
-        """What the registry is to know of this seat."""
+        """This seat's report to the registry."""
         member, halt = self.member, self.member.halt
         driving = self.driver.phase is not DriverPhase.INACTIVE
         explained = self.driver.explain() if driving else ""
@@ -1022,7 +1021,7 @@ class Agent:
         )
 
     def validate_state(self) -> None:
-        """What holds between any two events. Raises AssertionError."""
+        """Checks the invariants between any two events. Raises AssertionError."""
         member, attempt = self.member, self.attempt
         if member.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING) and member.following is None:
             assert attempt is not None and not attempt.over, f"{member.phase}, but no attempt"
@@ -1035,26 +1034,26 @@ class Agent:
 
 
 def crossing_bytes(run: RunFile, config: ModelConfig) -> int:
-    """Most bytes of what crosses a boundary that one peer may have sent ahead of what is read: the
-    tensors of two windows, in float32, and some more."""
+    """Maximum bytes across a boundary that one peer may send ahead: the tensors of two windows, in
+    float32, and some more."""
     training = run.training
     count = max(training.microbatches, training.validation_microbatches)
     return 8 * count * training.microbatch * config.context * config.crossing + SLACK
 
 
 def frame_bytes(run: RunFile, config: ModelConfig) -> int:
-    """Most bytes of a frame that a node of this run may send."""
+    """Maximum bytes of a frame that a node of this run may send."""
     return max(crossing_bytes(run, config), 4 * max(config.trained), LARGEST)
 
 
 def held_bytes(run: RunFile, config: ModelConfig) -> int:
-    """Most bytes that may wait here for one peer to take them: what crosses a boundary, what
-    follows, and as much for all that is averaged, copied and fetched."""
+    """Maximum bytes that may wait here for one peer: what crosses a boundary, what follows, and as
+    much for all that is averaged, copied and fetched."""
     return crossing_bytes(run, config) + 2 * max(UNSENT, FEWEST * 4 * max(config.trained))
 
 
 def rules(run: RunFile, config: ModelConfig) -> TransactionRules:
-    """What the run file says to the driver."""
+    """The run file's settings for the driver."""
     training, recovery = run.training, run.recovery
     return TransactionRules(
         stages=config.stages,

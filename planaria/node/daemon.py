@@ -1,8 +1,8 @@
 """The node daemon: one process, uvloop for I/O, one thread for torch.
 
-A `Node` is one identity: it joins, keeps its links and its membership, and makes an `Agent` for
-each seat that the registry gives it, whose ports it is. A node that the registry has dropped starts
-over as a new one, in the same process, with nothing of the old.
+A `Node` is one identity. It joins, keeps its links and its membership, and makes an `Agent` for
+each seat that the registry assigns, for which it implements the ports. A node that the registry has
+dropped starts over as a new one, in the same process, without its old state.
 """
 
 from __future__ import annotations
@@ -101,22 +101,22 @@ from planaria.recovery.decide import COPIED, OWN
 log = logging.getLogger("planaria")
 
 TICK = 0.05
-"""Seconds between two looks at the clock."""
+"""Seconds between two ticks."""
 LOOK_AT_FILES = 1.0
-"""Seconds between two looks whether the disk takes what is written."""
+"""Seconds between two checks whether disks accept writes."""
 MOST_MEASURED = 200
-"""Links that a node measures: what it says of them goes into each of its renewals."""
+"""Maximum links that a node measures: each renewal carries the results."""
 REBUILDS_TOLD = 20
-"""That the registry is told in each renewal; it remembers more."""
+"""Maximum rebuilds reported in each renewal; the registry remembers more."""
 MOST_SAID = 400
-"""Characters of a sample that the registry is told."""
+"""Maximum characters of a sample reported to the registry."""
 
 
 @dataclass(frozen=True)
 class NodePlace:
-    """What a node brings along, whatever its identity."""
+    """A node's settings and resources, whatever its identity."""
 
-    stage: int | None  # that it asks for
+    stage: int | None  # requested stage
     listen: str | None  # HOST:PORT; None: does not listen
     advertise: str  # HOST:PORT, or empty: only dials out
     device: torch.device
@@ -126,16 +126,16 @@ class NodePlace:
     credentials: Credentials = PLAIN
     insecure: bool = False
     identity: Identity = field(default_factory=Identity.generate)  # over all its ids
-    saved: bool = False  # the stage is that of its saves
+    saved: bool = False  # whether the stage is that of its saves
     room: int = 1  # seats that it can hold
-    standby: bool = False  # wants none before one is vacant
-    checkpoint: Checkpoint | None = None  # that the run begins from
+    standby: bool = False  # whether it waits without a seat for a vacant one
+    checkpoint: Checkpoint | None = None  # from which the run begins
     name: str = ""  # by its owner; each identity begins with it
-    experiment: ExperimentPipe | None = None  # where the run is kept, too
-    log: LastLines | None = None  # for onlookers; None: it is nobody else's business
-    reach: Reach = EVERYWHERE  # where it dials others, who say where they are
-    own: Architecture | None = None  # what the code of a run with one of its own builds
-    checkpoint_dir: Path | None = None  # that all nodes share; None: no checkpoints
+    experiment: ExperimentPipe | None = None  # an external record of the run
+    log: LastLines | None = None  # for observers; None: not shared
+    reach: Reach = EVERYWHERE  # its network, in which it dials others
+    own: Architecture | None = None  # built by the code of a run's own architecture
+    checkpoint_dir: Path | None = None  # shared by all nodes; None: no checkpoints
 
 
 class Registry(Protocol):
@@ -187,7 +187,7 @@ class Node:
         watch = Watch(run.swarm.progress, floor)
         self.compute = ComputeThread(f"compute-{self.node}", self.loop, watch)
         self.hang: Hang | None = None
-        self.abandoned = ""  # what the compute thread is at, which nobody can end
+        self.abandoned = ""  # the task of a hanging compute thread
         self.onlookers = Observers(self.on_asked, self.on_shown, self.on_gone)
         self.links = Links(
             run_id,
@@ -208,7 +208,7 @@ class Node:
         self.files = [] if self.events.file is None else [self.events.file]
         if place.experiment is not None:
             self.files.append(place.experiment)
-        self.ledgers: dict[str, LineFile] = {}  # of those, by seat
+        self.ledgers: dict[str, LineFile] = {}  # ledgers, by seat
         self.ordered: dict[str, bool] = {}  # by seat: whether its newest rebuild is exact
         self.rebuilds: deque[registry.Rebuild] = deque(maxlen=REBUILDS_TOLD)
         self.sampler = self._make_sampler()
@@ -221,15 +221,15 @@ class Node:
         self.view = registry.View()
         self.needed: list[str] = []  # members with which it needs a link
         self.missing = MissingLinks()
-        self.carriers: dict[str, str] = {}  # who carries the links that aren't direct, by peer
+        self.carriers: dict[str, str] = {}  # relays of indirect links, by peer
         self.seats: Seats[Agent] = Seats(self.node, self.links, self.onlookers.tell, self.read_log)
         self.exchanges: dict[str, LoopedExchanges] = {}  # of each seat
         self.memory, self.room = memory_of(place.device), DeviceRoom(place.device)
-        self.rehearsing: asyncio.Task[None] | None = None  # since it has no seat
+        self.rehearsing: asyncio.Task[None] | None = None  # while it has no seat
         self.leaving = self.retiring = False
-        self.leaves_by = 0.0  # on the loop's clock; 0: it wasn't told to go
+        self.leaves_by = 0.0  # on the loop's clock; 0: it wasn't asked to leave
         self.measuring: asyncio.Task[None] | None = None
-        self.asked = 0  # number of the newest measurement that was asked for
+        self.asked = 0  # number of the newest measurement requested
         self.measured: tuple[int, list[registry.LinkReport]] = (0, [])
         self.wall = WallClock(time.monotonic())
         self.wall_told = time.monotonic()
@@ -271,23 +271,23 @@ class Node:
             await self._clean_up()
 
     def _address(self, port: int) -> str:
-        """What peers dial; `port` is the one that this node listens on."""
+        """The address that peers dial; `port` is the one that this node listens on."""
         if not self.place.advertise:
             return ""
         address = Address.parse(self.place.advertise)
         return str(address if address.port else address._replace(port=port))
 
     async def retire(self, grace: float, why: str = "") -> None:
-        """Save, let an heir take over where there is one, and leave, all within `grace` seconds:
-        what a spot instance does when it is told that its time is over. `why`: by whom."""
+        """Save, let an heir take over where possible, and leave, all within `grace` seconds, as a
+        spot instance does on notice. `why`: the source of the notice."""
         self.tell(Preempted(grace=grace, reason=why))
         self.leaves_by = self.loop.time() + grace - FAREWELL
         await self._prepare_to_leave()
         await self.leave("stopped by its owner")
 
     async def _prepare_to_leave(self) -> None:
-        """Of a run that is over nobody needs anything but the saves, nor of one that has not
-        begun. What is being written when the node has left is waited for as it ends."""
+        """Saves and hands over seats; before a run begins, and after it ends, only saves count.
+        Writes in progress when the node has left are awaited at its end."""
         seats = {} if self.hang else dict(self.seats.agents)
         needed = [s for s in seats.values() if s.member.halt is None and s.member.committed > 0]
         leaving = Leaving(self.node, self.view, self.loop.time())
@@ -310,7 +310,7 @@ class Node:
                     log.info("stage %s is not saved: %s", seat.stage, closed)
 
     async def _hand_over(self, seat: Agent, leaving: Leaving) -> None:
-        """Where it is its stage's last; a stage with replicas that stay lives on."""
+        """Hands over the seat if it is its stage's last; otherwise the remaining replicas go on."""
         stage, now = seat.stage, self.loop.time()
         while now < self.leaves_by and leaving.waits(stage, self.view, seat.members, now):
             await asyncio.sleep(TICK)
@@ -321,12 +321,12 @@ class Node:
             log.warning("nobody has taken over stage %s", stage)
 
     async def leave(self, why: str) -> None:
-        """Tell the registry, so that nobody has to find out."""
+        """Tells the registry, which then needn't detect it."""
         if self.view.number:
             await self.client.leave(self.node, why)
 
     def unsaved(self) -> list[int]:
-        """Stages that it was to save, whose last step it has in memory only."""
+        """Stages that it was to save, whose last step is in memory only."""
         seats = self.seats.agents.values() if self.place.save_dir is not None else ()
         return [s.stage for s in seats if s.finished and s.saved_step < s.member.committed]
 
@@ -371,16 +371,16 @@ class Node:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.crashed(error)
 
-    # --- how fast links are
+    # --- link speed
 
     def asked_to_measure(self, number: int) -> None:
-        """One that is under way serves for this, too."""
+        """A measurement already under way serves for this, too."""
         self.asked = number
         if self.measuring is None or self.measuring.done():
             self.measuring = self.spawn(self._measure_links())
 
     async def _measure_links(self) -> None:
-        """One after the other, so that they don't get into each other's way here."""
+        """Measures links one after the other, so that they don't disturb each other here."""
         found: list[registry.LinkReport] = []
         for peer in self.links.peers[:MOST_MEASURED]:
 
@@ -426,7 +426,7 @@ class Node:
             self.rehearsing = self.spawn(self._rehearse())
 
     async def _rehearse(self) -> None:
-        """A standby has done once what takes longer the first time, whichever seat it gets."""
+        """Runs once, on a standby, what takes longer the first time, whichever seat it gets."""
         if self.corpus is not None:
             self.corpus.verify_in_background()
         place, began = self.place, self.loop.time()
@@ -437,13 +437,13 @@ class Node:
 
         try:
             await self.compute.run(rehearse, Priority.BACKGROUND)
-        except RuntimeError as error:  # of the device: there is no memory for it, for one
+        except RuntimeError as error:  # of the device: for example, it has no memory for it
             log.warning("this node may not be able to serve a stage: %s", error)
         else:
             log.info("ready for a seat: rehearsed in %.1f s", self.loop.time() - began)
 
     async def _close_seat(self, name: str, seat: Agent) -> None:
-        """What the seat has isn't needed any more."""
+        """Closes a seat and drops its state."""
         self.exchanges.pop(name).close("its seat was given back")
         self.tell(GivenBack(stage=seat.stage), seat.node)
         self.report()
@@ -454,7 +454,7 @@ class Node:
         await self._finish_saves(seat)
 
     async def _finish_saves(self, seat: Agent) -> None:
-        """They have CLOSE seconds, or all that is left to a node that was told to go."""
+        """Waits for saves: CLOSE seconds, or all that is left to a leaving node."""
         left = max(CLOSE, self.leaves_by - self.loop.time())
         await asyncio.to_thread(seat.holdings.finish_saves, left)
 
@@ -500,7 +500,7 @@ class Node:
             await self._close_seat(name, seat)
 
     def _open_ledger(self, corpus: Data | None, name: str) -> tuple[Ledger, AnyWindows] | None:
-        """At stage 0, which has the corpus; and the windows that its lines are of."""
+        """Opens the ledger at stage 0, which has the corpus, with the windows of its lines."""
         if corpus is None or self.place.out is None:
             return None
         header = self._ledger_header(corpus)
@@ -566,7 +566,7 @@ class Node:
         self.seats.on_gone(onlooker)
 
     def read_log(self, request: pb.LogRequest) -> pb.LogLines:
-        """For an onlooker."""
+        """Returns log lines for an observer."""
         if self.place.log is None:
             return pb.LogLines(error="its owner shows it to nobody (--no-share-log)")
         lines, last = self.place.log.after(request.after, request.lines)
@@ -576,7 +576,7 @@ class Node:
         self.seats.on_shown(onlooker, frame, self.loop.time())
 
     def on_frame(self, peer: str, frame: Frame) -> None:
-        """That a probe came is all there is to it."""
+        """Passes a frame on; a bandwidth probe needs only to arrive."""
         if frame.kind != "probe":
             self.seats.on_frame(peer, frame, self.loop.time())
 
@@ -591,10 +591,10 @@ class Node:
             self.client.suspect(peer, reason, cause)
         self.seats.on_link_lost(peer, reason, unacknowledged, self.loop.time(), cause)
 
-    # --- telling
+    # --- reports
 
     def tell(self, event: Event, by: str = "") -> None:
-        """`by`: the seat whose event it is; empty: the node's."""
+        """Logs and reports an event. `by`: the event's seat; empty: the node."""
         log.log(event.severity.log_level, "%s", event.sentence(by or self.node))
         now = time.time()
         self.events.write(event, by, now)
@@ -610,7 +610,7 @@ class Node:
             self.rebuilds.append(rebuilt)
 
     def keep(self, told: Mapping[str, Any]) -> None:
-        """A line of the event log or the ledger, where the run is kept, too."""
+        """Adds a line of the event log or the ledger to the external record, if any."""
         if self.place.experiment is not None:
             self.place.experiment.tell(told)
 
@@ -645,7 +645,7 @@ class Node:
                 self.tell(LinkRelayed(peer=peer, via=via))
 
     def _mind_compute(self) -> None:
-        """What the compute thread is at for too long is said, and that it goes on."""
+        """Reports when the compute thread begins to hang, and when it goes on."""
         before, self.hang = self.hang, self.compute.look()
         if (before is None) == (self.hang is None):
             return
@@ -660,7 +660,7 @@ class Node:
         self.report()
 
     def _look_at_files(self) -> None:
-        """Tells when a disk begins, and ends, not to take what is written."""
+        """Reports when a disk begins, and ceases, to refuse writes."""
         for file in self.files:
             if file.trouble and file not in self.failing:
                 self.failing.add(file)
@@ -671,7 +671,7 @@ class Node:
                 file.waiting.dropped = 0
 
     def _tell_costs(self) -> None:
-        """What keeping things for the day of a loss has cost."""
+        """Reports the cost of keeping state for a loss."""
         parts: dict[str, HoldingCost] = {}
         for seat in self.seats.agents.values():
             for name, cost in seat.costs().items():
@@ -692,7 +692,7 @@ class Node:
         self.client.report(self.state_of_things())
 
     def state_of_things(self) -> registry.Report:
-        """Of the machine, and of what its seats are at."""
+        """The report about the machine and its seats."""
         number, links = self.measured
         return registry.Report(
             seats=[seat.report() for seat in self.seats.agents.values()],
@@ -717,11 +717,11 @@ class Node:
 
 
 class SeatRecord:
-    """Where the seat at a stage tells what happens: the port `Record`."""
+    """Where the seat at a stage reports events: the port `Record`."""
 
     def __init__(self, node: Node, seat: str, ledger: tuple[Ledger, AnyWindows] | None) -> None:
         self._node, self._seat, self._ledger = node, seat, ledger
-        self._lacks_last = False  # others were told the last step's records
+        self._lacks_last = False  # others were sent the last step's records
 
     def tell(self, event: Event) -> None:
         self._node.tell(event, self._seat)
@@ -734,7 +734,7 @@ class SeatRecord:
             ledger.append(told)
             self._node.keep(told)
         elif self._node.place.experiment is not None and commit.step > 0:
-            self._node.keep(line(commit, 0, time.time()))  # which epoch it is only stage 0 knows
+            self._node.keep(line(commit, 0, time.time()))  # only stage 0 knows the epoch
         self._node.committed(commit.step)
 
     def recording(self) -> pb.Recording:
@@ -759,7 +759,7 @@ class SeatRecord:
         proof: registry.Proof | None = None,
     ) -> None:
         if node_of(node) == self._node.node:
-            self.over(why)  # there is nobody else to blame
+            self.over(why)  # no other node can be blamed
         else:
             self._node.client.suspect(node_of(node), why, cause, proof)
 

@@ -1,7 +1,7 @@
-"""What an agent asks of the world.
+"""Ports: what an agent needs from its environment.
 
-The daemon has it over asyncio, gRPC and torch, the simulation in virtual time, on a virtual network
-and with numbers for tensors.
+The daemon implements them with asyncio, gRPC and torch. The simulation does it in virtual time,
+with a virtual network and numbers for tensors.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 
 class Priority(enum.IntEnum):
-    """Backward before forward, so that 1F1B emerges; what everybody waits for before both, and what
-    fills the bubbles behind them."""
+    """Backward before forward, so that 1F1B emerges. CONTROL, which all nodes wait for, is before
+    both; BACKGROUND fills the bubbles behind them."""
 
     CONTROL = 0
     BACKWARD = 1
@@ -45,50 +45,50 @@ class Net(Protocol):
     """The links of a node."""
 
     def send(self, peer: str, item: pb.Message | Frame) -> bool:
-        """Queues it on the link to `peer`. False: none is up."""
+        """Queues the item on the link to `peer`. False: none is up."""
         ...
 
     def demand(self, peer: str) -> None:
-        """A link to `peer`, a member, is needed."""
+        """Requests a link to `peer`, a member."""
         ...
 
     def linked(self, peer: str) -> bool:
-        """Whether one is up."""
+        """Whether a link is up."""
         ...
 
     def unacknowledged_by(self, peer: str) -> int:
-        """Bytes of frames that were sent to `peer`, of which it hasn't said that they came."""
+        """Bytes of frames sent to `peer` that it hasn't acknowledged."""
         ...
 
 
 class Compute(Protocol):
-    """One thread for the arithmetic: one work at a time, the most urgent first, those of equal
-    priority in the order in which they were posted."""
+    """One thread for arithmetic: one work at a time, the most urgent first. Works of equal priority
+    run in the order in which they were posted."""
 
     @property
     def now(self) -> float:
-        """Seconds, by the clock of the events that an agent is told of."""
+        """Seconds, by the clock of an agent's events."""
         ...
 
     @property
     def computed(self) -> int:
-        """Works that are done."""
+        """Number of finished works."""
         ...
 
     @property
     def computing(self) -> bool:
-        """Whether there is one to do, and it isn't a disk that is waited for."""
+        """Whether there is work to do, and it isn't waiting for a disk."""
         ...
 
     def post(
         self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
     ) -> None:
-        """`then` gets what the work returned or raised, on the event loop."""
+        """`then` gets the result or exception of the work, on the event loop."""
         ...
 
 
 class Tensors(Protocol):
-    """Rows of numbers, and how they travel. All but `empty` runs in the compute thread."""
+    """Operations on rows of numbers. All but `empty` runs in the compute thread."""
 
     def encode(
         self, tensors: Sequence[Tensor], codec: Codec
@@ -105,7 +105,7 @@ class Tensors(Protocol):
     def encode_low_rank(
         self, row: Tensor, cuts: Sequence[Cut], rank: int
     ) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
-        """A float32 row [n], its matrices by two factors each."""
+        """Encodes a float32 row [n], its matrices by two factors each."""
         ...
 
     def decode_low_rank(
@@ -121,7 +121,7 @@ class Tensors(Protocol):
         ...
 
     def finite(self, tensor: Tensor) -> bool:
-        """Whether all of it is, where it is."""
+        """Whether all values are finite, computed on the tensor's device."""
         ...
 
     def empty(self, values: int) -> Tensor:
@@ -130,36 +130,36 @@ class Tensors(Protocol):
 
 
 class Disk(Protocol):
-    """A stage's saves in one folder: each is there whole or not at all, whatever dies when."""
+    """A stage's saves in one folder: each is complete or absent, whatever fails when."""
 
     @property
     def critical_seconds(self) -> float:
-        """What `write` has taken of the compute thread's time."""
+        """Seconds that `write` has taken in the compute thread."""
         ...
 
     @property
     def bytes_written(self) -> int: ...
 
     def listed(self, refused: Collection[Age] = ()) -> list[StateId]:
-        """What is there but for those, newest first. Of each only the beginning has been read."""
+        """The saves without `refused`, newest first. Only the beginning of each has been read."""
         ...
 
     def damaged(self) -> set[Age]:
-        """Those that `load` would refuse. Reads them all, in the compute thread."""
+        """Saves that `load` would refuse. Reads them all, in the compute thread."""
         ...
 
     def write(self, state: StageState) -> None:
-        """Writes the state as it is now, in the compute thread. It may wait for the writes before.
-        Whether it was saved is told to who has opened the disk. Raises ValueError for what is no
-        state of the stage."""
+        """Writes the current state, in the compute thread. May wait for earlier writes. The
+        callbacks given to `OpenDisk` get the outcome. Raises ValueError for a state that isn't of
+        the stage."""
         ...
 
     def load(self, save: Age, then: Callable[[StageState | Exception], None]) -> None:
-        """`then` gets it, or SaveError if it can't be used, on the event loop."""
+        """`then` gets the state, or SaveError for an unusable one, on the event loop."""
         ...
 
     def finish(self, seconds: float) -> None:
-        """Waits, blocking, for the writes in flight. What is written after this is an error."""
+        """Waits, blocking, for the writes in flight. A later `write` is an error."""
         ...
 
 
@@ -173,14 +173,14 @@ class OpenDisk(Protocol):
         saved: Callable[[Age], None],
         failed: Callable[[str], None],
     ) -> Disk:
-        """The newest `keep` are kept. On the event loop `saved` gets what is on disk, `failed` a
-        sentence on what isn't. Raises SaveError for a folder that can't be used."""
+        """Keeps the newest `keep` saves. On the event loop, `saved` gets what is on disk, `failed`
+        a sentence on what isn't. Raises SaveError for an unusable folder."""
         ...
 
 
 class Optimizer(Protocol):
-    """One stage's weights and what they learn by, flat. All of it belongs to the compute thread,
-    but for the tensors' sizes. `seconds`: spent in `step`."""
+    """One stage's weights and optimizer state, flat. All of it belongs to the compute thread, but
+    for the tensors' sizes. `seconds`: spent in `step`."""
 
     weights: Tensor
     gradient: Tensor
@@ -198,7 +198,7 @@ class Optimizer(Protocol):
 
 
 class Learned(NamedTuple):
-    """What is to be known of a stage's weights once they have changed."""
+    """Facts about a stage's weights after a change."""
 
     digest: bytes
     omega: float  # squared norm of the last committed gradient
@@ -207,7 +207,7 @@ class Learned(NamedTuple):
 
 class Arithmetic(Protocol):
     """The arithmetic of one stage. All of it belongs to the compute thread, but for the sizes of
-    the tensors; while that thread hangs, others may read them."""
+    the tensors. While that thread hangs, others may read them."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -216,7 +216,7 @@ class Arithmetic(Protocol):
 
     @property
     def gradient(self) -> Tensor:
-        """The stage's own, float32 [n]."""
+        """The stage's own gradient, float32 [n]."""
         ...
 
     @property
@@ -227,96 +227,95 @@ class Arithmetic(Protocol):
         ...
 
     def reduced(self) -> float:
-        """The gradient is the sum over all replicas; its squared norm."""
+        """Takes the gradient as the sum over all replicas; returns its squared norm."""
         ...
 
     def adopt(self, gradient: Tensor) -> float:
-        """Takes a sum that a replica has sent, and returns what `reduced` does."""
+        """Takes a sum that a replica has sent; returns what `reduced` does."""
         ...
 
     def apply(self, commit: pb.Commit, lr: float, beside: Tensor | None = None) -> Learned:
-        """The reduced gradient, with `lr` before the stage's scale, and then `beside`, float32 [n],
-        which a lesson has changed meanwhile; the gradient is zero then."""
+        """Applies the reduced gradient, with `lr` before the stage's scale. Then applies `beside`,
+        float32 [n], the weights' change by relearning. Zeroes the gradient."""
         ...
 
     @property
     def weightless(self) -> bool:
-        """It was made without the weights that the run begins with, and needs some."""
+        """Whether it was made without the run's initial weights, and needs some."""
         ...
 
     @property
     def origin(self) -> bool:
-        """The checkpoint that the run begins from is here: `of_checkpoint` has any stage."""
+        """Whether the run's initial checkpoint is here: `of_checkpoint` then has any stage."""
         ...
 
     def initial(self, stage: int, lineage: int) -> StageState:
-        """What that stage trains, as it was before the first step. Raises ComplaintError when it
-        isn't here."""
+        """What that stage trains, as before the first step. Raises ComplaintError when it isn't
+        here."""
         ...
 
     def of_checkpoint(self, stage: int) -> StageState:
-        """The stage's weights in the checkpoint that the run begins from, and no more. Raises
-        ComplaintError when they aren't here."""
+        """Only the stage's weights in the run's initial checkpoint. Raises ComplaintError when they
+        aren't here."""
         ...
 
     @property
     def lacking(self) -> int:
-        """Values of the stage's weights that aren't trained and aren't here, so that what is
-        trained is of no use yet; 0: all are here."""
+        """Number of untrained values of the stage's weights that are missing, without which the
+        trained ones are useless; 0: none."""
         ...
 
     def take_in(self, weights: Tensor, giver: str) -> None:
-        """These. Raises ComplaintError, which accuses `giver`, for others than the checkpoint
-        has."""
+        """Takes in the weights. Raises ComplaintError, which accuses `giver`, if they differ from
+        the checkpoint's."""
         ...
 
     def put_in_place(self, sync: pb.Sync, states: Sequence[StageState]) -> Learned:
-        """What `sync` makes of the states of its source stages, in their order. What guesses the
-        weights starts Adam afresh, as published. Raises ComplaintError for weights that aren't
-        those which the run begins with."""
+        """Makes the state from those of the sync's source stages, in their order. Guessed weights
+        start Adam afresh, as published. Raises ComplaintError for weights other than the run's
+        initial ones."""
         ...
 
     def lesson(self, fetched: Fetched, lost: Collection[int]) -> Lesson:
-        """What this stage relearns by, from what is in place; `lost` relearn together."""
+        """The relearning of this stage, from what is in place; `lost` stages relearn together."""
         ...
 
     def look(self, shown: Sequence[Tensor], head: bool, weights: Tensor | None = None) -> Tensor:
-        """What the stage makes of it at the moment, or with `weights`, float32: of no more rows B
-        than a microbatch has, a body stage of float32 [B, T, dim] the same; stage 0 of int64 tokens
-        [B, T] float32 [B, T, dim] or, with `head`, of those the logits of what follows the last,
-        [B, 1, vocabulary], or, of them and int64 targets [B, T], the sum of their losses in nats,
-        [1]. Training doesn't notice. Raises ValueError."""
+        """Computes the stage, with its current weights or with `weights`, float32, for at most the
+        rows B of a microbatch. A body stage maps float32 [B, T, dim] to the same. Stage 0 maps
+        int64 tokens [B, T] to float32 [B, T, dim]. With `head`, it maps those to logits of the
+        token after the last, [B, 1, vocabulary], or, with int64 targets [B, T], to the sum of their
+        losses in nats, [1]. Training is unaffected. Raises ValueError."""
         ...
 
     def part_of(self, name: object, first: object) -> Tensor:
-        """At stage 0, of a file that says how text becomes tokens: bytes from `first` on, uint8
-        [n], as tokenizer.part_of has them. Raises ValueError."""
+        """At stage 0, part of a tokenizer file: bytes from `first` on, uint8 [n], as
+        tokenizer.part_of has them. Raises ValueError."""
         ...
 
     def boundary_tensor(self, frame: Frame) -> Tensor:
-        """bf16 on the CPU. Raises WireError when it is damaged, or not finite."""
+        """bf16 on the CPU. Raises WireError for a damaged or non-finite frame."""
         ...
 
 
 class Record(Protocol):
-    """Where a seat tells what happens."""
+    """Where a seat reports events."""
 
     def tell(self, event: Event) -> None:
-        """A line of the event log."""
+        """Adds a line to the event log."""
         ...
 
     def committed(self, commit: pb.Commit) -> None:
-        """A line of the ledger, at stage 0."""
+        """Adds a line to the ledger, at stage 0."""
         ...
 
     def recording(self) -> pb.Recording:
-        """Whether the ledger can be written. While lines are on their way to a disk that, as far as
-        can be told, takes them, it is being written; after a few seconds the disk counts as one
-        that doesn't."""
+        """Whether the ledger can be written. It is being written while lines are on their way to a
+        disk that seems to take them. After a few seconds the disk counts as failing."""
         ...
 
     def changed(self) -> None:
-        """What the registry is to hear of this seat is something else now."""
+        """The seat's report to the registry has changed."""
         ...
 
     def halted(self, halt: pb.Halt) -> None:
@@ -324,17 +323,17 @@ class Record(Protocol):
         ...
 
     def suspect(self, node: str, why: str, cause: Cause, proof: Proof | None = None) -> None:
-        """The registry is to ask this member whether it is alive or, for any cause but SILENT, to
-        take it out. `why` is the evidence, a sentence for people; `proof` what the member has
-        signed and can't have."""
+        """Asks the registry to probe this member or, for any cause but SILENT, to remove it. `why`
+        is the evidence, a sentence for people. `proof` is what the member signed and shouldn't
+        have."""
         ...
 
     def replace(self, why: str) -> None:
-        """The registry is to find an heir for this seat, if there is one, who copies its state."""
+        """Asks the registry for an heir to this seat, if possible, that copies its state."""
         ...
 
     def over(self, reason: str) -> None:
-        """This node is a member no longer: it drops everything and joins again as a new one."""
+        """This node is no longer a member: it drops everything and joins again as a new one."""
         ...
 
 
@@ -349,6 +348,6 @@ class Ports:
     arithmetic: Arithmetic
     record: Record
     chance: Random
-    """That nobody else can foresee."""
+    """Randomness that no other node can predict."""
     identity: Identity
-    """Of the node, which signs what it decides."""
+    """The node's identity, which signs its decisions."""

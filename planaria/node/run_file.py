@@ -44,25 +44,25 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 HEARTBEAT = 0.5
-"""Seconds between two signs of life on a link (node/wire/link.py)."""
+"""Seconds between two heartbeats on a link (node/wire/link.py)."""
 
 
 LEASE = 1.0
-"""Seconds: a node that loads a library, or whose processor is shared, is silent for nearly that."""
+"""Seconds: a node that loads a library, or shares its processor, is silent for nearly that long."""
 
 
 MOST_PARAMETERS = 2**36
-"""In a stage: 1 TiB at ADAM_BYTES each. No machine that serves one stage has more."""
+"""Maximum in a stage: 1 TiB at ADAM_BYTES each. No machine that serves one stage has more."""
 MOST_PAYLOAD = 4 * 2**30
-"""Bytes in a frame (node/wire/frames.py)."""
+"""Maximum bytes in a frame (node/wire/frames.py)."""
 MOST_NODES = 10_000
-"""Members of a run (bootstrap/membership.py)."""
+"""Maximum members of a run (bootstrap/membership.py)."""
 MOST_VISITS = 2**19
-"""Of a step's microbatches to stages: each is named in what begins the step, in one message."""
+"""Maximum visits of a step's microbatches to stages: the message that begins it names each."""
 
 DATA = "data/prose"
 LOCAL = "local"
-"""In the context of validation: the run file lies on this machine, where `~` has a meaning."""
+"""Key in the context of validation: the run file is on this machine, where `~` has a meaning."""
 
 
 def _at_home(value: Any, info: ValidationInfo) -> Any:
@@ -186,7 +186,7 @@ class ModelSection(Section):
 
     @property
     def own(self) -> Own | None:
-        """The architecture, if it is none of ours."""
+        """The run's own architecture, if it has one."""
         if self.parts is None:
             return Own(self.module) if self.module else None
         return Own(self.module or "", self.parts.source, self.parts.ends, self.parts.block)
@@ -210,7 +210,7 @@ class ModelSection(Section):
 
     @property
     def config(self) -> ModelConfig:
-        """For data with the section's vocabulary, or with next to none. Raises ValueError."""
+        """The shape for data with the section's vocabulary, or next to none. Raises ValueError."""
         return model_config(self, self.vocabulary or 2)
 
     @model_validator(mode="after")
@@ -256,13 +256,13 @@ class DataSection(Section):
 
     @property
     def turns(self) -> list[int]:
-        """Of each corpus in a cycle of samples. Raises ValueError."""
+        """Number of samples of each corpus in a cycle. Raises ValueError."""
         return turns_of([one.share for one in self.corpora] or [1.0])
 
     @model_validator(mode="before")
     @classmethod
     def one_or_several(cls, fields: Any) -> Any:
-        """Where there are several corpora, `path` is empty."""
+        """Empties `path` where there are several corpora."""
         if isinstance(fields, dict) and fields.get("corpora"):
             if fields.get("path"):
                 raise ValueError("has a path, and corpora with paths of their own: choose one")
@@ -418,7 +418,7 @@ class SavesSection(Section):
 
     @model_validator(mode="after")
     def meetable(self) -> SavesSection:
-        """Stages save the same steps at different times; they must keep one in common."""
+        """Checks that stages, which save the same steps at different times, keep one in common."""
         needed = 2 + self.in_flight
         if self.keep < needed:
             raise ValueError(
@@ -453,7 +453,7 @@ class SwarmSection(Section):
 
     @model_validator(mode="after")
     def noticeable(self) -> SwarmSection:
-        """An attempt that waits for a lost node must last until the node is noticed."""
+        """Checks that an attempt that waits for a lost node lasts until the node is noticed."""
         noticed = max(self.lease, self.silence)
         if self.progress < 2 * noticed:
             raise ValueError(
@@ -487,7 +487,7 @@ class WireSection(Section):
 
     @property
     def averaging_after(self) -> int:
-        """So many first steps are averaged in int8."""
+        """Number of first steps that are averaged in int8."""
         return {"lowrank": self.rank_after}.get(self.averaging, 0)
 
 
@@ -505,9 +505,9 @@ class RunFile(Section):
     trust: TrustSection = TrustSection()
 
     def said(self, *left_out: str) -> dict[str, Any]:
-        """What tells this run from others, without the sections `left_out`. What is as it would be
-        unsaid isn't there, so that a new key changes nothing; of `training.warmup` and [wire] that
-        is what it once was: 20 steps, codec none."""
+        """The fields that distinguish this run from others, without the sections `left_out`.
+        Default values are left out, so that a new key changes nothing. For `training.warmup` and
+        [wire] the former defaults count: 20 steps, codec none."""
         said = self.model_dump(mode="json", exclude_defaults=True, exclude={"wire", *left_out})
         unsaid = {"lr": self.config.learning_rate, "warmup": WARMUP}
         training = {k: v for k, v in said.pop("training", {}).items() if v != unsaid.get(k)}
@@ -518,17 +518,17 @@ class RunFile(Section):
         return {**said, "wire": wire} if wire else said
 
     def config_for(self, vocabulary: int) -> ModelConfig:
-        """For data with so many token ids. Raises ValueError."""
+        """The shape for data with so many token ids. Raises ValueError."""
         return model_config(self.model, vocabulary, self.training.lora)
 
     @property
     def config(self) -> ModelConfig:
-        """For data with `model.vocabulary`, or with next to none. Raises ValueError."""
+        """The shape for data with `model.vocabulary`, or with next to none. Raises ValueError."""
         return self.config_for(self.model.vocabulary or 2)
 
     @model_validator(mode="after")
     def patient(self) -> RunFile:
-        """Relearning counts as progress only when it is over."""
+        """Checks the time of relearning, which counts as progress only when it is over."""
         relearn, progress = self.recovery.relearn.seconds, self.swarm.progress
         if self.recovery.relearn.passes and relearn > progress / 2:
             raise ValueError(
@@ -539,7 +539,7 @@ class RunFile(Section):
 
     @model_validator(mode="after")
     def scheduled(self) -> RunFile:
-        """What becomes of the rate, and of the weights by it, in so many steps."""
+        """Checks the learning rate, and its effect on the weights, over so many steps."""
         training, falls = self.training, self.training.decay_share * self.steps
         warmup = warmup_of(self)
         if training.schedule == "wsd" and warmup + falls > self.steps:
@@ -559,7 +559,7 @@ class RunFile(Section):
 
     @model_validator(mode="after")
     def carriable(self) -> RunFile:
-        """What a step needs of registry and wire."""
+        """Checks a step's demands on registry and wire."""
         config, training, replicas = self.model.config, self.training, self.swarm.replicas
         boundary = 4 * training.microbatch * config.context * config.crossing
         if boundary > MOST_PAYLOAD:
@@ -585,7 +585,7 @@ class RunFile(Section):
 
 
 def from_fields(fields: dict[str, Any], name: str = "the run", local: bool = False) -> RunFile:
-    """`local`: expand `~` in the names of folders. Raises RunFileError."""
+    """Makes a run file. `local`: expand `~` in the names of folders. Raises RunFileError."""
     try:
         return RunFile.model_validate(fields, context={LOCAL: local})
     except ValidationError as error:
@@ -600,12 +600,12 @@ def from_fields(fields: dict[str, Any], name: str = "the run", local: bool = Fal
 
 
 def _unknown(location: Sequence[str | int]) -> str:
-    """What is said of a key that there is none of."""
+    """The message about an unknown key."""
     *sections, key = map(str, location)
     known = list(_keys(RunFile))
     here = [path[-1] for path in known if list(path[:-1]) == sections]
     meant = get_close_matches(key, here, n=1)
-    if not meant:  # it may have got into the wrong section
+    if not meant:  # it may be in the wrong section
         matches = get_close_matches(key, {path[-1] for path in known}, n=1)
         meant = [".".join(path) for path in known if path[-1] in matches]
     if meant:
@@ -621,7 +621,7 @@ def _keys(section: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[
 
 
 def loads(text: str, name: str = "the run file", local: bool = False) -> RunFile:
-    """`local`: as in `from_fields`. Raises RunFileError."""
+    """Parses a run file. `local`: as in `from_fields`. Raises RunFileError."""
     try:
         fields = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -630,7 +630,7 @@ def loads(text: str, name: str = "the run file", local: bool = False) -> RunFile
 
 
 def load(path: Path) -> RunFile:
-    """Raises RunFileError, also when the file can't be read."""
+    """Reads a run file. Raises RunFileError, also when the file can't be read."""
     try:
         text = read_small(path).decode("utf-8-sig")
     except OSError as error:
@@ -641,7 +641,7 @@ def load(path: Path) -> RunFile:
 
 
 def override(run: RunFile, **changes: Any) -> RunFile:
-    """`section__key=value` or `key=value`; None values change nothing. Raises RunFileError."""
+    """Changes `section__key=value` or `key=value`; None changes nothing. Raises RunFileError."""
     fields = run.model_dump(exclude_none=True)
     for name, value in changes.items():
         if value is None:

@@ -1,7 +1,7 @@
-"""The seats of one node, and who of them hears what.
+"""The seats of one node, and the routing of messages and frames to them.
 
-Links lead from node to node, so messages and frames name both seats; two seats of one node hear
-each other without a link. Pure, as the agents are.
+Links lead from node to node, so messages and frames name both seats. Two seats of one node exchange
+them without a link. Pure, as the agents are.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from planaria.node.wire.naming import node_of, seat_id, seat_name, seated
 log = logging.getLogger(__name__)
 
 MOST_EARLY = 16 << 20
-"""Bytes of one peer's messages that wait for seats or views which are not here yet, at most."""
+"""Maximum bytes of one peer's messages that wait for seats or views to come."""
 VIEW_TO_COME = 10.0
-"""Seconds that a message waits for the view that it is of. Whoever needs an answer asks again."""
+"""Seconds that a message waits for its view. The sender of a query repeats it."""
 
 A = TypeVar("A", bound=Agent)
 T = TypeVar("T")
 
 ONLOOKER = "?"
-"""What the name of an onlooker begins with, which stands where those of seats do."""
+"""Prefix of an observer's name, which stands where names of seats do."""
 ASKED: Final = frozenset(["pin_request", "state_request", "shard_request", "log_request"])
-"""What an onlooker may say."""
+"""Messages that an observer may send."""
 
 
 class SenselessError(WireError):
-    """What a peer has said makes no sense here. It wasn't foreseen that anybody might say it."""
+    """A peer's message makes no sense here, in a way that wasn't foreseen."""
 
     cause = NUMBERS
 
 
 class _EarlyMessage(NamedTuple):
-    """What has come for a seat."""
+    """A message for a seat."""
 
     since: float
     sender: str
@@ -54,13 +54,13 @@ class _EarlyMessage(NamedTuple):
     message: pb.Message
 
     def waits_for(self, view: registry.View, now: float) -> bool:
-        """What has waited too long is heard as what it is: of a view that there isn't."""
+        """Whether it waits for its view. After too long, that view is taken not to exist."""
         return self.message.ballot.view > view.number and now < self.since + VIEW_TO_COME
 
 
 @contextmanager
 def _at_the_cost_of(peer: str, what: str | None) -> Iterator[None]:
-    """What a peer says may cost it its link, and never this node its life."""
+    """An invalid message may cost a peer its link, but never crashes this node."""
     try:
         yield
     except Exception as error:
@@ -70,12 +70,12 @@ def _at_the_cost_of(peer: str, what: str | None) -> Iterator[None]:
 
 
 def _is_drivers(message: pb.Message) -> bool:
-    """Whether nobody but a driver may say that."""
+    """Whether only a driver may send that message."""
     return message.WhichOneof("body") in TO_MEMBER | {"inquiry"}
 
 
 class Seats(Generic[A]):
-    """Those of one node, which its links lead to."""
+    """The seats of one node, to which its links lead."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class Seats(Generic[A]):
         tell_onlooker: Callable[[str, pb.Message | Frame], None] = lambda _, __: None,
         log: Callable[[pb.LogRequest], pb.LogLines] = lambda _: pb.LogLines(),
     ) -> None:
-        """`tell_onlooker` gets what is for one that this node has, by its name; `log` says what the
-        node has logged."""
+        """`tell_onlooker` gets items for an observer of this node, by its name; `log` returns log
+        lines of the node."""
         self.node, self.links, self._tell_onlooker = node, links, tell_onlooker
         self._log = log
         self.agents: dict[str, A] = {}  # by name
@@ -101,8 +101,8 @@ class Seats(Generic[A]):
     def viewed(
         self, view: registry.View, now: float
     ) -> tuple[Mapping[str, registry.Seat], Mapping[str, A]]:
-        """The registry has issued `view`, with this node. Returns the seats that are to be built
-        now, and the agents of those that were given back, to be closed, by their names."""
+        """Takes in the registry's view, which has this node. Returns the seats to be built now, and
+        the agents of seats that were given back, by name, to be closed."""
         own = next(member for member in view.members if member.node == self.node)
         named = {seat_name(seat): seat for seat in own.seats}
         self.view = seated(view)
@@ -127,7 +127,7 @@ class Seats(Generic[A]):
             agent.tick(now)
 
     def built(self, name: str, agent: A, now: float) -> bool:
-        """From here on it answers; it hears what has come for it. False: the seat was given back
+        """The seat's agent is ready, and receives waiting messages. False: the seat was given back
         meanwhile."""
         if name not in self._building:
             return False
@@ -140,7 +140,7 @@ class Seats(Generic[A]):
     def was_given_back(self, name: str) -> bool:
         return name in self._given_back
 
-    # --- what comes from other nodes
+    # --- from other nodes
 
     def on_message(self, peer: str, message: pb.Message, now: float) -> None:
         """Raises SenselessError."""
@@ -167,21 +167,20 @@ class Seats(Generic[A]):
             agent.on_message(sender, message, now)
 
     def _wait(self, said: _EarlyMessage) -> None:
-        """The driver may have heard of a view, and so of a seat here, before this node has, and is
-        obeyed from when the view is here. What doesn't fit is asked again by whoever needs an
-        answer."""
+        """Keeps a driver's message whose view, or seat, this node doesn't have yet. One that
+        exceeds the budget is dropped: its sender repeats it if it needs an answer."""
         if not self._early_bytes.spend(node_of(said.sender), said.message.ByteSize()):
             self._early.append(said)
 
     def _hear_early(self, now: float) -> None:
-        """What has waited and still has to, waits again."""
+        """Delivers waiting messages; those that still have to wait are kept."""
         early, self._early = self._early, []
         self._early_bytes.clear()
         for said in early:
             try:
                 with _at_the_cost_of(said.sender, said.message.WhichOneof("body")):
                     self._hear(said, now)
-            except SenselessError as error:  # its link may be another one by now
+            except SenselessError as error:  # the link may be another one by now
                 self.agents[said.name].accuse(said.sender, str(error), error.cause)
 
     def on_frame(self, peer: str, frame: Frame, now: float) -> None:
@@ -190,7 +189,7 @@ class Seats(Generic[A]):
             self._see(peer, frame, now)
 
     def _see(self, peer: str, frame: Frame, now: float) -> None:
-        """What comes for a seat to be belongs to what has begun without it."""
+        """A frame for a seat to be is dropped: it belongs to what began without it."""
         sender, agent = seat_id(peer, frame.sender), self.agents.get(frame.seat)
         if frame.seat.startswith(ONLOOKER):
             self._tell_onlooker(frame.seat, replace(frame, sender=sender))
@@ -200,26 +199,26 @@ class Seats(Generic[A]):
             agent.on_frame(sender, frame, now)
 
     def on_gone(self, onlooker: str) -> None:
-        """One of this node's; seats of other nodes find out when it doesn't ask any more."""
+        """An observer of this node is gone; seats of other nodes notice when it stops asking."""
         for agent in self.agents.values():
             agent.on_onlooker_gone(seat_id(self.node, onlooker))
 
     def on_shown(self, onlooker: str, frame: Frame, now: float) -> None:
-        """An onlooker of this node wants to see what the seat, of whichever node, makes of it."""
+        """An observer of this node sends a seat, of any node, a frame to compute with."""
         node, _, name = frame.seat.partition("/")
         frame = replace(frame, seat=name, sender=onlooker)
-        if frame.kind == "state":  # which gets into nobody's way on a link
+        if frame.kind == "state":  # which delays nothing else on a link
             if node == self.node:
                 self.on_frame(node, frame, now)
             else:
                 self.links.send(node, frame)
 
     def on_asked(self, onlooker: str, message: pb.Message, now: float) -> None:
-        """An onlooker of this node says something to the seat, of whichever node, that the message
-        names. What it may not say has no effect."""
+        """An observer of this node sends a message to the seat, of any node, that it names.
+        Messages not allowed to it have no effect."""
         body, to = message.WhichOneof("body"), message.seat
         node, _, name = to.partition("/")
-        # Of weights, those that are kept for onlookers; what nodes need is for them.
+        # An observer may request pinned weights only; other states are for nodes.
         if body not in ASKED or getattr(getattr(message, body), "kind", PIN) != PIN:
             return
         message.seat, message.sender = name, onlooker
@@ -259,15 +258,15 @@ class Seats(Generic[A]):
                 agent.on_link_lost(seat, reason, lost, now, cause)
 
     def _seats_of(self, peer: str) -> list[str]:
-        """In the newest view; none: the node itself, which has none any more, or never had."""
+        """The peer's seats in the newest view; if it has none, the node itself."""
         found = [m.node for m in self.view.members if m.seats and node_of(m.node) == peer]
         return found or [peer]
 
-    # --- what they say to each other
+    # --- between seats
 
     def pass_on(self, sender: str, name: str, item: pb.Message | Frame) -> bool:
-        """From one to another, which hears it soon. What it is made of may change at the sender, so
-        it is copied. False: there is no such seat."""
+        """Delivers an item from one seat to another soon. Copies it, since the sender may change
+        its buffers. False: there is no such seat."""
         agent = self.agents.get(name)
         if isinstance(item, Frame):
             payload = tuple(memoryview(bytearray(part)) for part in buffers_of(item.payload))
@@ -279,7 +278,7 @@ class Seats(Generic[A]):
             message.seat, message.sender = name, sender
             hear = partial(self.on_message, self.node, message)
         if agent is None:
-            hear(0.0)  # that is, when it is built, or at once for an onlooker
+            hear(0.0)  # that is, when it is built, or at once for an observer
         else:
             agent.exchanges.call_soon(lambda: hear(agent.exchanges.now))
         return self.has(name) or name.startswith(ONLOOKER)
@@ -290,7 +289,7 @@ class Seats(Generic[A]):
 
 
 class SeatNet:
-    """The links of a node, as one of its seats has them: the port `Net`. Peers are seats."""
+    """The links of a node, for one of its seats: the port `Net`. Peers are seats."""
 
     def __init__(self, seats: Seats[Any], name: str) -> None:
         self._seats, self._name = seats, name
@@ -323,7 +322,7 @@ class SeatNet:
 
 
 class SeatCompute:
-    """The compute thread of a node, as one of its seats has it: the port `Compute`."""
+    """The compute thread of a node, for one of its seats: the port `Compute`."""
 
     def __init__(self, seats: Seats[Any], name: str, compute: Compute) -> None:
         self._seats, self._name, self._compute = seats, name, compute
@@ -343,7 +342,7 @@ class SeatCompute:
     def post(
         self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
     ) -> None:
-        """Nobody hears what comes of it once the seat is given back."""
+        """The result is dropped once the seat is given back."""
         self._compute.post(work, partial(self._tell, then), priority)
 
     def _tell(self, then: Callable[[T | Exception], None], result: T | Exception) -> None:

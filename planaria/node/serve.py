@@ -63,18 +63,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("planaria")
 
-PATIENCE = 30.0  # seconds, for a name service that doesn't answer; as for the registry itself
+PATIENCE = 30.0  # seconds for a name service, as for the registry
 
 ASIDE = 1.0
-"""Seconds that AWS's metadata service has for each of three answers; it is in the same machine."""
+"""Seconds for each of three answers of AWS's metadata service, which is in the same machine."""
 
 RUN_FILE = "run.toml"
-"""Of the run whose saves are beside it."""
+"""Run file of the saves beside it."""
 
 
 class Departure:
-    """That this node has to go, once it was told so: by when, and why. What is told later changes
-    nothing."""
+    """A notice that this node must leave: by when, and why. Only the first one counts."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -82,14 +81,14 @@ class Departure:
         self.deadline, self.why = 0.0, ""
 
     def tell(self, grace: float, why: str) -> None:
-        """It has `grace` seconds."""
+        """Gives notice: `grace` seconds are left."""
         if not self.told.is_set():
             self.deadline, self.why = self._loop.time() + grace, why
             self.told.set()
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds left."""
         return max(0.0, self.deadline - self._loop.time())
 
 
@@ -195,7 +194,7 @@ async def serve(
 
 
 async def check_saved(node: Node, client: RegistryClient) -> None:
-    """That the last step of a finished run isn't lost with this node, which has ended. Raises
+    """Checks that a finished run's last step isn't lost with this node, which has ended. Raises
     NodeError."""
     described = None
     if stages := node.unsaved():
@@ -219,8 +218,8 @@ def check_precision(run: RunFile, device: torch.device) -> None:
 
 
 def find_checkpoint(run: RunFile, options: NodeOptions) -> Checkpoint | None:
-    """That which the run begins from, if it is there; a node without it gets its weights from
-    others. Raises NodeError when it is needed."""
+    """The run's initial checkpoint, if it is here; otherwise the node gets its weights from others.
+    Raises NodeError when it is needed."""
     given, origin = options.model, run.model.origin
     if origin is None:
         if given is not None:
@@ -243,8 +242,8 @@ def find_checkpoint(run: RunFile, options: NodeOptions) -> Checkpoint | None:
 
 
 def find_own_code(run: RunFile, config: ModelConfig) -> Architecture | None:
-    """What the code of a run's own architecture builds here; `begin` has seen to it that it may be
-    loaded. Raises NodeError when it can't be, or isn't what the others have."""
+    """What the code of a run's own architecture builds here; `begin` has checked that it may be
+    loaded. Raises NodeError when it can't be, or differs from the others'."""
     if config.own is None:
         return None
     try:
@@ -256,7 +255,7 @@ def find_own_code(run: RunFile, config: ModelConfig) -> Architecture | None:
 def experiment_of(
     kind: str, place: NodePlace, run: RunFile, description: Description
 ) -> ExperimentPipe:
-    """Where the run is kept, too; beside its event log."""
+    """The run's external record, beside its event log."""
     from planaria.node.report.experiment import ExperimentPipe, Opening
 
     name, folder = place.name or "node", str(place.out or Path("out"))
@@ -267,7 +266,7 @@ def experiment_of(
 def serve_metrics(
     place: PageAddress, run: str, living: Sequence[Node]
 ) -> AbstractAsyncContextManager[None]:
-    """Of the node that is living meanwhile. Raises OSError."""
+    """Serves the metrics of the node that is living meanwhile. Raises OSError."""
     from planaria.node.page.metrics import exposition, of_node
     from planaria.node.page.serving import metrics_beside
 
@@ -279,16 +278,16 @@ def serve_metrics(
 
 
 def collect_often() -> None:
-    """Python looks for cycles that nobody uses any more when a quarter as many objects have come as
-    it found in use the last time. The program's own, 200,000, don't count from now on: else what
-    broken connections leave would wait for 50,000 more, and a look take a tenth of a second."""
+    """Collects unused cycles when a quarter as many objects have come as the last collection found
+    in use. Excludes the program's own 200,000 objects. Otherwise remains of broken connections
+    would wait for 50,000 more, and a collection take a tenth of a second."""
     gc.collect()
     gc.freeze()
     gc.collect()
 
 
 def listen_to_cloud(options: NodeOptions, departure: Departure) -> None:
-    """A notice of the cloud's is what SIGTERM is, with the time that it leaves."""
+    """Treats a cloud's notice like SIGTERM, with the time that it leaves."""
 
     def noticed(notice: Notice) -> None:
         departure.tell(notice.grace(options.grace), notice.what)
@@ -299,7 +298,7 @@ def listen_to_cloud(options: NodeOptions, departure: Departure) -> None:
 
 
 async def _live_until(node: Node, departure: Departure) -> str:
-    """One identity's life; it leaves properly, and in time, when it is told to."""
+    """Runs one identity; on notice it leaves properly and in time."""
     living = asyncio.create_task(node.live())
     stopping = asyncio.create_task(departure.told.wait())
     await asyncio.wait([living, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -317,7 +316,7 @@ async def _live_until(node: Node, departure: Departure) -> str:
 
 
 def default_out(folder: Path) -> Path:
-    """One folder for all of a run's nodes that are started here, so that it can be audited. Raises
+    """One folder for all nodes of a run that start here, so that it can be audited. Raises
     NodeError when it can't be written."""
     check_writable("--out", folder)
     log.info("event log and, at stage 0, ledger are kept in %s", folder)
@@ -325,9 +324,8 @@ def default_out(folder: Path) -> Path:
 
 
 def place_for_saves(folder: Path, instance: Instance, text: str) -> Path | None:
-    """In the run's `folder` for saves, where its run file, `text`, goes too, each node that is
-    started here has one of its own. None: it can't have. Raises NodeError when it can't be
-    written."""
+    """A node's own folder for saves in the run's `folder`, where its run file, `text`, goes, too.
+    None: the folder can't be shared. Raises NodeError when it can't be written."""
     if instance.number is None:
         log.warning("this node doesn't save: %s can't be shared; give --save-dir", folder)
         return None
@@ -341,7 +339,7 @@ def place_for_saves(folder: Path, instance: Instance, text: str) -> Path | None:
 
 
 def pick_device(name: str) -> torch.device:
-    """Raises NodeError when it isn't there."""
+    """The device of that name. Raises NodeError when it doesn't exist."""
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     try:
@@ -361,13 +359,13 @@ def pick_device(name: str) -> torch.device:
 
 
 def room_on(device: torch.device, config: ModelConfig) -> int:
-    """Seats that fit into half of the device's memory, at most one a stage and at least one; each
-    as large as that of the largest stage."""
+    """Seats that fit into half of the device's memory, each as large as the largest stage's: at
+    least one, at most one per stage."""
     return max(1, min(config.stages + 1, int(memory_of(device) / 2 / config.seat_bytes)))
 
 
 async def find_place(setup: Setup, device: torch.device) -> NodePlace:
-    """Raises OSError: no way leads to the registry."""
+    """Raises OSError: no route leads to the registry."""
     options, addresses = setup.options, setup.addresses
     stage, saved = options.stage, False
     if stage is None and options.saves is not None:
@@ -400,7 +398,7 @@ async def find_place(setup: Setup, device: torch.device) -> NodePlace:
 
 
 async def find_address(addresses: Addresses, cloud: str) -> Advertised:
-    """What peers are to dial, where nobody has said so. Raises OSError: no way leads to the
+    """The address that peers dial, where none is given. Raises OSError: no route leads to the
     registry."""
     listen, found = addresses.listen, None
     way = await way_out(addresses.registries, PATIENCE)
@@ -414,12 +412,12 @@ async def find_address(addresses: Addresses, cloud: str) -> Advertised:
 
 
 def of_aws(listen: Address) -> Advertised | None:
-    """By what public address AWS lets others dial this machine; None: by none, or it is none of
-    AWS's machines."""
+    """The public address by which AWS makes this machine reachable; None: there is none, or it
+    isn't one of AWS's machines."""
     aws = Aws(partial(ask, timeout=ASIDE))
     try:
         public = aws.public_ipv4() if aws.is_here() else ""
-    except OSError:  # nobody answers; notices.py says so where it should be AWS
+    except OSError:  # no answer; notices.py reports it where AWS is expected
         return None
     except ValueError as error:
         log.warning("AWS tells no public address of this machine: %s", error)

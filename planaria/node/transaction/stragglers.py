@@ -1,4 +1,4 @@
-"""Who holds up an attempt that takes too long, from what its members say of themselves."""
+"""Stragglers: which node holds up a late attempt, from the members' accounts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from planaria.node.transaction.routing import Route, routes
 from planaria.node.wire import stage_pb2 as pb
 
 STILL = 5.0
-"""Seconds, at least, in which a node that has something to compute has to have computed something;
-or twice the usual duration of a step."""
+"""Minimum seconds in which a node with work has to compute something; otherwise twice the usual
+duration of a step."""
 ASK = 0.5
 """Seconds between two inquiries."""
 LAPSE = 2.0
-"""Seconds between two accounts after which the older one says nothing of the time between: somebody
-was held up, and it may have been the driver."""
+"""Seconds between two accounts after which the older one proves nothing about the time between: a
+node, or the driver itself, was held up."""
 SLOW = 1.5
 """An attempt is late after so many times the usual duration of a step ..."""
 LATE = 1.0
@@ -25,7 +25,7 @@ LATE = 1.0
 
 
 class OverdueVisit(NamedTuple):
-    """What has to be done next of a microbatch that isn't home."""
+    """The next visit of a microbatch that isn't home."""
 
     microbatch: int
     node: str
@@ -41,20 +41,20 @@ class OverdueVisit(NamedTuple):
 class _MemberAccount:
     account: pb.Account
     at: float
-    still: float  # since when nothing was computed, though there was something to compute
-    busy: float  # since when there was something to compute
+    still: float  # since when it had work but computed nothing
+    busy: float  # since when it had work
 
 
 class StragglerDetector:
-    """About one attempt; `now` is the driver's clock."""
+    """The accounts of one attempt; `now` is the driver's clock."""
 
     def __init__(self) -> None:
         self._asked = -math.inf
         self._heard: dict[str, _MemberAccount] = {}
-        self._told: set[str] = set()  # who is slow
+        self._told: set[str] = set()  # stragglers already returned
 
     def is_due(self, now: float) -> bool:
-        """Whether the members are to be asked; then they are."""
+        """Whether an inquiry is due; counts it as sent."""
         due = now - self._asked >= ASK
         if due:
             self._asked = now
@@ -69,7 +69,7 @@ class StragglerDetector:
         self._heard[peer] = _MemberAccount(account, now, still, busy)
 
     def standing_still(self) -> dict[str, float]:
-        """For how many seconds nodes have had something to compute, and have computed nothing."""
+        """Seconds for which nodes with work have computed nothing."""
         return {
             node: one.at - one.still
             for node, one in sorted(self._heard.items())
@@ -77,8 +77,8 @@ class StragglerDetector:
         }
 
     def slow(self, members: Iterable[pb.Place]) -> list[str]:
-        """Who computes, and has for a while, when no other node of its stage has anything to do.
-        Each of them is told once."""
+        """Nodes that have computed for a while when no other node of their stage has work. Each is
+        returned once."""
         stages: dict[int, list[str]] = {}
         for place in members:
             stages.setdefault(place.stage, []).append(place.node)
@@ -96,9 +96,8 @@ class StragglerDetector:
         return one is not None and one.account.computing
 
     def missing(self, begin: pb.Begin, home: Collection[int]) -> set[frozenset[str]]:
-        """Between which two nodes what comes next of a microbatch has got lost: one of them says
-        that it has done its part, and the other one has nothing to do; or only one, which hasn't
-        told that a microbatch is home."""
+        """Pairs of nodes between which a microbatch's next frame was lost: one has done its part,
+        and the other has no work. A single node if it hasn't reported that a microbatch is home."""
         done = self._done()
         found: set[frozenset[str]] = set()
         for microbatch, route in routes(begin).items():
@@ -119,8 +118,8 @@ class StragglerDetector:
         }
 
     def awaited(self, begin: pb.Begin, home: Collection[int]) -> list[OverdueVisit]:
-        """Where the microbatches are that aren't home. Those that their source holds back until
-        others are home are not waited for."""
+        """The next visits of microbatches that aren't home, without those that their source holds
+        back until others are home."""
         done = self._done()
         training = begin.kind == pb.Begin.TRAIN
         found: list[OverdueVisit] = []
@@ -138,7 +137,7 @@ class StragglerDetector:
 
 
 def _passes(route: Route, training: bool) -> list[tuple[int, bool]]:
-    """Position and direction of each, in their order. At the head, forward is all there is."""
+    """Position and direction of each pass, in order. At the head there is only a forward pass."""
     last = len(route.nodes) - 1
     forward = [(position, False) for position in range(last + 1)]
     return forward + [(position, True) for position in reversed(range(last))] * training
@@ -150,5 +149,5 @@ def patience(usual: float) -> float:
 
 
 def is_late(seconds: float, usual: float) -> bool:
-    """Whether an attempt that has begun so long ago should be over."""
+    """Whether an attempt should be over after so many seconds."""
     return seconds >= max(LATE, SLOW * usual)

@@ -1,4 +1,4 @@
-"""Rebuilds and copies: who fetches what from whom, and what is told of it."""
+"""Rebuilds and copies: which node fetches which state from where, and the events about it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Syncing:
         return f"{why}; waiting for the state of {awaited}"
 
     def came(self, peer: str, synced: pb.Synced, now: float) -> list[StageRebuilt]:
-        """The state is in place there; returns what is to be told of its rebuild."""
+        """The peer has its state; returns the events of its rebuild."""
         self.awaited.discard(peer)
         self.progressed = now
         if synced.method == "twin":
@@ -52,7 +52,7 @@ class Syncing:
         return [self._with_staleness(told, synced) if synced.method == "snapshot" else told]
 
     def _with_staleness(self, told: StageRebuilt, synced: pb.Synced) -> StageRebuilt:
-        """Adds how stale the snapshot was that was used, as its holder has told."""
+        """Adds the staleness of the snapshot used, as its holder reported it."""
         held = [
             one
             for source in synced.sources[:1]
@@ -60,7 +60,7 @@ class Syncing:
             if (one.kind, one.stage) == ("snapshot", source.stage)
         ]
         if not held:
-            return told  # it is another's than the one that was to be used
+            return told  # another snapshot than planned was used
         return replace(
             told,
             oldest_step=held[0].oldest_step,
@@ -71,14 +71,14 @@ class Syncing:
 
 @dataclass
 class Rebuilds:
-    """What is to be told of rebuilds once the run goes on, and for how long nothing trained."""
+    """Events of rebuilds for when the run goes on, and how long nothing trained."""
 
     stalled: float | None = None  # since when
-    spent: float = 0.0  # seconds of that on what was given up
+    spent: float = 0.0  # seconds of that on abandoned rebuilds
     rebuilt: list[StageRebuilt] = field(default_factory=list)
 
     def stages(self) -> set[int]:
-        """Those of which nobody had the state any more."""
+        """Stages whose state no node had any more."""
         return {one.stage for one in self.rebuilt if one.method not in COPIED}
 
     def told(self, now: float) -> list[Effect]:
@@ -90,8 +90,8 @@ class Rebuilds:
 
 
 def rebuilt(node: str, stage: int, synced: pb.Synced, seconds: float, stall: float) -> StageRebuilt:
-    """What a node says of its rebuild, for the events. `stall`: the seconds in which nothing
-    trained because of it; NaN: those until all go on."""
+    """The event of a node's rebuild. `stall`: seconds without training because of it; NaN: until
+    all go on."""
     relearned = synced.relearned
     result = RelearningResult(
         residual_before=relearned.residual_before,
@@ -119,11 +119,11 @@ def rebuilt(node: str, stage: int, synced: pb.Synced, seconds: float, stall: flo
     )
 
 
-# --- who fetches what
+# --- sources
 
 
 def decide_each(gathering: Gathering, rules: TransactionRules) -> dict[int, Decision]:
-    """About the stages of which nobody has the newest state, or not every node."""
+    """Decides about each stage of which some node, or every one, lacks the newest state."""
     left = replace(gathering.left(), adapters=rules.adapters)
     if (left.lineage, left.step) == (0, 0) and not gathering.distrusted:
         return {
@@ -147,9 +147,9 @@ def rebuild(
     follow: bool = False,
     relearning: float = 0.0,
 ) -> list[Effect]:
-    """One node rebuilds a lost stage; its replicas copy from it later, so that they are
-    identical. `lacking`: who has no state, by stage; `follow`: nobody waits for them;
-    `relearning`: seconds that it may take."""
+    """One node rebuilds a lost stage; its replicas copy from it later, so that they are identical.
+    `lacking`: nodes without the state, by stage; `follow`: no node waits for them; `relearning`:
+    seconds that it may take."""
     to, joiners = gathering.standing(), {}
     for stage, decision in rebuilds.items():
         nodes = lacking[stage]
@@ -170,7 +170,7 @@ def rebuild(
             alone = len(block) == 1 and len(gathering.nodes_of(stage)) == 1
             sync.goes_on = alone and rules.policy != "redundant"  # else others need what it learns
             sync.lost.extend(pb.Place(node=joiners[of][0], stage=of) for of in block)
-            sync.neighbours.extend(  # whom microbatches come from, and go to
+            sync.neighbours.extend(  # where microbatches come from and go to
                 pb.Place(node=node, stage=of)
                 for of in adjoining(orders, block)
                 for node in having
@@ -183,7 +183,7 @@ def rebuild(
 
 
 def name_checkpoint(effects: list[Effect], gathering: Gathering) -> list[Effect]:
-    """Adds to each Sync, for a node that lacks them, who gives the weights that adapters are of."""
+    """Names the giver of checkpoint weights in each Sync to a node that lacks those."""
     for effect in effects:
         if not isinstance(effect, Send) or not gathering.statuses[effect.to].weightless:
             continue
@@ -193,7 +193,7 @@ def name_checkpoint(effects: list[Effect], gathering: Gathering) -> list[Effect]
 
 
 def copy_twins(gathering: Gathering, rules: TransactionRules) -> list[Effect]:
-    """With redundant computation, who lacks a twin of this very step copies the next stage."""
+    """With redundant computation, nodes without a twin of this step copy the next stage."""
     to = gathering.standing()
     if rules.policy != "redundant" or (to.lineage, to.committed) == (0, 0):
         return []
