@@ -1,4 +1,4 @@
-"""HOST:PORT, as people write it and processes tell each other."""
+"""HOST:PORT addresses: parsing, and restrictions on addresses named by other nodes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import socket
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-PORTS = 65535  # the highest
-LONGEST = 300  # characters; no host's name has so many
+PORTS = 65535  # the highest port number
+LONGEST = 300  # characters; longer than any host name
 IP = ipaddress.IPv4Address | ipaddress.IPv6Address
 METADATA: Final = frozenset(
     map(ipaddress.ip_address, ("169.254.169.254", "fd00:ec2::254", "100.100.100.200"))
 )
-"""Where clouds tell a machine its own secrets."""
+"""Cloud metadata services, which tell a machine its own secrets."""
 _NAME: Final = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 _NUMBER: Final = re.compile(r"\d+|0[xX][0-9a-fA-F]*")
 _THIS_NETWORK: Final = ipaddress.IPv4Network("0.0.0.0/8")
@@ -26,14 +26,14 @@ class AddressError(ValueError):
 
 
 class Address(NamedTuple):
-    """Where a process listens. `str` has an IPv6 host in brackets; `host` never has them."""
+    """A listening address. `str` puts an IPv6 host in brackets; `host` is without them."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Raises AddressError."""
+        """Parses HOST:PORT. Raises AddressError."""
         scheme, separator, _ = text.partition("://")
         if separator:
             raise _wrong(text, f"begins with {scheme}://: leave that out, give it as HOST:PORT")
@@ -65,7 +65,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse_host(cls, text: str, port: int) -> Address:
-        """HOST or HOST:PORT; without a port, this one. Raises AddressError."""
+        """Parses HOST or HOST:PORT, with `port` as the default. Raises AddressError."""
         alone = text.count(":") != 1 and not text.rpartition("]")[2].startswith(":")
         return cls.to_dial(f"{text}:{port}" if alone else text)
 
@@ -74,7 +74,7 @@ class Address(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it can be reached from its own machine only."""
+        """Whether only its own machine can reach the address."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -82,7 +82,7 @@ class Address(NamedTuple):
 
     @property
     def is_any(self) -> bool:
-        """Whether it stands for all addresses of its machine."""
+        """Whether it is the wildcard address of its machine."""
         try:
             return ipaddress.ip_address(self.host).is_unspecified
         except ValueError:
@@ -90,16 +90,16 @@ class Address(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """Which addresses a stranger may name for others to dial, beside those of the whole network: on
-    the own machine and on the own link are things that are for nobody else."""
+    """Address ranges, beyond public ones, that a stranger may name for others to dial. Loopback and
+    link-local services are often private to the machine or link."""
 
     loopback: bool = False
     link_local: bool = False
 
     @classmethod
     def of(cls, hosts: Iterable[str]) -> Reach:
-        """Of who has spoken with these: who is on the own machine, or link, may name others there,
-        as IP addresses or names."""
+        """The reach granted to a peer at one of `hosts`, IP addresses or names: a peer on this
+        machine or link may name others there."""
         hosts = list(hosts)
         found = [ip for host in hosts if (ip := plain_ip(host.partition("%")[0])) is not None]
         here = any(ip.is_loopback for ip in found) or any(map(_is_local_name, hosts))
@@ -110,8 +110,8 @@ EVERYWHERE: Final = Reach(loopback=True, link_local=True)
 
 
 def not_to_dial(text: str, reach: Reach) -> str:
-    """Why an address that somebody else has named is not to be dialled; empty: it may be. What a
-    name stands for only `resolved_not_to_dial` knows."""
+    """Why an address named by another party must not be dialled; empty: it may be. Names are not
+    resolved, see `resolved_not_to_dial`."""
     try:
         host, _ = Address.to_dial(text)
     except AddressError as error:
@@ -131,8 +131,8 @@ def not_to_dial(text: str, reach: Reach) -> str:
 
 
 async def resolved_not_to_dial(text: str, reach: Reach) -> str:
-    """As `not_to_dial`, for what its name stands for at this moment, too. A name that can't be
-    looked up is for who dials it to find out."""
+    """As `not_to_dial`, with the name resolved now. A name that can't be resolved passes: the
+    dialler finds out."""
     if why := not_to_dial(text, reach):
         return why
     for host in await _stands_for(Address.to_dial(text)):
@@ -143,8 +143,8 @@ async def resolved_not_to_dial(text: str, reach: Reach) -> str:
 
 
 async def reach_by(addresses: Iterable[str]) -> Reach:
-    """Of who speaks with one that is at these, HOST:PORT each. Raises AddressError."""
-    import asyncio  # not above: agents know addresses, and no loop
+    """The reach granted by a service at these addresses, HOST:PORT each. Raises AddressError."""
+    import asyncio  # deferred: agents parse addresses without an event loop
 
     parsed = [Address.parse(address) for address in addresses]
     found = await asyncio.gather(*map(_stands_for, parsed))
@@ -152,7 +152,7 @@ async def reach_by(addresses: Iterable[str]) -> Reach:
 
 
 async def _stands_for(address: Address) -> list[str]:
-    """IP addresses; a name that can't be looked up stands for none but itself."""
+    """The IP addresses of a host; a name that can't be resolved is returned as it is."""
     import asyncio
 
     host, port = address
@@ -184,13 +184,13 @@ def _closed(ip: IP, reach: Reach) -> str:
 
 
 def unmapped(host: str) -> str:
-    """An IPv4 address that is written as one of IPv6 as what it is, others as they are."""
+    """The IPv4 address in an IPv6 form of it; other hosts unchanged."""
     ip = plain_ip(host)
     return str(ip) if isinstance(ip, ipaddress.IPv4Address) else host
 
 
 def plain_ip(host: str) -> IP | None:
-    """Which a host is, without what it is wrapped in; None: a name."""
+    """The host's IP address, with embedded IPv4 extracted; None: a name."""
     try:
         ip = ipaddress.ip_address(host)
     except ValueError:

@@ -1,10 +1,9 @@
-"""Who a run lets in, on disk: its authority's key, and what was decided about invites and bans.
+"""Persistent admission state of a run: the authority's key, and decisions on invites and bans.
 
-A folder of the registry's that only its owner may read has `authority.pem` (key and certificate)
-and `invites.jsonl`, a record a line, the newest last, in which each is before anybody hears of it.
-A line that a crash has cut off at the end is dropped. Without a folder all is in memory, for as
-long as the process lives. The authority's key is the run's: views are signed by it, whether anybody
-gets certificates or not.
+The registry's folder, readable by its owner only, holds `authority.pem` (key and certificate) and
+`invites.jsonl`, one record per line, the newest last. A record is on disk before it is announced.
+An incomplete last line, left by a crash, is dropped. Without a folder the state is in memory only.
+The authority's key is the run's: it signs views, whether or not the registry issues certificates.
 """
 
 from __future__ import annotations
@@ -31,31 +30,31 @@ INVITES: Final = "invites.jsonl"
 
 
 def folder_beside(journal: Path) -> Path:
-    """Of the registry that keeps this journal, unless it is told another one."""
+    """The default folder of the registry with this journal."""
     return journal.with_name(f"{journal.name}.authority")
 
 
 def key_beside(journal: Path) -> Identity:
-    """By which the views in the journal are signed; it is made if there is none yet. Raises
+    """The key that signs the journal's views; created if absent. Raises
     AdmissionError."""
     return Admission(folder_beside(journal), certifies=False).key
 
 
 class AdmissionError(Exception):
-    """The folder can't be used; the message says why and what to do."""
+    """The folder is unusable; the message says why and what to do."""
 
 
 class Decided(Protocol):
-    """Where registries that share a run have what was decided: store.Store."""
+    """Shared storage of decisions for the registries of one run: store.Store."""
 
     def records(self) -> list[Record]: ...
 
     def decide(self, record: Record) -> None:
-        """Raises NotLeading."""
+        """Appends a record. Raises NotLeading."""
 
 
 class Admission:
-    """For one registry at a time, as its journal."""
+    """The admission state, for one registry at a time, as its journal."""
 
     def __init__(
         self,
@@ -64,13 +63,13 @@ class Admission:
         clock: Callable[[], float] = time.time,
         decided: Decided | None = None,
     ) -> None:
-        """Opens the folder. An authority is made if there is none yet; with `certifies` it gives
-        out certificates. `decided`: instead of the folder's file. Raises AdmissionError, and what
-        `decided.records` does."""
+        """Opens the folder; creates the authority if absent. `certifies`: whether it issues
+        certificates. `decided`: storage of decisions instead of the folder's file. Raises
+        AdmissionError, and the errors of `decided.records`."""
         self.folder, self.certifies, self._now = folder, certifies, clock
         self._elsewhere = decided
         self.invites = Invites()
-        self._size = 0  # bytes of the file that are whole
+        self._size = 0  # bytes of complete lines in the file
         try:
             self._read()
             self.authority = self._authority()
@@ -82,15 +81,15 @@ class Admission:
 
     @property
     def key(self) -> Identity:
-        """The run's."""
+        """The run's key."""
         return self.authority.identity
 
     def own_pair(self) -> CertifiedKey:
-        """What the registry shows, as new as the call."""
+        """A new key and certificate for the registry itself."""
         return self.authority.own_pair(self._now())
 
     def enrol(self, request: EnrolRequest) -> tuple[Who, bytes]:
-        """As who somebody comes, and a certificate for it. Raises NotAdmitted, AdmissionError."""
+        """Issues a certificate: its identity, and PEM. Raises NotAdmitted, AdmissionError."""
         if not is_signed(request.public_key, request.signature, "enrol", request.request):
             raise NotAdmitted("the request is not signed by the key that it names")
         instance = instance_of(request.public_key)
@@ -106,27 +105,27 @@ class Admission:
     def invite(
         self, role: Role, uses: int = 0, seconds: float = 0.0, stage: int | None = None
     ) -> tuple[Invite, bytes]:
-        """And its secret. Raises InviteError, AdmissionError."""
+        """Creates an invite; returns it and its secret. Raises InviteError, AdmissionError."""
         record, secret = self.invites.make(role, uses, seconds, stage, self._now())
         self._decide(record)
         return self.invites.invites[record["invite"]], secret
 
     def revoke(self, invite: str) -> None:
-        """Raises InviteError, AdmissionError."""
+        """Revokes an invite. Raises InviteError, AdmissionError."""
         self._decide(self.invites.revoke(invite))
 
     def ban(self, instance: str) -> None:
-        """Raises InviteError, AdmissionError."""
+        """Bans an instance. Raises InviteError, AdmissionError."""
         self._decide(self.invites.ban(instance))
 
     def allow(self, instance: str) -> None:
-        """Raises InviteError, AdmissionError."""
+        """Lifts a ban. Raises InviteError, AdmissionError."""
         self._decide(self.invites.allow(instance))
 
     # -- inside ----------------------------------------------------------------------------------
 
     def _decide(self, record: Record) -> None:
-        """On disk, or where all of a run's registries have it, and then it counts."""
+        """Persists a record to disk or the shared store, then applies it."""
         if self._elsewhere is not None:
             try:
                 self._elsewhere.decide(record)

@@ -1,4 +1,4 @@
-"""A registry that lets strangers in: its enrolment, and the two invites that it begins with."""
+"""Enrolment beside a registry, and the registry's first two invites."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ log = logging.getLogger(__name__)
 
 DAY: Final = 24 * 3600.0
 FIRST: Final = ((Role.OPERATOR, 0.0), (Role.NODE, DAY))
-"""Whom a registry invites when it begins, for so many seconds; 0: for ever."""
+"""Roles of the first invites, with their lifetime in seconds; 0: unlimited."""
 SOMEWHERE: Final = "192.0.2.1"
-"""An address of nobody: the way to it is the way out."""
+"""A documentation address, used to find the outward interface."""
 
 
 def beside(listen: Address) -> Address:
-    """Where enrolment listens, if nobody says so: the port below the registry's."""
+    """The default enrolment address: the port below the registry's."""
     return listen._replace(port=listen.port - 1 if listen.port > 1 else 0)
 
 
 def told(listen: Address, port: int, advertise: Address | None) -> Address:
-    """What invites say of where that listens: what was said, its address, or that by which this
-    machine gets to others."""
+    """The address that invites name: the advertised one, the listening one, or, for a wildcard,
+    this machine's outward address."""
     if advertise is not None:
         return advertise
     if not listen.is_any:
@@ -47,7 +47,7 @@ def told(listen: Address, port: int, advertise: Address | None) -> Address:
 
 
 class Admitting:
-    """`on_invites` is told the texts of the first invites, by role, once there are some."""
+    """Serves enrolment. `on_invites` receives the texts of the first invites, by role."""
 
     def __init__(
         self,
@@ -59,15 +59,15 @@ class Admitting:
         on_invites: Callable[[dict[Role, str]], None],
         others: Sequence[Address] = (),
     ) -> None:
-        """`told_by`: of the port that enrolment got, what invites say of where the registry and
-        enrolment listen. `others`: the run's other registries, their enrolment beside them."""
+        """`told_by`: maps the enrolment port to the invites' addresses of registry and enrolment.
+        `others`: the run's other registries; their enrolment is at the default address."""
         self._admission, self._certified, self._run = admission, certified, run
         self._enrol, self._told_by, self._on_invites = enrol, told_by, on_invites
         self._others = others
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Raises what `add_port` does, AdmissionError and OSError."""
+        """Raises the errors of `add_port`, AdmissionError and OSError."""
         server = EnrolmentServer(self._admission)
         port = await server.start(str(self._enrol), self._certified)
         try:
@@ -88,7 +88,7 @@ class Admitting:
     def _invite(
         self, role: Role, seconds: float, registries: list[str], enrolments: list[str]
     ) -> str:
-        """The one in the registry's folder, while it is good."""
+        """The invite in the registry's folder if it is valid, else a new one."""
         folder, authority = self._admission.folder, self._admission.authority
         file = None if folder is None else folder / f"{role}.invite"
         if file is not None and self._is_good(file, [*registries, *enrolments]):

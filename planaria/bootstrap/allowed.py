@@ -1,4 +1,4 @@
-"""Who alone may join a run, from a file that its operator keeps."""
+"""The allow list of a run: a file of instances that may join."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from planaria.bootstrap.invites import is_instance
 
 
 class AllowedError(ValueError):
-    """The file can't be used; the message says which line, and why."""
+    """The file is unusable; the message names the line and the reason."""
 
 
 def read_allowed(path: Path) -> frozenset[str]:
-    """Instances, one a line; what comes after a # is for people. Raises AllowedError."""
+    """Reads instances, one per line; text after # is a comment. Raises AllowedError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,9 +1,9 @@
-"""How far a run has come, as far as the registry believes it.
+"""The newest committed step that the registry believes.
 
-What was committed decides whether a run may go on from what is left of it, so nobody's word alone
-makes it more than it can be. The driver tells it, within what time allows; what is beyond counts
-only as far as members of each stage say so, too, as after the loss of the journal, or when a run
-begins from files.
+The commit watermark decides whether a run may continue from what is left of it, so no single node
+can raise it beyond plausible values. The registry accepts the driver's report within a rate limit.
+A report beyond the limit counts only as far as members of each stage confirm it. This happens
+after the loss of the journal, or when a run starts from files.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ Age = tuple[int, int]
 """Lineage and committed step."""
 
 STEPS_PER_SECOND: Final = 1000
-"""More than any run commits."""
+"""Upper bound of a run's commits."""
 LINEAGES_PER_SECOND: Final = 1
-"""A run goes back to files less often."""
+"""Upper bound of a run's returns to files."""
 
 
 class CommitWatermark:
-    """Of one run. `newest` is what is believed."""
+    """The watermark of one run. `newest`: the believed age."""
 
     def __init__(self, steps: int, patience: float) -> None:
-        """`steps`: all that the run has; 0: not known. `patience`: seconds in which others have to
-        say what the driver says."""
+        """`steps`: the run's total; 0: unknown. `patience`: seconds allowed for other members to
+        confirm the driver's report."""
         self._steps, self._patience = steps, patience
         self.newest: Age = (0, 0)
-        self._at: float | None = None  # when that was taken
-        self._ahead: float | None = None  # since when the driver has been ahead of that
+        self._at: float | None = None  # time of `newest`
+        self._ahead: float | None = None  # time since which the driver has been beyond the limit
 
     def impossible(self, committed: int) -> str:
-        """Why nobody can have committed this step; empty: somebody can."""
+        """Why no node can have committed this step; empty: it is possible."""
         if not self._steps or committed <= self._steps:
             return ""
         return f"step {committed} can't be committed in a run of {self._steps} steps"
@@ -41,8 +41,8 @@ class CommitWatermark:
         self.newest, self._at = max(self.newest, age), now
 
     def driven(self, told: Age, vouched: Callable[[], Age], now: float) -> str:
-        """The driver tells this. `vouched`: what members of all stages say. Returns what is wrong
-        with it, if it stands when others have had the time to say the same; empty: nothing."""
+        """Processes the driver's report `told`. `vouched`: returns the age that members of all
+        stages confirm. Returns the problem if it persists beyond `patience`; empty: none."""
         if not self._is_in_time(told, now):
             if (others := vouched()) > self.newest:
                 self.newest, self._at = others, now

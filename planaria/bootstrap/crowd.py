@@ -1,9 +1,9 @@
-"""Who of those that have connected stays: the decisions of the front door (front_door.py).
+"""Admission and eviction of connections, for the front door (front_door.py).
 
-Pure: numbers of connections, blocks of addresses, bytes and `now` in, numbers to close out. A
-connection is a stranger's until a member speaks by it. Strangers have a share of the room. When
-that is full, the block of addresses that has most of it loses its oldest connection that nothing
-has come of: whoever comes from elsewhere is let in, and members have what is theirs.
+Pure: takes connection numbers, address blocks, bytes and `now`; returns numbers to close. A
+connection is a stranger's until a member uses it. Strangers have a limited share. When it is full,
+the address block with the most connections loses its oldest unproven one: so other blocks can still
+connect, and members keep their connections.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from planaria.bootstrap.address import plain_ip
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """How much there is of it. Times in seconds."""
+    """Limits on connections. Times in seconds."""
 
     connections: int = 20_000
-    strangers: int = 10_000  # of these, at most
-    first_word: float = 10.0  # until a call that is let in
-    idle: float = 60.0  # in which a stranger says nothing
-    unproven: int = 256 * 2**10  # bytes before a call that is let in; then nothing more is read
-    of_block: int = 64 * 2**20  # bytes that came by a block's open connections of strangers
-    of_strangers: int = 256 * 2**20  # by all of them
+    strangers: int = 10_000  # part of `connections`
+    first_word: float = 10.0  # until an admitted call
+    idle: float = 60.0  # silence of a stranger
+    unproven: int = 256 * 2**10  # bytes before an admitted call; then reading pauses
+    of_block: int = 64 * 2**20  # bytes received on a block's open stranger connections
+    of_strangers: int = 256 * 2**20  # the same, over all blocks
 
 
 @dataclass(slots=True, eq=False)
@@ -38,24 +38,24 @@ class _Guest:
 
 
 class Crowd:
-    """Each method returns the connections that are to be closed, and forgets them."""
+    """The open connections. Each method returns the connections to close, and forgets them."""
 
     def __init__(self, room: ConnectionLimits) -> None:
         self.room = room
-        self.turned_away = 0  # ever, for want of room or of a word
-        self._strangers: dict[int, _Guest] = {}  # in the order of coming
-        self._members: dict[int, str] = {}  # who speaks
+        self.turned_away = 0  # connections closed so far, for lack of room or activity
+        self._strangers: dict[int, _Guest] = {}  # in the order of arrival
+        self._members: dict[int, str] = {}  # node by connection
         self._of: dict[str, int] = {}  # the connection of each member
         self._blocks: dict[str, dict[int, _Guest]] = {}
-        self._read: dict[str, int] = {}  # by block
+        self._read: dict[str, int] = {}  # bytes by block
         self._all_read = 0
-        self._fullest: list[tuple[int, str]] = []  # heap; stale entries are dropped when met
+        self._fullest: list[tuple[int, str]] = []  # heap; stale entries are dropped on access
 
     def __len__(self) -> int:
         return len(self._strangers) + len(self._members)
 
     def come(self, number: int, host: str, now: float) -> list[int]:
-        """It may have to go itself."""
+        """Adds a connection, which may itself be among those to close."""
         guest = self._strangers[number] = _Guest(block_of(host), now, now)
         self._blocks.setdefault(guest.block, {})[number] = guest
         self._note(guest.block)
@@ -63,7 +63,7 @@ class Crowd:
         return self._turn_away([self._least_of(self._fullest_block())]) if full else []
 
     def read(self, number: int, size: int, now: float) -> list[int]:
-        """So many bytes have come by it."""
+        """Records `size` received bytes."""
         guest = self._strangers.get(number)
         if guest is None:
             return []
@@ -80,17 +80,17 @@ class Crowd:
         return []
 
     def may_say_more(self, number: int) -> bool:
-        """Before a call of its was let in, it may say only so much."""
+        """Whether more may be read; before an admitted call, bytes are limited."""
         guest = self._strangers.get(number)
         return guest is None or guest.proven or guest.read < self.room.unproven
 
     def prove(self, number: int) -> None:
-        """A call by it was let in."""
+        """Records that a call on the connection was admitted."""
         if (guest := self._strangers.get(number)) is not None:
             guest.proven = True
 
     def belong(self, number: int, node: str, now: float) -> None:
-        """This member speaks by it, and by no other any more."""
+        """Assigns the connection to a member; its former connection becomes a stranger's."""
         guest = self._strangers.get(number)
         if guest is None:
             return
@@ -104,7 +104,7 @@ class Crowd:
             self._note(guest.block)
 
     def go(self, number: int) -> None:
-        """It is closed."""
+        """Removes a closed connection."""
         node = self._members.pop(number, None)
         if node is not None:
             del self._of[node]
@@ -122,7 +122,7 @@ class Crowd:
             self._read.pop(guest.block, None)
 
     def overdue(self, now: float) -> list[int]:
-        """Those that have said nothing for too long, or nothing of use."""
+        """Closes connections that are silent, or unproven, for too long."""
         return self._turn_away(
             [
                 number
@@ -152,7 +152,7 @@ class Crowd:
             heapq.heappop(self._fullest)
 
     def _least_of(self, block: str) -> int:
-        """The oldest that nothing has come of, else the one that was heard longest ago."""
+        """The block's oldest unproven connection, else the one silent for longest."""
         there = self._blocks[block]
         waiting = (number for number, guest in there.items() if not guest.proven)
         return next(waiting, None) or min(there, key=lambda number: there[number].heard)
@@ -163,7 +163,7 @@ class Crowd:
 
 
 def block_of(host: str) -> str:
-    """Addresses that one owner is likely to have together: an IPv4 address, a /64 of IPv6."""
+    """A group of addresses of one likely owner: an IPv4 address, or a /64 of IPv6."""
     ip = plain_ip(host)
     if isinstance(ip, ipaddress.IPv6Address):
         return str(ipaddress.IPv6Network((int(ip) >> 64 << 64, 64)))

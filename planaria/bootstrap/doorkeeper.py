@@ -1,10 +1,9 @@
-"""Who may stay at a port where gRPC itself takes connections: a front door that nothing passes
-through.
+"""Connection limits for a port where gRPC itself accepts connections.
 
-Links carry gigabytes, and bytes that a process of Python passes on come half as fast. So the
-connections of such a port are looked at from beside, among the process's descriptors: where they
-are from, how much has come by them. Who stays is decided as at the front door (crowd.py); who has
-to go has its connection shut down, and gRPC finds it closed.
+Links carry gigabytes, and a Python proxy would halve their speed. So this module inspects the
+port's connections through the process's descriptors: their peers and received bytes. The front
+door's rules (crowd.py) decide which to close; it shuts those down, and gRPC sees a closed
+connection.
 """
 
 from __future__ import annotations
@@ -27,39 +26,39 @@ from planaria.bootstrap.gate import place_of
 log = logging.getLogger(__name__)
 
 LOOK: Final = 0.5
-"""Seconds between two looks, or more: they take a SHARE of the time at most."""
+"""Minimum seconds between two inspections, which take at most SHARE of the time."""
 SHARE: Final = 0.05
 STRANGERS: Final = 256
-"""Connections by which nobody speaks who is known."""
+"""Maximum number of connections of unknown peers."""
 DESCRIPTORS: Final = Path("/dev/fd")
 _RECEIVED: Final = 128
-"""Where Linux has the bytes that were received in what it says of a connection (tcp(7))."""
+"""Offset of the received bytes in Linux's struct tcp_info (tcp(7))."""
 
 
 def room_beside(descriptors: int | None) -> ConnectionLimits:
-    """At a port of a process that may have so many; None: as many as it likes."""
+    """Limits for a process with this many descriptors; None: unlimited."""
     connections = MOST if descriptors is None else min(MOST, max(2, descriptors - OWN))
     return ConnectionLimits(connections=connections, strangers=min(STRANGERS, connections // 2))
 
 
 class _OpenConnection(NamedTuple):
     number: int
-    since: float  # when it was first seen
+    since: float  # time of the first sighting
     read: int
 
 
 class Doorkeeper:
-    """Of one port of this process. On the event loop, but for the looks."""
+    """The limits of one port of this process. Runs on the event loop; inspections use a thread."""
 
     def __init__(self, room: ConnectionLimits, port: int) -> None:
         self.crowd = Crowd(room)
         self._port = port
         self._known: dict[Address, _OpenConnection] = {}
-        self._unwanted: set[int] = set()  # that the crowd has no room for, and are still there
+        self._unwanted: set[int] = set()  # connections to close that are still open
         self._numbers = 0
 
     async def keep(self) -> None:
-        """As long as the port is open."""
+        """Enforces the limits until cancelled."""
         clock, took = asyncio.get_running_loop().time, 0.0
         while True:
             await asyncio.sleep(max(LOOK, took / SHARE))
@@ -71,18 +70,18 @@ class Doorkeeper:
                 await asyncio.to_thread(shut, self._port, unwanted)
 
     def prove(self, peer: str, now: float) -> None:
-        """A call by the connection with whom gRPC calls so was let in."""
+        """Records that a call from gRPC peer `peer` was admitted."""
         if number := self._number(peer, now):
             self.crowd.prove(number)
 
     def belong(self, peer: str, name: str, now: float) -> None:
-        """This one, who is known, speaks by it: strangers can't take its place."""
+        """Assigns the connection to a known peer, so that strangers can't displace it."""
         if number := self._number(peer, now):
             self.crowd.belong(number, name, now)
 
     def saw(self, found: Mapping[Address, int], now: float) -> set[Address]:
-        """At a look that began then: connections, by where they are from, and the bytes that came
-        by each. Returns those that have to go."""
+        """Processes an inspection begun at `now`: received bytes by peer address. Returns the peers
+        to disconnect."""
         for place in [p for p, one in self._known.items() if p not in found and one.since < now]:
             number = self._known.pop(place).number
             self.crowd.go(number)
@@ -101,7 +100,7 @@ class Doorkeeper:
         return {place for place, known in self._known.items() if known.number in self._unwanted}
 
     def _number(self, peer: str, now: float) -> int:
-        """0: it has gone."""
+        """The number of a peer's connection; 0: not an IP peer."""
         place = place_of(peer)
         if place is None:
             return 0
@@ -117,21 +116,21 @@ class Doorkeeper:
 
 
 def connections(port: int) -> dict[Address, int]:
-    """Those that this process has at a port of its own: where they are from, and the bytes that
-    came by each, as far as the system says."""
+    """This process's connections at one of its ports: received bytes by peer address, as far as the
+    system reports them."""
     return {place: _received(one) for place, one in _at(port)}
 
 
 def shut(port: int, places: Set[Address]) -> None:
-    """Ends the connections at this port that are from there."""
+    """Shuts down the connections at `port` from `places`."""
     for place, one in _at(port):
         if place in places:
-            with suppress(OSError):  # it has just gone
+            with suppress(OSError):  # already closed
                 one.shutdown(socket.SHUT_RDWR)
 
 
 def _at(port: int) -> Iterator[tuple[Address, socket.socket]]:
-    """Each by a descriptor of its own: the first one may be closed meanwhile, and be another's."""
+    """Sockets on duplicated descriptors, since the originals may be closed and reused."""
     for entry in list(DESCRIPTORS.iterdir()):
         with suppress(OSError), _another(int(entry.name)) as one:
             of_ip = one.family in (socket.AF_INET, socket.AF_INET6)
@@ -142,7 +141,7 @@ def _at(port: int) -> Iterator[tuple[Address, socket.socket]]:
 
 @contextmanager
 def _another(descriptor: int) -> Iterator[socket.socket]:
-    """Raises OSError for what is no socket."""
+    """Duplicates a socket descriptor. Raises OSError for other descriptors."""
     own = os.dup(descriptor)
     try:
         one = socket.socket(fileno=own)
@@ -157,4 +156,4 @@ def _received(one: socket.socket) -> int:
     if not hasattr(socket, "TCP_INFO"):
         return 0
     told = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED + 8)
-    return int.from_bytes(told[_RECEIVED:], sys.byteorder)  # of an older Linux: none
+    return int.from_bytes(told[_RECEIVED:], sys.byteorder)  # empty on older Linux

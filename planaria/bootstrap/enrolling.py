@@ -1,7 +1,7 @@
-"""A stranger's side of enrolment: a certificate by an invite, and the next one before that is over.
+"""The client of enrolment: gets a certificate by an invite, and renews it in time.
 
-What is kept, in a file: the key, its certificate and the authority's, in PEM. Whoever has enrolled
-needs the invite's secret no more.
+A file keeps the key, its certificate and the authority's, in PEM. A renewal does not need the
+invite's secret.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from planaria.bootstrap.secret_files import write_secret
 
 log = logging.getLogger(__name__)
 
-ATTEMPT: Final = 5.0  # seconds that one address has
+ATTEMPT: Final = 5.0  # seconds per address
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 2.0  # seconds between two attempts
-LATER: Final = 600.0  # seconds until a renewal that failed is tried again
-SOONEST: Final = 1.0  # seconds between two renewals
+LATER: Final = 600.0  # seconds until a failed renewal is retried
+SOONEST: Final = 1.0  # minimum seconds between two renewals
 
 _MARK: Final = b"-----BEGIN "
 
 
 class EnrolmentUnreachable(Exception):  # noqa: N818  what it says
-    """No answer before the deadline; the message says from where, what happened, what to check."""
+    """No answer before the deadline; the message names the address, the error and the remedy."""
 
 
 class Enrolment:
-    """Of one identity in one run. Raises as `come` does, nothing before."""
+    """Enrolment of one identity in one run. The constructor raises nothing."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class Enrolment:
         self._authority = to_pem(invitation.authority)
 
     async def come(self, deadline: float = 30.0) -> Certified:
-        """By what is in the file, if that is of this run, role and identity, else by the invite.
-        Raises NotAdmitted, EnrolmentUnreachable after `deadline` seconds, and OSError."""
+        """Returns the kept certificate if it fits run, role and identity, else enrols by the
+        invite. Raises NotAdmitted, EnrolmentUnreachable after `deadline` seconds, and OSError."""
         kept = self._read()
         if kept is not None and not kept.is_due(self._now()):
             return Certified(kept)
@@ -79,7 +79,7 @@ class Enrolment:
         raise AssertionError("the last one raises")
 
     async def keep_renewed(self, certified: Certified) -> None:
-        """For as long as the process lives."""
+        """Renews the certificate until cancelled."""
         while True:
             wait = certified.pair.ends - LIFETIME / 2 - self._now()
             await asyncio.sleep(max(SOONEST, wait))
@@ -93,7 +93,7 @@ class Enrolment:
     # -- inside ----------------------------------------------------------------------------------
 
     def _read(self) -> CertifiedKey | None:
-        """None: there is none that is of use."""
+        """The kept key and certificate; None: absent or unusable."""
         try:
             content = b"" if self._file is None else self._file.read_bytes()
         except OSError:
@@ -111,8 +111,8 @@ class Enrolment:
         return pair if known and mine and pair.authority == self._authority else None
 
     async def _ask(self, secret: bytes, deadline: float) -> CertifiedKey:
-        """At one address after the other, until one answers or refuses. Raises NotAdmitted,
-        EnrolmentUnreachable, OSError."""
+        """Requests a certificate, address by address, until one answers or refuses. Raises
+        NotAdmitted, EnrolmentUnreachable, OSError."""
         made = Request.of(self._identity)
         request = EnrolRequest(
             secret=secret,
@@ -158,7 +158,7 @@ class Enrolment:
             return reply
 
     def _take(self, pair: CertifiedKey) -> CertifiedKey:
-        """Raises NotAdmitted for what isn't what was asked for, and OSError."""
+        """Verifies and stores a certificate. Raises NotAdmitted for a wrong one, and OSError."""
         try:
             mine = who_in(pair.certificate).instance == self._identity.instance
             if not (mine and is_issued_by(pair.certificate, self._authority)):

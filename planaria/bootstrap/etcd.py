@@ -1,8 +1,7 @@
-"""As much of etcd as registries need that share a run: its JSON over HTTP (v3), which all of its
-nodes speak at the port for clients.
+"""A minimal etcd client for registries that share a run: JSON over HTTP (v3), at the client port.
 
-Calls block, as those that write a journal do, and have a deadline. Each has a connection of its
-own: they are few, and one that hangs holds up no other.
+Calls block, as journal writes do, and have a deadline. Each call opens a connection: calls are few,
+and one that hangs does not delay the others.
 """
 
 from __future__ import annotations
@@ -19,36 +18,36 @@ from urllib.parse import parse_qs, urlsplit
 
 from planaria.bootstrap.address import Address
 
-ATTEMPT: Final = 1.0  # seconds that one of etcd's nodes has to answer
+ATTEMPT: Final = 1.0  # seconds until one etcd node times out
 LONGEST_ANSWER: Final = 64 * 2**20  # bytes
 _PASSING: Final = frozenset([1, 2, 4, 5, 8, 10, 13, 14])
-"""gRPC's codes of what may be otherwise a moment later, or at another node."""
+"""gRPC codes of transient errors, or of errors of one node."""
 
 Body = Mapping[str, Any]
-"""Fit for JSON."""
+"""A value that can be written as JSON."""
 
 
 class EtcdAway(Exception):  # noqa: N818  what it says
-    """Nobody has answered in time: whether it was done is not known. The message says who was
-    asked, and what came of it."""
+    """No answer in time; the request may or may not have taken effect. The message names the nodes
+    and their errors."""
 
 
 class EtcdRefused(Exception):  # noqa: N818  an answer, not a fault
-    """etcd won't do it, and asking again won't help; the message says why."""
+    """etcd refused the request, and a retry won't help; the message says why."""
 
 
 class EtcdPlace(NamedTuple):
-    """Where etcd is, and by which files one speaks with it."""
+    """etcd's addresses, and the TLS files for them."""
 
     addresses: tuple[Address, ...]
     tls: bool
-    ca: Path | None = None  # None: the authorities that this machine trusts
+    ca: Path | None = None  # None: the system's authorities
     certificate: Path | None = None
     key: Path | None = None
 
     @classmethod
     def parse(cls, text: str) -> EtcdPlace:
-        """etcd://HOST:PORT[,HOST:PORT] on loopback, or etcds://HOST:PORT,...[?ca=FILE&cert=FILE&
+        """Parses etcd://HOST:PORT[,HOST:PORT] on loopback, or etcds://HOST:PORT,...[?ca=FILE&cert=FILE&
         key=FILE]. Raises ValueError."""
         parts = urlsplit(text)
         options = {name: Path(values[-1]) for name, values in parse_qs(parts.query).items()}
@@ -78,14 +77,14 @@ class EtcdPlace(NamedTuple):
 
 class Etcd:
     def __init__(self, place: EtcdPlace) -> None:
-        """Raises ValueError for files that are of no use, which it names."""
+        """Loads the TLS files. Raises ValueError, which names an unusable file."""
         self.place = place
         self._context = _context(place) if place.tls else None
         self._at = 0  # index of the address that answered last
 
     def ask(self, path: str, body: Body, seconds: float) -> dict[str, Any]:
-        """One after the other of its nodes, until one answers. What it was told may have been done
-        by another, too, that did not answer. Raises EtcdAway and EtcdRefused."""
+        """Calls the nodes in turn until one answers. A node that failed to answer may have executed
+        the request too. Raises EtcdAway and EtcdRefused."""
         end, whys = time.monotonic() + seconds, []
         addresses, at = self.place.addresses, self._at
         for offset in range(len(addresses)):
@@ -129,10 +128,10 @@ class Etcd:
 
 
 def _context(place: EtcdPlace) -> ssl.SSLContext:
-    """Raises ValueError."""
+    """The TLS context. Raises ValueError."""
     try:
         context = ssl.create_default_context(cafile=place.ca)
-    except OSError as error:  # which those of ssl are
+    except OSError as error:  # includes errors of ssl
         raise ValueError(f"--store: ca={place.ca} is of no use: {error}") from error
     if place.certificate is not None:
         try:
@@ -143,7 +142,7 @@ def _context(place: EtcdPlace) -> ssl.SSLContext:
     return context
 
 
-# -- what is asked, as etcd wants it ---------------------------------------------------------------
+# -- requests in etcd's JSON format ----------------------------------------------------------------
 
 
 def written(content: bytes | str) -> str:
@@ -155,12 +154,12 @@ def read(text: str) -> bytes:
 
 
 def is_said(key: str, value: bytes) -> Body:
-    """In a transaction: if the key has this value."""
+    """A transaction condition: the key has this value."""
     return {"key": written(key), "target": "VALUE", "result": "EQUAL", "value": written(value)}
 
 
 def is_free(key: str) -> Body:
-    """In a transaction: if there is no such key."""
+    """A transaction condition: the key does not exist."""
     return {"key": written(key), "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
 
 
@@ -173,7 +172,7 @@ def look(key: str) -> Body:
 
 
 def all_below(prefix: str) -> Body:
-    """For kv/range: all keys that begin so, in order."""
+    """A kv/range request: all keys with this prefix, in order."""
     end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
     return {
         "key": written(prefix),
@@ -184,5 +183,5 @@ def all_below(prefix: str) -> Body:
 
 
 def values(found: Body) -> list[bytes]:
-    """Of the keys in a kv/range's answer."""
+    """The values in a kv/range reply."""
     return [read(one.get("value", "")) for one in found.get("kvs", [])]

@@ -1,8 +1,8 @@
-"""The registry's front door: it takes connections, and passes on bytes of those that may stay.
+"""The registry's front door: a proxy that limits connections before they reach gRPC.
 
-gRPC has no limits by address. So its server listens on a socket in a folder that nobody else may
-enter, and each connection that has said something gets one of its own to it, by whose name the
-server's calls are told apart. Who stays is decided in crowd.py.
+gRPC has no limits per address. So its server listens on a Unix socket in a private folder. Each
+connection that has sent data gets its own connection to that socket, whose name identifies it in
+the server's calls. crowd.py decides which connections stay.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from planaria.bootstrap.crowd import ConnectionLimits, Crowd
 log = logging.getLogger(__name__)
 
 OWN: Final = 100
-"""Descriptors of the process that are not for connections: files, its page's, gRPC's."""
+"""Descriptors reserved for other uses: files, the page's and gRPC's."""
 EACH: Final = 3
-"""Descriptors that a connection takes: its own, and both ends of the one within."""
+"""Descriptors per connection: its own, and both ends of the inner one."""
 VISITORS: Final = 10
-"""Connections of commands and newcomers, for which there should be room beside all the nodes."""
+"""Connections for commands and newcomers, in addition to the nodes'."""
 MOST: Final = 40_000
-"""Connections where descriptors have no limit."""
+"""Maximum number of connections without a descriptor limit."""
 LOOK: Final = 1.0
-"""Seconds between two looks at who has been silent for too long."""
+"""Seconds between two checks for silent connections."""
 BACKLOG: Final = 4096
 AGAIN: Final = 0.01
-"""Seconds until the server within is tried again, which has too many to take."""
+"""Seconds until a connection to a busy inner server is retried."""
 TRIES: Final = 200
 
 
 def may_open() -> int | None:
-    """Descriptors of this process, once it has asked for as many as it may have; None: as many as
-    it likes."""
+    """Raises the descriptor limit as far as allowed, and returns it; None:
+    unlimited."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OWN + EACH * MOST if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -53,13 +53,13 @@ def may_open() -> int | None:
 
 
 def room_within(descriptors: int | None) -> ConnectionLimits:
-    """For a process that may have so many; None: as many as it likes."""
+    """Limits for a process with this many descriptors; None: unlimited."""
     connections = MOST if descriptors is None else min(MOST, max(2, (descriptors - OWN) // EACH))
     return ConnectionLimits(connections=connections, strangers=connections // 2)
 
 
 def room_for(nodes: int, descriptors: int | None) -> tuple[int, str]:
-    """A log level, and what to say of a registry of so many nodes that may open so many files."""
+    """A log level and a message about the descriptor limit of a registry of `nodes` nodes."""
     connections = room_within(descriptors).connections
     limit = "any number of" if descriptors is None else descriptors
     said = f"this process may open {limit} files (ulimit -n): room for {connections} connections"
@@ -74,34 +74,34 @@ def room_for(nodes: int, descriptors: int | None) -> tuple[int, str]:
 
 
 class FrontDoor:
-    """Add the server to `within`, then `open`; `close` after the server has stopped."""
+    """The proxy. Add the server to `within`, then `open`; `close` after the server has stopped."""
 
     def __init__(self, room: ConnectionLimits) -> None:
         self.crowd = Crowd(room)
-        # Its thread is its own: pings get through while the registry's loop is held up.
+        # Its own thread: pings get through while the registry's loop is busy.
         self._loop = type(asyncio.get_running_loop())()
         self._thread = threading.Thread(target=self._loop.run_forever, name="door", daemon=True)
         self._within = tempfile.TemporaryDirectory(prefix="planaria-", ignore_cleanup_errors=True)
-        self._folder = Path(self._within.name)  # of mode 0700
+        self._folder = Path(self._within.name)  # mode 0700
         self._open: dict[int, _Outer] = {}
         self._numbers = itertools.count(1)
         self._servers: list[asyncio.Server] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._told = 0  # of those turned away
+        self._told = 0  # closed connections logged so far
 
     @property
     def within(self) -> str:
-        """Where the server is to listen, as gRPC writes it."""
+        """The server's listening address, in gRPC's format."""
         return f"unix:{self._folder}/door"
 
     async def open(self, listen: Address) -> int:
-        """Returns the port; port 0: any. Raises OSError."""
+        """Listens and returns the port; port 0: any. Raises OSError."""
         self._thread.start()
         opening = asyncio.run_coroutine_threadsafe(self._listen(listen), self._loop)
         return await asyncio.wrap_future(opening)
 
     async def close(self) -> None:
-        """Whoever is still connected is let go."""
+        """Closes all connections and stops the thread."""
         closing = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
         await asyncio.wrap_future(closing)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -127,19 +127,19 @@ class FrontDoor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._turn_away(list(self._open))
-        await asyncio.sleep(0)  # so that they are
+        await asyncio.sleep(0)  # lets the aborts run
 
-    # -- of callers, by what gRPC calls them -------------------------------------------------------
+    # -- callers, by gRPC peer ---------------------------------------------------------------------
 
     def outer(self, peer: str) -> str:
-        """Where the call comes from, as gRPC would have called it; empty: it has gone."""
+        """The caller's address, in gRPC's peer format; empty: it has disconnected."""
         outer = self._open.get(self._number(peer))
         if outer is None:
             return ""
         return f"ipv{6 if ':' in outer.host else 4}:{Address(outer.host, outer.port)}"
 
     def prove(self, peer: str) -> None:
-        """A call of its was let in."""
+        """Records that a call on the connection was admitted."""
         self._loop.call_soon_threadsafe(self._prove, self._number(peer))
 
     def _prove(self, number: int) -> None:
@@ -148,7 +148,7 @@ class FrontDoor:
             self._open[number].read_or_wait()
 
     def belong(self, peer: str, node: str) -> None:
-        """It is this member's: strangers can't take its place."""
+        """Assigns the connection to a member, so that strangers can't displace it."""
         number, now = self._number(peer), self._loop.time()
         self._loop.call_soon_threadsafe(self.crowd.belong, number, node, now)
 
@@ -156,7 +156,7 @@ class FrontDoor:
         last = peer.rpartition("/")[2]
         return int(last) if last.isascii() and last.isdecimal() else 0
 
-    # -- for connections ---------------------------------------------------------------------------
+    # -- connections -------------------------------------------------------------------------------
 
     def came(self, outer: _Outer) -> int:
         number = next(self._numbers)
@@ -172,7 +172,7 @@ class FrontDoor:
         self.crowd.go(number)
 
     def enter(self, outer: _Outer) -> None:
-        """It has said something."""
+        """Opens the inner connection after the first data."""
         self._spawn(self._enter(outer))
 
     async def _enter(self, outer: _Outer) -> None:
@@ -222,26 +222,26 @@ class FrontDoor:
 
 
 class _Outer(asyncio.Protocol):
-    """A connection with somebody outside."""
+    """A connection from outside."""
 
     def __init__(self, door: FrontDoor) -> None:
         self._door = door
         self.host, self.port, self.number = "", 0, 0
         self.inner: asyncio.Transport | None = None
-        self.waiting: list[bytes] = []  # to be said within
-        self.held = False  # within, they don't take more for now
+        self.waiting: list[bytes] = []  # data for the inner connection
+        self.held = False  # whether the inner connection is congested
         self.gone = False
         self._reading, self._transport = True, cast("asyncio.Transport", None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        host, self.port = (transport.get_extra_info("peername") or ("", 0))[:2]  # none: it has gone
+        host, self.port = (transport.get_extra_info("peername") or ("", 0))[:2]  # empty: closed
         self.host = str(unmapped(host.partition("%")[0]))
         self.number = self._door.came(self)
 
     def enter(self, inner: asyncio.Transport) -> None:
-        """Not when it is made: of a transport that is closed then uvloop forgets that its socket is
-        closed too, and later closes whatever has its descriptor."""
+        """Attaches the inner connection. Not when it is made: uvloop forgets the socket of a
+        transport closed by then, and later closes another one with the same descriptor."""
         self.inner = inner
         for data in self.waiting:
             inner.write(data)
@@ -260,21 +260,21 @@ class _Outer(asyncio.Protocol):
         self.read_or_wait()
 
     def read_or_wait(self) -> None:
-        """Whether more is read of what it says."""
+        """Resumes or pauses reading, by congestion and limits."""
         more = not self.held and self._door.crowd.may_say_more(self.number)
         if more != self._reading and not self._transport.is_closing():
             self._reading = more
             (self._transport.resume_reading if more else self._transport.pause_reading)()
 
     def say(self, data: bytes) -> None:
-        if not self._transport.is_closing():  # as it is until the loop comes to close both
+        if not self._transport.is_closing():  # true until the loop closes both
             self._transport.write(data)
 
     def abort(self) -> None:
         self._transport.abort()
 
     def close(self) -> None:
-        """Once it has read what was said."""
+        """Closes after buffered data is sent."""
         self._transport.close()
 
     def pause_writing(self) -> None:
@@ -293,7 +293,7 @@ class _Outer(asyncio.Protocol):
 
 
 class _Inner(asyncio.Protocol):
-    """The other end of it, within."""
+    """The inner end of a proxied connection."""
 
     def __init__(self, outer: _Outer) -> None:
         self._outer = outer
@@ -314,10 +314,10 @@ class _Inner(asyncio.Protocol):
 
 
 async def _bind(listen: Address) -> list[socket.socket]:
-    """To all addresses that a host has, at the same port. Raises OSError, which says what to do
-    about it."""
+    """Binds all addresses of a host, at the same port. Raises OSError, whose message names the
+    remedy."""
     if listen.is_any and socket.has_dualstack_ipv6():
-        places = [(socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")]  # if there is no IPv6
+        places = [(socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")]  # or only IPv4
     else:
         look_up = asyncio.get_running_loop().getaddrinfo
         found = await look_up(*listen, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -329,7 +329,7 @@ async def _bind(listen: Address) -> list[socket.socket]:
         dual = host == "::"
         try:
             bound.append(socket.create_server((host, port), family=family, dualstack_ipv6=dual))
-        except OSError as error:  # as of IPv6 where there is none
+        except OSError as error:  # for example without IPv6
             failed = error
     if not bound:
         raise OSError(not_ours(listen)) from failed

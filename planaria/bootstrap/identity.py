@@ -1,7 +1,7 @@
-"""Who somebody is: a key, and what is signed with it.
+"""Node identities: Ed25519 keys (RFC 8032) and their signatures.
 
-Keys are Ed25519 (RFC 8032). A signature is over a purpose and over parts whose ends are part of it,
-so what was signed for one thing can't be shown for another.
+A signature covers a purpose and length-prefixed parts, so a signature for one purpose can't be
+used for another.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from google.protobuf.message import Message
 PUBLIC_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 64
 INSTANCE_LETTERS: Final = 32
-"""Hex digits of an instance: 128 bits of a hash, which nobody finds a second key for."""
+"""Hex digits of an instance: 128 bits of a hash, which resist a second preimage."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A private key. Its `repr` doesn't show it."""
+    """A private key. Its `repr` hides it."""
 
     key: Ed25519PrivateKey
 
@@ -64,19 +64,19 @@ class Identity:
         return self.key.sign(_signed(purpose, parts))
 
     def sign_message(self, message: Message, run: str) -> None:
-        """Fills in the field `signature` of a message, which nothing may change afterwards."""
+        """Signs a message in its field `signature`; the message must not change afterwards."""
         message.ClearField("signature")
         purpose, content = message.DESCRIPTOR.full_name, _content(message)
         message.signature = self.sign(purpose, run.encode(), content)  # type: ignore[attr-defined]
 
 
 def instance_of(public: bytes) -> str:
-    """What a node is called over all of its identities: a hash of its public key."""
+    """A node's permanent id: a hash of its public key."""
     return hashlib.sha256(public).hexdigest()[:INSTANCE_LETTERS]
 
 
 def is_signed(public: bytes, signature: bytes, purpose: str, *parts: bytes) -> bool:
-    """Whether the holder of the key has signed just this. False for what is no key, too."""
+    """Whether the signature is valid. False for an invalid key, too."""
     try:
         key = Ed25519PublicKey.from_public_bytes(public)
         key.verify(signature, _signed(purpose, parts))
@@ -86,8 +86,8 @@ def is_signed(public: bytes, signature: bytes, purpose: str, *parts: bytes) -> b
 
 
 def is_message_signed(public: bytes, message: Message, run: str) -> bool:
-    """Whether the holder of the key has signed just this message, for this run, and nothing was
-    added to it since."""
+    """Whether the key has signed this message for this run; false if the message has changed
+    since."""
     unsigned = type(message)()
     unsigned.CopyFrom(message)
     unsigned.ClearField("signature")

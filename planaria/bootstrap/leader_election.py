@@ -1,4 +1,4 @@
-"""A registry that shares its run with others: it says that another one leads, or leads itself."""
+"""A registry that shares its run with others: follows the leader, or leads itself."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:  # generic in its stub only
 log = logging.getLogger(__name__)
 
 GRACE: Final = 3.0
-"""Seconds that members have, beyond those of a restart, to find out who leads now."""
-LOOK: Final = 0.5  # seconds between two looks at who leads
-FAREWELL: Final = 0.1  # seconds for calls to end that are told who leads
+"""Seconds granted to members, beyond those of a restart, to find the new leader."""
+LOOK: Final = 0.5  # seconds between two checks of the leader
+FAREWELL: Final = 0.1  # seconds granted to open calls, whose refusal names the leader
 
 
 async def lead_in_turn(
@@ -38,9 +38,9 @@ async def lead_in_turn(
     insecure: bool = False,
     address_file: Path | None = None,
 ) -> None:
-    """A process's main: follows and leads, one after the other, until SIGINT or SIGTERM. `lead`
-    gets what these set, and a task that ends with the term; NotLeading and EtcdAway end its turn.
-    Raises what else it and `add_port` do, EtcdRefused and StoreError."""
+    """Follows and leads in turn until SIGINT or SIGTERM. `lead` gets the stop event and a task that
+    ends with the term; NotLeading and EtcdAway end its turn. Raises its other errors and those of
+    `add_port`, EtcdRefused and StoreError."""
     stop = stopped_by_signals()
     while not stop.is_set():
         following = Follower(store, credentials)
@@ -54,7 +54,7 @@ async def lead_in_turn(
                 try:
                     await lead(stop, term)
                 except NotLeading:
-                    pass  # the log has it
+                    pass  # already logged
                 except EtcdAway as error:
                     log.warning("it doesn't after all: %s", error)
 
@@ -77,7 +77,7 @@ async def _term_of(store: Store) -> AsyncIterator[asyncio.Task[None]]:
 
 @asynccontextmanager
 async def ending_with(term: asyncio.Task[None], registry: RegistryServer) -> AsyncIterator[None]:
-    """The registry leads no longer than the term."""
+    """Deposes the registry when the term ends."""
 
     def over(ended: asyncio.Task[None]) -> None:
         registry.depose(NotLeading("its lease is over"))
@@ -90,7 +90,7 @@ async def ending_with(term: asyncio.Task[None], registry: RegistryServer) -> Asy
 
 
 class Follower:
-    """Whoever calls is told to ask another one."""
+    """A registry that does not lead; it refuses all calls and names the leader."""
 
     def __init__(self, store: Store, credentials: Credentials) -> None:
         self._store, self._credentials = store, credentials
@@ -98,7 +98,7 @@ class Follower:
 
     @asynccontextmanager
     async def serving(self, listen: str, insecure: bool) -> AsyncIterator[None]:
-        """On this port. Raises what `add_port` does."""
+        """Serves on HOST:PORT. Raises the errors of `add_port`."""
         door = FrontDoor(room_within(may_open()))
         server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
         server.add_generic_rpc_handlers((_Everything(self._refuse),))
@@ -112,7 +112,7 @@ class Follower:
             await door.close()
 
     async def until_elected(self, stop: asyncio.Event) -> None:
-        """Or until `stop`. Raises EtcdRefused, StoreError."""
+        """Returns when elected, or after `stop`. Raises EtcdRefused, StoreError."""
         while not stop.is_set():
             try:
                 leader = await asyncio.to_thread(self._store.leader)
@@ -152,7 +152,7 @@ class Follower:
 
 
 class _Everything(grpc.GenericRpcHandler):
-    """All methods, of whatever kind: nothing is read, so it is all the same."""
+    """A handler for all methods of any kind; it reads no request."""
 
     def __init__(self, answer: Callable[[Any, Any], Awaitable[None]]) -> None:
         self._handler: Any = grpc.stream_stream_rpc_method_handler(answer)

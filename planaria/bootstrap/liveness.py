@@ -1,4 +1,4 @@
-"""Whether a certain node is there, as who dials its address finds out."""
+"""Liveness check: whether a given node answers at its address."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ async def is_alive(
     reach: Reach = EVERYWHERE,
     whom: str = Role.NODE,
 ) -> bool | None:
-    """Whether the node answers at HOST:PORT: it serves the health of a service named as itself.
-    `whom`: as what it has to be certified, see `channel`.
+    """Whether the node answers at HOST:PORT with a health service named after it. `whom`: the role
+    or instance that its certificate must name, see `channel`.
 
-    False at once where the machine has nobody at the port, or another node, or something that takes
-    connections and ends them (what forwards the port of a container does), twice running. None
-    after `seconds` without any answer, in which a network that was away may have come back, and for
-    an address that isn't to be dialled.
+    False at once if the port refuses connections or another node answers. Also False after two
+    accepted connections in a row without an answer: a container's port forwarder does that. None
+    after `seconds` without any answer, since the network may recover, and for an address that must
+    not be dialled.
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
@@ -52,14 +52,14 @@ async def is_alive(
             ended += 1
             if error.code() in _ANOTHER or ended == 2:
                 return False
-        except OSError:  # TimeoutError too: no way to it, at the moment
+        except OSError:  # includes TimeoutError: no route at the moment
             ended = 0
         await asyncio.sleep(min(PAUSE, max(0.0, end - loop.time())))
     return None
 
 
 async def _knock(address: str) -> None:
-    """gRPC doesn't say whether a connection was refused."""
+    """A reachability probe, since gRPC does not report a refused connection."""
     host, port = Address.parse(address)
     _, writer = await asyncio.open_connection(host, port)
     writer.close()

@@ -1,9 +1,8 @@
-"""Who was evicted for cause, and when it may come back.
+"""Quarantine of instances that were evicted for cause.
 
-A node's identity is new each time, so what counts is the *instance*: an id that it keeps. The first
-time it may come back after `FIRST` seconds, then after twice as long each time. Pure: `now` is
-passed in, seconds of a clock that never goes back. What is kept in views is therefore how many
-seconds are left; while the registry is away none of them pass.
+Node ids are new at each start, so quarantine applies to the *instance*, which is permanent. Its
+duration is `FIRST` seconds, and doubles each time. Pure: `now` is passed in, seconds of a monotonic
+clock. Views therefore contain the seconds left; these do not pass while the registry is down.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from dataclasses import dataclass
 from planaria.bootstrap.registry_pb2 import DIVERGENCE, Cause, Quarantined
 
 FIRST, LONGEST = 30.0, 3600.0  # seconds
-FORGOTTEN = 6 * 3600.0  # seconds after which one who could come back starts anew
-MOST_DIVERGENCES = 3  # after which an instance is not taken back
-MOST_KEPT = 200  # instances; those that may come back first are forgotten first
+FORGOTTEN = 6 * 3600.0  # seconds after the end of a quarantine until its record is dropped
+MOST_DIVERGENCES = 3  # evictions for divergence after which an instance is excluded
+MOST_KEPT = 200  # instances; the earliest to end are dropped first
 
 
 @dataclass
 class _Entry:
-    told: Quarantined  # but for the seconds
+    told: Quarantined  # without the seconds left
     until: float
 
 
@@ -31,7 +30,7 @@ class Quarantine:
         self._entries: dict[str, _Entry] = {}
 
     def add(self, instance: str, node: str, cause: Cause, why: str, now: float) -> None:
-        """The instance was evicted for cause as `node`. Without effect for one that has no id."""
+        """Records an eviction for cause of `node`. No effect without an instance."""
         if not instance:
             return
         self._forget(now)
@@ -50,12 +49,12 @@ class Quarantine:
             del self._entries[first]
 
     def left(self, instance: str, now: float) -> float:
-        """Seconds until it may join; infinite: never."""
+        """Seconds until the instance may join; infinite: never."""
         entry = self._entries.get(instance)
         return 0.0 if entry is None else max(0.0, entry.until - now)
 
     def sentence(self, instance: str, now: float) -> str:
-        """Why it may not join, while it may not."""
+        """Why the instance may not join now, as text."""
         told, left = self._entries[instance].told, self.left(instance, now)
         if left == math.inf:
             return (
@@ -70,7 +69,7 @@ class Quarantine:
         )
 
     def listed(self, now: float) -> list[Quarantined]:
-        """All that is remembered, with the seconds that are left."""
+        """All records, with the seconds left."""
         self._forget(now)
         found = []
         for instance, entry in self._entries.items():
@@ -80,7 +79,7 @@ class Quarantine:
         return found
 
     def restore(self, listed: Iterable[Quarantined], now: float) -> None:
-        """Goes on from what a view tells."""
+        """Restores the records of a view."""
         self._entries = {}
         for told in listed:
             entry = Quarantined()

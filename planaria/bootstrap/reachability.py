@@ -1,5 +1,5 @@
-"""What can be said of an address before a word of gRPC: whether there is such a host, whether
-anything listens there, and which of this machine's addresses leads to it."""
+"""Reachability of addresses, below gRPC: name resolution, TCP connection, and the local address of
+the route."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from planaria.bootstrap.address import Address
 
-AGAIN = 0.5  # seconds until a name that couldn't be looked up is asked for again
+AGAIN = 0.5  # seconds until a failed name lookup is retried
 _UNKNOWN = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 
 
@@ -26,7 +26,7 @@ class Reachability(enum.Enum):
 
 
 NOBODY = tuple(answer for answer in Reachability if answer is not Reachability.OPEN)
-"""Answers by which nothing can be asked at an address, now at least."""
+"""Results after which no request can be made to an address, at least now."""
 
 
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
@@ -37,7 +37,7 @@ NO_PROXY = (
 
 
 def proxies(environment: Mapping[str, str]) -> str:
-    """That the environment sets some; empty: it sets none. Addresses may have passwords in them."""
+    """A note if proxies are set, without their values, which may hold passwords; else empty."""
     names = [name for name in environment if name.lower() in _PROXIES and environment[name]]
     if not names:
         return ""
@@ -45,15 +45,15 @@ def proxies(environment: Mapping[str, str]) -> str:
 
 
 class Endpoints(NamedTuple):
-    """Two ends of a way, as IP addresses."""
+    """The IP addresses of both ends of a route."""
 
     here: str  # of this machine
     there: str
 
 
 async def probe(address: Address, seconds: float) -> Reachability:
-    """What comes of connecting to an address, within so many seconds. A name that has several
-    addresses refuses when all of them do."""
+    """A reachability probe of an address, within `seconds`. A name with several addresses refuses
+    if all of them do."""
     places: list[tuple[str, int]] | None = None
     try:
         async with asyncio.timeout(seconds):
@@ -70,15 +70,15 @@ async def probe(address: Address, seconds: float) -> Reachability:
 
 
 async def probe_all(addresses: Sequence[str], seconds: float) -> dict[str, Reachability]:
-    """What each says, all asked at once. Raises AddressError."""
+    """Probes all addresses in parallel. Raises AddressError."""
     parsed = [Address.to_dial(address) for address in addresses]
     answers = await asyncio.gather(*(probe(address, seconds) for address in parsed))
     return dict(zip(addresses, answers, strict=True))
 
 
 def dead_end(answers: Mapping[str, Reachability], final: Sequence[Reachability]) -> str:
-    """Why no registry can be had at these addresses, and what to do; empty unless all of their
-    answers are among the `final` ones."""
+    """Why no registry can be reached at these addresses, and the remedy; empty unless all results
+    are among `final`."""
     if not all(answer in final for answer in answers.values()):
         return ""
     said = "; ".join(f"{address} {answer.value}" for address, answer in answers.items())
@@ -98,9 +98,8 @@ def dead_end(answers: Mapping[str, Reachability], final: Sequence[Reachability])
 
 
 async def way_out(addresses: Sequence[str], seconds: float) -> Endpoints:
-    """From this machine to the first of these that there is a way to. Names that can't be looked up
-    at the moment are looked up again. Raises OSError, which names them, when that takes longer than
-    so many seconds, and AddressError."""
+    """The route from this machine to the first reachable address. Repeats failed name lookups.
+    Raises AddressError, and after `seconds` OSError, which names the addresses."""
     parsed = [Address.to_dial(address) for address in addresses]
     try:
         async with asyncio.timeout(seconds):
@@ -119,8 +118,8 @@ async def way_out(addresses: Sequence[str], seconds: float) -> Endpoints:
 
 
 def outward(host: str, port: int) -> str:
-    """This machine's address on the way to an IP address. Nothing is sent. Raises OSError: no way
-    leads there."""
+    """This machine's address on the route to an IP address. Sends nothing. Raises OSError without a
+    route."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
@@ -135,7 +134,7 @@ async def _look_up(address: Address) -> list[tuple[str, int]]:
         if error.errno in _UNKNOWN:
             return []
         raise TimeoutError from error
-    except UnicodeError:  # a name that can't be one
+    except UnicodeError:  # an invalid name
         return []
     return list(dict.fromkeys((str(place[0]), int(place[1])) for *_, place in found))
 
@@ -146,7 +145,8 @@ async def _connect(host: str, port: int) -> Reachability:
     except ConnectionRefusedError:
         return Reachability.REFUSED
     except OSError as error:
-        # A machine without IPv6 has no way to a name's IPv6 address: that one is not there for it.
+        # Without IPv6, a machine has no route to a name's IPv6 address, which then counts as
+        # absent.
         unusable = error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
         return Reachability.REFUSED if unusable else Reachability.SILENT
     writer.close()

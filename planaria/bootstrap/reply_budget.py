@@ -1,9 +1,8 @@
-"""Who is answered next, of those that have joined: of answers on their way there are only so many
-bytes.
+"""Flow control of join replies: limits the bytes in flight.
 
-An answer has the whole view, and until it has arrived it is in memory, however slow the link; of
-those that join a large run at once all would be. So they go in the order in which nodes have asked
-first: who hangs up and calls again has the place that it had. Pure: numbers of calls in and out.
+A reply contains the whole view and stays in memory until it has arrived, however slow the link;
+simultaneous joins of a large run would need all at once. Replies are sent in the order of the
+nodes' first requests: a node that reconnects keeps its place. Pure: takes and returns call numbers.
 """
 
 from __future__ import annotations
@@ -14,27 +13,27 @@ from collections.abc import Collection
 from typing import Final
 
 MOST_PLACES: Final = 20_000
-"""That are kept; who has given up leaves one."""
+"""Maximum number of places kept, since nodes that gave up leave theirs."""
 
 
 class ReplyBudget:
     def __init__(self, room: int) -> None:
-        """`room`: bytes that may be on their way; a single answer may have more."""
+        """`room`: bytes in flight; a single reply may exceed it."""
         self.room = room
         self._numbers = itertools.count(1)
-        self._places: dict[str, int] = {}  # of nodes that no answer has gone to; the oldest first
+        self._places: dict[str, int] = {}  # nodes without a reply yet; the oldest first
         self._waiting: dict[int, str] = {}  # node of each call
-        self._order: list[tuple[int, int]] = []  # heap: place, call; also of calls that ended
-        self._going: dict[int, tuple[str, int]] = {}  # node, and bytes, of each call
+        self._order: list[tuple[int, int]] = []  # heap of (place, call); includes ended calls
+        self._going: dict[int, tuple[str, int]] = {}  # node and bytes of each call
         self._bytes = 0
 
     @property
     def waiting(self) -> Collection[str]:
-        """The nodes that do."""
+        """The waiting nodes."""
         return self._waiting.values()
 
     def ask(self, node: str) -> int:
-        """A call of its waits from now on; its number."""
+        """Queues a call of `node`; returns its number."""
         call = next(self._numbers)
         self._waiting[call] = node
         heapq.heappush(self._order, (self._places.setdefault(node, call), call))
@@ -43,7 +42,7 @@ class ReplyBudget:
         return call
 
     def go(self, size: int) -> list[int]:
-        """The calls that are to be answered now, with so many bytes each."""
+        """The calls to answer now, with `size` bytes each."""
         gone = list[int]()
         while self._order and (not self._bytes or self._bytes + size <= self.room):
             _, call = heapq.heappop(self._order)
@@ -55,13 +54,13 @@ class ReplyBudget:
         return gone
 
     def end(self, call: int) -> None:
-        """It has its answer, or has hung up. Ending twice changes nothing."""
+        """Ends a call, after its reply or a disconnection. Idempotent."""
         self._waiting.pop(call, None)
         _, size = self._going.pop(call, ("", 0))
         self._bytes -= size
 
     def before(self, node: str) -> str:
-        """For whom it waits, in words."""
+        """The node's position in the queue, as text."""
         first = next((other for other, _ in self._going.values()), "nobody")
         before = list(self._places).index(node) if node in self._places else 0
         return (

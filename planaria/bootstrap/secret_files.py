@@ -1,4 +1,4 @@
-"""Files that only their owner may read, written whole or not at all."""
+"""Files that only their owner may read, written atomically."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FOLDER, FILE = 0o700, 0o600
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """On disk, and with its folder, when this returns. Raises OSError."""
+    """Writes the file and flushes it and its folder. Raises OSError."""
     path.parent.mkdir(mode=FOLDER, parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
     new.unlink(missing_ok=True)
@@ -23,7 +23,7 @@ def write_secret(path: Path, content: bytes) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Raises OSError."""
+    """Flushes a folder's entries to disk. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What others may be called, and what they say as it is fit for a log and a terminal."""
+"""Valid names, and escaping of foreign text for logs and terminals."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Final
 from planaria.bootstrap.registry_pb2 import Report
 
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-"""Node ids stand in logs, files' names and the names of seats."""
+"""Node ids occur in logs, file names and seat names."""
 
 
 def misspelt(what: str, name: str) -> str:
-    """What is wrong with a name; empty: nothing."""
+    """Why a name is invalid; empty: it is valid."""
     if NAME.fullmatch(name):
         return ""
     return (
@@ -22,21 +22,21 @@ def misspelt(what: str, name: str) -> str:
 
 
 def shortened(value: object) -> str:
-    """As it is quoted in a message."""
+    """A value's repr, shortened to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def readable(text: str) -> str:
-    """One line, in which what would move a terminal's cursor or change its colours, or the order
-    in which text is read, is told instead of done."""
+    """One line of text, with control characters, such as those that move a terminal's cursor or
+    change colours or text direction, escaped."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def readable_lines(text: str) -> str:
-    """As `readable`, of text that may have several lines, tabs and spaces that don't break."""
+    """As `readable`, but keeps line breaks, tabs and no-break spaces."""
     if text.isprintable():
         return text
     return "".join(c if c in _SPACES else readable(c) for c in text)
@@ -46,7 +46,7 @@ _SPACES: Final = "\n\t\u00a0\u202f"
 
 
 def make_readable(report: Report) -> None:
-    """All that a node says of itself in words, but for samples, which may hold anything."""
+    """Escapes all text in a node's report except samples, which may hold anything."""
     report.trouble = readable(report.trouble)
     for seat in report.seats:
         seat.phase, seat.message = readable(seat.phase), readable(seat.message)

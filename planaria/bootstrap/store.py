@@ -1,10 +1,10 @@
-"""A run's registries share its views and what was decided about invites in etcd; one of them leads.
+"""Shared storage in etcd for a run's registries, of which one leads.
 
-Below `planaria/RUN/`: `leader`, who leads, for as long as its lease lasts; `number` and `view`, the
-newest one; `decided/N`, the records of invites.py. Whoever leads writes all of it, in transactions
-that etcd does only if `leader` still is this term's and nothing else was written meanwhile: so
-there are no two views of one number. What was not written is told to nobody, and who can't write
-leads no more. The authority's key never comes here, and of invites' secrets their hashes.
+Keys below `planaria/RUN/`: `leader`, which exists while the leader's lease lasts; `number` and
+`view`, the newest one; `decided/N`, the records of invites.py. Only the leader writes, in
+transactions conditional on its term and on no other write since: so no two views have the same
+number. Nothing is announced before it is written, and a leader that can't write resigns. The
+authority's key is never stored here, and invites' secrets only as hashes.
 """
 
 from __future__ import annotations
@@ -41,34 +41,34 @@ from planaria.bootstrap.views import is_genuine
 log = logging.getLogger(__name__)
 
 LEASE: Final = 3
-"""Seconds for which a registry leads after etcd has last heard of it."""
-RENEWALS: Final = 3  # in a lease
-ASKED: Final = 2.0  # seconds that etcd has to answer who does not lead
-READ: Final = 30.0  # seconds for all that was decided; the lease is renewed beside it
+"""Seconds that a registry leads after etcd last received a renewal."""
+RENEWALS: Final = 3  # per lease
+ASKED: Final = 2.0  # seconds for a request outside of a term
+READ: Final = 30.0  # seconds to read all decisions; the lease is renewed meanwhile
 
 
 class StoreError(Exception):
-    """What is in etcd can't be used; the message says why and what to do."""
+    """The data in etcd is unusable; the message says why and what to do."""
 
 
 class NotLeading(Exception):  # noqa: N818  what it says
-    """Another registry leads, or nobody; the message says why."""
+    """This registry does not lead; the message says why."""
 
 
 class Asks(Protocol):
-    """etcd.Etcd."""
+    """The interface of etcd.Etcd."""
 
     def ask(self, path: str, body: Body, seconds: float) -> dict[str, Any]:
-        """Raises EtcdAway, EtcdRefused."""
+        """Sends a request. Raises EtcdAway, EtcdRefused."""
 
 
 @dataclass
 class Term:
-    """In which one registry leads, by a lease that was last asked for at some time: etcd has heard
-    of it later, so it ends no sooner there than here."""
+    """One registry's term. Its end is counted from when a renewal was sent; etcd received that
+    later, so the term ends no sooner there than here."""
 
     lease: str
-    value: bytes  # of the key `leader`: that of no other term
+    value: bytes  # value of the key `leader`, unique to the term
     until: float
 
     def renewed(self, asked: float) -> None:
@@ -79,8 +79,8 @@ class Term:
 
 
 class Store:
-    """For one registry. `view` is the newest one; None: no view was issued yet. Of use for who
-    leads: `campaign` first."""
+    """The store of one registry. `view`: the newest one; None: none was issued. Call `campaign`
+    before use."""
 
     damage: Final = ""
 
@@ -92,12 +92,12 @@ class Store:
         at: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`key`: the run's. `at`: where this registry is, for its clients."""
+        """`key`: the run's. `at`: this registry's address, for its clients."""
         self._etcd, self._run, self._key, self._now = etcd, run, key, clock
         self._top = f"planaria/{run}/"
         self._me = {"at": at, "key": key.public.hex()}
         self._term: Term | None = None
-        self._number = b""  # of `view`, as etcd has it; empty: there is none
+        self._number = b""  # number of `view` in etcd; empty: none
         self._decided = 0
         self.view: View | None = None
 
@@ -105,18 +105,18 @@ class Store:
 
     @property
     def leads(self) -> bool:
-        """Whether no other one does, for all that one can know here."""
+        """Whether this registry's term lasts, as far as it can know."""
         term = self._term
         return term is not None and term.lasts(self._now())
 
     def leader(self) -> str:
-        """Where the registry is that leads; empty: none does. Raises EtcdAway, EtcdRefused, and
-        StoreError if it is none of this run's."""
+        """The leader's address; empty: none. Raises EtcdAway, EtcdRefused, and StoreError if the
+        leader has another run key."""
         found = values(self._etcd.ask("kv/range", {"key": written(self._top + "leader")}, ASKED))
         return self._at(found[0]) if found else ""
 
     def campaign(self) -> bool:
-        """Whether this registry leads now, with what the former one has left in `view`. Raises
+        """Tries to become leader, and reads the former leader's `view`. Raises
         EtcdAway, EtcdRefused, StoreError."""
         asked = self._now()
         lease = str(self._etcd.ask("lease/grant", {"TTL": str(LEASE)}, ASKED)["ID"])
@@ -135,7 +135,7 @@ class Store:
         return True
 
     def renew(self) -> None:
-        """Asks for the lease's next seconds; who gets none goes on until they are over."""
+        """Renews the lease; after a failure the term lasts until its present end."""
         term, asked = self._term, self._now()
         if term is None:
             return
@@ -151,7 +151,7 @@ class Store:
             self._over(term)
 
     def resign(self) -> None:
-        """At once, if etcd can be told; another one may lead then."""
+        """Ends the term, and revokes the lease if etcd answers."""
         term, self._term = self._term, None
         if term is not None:
             self._revoke(term.lease)
@@ -159,8 +159,8 @@ class Store:
     # -- what is kept ----------------------------------------------------------------------------
 
     def append(self, view: View) -> None:
-        """In etcd when this returns. Raises NotLeading: then it may be there, and nobody has been
-        told."""
+        """Writes a view. Raises NotLeading: the view may then be in etcd, but is not
+        announced."""
         key = self._top + "number"
         follows = is_said(key, self._number) if self._number else is_free(key)
         number, content = str(view.number).encode(), view.SerializeToString()
@@ -170,7 +170,7 @@ class Store:
         self.view, self._number = view, number
 
     def records(self) -> list[Record]:
-        """All that was decided. Raises EtcdAway, EtcdRefused, StoreError."""
+        """All decisions. Raises EtcdAway, EtcdRefused, StoreError."""
         found = self._etcd.ask("kv/range", all_below(self._top + "decided/"), READ)
         self._decided = len(found.get("kvs", []))
         try:
@@ -179,7 +179,7 @@ class Store:
             raise self._strange("what was decided", error) from error
 
     def decide(self, record: Record) -> None:
-        """In etcd when this returns. Raises NotLeading."""
+        """Writes a decision. Raises NotLeading."""
         key = f"{self._top}decided/{self._decided:010}"
         self._write(is_free(key), [], key, json.dumps(record).encode())
         self._decided += 1
@@ -187,7 +187,7 @@ class Store:
     # -- inside ----------------------------------------------------------------------------------
 
     def _write(self, follows: Body, puts: list[Body], key: str, content: bytes) -> None:
-        """All of it if this term lasts and `follows` is so, or nothing. Raises NotLeading."""
+        """Writes atomically if this term lasts and `follows` holds. Raises NotLeading."""
         term, now = self._term, self._now()
         if term is None or not term.lasts(now):
             raise NotLeading("its lease is over")
@@ -206,7 +206,7 @@ class Store:
             if leader != [term.value]:
                 self._over(term)
                 raise NotLeading("another registry leads")
-            if found != [content]:  # else an attempt was done that nobody has answered
+            if found != [content]:  # equal: an unanswered attempt took effect
                 self._over(term)
                 raise NotLeading("what it has read is not the newest any more")
         if not term.lasts(self._now()):
@@ -217,11 +217,11 @@ class Store:
             self._term = None
 
     def _revoke(self, lease: str) -> None:
-        with suppress(EtcdAway, EtcdRefused):  # it ends by itself
+        with suppress(EtcdAway, EtcdRefused):  # the lease expires anyway
             self._etcd.ask("lease/revoke", {"ID": lease}, ASKED)
 
     def _at(self, value: bytes) -> str:
-        """Raises StoreError."""
+        """The leader's address in a value of `leader`. Raises StoreError."""
         try:
             said = json.loads(value)
             at, key = str(said["at"]), str(said["key"])
@@ -236,7 +236,7 @@ class Store:
         return at
 
     def _read_view(self) -> None:
-        """Raises EtcdAway, EtcdRefused, StoreError."""
+        """Reads the newest view. Raises EtcdAway, EtcdRefused, StoreError."""
         body = {"success": [look(self._top + "number"), look(self._top + "view")]}
         answer = self._etcd.ask("kv/txn", body, ASKED)
         number, content = (values(one["response_range"]) for one in answer["responses"])

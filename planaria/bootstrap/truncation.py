@@ -1,5 +1,5 @@
-"""What a message has room for, where others fill it: of a node's report, and of all that a registry
-says of its run."""
+"""Truncation of messages to size limits: a node's report, and a registry's description of its
+run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from planaria.bootstrap.registry_pb2 import Description, Report
 from planaria.bootstrap.spelling import make_readable
 
 REPORTS_BYTES: Final = 4 * 2**20
-"""Of all reports that a description has."""
+"""Limit of all reports in a description."""
 DESCRIPTION_BYTES: Final = 15 * 2**20
-"""A bit less than gRPC is told to take."""
+"""Slightly below gRPC's message limit."""
 DECISIONS_BYTES: Final = 2**20
 CUTS_LISTED: Final = 1000
 
 
 def fitting(report: Report, most: int) -> Report:
-    """As much of it as so many bytes have room for: samples and rebuilds are left out first, then
-    words are cut short, then what was measured of links is left out, then complaints, last ones
-    first, and in the end all but figures that are for the whole node."""
+    """Truncates a report to `most` bytes. Drops samples and rebuilds, shortens text, then drops
+    from the end link measurements, complaints and finally seats. The node's own figures remain."""
     if report.ByteSize() <= most:
         return report
     fits = Report()
@@ -37,17 +36,17 @@ def fitting(report: Report, most: int) -> Report:
     fits.unlisted += _drop_last(fits, fits.complaints, most)
     if fits.ByteSize() > most:
         _drop_last(fits, fits.seats, most)
-        fits.trouble = shorten(fits.trouble, most // 8)  # four bytes a character, at most
+        fits.trouble = shorten(fits.trouble, most // 8)  # at most four bytes per character
     return fits
 
 
 def fit(description: Description) -> None:
-    """Makes reports readable, cuts it to `DESCRIPTION_BYTES`, and says of how many reports
-    something is left out, and how many members are. Whatever one says, the others have a share."""
+    """Escapes reports and truncates the description to `DESCRIPTION_BYTES`; counts shortened
+    reports and unlisted members. A large report does not reduce the share of others."""
     shortened = _share_out(description)
     for one in description.members:
         make_readable(one.report)
-    shortened |= _share_out(description)  # what is readable may take four times as much
+    shortened |= _share_out(description)  # escaping may quadruple the size
     description.shortened = len(shortened)
     left = DECISIONS_BYTES
     for at in range(len(description.decisions) - 1, -1, -1):
@@ -60,7 +59,7 @@ def fit(description: Description) -> None:
 
 
 def cut_from(description: Description) -> list[str]:
-    """What the registry had to leave out of its answer, a sentence each."""
+    """What the registry omitted from a description, one sentence each."""
     shortened, unlisted = description.shortened, description.unlisted
     told = [f"the reports of {shortened} nodes are cut short: together they are too large"]
     told += [f"{unlisted} nodes more are not listed: together they are too many"]
@@ -68,7 +67,7 @@ def cut_from(description: Description) -> list[str]:
 
 
 def shorten_all(said: Message, most: int, but: str = "run_file") -> None:
-    """All words in a message from elsewhere, whatever they are, but for those of one field."""
+    """Shortens all strings in a foreign message, except in field `but`."""
     for field, value in said.ListFields():
         if field.type == field.TYPE_MESSAGE:
             for inner in value if field.is_repeated else [value]:
@@ -82,7 +81,7 @@ def shorten_all(said: Message, most: int, but: str = "run_file") -> None:
 
 
 def _share_out(description: Description) -> set[int]:
-    """Room among reports; returns the places of those that had to be cut."""
+    """Shortens reports above an equal share; returns their indices."""
     sizes = [one.report.ByteSize() for one in description.members]
     if sum(sizes) <= REPORTS_BYTES:
         return set()
@@ -99,7 +98,7 @@ def shorten(words: str, length: int) -> str:
 
 
 def _drop_last(whole: Message, listed: Any, most: int) -> int:
-    """As many of a list in it as it is too large by. Returns how many."""
+    """Drops items from the end until the message fits; returns their number."""
     over = whole.ByteSize() - most
     kept = len(listed)
     while over > 0 and kept:

@@ -1,16 +1,15 @@
-"""Views that nobody but the run's registry makes: signed by its key, each with the hash of the one
-before.
+"""Views: signature by the run's key, hash chain, and encoding as differences.
 
 The run's key is that of its certificate authority, which every registry has, whether it certifies
-or not (admission.py). The signature is over the whole view, in the order of its fields; what
-changes without a new view, such as leases and reports, isn't in there.
+or not (admission.py). The signature covers the whole view, in field order; state that changes
+without a new view, such as leases and reports, is not part of it.
 
-Who has a view is told a later one as what differs between the two: of a join that is a few hundred
-bytes, however many members there are. What comes of it is checked as if it had come whole, so a
-difference needs no signature of its own.
+A watcher gets a later view as a difference from the one that it has: a join takes a few hundred
+bytes, however many members exist. The result is verified like a whole view, so a difference needs
+no signature.
 
-Many are told the same, and a registry of thousands sends little else: whole views and long
-differences are compressed once for all of them. Most of what is left are keys. Pure.
+Since many watchers get the same message, whole views and long differences are compressed once for
+all of them. Most of the remaining bytes are keys. Pure.
 """
 
 from __future__ import annotations
@@ -26,44 +25,44 @@ from planaria.bootstrap.identity import Identity, is_message_signed
 from planaria.bootstrap.registry_pb2 import Difference, NewView, Splice, View
 
 PACKED: Final = 1
-"""Level of compression: higher ones take a few times as long for a twentieth of the bytes."""
+"""zlib level: higher ones take a few times as long for a twentieth of the bytes."""
 PACKED_FROM: Final = 512
-"""Bytes of what was told from which it is."""
+"""Minimum size in bytes of a message that is compressed."""
 MOST_UNPACKED: Final = 16 * 2**20
-"""Bytes: as many as a message may have."""
+"""Maximum unpacked size in bytes, equal to the message limit."""
 
 
 def sign(view: View, key: Identity, former: View) -> None:
-    """As the one that follows `former`. Nothing may change it afterwards."""
+    """Signs a view as the successor of `former`; it must not change afterwards."""
     view.before = hash_of(former)
     key.sign_message(view, view.run)
 
 
 def hash_of(view: View) -> bytes:
-    """Of all of it, the signature too; empty: it has no number, so nobody has issued it."""
+    """The hash of a view with its signature; empty for a view without a number, never issued."""
     if not view.number:
         return b""
     return hashlib.sha256(view.SerializeToString(deterministic=True)).digest()
 
 
 def is_genuine(view: View, key: bytes, run: str) -> bool:
-    """Whether the holder of this key, and nobody else, has made the view, for this run."""
+    """Whether the run's key has signed the view for this run."""
     return is_message_signed(key, view, run)
 
 
 def follows(view: View, former: View) -> bool:
-    """Whether a view may come after `former`, as far as one can tell who has no other ones: views
-    may be left out in between. `former` itself does."""
+    """Whether `view` may succeed `former`, or equals it. With views omitted in between, only the
+    numbers are compared."""
     if view.number == former.number + 1:
         return view.before == hash_of(former)
     return view.number > former.number or view == former
 
 
-# -- on their way --------------------------------------------------------------------------------
+# -- encoding ------------------------------------------------------------------------------------
 
 
 def difference(former: View, view: View) -> Difference:
-    """From which, and `former`, `apply` makes `view`."""
+    """The difference that `apply` turns into `view`, given `former`."""
     found = Difference(former=former.number)
     for field in View.DESCRIPTOR.fields:
         if field.is_repeated:
@@ -76,9 +75,8 @@ def difference(former: View, view: View) -> Difference:
 
 
 def apply(former: View, difference: Difference) -> View:
-    """The later view, of which it is still to be seen whether it is genuine. Its lists are no
-    longer than those of the two together. Raises ValueError for what is no difference from
-    `former`."""
+    """The later view, still to be verified. Its lists are no longer than those of both inputs
+    together. Raises ValueError if the difference does not fit `former`."""
     if difference.former != former.number:
         raise ValueError(f"it is from view {difference.former}, not {former.number}")
     view = View()
@@ -94,17 +92,17 @@ def apply(former: View, difference: Difference) -> View:
 
 
 def told_view(told: NewView, former: View) -> View:
-    """What who was told `former` last is told now. Raises ValueError as `apply` does."""
+    """The view in a message to a watcher that has `former`. Raises ValueError as `apply` does."""
     return apply(former, told.difference) if told.HasField("difference") else told.whole
 
 
 def pack(content: bytes) -> bytes:
-    """As zlib does (RFC 1950)."""
+    """Compresses with zlib (RFC 1950)."""
     return zlib.compress(content, PACKED)
 
 
 def unpack(packed: bytes) -> bytes:
-    """Raises ValueError for what isn't packed, or is more than `MOST_UNPACKED` bytes."""
+    """Decompresses. Raises ValueError for invalid data, or more than `MOST_UNPACKED` bytes."""
     reading = zlib.decompressobj()
     try:
         content = reading.decompress(packed, MOST_UNPACKED)
@@ -116,13 +114,13 @@ def unpack(packed: bytes) -> bytes:
 
 
 def packed(told: NewView) -> NewView:
-    """As it is sent."""
+    """The message, compressed if it is long."""
     content = told.SerializeToString()
     return NewView(packed=pack(content)) if len(content) >= PACKED_FROM else told
 
 
 def unpacked(told: NewView) -> NewView:
-    """As it was before `packed`. Raises ValueError for what can't be that."""
+    """Reverses `packed`. Raises ValueError for invalid data."""
     if not told.HasField("packed"):
         return told
     try:
@@ -132,15 +130,15 @@ def unpacked(told: NewView) -> NewView:
 
 
 def _splices(former: Sequence[Any], later: Sequence[Any]) -> tuple[list[Splice], list[Any]]:
-    """How `later` is made of `former`, and what is new in it. Quick where little has changed, and
-    short where what stays has kept its order, as it does in a view's lists."""
+    """The splices from `former` to `later`, and the new items. Fast for few changes; short if kept
+    items keep their order, as in views."""
     here, there = _contents(former), _contents(later)
     ends = min(len(here), len(there))
     head = next((i for i in range(ends) if here[i] != there[i]), ends)
     tail = next((i for i in range(ends - head) if here[-1 - i] != there[-1 - i]), ends - head)
     places = {content: i for i, content in enumerate(here[: len(here) - tail])}
     splices, new = [Splice(kept=head)], list[Any]()
-    at = head  # in the former list
+    at = head  # index in the former list
     for i in range(head, len(there) - tail):
         place, last = places.get(there[i], -1), splices[-1]
         if place < at:
@@ -157,16 +155,16 @@ def _splices(former: Sequence[Any], later: Sequence[Any]) -> tuple[list[Splice],
 
 
 def _contents(listed: Sequence[Any]) -> list[Any]:
-    """Of messages their bytes: what is equal there is the same, also where numbers aren't."""
+    """Messages as bytes, since equal bytes mean equal content even where floats do not compare."""
     return [one if isinstance(one, str) else one.SerializeToString() for one in listed]
 
 
 def _splice(
     items: Any, former: Sequence[Any], splices: Sequence[Splice], new: Sequence[Any]
 ) -> None:
-    """`items`: a copy of `former`, to be made the later list. Its first part stays in place, since
-    copying it member by member would take ten times as long. Raises ValueError when the splices
-    take more of a list than it has, or leave any new ones out."""
+    """Turns `items`, a copy of `former`, into the later list. Keeps its head in place, since
+    copying items takes ten times as long. Raises ValueError if the splices exceed a list, or leave
+    new items unused."""
     head = splices[0].kept if splices and not splices[0].gone else 0
     rest, at, used = list[Any](), 0, 0
     for splice in splices:

@@ -1,8 +1,8 @@
-"""Votes: what members sign when they are ready for a step, and how it shows that one hasn't. Pure.
+"""Votes, which members sign when ready for a step, and proof of a missing one. Pure.
 
-A driver decides when all who take part have voted. It signs a hash of the votes with its decision;
-and, before anybody votes, a roll of who takes part. So a vote that it has made up, or done without,
-is proven by what it has signed itself.
+A driver decides when all participants have voted. It signs a hash of the votes with its decision,
+and, before the vote, a roll of the participants. So its own signatures prove a decision with a
+forged or missing vote.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from planaria.bootstrap.registry_pb2 import Alike, Decision, Proof, Roll, Vote, 
 
 
 def gathered(cast: Iterable[Vote]) -> Votes:
-    """Those of one attempt, in the order in which all have them."""
+    """The votes of one attempt, in canonical order."""
     by_content: dict[bytes, list[Vote]] = {}
     for vote in sorted(cast, key=lambda vote: vote.node):
         by_content.setdefault(vote.ready, []).append(vote)
@@ -33,7 +33,7 @@ def gathered(cast: Iterable[Vote]) -> Votes:
 
 
 def each(votes: Votes, view: int, attempt: int) -> Iterator[Vote]:
-    """Raises ValueError where nodes and signatures aren't as many."""
+    """The single votes. Raises ValueError if the numbers of nodes and signatures differ."""
     for alike in votes.alike:
         if len(alike.signatures) != SIGNATURE_BYTES * len(alike.nodes):
             raise ValueError(
@@ -50,19 +50,19 @@ def hash_of(votes: Votes) -> bytes:
 
 
 def is_cast(vote: Vote, key: bytes, run: str) -> bool:
-    """Whether the holder of the key has signed just this vote."""
+    """Whether the key has signed this vote."""
     return _is_cast(vote.SerializeToString(deterministic=True), key, run)
 
 
 @lru_cache(maxsize=4096)
 def _is_cast(vote: bytes, key: bytes, run: str) -> bool:
-    """A driver and those who keep the votes may be on one machine."""
+    """Cached, since a driver and the holders of votes may share a machine."""
     return is_message_signed(key, Vote.FromString(vote), run)
 
 
 def is_without_vote(proof: Proof, key: bytes, keys: Mapping[str, bytes], run: str) -> bool:
-    """Whether it shows that the holder of the key has decided without the vote of a member that
-    takes part. `keys`: of members, by node."""
+    """Whether the proof shows that the key's holder decided without a participant's vote.
+    `keys`: of members, by node."""
     if len(proof.decisions) != 1:
         return False
     (decision,) = proof.decisions
@@ -71,7 +71,7 @@ def is_without_vote(proof: Proof, key: bytes, keys: Mapping[str, bytes], run: st
     try:
         cast = list(each(proof.votes, decision.view, decision.attempt))
     except ValueError:
-        return True  # it has signed what can't be
+        return True  # the signed votes are malformed
     of_voter = [vote for vote in cast if vote.node == proof.voter]
     if not of_voter:
         return _is_on(proof.roll, proof.voter, decision) and is_message_signed(key, proof.roll, run)
