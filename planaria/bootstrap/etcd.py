@@ -47,7 +47,7 @@ class EtcdPlace(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> EtcdPlace:
-        """Parses etcd://HOST:PORT[,HOST:PORT] on loopback, or etcds://HOST:PORT,...[?ca=FILE&cert=FILE&
+        """etcd://HOST:PORT[,HOST:PORT] on loopback, or etcds://HOST:PORT,...[?ca=FILE&cert=FILE&
         key=FILE]. Raises ValueError."""
         parts = urlsplit(text)
         options = {name: Path(values[-1]) for name, values in parse_qs(parts.query).items()}

@@ -145,8 +145,7 @@ async def _connect(host: str, port: int) -> Reachability:
     except ConnectionRefusedError:
         return Reachability.REFUSED
     except OSError as error:
-        # Without IPv6, a machine has no route to a name's IPv6 address, which then counts as
-        # absent.
+        # Without IPv6 there is no route to a name's IPv6 address, which then counts as absent.
         unusable = error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
         return Reachability.REFUSED if unusable else Reachability.SILENT
     writer.close()

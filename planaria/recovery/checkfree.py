@@ -9,13 +9,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 20  # elements worked on at a time in float64
+BLOCK = 1 << 20  # elements per float64 block
 
 Omega = Literal["squared", "norm", "uniform"]
 
 
 class Trained(NamedTuple):
-    """A stage that a lost one is guessed from."""
+    """A stage from which a lost one is guessed."""
 
     stage: int
     weights: Tensor  # flat, float32
@@ -25,8 +25,8 @@ class Trained(NamedTuple):
 def guess(
     stage: int, method: str, sources: Sequence[Trained], kind: Omega = "squared"
 ) -> tuple[Tensor, float]:
-    """Weights of the lost `stage`, and an ω for it, from one other stage (its weights as they are)
-    or two: by their ω where `method` is checkfree, else by how far each is away."""
+    """Weights and an ω for the lost `stage`. One source is copied. Two are averaged: by ω if
+    `method` is checkfree, else by distance."""
     if len(sources) == 1:
         return sources[0].weights, sources[0].omega
     before, after = sources
@@ -56,7 +56,7 @@ def weights_of(
     largest = max(before, after)
     if kind == "uniform" or largest == 0:
         return 0.5, 0.5
-    before, after = before / largest, after / largest  # so that the sum can't overflow
+    before, after = before / largest, after / largest  # keeps the sum from overflowing
     if kind == "norm":
         before, after = math.sqrt(before), math.sqrt(after)
     return before / (before + after), after / (before + after)
@@ -66,10 +66,10 @@ def weights_of(
 def average(before: Tensor, after: Tensor, omega_before: float, omega_after: float) -> Tensor:
     """W = (ω_before W_before + ω_after W_after) / (ω_before + ω_after), Algorithm 1, line 3.
 
-    The line as printed gives both neighbours ω_{i-1}; section 4.2's text has it right. The flat
-    weights are float32 of one shape on one device; the ω may come from `weights_of` or be squared
-    norms as they are. Computed in float64 and rounded once: equal neighbours give exactly their
-    own weights, and no element leaves the range between its two sources. Raises ValueError.
+    The printed line gives both neighbours ω_{i-1}; the text of section 4.2 is correct. The flat
+    weights are float32 of equal shape and device; the ω are shares (`weights_of`) or squared norms.
+    Computed in float64 and rounded once: equal neighbours give exactly their weights, and each
+    element lies between its two sources. Raises ValueError.
     """
     if before.shape != after.shape:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What to do about a loss: pure functions of what is left, with their reasons in words."""
+"""Decisions about lost stages: pure functions of what is left, with reasons as text."""
 
 from __future__ import annotations
 
@@ -9,31 +9,29 @@ from typing import Literal
 from planaria.recovery.orders import partner
 
 Policy = Literal["checkfree", "checkfree+", "snapshot", "checkpoint", "redundant"]
-"""What to do when a node is lost in the middle of a step and its stage lives on: try the step again
-from the start; have the others do what was that node's; the same, and some of them have done a part
-of it ahead."""
+"""How a stage without a replica left gets its state."""
 Kind = Literal["copy", "snapshot", "redundant", "checkpoint", "save", "memory", "weights"]
 Made = tuple[int, int]
-"""View and attempt of the commit that made a step. One that only those knew who are gone now never
-happened, and the step was made again: of the same number, but not the same."""
+"""View and attempt of the commit that made a step. If only lost nodes knew a commit, the step is
+made again: with the same number, but not the same state."""
 UNKNOWN: Made = (0, 0)
 ANEW = "adapters-anew"
-"""The method by which a stage's adapters begin once more as they were before the first step."""
+"""The method that resets a stage's adapters to their state before the first step."""
 PRETRAINED = "pretrained"
-"""The method by which a stage of a run that began from a checkpoint has once more the weights that
-it has there."""
+"""The method that resets a stage to the weights of the checkpoint from which the run
+began."""
 INEXACT = ("checkfree", "checkfree+", "interpolate", ANEW, PRETRAINED)
-"""Methods that don't know what a stage had learned: they guess its weights from other stages', or
-begin anew; what relearning helps."""
+"""Methods that lack the stage's learned state: they guess from other stages' weights, or start
+anew; relearning improves the result."""
 COPIED = ("replica", "handover")
-"""Methods that copy a stage from nodes that train it: such as stay, or such as will leave soon."""
+"""Methods that copy a stage from nodes that train it: from staying ones, or leaving ones."""
 OWN = ("save", "memory")
-"""Methods by which a node goes on from what it has itself, in a file or in memory."""
+"""Methods by which a node continues from its own state, in a file or in memory."""
 ARRIVED = ("joiner", "weights")
-"""Methods by which it goes on from what had come to it when its last source was lost: a state that
-had not caught up, or weights without Adam's moments."""
+"""Methods by which a node continues from what it had received when its last source was lost: a
+state that had not caught up, or weights without Adam's moments."""
 ORIGIN = "origin"
-"""The method by which a stage gets the weights that it begins with: those of a checkpoint."""
+"""The method that gives a stage its initial weights: those of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +47,17 @@ class Source:
 
 @dataclass(frozen=True)
 class Held:
-    """What a node keeps of a stage besides training it.
+    """State of a stage that a node keeps besides training it.
 
-    `copy`: stage 0's weights, `snapshot`: its running snapshot, `redundant`: its twin, each of
-    another node's stage, in memory. `checkpoint`, `save`: of the node's own stage, in a file.
-    `memory`: what it has itself, which counts when the run goes back to it, or nobody has more.
-    `weights`: of its own stage, as they came from a node that was lost before its moments had come.
+    `copy`: stage 0's weights, `snapshot`: a running snapshot, `redundant`: a twin, each of another
+    node's stage, in memory. `checkpoint`, `save`: of the node's own stage, in a file. `memory`: its
+    own state, which counts if the run goes back to it, or none is newer. `weights`: of its own
+    stage, received from a node that was lost before it had sent the moments.
     """
 
     kind: Kind
     source: Source
-    made: Made = UNKNOWN  # by which commit
+    made: Made = UNKNOWN  # the commit
 
 
 def _newest(sources: Iterable[Source]) -> tuple[Source, ...]:
@@ -70,30 +68,30 @@ def _newest(sources: Iterable[Source]) -> tuple[Source, ...]:
 
 @dataclass(frozen=True)
 class Left:
-    """What is left when everybody has answered."""
+    """The surviving state, after all nodes have reported."""
 
     stages: int  # body stages, L
-    step: int  # the newest committed
-    survivors: Mapping[int, Sequence[str]]  # stage -> its nodes that have that step
+    step: int  # the newest committed step
+    survivors: Mapping[int, Sequence[str]]  # stage -> nodes that have that step
     lineage: int = 0
     held: Sequence[Held] = ()
     untrained: frozenset[int] = field(default_factory=frozenset)  # survivors guessed at this step
-    made: Made = UNKNOWN  # the step
-    origin: Sequence[str] = ()  # nodes that have the checkpoint which the run begins from
-    adapters: bool = False  # are all that is trained, beside the weights of the checkpoint
-    leaving: Collection[str] = ()  # nodes that were told to go
+    made: Made = UNKNOWN  # the commit of `step`
+    origin: Sequence[str] = ()  # nodes with the checkpoint from which the run began
+    adapters: bool = False  # whether only adapters are trained, beside the checkpoint's weights
+    leaving: Collection[str] = ()  # nodes that were asked to leave
 
     def nodes(self, stage: int) -> tuple[Source, ...]:
         nodes = sorted(self.survivors.get(stage, ()))
         return tuple(Source(node, stage, self.step, self.lineage) for node in nodes)
 
     def freshest(self, kind: Kind, stage: int) -> tuple[Source, ...]:
-        """The holdings of the newest step among those of this lineage and no later step: what is
-        newer was never committed by those who are left."""
+        """The newest holdings of this lineage, up to `step`: the survivors never committed newer
+        ones."""
         return _newest(held.source for held in self._held(kind, stage))
 
     def here(self, kind: Kind, stage: int) -> tuple[Source, ...]:
-        """As `freshest`, without what is of this very step and made by another commit."""
+        """As `freshest`, without holdings of `step` that another commit made."""
         held = self._held(kind, stage)
         return _newest(
             one.source
@@ -113,15 +111,15 @@ class Left:
 
 @dataclass(frozen=True)
 class Rebuild:
-    """Give a node of `stage` the state of the step that the swarm stands at."""
+    """Give a node of `stage` the state of the swarm's current step."""
 
     stage: int
     method: str
     sources: tuple[Source, ...]
-    exact: bool  # weights and optimizer state are those that were lost
+    exact: bool  # weights and optimizer state equal the lost ones
     reason: str
-    fallback: bool = False  # not what the policy promises
-    fresh: bool = False  # the weights are those that were lost, the optimizer starts anew
+    fallback: bool = False  # a method other than the policy's
+    fresh: bool = False  # the weights equal the lost ones, the optimizer starts anew
 
     @property
     def same_weights(self) -> bool:
@@ -139,7 +137,7 @@ class RollBack:
 
 @dataclass(frozen=True)
 class Stop:
-    """The run can't go on: nothing that is left tells what the stage's weights were."""
+    """The run can't continue: nothing left determines the stage's weights."""
 
     stage: int
     reason: str
@@ -149,14 +147,13 @@ Decision = Rebuild | RollBack | Stop
 
 
 def decide(stage: int, left: Left, policy: Policy, strict: bool = False) -> Decision:
-    """How does a node of `stage` get its state?
+    """Chooses how a node of `stage` gets its state.
 
-    A replica is always the first choice, before the first step the checkpoint that the run begins
-    from, then this very step from before the run went back, then a
-    save of it, then what the policy holds ready, then, unless `strict`, the best guess that what is
-    left allows. Of adapters no other stage's say anything, so nobody guesses: policies that would
-    take the last save, or begin anew. What a node of the stage was getting from one that is lost
-    now comes before all that is a guess, or older.
+    In order of preference: a replica; before the first step, the checkpoint from which the run
+    begins; this very step in memory, from before the run went back; a save of it; the policy's
+    method; unless `strict`, the best guess. Other stages' adapters contain no information about the
+    lost ones, so policies that would guess use the last save, or begin anew. State received from a
+    node that is now lost precedes every guess and all older state.
     """
     if replicas := left.nodes(stage):
         reason = f"stage {stage} lives on at {len(replicas)} of its nodes: copied from there"
@@ -187,14 +184,14 @@ def decide(stage: int, left: Left, policy: Policy, strict: bool = False) -> Deci
 
 
 def _arrived(stage: int, left: Left, other: Decision, lacking: str = "") -> Rebuild | None:
-    """By what had come to a node of the stage when the last one that trained was lost, if that is
-    no farther from what was lost than `other`. `lacking`: why the policy can't serve."""
+    """Uses the state received by a node of the stage before its last trained source was lost,
+    unless `other` is closer to the lost state. `lacking`: why the policy fails."""
     if isinstance(other, RollBack) or (isinstance(other, Rebuild) and other.exact):
         return None
     here = [(s, kind) for kind in ("memory", "weights") for s in left.here(kind, stage)]
     if not here:
         return None
-    source, kind = max(here, key=lambda one: one[0].step)  # of the two of one step, with moments
+    source, kind = max(here, key=lambda one: one[0].step)  # of equal steps, the one with moments
     if isinstance(other, Rebuild) and other.method not in INEXACT:
         its = other.sources[0].lineage, other.sources[0].step, other.method == "save"
         if its > (source.lineage, source.step, kind == "memory"):
@@ -208,13 +205,13 @@ def _arrived(stage: int, left: Left, other: Decision, lacking: str = "") -> Rebu
 
 
 _Answer = tuple[Rebuild | RollBack | None, str]
-"""What the policy can do, or why it can't."""
+"""The policy's decision, or why it has none."""
 
 
 def _checkfree(stage: int, left: Left) -> _Answer:
-    """CheckFree, Algorithm 1: for 1 < stage < L only, the others lack a second body neighbour.
-    Stage 0 as CheckFree+ has it: its copies don't need swapped orders. Not so a stage of which
-    there is a snapshot."""
+    """CheckFree, Algorithm 1: for 1 < stage < L only, since others lack a second body neighbour.
+    Stage 0 as in CheckFree+: its copies don't need swapped orders. A stage with a snapshot uses
+    that instead."""
     if stage and left.freshest("snapshot", stage):
         return _snapshot(stage, left)
     if left.adapters:
@@ -237,7 +234,7 @@ def _checkfree(stage: int, left: Left) -> _Answer:
 
 
 def _begin_anew(stage: int, left: Left, loss: str, fallback: bool = False) -> Rebuild:
-    """What there is for adapters, whatever the policy."""
+    """The decision for adapters, whatever the policy."""
     if saves := _newest_saves(stage, left):
         reason = f"{loss}: its adapters' save of step {saves[0].step} is used"
         return Rebuild(stage, "save", saves, exact=False, reason=reason, fallback=fallback)
@@ -246,15 +243,15 @@ def _begin_anew(stage: int, left: Left, loss: str, fallback: bool = False) -> Re
 
 
 def _pretrained(stage: int, left: Left, loss: str, fallback: bool = False) -> Rebuild:
-    """Of a trained model stages are no longer alike, and have not moved far since."""
+    """Pretrained weights: stages of a trained model differ, and have moved little since."""
     source = Source(giver(stage, left.origin), stage, 0)
     reason = f"{loss}: its weights of the checkpoint that the run began from"
     return Rebuild(stage, PRETRAINED, (source,), exact=False, reason=reason, fallback=fallback)
 
 
 def _checkfree_plus(stage: int, left: Left) -> _Answer:
-    """CheckFree+ (its section 4.3): an end stage is a copy of the one that took its place in
-    swapped order."""
+    """CheckFree+ (its section 4.3): an end stage is a copy of the stage that replaced it in swapped
+    order."""
     other = partner(stage, left.stages)
     if stage == 0 or other is None or left.origin or left.freshest("snapshot", stage):
         return _checkfree(stage, left)
@@ -268,7 +265,7 @@ def _checkfree_plus(stage: int, left: Left) -> _Answer:
 
 
 def _stage0_copy(left: Left) -> _Answer:
-    copies = left.freshest("copy", 0)[:1]  # two of one step may differ: stage 0 was rebuilt
+    copies = left.freshest("copy", 0)[:1]  # two copies of one step may differ: stage 0 was rebuilt
     if not copies:
         return None, "no copy of stage 0 had come to stages 1 and L, or it went with them"
     late = left.step - copies[0].step
@@ -277,7 +274,7 @@ def _stage0_copy(left: Left) -> _Answer:
 
 
 def _snapshot(stage: int, left: Left) -> _Answer:
-    sources = left.freshest("snapshot", stage)[:1]  # two may have taken blocks at different steps
+    sources = left.freshest("snapshot", stage)[:1]  # two may have blocks of different steps
     if not sources:
         return None, "no peer holds a whole snapshot of it"
     late = left.step - sources[0].step
@@ -311,8 +308,8 @@ _BY_POLICY = {
 
 
 def _fall_back(stage: int, left: Left, lacking: str) -> Rebuild | Stop:
-    """The best guess: its last save, else what it was in the checkpoint that the run began from,
-    else the neighbours, else what lies between the nearest."""
+    """The best guess: the last save, else the weights of the run's initial checkpoint, else the
+    neighbours' average, else an interpolation of the nearest stages."""
     loss = f"stage {stage} is lost and {lacking}"
     if left.adapters:
         return _begin_anew(stage, left, loss, fallback=True)
@@ -341,14 +338,14 @@ def _fall_back(stage: int, left: Left, lacking: str) -> Rebuild | Stop:
 
 
 def _newest_saves(stage: int, left: Left) -> tuple[Source, ...]:
-    """Files count that are of older lineages, too: after a resume there is nothing else yet."""
+    """Saves of older lineages count too: after a resume there are no others yet."""
     files = _files(left.held, "save").get(stage, {})
     usable = [version for version in files if version[:2] <= (left.lineage, left.step)]
     return tuple(held.source for held in files[max(usable)]) if usable else ()
 
 
 def _of_this_step(kind: Kind, stage: int, left: Left) -> tuple[Source, ...]:
-    """After the run went back, which only some have lived to see, everybody else still has it."""
+    """Holdings of this step and commit; after a partial return, the other nodes still have it."""
     return tuple(
         one.source
         for (_, step, made), held in _files(left.held, kind).get(stage, {}).items()
@@ -360,7 +357,7 @@ def _of_this_step(kind: Kind, stage: int, left: Left) -> tuple[Source, ...]:
 def nearest(stage: int, left: Left) -> list[int]:
     """The nearest body stages before and after `stage` that are left, at most one on each side.
 
-    One that was itself guessed at this step counts only if there is no other at all.
+    A stage guessed at this step counts only if there is no other.
     """
     alive = [of for of in range(1, left.stages + 1) if left.survivors.get(of)]
     usable = [of for of in alive if of not in left.untrained] or alive
@@ -370,8 +367,8 @@ def nearest(stage: int, left: Left) -> list[int]:
 
 
 def giver(stage: int, nodes: Sequence[str]) -> str:
-    """Of those that have the checkpoint, the one that gives this stage's weights: a single one, so
-    that it is known who gave what isn't in the checkpoint."""
+    """The node that gives this stage's weights from the checkpoint: a single one, so that the
+    source of missing weights is known."""
     return sorted(nodes)[stage % len(nodes)]
 
 
@@ -393,12 +390,12 @@ def _stale(steps: int) -> str:
     return f", {steps} step{'s' if steps > 1 else ''} old" if steps else ""
 
 
-# When a swarm starts and there are files, or goes back
+# The start of a swarm from files, and a return to them
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a run goes on; a stage that is not in `held` has nothing that fits."""
+    """The point where a run continues; stages not in `held` have no usable state."""
 
     step: int
     lineage: int
@@ -408,11 +405,11 @@ class Resume:
 
 
 def resume(held: Iterable[Held], stages: int) -> Resume | None:
-    """Where the run goes on that had all this, in files or memory; None if that is nothing.
+    """The point where a run with these files and memory continues; None without any.
 
-    The newest step that every stage has, some without Adam's moments where it can't be otherwise.
-    Where there is none, the newest of each (SCAR's partial recovery), and the step is the newest of
-    all: no sample comes twice.
+    The newest step that every stage has, if necessary for some without Adam's moments. Without a
+    common step, the newest of each stage (SCAR's partial recovery), at the newest step of all: no
+    sample is repeated.
     """
     held = list(held)
     files = _files(held, "memory", "save", "checkpoint")
@@ -449,13 +446,13 @@ def resume(held: Iterable[Held], stages: int) -> Resume | None:
 
 
 _Version = tuple[int, int, Made]
-"""Lineage, step, and by which commit; the greater is the newer."""
+"""Lineage, step and commit; the greater is the newer."""
 _Files = dict[int, dict[_Version, list[Held]]]
-"""Stage -> version -> who has it, each once."""
+"""Stage -> version -> holdings, at most one per node."""
 
 
 def _files(held: Iterable[Held], *kinds: Kind) -> _Files:
-    """The kinds in the order in which they are read: from memory before from a file."""
+    """Holdings by stage and version, in the order of `kinds`: memory is preferred to files."""
     files: _Files = {}
     wanted = [one for one in held if one.kind in kinds]
     for one in sorted(wanted, key=lambda h: (h.source.node, kinds.index(h.kind))):
@@ -467,7 +464,7 @@ def _files(held: Iterable[Held], *kinds: Kind) -> _Files:
 
 
 def _alike(held: Sequence[Held]) -> tuple[Held, ...]:
-    """Those with moments, or, where nobody has them, those without."""
+    """The holdings with moments, or, if there are none, those without."""
     whole = tuple(one for one in held if one.kind != "weights")
     return whole or tuple(held)
 
@@ -480,15 +477,15 @@ def _newest_common(files: _Files, stages: int) -> _Version | None:
 def holder_stage(stage: int, stages: int) -> int:
     """The stage whose nodes hold the running snapshot of `stage`, of the stages 0..`stages`.
 
-    The farthest on the ring 0..L, on which stage 0 comes behind stage L too. With 3 body stages or
-    more that is never a neighbour, so no two stages in a row hold each other's. No two stages have
-    the same holder.
+    The farthest on the ring 0..L, where stage 0 follows stage L. With 3 or more body stages it is
+    never a neighbour, so no two consecutive stages hold each other's. Each stage has a
+    different holder.
     """
     ring = stages + 1
     return (stage + ring // 2) % ring
 
 
 def keeper_stage(policy: Policy, stage: int, stages: int) -> int:
-    """The stage whose nodes keep what a rebuild of `stage` needs, or a part of that: a snapshot, a
-    twin, or, where it is guessed, the weights of a neighbour."""
+    """The stage whose nodes keep data for a rebuild of `stage`: a snapshot, a twin, or, for a
+    guess, a neighbour's weights."""
     return holder_stage(stage, stages) if policy == "snapshot" else (stage - 1) % (stages + 1)

@@ -1,4 +1,4 @@
-"""The arithmetic of relearning: how a stage's weights move, by which error."""
+"""The arithmetic of relearning: update rule, error and its gradient."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MOMENTUM: Final = 0.8
 ROUNDS: Final = 5
 QUINTIC: Final = (3.4445, -4.7750, 2.0315)
 
-# One update
+# Updates
 
 
 class UpdateRule(Protocol):
-    """Changes a stage's weights by their gradients. `tensors`: all that it has of its own."""
+    """Updates a stage's weights by their gradients. `tensors`: its own state."""
 
     @property
     def tensors(self) -> list[Tensor]: ...
@@ -30,16 +30,16 @@ class UpdateRule(Protocol):
 class Muon:
     """Momentum, orthogonalized (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
 
-    A matrix moves by lr sqrt(max(1, rows / columns)) times the orthogonal matrix that is nearest to
-    its Nesterov momentum, and by lr times `pull` of the way back to what it was at first. In
-    directions that no pair tells anything about, updates otherwise add up to a random walk.
+    A matrix moves by lr sqrt(max(1, rows / columns)) times the orthogonal matrix nearest to its
+    Nesterov momentum. It also moves by lr times `pull` of the way back to its initial value;
+    otherwise, updates add up to a random walk in directions without training signal.
 
-    Vectors, the weights of norms, stay: the matrix behind a norm can do all that they do, and when
-    both move, the one shrinks, the other grows, and training goes on with large weights that it
-    moves too slowly.
+    Vectors, the weights of norms, stay: the matrix behind a norm can represent their effect. If
+    both moved, one would shrink and the other grow, and training would continue with weights too
+    large for its step size.
 
-    torch.optim.Muon isn't used: making one loads torch's compiler, for seconds in which the whole
-    swarm waits, and it computes in bfloat16, which differs from one processor to the next.
+    torch.optim.Muon isn't used: its construction loads torch's compiler, which stalls the swarm for
+    seconds, and it computes in bfloat16, which differs between processors.
     """
 
     def __init__(self, stage: nn.Module, pull: float = 0.0, rounds: int = ROUNDS) -> None:
@@ -64,14 +64,14 @@ class Muon:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What each matrix is pulled to, if it is, and its momentum."""
+        """The matrices' pull targets, if any, and their momentum."""
         return [own for _, *kept in self._matrices for own in kept if own is not None]
 
 
 def orthogonalized(matrix: Tensor, rounds: int = ROUNDS) -> Tensor:
-    """Nearly U Vᵀ of the matrix's U S Vᵀ: by a quintic Newton-Schulz iteration that is steepest at
-    0, with the coefficients of Jordan et al. After five rounds singular values of 0.3 % of the norm
-    or more come out between 0.68 and 1.21, smaller ones smaller."""
+    """Nearly U Vᵀ of the matrix's U S Vᵀ, by a quintic Newton-Schulz iteration that is steepest at
+    0, with the coefficients of Jordan et al. Five rounds map singular values of at least 0.3 % of
+    the norm to between 0.68 and 1.21, and smaller ones to smaller values."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x = x / (torch.linalg.matrix_norm(x) + 1e-7)
@@ -84,19 +84,19 @@ def orthogonalized(matrix: Tensor, rounds: int = ROUNDS) -> Tensor:
 
 
 def orthogonalizing_flops(shapes: Iterable[Sequence[int]], rounds: int = ROUNDS) -> float:
-    """Of an update by Muon, for all matrices of these shapes: each round multiplies a matrix with
-    itself, the square that comes of it with itself, and both."""
+    """FLOPs of a Muon update of matrices of these shapes: each round multiplies a matrix with
+    itself, the resulting square with itself, and both."""
     matrices = [sorted(shape) for shape in shapes if len(shape) == 2]
     return rounds * math.fsum(4.0 * m * m * n + 2.0 * m**3 for m, n in matrices)
 
 
-# One pair
+# One stage
 
 
 class Learner:
-    """One stage's part: forward, then backward, which updates its weights.
+    """One stage in relearning: forward, then backward, which updates its weights.
 
-    `stage` maps a float [B, T, dim] to the same; `bf16` has it computed under autocast.
+    `stage` maps a float [B, T, dim] to the same; `bf16` runs it under autocast.
     """
 
     def __init__(
@@ -108,14 +108,14 @@ class Learner:
         self._passed: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """float32 [B, T, dim] to the same, without a graph; `backward` is to follow."""
+        """Maps float32 [B, T, dim] to the same, without a graph; call `backward` next."""
         x = x.detach().requires_grad_()
         y = self._compute(x)
         self._passed = x, y
         return y.detach()
 
     def backward(self, gradient: Tensor) -> Tensor:
-        """One update from the error's gradient at the output; gives that at the input."""
+        """One update from the error's gradient at the output; returns that at the input."""
         assert self._passed is not None, "backward goes with the forward before it"
         (x, y), self._passed = self._passed, None
         self._stage.zero_grad(set_to_none=False)
@@ -126,7 +126,7 @@ class Learner:
 
     @torch.no_grad()
     def measure(self, x: Tensor) -> Tensor:
-        """Computes as `forward` does, with nothing to follow."""
+        """Computes as `forward` does, without a `backward` to follow."""
         return self._compute(x)
 
     def _compute(self, x: Tensor) -> Tensor:
@@ -142,17 +142,17 @@ def squared_distance(a: Tensor, b: Tensor) -> float:
 def error_gradient(found: Tensor, output: Tensor, squared_norm: float) -> Tensor:
     """Gradient, at `found`, of the residual error ||found - output||² / ||output - input||².
 
-    Blocks add to their input, so this is the error of what they add, in units of what they should
-    add. `squared_norm` is the denominator; where it is 0, there is nothing to be learned.
+    A block adds to its input, so this is the error of the addition, relative to its target. The
+    denominator is `squared_norm`; if it is 0, the gradient is 0.
     """
     return (found - output).mul_(2 / squared_norm if squared_norm else 0.0)
 
 
-# All in one process
+# A chain in one process
 
 
 def learn(chain: Sequence[Learner], x: Tensor, y: Tensor) -> None:
-    """One update of every stage of a run, in the order of the visits, from its input and output."""
+    """Updates every stage of a run once, in visiting order, from the run's input and output."""
     found = x
     for learner in chain:
         found = learner.forward(found)
@@ -162,7 +162,7 @@ def learn(chain: Sequence[Learner], x: Tensor, y: Tensor) -> None:
 
 
 def residual_error(chain: Sequence[Learner], pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Of a run, over all pairs of its input and output; inf where nothing was to be added."""
+    """The error of a run over pairs of input and output; inf if the targets add nothing."""
     error = norm = 0.0
     for x, y in pairs:
         found = x

@@ -1,9 +1,9 @@
-"""What happens when a node is lost in the middle of a step and its stage has replicas left.
+"""Masking: the reaction to the loss of a node within a step if its stage has replicas left.
 
 - `reassign`: the driver gives its microbatches to other replicas. A death costs 0.13 steps.
-- `spare`: as `reassign`, and a replica of the stage has computed part of them ahead. A death costs
-  0.03 steps; steps take 1.15 to 1.6 times as long while nothing fails.
-- `abort`: all nodes try the step again. A death costs 1.21 steps.
+- `spare`: as `reassign`, and a replica has computed part of them in advance. A death costs 0.03
+  steps; steps without failures take 1.15 to 1.6 times as long.
+- `abort`: all nodes retry the step. A death costs 1.21 steps.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Placed(Protocol):
 
 
 def stand_ins(members: Iterable[Placed]) -> dict[str, str]:
-    """By node, who computes its microbatches ahead with `spare`: the next replica of its stage, by
-    id. (SPARe's placement with a redundancy of 2: the Golomb ruler of two marks is 0, 1.)"""
+    """Each node's stand-in under `spare`: the next replica of its stage, by id. (SPARe's placement
+    with a redundancy of 2: the Golomb ruler of two marks is 0, 1.)"""
     by_stage = sorted((place.stage, place.node) for place in members)
     found: dict[str, str] = {}
     for _, replicas in groupby(by_stage, lambda place: place[0]):

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 
 def order(microbatch: int, stages: int, swapped: bool) -> tuple[int, ...]:
-    """The body stages 1..L in the order in which this microbatch visits them.
+    """The visiting order of the body stages 1..L for a microbatch.
 
-    With `swapped`, every second microbatch visits the first two stages, and the last two, in
-    swapped order (CheckFree+, section 4.3), so that each of such a pair learns the other's part.
-    Raises ValueError when the pairs would overlap (L < 4).
+    With `swapped`, every second microbatch swaps the first two stages, and the last two. So each
+    stage of a pair learns the other's part (CheckFree+, section 4.3).
+    Raises ValueError if the pairs would overlap (L < 4).
     """
     natural = tuple(range(1, stages + 1))
     if not swapped:
@@ -27,32 +27,32 @@ def order(microbatch: int, stages: int, swapped: bool) -> tuple[int, ...]:
 def window_orders(
     step: int, microbatches: int, stages: int, swapped: bool
 ) -> list[tuple[int, ...]]:
-    """The order of each microbatch of a step, the first of which is 1.
+    """The order of each microbatch of a step; steps count from 1.
 
-    Every second one swaps of all that the run has had, so that half of them do even where a step
-    has one or three: of single ones it is every second step's. Raises ValueError as `order` does.
+    Every second microbatch of the run is swapped, so that half are even if a step has one or three;
+    with one, it is every second step's. Raises ValueError as `order` does.
     """
     before = (step - 1) * microbatches
     return [order(before + number, stages, swapped) for number in range(microbatches)]
 
 
 def partner(stage: int, stages: int) -> int | None:
-    """The stage that half of the microbatches visit in `stage`'s place, with swapped orders."""
+    """The stage that half of the microbatches visit in place of `stage`, with swapped orders."""
     return {1: 2, 2: 1, stages - 1: stages, stages: stages - 1}.get(stage)
 
 
 def all_orders(stages: int, swapped: bool) -> list[tuple[int, ...]]:
-    """Every order that a microbatch may have."""
+    """Every possible order of a microbatch."""
     return [order(microbatch, stages, swapped) for microbatch in range(2 if swapped else 1)]
 
 
-# Where stages of an order are lost
+# Lost stages in an order
 
 
 class Run(NamedTuple):
-    """Lost stages that a microbatch visits one after the other, as many as there are.
+    """Lost stages that a microbatch visits consecutively, maximal in length.
 
-    Input: what the visit before `start` sent. Output: what the visit at `end` received.
+    Input: the output of the visit before `start`. Output: the input of the visit at `end`.
     """
 
     start: int  # index in the order
@@ -64,7 +64,7 @@ class Run(NamedTuple):
 
 
 def runs(order: Sequence[int], lost: Collection[int]) -> tuple[Run, ...]:
-    """The runs of lost stages in an order, or in the stages of a route; stage 0 is in none."""
+    """The runs of lost stages in an order, or in a route's stages; stage 0 is in none."""
     visits = enumerate(order)
     return tuple(
         Run(found[0][0], tuple(stage for _, stage in found))
@@ -74,7 +74,7 @@ def runs(order: Sequence[int], lost: Collection[int]) -> tuple[Run, ...]:
 
 
 def blocks(orders: Iterable[Sequence[int]], lost: Collection[int]) -> list[tuple[int, ...]]:
-    """Which of the lost body stages have to relearn together: those that share a run in any order.
+    """Groups the lost body stages that must relearn together: those in a common run of any order.
 
     Every lost body stage is in one block; blocks and their stages ascend.
     """

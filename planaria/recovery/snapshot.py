@@ -1,13 +1,12 @@
-"""A stage's state in a peer's memory: what to send next, as which bytes, and the peer's side of it.
+"""Running snapshots of a stage in a peer's memory: selection, encoding and storage of updates.
 
 SCAR (Qiao et al., Fault Tolerance in Iterative-Convergent Machine Learning, section 4.2) keeps a
-running checkpoint of which it renews a fraction r of the blocks every rC steps, instead of all of
-them every C steps: those blocks that changed most since they were last saved. Here the running
-checkpoint is in the memory of a peer, which starts with nothing; so whatever the choice is, blocks
-that were never sent go first.
+running checkpoint. It renews a fraction r of the blocks every rC steps, instead of all every C
+steps: those that changed most since they were last saved. Here the running checkpoint is in a
+peer's memory and starts empty, so blocks never sent go first under every choice.
 
 A block is a row of a parameter. `weights`, `first_moment` and `second_moment` are the flat float32
-tensors of node/stage/optimizer.py, parameter after parameter. An update is the same rows of each.
+tensors of node/stage/optimizer.py, parameter after parameter. An update has the same rows of each.
 """
 
 from __future__ import annotations
@@ -26,27 +25,27 @@ Choice = Literal["priority", "round", "random"]
 Codec = Literal["none", "int8"]
 
 CODECS: Final = get_args(Codec)
-NEVER: Final = -1  # step of a block that hasn't been sent
-PIECE: Final = 256  # values of a row that share a scale in int8, at most
-SCRATCH: Final = 1 << 18  # values worked on at a time: what fits a cache isn't allocated anew
-MANTISSA: Final = 19  # bits that int8 drops of the 23 of a second moment's root
+NEVER: Final = -1  # step of a block never sent
+PIECE: Final = 256  # maximum number of values of a row that share a scale in int8
+SCRATCH: Final = 1 << 18  # values per batch of work: what fits a cache needs no new allocation
+MANTISSA: Final = 19  # bits dropped by int8 of the 23 mantissa bits of a second moment's root
 LARGEST: Final = torch.finfo(torch.float32).max
 SMALLEST: Final = torch.finfo(torch.float32).tiny
 
 
 class UpdateError(ValueError):
-    """These bytes can't be an update of this stage; the message says why."""
+    """The bytes are no update of this stage; the message says why."""
 
 
 class ValuesError(UpdateError):
-    """They are one, of values from which nothing can be rebuilt."""
+    """The update is well-formed, but has unusable values."""
 
 
 # Blocks
 
 
 class Group(NamedTuple):
-    """Neighbouring blocks of equal width, whichever parameters they belong to."""
+    """Consecutive blocks of equal width, across parameters."""
 
     first: int  # block
     rows: int
@@ -55,9 +54,9 @@ class Group(NamedTuple):
 
 
 class Layout:
-    """Where the blocks of a stage lie in its flat tensors.
+    """Positions of a stage's blocks in its flat tensors.
 
-    A parameter of two dimensions or more has a block for each row, any other is one block. Raises
+    A parameter of two or more dimensions has a block per row, any other is one block. Raises
     ValueError for a stage without values.
     """
 
@@ -84,44 +83,44 @@ class Layout:
 
     @property
     def widths(self) -> list[int]:
-        """Values of a block in each tensor of `rows`."""
+        """Block width in each tensor of `rows`."""
         return [group.width for group in self._groups]
 
     def rows(self, flat: Tensor) -> list[Tensor]:
-        """All blocks of `flat`, as views [rows, width], one for each width in turn."""
+        """All blocks of `flat`, as views [rows, width], one per width group."""
         return [
             flat[g.offset : g.offset + g.rows * g.width].view(g.rows, g.width) for g in self._groups
         ]
 
     def split(self, blocks: Tensor) -> list[Tensor]:
-        """Growing numbers of blocks, int64 [k] on the CPU, as indices into each of `rows`."""
+        """Splits ascending block numbers, int64 [k] on the CPU, into indices for each of `rows`."""
         firsts = torch.tensor([group.first for group in self._groups[1:]], dtype=torch.int64)
         parts = blocks.tensor_split(torch.searchsorted(blocks, firsts))
         return [part - group.first for part, group in zip(parts, self._groups, strict=True)]
 
     def gather(self, flat: Tensor, blocks: Tensor) -> list[Tensor]:
-        """Copies of these blocks, [k, width] for each width in turn."""
+        """Copies of blocks, [k, width] per width group."""
         indices = [at.to(flat.device) for at in self.split(blocks)]
         return [rows.index_select(0, at) for rows, at in zip(self.rows(flat), indices, strict=True)]
 
     def pieces(self, flat: Tensor, blocks: Tensor) -> Iterator[Tensor]:
-        """`gather`, some rows at a time."""
+        """As `gather`, in batches of rows."""
         for rows, at in zip(self.rows(flat), self.split(blocks), strict=True):
             for these in torch.split(at.to(flat.device), _some(rows.shape[1])):
                 yield rows.index_select(0, these)
 
     def shapes(self, blocks: Tensor) -> list[tuple[int, int]]:
-        """Of what `gather` gives."""
+        """The shapes of the result of `gather`."""
         parts = zip(self.split(blocks), self.widths, strict=True)
         return [(len(part), width) for part, width in parts]
 
     def scatter(self, flat: Tensor, blocks: Tensor, values: Sequence[Tensor]) -> None:
-        """Put there what `gather` gave."""
+        """Writes values in the format of `gather`."""
         for rows, at, new in zip(self.rows(flat), self.split(blocks), values, strict=True):
             rows.index_copy_(0, at.to(flat.device), new)
 
     def squared_distances(self, a: Tensor, b: Tensor) -> Tensor:
-        """float64 [blocks] on the CPU: of each block of `a` from the same of `b`, squared."""
+        """Squared distances between the blocks of `a` and `b`, float64 [blocks] on the CPU."""
         norms = []
         scratch = torch.empty(max(SCRATCH, *self.widths), device=a.device)
         for x, y in zip(self.rows(a), self.rows(b), strict=True):
@@ -134,19 +133,19 @@ class Layout:
 
 
 def _some(width: int) -> int:
-    """Rows that are worked on at a time."""
+    """Rows per batch of work."""
     return max(1, SCRATCH // width)
 
 
 def choose(
     choice: Choice, count: int, distances: Tensor, taken: Tensor, seed: Sequence[int]
 ) -> Tensor:
-    """The numbers of `count` blocks, growing, int64.
+    """Chooses `count` blocks; returns their numbers, ascending, int64.
 
-    `distances`: float64 [blocks], how far each is from what was last sent; `taken`: int64 [blocks],
-    the step it was sent at, or NEVER. `priority` takes the farthest, `round` the longest unsent,
-    `random` any, drawn from `seed` alone; all of them what was never sent before anything else, and
-    of equals the first.
+    `distances`: float64 [blocks], of each block from its last sent value; `taken`: int64 [blocks],
+    the step of that value, or NEVER. `priority` takes the farthest, `round` the longest unsent,
+    `random` a draw from `seed` alone. All take blocks never sent first; ties go to the lower
+    number.
     """
     match choice:
         case "priority":
@@ -164,10 +163,10 @@ def choose(
 
 
 def quantize(rows: Tensor, toward_zero: bool = False) -> tuple[Tensor, Tensor]:
-    """Scales, float32 [k, pieces], and codes, uint8 [k, width] (the bits of int8), of float32 rows.
+    """Scales, float32 [k, pieces], and codes, uint8 [k, width] (bits of int8), of float32 rows.
 
-    A piece is at most 256 values of one row, and its scale max(abs) / 127. The error of a value is
-    at most half a scale; a whole one, and never upwards, with `toward_zero`.
+    A piece has at most 256 values of one row; its scale is max(abs) / 127. A value's error is at
+    most half a scale; with `toward_zero` at most one, and never upwards.
     """
     pieces = _pieces(rows)
     scales = (pieces.abs().amax(dim=2) / 127).clamp_min(SMALLEST)
@@ -177,23 +176,22 @@ def quantize(rows: Tensor, toward_zero: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(scales: Tensor, codes: Tensor) -> Tensor:
-    """float32 [k, width] of what `quantize` made, the same bits on every machine."""
+    """Inverts `quantize`: float32 [k, width], with the same bits on every machine."""
     pieces = _pieces(codes.view(torch.int8).float())
     return _rows(pieces.mul_(scales[:, :, None]), codes.shape[1])
 
 
 def quantize_second_moment(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Tops, int32 [k, pieces], and codes, uint8 [k, width], of rows that are not negative.
+    """Tops, int32 [k, pieces], and codes, uint8 [k, width], of non-negative rows.
 
-    A code stands for sqrt(v), rounded *up* to 4 bits behind the point: counted down from the
-    largest of its piece, 16 codes to each factor of two, so that it reaches a 50,000th of it; what
-    is smaller rounds up to that, and only 0 becomes 0. With equal steps, as `quantize` has them,
-    small moments would become 0, and Adam divides by them. So restored, sqrt(v) is never smaller
-    than it was, and with a first moment rounded towards zero no element of an Adam step is larger
-    than the exact one's (by more than float32's own rounding). And down to that 50,000th of its
-    piece's largest it is at most a 16th too large.
+    A code is sqrt(v), rounded *up* to 4 mantissa bits, relative to the largest of its piece. Codes
+    have 16 values per factor of two, down to a 50,000th of the largest; smaller values round up to
+    that, and only 0 becomes 0. Equal steps, as in `quantize`, would turn small moments into 0, and
+    Adam divides by them. A restored sqrt(v) is never smaller than the original. With a first moment
+    rounded towards zero, no element of an Adam step exceeds the exact one's (except by float32
+    rounding). Above a 50,000th of its piece's largest, a restored root is at most a 16th too large.
     """
-    bits = rows.sqrt().view(torch.int32)  # the bits of floats above 0 grow as the floats do
+    bits = rows.sqrt().view(torch.int32)  # bits of floats above 0 ascend as the floats do
     codes = _pieces((bits + ((1 << MANTISSA) - 1)) >> MANTISSA)
     tops = codes.amax(dim=2)
     below = (codes - tops[:, :, None] + 255).clamp_min_(1)
@@ -201,7 +199,7 @@ def quantize_second_moment(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_second_moment(tops: Tensor, codes: Tensor) -> Tensor:
-    """float32 [k, width] of what `quantize_second_moment` made, the same bits on every machine."""
+    """Inverts `quantize_second_moment`: float32 [k, width], the same bits on every machine."""
     below = _pieces(codes.int())
     bits = (below - 255 + tops[:, :, None]).clamp_min_(0) << MANTISSA
     roots = torch.where(below > 0, bits, 0).view(torch.float32)
@@ -209,7 +207,7 @@ def dequantize_second_moment(tops: Tensor, codes: Tensor) -> Tensor:
 
 
 def _pieces(rows: Tensor) -> Tensor:
-    """[k, pieces, values], the last piece filled up with 0."""
+    """Rows as [k, pieces, values], the last piece padded with 0."""
     count, width = rows.shape
     size = min(PIECE, width)
     if tail := width % size:
@@ -221,16 +219,16 @@ def _rows(pieces: Tensor, width: int) -> Tensor:
     return pieces.flatten(1)[:, :width].contiguous()
 
 
-# An update as bytes
+# Encoding of updates
 
 
 def encode(
     layout: Layout, blocks: Tensor | None, tensors: Sequence[Tensor], codec: Codec
 ) -> tuple[Tensor, list[Tensor]]:
-    """The update's bytes, uint8 on the CPU, and the weights as the other side will have them.
+    """The update's bytes, uint8 on the CPU, and the weights as the receiver restores them.
 
-    `tensors`: weights, or weights and both moments, flat; `blocks`: int64 [k], growing, or None for
-    all of them. The bytes: the blocks' numbers (int32; not for all of them), the values of four
+    `tensors`: weights, or weights and both moments, flat; `blocks`: int64 [k], ascending, or None
+    for all. The bytes: block numbers (int32; omitted for all blocks), the values of four
     bytes, the codes.
     """
     numbers = [] if blocks is None else [blocks.int()]
@@ -240,7 +238,7 @@ def encode(
     heads = 0 if codec == "none" else 4 * sum(math.prod(_heads(shape)) for shape in shapes)
     codes = 4 * values if codec == "none" else values
     ahead = 4 * sum(map(len, numbers)) + len(tensors) * heads
-    payload = torch.empty(ahead + len(tensors) * codes, dtype=torch.uint8)  # of the CPU
+    payload = torch.empty(ahead + len(tensors) * codes, dtype=torch.uint8)  # on the CPU
     first, second = _Writer(payload, 0), _Writer(payload, ahead)
     for number in numbers:
         first.put(number)
@@ -266,10 +264,10 @@ def encode(
 def decode(
     layout: Layout, payload: Tensor, count: int, tensors: int, codec: Codec
 ) -> tuple[Tensor, list[list[Tensor]]]:
-    """The blocks, int64 [count], and of each of the `tensors` (1 or 3) their values, as `gather`.
+    """The blocks, int64 [count], and the values of each of the `tensors` (1 or 3), as `gather`.
 
-    With codec none the values share the payload's memory. Raises UpdateError for what can't be: the
-    size, numbers of blocks that don't grow or aren't there, second moments below 0; and ValuesError
+    With codec none the values share the payload's memory. Raises UpdateError for a wrong size,
+    block numbers not ascending or out of range, and negative second moments; raises ValuesError
     for values that aren't finite.
     """
     whole = count == layout.blocks
@@ -323,7 +321,7 @@ def _head_dtype(tensor: int) -> torch.dtype:
 
 
 def _heads(shape: tuple[int, int]) -> tuple[int, int]:
-    """The shape of the scales, or tops, of so many rows of this width."""
+    """The shape of the scales, or tops, of rows of this shape."""
     return shape[0], -(-shape[1] // min(PIECE, shape[1]))
 
 
@@ -339,7 +337,7 @@ def _check_values(tensor: int, parts: Sequence[Tensor]) -> None:
 
 
 class _Writer:
-    """Puts tensors into a payload, uint8, one behind the other."""
+    """Writes tensors consecutively into a uint8 payload."""
 
     def __init__(self, payload: Tensor, offset: int) -> None:
         self._payload, self._offset = payload, offset
@@ -353,7 +351,7 @@ class _Writer:
 
 
 class _Reader:
-    """Takes tensors from the front of a payload."""
+    """Reads tensors consecutively from a payload."""
 
     def __init__(self, payload: Tensor) -> None:
         self._payload, self._offset = payload, 0
@@ -372,40 +370,40 @@ class _Reader:
 
 
 def largest_update(layout: Layout, tensors: int) -> int:
-    """Bytes that no update of so many tensors exceeds, in any codec."""
+    """Upper bound in bytes of an update with `tensors` tensors, in any codec."""
     return 4 * layout.blocks + 4 * layout.values * tensors
 
 
-# The sender's side
+# The sender
 
 
 class SnapshotUpdate(NamedTuple):
-    """What goes to a holder at a time."""
+    """One update to a holder."""
 
-    payload: Tensor  # uint8 on the CPU; its own until the next `take`, and after `lost` for ever
+    payload: Tensor  # uint8 on the CPU; valid until the next `take`, and permanently after `lost`
     blocks: int
     tensors: int
     codec: Codec
-    perturbation: float  # ||weights - what the holder has then||; NaN while it lacks blocks
+    perturbation: float  # ||weights - the holder's then||; NaN while it lacks blocks
 
 
 class Sent(Protocol):
-    """What one holder was sent, and so what it is to be sent next."""
+    """The record of what a holder was sent, which determines the next update."""
 
     def take(self, at: tuple[int, int], tensors: Sequence[Tensor]) -> SnapshotUpdate:
-        """The next update, from the flat tensors as they are at this lineage and step."""
+        """The next update, from the flat tensors at this lineage and step."""
 
     def lost(self, step: int) -> None:
-        """The update of `step` may not have come."""
+        """Records that the update of `step` may not have arrived."""
 
     @property
     def memory_bytes(self) -> int:
-        """What is kept here besides the stage itself."""
+        """Bytes kept here besides the stage itself."""
 
 
 class SentCopy:
-    """All weights, every time. May serve several holders: an update is made once, and kept until
-    one of another step is taken, which then takes its memory."""
+    """Copies of all weights. May serve several holders: an update is made once, and kept until the
+    next step's update reuses its memory."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -430,10 +428,10 @@ class SentCopy:
 
 
 class SentSnapshot:
-    """A running snapshot: a fraction of the blocks at a time.
+    """A running snapshot: each update has a fraction of the blocks.
 
-    `sent`: float32 [values], the weights as the holder has them (with int8 the restored ones), on
-    the device of the weights; `taken`: int64 [blocks], the step that each is of, or NEVER.
+    `sent`: float32 [values], the holder's weights (with int8 the restored ones), on the device of
+    the weights; `taken`: int64 [blocks], the step of each, or NEVER.
     """
 
     def __init__(
@@ -485,11 +483,11 @@ class SentSnapshot:
         return self.sent.nbytes + self.taken.nbytes
 
 
-# The holder's side
+# The holder
 
 
 class Staleness(NamedTuple):
-    """The steps that the blocks of a snapshot are of."""
+    """The steps of the blocks in a snapshot."""
 
     oldest: int
     mean: float
@@ -497,25 +495,25 @@ class Staleness(NamedTuple):
 
 
 class HeldSnapshot:
-    """What a holder has of a stage's running snapshot: `tensors`, flat float32, 1 or 3 of them, of
-    which the blocks that are missing have any values. To be made takes no time: whoever puts blocks
-    in place waits for the memory."""
+    """A holder's running snapshot of a stage: `tensors`, flat float32, 1 or 3; missing blocks have
+    arbitrary values. Construction is fast; the first writes to each block allocate its
+    memory."""
 
     def __init__(self, layout: Layout, tensors: int) -> None:
         self._layout = layout
         self.tensors = [torch.empty(layout.values) for _ in range(tensors)]
         self.taken = torch.full((layout.blocks,), NEVER)
-        self.missing = layout.blocks  # blocks
+        self.missing = layout.blocks  # number of blocks
 
     def overlay(self, step: int, blocks: Tensor, values: Sequence[Sequence[Tensor]]) -> None:
-        """Put in place what `decode` gave."""
+        """Writes a result of `decode`."""
         for flat, parts in zip(self.tensors, values, strict=True):
             self._layout.scatter(flat, blocks, parts)
         self.taken[blocks] = step
         self.missing = int((self.taken == NEVER).sum())
 
     def staleness(self) -> Staleness:
-        """Raises ValueError while blocks are missing."""
+        """The staleness of the blocks. Raises ValueError while blocks are missing."""
         if self.missing:
             raise ValueError(f"{self.missing} of {self._layout.blocks} blocks haven't come yet")
         steps = self.taken
@@ -523,7 +521,7 @@ class HeldSnapshot:
 
     @classmethod
     def whole(cls, layout: Layout, step: int, payload: Tensor, tensors: int) -> HeldSnapshot:
-        """A copy of everything that `decode` has found right, in the payload's own memory."""
+        """A complete copy whose tensors share the memory of a payload checked by `decode`."""
         held = cls(layout, 0)
         held.tensors = list(torch.split(payload.view(torch.float32), layout.values))
         assert len(held.tensors) == tensors
@@ -536,19 +534,19 @@ class HeldSnapshot:
         return sum(flat.nbytes for flat in self.tensors) + self.taken.nbytes
 
 
-# Who holds what
+# Placement of copies and snapshots
 
 
 def steps_between(fraction: float, period: int) -> int:
-    """Two updates of a running snapshot: of the fraction r of the blocks, every r C steps."""
+    """Steps between two updates of a running snapshot: r C, for the fraction r of the blocks."""
     return max(1, round(fraction * period))
 
 
 def sent_as(policy: Policy, stage: int, first: int) -> Literal["copy", "snapshot"] | None:
-    """As what the state of `stage` travels to peers by this policy; None: it doesn't.
+    """The form in which the policy sends the state of `stage` to peers; None: not at all.
 
-    Where stages are guessed, stage 0 can't be, and for the `first` body stages a guess is worst:
-    all others build on them.
+    Where stages are guessed, stage 0 can't be, and guesses of the `first` body stages are the
+    worst: all others build on them.
     """
     if policy == "snapshot":
         return "snapshot"
@@ -560,7 +558,7 @@ def sent_as(policy: Policy, stage: int, first: int) -> Literal["copy", "snapshot
 
 
 class CopyRoute(NamedTuple):
-    """Who sends, to whom."""
+    """The sender and the holders of a state."""
 
     sender: str
     holders: tuple[str, ...]
@@ -573,12 +571,12 @@ def route(
     stages: int,
     machine: Callable[[str], str] = str,
 ) -> CopyRoute | None:
-    """How this state of `stage` travels among these members (node, stage); None: nobody sends it.
+    """The route of this state of `stage` among members (node, stage); None: no sender.
 
-    The first node of a stage, by name, speaks for it. Copies are of stage 0 and go to stages 1 and
-    L, a snapshot goes to one stage. `machine` is the one that a node of that name is on: what is
-    held on one that serves the stage itself would be lost with it, and two copies are on two, so
-    other stages take the place of those that can't; there may be none.
+    A stage's first node, by name, sends. Copies of stage 0 go to stages 1 and L, a snapshot goes to
+    one stage. `machine`: maps a node to its machine. A holder on a machine that serves the stage
+    would be lost with it, and two copies need two machines. So other stages replace unsuitable
+    ones; the result may have no holder.
     """
     at: dict[int, list[str]] = {}
     for node, of in sorted(members):
@@ -596,7 +594,7 @@ def route(
 
 
 def _candidates(kind: Literal["copy", "snapshot"], stage: int, stages: int) -> list[int]:
-    """Stages whose nodes may hold it, those that are to first."""
+    """Stages whose nodes may be holders, by preference."""
     ring = stages + 1
     others = [of for of in range(ring) if of != stage]
     if kind == "copy":
@@ -608,8 +606,8 @@ def _candidates(kind: Literal["copy", "snapshot"], stage: int, stages: int) -> l
 
 
 def held_at(stage: int, stages: int) -> Iterator[tuple[Literal["copy", "snapshot"], int]]:
-    """What nodes of `stage` hold where each is on a machine of its own: kinds, and of which
-    stage."""
+    """Kind and stage of the states that nodes of `stage` hold if each has its own
+    machine."""
     if stage in (1, stages):
         yield "copy", 0
     for of in range(stages + 1):
