@@ -29,8 +29,8 @@ class BackgroundRelearning:
         terms = course.terms
         self.tally = RelearningProgress(course.updates, told.updates, terms.each_step, terms.within)
         self.left = self.tally.left  # updates left after the last commit; for the event loop
-        self.steps = 0  # likewise, whose gaps were used
-        self.updates = 0  # likewise, added in these steps
+        self.steps = 0  # likewise: steps with such updates in their gaps
+        self.updates = 0  # likewise: updates added in these steps
         self.seconds = 0.0  # of computing
         self.over = False  # no more updates are made
 

@@ -101,7 +101,7 @@ class _Step:
 
 
 class BoundaryKeeper:
-    """What this node sent and received in the running attempt, and in the last committed steps.
+    """Tensors sent and received here in the running attempt, and in the last committed steps.
 
     Those steps are consecutive and of one history: none that the run has gone back behind, none
     from before a gap. All methods belong to the event loop. A commit requires that the whole step
@@ -183,8 +183,9 @@ class BoundaryKeeper:
     def sides(
         self, step: int, stage: int, lost: frozenset[int]
     ) -> list[tuple[BoundaryPair, str, KeptTensor]]:
-        """What a joiner of `stage` needs of the steps up to `step`, as (pair, side, tensor): newest
-        step first, each in order. Raises ValueError if there is nothing; the message says why."""
+        """Tensors for a joiner of `stage`, of the steps up to `step`, as (pair, side, tensor):
+        newest step first, each in order. Raises ValueError if there is nothing; the message says
+        why."""
         _, newest = self._at
         if newest != step:
             raise ValueError(

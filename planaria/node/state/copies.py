@@ -86,12 +86,12 @@ class Allowance:
         self._free = max(self._free, now) + size / self._rate
 
 
-# What is sent, and when
+# Contents and time of updates
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """What a stage sends to its holders."""
+    """A stage's updates for its holders: contents and pace."""
 
     kind: Kind
     stage: int
@@ -467,7 +467,7 @@ class Holder:
         self.bytes_received = 0
         self.critical_seconds = 0.0  # in the compute thread
 
-    # --- what there is
+    # --- holdings
 
     @property
     def memory_bytes(self) -> int:

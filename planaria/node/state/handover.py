@@ -1,4 +1,4 @@
-"""Whether the last node of a stage can hand its state to an heir within a termination notice.
+"""Decides whether a stage's last node can hand its state to an heir within a termination notice.
 
 The node sees the notice up to POLL seconds late, and ends its part of the step. It pushes the
 weights, then Adam's moments. It keeps FAREWELL seconds for leaving, and MARGIN since the announced
@@ -7,7 +7,7 @@ time is approximate. So a push of `size` bytes ends after
     POLL + step + rtt (1 + log2(size / INITIAL_WINDOW + 1)) + size / rate + FAREWELL + MARGIN
 
 seconds: the logarithm bounds the round trips of TCP's slow start on a new connection. The link is
-the slowest to any node. It takes an heir: a standby, a replica that moves, or a node with room.
+the slowest to any node. It needs an heir: a standby, a replica that moves, or a node with room.
 """
 
 from __future__ import annotations

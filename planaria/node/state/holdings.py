@@ -1,4 +1,4 @@
-"""What a node keeps in case a stage is lost.
+"""Holdings: states that a node keeps in case a stage is lost.
 
 In memory, of other stages: copies, running snapshots and a twin. In files: saves of its own stage.
 Also tensors that crossed to its neighbours in the last steps. The run's policy and the node's stage
@@ -194,7 +194,7 @@ class Holdings:
         if self.holder is not None:
             self.holder.committed(own)
 
-    # --- what others say
+    # --- messages
 
     def on_message(self, peer: str, message: pb.Message) -> None:
         """Handle a Kept."""
@@ -214,7 +214,7 @@ class Holdings:
         if self.holder is not None:
             self.holder.on_peer_lost(peer)
 
-    # --- what there is
+    # --- holdings
 
     def listed(self) -> list[pb.Holding]:
         """All holdings, for the driver."""

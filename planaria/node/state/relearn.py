@@ -273,7 +273,7 @@ def _said(pair: BoundaryPair, **sides: bool) -> pb.BoundaryPair:
 
 
 class _Joiner:
-    """One block's relearning at one node."""
+    """Relearning of a block at one node."""
 
     def __init__(
         self,

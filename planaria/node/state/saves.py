@@ -536,7 +536,7 @@ class SavesOnDisk:
             try:
                 if save not in refused:
                     found.append(self._saves.id_of(save))
-            except SaveError as error:  # since damaged, or replaced by a newer one
+            except SaveError as error:  # damaged since, or replaced by a newer one
                 log.warning("not offered: %s", error)
         return found
 
@@ -798,7 +798,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove temporary files that nobody has locked: their writers are dead."""
+    """Remove temporary files without a lock: their writers are dead."""
     for path in folder.glob(".*.tmp"):
         try:
             with path.open("r+b") as file:

@@ -68,7 +68,7 @@ Due: TypeAlias = Mapping[str, int]
 """The tensors of a stage, in the order of their bytes, each with its number of values."""
 
 
-# What is transferred
+# The transferred state
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ class ShardPlan:
 
     @property
     def wake(self) -> float:
-        """When to call `expire` next; inf: nothing is outstanding."""
+        """Time of the next `expire`; inf: nothing is outstanding."""
         owing = [source.heard for source in self._sources.values() if source.outstanding]
         return min(owing, default=math.inf) + self._silence
 
@@ -616,7 +616,7 @@ class Arriving:
 
 
 class _TransferFetch:
-    """One transfer at the joiner.
+    """Runs a transfer at the joiner.
 
     The other sources must agree with the first valid manifest. Shards are requested from then on; a
     source with a later manifest joins in. Sources beyond SOURCES replace dropped ones, those

@@ -50,7 +50,7 @@ def next_stage(stage: int, stages: int) -> int:
 
 
 def servers(of: int, stages: int, members: Iterable[pb.Place]) -> dict[str, str]:
-    """For each holder of a twin of stage `of`, the replica that sends it the gradient.
+    """Map from each holder of a twin of stage `of` to the replica that sends it the gradient.
 
     Replica j of R, in the order of the ids, serves the holders k with k mod R = j.
     Raises ValueError when the stage has no member.
@@ -90,7 +90,7 @@ class Twin:
         some_twice = 2 * optimizer.gradient.nbytes
         open_limit = some_twice + OPEN_LIMIT
         self._inboxes: Inboxes[Ballot, Frame] = Inboxes(exchanges, NEVER, some_twice, open_limit)
-        # Not of the node's committed step, but stale.
+        # Stale: not of the node's committed step.
         initial = StateId(self.stage, lineage=0, step=0, made=NEVER)
         state = dict(optimizer.state(optimizer=True))
         self.state = StageState(initial, state, 0.0, 0, pb.Commit(), 0)

@@ -2,8 +2,8 @@
 
 Pure: chunks in, chunks out. A frame gets its number when its first chunk leaves, so the receiver
 sees consecutive new numbers. A more urgent kind overtakes between two chunks. Within a kind frames
-keep their order, so at most one frame of each kind is in flight. A new connection resumes where the
-inbox says that it is: chunks lost on the old one are sent again. Each chunk carries its sequence
+keep their order, so at most one frame of each kind is in flight. A new connection resumes at the
+inbox's position: chunks lost on the old one are sent again. Each chunk carries its sequence
 number, since chunks may arrive by several streams (ordering.py).
 
 Copies travel in the background: their chunks leave when background.py grants room. They are

@@ -108,7 +108,7 @@ class Outcome(Generic[T]):
 
 
 class _Wait(NamedTuple):
-    """What an exchange yields to its runner."""
+    """Yielded by an exchange to its runner."""
 
     outcome: Outcome[Any]
     until: float
@@ -210,7 +210,7 @@ class Exchanges:
         self.now = max(self.now, now)
 
     def run(self, now: float) -> None:
-        """Resume all exchanges that can go on, with a TimeoutError those whose deadline is over."""
+        """Resume all exchanges that can go on; expired ones get a TimeoutError."""
         self.at(now)
         self._run_ready()  # events that came before their deadline
         while self.wake <= self.now:
@@ -222,7 +222,7 @@ class Exchanges:
         while self._ready:
             self._ready.popleft()()
 
-    # --- for who converses
+    # --- for callers
 
     def start(self, work: Coroutine[Any, Any, T]) -> Exchange[T]:
         """Run the work up to its first wait. The node crashes with what it raises."""

@@ -1,4 +1,4 @@
-"""When an idle link closes its connection.
+"""Decides when an idle link closes its connection.
 
 A link dialled on demand, or no longer required by the newest view, would stay up as long as both
 ends live. A long run would end with a connection between all pairs. So a link that neither end has
@@ -50,5 +50,5 @@ class IdleEnd:
         return said == AGREED and self.is_spare(spare, now)
 
     def rests(self, spare: bool, now: float) -> bool:
-        """Whether a connection that is closed, or carries nothing any more, was meant to be."""
+        """Whether a closed or dead connection was meant to close."""
         return bool(self._peers) and self.is_spare(spare, now)

@@ -1,12 +1,12 @@
 """Links: messages and frames from node to node.
 
 A link is a session (session.py) over a sequence of connections. A connection has a gRPC stream for
-messages, Control, and Bulk streams for frames, each on its own TCP connection, so that a vote never
-queues behind weights. It has no Bulk stream without frames, one with frames, and more where one TCP
-connection can't use the link's capacity (streams.py). Either side may dial; then both sides are
-alike, except that the dialler adds streams. When a stream breaks, the link sleeps until one side
-has dialled again, and resumes; it is lost when that takes too long. Two nodes that can't reach each
-other connect through a third member (relays.py) until they can. A link that neither side needs
+messages, Control, and Bulk streams for frames. Each has its own TCP connection, so that a vote
+never queues behind weights. It has no Bulk stream without frames, one with frames, and more where
+one TCP connection can't use the link's capacity (streams.py). Either side may dial; then both sides
+are alike, except that the dialler adds streams. When a stream breaks, the link sleeps until one
+side has dialled again, and resumes; it is lost when that takes too long. Two nodes that can't reach
+each other connect through a third member (relays.py) until they can. A link that neither side needs
 rests (idle.py): it has no connection, and nobody dials before there is something to send.
 
 `Links` keeps the links up that the newest view requires, and accepts those that members of that
@@ -190,7 +190,7 @@ class _Link:
     def __init__(self, links: Links, peer: str, session: Session) -> None:
         self._links, self.settings = links, links.settings
         self.peer, self.session = peer, session
-        self.connection: _Connection | None = None  # None: it sleeps, or rests
+        self.connection: _Connection | None = None  # None: the link sleeps, or rests
         self.rests = False
         self.via = ""  # the current or last relay; "": direct
         self.traffic = links.traffic.setdefault(peer, Traffic())
@@ -201,7 +201,7 @@ class _Link:
         self._framed = -math.inf  # when a frame was last sent
         self._reached = False  # by a dial of this side, so that it can be waked from here
         self._look = -math.inf  # time of the last check of `_reached`
-        self._stirs = asyncio.Event()  # set when it stops resting
+        self._stirs = asyncio.Event()  # set when the link stops resting
         self.over = asyncio.Event()
         self.reason, self.cause = "", SILENT
 
@@ -240,7 +240,7 @@ class _Link:
         needed = outbox.frames or self.now - self._framed < self.settings.rest
         return outbox.streams if needed else 0
 
-    # When nobody needs it
+    # Idle links
 
     def used(self) -> None:
         self._idle.used(self.now)
@@ -459,7 +459,7 @@ class _Connection:
         """Whether the link is over, too."""
         return self._link.over.is_set()
 
-    # Streams that are added
+    # Added streams
 
     @property
     def carries(self) -> bool:
@@ -574,7 +574,7 @@ class _Connection:
         self._traffic.bytes_out += len(data)
         await stream.write(data)
 
-    # The tasks: two, and two for each stream of chunks
+    # Tasks: two, and two for each stream of chunks
 
     async def _speak(self) -> None:
         while not self.over.is_set():
@@ -729,7 +729,7 @@ class Links:
         self._returning: set[str] = set()  # dialled directly, relayed before
         self._relays = Relays(node, self._send_relayed, self._called)
         self._numbers = itertools.count(1)
-        self._doorkeeper: Doorkeeper | None = None  # None: nobody can connect, or be checked
+        self._doorkeeper: Doorkeeper | None = None  # None: no connections, or no checks
         self._keeping: asyncio.Task[None] | None = None
         self._handshakes = 0
         self._settling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by peer
@@ -1222,7 +1222,7 @@ class Links:
             self.events.on_link_up(node)
         return connection
 
-    # By way of others
+    # Relayed connections
 
     def message_came(self, peer: str, message: stage_pb2.Message) -> None:
         if message.WhichOneof("body") == "carried":
@@ -1241,7 +1241,7 @@ class Links:
         link = self._links.get(node)
         if link is None or link.via:
             return False
-        if frame.kind == "call":  # by the control stream, so that it never queues behind weights
+        if frame.kind == "call":  # Control: never queues behind weights
             link.send(seal(frame.in_message().SerializeToString()), arrived)
         else:
             link.send_frame(frame, arrived)

@@ -53,7 +53,7 @@ class CallRefusedError(Exception):
 
 
 class RelayStream:
-    """One of a call's two streams: reads yield what the peer writes at its end."""
+    """A stream of a call, which has two: reads yield what the peer writes."""
 
     def __init__(self, send: Callable[[bytes], None]) -> None:
         self._send = send
@@ -87,7 +87,7 @@ class Call:
                 stream.put(None)
             if not self.answer.done():
                 self.answer.set_exception(CallRefusedError("UNAVAILABLE", why))
-                self.answer.exception()  # marked as retrieved, since nobody may await it
+                self.answer.exception()  # marked as retrieved: perhaps never awaited
 
 
 class Relays:
@@ -209,7 +209,7 @@ class Relays:
                 (other,) = pair - {node}
                 self._over(other, node, "", f"{self.node} has lost its link to {node}")
 
-    # --- in between
+    # --- as a relay
 
     def on_frame(self, sender: str, frame: Frame) -> None:
         """Handle a received frame of one of `KINDS`."""

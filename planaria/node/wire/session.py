@@ -56,7 +56,7 @@ class Hello:
     other: int  # the receiver's; 0: not known yet
     number: int  # of this hello in the session
     messages: int  # received
-    frames: int  # whose receipt has begun
+    frames: int  # received, or partly received
     partial: dict[int, int] = field(default_factory=dict)  # bytes received of incomplete frames
 
     def pack(self) -> str:
@@ -123,7 +123,7 @@ class _SentMessage(NamedTuple):
 
 
 class Session:
-    """One side of a link."""
+    """A link's session at one side."""
 
     def __init__(
         self, number: int, bounds: SessionBounds, background: Callable[[], Background] = Background

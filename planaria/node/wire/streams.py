@@ -1,19 +1,19 @@
 """How many streams carry a link, each on a TCP connection of its own.
 
 A lost packet about halves a TCP connection's congestion window, which takes some round trips to
-recover. Where packets are lost other than by a full queue, one connection carries about 1.2 /
-sqrt(loss) packets in a round trip, whatever the link's capacity (Mathis et al., The macroscopic
-behavior of the TCP congestion avoidance algorithm, 1997). Several carry as many times that. On a
-link that is full, more of them carry no more.
+recover. Losses without a full queue limit one connection to about 1.2 / sqrt(loss) packets in a
+round trip, whatever the link's capacity (Mathis et al., The macroscopic behavior of the TCP
+congestion avoidance algorithm, 1997). Several carry as many times that. On a link that is full,
+more of them carry no more.
 
 So more streams are tried: twice as many, while a backlog lasts and the last doubling has paid. It
 doubles, since a ninth stream beside eight gains less than the variation of a link's rate.
 
 On a long round trip, one connection loses time after pauses. After one of a few hundred
 milliseconds Linux restarts with ten packets in flight (RFC 2861), and cubic takes a round trip for
-each doubling. This is known, and trying would take long where bursts differ. So a long link with
-bursts after pauses gets as many streams as have a burst in flight at once, or as much of it as the
-path holds.
+each doubling. This is known, and trying would take long where bursts differ. So on a long link with
+bursts after pauses, the number of streams follows from the burst. Together they have all of it in
+flight at once, or as much of it as the path holds.
 
 Pure; `now` in seconds of any one clock.
 """
