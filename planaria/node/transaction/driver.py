@@ -1,10 +1,10 @@
-"""The driver's side of the step transaction: a machine without clock, socket or tensor.
+"""The driver's side of the step transaction: a state machine without clock, socket or tensor.
 
-One procedure serves every new view, lost link, failed attempt and rebuild: *gather* asks all active
-members what they have, commits the step that somebody has committed already, gets state to those
+One procedure serves every new view, lost link, failed attempt and rebuild: *gather*. It queries all
+active members and commits the step that any member has committed already. It gets state to those
 without it, and begins the next step. A commit needs `Ready` from every active member.
 
-Whatever goes on is one object, made when it begins: `Gathering`, `Syncing` or `Attempting`.
+Each activity is one object, made when it begins: `Gathering`, `Syncing` or `Attempting`.
 """
 
 from __future__ import annotations
@@ -110,25 +110,25 @@ from planaria.recovery.relearning import time_for
 
 INACTIVE = Resting(DriverPhase.INACTIVE)
 UNRECORDED_PAUSE = 2.0
-"""Seconds between two looks whether a ledger can be written again."""
+"""Seconds between two checks whether a ledger can be written again."""
 UNWRITTEN_PAUSE = 0.05
-"""Seconds between two looks whether the last step is in the ledger."""
+"""Seconds between two checks whether the last step is in the ledger."""
 SKIPS = 3
-"""Steps in a row that are skipped before the run pauses."""
+"""Skipped steps in a row after which the run pauses."""
 EVICTED = 3.0
-"""Seconds that an attempt that goes on without a lost node waits, once it is complete, for the view
-without that node; then the node isn't lost, and the attempt is given up."""
+"""Seconds that a complete attempt without a lost node waits for the view without that node; then
+the node isn't lost, and the attempt is given up."""
 COMPLAINED = 2.0
-"""Seconds for which votes are waited for longer than members wait for each other: who waits in vain
-says for whom."""
+"""Seconds that votes are awaited beyond the members' wait for each other: a member that waits in
+vain reports for which node."""
 DRIVERS = 32
-"""Views of which it is known who drove."""
+"""Number of views whose drivers are remembered."""
 REPLACED = 2.0
-"""Seconds after which it is looked whether a node that was to be replaced is."""
+"""Seconds until the driver checks whether a node has been replaced."""
 
 
 class Driver:
-    """Every event method returns the effects to carry out, in order."""
+    """The driver's state machine. Every event method returns the effects to carry out, in order."""
 
     def __init__(self, node: str, rules: TransactionRules, chance: Random) -> None:
         self.node = node
@@ -136,39 +136,39 @@ class Driver:
         self.standing_out = GradientOutliers()
         self.checks = SpotChecks(rules.spot_check, rules.tolerance, chance)
         self.telling = PlanEncoder()
-        self.identity: Identity | None = None  # what it decides isn't signed without
+        self.identity: Identity | None = None  # without it, decisions aren't signed
         self.current: Gathering | Syncing | Attempting | Resting = INACTIVE
         self.view = registry.View()
         self.drivers: dict[int, registry.Member] = {}  # by view, of the last ones
-        self.keys: dict[str, bytes] = {}  # by which members sign their votes
+        self.keys: dict[str, bytes] = {}  # with which members sign their votes
         self.votes = Votes()  # for the last commit that was decided here
-        self.witnesses = frozenset[str]()  # who is told those of the attempt
-        self.keepers = frozenset[str]()  # who is told the attempt's records before it votes
-        self.recorded = frozenset[str]()  # who has that commit's records since before it voted
+        self.witnesses = frozenset[str]()  # receive the attempt's votes
+        self.keepers = frozenset[str]()  # get the attempt's records before they vote
+        self.recorded = frozenset[str]()  # got that commit's records before they voted
         self.coming: Coming | None = None
         self.members: dict[str, int] = {}  # active members of the ballot's view: node -> stage
         self.ballot = NEVER
         self.standing = Standing()
-        self.knows = False  # where the run stands, since it drives
-        self.idle = RestingMembers()  # of whom it is said that they have sent what can't be used
+        self.knows = False  # whether it has the run's standing since it began to drive
+        self.idle = RestingMembers()  # accused nodes
         self.joining = Joining(self.idle.has_no_part)
         self.rebuilds = Rebuilds()  # since the last attempt began
-        self.trains_since: float | None = None  # without a loss of all that a stage has
+        self.trains_since: float | None = None  # since the last loss of a whole stage
         self.seconds: dict[str, float] = {}  # per microbatch, by node
         self.hanging = HangDetector(rules.progress)
         self.failures = FailedAttempts()
         self.charges = Charges()
         self.doubts = DivergenceRepair()
         self.spoiling = NonFiniteSources()
-        self.cuts: set[Pair] = set()  # members of which one had no link to the other
-        self.told_again = (0, 0)  # the step that joiners were told once more before going back
-        self.ledgers: dict[str, pb.Recording] = {}  # of stage 0, as heard last
-        self.noted_again = (0, 0)  # the step that was told once more to be noted
+        self.cuts: set[Pair] = set()  # pairs of members without a link at one end
+        self.told_again = (0, 0)  # step sent to joiners once more before going back
+        self.ledgers: dict[str, pb.Recording] = {}  # of stage 0, as last reported
+        self.noted_again = (0, 0)  # step sent once more to be recorded
         self.pause_until = 0.0
         self.unrecorded = ""  # why no step is begun: no ledger is written
-        self.paused: tuple[Mapping[str, int], pb.Halt] = {}, pb.Halt()  # by skips: with whom
+        self.paused: tuple[Mapping[str, int], pb.Halt] = {}, pb.Halt()  # by skips: members then
         self.validated: tuple[int, float] = (0, math.nan)  # step, loss
-        self.finished = False  # and stays so, whoever is lost afterwards
+        self.finished = False  # for good, whichever nodes are lost later
 
     @property
     def phase(self) -> DriverPhase:
@@ -203,7 +203,7 @@ class Driver:
         return self._gather(f"view {view.number}: {view.reason}", now, taken_over)
 
     def received(self, peer: str, message: pb.Message, now: float) -> list[Effect]:
-        """A control message for this machine has come from `peer`."""
+        """A control message for this state machine has come from `peer`."""
         body = message.WhichOneof("body")
         ballot = Ballot.of(message.ballot)
         if body == "status" and self.coming is not None:
@@ -242,7 +242,7 @@ class Driver:
                 return self._heard_of_seat(attempt, message, now)
             case "synced", _ if joiner is not None:
                 joiner.caught_up = message.synced
-            case "failed", _ if joiner is not None:  # it may not have heard of this ballot yet
+            case "failed", _ if joiner is not None:  # it may not have received this ballot yet
                 effects = self._accuse(peer, message.failed)
                 effects += self._give_up_following(peer, message.failed.reason, now)
                 return effects + self._if_all_ready(now)
@@ -257,7 +257,7 @@ class Driver:
             case "status", Gathering() as gathering if is_current:
                 gathering.statuses[peer] = message.status
                 if message.status.following:
-                    self.doubts.trust(peer)  # it knows that what it had counts no more
+                    self.doubts.trust(peer)  # it knows that its old state is void
                 self.hanging.hear(peer, message.status.hang, now)
                 if message.status.seconds_per_microbatch:
                     self.seconds[peer] = message.status.seconds_per_microbatch
@@ -272,15 +272,15 @@ class Driver:
         return []
 
     def link_lost(self, peer: str, reason: str, now: float) -> list[Effect]:
-        """Messages to or from `peer` may be lost: nothing that waits for it can be trusted."""
+        """Messages to or from `peer` may be lost: what waits for it can't go on."""
         if self.current == INACTIVE:
             return []
         if self.coming is not None and peer in self.coming.unanswered:
-            return [self.coming.greeting(peer)]  # its link may only have been dialled anew
+            return [self.coming.greeting(peer)]  # its link may only have been dialled again
         if peer not in self.members or peer in self._lost():
             return []
         if isinstance(self.current, Attempting) and self.current.awaited_seat() == peer:
-            return self._ask_seat(self.current, now)  # its link may only have been dialled anew
+            return self._ask_seat(self.current, now)  # its link may only have been dialled again
         lost = NodeLost(node=peer, stage=self.members[peer], reason=reason)
         if peer in self.joining.waiting and isinstance(self.current, Attempting):
             return [lost]
@@ -294,14 +294,14 @@ class Driver:
         return [lost, *wrong, *(self._gather(why, now) if effects is None else effects)]
 
     def link_up(self, peer: str, now: float) -> list[Effect]:
-        """Who is masked and reached again was not lost: it is a member, without which nothing can
-        be committed."""
+        """A masked node that is reached again wasn't lost: it is a member, so nothing can be
+        committed without it."""
         if peer in self._lost():
             return self._gather(f"{peer} isn't lost: its link is up again", now)
         return []
 
     def tick(self, now: float) -> list[Effect]:
-        """Looks at what the time that has passed has made due."""
+        """Does what has become due."""
         match self.current:
             case Gathering() as gathering:
                 condemned = self.hanging.condemned(self.members, gathering.statuses, now)
@@ -329,7 +329,7 @@ class Driver:
         return []
 
     def explain(self) -> str:
-        """What is going on, or awaited, in words."""
+        """A description of what goes on, or is awaited."""
         slow = slow_and_alone(self.members, self.seconds)
         changed = [str(one) for one in self.doubts.accepted.values()]
         waiting = [
@@ -338,11 +338,11 @@ class Driver:
         ]
         return "; ".join([self.current.explain(), *slow, *waiting, *changed])
 
-    # --- gather: who has what
+    # --- gather
 
     def _adopt_later(self, view: registry.View, now: float) -> list[Effect] | None:
-        """What is under way goes on, and the view is adopted when it is over; newcomers are
-        greeted. None: it can't go on."""
+        """Goes on until the view can be adopted at the end, and greets newcomers. None: can't go
+        on."""
         known = self.members.keys() | (active(self.coming.view) if self.coming else {})
         stay = active(view)
         gone = [node for node, stage in self._training().items() if stay.get(node) != stage]
@@ -410,7 +410,7 @@ class Driver:
         return effects + gathering.ask()
 
     def _give_up(self, attempt: Attempting, why: str) -> list[Effect]:
-        """No two attempts in a row fail for the same reason, and nobody knows because of whom."""
+        """Suspects the awaited nodes if two attempts in a row fail for the same reason."""
         effects: list[Effect] = []
         if self.failures.again(why) and (waited_for := attempt.waited_for()):
             why += f"; it waited for {', '.join(waited_for.values())}"
@@ -421,7 +421,7 @@ class Driver:
         return Aborted(step=step, view=self.ballot.view, reason=why)
 
     def _resolve(self, gathering: Gathering, now: float) -> list[Effect]:
-        """Everybody has answered: agree on the committed step, then get state to who lacks it."""
+        """All members have answered: agree on the step, then get state to nodes without it."""
         effects = self.doubts.settle(gathering, self.rules, self.standing.committed)
         verdict = examine(gathering.statuses, self._witness(), self.doubts.distrusted)
         if verdict.to_show and not gathering.votes:
@@ -490,8 +490,8 @@ class Driver:
             del self.drivers[number]
 
     def _accuse_drivers(self, verdict: StatusVerdict) -> list[Effect]:
-        """Those that are still here and have told stages of different commits, or of one for which
-        not all have voted."""
+        """Accuses drivers, still members, that signed two commits of a step, or one without all
+        votes."""
         effects: list[Effect] = []
         for node, proof in verdict.proofs.items():
             if node in self.members and node != self.node:
@@ -514,7 +514,7 @@ class Driver:
         rebuilds = {of: d for of, d in decisions.items() if isinstance(d, Rebuild)}
         if self.finished:
             rebuilds = {of: d for of, d in rebuilds.items() if d.same_weights}
-        if vacant:  # who comes yet may tell more; replicas need not wait for that
+        if vacant:  # a later newcomer may have more; replicas need not wait for that
             rebuilds = {of: d for of, d in rebuilds.items() if d.method in COPIED}
         elif len(rebuilds) < len(decisions) and not self.finished:
             back = next(d for d in decisions.values() if isinstance(d, RollBack))
@@ -529,7 +529,7 @@ class Driver:
             self.joining.begin(syncs, gathering, now)
             told = {effect.to for effect in syncs if isinstance(effect, Send)}
             effects, syncs = effects + syncs, []
-            # They are to know before anything is committed without them.
+            # They must know it before anything is committed without them.
             if anew := self.doubts.distrusted.union(filter(self.idle.has_no_part, told)):
                 names = ", ".join(sorted(anew))
                 return effects + self._gather(f"{names} copies its state anew", now)
@@ -557,8 +557,8 @@ class Driver:
     def _put_off(
         self, gathering: Gathering, lacking: Mapping[int, list[str]], now: float
     ) -> set[int]:
-        """Stages that nobody copies yet, since they relearn while they train. Who leaves is copied
-        at once."""
+        """Stages that no node copies yet, since they relearn while they train. A leaving node's
+        stage is copied at once."""
         leaving = {stage for m in self.view.members if m.leaving for stage in stages_of(m)}
         relearning = set() if self._is_over() else gathering.relearning() - leaving
         return self.joining.put_off(lacking, relearning, self.rules.relearn_seconds, now)
@@ -592,7 +592,7 @@ class Driver:
         return [Waiting(stages=tuple(stages), reason=why)]
 
     def _roll_back(self, gathering: Gathering, to: RollBack, now: float) -> list[Effect]:
-        """All stages go back, as the checkpoint policy has it."""
+        """Takes all stages back, by the checkpoint policy."""
         step = self.standing.committed
         effects: list[Effect] = [RolledBack(lost=step, step=to.step, reason=to.reason)]
         self._open_lineage(gathering, to.step)
@@ -603,8 +603,8 @@ class Driver:
         return self._wait_for_state(gathering, self._with_checkpoint(effects, gathering), now)
 
     def _resume(self, gathering: Gathering, found: Resume, why: str, now: float) -> list[Effect]:
-        """Nothing is left that the run could go on from but files, and what is behind it: whoever
-        has what fits goes back to that, the others copy later."""
+        """Resumes from files, the only state left to go on from: nodes with a fitting one go back
+        to it, the others copy later."""
         if vacant := gathering.vacant():
             return self._wait_for_nodes(vacant)
         reason = "; ".join(filter(None, (why, found.reason)))
@@ -620,7 +620,7 @@ class Driver:
         return name_checkpoint(effects, gathering) if self.rules.adapters else effects
 
     def _open_lineage(self, gathering: Gathering, step: int) -> None:
-        """What is committed after `step` from now on is another thing than what was before."""
+        """Opens a lineage: commits after `step` differ from earlier ones."""
         held = [one.source.lineage for one in gathering.held()]
         lineage = 1 + max(self.standing.lineage, self.view.lineage, *held)
         self.standing = replace(self.standing, lineage=lineage, committed=step)
@@ -639,8 +639,8 @@ class Driver:
         return {n: stage for n, stage in sorted(self.members.items()) if n not in without}
 
     def _without_part(self, gathering: Gathering) -> set[str]:
-        """Who only follows, since what it sends its replicas can't be used, or is to go: while
-        there are others of its stage, it can copy from them, and nobody has to wait for it."""
+        """Nodes that only follow, since replicas can't use what they send, or they must go. While
+        their stage has others, they can copy from those, and no node has to wait for them."""
         if self._is_over() or self.rules.policy == "redundant" or not gathering.newest.committed:
             return set()
         apart = {n for n in gathering.members if self.idle.has_no_part(n) and n != self.node}
@@ -654,7 +654,7 @@ class Driver:
         }
 
     def _far_ahead(self, gathering: Gathering) -> set[str]:
-        """Who is to go for what it has said, and says that it has what nobody else has."""
+        """Nodes that are to be removed and claim a state that no other node has."""
         ages = {node: (one.lineage, one.committed) for node, one in gathering.statuses.items()}
         others = [age for node, age in ages.items() if not self.idle.is_to_go(node)]
         return {
@@ -662,8 +662,8 @@ class Driver:
         }
 
     def _may_follow(self, decision: Rebuild, lacking: Mapping[int, list[str]]) -> bool:
-        """The replicas of a stage that has just been rebuilt are waited for, as was the first. With
-        redundant computation all are, for a node needs its twin, too, before it can train."""
+        """Whether nodes may follow. Replicas of a just rebuilt stage are awaited, as was its first
+        node. With redundant computation all are: a node also needs its twin before it can train."""
         tried = any(self.joining.failures[node] >= FOLLOWS for node in lacking[decision.stage])
         new = decision.stage in self.rebuilds.stages()
         copied = decision.method in COPIED and self.rules.policy != "redundant"
@@ -678,7 +678,7 @@ class Driver:
         return self._tell_commit(unsure)
 
     def _give_up_following(self, peer: str, reason: str, now: float) -> list[Effect]:
-        """It is told what to do at the next step boundary."""
+        """Gives up a joiner's try; it gets a new `Sync` at the next step boundary."""
         if not self.joining.gives_up(peer):
             return []
         why = f"{peer} can't follow: {reason}"
@@ -694,7 +694,7 @@ class Driver:
     # --- attempt
 
     def _next(self, now: float) -> list[Effect]:
-        """Begin what comes next: the next step, a validation, or the end."""
+        """Begins what comes next: the next step, a validation, or the end."""
         begin = self._what_next()
         return self._finish(now) if begin is None else self._send_step(pb.Step(begin=begin), now)
 
@@ -734,7 +734,7 @@ class Driver:
         return planned(members, orders, self.seconds, idle, self._apart())
 
     def _apart(self) -> set[Pair]:
-        """Members between which as few microbatches go as can be."""
+        """Pairs of members between which as few microbatches as possible go."""
         return self.cuts | {frozenset((relay.a, relay.b)) for relay in self._newest_view().relays}
 
     def _send_step(self, step: pb.Step, now: float) -> list[Effect]:
@@ -758,8 +758,7 @@ class Driver:
     def _scored(
         self, attempt: Attempting, peer: str, scored: Iterable[pb.Home], now: float
     ) -> list[Effect] | None:
-        """A source tells of losses. None: there is nothing wrong with them, nor is any of them
-        another's by now."""
+        """Takes in losses from a source. None: all are valid, and still of this source."""
         for home in scored:
             if not (math.isfinite(home.loss) or attempt.begin.non_finite):
                 why = f"its loss in microbatch {home.microbatch} is not finite"
@@ -772,8 +771,8 @@ class Driver:
         return None
 
     def _if_all_scored(self, attempt: Attempting) -> list[Effect]:
-        """Who keeps the step's records is told them while gradients are still on their way, and a
-        joiner that it may vote."""
+        """Sends records to the record holders while gradients are on their way, and lets joiners
+        vote."""
         vote, training = attempt.vote, attempt.begin.kind == pb.Begin.TRAIN
         if not training or attempt.takeover is not None or vote.records or not attempt.is_scored():
             return []
@@ -807,10 +806,10 @@ class Driver:
         return Vote(self._training(), self.keepers)
 
     def _if_all_ready(self, now: float) -> list[Effect]:
-        """Decide when all who train are ready, and, for a short while, who would like to enter.
+        """Decide when all training members are ready, after a short wait for joiners.
 
-        Not while somebody without whom the attempt goes on is still a member: others may train with
-        that node, and without this one, in a view that this node doesn't know."""
+        Not while a node without which the attempt goes on is a member: in a view that this driver
+        doesn't have, others may train with that node and without this one."""
         match self.current:
             case Attempting(vote=vote, takeover=None) as attempt if (
                 vote.is_complete and attempt.is_home()
@@ -834,7 +833,7 @@ class Driver:
         return self._decide(attempt, vote, now)
 
     def _decide(self, attempt: Attempting, vote: Vote, now: float) -> list[Effect]:
-        """All are ready: commit, and begin what comes next in the same message."""
+        """All members are ready: commit, and begin what comes next in the same message."""
         effects = self._let_in(vote, now)
         self.doubts.committed(vote)
         commit = attempt.commit(vote, self.ballot, self.rules, self.standing, now)
@@ -850,7 +849,7 @@ class Driver:
         effects += self._standing_out(vote, commit)
         self.hanging.committed(commit.seconds, vote.ready)
         effects += self._spoilt(attempt.begin)
-        if not attempt.begin.non_finite:  # else it is known who made it
+        if not attempt.begin.non_finite:  # else its source is known
             effects += vote.not_finite(commit.step)
         effects.append(Committed(step=commit.step, loss=commit.loss))
         self._let_copy(attempt, vote, now)
@@ -859,8 +858,8 @@ class Driver:
         return effects + self._after_step(attempt, pb.Step(commit=commit), now)
 
     def _is_no_vote(self, cast: SignedVote, ready: pb.Ready, step: int) -> str:
-        """Why that isn't one for the step; empty: it is. Looked at one by one, as they come, so
-        that nothing else waits for long."""
+        """Why it isn't a vote for the step; empty: it is. Checked one by one, on arrival, so that
+        nothing else waits for long."""
         if ready.step != step:
             return f"step {ready.step} as what it votes for, and this is step {step}"
         key = self.keys.get(cast.node, b"")
@@ -869,7 +868,7 @@ class Driver:
         return ""
 
     def _standing_out(self, vote: Vote, commit: pb.Commit) -> list[Effect]:
-        """Whose gradients are unlike those of the others of its stage, over many steps."""
+        """Events about gradient outliers; accuses them if the rules exclude them."""
         effects: list[Effect] = []
         for node, why in self.standing_out.heard(vote.stages, vote.ready).items():
             stage = vote.stages[node]
@@ -881,15 +880,15 @@ class Driver:
         return effects
 
     def _skipped(self, vote: Vote, commit: pb.Commit, now: float) -> list[Effect]:
-        """One step that is skipped may be an overflow. After a few in a row the run pauses: nothing
-        would be learned from more, until its members are others."""
+        """Pauses the run after a few skipped steps in a row. One may be an overflow; more teach
+        nothing until the members change."""
         effects = self._send_step(pb.Step(commit=commit), now)
         halt = pb.Halt(reason=vote.explain_skips(commit.skips), step=commit.step)
         self.paused = self.members, halt
         return effects + self._halt(halt, now)
 
     def _let_in(self, vote: Vote, now: float) -> list[Effect]:
-        """Who has the attempt's gradient, and agrees with a replica on it, trains from now on."""
+        """Lets joiners train that have the attempt's gradient and agree with a replica on it."""
         effects: list[Effect] = []
         for node, joiner in list(self.joining.joiners.items()):
             if node not in vote.joiners or self.joining.stays_out(node):
@@ -906,7 +905,7 @@ class Driver:
         return effects
 
     def _let_copy(self, attempt: Attempting, vote: Vote, now: float) -> None:
-        """Who has waited for a lesson that is over, or for long enough."""
+        """Regathers for members that waited for relearning until its end, or for long enough."""
         seconds = self.rules.relearn_seconds
         found = self.joining.no_longer_wait(vote.relearning(), seconds, now)
         if found:
@@ -915,14 +914,13 @@ class Driver:
     # --- replicas that differ
 
     def _diverging(self, vote: Vote, now: float) -> list[Effect] | None:
-        """The step is tried again, and before that whoever is wrong copies its state anew. Where
-        it isn't known who that is, what others keep of the stage decides, when all are asked. None:
-        replicas are alike."""
+        """Tries the step again after wrong replicas have copied their state. If it isn't known
+        which are wrong, the holdings decide, once all members are queried. None: replicas agree."""
         told, why = self.doubts.look(vote, self.standing.committed)
         return told + self._gather(why, now) if why else None
 
     def _after_step(self, attempt: Attempting, step: pb.Step, now: float) -> list[Effect]:
-        """A step boundary: a newer view is adopted here, if there is one."""
+        """A step boundary: adopts a newer view, if there is one."""
         coming, why = self.coming, attempt.regather
         if coming is not None and coming.is_due(now, self.rules.progress):
             why = f"view {coming.view.number}: {coming.view.reason}"
@@ -954,15 +952,15 @@ class Driver:
         return self.coming.view if self.coming is not None else self.view
 
     def _can_mask(self, nodes: Collection[str]) -> Attempting | None:
-        """The attempt, if it can do without these."""
+        """The attempt, if it can go on without these nodes."""
         attempt = self.current
         if not isinstance(attempt, Attempting) or self.node in nodes:
             return None
         return attempt if attempt.can_do_without(nodes, self.rules) else None
 
     def _lose(self, nodes: Collection[str], why: str, now: float) -> list[Effect] | None:
-        """The attempt goes on without these, once somebody has the seat of the one that leaves its
-        stage without any; None: it can't."""
+        """Goes on without these nodes, after a takeover if one leaves its stage without any. None:
+        the attempt can't."""
         nodes = [node for node in nodes if node not in self._lost() | self._seats_awaited()]
         if not nodes:
             return []
@@ -980,14 +978,14 @@ class Driver:
     def _mask(
         self, attempt: Attempting, nodes: Sequence[str], why: str, now: float
     ) -> list[Effect]:
-        """The attempt goes on, by a plan in which others have the microbatches of these nodes."""
+        """Goes on by a plan that gives these nodes' microbatches to others."""
         attempt, moved = attempt.without(nodes, self.rules, self.seconds, self._apart(), now)
         step, names = attempt.begin.step, tuple(sorted(nodes))
         told = AttemptMasked(step=step, nodes=names, microbatches=moved, reason=why)
         return [told, *self._goes_on(attempt, now)]
 
     def _goes_on(self, attempt: Attempting, now: float) -> list[Effect]:
-        """By a new plan, by which nobody has voted yet."""
+        """Goes on by a new plan, which has no votes yet."""
         self.current, self.ballot = attempt, self.ballot.next()
         self.checks.over()
         effects = self._tell_step(pb.Step(begin=attempt.begin))
@@ -995,10 +993,10 @@ class Driver:
         return effects + self._if_all_home(attempt, now)
 
     def _cut(self, attempt: Attempting, peer: str, cut: pb.Cut, now: float) -> list[Effect]:
-        """`peer` can't reach a node, which is lost, or will be found to be; or can't use what has
-        come from it."""
+        """`peer` can't reach a node, which is lost or may be found to be; or it can't use what that
+        node has sent."""
         if cut.node in attempt.lost or cut.node not in self.members:
-            return []  # a view that comes here later, too, may have it already
+            return []  # a view that has yet to come here may have it already
         failed = pb.Failed(reason=cut.reason, accused=[cut.node], cause=cut.cause)
         if cut.cause == NONFINITE:
             return self._not_finite(attempt, cut.node, peer, cut.reason, now)
@@ -1010,13 +1008,13 @@ class Driver:
         return [] if self._is_here(cut.node) else [Suspect(cut.node, cut.reason)]
 
     def _is_here(self, seat: str) -> bool:
-        """Whether it is of this node, which ends when it suspects itself."""
+        """Whether it is a seat of this node, which ends when it suspects itself."""
         return node_of(seat) == node_of(self.node)
 
-    # --- an attempt that waits for who takes the seat of a lost node
+    # --- an attempt that waits for a takeover
 
     def _ask_seat(self, attempt: Attempting, now: float) -> list[Effect]:
-        """Whether it is there; then it is told where its state is."""
+        """Queries the new seat; its answer leads to the `Sync` with its state."""
         assert attempt.takeover is not None
         takeover, attempt.progressed = attempt.takeover, now
         takeover.asked, takeover.ordered = now, False
@@ -1062,7 +1060,7 @@ class Driver:
         return [told, self.ballot.send(takeover.seat, sync=sync)]
 
     def _taken_over(self, attempt: Attempting, now: float) -> list[Effect]:
-        """The attempt goes on, by a plan in which the new seat has the lost one's microbatches."""
+        """Goes on by a plan that gives the new seat the lost node's microbatches."""
         assert attempt.takeover is not None
         takeover = attempt.takeover
         attempt, moved = attempt.taken_over(self.rules, self.seconds, self._apart(), now)
@@ -1077,20 +1075,20 @@ class Driver:
         )
         return [told, *self._goes_on(attempt, now)]
 
-    # --- what is said of nodes beside the attempt
+    # --- accusations beside the attempt
 
     def _accused_apart(self, peer: str, cut: pb.Cut) -> list[Effect]:
-        """What `peer` can't use is of no attempt, and had from others; its sender has to go."""
+        """Accuses a node whose data, of no attempt, `peer` can't use and had from others."""
         if cut.node not in self.members or cut.cause == SILENT:
             return []
         if self.failures.accused.get(peer, {}).get(self.members[cut.node]) == cut.node:
-            return []  # that is known
+            return []  # already known
         return self._accuse(peer, pb.Failed(reason=cut.reason, accused=[cut.node], cause=cut.cause))
 
-    # --- who holds it up
+    # --- stragglers and hangs
 
     def _inquire(self, attempt: Attempting, now: float) -> list[Effect]:
-        """An attempt that takes too long: how far is everybody?"""
+        """Asks all members for accounts if the attempt is late."""
         usual, taken = self.hanging.usual, now - attempt.began
         late = is_late(taken, usual) if usual else taken >= self.rules.progress / 4
         if not late or not attempt.inquest.is_due(now):
@@ -1120,8 +1118,8 @@ class Driver:
     def _relieve(
         self, attempt: Attempting, node: str, given_up: Collection[int], now: float
     ) -> list[Effect]:
-        """Others of its stage do what a slow node has not begun. It won't any more, so where there
-        are no such others by now, the step is tried again."""
+        """Gives microbatches that a slow node hasn't begun to others of its stage. The node won't
+        do them, so if no such others are left, the step is tried again."""
         step, stage = attempt.begin.step, self.members[node]
         others = attempt.relieved(node, given_up, self.rules, self.seconds, self._apart())
         if others is None:
@@ -1132,8 +1130,8 @@ class Driver:
         return [told, *self._goes_on(relieved, now)]
 
     def _held_up(self, node: str, why: str, now: float) -> list[Effect]:
-        """The attempt goes on without a node that hangs, or a new one begins; where nobody else has
-        its stage's state, it is named, and waited for until there was no progress for too long."""
+        """Goes on, or begins again, without a hanging node. A node that alone has its stage's state
+        is named, and awaited until `rules.progress` is over."""
         attempt, stages = self.current, self._training()
         if not isinstance(attempt, Attempting) or node in attempt.held_up or node not in stages:
             return []
@@ -1151,7 +1149,7 @@ class Driver:
         return told + self._gather(f"{node} of stage {stage} hangs: {why}", now)
 
     def _replace(self, node: str, now: float) -> list[Effect]:
-        """An heir copies the state of the last node of a stage, if it can; then that one goes."""
+        """Lets an heir copy the state of a stage's last node, if possible; then that node goes."""
         why = f"{node} of stage {self.members[node]} is to be replaced: {self.hanging.why[node]}"
         self.current, self.pause_until = Resting(DriverPhase.PAUSING, why), now + REPLACED
         last = is_last(node, self.members, self.members)
@@ -1161,13 +1159,13 @@ class Driver:
             return [Rejoin(why)]
         return [Suspect(node, why, HANG)]
 
-    # --- what goes wrong
+    # --- failures
 
     def _wronged(self, peer: str, failed: pb.Failed, now: float) -> list[Effect]:
-        """What has come from a node can't be used: where several say so the attempt goes on without
-        it, if it can, and the registry takes it out; until then it has no microbatches. A driver of
-        whom they say that makes room for another one. Who is alone with its word has as little as
-        can be to do with whom it has accused, so that others find out."""
+        """Handles unusable data from a node. If it is corroborated, the attempt goes on without the
+        node, if it can, and the registry removes it; until then it has no microbatches. An accused
+        driver makes room for another one. A single accuser gets as little as possible to do with
+        the accused, so that others can find out."""
         accused = self.failures.guilty(peer, failed, self.members)
         guilty = [node for node in accused if self._believes(peer, node)]
         if self.node in guilty and peer != self.node and (others := self._others_of_stage()):
@@ -1179,7 +1177,7 @@ class Driver:
         return self._failed(peer, failed, now)
 
     def _compared(self, peer: str, compared: pb.Compared, now: float) -> list[Effect]:
-        """A visit was done twice. Who is wrong as often as `WRONG` says has to go."""
+        """Handles a comparison of a doubled visit. Accuses a node that was wrong `WRONG` times."""
         match self.checks.compared(peer, compared):
             case CheckedVisit() as again:
                 neighbours = sorted({again.before, again.behind})
@@ -1203,10 +1201,9 @@ class Driver:
     def _not_finite(
         self, attempt: Attempting, node: str, by: str, reason: str, now: float
     ) -> list[Effect]:
-        """The first boundary at which a tensor is not finite names the node that made it. The step
-        is tried again without that node; where all of its stage make such tensors, it is the model,
-        and they are let through. Who had nothing to compute, and has made one all the same, is
-        wrong."""
+        """Handles a non-finite tensor, whose source the first boundary names. The step is tried
+        again without that node. If all nodes of its stage make such tensors, the model causes them,
+        and they are let through. A node that makes one without any work is wrong."""
         if node in self.spoiling.why and not attempt.has_work_for(node):
             failed = pb.Failed(reason=reason, accused=[node], cause=NONFINITE)
             return self._wronged(by, failed, now)
@@ -1218,14 +1215,14 @@ class Driver:
         return [told, *self._gather(f"{node} made what is not finite: {reason}", now)]
 
     def _spoilt(self, begin: pb.Begin) -> list[Effect]:
-        """The step is over, in which some have made what is not finite, as they did before. Where
-        one alone has told of it, others are to find out."""
+        """Accuses repeated sources of non-finite values at the end of a step. If only one member
+        reported a source, others are to find out."""
         effects: list[Effect] = []
         for node, reason in self.spoiling.over(begin).items():
             told_by = self.spoiling.by.get(node, set())
             several = len({*map(node_of, told_by)}) > 1
             by = self.node if several else min(told_by, default=node)
-            if by not in self.members:  # it is a member no longer, and nobody else has told of it
+            if by not in self.members:  # it has left, and was the only one to report
                 continue
             self.cuts |= {frozenset((one, node)) for one in told_by if one != node}
             failed = pb.Failed(reason=reason, accused=[node], cause=NONFINITE)
@@ -1239,8 +1236,8 @@ class Driver:
         return self.spoiling.lets_through({n: training[n] for n in training.keys() - idle})
 
     def _nonsense(self, peer: str, why: str, now: float) -> list[Effect]:
-        """What a member says can't be: it is as if it had failed, and it is to go. Who is asked
-        what it has, and says that, has not answered."""
+        """Treats a member's invalid message as its failure, and accuses it. An invalid answer to a
+        query counts as none."""
         failed = pb.Failed(reason=why, accused=[peer], cause=NUMBERS)
         if peer in self.joining.joiners:
             return self._accuse(peer, failed) + self._give_up_following(peer, why, now)
@@ -1252,7 +1249,7 @@ class Driver:
         return self._accuse(peer, failed)
 
     def _others_of_stage(self) -> list[str]:
-        """Who could drive in this node's place."""
+        """Nodes that could drive in this node's place."""
         stages = self._training()
         own = stages.get(self.node)
         return [node for node, stage in stages.items() if stage == own and node != self.node]
@@ -1275,8 +1272,8 @@ class Driver:
         return effects
 
     def _believes(self, peer: str, node: str) -> bool:
-        """The driver sees for itself what is said to it. Nobody else is believed alone: what the
-        driver says of another one is to be its own word, and not what one of them has told it."""
+        """Whether the driver believes an accusation. It believes its own observations, and no other
+        member alone: its accusation of a node must not rest on one member's."""
         if peer in (node, self.node):
             return True
         believed = self.charges.believes(peer, node)
@@ -1301,7 +1298,7 @@ class Driver:
                 failed.cause == SILENT
                 and len(pair) == 2
                 and pair <= self.members.keys()
-                and now - began >= self.rules.progress  # it isn't a link that was lost
+                and now - began >= self.rules.progress  # no link was lost
             ):
                 effects += self._lost_between([pair], failed.reason)
         if isinstance(self.current, Syncing):
@@ -1309,14 +1306,14 @@ class Driver:
         return effects + told + self._gather(f"{peer} says: {failed.reason}", now)
 
     def _fails(self, peer: str, why: str, now: float) -> list[Effect]:
-        """What is under way does, by the word of `peer`."""
+        """Counts a failure that `peer` reported."""
         self.failures.count += 1
         if pause := self.failures.pause():
             self.pause_until = now + pause
         return self._alone(peer, why) if isinstance(self.current, Attempting) else []
 
     def _alone(self, peer: str, why: str, times: int = 1) -> list[Effect]:
-        """One by whose word, link or silence alone nothing is ever committed goes, whatever it
+        """Accuses a node that alone prevents commits, by its reports, link or silence, whatever it
         says."""
         if not self.failures.alone(peer, times) or peer == self.node:
             return []
@@ -1348,8 +1345,8 @@ class Driver:
         return effects + self._lost_between(missing, waited) + self._gather(waited, now)
 
     def _lost_between(self, pairs: Collection[frozenset[str]], why: str) -> list[Effect]:
-        """Something has got lost between the two of each pair. As long as it isn't known which of
-        them is wrong, one rests: then all goes well, or the other one has lost something, too."""
+        """Messages were lost between the nodes of each pair. Until it is known which one is wrong,
+        one rests: then all goes well, or the other one loses something, too."""
         guilty = self.failures.between(pairs)
         if guilty == self.node and (others := self._others_of_stage()):
             return [Rejoin(f"{why}, as before, with somebody else; {others[0]} can drive")]
@@ -1370,8 +1367,8 @@ class Driver:
             self.idle.rest(node, by_replica)
 
     def _superseded(self, peer: str, newer: Ballot, now: float) -> list[Effect]:
-        """`peer` has promised itself to a newer ballot. Of another view: the registry tells who
-        drives. Of this one there are none but those that were made here."""
+        """`peer` has promised itself to a newer ballot. If it is of another view, the registry will
+        say which node drives. If it is of this one, only this driver could have made it."""
         if newer.view != self.ballot.view or newer <= self.ballot:
             return []
         made = self.ballot.attempt
@@ -1402,7 +1399,7 @@ class Driver:
     def _tell_step(
         self, step: pb.Step, checks: Mapping[str, Sequence[pb.Check]] = MappingProxyType({})
     ) -> list[Effect]:
-        """To the rest: of what begins, to each what concerns it. `checks`: what some are told."""
+        """Sends a step to the rest: of a plan, each node's part. `checks`: spot checks by node."""
         if not step.HasField("begin"):
             return self._tell_commit(self._rest())
         rest, spare = self._rest(), self.rules.masking == "spare"
@@ -1421,7 +1418,7 @@ class Driver:
         return [*sends]
 
     def _call_roll(self, begin: pb.Begin, begins: Mapping[str, pb.Begin]) -> None:
-        """Before anybody votes, who will be told the votes is told whose there have to be."""
+        """Sends the roll of required votes, before any vote, to those that will get the votes."""
         stages = {place.node: place.stage for place in begin.members}
         self.witnesses = witnesses(stages, self.ledgers)
         if self.identity is not None:
@@ -1434,7 +1431,7 @@ class Driver:
         return [*self._send_commit(nodes)]
 
     def _send_commit(self, nodes: Iterable[str]) -> list[Send]:
-        said: dict[int, pb.Message] = {}  # by which commit it tells of
+        said: dict[int, pb.Message] = {}  # by commit
         sends = []
         for node, commit in self._commit_for(nodes).items():
             if id(commit) not in said:
@@ -1443,7 +1440,7 @@ class Driver:
         return sends
 
     def _commit_for(self, nodes: Iterable[str]) -> dict[str, pb.Commit]:
-        """The last one, as each of these is told of it."""
+        """The last commit, in the form for each of these nodes."""
         whole, bare = self.standing.last, without_records(self.standing.last)
         keep = record_holders(self._rest(), self.ledgers) - self.recorded
         told = {node: whole if node in keep else bare for node in nodes}
@@ -1453,7 +1450,7 @@ class Driver:
         return told
 
     def _to_note(self) -> list[str]:
-        """Who is to be told the last step's records once more."""
+        """Nodes that are sent the last step's records once more."""
         at, last = self.standing, self.standing.last
         again = self.noted_again == (at.lineage, at.committed)
         return to_replicate(self.ledgers) if has_records(last) and not again else []

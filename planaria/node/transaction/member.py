@@ -1,8 +1,8 @@
-"""The member's side of the step transaction: a machine without clock, socket or tensor.
+"""The member's side of the step transaction: a state machine without clock, socket or tensor.
 
-It obeys the driver of the newest view that the registry has sent, and nobody else. It promises
-itself to the newest ballot that it has heard of, and nothing older has an effect on it from then
-on. What it has reduced it keeps until the driver decides, or a newer driver asks.
+It obeys only the driver of the newest view that the registry has sent. It promises itself to the
+newest ballot that it has received, and ignores older ones from then on. It keeps its reduced
+gradient until the driver decides or a newer driver queries it.
 """
 
 from __future__ import annotations
@@ -103,50 +103,50 @@ class MemberSide:
         self.beside: frozenset[str] = frozenset()  # other replicas of this stage, in the view
         self.promised = NEVER
         self.driver = ""
-        self.began = NEVER  # the ballot under which the attempt that runs or is ready began
-        self.attempt = NEVER  # and the one under which it goes on, by a newer plan
-        self.step = 0  # which it tries
+        self.began = NEVER  # ballot with which the running or ready attempt began
+        self.attempt = NEVER  # its current ballot, by a newer plan
+        self.step = 0  # step of the attempt
         self.lineage = 0  # how often the run had gone back to files before that step
         self.committed = 0
         self.last = pb.Commit()
         self.heard = PlanDecoder()
-        self.decider, self.key = "", b""  # who decides the attempt, and its key
+        self.decider, self.key = "", b""  # driver of the attempt, and its key
         self.replicas: frozenset[str] = frozenset()  # others of this stage in the attempt
-        self.partners: frozenset[str] = frozenset()  # those of them with whom it compares
-        self.identity: Identity | None = None  # its votes aren't signed without
-        self.chance = Random(0)  # which votes of others it looks at
-        self.stages: dict[str, int] = {}  # of who takes part in the attempt
-        self.roll = Roll()  # of those, as the driver has signed it, if it has
+        self.partners: frozenset[str] = frozenset()  # those with which it compares commits
+        self.identity: Identity | None = None  # without it, votes aren't signed
+        self.chance = Random(0)  # draws the votes of others that it checks
+        self.stages: dict[str, int] = {}  # of the attempt's members
+        self.roll = Roll()  # of the members, signed by the driver, if it was
         self.votes = KeptVotes()
-        self.shows_votes = False  # the driver asks for those for the last commit
-        self.doubted = Decision()  # made without its vote; others are asked for those for it
-        self.decisions: dict[str, Decision] = {}  # that these have told of last
-        self.mute: set[str] = set()  # who was waited for in vain
+        self.shows_votes = False  # the driver asks for the votes for the last commit
+        self.doubted = Decision()  # made without its vote; it requests the votes for it
+        self.decisions: dict[str, Decision] = {}  # last reported by replicas
+        self.mute: set[str] = set()  # replicas awaited in vain
         self.comparing: Comparing | None = None
-        self.keeps = False  # the attempt's records
-        self.records: Sequence[pb.Home] = ()  # those, once they are told
+        self.keeps = False  # whether it keeps the attempt's records
+        self.records: Sequence[pb.Home] = ()  # the records, once received
         self.ready: pb.Ready | None = None  # its vote, until it may cast it
         self.boosted_at = 0
         self.digest = b""
-        self.changing = False  # the weights are, so nothing is said of them
-        self.trained = False  # since it got its state: nothing was committed without it
-        self.void = False  # the weights are fit for nothing, not even for a start
-        self.weightless = False  # what the run begins with isn't here
-        self.origin = False  # the checkpoint that it begins from is
+        self.changing = False  # the weights change, so it can't report them
+        self.trained = False  # since it got its state: no commit was made without it
+        self.void = False  # the weights are useless, even for a start
+        self.weightless = False  # it lacks the run's initial weights
+        self.origin = False  # it has the run's initial checkpoint
         self.sync = pb.Sync()
         self.following: FollowingJoiner | None = None
         self.holdings: Callable[[], Sequence[pb.Holding]] = lambda: ()
         self.recording: Callable[[], pb.Recording] = lambda: pb.NO_LEDGER
         self.unanswered: tuple[str, Ballot] | None = None
         self.seconds_per_microbatch = 0.0
-        self.gradients = ReplicaGradients(node)  # of this stage, as far as this node looks at them
-        self.contributions: Sequence[Contribution] = ()  # when it was ready last
-        self.offered = 0  # updates of a lesson, when it was ready last
-        self.relearning = 0  # that aren't in the weights yet
-        self.hang = ""  # why its compute does; empty: it doesn't
+        self.gradients = ReplicaGradients(node)  # statistics of the examined replicas of this stage
+        self.contributions: Sequence[Contribution] = ()  # when it was last ready
+        self.offered = 0  # relearning updates, when it was last ready
+        self.relearning = 0  # updates that aren't in the weights yet
+        self.hang = ""  # why its compute hangs; empty: it doesn't
         self.halt: pb.Halt | None = None
-        self.refused: set[tuple[str, str]] = set()  # in this view: what of which node
-        self.accused: set[str] = set()  # of whom the registry knows, since the last commit
+        self.refused: set[tuple[str, str]] = set()  # in this view: node and kind of message
+        self.accused: set[str] = set()  # nodes reported to the registry since the last commit
 
     # --- events
 
@@ -169,7 +169,7 @@ class MemberSide:
         return self._wait_no_more(self.partners - self.beside)
 
     def received(self, peer: str, message: pb.Message) -> list[Effect]:
-        """A control message for this machine has come from `peer`."""
+        """A control message for this state machine has come from `peer`."""
         ballot = Ballot.of(message.ballot)
         body = message.WhichOneof("body")
         if not self.obeys(peer, ballot):
@@ -208,12 +208,12 @@ class MemberSide:
                 return [MessageRefused(peer=peer, body=body or "nothing", why="unexpected")]
 
     def obeys(self, peer: str, ballot: Ballot) -> bool:
-        """Whether `peer` drives, by the newest view that the registry has sent, and may have made
-        that ballot. Nobody's message tells who drives."""
+        """Whether `peer` drives by the newest view from the registry, and may have made that
+        ballot. No message says which node drives."""
         return self.view.driver == peer != "" and ballot.view <= self.view.number
 
     def _refuse(self, peer: str, body: str, ballot: Ballot) -> list[Effect]:
-        """Said once in a view, whatever a peer repeats."""
+        """Reports a refused message once in a view, even if it is repeated."""
         if (node_of(peer), body) in self.refused:
             return []
         self.refused.add((node_of(peer), body))
@@ -232,9 +232,9 @@ class MemberSide:
         relearned: int = 0,
         relearning: int = 0,
     ) -> list[Effect]:
-        """The stage's gradient is averaged and every microbatch is in it once. `digest`: of the
-        weights, taken anew; empty: it wasn't. `contributions`: of replicas, as far as seen.
-        `relearned`: updates of a lesson that may enter with it, so that `relearning` are left."""
+        """The stage's gradient is averaged and has every microbatch once. `digest`: of the current
+        weights; empty: not computed. `contributions`: of replicas, as far as examined. `relearned`:
+        updates that may enter with the commit, which leaves `relearning`."""
         if not self._is_voting() or ballot != self.attempt:
             return []
         self.seconds_per_microbatch = seconds_per_microbatch
@@ -254,8 +254,8 @@ class MemberSide:
         return self._vote()
 
     def _vote(self) -> list[Effect]:
-        """Who is to keep the step's records has them first: so there are others who know what a
-        commit was made of, whoever hears of it and dies."""
+        """Votes. A record holder first needs the records: then other nodes know a commit's records,
+        whichever receiver of the commit fails."""
         if self.ready is None or (self.keeps and not self.records):
             return []
         ready, self.ready = self.ready, None
@@ -269,8 +269,8 @@ class MemberSide:
         return self._changed(digest) + self._follow_on()
 
     def voided(self, ballot: Ballot) -> bool:
-        """The state is about to be overwritten by what isn't fit to train yet; True: it is still
-        wanted. Until `fetched` this node has nothing to offer."""
+        """The state is about to be overwritten by one that isn't fit to train yet. True: it is
+        still wanted. Until `fetched` this node has no state to offer."""
         wanted = self.phase is MemberPhase.SYNCING and ballot == self.promised
         if wanted:
             self.lineage = self.committed = 0
@@ -278,7 +278,7 @@ class MemberSide:
         return wanted
 
     def arrived(self, ballot: Ballot) -> bool:
-        """The state has come; True: it is still wanted, put it in place and call `fetched`."""
+        """The state has come. True: it is still wanted, put it in place and call `fetched`."""
         following = self.following
         wanted = self.phase is MemberPhase.SYNCING and ballot == self.promised
         if following is not None and self.phase is MemberPhase.FOLLOWING:
@@ -297,14 +297,14 @@ class MemberSide:
             self.following.state = synced
             return answer + self._follow_on()
         if self.phase is not MemberPhase.SYNCING:
-            return answer  # asked in the meantime: the status tells
+            return answer  # queried in the meantime: the status says it
         self.phase = MemberPhase.IDLE
         return [self._to_driver(pb.Message(synced=synced))]
 
     def failed(
         self, ballot: Ballot, reason: str, accused: Sequence[str], cause: Cause = SILENT
     ) -> list[Effect]:
-        """This node's part in what runs under `ballot` can't be done."""
+        """This node can't do its part of what runs under `ballot`."""
         failed = pb.Failed(reason=reason[:LONGEST_WORDS], accused=accused, cause=cause)
         told = [one for node in accused for one in self._tell_registry(node, reason, cause)]
         if self.following is not None:
@@ -320,9 +320,9 @@ class MemberSide:
     def cut_off(
         self, ballot: Ballot, node: str, reason: str, cause: Cause = SILENT
     ) -> list[Effect]:
-        """What the attempt needs of `node`, or has for it, can't get through or can't be used. The
-        driver decides whether the attempt can do without that node. What others need may be lost
-        when this node has voted."""
+        """Reports that data from or for `node` can't get through or can't be used. The driver
+        decides whether the attempt can go on without that node. After this node's vote, data for
+        others may be lost."""
         over = not self._attempting() or self.comparing is not None
         if over or not self._is_of_attempt(ballot):
             return []
@@ -330,17 +330,17 @@ class MemberSide:
         return [*told, self._to_driver(pb.Message(cut=_cut(node, reason, cause)))]
 
     def accuse(self, node: str, reason: str, cause: Cause) -> list[Effect]:
-        """What `node` has sent of a state, a boundary tensor or a copy can't be right. No attempt
-        depends on it."""
+        """Accuses `node` for an invalid state, boundary tensor or copy. No attempt depends on
+        it."""
         told = self._tell_registry(node, reason, cause)
         if self.driver in ("", node):
             return told
         return [*told, NEVER.send(self.driver, cut=_cut(node, reason, cause))]
 
     def _tell_registry(self, node: str, reason: str, cause: Cause) -> list[Effect]:
-        """Each says there what it has seen itself, once in a step: nobody goes by one word, and
-        what the driver is told would be its word. Whether what is not finite is the model's doing
-        the driver finds out."""
+        """Accuses a node to the registry, once in a step, for what this member saw itself: one
+        accusation isn't enough there, and a report by way of the driver would be the driver's. The
+        driver alone finds out whether the model causes non-finite values."""
         own = node_of(node) == node_of(self.node)
         if own or cause in (SILENT, NONFINITE) or node in self.accused:
             return []
@@ -355,7 +355,7 @@ class MemberSide:
         return self._follow_on()
 
     def gradient_refused(self, reason: str, feeder: str, cause: Cause) -> list[Effect]:
-        """What a replica has sent for one can't be used."""
+        """A replica's message for a gradient is unusable."""
         if self.following is None:
             return []
         told = self._tell_registry(feeder, reason, cause)
@@ -364,14 +364,14 @@ class MemberSide:
         )
 
     def gradient_missed(self, ballot: Ballot) -> list[Effect]:
-        """It won't come: too many of them wait."""
+        """The gradient won't come: too many of them wait."""
         if self.following is None:
             return []
         self.following.missed(ballot)
         return self._follow_on()
 
     def link_lost(self, peer: str) -> list[Effect]:
-        """What `peer` was sending is lost, and what it was to be told."""
+        """Messages and frames of `peer`, and those for it, are lost."""
         effects = self._wait_no_more({peer})
         if self.following is None:
             return effects
@@ -380,7 +380,7 @@ class MemberSide:
         return effects + self._follow_on()
 
     def told(self, peer: str, heard: pb.Heard) -> list[Effect]:
-        """A replica of this stage says which commit it has heard."""
+        """A replica of this stage reports which commit it has received."""
         told = heard.decision
         if peer not in self.beside or max(len(told.hash), len(told.signature)) > HASH:
             return []
@@ -396,7 +396,7 @@ class MemberSide:
         return [] if heard.answer else [self._tell(peer, own, answer=True)]
 
     def tick(self, now: float) -> list[Effect]:
-        """Looks at what the time that has passed has made due."""
+        """Does what has become due."""
         if self.comparing is None or not (mute := self.comparing.overdue(now)):
             return []
         self.mute |= mute
@@ -406,7 +406,7 @@ class MemberSide:
 
     def frames(self, ballot: Ballot) -> Frames:
         """What to do with a frame that was sent by the plan of `ballot`."""
-        if self._is_of_attempt(ballot) and self._attempting():  # others may be at it yet
+        if self._is_of_attempt(ballot) and self._attempting():  # others may still work on it
             return Frames.TAKE
         if self.comparing is not None:  # what follows the commit may have begun elsewhere
             return Frames.HOLD if ballot > self.attempt else Frames.DROP
@@ -429,7 +429,7 @@ class MemberSide:
         self._promise(peer, ballot)
         if ballot.view == self.view.number:
             self.heard.asked(ballot.view, active(self.view))
-        self.halt = None  # the driver looks again
+        self.halt = None  # the driver queries again
         effects: list[Effect] = []
         if self._is_voting():
             effects.append(DropAttempt(self.attempt))
@@ -451,7 +451,7 @@ class MemberSide:
         return self.began <= ballot <= self.attempt
 
     def _is_voting(self) -> bool:
-        """It has yet to."""
+        """Whether it has yet to vote."""
         return self.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING)
 
     def _attempting(self) -> bool:
@@ -460,7 +460,7 @@ class MemberSide:
     def _answer(self, peer: str, ballot: Ballot, attempting: int = 0) -> list[Effect]:
         if self.changing or self.comparing is not None:
             self.unanswered = (peer, ballot)
-            hang = pb.Account(hang=self.hang[:LONGEST_WORDS])  # so that nobody waits for ever
+            hang = pb.Account(hang=self.hang[:LONGEST_WORDS])  # so that the driver may go on
             return [ballot.send(peer, account=hang)] if self.hang else []
         is_ready = self.phase is MemberPhase.READY
         status = pb.Status(
@@ -509,13 +509,13 @@ class MemberSide:
     def _put_off(
         self, comparing: Comparing, peer: str, ballot: Ballot, message: pb.Message
     ) -> None:
-        """Who takes part is told by what has changed since the plan before, which a newer one takes
-        the place of; so it is found out when it is heard."""
+        """Puts a message off. Restores its members now: they are encoded as differences from the
+        previous plan, which a newer one replaces."""
         if message.step.HasField("begin"):
             try:
                 whole = self.heard.whole(ballot, message.step.begin)
             except ValueError:
-                pass  # it is said when its turn comes
+                pass  # reported when its turn comes
             else:
                 commit = message.step.commit if message.step.HasField("commit") else None
                 message = pb.Message(step=pb.Step(commit=commit, begin=whole))
@@ -531,7 +531,7 @@ class MemberSide:
             return self._entered(ballot, begin)
         if begin.HasField("since"):
             return self._went_on(ballot, begin)
-        if self.void:  # the run starts over, since nobody has anything
+        if self.void:  # the run starts over, since no node has a state
             return [Rejoin("its weights went with a rebuild that was given up")]
         if begin.step != self.committed + (begin.kind == pb.Begin.TRAIN):
             reason = (
@@ -547,7 +547,7 @@ class MemberSide:
         return [StartAttempt(ballot, begin)]
 
     def _went_on(self, ballot: Ballot, begin: pb.Begin) -> list[Effect]:
-        """Who was ready is so no more: its gradient lacks what others have to do again."""
+        """Goes on by a new plan. A vote is void: its gradient lacks what others have to redo."""
         since = Ballot.of(begin.since)
         if not self._attempting() or since != self.began:
             reason = f"asked to go on with an attempt that is not under way here, {since}"
@@ -557,8 +557,8 @@ class MemberSide:
         return [GoOn(ballot, begin)]
 
     def _entered(self, ballot: Ballot, begin: pb.Begin) -> list[Effect]:
-        """This seat takes the place of a lost one in an attempt that is under way. What it has is
-        what that had when the attempt began, so it may train as if it had begun it, too."""
+        """Takes a lost node's place in a running attempt. Its state is the one with which the
+        attempt began, so it may train as if it had begun it."""
         since = Ballot.of(begin.since)
         if self.phase is not MemberPhase.IDLE or self.void or begin.step != self.committed + 1:
             reason = (
@@ -585,7 +585,7 @@ class MemberSide:
         if not self._has_signed(own):
             return self._refuse_commit(f"step {own.step}, which {self.decider} hasn't signed")
         tell = [self._tell(node, own) for node in sorted(self.partners)]
-        # Others may have been told of another one.
+        # Others may have received another one.
         if why := self._is_no_link(commit) or self._is_not_offered(commit):
             return [*tell, *self._refuse_commit(why)]
         wrong = self._look_at(commit, votes) if votes.alike else []
@@ -594,13 +594,13 @@ class MemberSide:
         return [*wrong, *tell, *self._compare(self.comparing)]
 
     def _with_known_records(self, commit: pb.Commit) -> pb.Commit:
-        """Those that were told before the vote, if they are its records."""
+        """Adds the records received before the vote, if they are the commit's."""
         if has_records(commit) or hash_of_records(self.records) != commit.records:
             return commit
         return with_records(commit, self.records)
 
     def _look_at_records(self, commit: pb.Commit) -> list[Effect]:
-        """As with votes, that is no reason to stay behind."""
+        """Checks the records. As with votes, a wrong one is no reason to stay behind."""
         if not self.records or has_records(commit):
             return []
         what = f"step {commit.step} of other microbatches than it had told before"
@@ -616,11 +616,11 @@ class MemberSide:
         return [refused, Suspect(self.driver, why, NUMBERS)]
 
     def _has_signed(self, told: Decision) -> bool:
-        """Whether this is what the attempt's driver has decided."""
+        """Whether the attempt's driver has signed this decision."""
         return not self.key or is_sealed(told, self.key, self.view.run)
 
     def _is_no_link(self, commit: pb.Commit) -> str:
-        """Why the commit can't come after the last one that was applied here; empty: it can."""
+        """Why the commit can't follow the last one applied here; empty: it can."""
         step, before = commit.step, self.last.step
         if commit.lineage != self.lineage:
             return f"step {step} of lineage {commit.lineage}, and this is {self.lineage}"
@@ -631,7 +631,7 @@ class MemberSide:
         return ""
 
     def _is_not_offered(self, commit: pb.Commit) -> str:
-        """Why what the stage has relearned can't enter with the commit; empty: it can."""
+        """Why the relearned updates can't enter with the commit; empty: they can."""
         fixed = entering(commit, self.stage)
         if fixed in (0, self.offered):
             return ""
@@ -655,8 +655,8 @@ class MemberSide:
     # --- the votes for a commit
 
     def _look_at(self, commit: pb.Commit, votes: Votes) -> list[Effect]:
-        """This node is one of those who keep them. What is wrong with them is no reason to stay
-        behind: others have applied the commit, and its driver has to go."""
+        """Checks votes that this node keeps. A wrong one is no reason to stay behind: others have
+        applied the commit, and its driver must go."""
         if Ballot.of(commit.ballot) != (self.roll.view, self.roll.attempt):
             return []
         shown = self.votes.keep(decision(commit), votes, self.roll)
@@ -673,13 +673,12 @@ class MemberSide:
         return [told, Suspect(self.decider, why, NUMBERS, proof)]
 
     def _is_without_own_vote(self, told: Decision) -> bool:
-        """Whether that is a commit of the attempt in which this node takes part, and has yet to
-        vote."""
+        """Whether it is a commit of an attempt in which this node has yet to vote."""
         taking_part = self._is_voting() and self.node in self.stages and self.following is None
         return taking_part and (told.view, told.attempt) == self.attempt and self._has_signed(told)
 
     def _doubt(self, told: Decision) -> list[Effect]:
-        """Who keeps the votes has the proof."""
+        """Requests the votes for a commit without this node's; they are the proof."""
         self.doubted = told
         asked = [node for node, stage in sorted(active(self.view).items()) if stage == 0]
         wanted = pb.VotesRequest(commit=told.hash)
@@ -694,7 +693,7 @@ class MemberSide:
         return [NEVER.send(peer, votes_shown=pb.VotesShown(votes=shown))]
 
     def shown_votes(self, shown: Proof) -> list[Effect]:
-        """For a commit that this node hasn't voted for."""
+        """Takes in the votes for a commit that this node hasn't voted for."""
         told, run = self.doubted, self.view.run
         if not told.hash or not is_of(shown, told):
             return []
@@ -704,7 +703,7 @@ class MemberSide:
         what = f"without the vote of {self.node}, as its votes show"
         return self._accuse_of_haste(told.step, what, about(shown, self.node))
 
-    # --- which commit the stage's replicas have heard
+    # --- comparison of commits between replicas
 
     def _note_who_takes_part(self, ballot: Ballot, begin: pb.Begin) -> None:
         self.decider = self.driver
@@ -727,8 +726,8 @@ class MemberSide:
         return self._compare(self.comparing)
 
     def _compare(self, comparing: Comparing) -> list[Effect]:
-        """The commit is applied, and what the driver has said since is done, when all tell of the
-        same one. Of two that one driver has signed neither is."""
+        """Applies the commit, and what the driver has sent since, when all replicas have the same
+        one. Applies neither of two that one driver has signed."""
         effects: list[Effect] = []
         for peer, other in comparing.look(self.decisions).items():
             effects += self._accuse_of_two(comparing.own, peer, other)
@@ -745,7 +744,7 @@ class MemberSide:
         return effects
 
     def _accuse_of_two(self, own: Decision, peer: str, other: Decision) -> list[Effect]:
-        """Either the driver has signed another commit, too, or the replica has made one up."""
+        """Accuses the driver if it has signed another commit, too; otherwise the replica."""
         self.decisions.pop(peer, None)
         if self._has_signed(other):
             why = f"{self.decider} has told {peer} of another commit of step {own.step}"
@@ -779,7 +778,7 @@ class MemberSide:
         self.comparing = None
         effects: list[Effect] = [DropAttempt(self.attempt)] if self._attempting() else []
         if sync.method in COPIED and (sync.lineage, sync.step) == (self.lineage, self.committed):
-            self.lineage = self.committed = 0  # what it has is not what its replicas have
+            self.lineage = self.committed = 0  # its state differs from its replicas'
         self.trained = False
         self.phase = MemberPhase.FOLLOWING if sync.follow else MemberPhase.SYNCING
         self.following = FollowingJoiner(ballot, sync.step, sync.step) if sync.follow else None
@@ -789,7 +788,7 @@ class MemberSide:
     def _halt(self, halt: pb.Halt) -> list[Effect]:
         self.halt = halt
         self.following = None
-        if self.phase is MemberPhase.READY:  # a driver that comes yet may want it committed
+        if self.phase is MemberPhase.READY:  # a later driver may commit it
             return [Halted(halt)]
         effects: list[Effect] = [DropAttempt(self.attempt)] if self._attempting() else []
         self.phase = MemberPhase.HALTED
@@ -798,7 +797,7 @@ class MemberSide:
     # --- following
 
     def _begun_without(self, ballot: Ballot, begin: pb.Begin) -> list[Effect]:
-        """The others begin an attempt, in which this node is a joiner."""
+        """The others begin an attempt in which this node is a joiner."""
         self.trained = False
         if self.following is None:
             return [self._to_driver(pb.Message(failed=pb.Failed(reason="it doesn't follow")))]
@@ -816,12 +815,12 @@ class MemberSide:
         if entering(commit, self.stage):
             why = f"step {commit.step} has what the stage has relearned, which isn't here"
             return self._unfollow(pb.Failed(reason=why))
-        self.phase = MemberPhase.FOLLOWING  # if it was about to vote: the others didn't wait
+        self.phase = MemberPhase.FOLLOWING  # it was about to vote, but the others didn't wait
         self.following.hear(commit)
         return self._follow_on()
 
     def _follow_on(self) -> list[Effect]:
-        """Apply the next commit; else vote, if asked to; else tell that this node has caught up."""
+        """Applies the next commit; else votes, if asked to; else reports that it has caught up."""
         following = self.following
         if following is None or self.phase is not MemberPhase.FOLLOWING:
             return []
