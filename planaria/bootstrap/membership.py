@@ -1,8 +1,8 @@
-"""The membership machine: who serves which stage, told as numbered views.
+"""The membership state machine: issues numbered views of the members and their stages.
 
-Pure: an event method takes `now` (seconds of any clock that never goes back) and returns effects
-for the shell to carry out. There is no clock, socket or task in here. Messages of
-`proto/bootstrap/registry.proto` are its data; a `View` is never changed after it was issued.
+Pure: an event method takes `now` (seconds of a monotonic clock) and returns effects for the shell
+to carry out. It has no clock, socket or task. Its data are messages of
+`proto/bootstrap/registry.proto`; a `View` never changes after it was issued.
 """
 
 from __future__ import annotations
@@ -54,35 +54,35 @@ EVICTED_KEPT = 10_000
 EVICTIONS_TOLD = 20
 REBUILDS_TOLD = 100
 ACCUSERS_NAMED = 3
-CONTRADICTED_EVERY = 60.0  # seconds between two times that a node is told what isn't believed
+CONTRADICTED_EVERY = 60.0  # seconds between two notices to a node about refused reports
 WITHOUT_STATE = frozenset(["syncing", "following"])  # phases in reports (node/transaction)
-TOGETHER = 0.3  # seconds in which all tell it who leave together, and in which none takes a seat
-TELLING = 2e-4  # seconds until the next joins, for each member to tell; it takes half of that
-MOST_DIALLED = 100  # silent members that are asked whether they are there; of more, every n-th
+TOGETHER = 0.3  # seconds to collect leave announcements, without placement meanwhile
+TELLING = 2e-4  # seconds per member between two join batches; sending a view takes half of that
+MOST_DIALLED = 100  # silent members that are dialled; of more, every n-th
 
 
 @dataclass(frozen=True)
 class MembershipRules:
-    """What the registry decides by. Times in seconds."""
+    """The registry's parameters. Times in seconds."""
 
     run: str
     stages: int  # body stages, L; stages are numbered 0..L
-    replicas: int = 1  # nodes a stage to wait for before the first driver is named
-    max_replicas: int = 64  # nodes a stage that are useful; more become standbys
-    start_grace: float = 20.0  # wait for `replicas` so long after the last one joined
+    replicas: int = 1  # nodes per stage to wait for before the first driver is named
+    max_replicas: int = 64  # useful nodes per stage; more become standbys
+    start_grace: float = 20.0  # maximum wait for `replicas` after the latest join
     lease: float = 5.0
     probe_timeout: float = 3.0
-    reconnect: float = 0.4  # for a node that has lost its stream, and is gone, to come back
-    dial_timeout: float = 4.0  # for a silent member to answer who dials it
-    second_voice: float = 1.0  # for somebody else to say what the driver says of a member
+    reconnect: float = 0.4  # for a node that lost its stream and refuses connections to return
+    dial_timeout: float = 4.0  # for a silent member to answer a dial
+    second_voice: float = 1.0  # for corroboration of the driver's accusation
     restart_grace: float | None = None  # lease + 1
-    steps: int = 0  # that the run has; 0: not known
+    steps: int = 0  # of the run; 0: unknown
     data: str = ""  # content hash that stage-0 nodes must have; empty: not checked
     swapped: bool = False  # half of the microbatches visit the end stages in swapped order
-    policy: Policy = "checkfree"  # by which a lost stage is rebuilt
+    policy: Policy = "checkfree"  # for rebuilding a lost stage
     joins_per_second: float = 200.0
     max_nodes: int = 10_000
-    max_per_block: int = 0  # nodes of one block of addresses; 0: any number
+    max_per_block: int = 0  # nodes per address block; 0: unlimited
     allowed: frozenset[str] | None = None  # instances that may be members; None: all
 
     def __post_init__(self) -> None:
@@ -101,13 +101,13 @@ class MembershipRules:
 
     @property
     def grace(self) -> float:
-        """Long enough for a dead member's fresh lease to run out before the first new view."""
+        """Seconds without new views after a restart: a dead member's fresh lease expires within."""
         return self.lease + 1.0 if self.restart_grace is None else self.restart_grace
 
 
 class Refused(Exception):  # noqa: N818  an answer, not a fault
-    """A request that can't be granted. `code` is the name of a gRPC status; `reason` says what
-    was wrong, with what value, and what to do."""
+    """A refused request. `code`: the name of a gRPC status; `reason`: the problem, the value, and
+    the remedy."""
 
     def __init__(self, code: str, reason: str) -> None:
         super().__init__(reason)
@@ -117,14 +117,14 @@ class Refused(Exception):  # noqa: N818  an answer, not a fault
 
 @dataclass(frozen=True)
 class Issue:
-    """Write the view to the journal, then push it to all who watch."""
+    """Write the view to the journal, then send it to all watchers."""
 
     view: View
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Ask the node, on its KeepAlive stream, to answer `number` at once."""
+    """Request an immediate answer with `number` on the node's KeepAlive stream."""
 
     node: str
     number: int
@@ -132,7 +132,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Evict:
-    """Tell the node, on its KeepAlive stream, that it is a member no longer; close the stream."""
+    """Notify the node of its eviction on its KeepAlive stream; close the stream."""
 
     node: str
     reason: str
@@ -140,7 +140,7 @@ class Evict:
 
 @dataclass(frozen=True)
 class Settle:
-    """Answer all who suspected the node."""
+    """Answer all pending suspicions of the node."""
 
     node: str
     member: bool
@@ -149,7 +149,7 @@ class Settle:
 
 @dataclass(frozen=True)
 class Contradict:
-    """Tell the node, on its KeepAlive stream, that what it says is not taken, and why."""
+    """Notify the node on its KeepAlive stream that its report is refused, and why."""
 
     node: str
     reason: str
@@ -157,7 +157,7 @@ class Contradict:
 
 @dataclass(frozen=True)
 class Dial:
-    """Ask at HOST:PORT whether the node is there, for `seconds`, and tell `dialled`."""
+    """Check for `seconds` whether the node answers at HOST:PORT, and call `dialled`."""
 
     question: int
     node: str
@@ -169,7 +169,7 @@ Effect = Issue | Probe | Evict | Settle | Contradict | Dial
 
 
 class JoinAttempt(NamedTuple):
-    """A request to join, from which block of addresses (failure_domains.py) it came, and when."""
+    """A join request, its address block (failure_domains.py), and its time of arrival."""
 
     request: JoinRequest
     block: str
@@ -178,9 +178,9 @@ class JoinAttempt(NamedTuple):
 
 @dataclass(eq=False)
 class _Claim:
-    """Somebody with another key joins from a member's address."""
+    """A join with another key from a member's address."""
 
-    question: int  # that was put to the member
+    question: int  # number of the dial to the member
     asked: float
     there: bool | None = None
     answered: bool = False
@@ -188,30 +188,30 @@ class _Claim:
 
 @dataclass(eq=False)
 class _Node:
-    """A member or standby, and what is known of its health."""
+    """A member or standby, and its health."""
 
     member: Member
-    why: str  # of what was decided last about its seats
+    why: str  # reason of the latest decision about its seats
     renewed: float
-    placed: float  # since when it serves, or stands by
-    due: float = math.inf  # of its one live entry in the heap of deadlines
+    placed: float  # time since which it serves, or is a standby
+    due: float = math.inf  # time of its live entry in the heap of deadlines
     reasons: dict[int, str] = field(default_factory=dict)  # for each of its seats, by stage
     report: Report = field(default_factory=Report)
-    holds: set[int] | None = None  # stages whose state it has, by its last report; None: none came
+    holds: set[int] | None = None  # stages with state, by its last report; None: no report yet
     streaming: bool = False
-    lost: float | None = None  # when its stream broke
-    dial: int = 0  # number of the question whether it is there, since then
-    gone: bool = False  # it isn't
-    reached_by: str = ""  # who reaches it, which is why it stays, though it isn't heard
-    looked: float = -math.inf  # when that was found last
+    lost: float | None = None  # time of the loss of its stream
+    dial: int = 0  # number of the dial since then
+    gone: bool = False  # whether it refused that dial
+    reached_by: str = ""  # a member that reaches it, which spares it from eviction
+    looked: float = -math.inf  # time of the last check of `reached_by`
     probe: int = 0  # number of the unanswered probe; 0: none
     probed: float = 0.0
-    accusers: dict[str, str] = field(default_factory=dict)  # accuser -> why, until settled
-    doomed: str = ""  # to be evicted whatever it says, and why
-    cause: Cause = SILENT  # for which it is doomed
-    claim: _Claim | None = None  # to its address, the newest
-    contradicted: float = -math.inf  # the last time
-    stages: list[int] = field(init=False)  # of its seats; none: it is a standby
+    accusers: dict[str, str] = field(default_factory=dict)  # accuser -> reason, until settled
+    doomed: str = ""  # reason of its eviction, due at once; empty: none
+    cause: Cause = SILENT  # of that eviction
+    claim: _Claim | None = None  # the newest claim to its address
+    contradicted: float = -math.inf  # time of the last notice
+    stages: list[int] = field(init=False)  # of its seats; empty: a standby
 
     def __post_init__(self) -> None:
         self.become(self.member)
@@ -221,35 +221,35 @@ class _Node:
 
     @property
     def leaving(self) -> bool:
-        """It has said that it will leave soon, and the view says so."""
+        """Whether the view says that it will leave soon."""
         return self.member.leaving
 
     def awaited(self, reconnect: float) -> float:
-        """Until when it has to come back, since it has lost its stream and is gone."""
+        """The deadline for its return after the loss of its stream and a refused dial."""
         return self.lost + reconnect if self.lost is not None and self.gone else math.inf
 
     def heard(self, lease: float, now: float) -> bool:
-        """Whether it lives, as far as anybody can tell."""
+        """Whether it is alive, as far as the registry knows."""
         silent = self.lost is not None or now >= self.renewed + lease
         return not (silent or self.probe or self.doomed or self.reached_by)
 
 
 @dataclass(eq=False)
 class _Question:
-    """Is one of you there? Put to the members when none is heard and a newcomer is."""
+    """A check for any live member, made when only a newcomer is heard."""
 
     number: int
     asked: float
     dialled: list[Member]
-    open: set[str]  # whom the registry still dials
-    answered: dict[str, str] = field(default_factory=dict)  # who answered -> whom
+    open: set[str]  # members that the registry still dials
+    answered: dict[str, str] = field(default_factory=dict)  # member that answered -> its dialler
 
 
 class Membership:
-    """Every effect must be carried out, in the order given, before the next event is fed in."""
+    """The state machine. Carry out the effects in order before the next event."""
 
     def __init__(self, rules: MembershipRules, key: Identity | None = None) -> None:
-        """`key`: the run's, by which views are signed; without one it is made."""
+        """`key`: the run's, which signs views; None: a new one."""
         self.rules, self.key = rules, key or Identity.generate()
         self.view = View(run=rules.run, reason="no node has joined yet")
         self.decisions: deque[str] = deque(maxlen=DECISIONS_KEPT)  # newest last
@@ -257,49 +257,49 @@ class Membership:
         self._nodes: dict[str, _Node] = {}  # in join order
         self._at: dict[str, _Node] = {}  # by address
         self._with: dict[bytes, list[_Node]] = {}  # by key
-        self._staff_known: Staffing | None = None  # None: it has to be counted anew
-        self._neighbours_known: Neighbours | None = None  # None: it has to be found anew
+        self._staff_known: Staffing | None = None  # None: to be recounted
+        self._neighbours_known: Neighbours | None = None  # None: to be recomputed
         self._number = 0
-        self._issued = -math.inf  # the newest view
+        self._issued = -math.inf  # time of the newest view
         self._joined = 0
         self._progress = CommitWatermark(rules.steps, rules.lease)
-        self._started = False  # a driver has been named once
-        self._covered: float | None = None  # since when each stage has a member
-        self._joined_at = 0.0  # the newest member
-        self._unsettled = False  # a stage is vacant, or somebody has several seats
-        self._looked = -math.inf  # at who sits where, without need
-        self._all_told = math.inf  # when all are likely to have told that leave together
+        self._started = False  # whether any driver has been named
+        self._covered: float | None = None  # time since which each stage has a member
+        self._joined_at = 0.0  # time of the latest join
+        self._unsettled = False  # whether a stage is vacant, or a node has several seats
+        self._looked = -math.inf  # time of the last periodic placement
+        self._all_told = math.inf  # end of the collection of leave announcements
         self._quiet_until = -math.inf  # after a restart: no new view before
-        self._isolated = False  # nobody can be heard
+        self._isolated = False  # whether no member can be heard
         self._question: _Question | None = None
         self._questions = self._probes = 0
         self._join_allowance = rules.joins_per_second
         self._allowance_at: float | None = None
-        self._deadlines: list[tuple[float, str]] = []  # heap; stale entries are dropped when met
+        self._deadlines: list[tuple[float, str]] = []  # heap; stale entries are dropped on access
         self._cuts = Cuts(rules.lease)
         self._quarantine = Quarantine()
         self._banned: list[str] = []  # instances, in order
-        self._evicted: dict[str, str] = {}  # node -> reason; the oldest are forgotten
+        self._evicted: dict[str, str] = {}  # node -> reason; the oldest are dropped
         self._words = Accusations(rules.run, rules.second_voice)
-        self._heir = ""  # who is to drive next, and see for itself
+        self._heir = ""  # the next driver, by an accusation
         self._rebuilds: dict[tuple[int, int, str], Rebuild] = {}  # by step, stage, method
         self._evictions: deque[tuple[float, Eviction]] = deque(maxlen=EVICTIONS_TOLD)
         self._effects: list[Effect] = []
-        self._changes: list[str] = []  # in words; not empty: a view is to be issued
+        self._changes: list[str] = []  # descriptions; if not empty, a view is due
 
     # -- events ----------------------------------------------------------------------------------
 
     def join(
         self, request: JoinRequest, now: float, block: str = ""
     ) -> tuple[JoinReply, list[Effect]]:
-        """Makes a node a member or a standby. A repeated request gets the same answer. `block`:
-        of addresses that the request comes from, see failure_domains.py.
+        """Makes a node a member or a standby. A repeated request gets the same answer. `block`: the
+        address block of the request, see failure_domains.py.
 
-        While no member is heard, the reply is a question: the node has to dial the members, as the
-        registry does (`Dial`), and to join again. If none is there, all are evicted. Who was
-        evicted for cause is told how long it has to wait. Who joins from a member's address takes
-        its place, with the same key at once, and else when it is gone; elsewhere a key is one
-        member's at a time. The reply leaves `run_file` to the shell. Raises Refused.
+        While no member is heard, the reply is a question: the node must dial the members, as the
+        registry does (`Dial`), and join again. If none answers, all are evicted. An instance in
+        quarantine gets its remaining time. A node at a member's address replaces it: at once with
+        the same key, else once the member is gone. Elsewhere, a key has one member at a time. The
+        shell adds `run_file` to the reply. Raises Refused.
         """
         (answer,), effects = self.join_together([JoinAttempt(request, block, now)], now)
         if isinstance(answer, Refused):
@@ -311,8 +311,8 @@ class Membership:
     def join_together(
         self, asked: Iterable[JoinAttempt], now: float
     ) -> tuple[list[JoinReply | Refused], list[Effect]]:
-        """As `join`, of each request, in one view; the answers are in that order, and of the view
-        they have the number: a copy of thousands of members for each takes too long."""
+        """As `join`, for several requests, in one view; answers are in the same order. Their view
+        has only its number: a copy of thousands of members for each would take too long."""
         found: list[_Node | JoinReply | Refused] = []
         for one in asked:
             try:
@@ -326,22 +326,22 @@ class Membership:
         return replies, effects
 
     def wait(self, names: Iterable[str], now: float) -> None:
-        """They have joined and wait for the answer, without which nobody can renew anything."""
+        """Extends the leases of joined nodes that wait for their reply, and can't renew yet."""
         for name in names:
             if (node := self._nodes.get(name)) is not None:
                 node.renewed = now
 
     def joins_due(self, now: float) -> float:
-        """When a join that comes now is to be decided, together with all that come until then. At
-        once, unless a view was issued just before: everybody has to be told of it, and one of many
-        newcomers takes little more than one of a single one."""
+        """The time of the decision about a join that arrives now, together with others until then:
+        at once, unless a view was just issued. All members must get each view, and a view of many
+        joins costs little more than that of one."""
         return max(now, self._issued + TELLING * len(self._nodes))
 
     def stream_opened(self, renewal: Renewal, now: float) -> list[Effect]:
-        """The first renewal of a KeepAlive stream, which supersedes an older stream of the node.
+        """Processes the first renewal of a KeepAlive stream, which replaces an older stream.
 
-        A registry that has lost its journal learns the membership from the view shown here. Raises
-        Refused for one that it has not signed.
+        A registry without its journal learns the membership from the view in the renewal. Raises
+        Refused for a view that the run's key has not signed.
         """
         if renewal.run and renewal.run != self.rules.run:
             reason = f"this registry serves run {self.rules.run}, not {renewal.run}"
@@ -360,7 +360,7 @@ class Membership:
         return [*self._take_effects(), *effects]
 
     def renewed(self, renewal: Renewal, now: float) -> list[Effect]:
-        """A renewal on an open stream. This is the hot path: no scan, no copy."""
+        """Processes a renewal on an open stream. This is the hot path: no scan, no copy."""
         node = self._nodes.get(renewal.node)
         if node is None:
             reason = self._evicted.get(renewal.node, "not a member of the current view")
@@ -391,7 +391,7 @@ class Membership:
         if complaints or unlisted or self._cuts.any:
             known = (c for c in complaints if c.peer in self._nodes)
             self._cuts.told(name, known, now, unlisted)
-        for rebuild in report.rebuilds:  # of few nodes, and few
+        for rebuild in report.rebuilds:  # rare, and from few nodes
             self._remember(rebuild)
         if report.leaving != node.leaving and now >= self._quiet_until:
             self._announce(node, now)
@@ -399,7 +399,7 @@ class Membership:
         return effects
 
     def _vouched(self) -> Age:
-        """The newest that a member of each stage has, as they say."""
+        """The newest age confirmed by members of every stage."""
         newest = dict.fromkeys(range(self.rules.stages + 1), (0, 0))
         for node in self._nodes.values():
             for seat in node.report.seats:
@@ -415,7 +415,7 @@ class Membership:
         return [Contradict(node.member.node, reason)]
 
     def _remember(self, rebuild: Rebuild) -> None:
-        """Whoever drove then may be gone when somebody asks."""
+        """Stores a rebuild for `describe`, since the driver that reported it may leave."""
         told = self._rebuilds[rebuild.step, rebuild.stage, rebuild.method[:WHY_LENGTH]] = Rebuild()
         told.CopyFrom(rebuild)
         told.method = rebuild.method[:WHY_LENGTH]
@@ -423,9 +423,9 @@ class Membership:
             del self._rebuilds[next(iter(self._rebuilds))]
 
     def stream_lost(self, name: str, now: float) -> list[Effect]:
-        """The node's newest KeepAlive stream broke. A machine whose process has ended refuses who
-        dials it; one whose network is away doesn't, and has its lease to come back, as has one that
-        can't be dialled."""
+        """The node's newest KeepAlive stream broke. A machine whose process has ended refuses a
+        dial, which shortens the wait. A node without a network, or one that can't be dialled, has
+        its lease to return."""
         node = self._nodes.get(name)
         if node is None or not node.streaming:
             return []
@@ -433,7 +433,7 @@ class Membership:
         return self._miss(node, now)
 
     def suspect(self, suspicion: Suspicion, now: float) -> list[Effect]:
-        """A member finds another one silent, or accuses it for cause. Raises Refused when the
+        """A member reports another one silent, or accuses it with a cause. Raises Refused if the
         accuser is no member."""
         accuser, accused = suspicion.accuser, suspicion.accused
         if accuser not in self._nodes:
@@ -466,7 +466,7 @@ class Membership:
         return [Probe(accused, node.probe)]
 
     def dialled(self, question: int, name: str, there: bool | None) -> None:
-        """What came of a `Dial`; None: nobody has answered, who may be there all the same."""
+        """Processes the result of a `Dial`; None: no answer, so the node may still be alive."""
         if self._question is not None and self._question.number == question:
             self._question.open.discard(name)
             if there:
@@ -479,7 +479,7 @@ class Membership:
             self._schedule(name, node)
 
     def leave(self, name: str, why: str, now: float) -> list[Effect]:
-        """A node says goodbye. Leaving twice changes nothing."""
+        """A node announces its departure. Idempotent."""
         node = self._nodes.get(name)
         if node is None:
             return []
@@ -487,7 +487,7 @@ class Membership:
         return self.tick(now)
 
     def evict(self, name: str, why: str, now: float) -> list[Effect]:
-        """Somebody who may has said so. Of who is no member any more, without effect."""
+        """Evicts a node on an authorized request. No effect on a former member."""
         node = self._nodes.get(name)
         if node is None:
             return []
@@ -495,12 +495,12 @@ class Membership:
         return self._finish(now)
 
     def bar(self, banned: Iterable[str]) -> None:
-        """These instances, and no others, are banned: nodes hear of it by the next view, which a
-        tick issues."""
+        """Sets the banned instances; the next view, issued by a tick, publishes
+        them."""
         self._banned = sorted(banned)
 
     def tick(self, now: float) -> list[Effect]:
-        """Evicts whoever's time is over, and names the first driver when the waiting is over."""
+        """Evicts nodes past their deadline, and names the first driver when the wait is over."""
         if now < self._quiet_until:
             return []
         if self._cut_off_from_all(now):
@@ -537,10 +537,10 @@ class Membership:
         return self._finish(now)
 
     def restore(self, view: View, now: float) -> None:
-        """Goes on from the newest view of an earlier registry of the run: its members are taken
-        for alive, with a fresh lease, and no new view is issued before the grace is over.
+        """Continues from the newest view of an earlier registry of the run: its members count as
+        alive, with a fresh lease, and no new view is issued within the grace.
 
-        Raises ValueError when the view can't be one of this run.
+        Raises ValueError if the view can't be one of this run.
         """
         problem = _problem(view, self.rules)
         if not self.is_genuine(view):
@@ -564,12 +564,12 @@ class Membership:
         self._number = view.number
         self._joined = max([self._joined, *(m.joined for m in view.members)])
         self._progress.restore((view.lineage, view.committed), now)
-        # A run that has started lacks a driver only while stage 0 is vacant.
+        # A started run lacks a driver only while stage 0 is vacant.
         led = bool(view.driver) or (view.committed > 0 and 0 in self._vacant())
         self._started = self._started or (led and bool(self._nodes))
         self._covered = now if not self._vacant() else None
         self._joined_at, self._unsettled = now, True
-        if self._nodes:  # else there is nobody to wait for
+        if self._nodes:  # otherwise no member could return
             self._quiet_until = now + self.rules.grace
         self._deadlines = []
         self._cuts.restore(view.relays, now)
@@ -585,9 +585,9 @@ class Membership:
         )
 
     def paused(self, seconds: float, now: float) -> None:
-        """The registry itself did not run for this long (suspended, starved): nobody could be
-        heard, so nobody's time ran. After long, it is as after a restart: nodes have given up on
-        it, and need the grace to come back."""
+        """Extends leases by a pause of the registry (suspended, starved), in which no renewal
+        arrived. A long pause counts as a restart: nodes have disconnected, and need the grace to
+        return."""
         self._note(f"the registry was held up for {seconds:.1f} s: all leases are longer by that")
         self._deadlines, self._question = [], None
         self._cuts.paused(seconds, now)
@@ -605,16 +605,16 @@ class Membership:
     # -- answers ---------------------------------------------------------------------------------
 
     def key_of(self, name: str) -> bytes | None:
-        """The public key that the member has joined with; None: it is no member."""
+        """The public key of a member; None: `name` is no member."""
         node = self._nodes.get(name)
         return None if node is None else node.member.key
 
     def is_genuine(self, view: View) -> bool:
-        """Whether a registry of this run has issued it."""
+        """Whether a registry of this run has issued the view."""
         return is_genuine(view, self.key.public, self.rules.run)
 
     def describe(self, now: float) -> Description:
-        """Everything known, for people. The shell adds run file and uptime."""
+        """The full state, for people. The shell adds run file and uptime."""
         description = Description(
             run=self.rules.run,
             view=self.view,
@@ -646,7 +646,7 @@ class Membership:
         return description
 
     def validate_state(self) -> None:
-        """Asserts what must hold after each event; called by tests."""
+        """Asserts the invariants after an event; called by tests."""
         view, rules = self.view, self.rules
         members = list(view.members)
         assert not self._effects, "effects left behind"
@@ -675,7 +675,7 @@ class Membership:
     # -- joining ---------------------------------------------------------------------------------
 
     def _let_in(self, asked: JoinAttempt, now: float) -> _Node | JoinReply:
-        """Or what it is answered instead. Raises Refused."""
+        """Admits a node, or returns another answer. Raises Refused."""
         request, block, came = asked
         self._check_request(request)
         known = self._nodes.get(request.node)
@@ -756,8 +756,8 @@ class Membership:
             )
 
     def _replaced(self, request: JoinRequest, at_address: _Node | None) -> list[_Node]:
-        """Those in whose place it comes. Names cost nothing, keys are what invites are for: of one
-        there is one member. Raises Refused while that is there, elsewhere."""
+        """The members that the new node replaces. A key has one member at a time, since keys need
+        invites and names do not. Raises Refused while that member is connected from elsewhere."""
         same = list(self._with.get(request.key, ()))
         if at_address is not None and at_address not in same:
             same.append(at_address)
@@ -772,7 +772,7 @@ class Membership:
         return same
 
     def _check_block(self, instance: str, block: str, replaced: list[_Node]) -> None:
-        """A node that is started again has not lost its place to itself."""
+        """Raises Refused if the block is full; a restarted node may reuse its own place."""
         most = self.rules.max_per_block
         if not (block and most):
             return
@@ -829,7 +829,7 @@ class Membership:
         other = self._unreachable(request.address, stage)
         if other is not None and not self._somebody_carries():
             raise Refused(
-                "ABORTED",  # who can be dialled may come yet
+                "ABORTED",  # a dialable member may join later
                 f"at stage {stage} the node would have to talk to {other.node} "
                 f"({place_of(other)}), and neither of the two can be dialled, nor anybody who "
                 "could carry for them; give one of them `--advertise HOST:PORT`, or choose another "
@@ -840,8 +840,8 @@ class Membership:
         return self._at.get(address)
 
     def _contest(self, request: JoinRequest, former: _Node, now: float) -> Dial | None:
-        """Somebody else joins from a member's address: the member goes (None) when it neither
-        answers there nor renews any more. Raises Refused."""
+        """A node with another key joins from a member's address. Returns None, so that the member
+        is replaced, if it neither answers a dial nor renews. Raises Refused."""
         rules, claim, name = self.rules, former.claim, former.member.node
         whose = f"{request.address} is the address of {name} ({place_of(former.member)})"
         if claim is None or now >= claim.asked + rules.dial_timeout + rules.lease:
@@ -873,8 +873,8 @@ class Membership:
         return not self.rules.data or data == self.rules.data
 
     def _unreachable(self, address: str, stage: int) -> Member | None:
-        """A member that a node with this address would need a link with, and can have none but one
-        that somebody carries."""
+        """A member to which a node with this address would need a link, and could have only a
+        relayed one."""
         if address:
             return None
         members = (n.member for n in self._nodes.values())
@@ -882,7 +882,7 @@ class Membership:
         return next((m for m in hidden if _related(self.rules, stages_of(m), [stage])), None)
 
     def _somebody_carries(self) -> bool:
-        """Whether there is a member that two who only dial out can both reach."""
+        """Whether any member can relay between two nodes that can't be dialled."""
         return any(n.member.address and not n.leaving for n in self._nodes.values())
 
     def _admit(self, request: JoinRequest, block: str, now: float) -> _Node:
@@ -926,8 +926,8 @@ class Membership:
             self._at[member.address] = node
 
     def _choose(self, request: JoinRequest, place: FailureDomain) -> tuple[int | None, str]:
-        """A stage for a node that asked for none, or for that of its saves, which are needed while
-        nobody has its state (None: standby), and why."""
+        """A stage for a node that asked for none, and the reason; None: standby. The stage of its
+        saves counts only while no node has its state."""
         numbers, staff = range(self.rules.stages + 1), self._staffed()
         wanted = [s for s in numbers if staff.count[s] < self.rules.max_replicas]
         served = [s for s in wanted if s or self._has_data(request.data)]
@@ -953,7 +953,7 @@ class Membership:
         )
 
     def _staffed(self) -> Staffing:
-        """Counted once, and from then on each newcomer is added: many may come at a time."""
+        """The staffing, counted once and updated per join, since many may join at once."""
         if self._staff_known is None:
             self._staff_known = Staffing(self.rules.stages)
             for node in self._serving():
@@ -962,7 +962,7 @@ class Membership:
         return self._staff_known
 
     def _neighbours(self) -> Neighbours:
-        """As `_staffed`, but found anew for newcomers, too."""
+        """The neighbours, as `_staffed`, but recomputed after each join."""
         if self._neighbours_known is None:
             members, rules = (node.member for node in self._nodes.values()), self.rules
             driver = self.view.driver
@@ -970,17 +970,17 @@ class Membership:
         return self._neighbours_known
 
     def _find_anew(self) -> None:
-        """Others have other seats than when staff and neighbours were found."""
+        """Invalidates staffing and neighbours after a change of seats."""
         self._staff_known = self._neighbours_known = None
 
     def _is_held(self, stage: int) -> bool:
-        """By one that stays, of a run that is under way."""
+        """Whether a staying node has the stage's state, in a run in progress."""
         staying = (node for node in self._nodes.values() if not node.leaving)
         return self._started and any(node.holds and stage in node.holds for node in staying)
 
     def reply_to(self, name: str) -> JoinReply | Refused:
-        """What a node that was let in is told, by the newest view. Refused: it isn't a member any
-        more, as when another one, who came together with it, has taken its place."""
+        """The reply to an admitted node, by the newest view. Refused: it is no longer a member, for
+        example because another node of its batch replaced it."""
         node = self._nodes.get(name)
         if node is None:
             reason = self._evicted.get(name, "not a member of the current view")
@@ -993,12 +993,12 @@ class Membership:
             key=self.key.public,
         )
 
-    # -- when nobody is heard --------------------------------------------------------------------
+    # -- no member is heard ------------------------------------------------------------------------
 
     def _ask(self, request: JoinRequest, others: list[_Node], now: float) -> JoinReply:
-        """Nobody but a newcomer is heard: are the members gone, or are they cut off from this
-        registry, and train? Both dial them. If none is there, all are to be evicted; if one is,
-        a second run must not begin beside it. Raises Refused once the newcomer has dialled."""
+        """No member is heard, only a newcomer: the members are gone, or cut off from this registry
+        and still training. Registry and newcomer dial them. If none answers, all are evicted; if
+        one does, a second run must not begin. Raises Refused once the newcomer has dialled."""
         question, seconds = self._question, self.rules.dial_timeout
         if question is None or now >= question.asked + self._lasts(question):
             question = self._question = self._new_question(request.node, others, now)
@@ -1032,7 +1032,7 @@ class Membership:
         raise Refused("UNAVAILABLE", "all members are gone; join again")
 
     def _lasts(self, question: _Question) -> float:
-        """Seconds after which it has to be put anew."""
+        """Seconds after which the question must be repeated."""
         return self.rules.dial_timeout + (0.0 if question.answered else self.rules.grace)
 
     def _new_question(self, newcomer: str, others: list[_Node], now: float) -> _Question:
@@ -1061,10 +1061,10 @@ class Membership:
             self._doom(name, node, reason)
         self._question, self._isolated = None, False
 
-    # -- going -----------------------------------------------------------------------------------
+    # -- eviction ----------------------------------------------------------------------------------
 
     def _deadline(self, node: _Node) -> float:
-        """When the node's time may be over."""
+        """The earliest time at which the node may be overdue."""
         if node.doomed:
             return -math.inf
         due = node.renewed + self.rules.lease
@@ -1075,7 +1075,7 @@ class Membership:
         return min(due, node.awaited(self.rules.reconnect))
 
     def _overdue(self, node: _Node, now: float) -> str:
-        """Why the node's time is over; empty: it isn't."""
+        """Why the node is overdue; empty: it isn't."""
         if node.doomed:
             return node.doomed
         was_reached = bool(node.reached_by)
@@ -1094,8 +1094,8 @@ class Membership:
         return f"{why}{', and nobody reaches it any more' * was_reached}{accused}"
 
     def _spare(self, node: _Node, now: float) -> bool:
-        """Whether it stays though it isn't heard: the last holder of a stage, while anybody reaches
-        it. It is looked at again soon."""
+        """Spares a silent node that is the last holder of a stage while another member reaches it;
+        the check is repeated soon."""
         known, name, before = _MembersNow(self, now), node.member.node, node.reached_by
         node.reached_by = self._cuts.reached_by(known, name) if known.spared(name) else ""
         if not node.reached_by:
@@ -1118,8 +1118,8 @@ class Membership:
             heapq.heappush(self._deadlines, (due, name))
 
     def _cut_off_from_all(self, now: float) -> bool:
-        """Whether nobody can be heard. Then this registry is the one without a network: its members
-        go on training, and get time to come back as they do after a restart."""
+        """Whether no member is heard. Then this registry's own network is down: the members
+        continue training, and get the same time to return as after a restart."""
         asked = False
         for node in self._nodes.values():
             if node.doomed:
@@ -1130,7 +1130,7 @@ class Membership:
         return asked
 
     def _see_to_words(self, now: float) -> None:
-        """Whom the driver alone accuses stays, and somebody else drives, if anybody can."""
+        """Decides accusations by the driver alone: the accused stays, and another node drives."""
         for found in self._words.review(_MembersNow(self, now), now):
             if isinstance(found, Convicted):
                 node = self._nodes[found.node]
@@ -1147,20 +1147,20 @@ class Membership:
         self._schedule(name, node)
 
     def _miss(self, node: _Node, now: float) -> list[Effect]:
-        """It has no stream any more."""
+        """Records the loss of the node's stream, and dials it."""
         self._questions += 1
         node.lost, node.dial = now, self._questions
         name, address = node.member.node, node.member.address
         return [Dial(node.dial, name, address, self.rules.lease)] if address else []
 
     def _answered(self, node: _Node, now: float) -> list[Effect]:
-        """The accused is alive. Whether it can be reached is another question, see cuts.py."""
+        """Settles suspicions of a node that answered. For its reachability, see cuts.py."""
         name = node.member.node
         node.accusers, node.probe = {}, 0
         return [Settle(name, True, f"{name} answered the registry's probe")]
 
     def _see_to_cuts(self, now: float) -> None:
-        """Members that can't reach each other get a relay, or one of them has to go."""
+        """Assigns relays to members that can't reach each other, or evicts one of them."""
         while self._cuts.any:
             gone = False
             for decision in self._cuts.review(_MembersNow(self, now), now):
@@ -1203,7 +1203,7 @@ class Membership:
     # -- views -----------------------------------------------------------------------------------
 
     def _finish(self, now: float) -> list[Effect]:
-        """Issues a view if something has changed."""
+        """Issues a view if anything has changed."""
         if self._changes:
             self._staff(now)
             if self._started and self._everything_is_lost():
@@ -1220,9 +1220,9 @@ class Membership:
         return self._take_effects()
 
     def _everything_is_lost(self) -> bool:
-        """The run had a state once, and nobody who serves has any. It may come back from files, and
-        the newest may be with a node that isn't there yet. One step is no proof: it may be so new
-        that one node only has told of it."""
+        """Whether a run with state has lost it at all serving nodes. Files may restore it, and the
+        newest may be at a node yet to come. Step 1 is no proof: it may be so new that only one node
+        has reported it."""
         told = (seat for n in self._nodes.values() for seat in n.report.seats)
         return self._progress.newest > (0, 1) and not any(_age(seat) > (0, 0) for seat in told)
 
@@ -1230,20 +1230,20 @@ class Membership:
         return any(seat.finished for node in self._nodes.values() for seat in node.report.seats)
 
     def _has_state(self, seat: SeatReport) -> bool:
-        """Of its stage. When it says so: what was no state in later steps was one at the start."""
+        """Whether a seat has its stage's state. Age (0, 0) counts only at the start of a run."""
         if seat.phase in WITHOUT_STATE:
             return False
         return _age(seat) > (0, 0) or self._progress.newest <= (0, 1)
 
     def _staff(self, now: float) -> None:
-        """Sees to it that each stage has a member that will stay. Before the run has begun, who has
-        a seat gets another one only if nobody else comes for `start_grace`; once it is over, nobody
-        needs one."""
+        """Gives each stage a member that stays. Before the run has begun, a node gets a second seat
+        only after `start_grace` without a join. A finished run needs no
+        placement."""
         if now < self._all_told < math.inf:
             return
         self._all_told = math.inf
         if all(self._staffed().count) and all(len(n.stages) == 1 for n in self._nodes.values()):
-            return  # nobody is to take a seat, or to give one back
+            return  # no seat to assign or return
         if self._finished():
             return
         begun = self._started or now > self._joined_at + self.rules.start_grace
@@ -1262,7 +1262,7 @@ class Membership:
             self._changes.append(f"{change.node} {verb} stage {change.stage}: {change.why}")
 
     def _announce(self, node: _Node, now: float) -> None:
-        """That it will leave soon, or won't."""
+        """Publishes that a node will leave soon, or stays after all."""
         member = _copy(node.member)
         member.leaving = node.report.leaving
         node.become(member)
@@ -1272,7 +1272,7 @@ class Membership:
         self._changes.append(f"{node.member.node} ({place_of(node.member)}) {how}")
 
     def _reseat(self, node: _Node, stages: set[int]) -> None:
-        """What was told of a former seat at one of these stages says nothing of the new one."""
+        """Changes a node's seats; new seats do not inherit state reported for former ones."""
         had = {seat.stage: seat for seat in node.member.seats}
         member, since = _copy(node.member), self._number + 1
         del member.seats[:]
@@ -1283,7 +1283,7 @@ class Membership:
             node.holds &= had.keys()
 
     def _sitters(self, now: float) -> list[Candidate]:
-        """All nodes, as placement.py sees them."""
+        """All nodes, in the form for placement.py."""
         numbers, carried = range(self.rules.stages + 1), self._somebody_carries()
         served = frozenset(numbers[1:]), frozenset(numbers)  # without and with the run's data
         sitters = []
@@ -1337,8 +1337,8 @@ class Membership:
         self._effects.append(Issue(self.view))
 
     def _driver(self) -> str:
-        """The driver stays, unless another one is to see for itself; else the oldest stage-0 member
-        follows that will stay, and hasn't lost the drive. Empty: there is none."""
+        """The next driver: an heir, else the present one, else the oldest staying stage-0 member
+        that has lost the drive least often. Empty: none."""
         heir, self._heir = self._heir, ""
         for name in (heir, self.view.driver):
             if name in self._nodes and 0 in self._nodes[name].stages:
@@ -1351,7 +1351,7 @@ class Membership:
         return min(ends, key=lambda node: ends[node], default="")
 
     def _awaited(self, now: float) -> str:
-        """What the first driver of the run waits for, in words; empty: nothing."""
+        """The nodes that the run's first driver waits for, as text; empty: none."""
         since = min(self._covered, self._joined_at) if self._covered is not None else math.inf
         if now >= since + self.rules.start_grace:
             return ""
@@ -1369,7 +1369,7 @@ class Membership:
         return (node for node in self._nodes.values() if node.stages)
 
     def _count(self) -> Counter[int]:
-        """The nodes at each stage."""
+        """The number of nodes at each stage."""
         return Counter(itertools.chain.from_iterable(node.stages for node in self._serving()))
 
     def _vacant(self) -> list[int]:
@@ -1379,8 +1379,8 @@ class Membership:
     # -- learning after the loss of the journal --------------------------------------------------
 
     def _check_shown(self, renewal: Renewal) -> None:
-        """Somebody has made the view up that a node shows, or this registry lacks the run's key:
-        then who shows it is not sent away, but trains on until its registry is back."""
+        """Raises Refused for a forged view, or if this registry lacks the run's key; the node stays
+        a member and trains until its registry is back."""
         view, known = renewal.view, renewal.node in self._nodes
         if renewal.shown > max(view.number, self._number):
             raise Refused(
@@ -1398,7 +1398,7 @@ class Membership:
         )
 
     def _should_learn(self, renewal: Renewal, now: float) -> bool:
-        """A member shows a newer view than ours, and we have not led this run ourselves yet."""
+        """Whether a member shows a newer view, and this registry has not yet led the run."""
         return (
             renewal.view.number > self._number
             and renewal.run == self.rules.run
@@ -1433,7 +1433,7 @@ class Membership:
 
 @dataclass(frozen=True)
 class _MembersNow:
-    """What cuts.py and accusations.py are to know of the members, at the time `now`."""
+    """The members' state at `now`, for cuts.py and accusations.py."""
 
     machine: Membership
     now: float
@@ -1465,7 +1465,7 @@ class _MembersNow:
             return False
         told = {seat.stage for seat in one.report.seats}
         if one.renewed >= one.placed + self.machine.rules.lease:
-            told.update(one.stages)  # it has had the time to tell of them
+            told.update(one.stages)  # it has had time to report them
         lacks = told - (one.holds or set())
         held = (stage for stage in one.stages if stage not in lacks)
         return any(all(other is one for other in self._holders(stage)) for stage in held)
@@ -1499,16 +1499,16 @@ class _MembersNow:
         return lives and 0 in one.stages and not (one.doomed or one.leaving)
 
     def _holders(self, stage: int) -> Iterable[_Node]:
-        """Those that are heard."""
+        """The nodes with the stage's state that are heard."""
         found = (n for n in self.machine._nodes.values() if n.holds and stage in n.holds)
         seated = (n for n in found if stage in n.stages)
         return (n for n in seated if self.heard(n.member.node))
 
 
 def _choose_among(fits: list[int], staff: Staffing, place: FailureDomain) -> tuple[int, str]:
-    """The stage that is weakest: which has several nodes, all in one place that is not the
-    newcomer's; else that with the least capacity, or one with up to twice as much that has
-    fewer nodes in the newcomer's place."""
+    """The weakest stage. First, stages with several nodes in one failure domain other than the
+    newcomer's. Else the stage of least capacity, or, up to twice that, the one with the fewest
+    nodes in the newcomer's domain."""
     in_one = [s for s in fits if staff.count[s] > 1 and staff.is_apart(place, s)]
     least = min(staff.capacity[s] for s in in_one or fits)
     able = [s for s in in_one or fits if staff.capacity[s] <= 2 * least]
@@ -1535,19 +1535,19 @@ def _gone(name: str, reason: str) -> Refused:
 
 
 def _is_bound(request: JoinRequest) -> bool:
-    """Whether it serves no stage but the one that it asks for."""
+    """Whether the node accepts only the stage in its request."""
     return request.HasField("stage") and not request.saved
 
 
 def _copy(member: Member) -> Member:
-    """To be changed, as those of a view that was issued never are."""
+    """A mutable copy, since members of an issued view never change."""
     copy = Member()
     copy.CopyFrom(member)
     return copy
 
 
 def _age(seat: SeatReport) -> Age:
-    """Of its state: lineage and committed step."""
+    """Lineage and committed step of the seat's state."""
     return seat.lineage, seat.committed
 
 
@@ -1558,7 +1558,7 @@ def place_of(member: Member) -> str:
 
 
 def misspelt_member(member: Member | JoinRequest) -> str:
-    """What is wrong with how it calls itself; empty: nothing."""
+    """Why a member's address or names are invalid; empty: they are valid."""
     wrong = member.address and not_to_dial(member.address, EVERYWHERE)
     wrong = wrong or misspelt("node id", member.node)
     wrong = wrong or (member.data and misspelt("content of data", member.data))
@@ -1568,18 +1568,18 @@ def misspelt_member(member: Member | JoinRequest) -> str:
 
 
 def first_misspelt(members: Iterable[Member]) -> str:
-    """What is wrong with how one of them is called; empty: nothing."""
+    """The first spelling error among the members; empty: none."""
     return next(filter(None, map(misspelt_member, members)), "")
 
 
 def _related(rules: MembershipRules, some: Iterable[int], others: Iterable[int]) -> bool:
-    """Whether who has seats at some of these stages needs a link with who has them at others."""
+    """Whether nodes with seats at `some` stages need links to nodes at `others`."""
     pairs = itertools.product(some, others)
     return any(related(a, b, rules.stages, rules.swapped) for a, b in pairs)
 
 
 def _problem(view: View, rules: MembershipRules) -> str:
-    """What keeps this from being a view of the run; empty: nothing."""
+    """Why the view can't be one of the run; empty: it can."""
     members = list(view.members)
     addresses = [m.address for m in members if m.address]
     joined = [m.joined for m in members]
