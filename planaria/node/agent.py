@@ -979,7 +979,7 @@ class Agent:
         return self.attempt.begin.members if self.attempt is not None else []
 
     def doing(self) -> str:
-        """What holds it up when the compute thread has nothing to do; empty: nothing known."""
+        """The work that holds this seat up while its compute is idle; empty: nothing known."""
         reducing = self.reducing is not None and not self.reducing[1].done
         if reducing and self.attempt is not None and self.attempt.is_complete:
             return "average"
@@ -998,7 +998,7 @@ class Agent:
         return max(kept, self.workplace.most_kept)
 
     def report(self) -> registry.SeatReport:
-        """This seat's report to the registry."""
+        """The report of this seat to the registry."""
         member, halt = self.member, self.member.halt
         driving = self.driver.phase is not DriverPhase.INACTIVE
         explained = self.driver.explain() if driving else ""

@@ -321,12 +321,12 @@ class Node:
             log.warning("nobody has taken over stage %s", stage)
 
     async def leave(self, why: str) -> None:
-        """Tells the registry, which then needn't detect it."""
+        """Reports the departure to the registry, which then needn't detect it."""
         if self.view.number:
             await self.client.leave(self.node, why)
 
     def unsaved(self) -> list[int]:
-        """Stages that it was to save, whose last step is in memory only."""
+        """Stages to be saved whose last step is in memory only."""
         seats = self.seats.agents.values() if self.place.save_dir is not None else ()
         return [s.stage for s in seats if s.finished and s.saved_step < s.member.committed]
 
@@ -717,7 +717,7 @@ class Node:
 
 
 class SeatRecord:
-    """Where the seat at a stage reports events: the port `Record`."""
+    """The port `Record`: where the seat at a stage reports events."""
 
     def __init__(self, node: Node, seat: str, ledger: tuple[Ledger, AnyWindows] | None) -> None:
         self._node, self._seat, self._ledger = node, seat, ledger

@@ -289,7 +289,7 @@ class Arithmetic(Protocol):
         ...
 
     def part_of(self, name: object, first: object) -> Tensor:
-        """At stage 0, part of a tokenizer file: bytes from `first` on, uint8 [n], as
+        """Part of a tokenizer file, at stage 0: bytes from `first` on, uint8 [n], as
         tokenizer.part_of has them. Raises ValueError."""
         ...
 
@@ -299,7 +299,7 @@ class Arithmetic(Protocol):
 
 
 class Record(Protocol):
-    """Where a seat reports events."""
+    """The port through which a seat reports events."""
 
     def tell(self, event: Event) -> None:
         """Adds a line to the event log."""
@@ -329,11 +329,11 @@ class Record(Protocol):
         ...
 
     def replace(self, why: str) -> None:
-        """Asks the registry for an heir to this seat, if possible, that copies its state."""
+        """Asks the registry for an heir of this seat, if possible, that copies its state."""
         ...
 
     def over(self, reason: str) -> None:
-        """This node is no longer a member: it drops everything and joins again as a new one."""
+        """Drops everything and joins again as a new node: this one is no longer a member."""
         ...
 
 

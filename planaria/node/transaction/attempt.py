@@ -56,7 +56,7 @@ slow once is tried again."""
 
 
 class NoRoomError(Exception):
-    """There is no memory for a pass."""
+    """Raised when memory for a pass is missing."""
 
     def __init__(self, reason: str, waits: bool = False, ends: bool = False) -> None:
         """`waits`: nothing has changed, and a backward pass here will free memory. `ends`: no

@@ -124,7 +124,7 @@ class Attempting:
     takeover: Takeover | None = None
     """Set while a stage has no node: the lost node stays in the plan until the seat is taken."""
     given_up: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    """By node: microbatches that it was too slow for, and won't compute in this attempt."""
+    """Microbatches that a node was too slow for, and won't compute in this attempt, by node."""
 
     def explain(self) -> str:
         held_up = "".join(f"; held up by {who}" for who in self._held_up().values())

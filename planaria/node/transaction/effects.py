@@ -133,7 +133,7 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Rejoin:
-    """This node is no longer a member: it drops everything and joins again as a new one."""
+    """Drop everything and join again as a new node: this one is no longer a member."""
 
     reason: str
 

@@ -48,7 +48,7 @@ class Standing:
     committed: int = 0
     last: pb.Commit = field(default_factory=pb.Commit)
     boosted_at: Mapping[int, int] = field(default_factory=dict)
-    """By stage: the step after which it was guessed; 0: never."""
+    """The step after which a stage was guessed, by stage; 0: never."""
 
     def sync(self, method: str, reason: str, sources: Iterable[Source], **more: Any) -> pb.Sync:
         """The `Sync` that brings a node to this state."""
@@ -240,7 +240,7 @@ class Gathering:
         }
 
     def weightless(self) -> dict[int, list[str]]:
-        """By stage, the nodes without the run's initial weights; only before the first step."""
+        """Nodes without the run's initial weights, by stage; only before the first step."""
         if _age(self.newest) != (0, 0):
             return {}
         found: dict[int, list[str]] = {}

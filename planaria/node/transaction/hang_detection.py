@@ -1,4 +1,4 @@
-"""Members whose compute hangs, as their driver knows them, and what becomes of them."""
+"""Detection and treatment of members whose compute hangs, by their driver."""
 
 from __future__ import annotations
 

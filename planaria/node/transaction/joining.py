@@ -101,7 +101,7 @@ class Joining:
         return unsure, {node: before[node] for node in having if node in before}
 
     def lacking(self, gathering: Gathering) -> dict[int, list[str]]:
-        """By stage, the members without the newest state that don't follow either."""
+        """Members without the newest state that don't follow either, by stage."""
         on_the_way = gathering.having().keys() | self.joiners.keys()
         return {
             stage: [node for node in gathering.nodes_of(stage) if node not in on_the_way]
@@ -136,7 +136,7 @@ class Joining:
         ]
 
     def begin(self, syncs: list[Effect], gathering: Gathering, now: float) -> None:
-        """These members are sent a `Sync` to follow; until now all have waited for them."""
+        """Begins tries of members that are sent a `Sync` to follow; all have waited for them."""
         for told in [effect for effect in syncs if isinstance(effect, Send)]:
             stage, sync = gathering.members[told.to], told.message.sync
             waited = now - gathering.began

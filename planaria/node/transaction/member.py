@@ -265,7 +265,7 @@ class MemberSide:
         return [self._to_driver(pb.Message(ready=ready))]
 
     def applied(self, digest: bytes) -> list[Effect]:
-        """The optimizer has applied the last commit."""
+        """Follows up on an update: the optimizer has applied the last commit."""
         return self._changed(digest) + self._follow_on()
 
     def voided(self, ballot: Ballot) -> bool:
@@ -304,7 +304,7 @@ class MemberSide:
     def failed(
         self, ballot: Ballot, reason: str, accused: Sequence[str], cause: Cause = SILENT
     ) -> list[Effect]:
-        """This node can't do its part of what runs under `ballot`."""
+        """Reports that this node can't do its part of what runs under `ballot`."""
         failed = pb.Failed(reason=reason[:LONGEST_WORDS], accused=accused, cause=cause)
         told = [one for node in accused for one in self._tell_registry(node, reason, cause)]
         if self.following is not None:

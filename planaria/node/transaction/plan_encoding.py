@@ -24,7 +24,7 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.masking import stand_ins
 
 Members = Mapping[str, int]
-"""Stages of those who take part."""
+"""Stages of the attempt's members, by node."""
 
 
 class PlanEncoder:
@@ -86,7 +86,7 @@ def _without_lists(begin: pb.Begin) -> pb.Begin:
 
 
 def _visits(begin: pb.Begin, spare: bool) -> dict[str, list[bytes]]:
-    """By node, the microbatches that visit it, once each, or that it computes ahead. Each is a
+    """The microbatches that visit a node, once each, or that it computes ahead, by node. Each is a
     `Begin`, serialised once for all its receivers."""
     found: dict[str, list[bytes]] = {place.node: [] for place in begin.members}
     number = {node: number for number, node in enumerate(found)}

@@ -24,7 +24,7 @@ WITNESSES: Final = 3
 MEMORIES: Final = 8
 """Nodes of other stages that remember it, if there are as many."""
 OF_A_STAGE: Final = 2
-"""Of these, the maximum per stage."""
+"""Maximum number of these per stage."""
 RANK: Final = {
     pb.LEDGER_WRITTEN: 0,
     pb.LEDGER_WRITING: 0,

@@ -15,7 +15,7 @@ from planaria.node.wire import stage_pb2 as pb
 class RelearningProgress:
     """Counts of a stage's relearning updates."""
 
-    updates: int  # of the whole relearning
+    updates: int  # updates of the whole relearning
     entered: int  # in the weights
     each_step: int  # to be made in a step; 0: as many as possible
     within: int  # steps after which it is over

@@ -77,7 +77,7 @@ class SpotChecks:
         self.checked: dict[tuple[int, int], CheckedVisit] = {}
         self.right: dict[str, int] = {}  # by node, step of the last check in which it was right
         self.wrong: defaultdict[str, dict[tuple[int, int, int], set[str]]]
-        """By node: step, microbatch and position of its wrong visits, and their finders."""
+        """Step, microbatch and position of each node's wrong visits, and their finders, by node."""
         self.wrong = defaultdict(lambda: defaultdict(set))
         self.apart: defaultdict[frozenset[str], int] = defaultdict(int)  # undecided, in a row
         self.doubted: list[pb.Doubted] = []  # for the next commit

@@ -118,8 +118,8 @@ class StragglerDetector:
         }
 
     def awaited(self, begin: pb.Begin, home: Collection[int]) -> list[OverdueVisit]:
-        """The next visits of microbatches that aren't home, without those that their source holds
-        back until others are home."""
+        """The next visits of microbatches that aren't home. Excludes those that their source keeps
+        until others are home."""
         done = self._done()
         training = begin.kind == pb.Begin.TRAIN
         found: list[OverdueVisit] = []

@@ -193,7 +193,7 @@ def name_checkpoint(effects: list[Effect], gathering: Gathering) -> list[Effect]
 
 
 def copy_twins(gathering: Gathering, rules: TransactionRules) -> list[Effect]:
-    """With redundant computation, nodes without a twin of this step copy the next stage."""
+    """Copies the next stage, with redundant computation, to nodes without a twin of this step."""
     to = gathering.standing()
     if rules.policy != "redundant" or (to.lineage, to.committed) == (0, 0):
         return []

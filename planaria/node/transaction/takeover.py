@@ -57,7 +57,7 @@ class Takeover:
 
 
 def beside(seat: str, others: Collection[str]) -> list[str]:
-    """Those of the others that are seats of the same node."""
+    """Seats among `others` on the same node."""
     return [other for other in others if node_of(other) == node_of(seat)]
 
 
