@@ -17,7 +17,7 @@ log = logging.getLogger("planaria")
 
 
 class EventLog:
-    """Without a directory nothing is kept: `file` is None. `open_file`: who writes it."""
+    """Writer of an event log; without a directory `file` is None. `open_file`: file constructor."""
 
     def __init__(
         self,
@@ -33,8 +33,7 @@ class EventLog:
             self.file = open_file(path)
 
     def write(self, event: events.Event, by: str = "", at: float | None = None) -> None:
-        """`by`: whose event it is; empty: the node's. `at`: when it happened, in Unix seconds;
-        None: now."""
+        """Append an event. `by`: node or seat; empty: this node. `at`: Unix seconds; None: now."""
         if self.file is not None:
             written = events.line(event, by or self.node, time.time() if at is None else at)
             self.file.append(json.dumps(written).encode() + b"\n")
@@ -46,18 +45,18 @@ class EventLog:
 
 
 class Tail:
-    """What has been added to a file of JSON lines since the last look."""
+    """Reader of lines appended to a file of JSON lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._position = 0
 
     def skip(self) -> None:
-        """What is there now is old."""
+        """Skip the present content."""
         self._position = self.path.stat().st_size
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Complete lines only: the last one may still be on its way."""
+        """New complete lines; the last one may still be incomplete."""
         with self.path.open("rb") as file:
             file.seek(self._position)
             for line in file:
@@ -68,7 +67,7 @@ class Tail:
 
 
 def _drop_half_line(path: Path) -> None:
-    """What a process that was killed while it wrote has left at the end."""
+    """Drop an incomplete last line, left by a killed process."""
     try:
         content = path.read_bytes()
         os.truncate(path, content.rfind(b"\n") + 1)

@@ -1,9 +1,8 @@
-"""What happens in a run, as event logs have it: a class for each kind of event, with how grave it
-is and its sentence for people.
+"""Events of a run, as in event logs: one class for each kind, with its severity and its sentence.
 
 A log has one JSON object a line (`line`): `time`, `node`, `kind` and the event's fields. A float
-that isn't finite is null there, and an optional field that says nothing isn't there at all. `parse`
-makes an `Entry` of a line again.
+that isn't finite is null, and an optional field without a value is omitted. `parse` makes an
+`Entry` of a line again.
 """
 
 from __future__ import annotations
@@ -30,24 +29,24 @@ def _figure(value: Any) -> Any:
 
 
 Figure = Annotated[float, BeforeValidator(_figure)]
-"""null in JSON is one that isn't finite."""
+"""A float; null in JSON is nan."""
 MaybeFigure = Annotated[float | None, BeforeValidator(_figure)]
 Count = Annotated[int, Field(strict=True), Interval(ge=-(2**63), lt=2**63)]
 
 
 class Severity(enum.IntEnum):
-    """How much an event matters to a person; from NOTICE on it is news."""
+    """Importance of an event to a person; from NOTICE on it is news."""
 
-    DEBUG = enum.auto()  # too often for a log that people read
-    INFO = enum.auto()  # as usual
+    DEBUG = enum.auto()  # too frequent for a log that people read
+    INFO = enum.auto()  # normal operation
     NOTICE = enum.auto()
-    GOOD = enum.auto()  # a loss is made good
-    WARNING = enum.auto()  # work is lost, or something is done second best
-    ERROR = enum.auto()  # it needs somebody
+    GOOD = enum.auto()  # a loss is repaired
+    WARNING = enum.auto()  # lost work, or a second-best measure
+    ERROR = enum.auto()  # a person must act
 
     @property
     def log_level(self) -> int:
-        """The level that `logging` has for it."""
+        """The corresponding level of `logging`."""
         levels = {
             Severity.DEBUG: logging.DEBUG,
             Severity.WARNING: logging.WARNING,
@@ -57,7 +56,7 @@ class Severity(enum.IntEnum):
 
 
 class Event:
-    """Something that happened. The fields of a kind are those of its JSON, in the same order."""
+    """An event. The fields of a kind are those of its JSON, in the same order."""
 
     kind: ClassVar[str]
     _severity: ClassVar[Severity]
@@ -70,7 +69,7 @@ class Event:
         return self._severity
 
     def sentence(self, node: str | None) -> str:
-        """`node`: by which the event was written, or which it is about, where it says so."""
+        """Sentence for people. `node`: the writer, or the node that the event is about."""
         raise NotImplementedError
 
 
@@ -89,7 +88,7 @@ class Joined(Event, kind="joined", severity=Severity.INFO):
 
 @dataclass(frozen=True, kw_only=True)
 class Serving(Event, kind="serving", severity=Severity.INFO):
-    """The node has built its stage and answers."""
+    """The node has built its stage and serves it."""
 
     stage: Count
     device: str | None = None
@@ -100,7 +99,7 @@ class Serving(Event, kind="serving", severity=Severity.INFO):
 
 @dataclass(frozen=True, kw_only=True)
 class GivenBack(Event, kind="given back", severity=Severity.INFO):
-    """The node has a seat less."""
+    """The node has one seat less."""
 
     stage: Count
 
@@ -111,7 +110,7 @@ class GivenBack(Event, kind="given back", severity=Severity.INFO):
 @dataclass(frozen=True, kw_only=True)
 class Preempted(Event, kind="preempted", severity=Severity.WARNING):
     grace: Figure  # seconds
-    reason: str = ""  # SIGTERM, SIGINT, or what a cloud says
+    reason: str = ""  # SIGTERM, SIGINT, or the cloud's notice
 
     def sentence(self, node: str | None) -> str:
         why = f" ({self.reason})" if self.reason else ""
@@ -130,7 +129,7 @@ class HandedOver(Event, kind="handed over", severity=Severity.NOTICE):
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeHangs(Event, kind="hangs", severity=Severity.ERROR):
-    """A node's compute thread is at one task for too long."""
+    """A task of the node's compute thread takes too long."""
 
     task: str
     seconds: Figure  # so far
@@ -143,7 +142,7 @@ class ComputeHangs(Event, kind="hangs", severity=Severity.ERROR):
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeGoesOn(Event, kind="goes on", severity=Severity.GOOD):
-    """A task that had hung is done."""
+    """A hanging task has ended."""
 
     task: str
 
@@ -153,7 +152,7 @@ class ComputeGoesOn(Event, kind="goes on", severity=Severity.GOOD):
 
 @dataclass(frozen=True, kw_only=True)
 class LinkLost(Event, kind="link lost", severity=Severity.INFO):
-    """A node's link to a member broke. That it is news is for the driver to tell: `NodeLost`."""
+    """A node's link to a member broke. The driver's `NodeLost` is the news of it."""
 
     peer: str
     reason: str
@@ -164,7 +163,7 @@ class LinkLost(Event, kind="link lost", severity=Severity.INFO):
 
 @dataclass(frozen=True, kw_only=True)
 class LinkRelayed(Event, kind="relayed", severity=Severity.WARNING):
-    """Another member carries a node's link to `peer`, or, with an empty `via`, none any more."""
+    """Another member relays a node's link to `peer`; empty `via`: no longer."""
 
     peer: str
     via: str
@@ -177,7 +176,7 @@ class LinkRelayed(Event, kind="relayed", severity=Severity.WARNING):
 
 @dataclass(frozen=True, kw_only=True)
 class MessageRefused(Event, kind="refused", severity=Severity.INFO):
-    """A control message that its sender had no right to send."""
+    """The node refused a control message from an unauthorized sender."""
 
     peer: str
     body: str | None
@@ -189,7 +188,7 @@ class MessageRefused(Event, kind="refused", severity=Severity.INFO):
 
 @dataclass(frozen=True, kw_only=True)
 class Wall(Event, kind="wall", severity=Severity.DEBUG):
-    """Where the node's time went so far, in seconds, as `WallClock` has it."""
+    """Seconds of the node's wall time by use, as in `WallClock`."""
 
     compute: Figure
     average: Figure
@@ -204,11 +203,11 @@ class Wall(Event, kind="wall", severity=Severity.DEBUG):
 
 @dataclass(frozen=True)
 class HoldingCost:
-    """What keeping something for the day of a loss has cost so far, or takes now."""
+    """Cost of keeping redundant state against losses: so far, or, for memory, now."""
 
     extra_bytes: Count = 0  # sent or written
     memory_bytes: Count = 0
-    critical_seconds: Figure = 0.0  # of the compute thread, or waited for by it
+    critical_seconds: Figure = 0.0  # of the compute thread's time
 
     def __add__(self, other: HoldingCost) -> HoldingCost:
         return HoldingCost(
@@ -220,7 +219,7 @@ class HoldingCost:
 
 @dataclass(frozen=True, kw_only=True)
 class CostSoFar(Event, kind="cost", severity=Severity.DEBUG):
-    """What keeping things for the day of a loss has cost a node so far, in all and by part."""
+    """A node's total cost of redundant state so far, and its parts."""
 
     extra_bytes: Count
     memory_bytes: Count
@@ -276,9 +275,9 @@ class Validated(Event, kind="validated", severity=Severity.NOTICE):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled(Event, kind="sampled", severity=Severity.INFO):
-    """The stages have gone on from a prompt. `text`, which follows it, may hold anything."""
+    """The model continued a prompt with `text`, which may hold anything."""
 
-    step: Count  # the newest one that was committed when it was begun
+    step: Count  # newest committed one at the start
     prompt: str
     text: str
 
@@ -298,11 +297,11 @@ class Aborted(Event, kind="aborted", severity=Severity.WARNING):
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptMasked(Event, kind="masked", severity=Severity.NOTICE):
-    """An attempt at a step goes on without nodes that were lost."""
+    """An attempt at a step continues without lost nodes."""
 
     step: Count
     nodes: tuple[str, ...]
-    microbatches: Count  # theirs, counted at each stage
+    microbatches: Count  # of the lost nodes, counted at each stage
     reason: str
 
     def sentence(self, node: str | None) -> str:
@@ -313,15 +312,15 @@ class AttemptMasked(Event, kind="masked", severity=Severity.NOTICE):
 
 @dataclass(frozen=True, kw_only=True)
 class SeatTaken(Event, kind="seat taken", severity=Severity.NOTICE):
-    """The last node of a stage was lost in the middle of a step. Another one has its seat, with the
-    very state that the lost one had, and the attempt goes on."""
+    """The last node of a stage was lost during a step. Another node has its seat, with the same
+    state, and the attempt continues."""
 
     step: Count
     stage: Count
     lost: str
     by: str
-    microbatches: Count  # of which the stage's part is computed once more
-    seconds: Figure  # in which the stage had nobody
+    microbatches: Count  # recomputed at the stage
+    seconds: Figure  # without a node at the stage
     reason: str
 
     def sentence(self, node: str | None) -> str:
@@ -334,7 +333,7 @@ class SeatTaken(Event, kind="seat taken", severity=Severity.NOTICE):
 
 @dataclass(frozen=True, kw_only=True)
 class HeldUp(Event, kind="held up", severity=Severity.ERROR):
-    """The driver has found out for whom an attempt at a step waits."""
+    """The driver has identified the node that delays an attempt at a step."""
 
     step: Count
     node: str
@@ -347,7 +346,7 @@ class HeldUp(Event, kind="held up", severity=Severity.ERROR):
 
 @dataclass(frozen=True, kw_only=True)
 class Relieved(Event, kind="relieved", severity=Severity.NOTICE):
-    """What a slow node hadn't begun of a step was given to the others of its stage."""
+    """The other replicas take microbatches that a slow node hadn't begun."""
 
     step: Count
     node: str
@@ -363,7 +362,7 @@ class Relieved(Event, kind="relieved", severity=Severity.NOTICE):
 
 @dataclass(frozen=True, kw_only=True)
 class NonFinite(Event, kind="not finite", severity=Severity.WARNING):
-    """A node has made a tensor that is not finite, of what was."""
+    """A node computed a tensor that is not finite from finite ones."""
 
     step: Count
     node: str
@@ -376,11 +375,11 @@ class NonFinite(Event, kind="not finite", severity=Severity.WARNING):
 
 @dataclass(frozen=True, kw_only=True)
 class Accused(Event, kind="accused", severity=Severity.WARNING):
-    """What a node has sent can't be right; the registry takes it out."""
+    """A node has sent something invalid; the registry evicts it."""
 
     node: str
     stage: Count
-    by: str  # the node that got it
+    by: str  # the receiver
     reason: str
 
     def sentence(self, node: str | None) -> str:
@@ -389,12 +388,12 @@ class Accused(Event, kind="accused", severity=Severity.WARNING):
 
 @dataclass(frozen=True, kw_only=True)
 class ComputedWrong(Event, kind="computed wrong", severity=Severity.WARNING):
-    """Two others of its stage have made something else of the same."""
+    """Two other replicas have computed a different result of the same visit."""
 
     step: Count
     node: str
     stage: Count
-    by: str  # who has compared
+    by: str  # the comparing node
     difference: Figure  # relative
 
     def sentence(self, node: str | None) -> str:
@@ -406,7 +405,7 @@ class ComputedWrong(Event, kind="computed wrong", severity=Severity.WARNING):
 
 @dataclass(frozen=True, kw_only=True)
 class ResultsDiffer(Event, kind="results differ", severity=Severity.WARNING):
-    """Two nodes make different things of the same, and there is no third that could decide."""
+    """Two nodes compute different results of the same visit, without a third to decide."""
 
     step: Count
     nodes: tuple[str, ...]
@@ -423,7 +422,7 @@ class ResultsDiffer(Event, kind="results differ", severity=Severity.WARNING):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientStandsOut(Event, kind="gradient stands out", severity=Severity.WARNING):
-    """A replica's, among those of its stage, over many steps."""
+    """A replica's gradients are outliers among those of its stage, over many steps."""
 
     step: Count
     node: str
@@ -439,7 +438,7 @@ class Diverged(Event, kind="diverged", severity=Severity.ERROR):
     stage: Count
     nodes: tuple[str, ...]
     step: Count
-    reason: str = ""  # which of them is wrong, and why
+    reason: str = ""  # the faulty node, and why
 
     def sentence(self, node: str | None) -> str:
         why = f": {self.reason}" if self.reason else ""
@@ -448,14 +447,13 @@ class Diverged(Event, kind="diverged", severity=Severity.ERROR):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsChanged(Event, kind="weights changed", severity=Severity.ERROR):
-    """Weights or moments of the only node of a stage are not those that its last update has
-    left."""
+    """Weights or moments of a stage's only node differ from its last update's."""
 
     node: str
     stage: Count
     step: Count  # of that update
-    restored: bool  # somebody has them as they were; else the run goes on with what is there
-    reason: str = ""  # from where
+    restored: bool  # from another node's copy; else the run continues with the changed state
+    reason: str = ""  # source
 
     def sentence(self, node: str | None) -> str:
         how = f": {self.reason}" if self.restored else ", and nobody has them as they were"
@@ -474,7 +472,7 @@ class Finished(Event, kind="finished", severity=Severity.INFO):
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped(Event, kind="stopped", severity=Severity.ERROR):
-    """The run can't go on."""
+    """The run can't continue."""
 
     step: Count
     reason: str
@@ -501,7 +499,7 @@ class NodeLost(Event, kind="lost", severity=Severity.NOTICE):
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting(Event, kind="waiting", severity=Severity.NOTICE):
-    """Nothing goes on until each of these stages has a node."""
+    """The run waits until each of these stages has a node."""
 
     stages: tuple[Count, ...]
     reason: str
@@ -512,7 +510,7 @@ class Waiting(Event, kind="waiting", severity=Severity.NOTICE):
 
 @dataclass(frozen=True, kw_only=True)
 class Paused(Event, kind="paused", severity=Severity.ERROR):
-    """No step is begun until what is wrong is over."""
+    """No step begins until the trouble is over."""
 
     reason: str
 
@@ -522,14 +520,14 @@ class Paused(Event, kind="paused", severity=Severity.ERROR):
 
 @dataclass(frozen=True, kw_only=True)
 class RebuildOrdered(Event, kind="rebuilding", severity=Severity.NOTICE):
-    """The driver has told a node to get its stage's state."""
+    """The driver has ordered a node to restore its stage's state."""
 
     node: str
     stage: Count
     method: str
     sources: tuple[str, ...]  # nodes
     exact: bool  # weights and optimizer state as they were lost
-    fallback: bool  # the policy can't serve
+    fallback: bool  # the policy's method is unavailable
     reason: str
 
     @property
@@ -545,7 +543,7 @@ class RebuildOrdered(Event, kind="rebuilding", severity=Severity.NOTICE):
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """A node whose state was taken, and of which step it was."""
+    """The source of a state, and the state's step."""
 
     node: str
     stage: Count
@@ -554,7 +552,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Fetching(Event, kind="fetching", severity=Severity.DEBUG):
-    """How much a node has of the state that it gets, told now and then."""
+    """Progress of a node's state transfer, reported at intervals."""
 
     stage: Count
     method: str
@@ -585,7 +583,7 @@ class RelearningRound(Event, kind="relearning", severity=Severity.DEBUG):
 
 @dataclass(frozen=True, kw_only=True)
 class RelearningResult:
-    """What became of a guess that was trained on boundary tensors."""
+    """Result of relearning an estimate on boundary tensors."""
 
     residual_before: Figure
     residual_after: Figure
@@ -596,7 +594,7 @@ class RelearningResult:
     left_out: Count
     undone: bool
     updates: Count = 0
-    left: Count = 0  # updates, for while the stage trains
+    left: Count = 0  # updates in the background
 
     def __str__(self) -> str:
         if math.isnan(self.residual_before):
@@ -616,16 +614,16 @@ class RelearningResult:
 
 @dataclass(frozen=True, kw_only=True)
 class RelearnedBeside(Event, kind="relearned", severity=Severity.NOTICE):
-    """A stage that has trained while it relearned does so no more."""
+    """A stage has ended its background relearning."""
 
     stage: Count
-    step: Count  # the first that is trained without
-    residual: Figure  # over the newest pairs that it learned from
-    updates: Count  # that have entered its weights since it trains
-    left: Count  # that were to follow
-    steps: Count  # in which
-    seconds: Figure  # of computing, in the gaps of these
-    reason: str  # why it has ended with some left; or empty
+    step: Count  # the first trained without
+    residual: Figure  # over its newest pairs
+    updates: Count  # applied in the background
+    left: Count  # remaining
+    steps: Count  # meanwhile
+    seconds: Figure  # of computing, in gaps between tasks
+    reason: str  # why some remain; or empty
 
     def sentence(self, node: str | None) -> str:
         known = not math.isnan(self.residual)
@@ -639,11 +637,11 @@ class RelearnedBeside(Event, kind="relearned", severity=Severity.NOTICE):
 
 @dataclass(frozen=True, kw_only=True)
 class StageRebuilt(Event, kind="rebuilt", severity=Severity.GOOD):
-    """A node has its stage's state, and trains. `oldest_step`, `mean_step` and `perturbation` are
-    there when a running snapshot was used: the steps of its rows, and how far it was from the
-    weights when it was last sent. The first two, when what had come to a joiner was."""
+    """A node has its stage's state, and trains. For a running snapshot `oldest_step` and
+    `mean_step` are the steps of its rows; `perturbation` is its distance from the weights at its
+    last update. For a joiner's partial transfer only the first two are given."""
 
-    stall_seconds: Figure  # in which nothing was trained; the driver's count
+    stall_seconds: Figure  # without training, by the driver's count
     node: str
     stage: Count
     method: str
@@ -659,7 +657,7 @@ class StageRebuilt(Event, kind="rebuilt", severity=Severity.GOOD):
 
     @property
     def is_own(self) -> bool:
-        """Whether it is what the node had itself."""
+        """Whether the node used its own state."""
         return self.method in OWN
 
     def sentence(self, node: str | None) -> str:
@@ -671,7 +669,7 @@ class StageRebuilt(Event, kind="rebuilt", severity=Severity.GOOD):
 
     @property
     def quality(self) -> str:
-        """How near it came to what was lost, as far as that is known: the end of a sentence."""
+        """Accuracy of the restored state, if known: the end of a sentence."""
         parts = []
         if self.method in ARRIVED:
             parts.append(f"as after step {self.oldest_step}")
@@ -695,7 +693,7 @@ class RebuildFailed(Event, kind="rebuild failed", severity=Severity.WARNING):
 
 @dataclass(frozen=True, kw_only=True)
 class RolledBack(Event, kind="rolled back", severity=Severity.WARNING):
-    """All stages go back to a checkpoint, as the policy has it."""
+    """All stages go back to a checkpoint, by the policy."""
 
     lost: Annotated[Count, Field(alias="from")] = field(metadata={"key": "from"})  # newest step
     step: Count
@@ -707,10 +705,10 @@ class RolledBack(Event, kind="rolled back", severity=Severity.WARNING):
 
 @dataclass(frozen=True, kw_only=True)
 class Resuming(Event, kind="resuming", severity=Severity.NOTICE):
-    """Nothing was left but files, or states that are behind, from which all stages go on."""
+    """All stages continue from files, or older states, since nothing newer was left."""
 
     step: Count
-    exact: bool  # all of them are of this step
+    exact: bool  # all states are of this step
     reason: str
 
     @property
@@ -735,7 +733,7 @@ class Saved(Event, kind="saved", severity=Severity.INFO):
 
 @dataclass(frozen=True, kw_only=True)
 class WriteFailed(Event, kind="write failed", severity=Severity.ERROR):
-    """Of the files that a node writes of the run: its events, its ledger."""
+    """A write to the node's files of the run failed: events or ledger."""
 
     reason: str
 
@@ -746,7 +744,7 @@ class WriteFailed(Event, kind="write failed", severity=Severity.ERROR):
 @dataclass(frozen=True, kw_only=True)
 class WrittenAgain(Event, kind="written again", severity=Severity.GOOD):
     path: str
-    dropped: Count  # lines, of which there were too many to keep
+    dropped: Count  # lines lost for lack of memory
 
     def sentence(self, node: str | None) -> str:
         lost = f"; {self.dropped} lines are lost" if self.dropped else ""
@@ -779,7 +777,7 @@ class Killed(Event, kind="killed", severity=Severity.WARNING):
 
     slot: str
     pid: Count
-    step: Count  # that was under way
+    step: Count  # current one
     node: str | None  # None: it had not joined yet
     stage: Count
     left: Count  # other processes of the stage
@@ -794,7 +792,7 @@ class Killed(Event, kind="killed", severity=Severity.WARNING):
 
 @dataclass(frozen=True, kw_only=True)
 class Exited(Event, kind="exited", severity=Severity.WARNING):
-    """A process ended by itself; unless nobody is to be replaced, it gets another in its place."""
+    """A process ended by itself; unless replacement is off, another one is started."""
 
     slot: str
     pid: Count
@@ -816,7 +814,7 @@ class Exited(Event, kind="exited", severity=Severity.WARNING):
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmEnding(Event, kind="ending", severity=Severity.INFO):
-    """`planaria up` is about to end its processes: that they end from here on is no loss."""
+    """`planaria up` is about to end its processes: later exits are no losses."""
 
     def sentence(self, node: str | None) -> str:
         return "the swarm is being ended"
@@ -831,7 +829,7 @@ def changed_by_themselves(node: str, stage: int, step: int) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """`what` is a word that takes -es, as microbatch and pass do."""
+    """A number with a noun whose plural ends in -es, such as microbatch and pass."""
     return f"{number} {what}" if number == 1 else f"{number} {what}es"
 
 
@@ -841,7 +839,7 @@ def figure(loss: float) -> str:
 
 
 def shown(text: str, most: int = 200) -> str:
-    """Text that may hold anything as a line for a terminal."""
+    """Untrusted text as one line for a terminal."""
     line = " ".join(text.split())
     return readable(line if len(line) <= most else f"{line[: most - 3]}...")
 
@@ -857,7 +855,7 @@ def _process(slot: str) -> str:
 
 
 def is_for_all(event: Event) -> bool:
-    """Whether it is of the run rather than of its node's log: the registry is to hear of it."""
+    """Whether the event concerns the run, not only the node: it is sent to the registry."""
     return event.severity >= Severity.NOTICE or isinstance(event, Committed | Sampled | Finished)
 
 
@@ -869,7 +867,7 @@ class Entry:
     """A line of an event log."""
 
     time: float  # Unix seconds
-    node: str | None  # that wrote it, or that it is about, where the event says so
+    node: str | None  # the writer, or the node that the event is about
     event: Event
 
     @property
@@ -878,7 +876,7 @@ class Entry:
 
 
 def line(event: Event, node: str, time: float) -> dict[str, Any]:
-    """What `node` writes of the event; `time` in Unix seconds."""
+    """The event's line in the log of `node`; `time` in Unix seconds."""
     return {"time": time, "node": node, "kind": event.kind, **fields(event)}
 
 
@@ -906,13 +904,12 @@ def _plain(value: Any) -> Any:
 
 
 def entries(lines: Iterable[Mapping[str, Any]]) -> list[Entry]:
-    """Of the lines whose kind this version knows. Raises ValueError."""
+    """Entries of the lines of known kinds. Raises ValueError."""
     return [entry for line in lines if (entry := parse(line)) is not None]
 
 
 def parse(line: Mapping[str, Any]) -> Entry | None:
-    """None: of a kind that this version doesn't know. Raises ValueError for a line without what
-    its kind has, or with anything else in a field."""
+    """Entry of a line; None: unknown kind. Raises ValueError for a missing or invalid field."""
     reader = _readers().get(str(line.get("kind")))
     if reader is None:
         return None

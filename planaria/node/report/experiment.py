@@ -1,9 +1,9 @@
-"""`--track`: a run in TensorBoard, Weights & Biases or MLflow, where others keep experiments, too.
+"""`--track`: a run in TensorBoard, Weights & Biases or MLflow.
 
-These are libraries that may take seconds to load, wait for a network, or fail, so they are in a
-process of their own, `python -m planaria.node.report.experiment`. It gets what event logs and
-ledgers get, as lines of its standard input (`ExperimentPipe` writes them in a thread, and drops the
-oldest when nobody takes them), of which the first is an `Opening`. When no more come, it ends.
+These libraries may take seconds to load, wait for a network, or fail, so they have their own
+process, `python -m planaria.node.report.experiment`. Its standard input has the lines of event logs
+and ledgers; the first one is an `Opening`. `ExperimentPipe` writes them in a thread, and drops the
+oldest when the process doesn't read. The process ends with its input.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from planaria.node.run_file import RunFile, loads
 log = logging.getLogger(__name__)
 
 MOST_UNREAD: Final = 4 * 2**20
-"""Bytes of lines that wait for the process to take them."""
+"""Limit of unread lines in bytes."""
 LAST_WORDS: Final = 10.0
-"""Seconds that the process has to end once it was told all."""
+"""Seconds for the process to end after its last line."""
 LONGEST_PARAMETER: Final = 500
-"""Characters of a value of the run file."""
+"""Limit of a run-file value in characters."""
 
 
 class Opening(NamedTuple):
-    """What the process is told first."""
+    """First line of the process's input."""
 
     kind: str  # tensorboard, wandb or mlflow
-    name: str  # of who tells it: a node, or the run
-    run: str  # its id, or the same
+    name: str  # of the sender: a node, or the run
+    run: str  # run id, or the same
     run_file: str  # TOML
-    folder: str  # for what is kept here
+    folder: str  # for local files
 
 
-# --- at who tells it
+# --- at the sender
 
 
 class ExperimentPipe(BackgroundLineFile):
-    """What the process is told. Nobody waits for it but this thread: not while it hangs, and no
-    longer than LAST_WORDS at the end."""
+    """Input of the process. Only this thread waits for it, and no longer than LAST_WORDS at the
+    end."""
 
     taker = "its process"
 
@@ -67,11 +67,11 @@ class ExperimentPipe(BackgroundLineFile):
         self.append(json.dumps(opening._asdict()).encode() + b"\n")
 
     def tell(self, line: Mapping[str, Any]) -> None:
-        """A line of an event log or a ledger."""
+        """Send a line of an event log or a ledger."""
         self.append(json.dumps(line).encode() + b"\n")
 
     def _open(self) -> int:
-        """Once: a process that has ended isn't started again."""
+        """Start the process, once: it is not restarted."""
         if self._process is not None:
             raise self._ended()
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ class ExperimentPipe(BackgroundLineFile):
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=out,
-                start_new_session=True,  # Ctrl-C is not for it: it ends when it has been told all
+                start_new_session=True,  # Ctrl-C is not for it: it ends with its input
             )
         assert self._process.stdin is not None
         with self._process.stdin as pipe:
@@ -97,7 +97,7 @@ class ExperimentPipe(BackgroundLineFile):
         return OSError(errno.EPIPE, f"its process has ended, see {self._log}")
 
     def close(self) -> None:
-        """Kills the process if it doesn't end."""
+        """Wait for the process, and kill it if it doesn't end."""
         super().close()
         if self._process is None:
             return
@@ -113,28 +113,28 @@ class ExperimentPipe(BackgroundLineFile):
 
 
 class Experiment(Protocol):
-    """Where a run is kept. `time` in Unix seconds."""
+    """A destination of a run's figures and texts. `time` in Unix seconds."""
 
     def figures(self, step: int, figures: Mapping[str, float], time: float) -> None: ...
 
     def text(self, about: str, step: int, text: str, time: float) -> None:
-        """Markdown."""
+        """Add a Markdown text."""
 
     def close(self) -> None: ...
 
 
 class TrackedRun:
-    """Tells an experiment what lines say: pure, but for that."""
+    """Converts lines to figures and texts of an experiment: pure, except for its calls."""
 
     def __init__(self, experiment: Experiment, run: RunFile) -> None:
         self._experiment, self._run = experiment, run
         self._history = History(run.steps)
-        self._step = 0  # the newest that was told
-        self._at: float | None = None  # when it was committed
+        self._step = 0  # newest recorded step
+        self._at: float | None = None  # its commit time
         self._rebuilds = 0
 
     def hear(self, line: Mapping[str, Any]) -> None:
-        """What belongs to no run is passed over."""
+        """Handle a line; lines of no run are ignored."""
         if "kind" not in line:
             self._committed(Line(**line))  # type: ignore[typeddict-item]
         elif (entry := parse(line)) is not None:
@@ -154,12 +154,12 @@ class TrackedRun:
         return self._history.marks[-1] if self._history.marks else None
 
     def _number_of(self, prompt: str) -> int:
-        """Prompts may hold anything, which not everybody's names may."""
+        """Index of a prompt, as its name: not every backend accepts any characters in names."""
         prompts = [*self._run.training.prompts, prompt]
         return prompts.index(prompt)
 
     def _committed(self, line: Line) -> None:
-        """The other nodes of stage 0 may have told the same."""
+        """Record a commit, unless another node of stage 0 has already reported it."""
         step, time = line["step"], line["time"]
         if step <= self._step:
             return
@@ -176,7 +176,7 @@ class TrackedRun:
         self._figures(step, figures, time)
 
     def _marked(self, kind: str, sentence: str, time: float) -> None:
-        """A loss, a recovery, or that the run went back."""
+        """Record a loss, a recovery, or a rollback."""
         step = self._history.story.committed
         if kind == "back":
             self._step, self._at = step, None
@@ -195,7 +195,7 @@ def _or_nan(value: float | None) -> float:
 
 
 def parameters(run_file: str) -> dict[str, str | int | float | bool]:
-    """A run file's keys, with dots between them, and their values."""
+    """The run file's keys, joined by dots, and their values."""
     found: dict[str, str | int | float | bool] = {}
 
     def add(prefix: str, table: Mapping[str, Any]) -> None:
@@ -212,7 +212,7 @@ def parameters(run_file: str) -> dict[str, str | int | float | bool]:
 
 
 class TensorBoard:
-    """Files that `tensorboard --logdir FOLDER/tensorboard` reads."""
+    """Writes files for `tensorboard --logdir FOLDER/tensorboard`."""
 
     def __init__(self, opening: Opening) -> None:
         from tensorboardX import SummaryWriter
@@ -237,7 +237,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of the project `planaria`, or of that of the environment, which says where, too."""
+    """A run of the project `planaria`, or of the environment's, which also has the server."""
 
     def __init__(self, opening: Opening) -> None:
         import wandb
@@ -257,7 +257,7 @@ class WeightsAndBiases:
         self._run.log({"step": step, "time": time, **figures})
 
     def text(self, about: str, step: int, text: str, time: float) -> None:
-        """In a page, as text that can't be taken for more."""
+        """Log the text in an HTML page, escaped."""
         from html import escape
 
         self._run.log({"step": step, about: self._html(f"<pre>{escape(text)}</pre>")})
@@ -267,8 +267,8 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run of the experiment `planaria`, or of the environment's, at MLFLOW_TRACKING_URI, or in a
-    database of the folder."""
+    """A run of the experiment `planaria`, or of the environment's, at MLFLOW_TRACKING_URI, or else
+    in a database in the folder."""
 
     def __init__(self, opening: Opening) -> None:
         from mlflow import MlflowClient
@@ -290,7 +290,7 @@ class MLflow:
         run = self._client.create_run(experiment, run_name=opening.name, tags=tags)
         self._id = run.info.run_id
         own = [Param(key, str(value)) for key, value in parameters(opening.run_file).items()]
-        for first in range(0, len(own), 100):  # that it takes at a time
+        for first in range(0, len(own), 100):  # limit of one call
             self._client.log_batch(self._id, params=own[first : first + 100])
         self._texts: dict[str, str] = {}
 
@@ -300,7 +300,7 @@ class MLflow:
         self._client.log_batch(self._id, metrics=told)
 
     def text(self, about: str, step: int, text: str, time: float) -> None:
-        """What there is about it so far, in a file."""
+        """Append to the texts with this key, in a file."""
         self._texts[about] = f"{self._texts.get(about, '')}step {step}: {text.strip()}\n\n"
         self._client.log_text(self._id, self._texts[about], f"{about}.md")
 
@@ -316,7 +316,7 @@ KINDS: Final[Mapping[str, Callable[[Opening], Experiment]]] = {
 
 
 def keep(lines: Iterable[bytes]) -> None:
-    """Until there are no more lines. Raises ModuleNotFoundError, and what the library raises."""
+    """Handle lines until their end. Raises ModuleNotFoundError, and exceptions of the library."""
     told = iter(lines)
     opening = Opening(**json.loads(next(told)))
     experiment = KINDS[opening.kind](opening)

@@ -1,4 +1,4 @@
-"""What has happened in a run, as its page shows it: made of events, within bounds, pure."""
+"""History of a run for its page: built of events, of bounded size, pure."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from planaria.node.wire.naming import node_of
 from planaria.recovery.decide import COPIED
 
 MOST_POINTS = 1000
-"""Of a curve: when it has so many, every other one is forgotten."""
+"""Limit of a curve's points: at this number, every other one is dropped."""
 MOST_NEWS = 300
 MOST_MARKS = 200
 MOST_SAMPLES = 40
 MOST_METHODS = 100
 MOST_NODES = 10_000
 LONGEST_SENTENCE = 600
-"""Characters; more of one is cut off."""
+"""Limit of a sentence in characters; the rest is cut off."""
 LONGEST_TEXT = 4000
-"""Characters of a sample."""
+"""Limit of a sample in characters."""
 SKEW = 60.0
-"""Seconds by which a node's clock may be wrong before the registry's counts instead."""
+"""Seconds of clock error before the registry's clock replaces a node's."""
 RATE_OVER = 50
-"""Commits that the pace is taken over."""
+"""Commits that the pace is averaged over."""
 
 
 class NewsItem(NamedTuple):
@@ -54,7 +54,7 @@ class NewsItem(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Something that the loss curve shows."""
+    """An annotation of the loss curve."""
 
     step: int
     time: float  # Unix seconds
@@ -63,7 +63,7 @@ class Mark(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """How the model went on with a text."""
+    """The model's continuation of a prompt."""
 
     step: int
     prompt: str
@@ -71,7 +71,7 @@ class Sample(NamedTuple):
 
 
 class Curve:
-    """Points over steps, thinned where there are too many; None is a gap, where steps go back."""
+    """Points over steps, thinned beyond the limit; None is a gap, where steps go back."""
 
     def __init__(self) -> None:
         self.points: list[tuple[int, float] | None] = []
@@ -93,7 +93,7 @@ class Curve:
 
 
 class History:
-    """What is known of a run from its events, and how long its nodes have been there."""
+    """State and history of a run from its events, with the node-seconds so far."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -108,8 +108,8 @@ class History:
         self._looked: float | None = None
 
     def hear_from(self, node: str, text: str, stages: int, now: float) -> None:
-        """A line that a member says is of its event log; `now` in Unix seconds. Whatever it is, it
-        does no harm; what can't be of the run is left out."""
+        """Handle a line of a member's event log; `now` in Unix seconds. The content is untrusted:
+        an invalid entry is dropped."""
         line = _object(text)
         if line is None:
             return
@@ -126,7 +126,7 @@ class History:
 
     @staticmethod
     def _may_say(node: str, entry: Entry) -> bool:
-        """Drivers tell of others, in events that name them; what is of who wrote it is its own."""
+        """Whether the member may report it: its own events, or events that name a node."""
         own = node_of(str(entry.node)) == node
         return own or (hasattr(entry.event, "node") and isinstance(entry.node, str))
 
@@ -135,7 +135,7 @@ class History:
         return 0 <= step <= self.steps and 0 <= (stage or 0) <= stages
 
     def hear(self, entry: Entry) -> None:
-        """Takes note of an event."""
+        """Handle an event."""
         before = self.story.committed
         news = self.story.hear(entry)
         match entry.event:
@@ -160,7 +160,7 @@ class History:
                 self.marks.append(Mark(self.story.committed, entry.time, kind, sentence))
 
     def record(self, line: Line) -> None:
-        """A committed step, as a ledger has it."""
+        """Handle a committed step's ledger line."""
         self.story.record({**line})
         if line["loss"] is not None:
             self.loss.add(line["step"], line["loss"])
@@ -169,14 +169,14 @@ class History:
         self.news.append(NewsItem(time, news.severity, news.sentence[:LONGEST_SENTENCE]))
 
     def look(self, nodes: int, now: float) -> None:
-        """So many nodes are there, and have been since the last look."""
+        """Count the node-seconds since the last call; `nodes`: present number."""
         if self._looked is not None:
             self.node_seconds += nodes * max(0.0, now - self._looked)
         self._looked = now
 
     @property
     def seconds_a_step(self) -> float:
-        """Over the last commits, with what went by between them; 0: not known yet."""
+        """Mean seconds per step over the last commits, pauses included; 0: unknown."""
         if len(self._commits) < 2:
             return 0.0
         (since, first), (to, last) = self._commits[0], self._commits[-1]
@@ -184,7 +184,7 @@ class History:
 
 
 def _mark(entry: Entry) -> str:
-    """What the event is on the loss curve; empty: nothing."""
+    """Kind of mark that the event is on the loss curve; empty: none."""
     match entry.event:
         case StageRebuilt(method=method):
             return "" if method in (*COPIED, "twin") else "rebuilt"

@@ -1,13 +1,12 @@
-"""The ledger: a line for every committed step, and the audit that compares it with the plan.
+"""The ledger: a line for every committed step, and the audit against the planned windows.
 
 A ledger is a JSONL file: a `LedgerHeader`, then a `Line` for each committed step. Every stage-0
-node writes its own, of the steps whose records it is told (where there are many of them: `noting`);
-what counts is their union (`merge`).
+node writes its own, of the steps whose records it receives (with record replication not of all);
+their union (`merge`) is authoritative.
 
-A line has the commit itself, too, if it is as it was signed: saves that were written anew for other
-stages have another one. What the line says has to follow from it, and each commit names the one
-before: who changes a ledger has to make up all that comes after, and what others have written of
-it.
+A line also has the signed commit; a save converted to other stages has none. The line's other
+fields must follow from the commit, and each commit names its predecessor. So a forger must change
+all later lines, and other nodes' ledgers, too.
 """
 
 from __future__ import annotations
@@ -53,28 +52,28 @@ if TYPE_CHECKING:
 
 MERGED = "ledger.jsonl"
 MOST_LINE = 32 * 2**20
-"""Bytes: the line of a step with as many microbatches as a run may have is shorter."""
+"""Limit of a line in bytes: a step with the maximum number of microbatches is shorter."""
 MOST_STEPS = 10**9
-"""As a run file has it."""
+"""The run file's limit."""
 MOST_SHOWN = 80
-"""Letters of a value, where two differ."""
+"""Limit of a value in a message, in characters."""
 ELSEWHERE = "don't trust this ledger, get one from another node of stage 0"
 MOST_BROKEN = 16
-"""Links that are named."""
+"""Limit of broken links in a report."""
 STEPS_AT_ONCE = 200_000
-"""That an audit has in memory, some 400 bytes each."""
+"""Steps that an audit has in memory, some 400 bytes each."""
 Count = Annotated[int, Field(ge=0)]
 Hash = Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")]  # xxh3_128
 Link = Annotated[str, StringConstraints(pattern="^([0-9a-f]{64})?$")]  # SHA-256, or nothing
 
 
 class LedgerError(ValueError):
-    """A ledger that can't be read; the message names file, line and remedy."""
+    """Error of an unreadable ledger; the message names file, line and remedy."""
 
 
 @with_config(ConfigDict(strict=True, extra="forbid"))
 class LedgerHeader(TypedDict):
-    """What the windows of a run follow from. `batch` and `microbatch` count samples."""
+    """Parameters of a run's windows. `batch` and `microbatch` count samples."""
 
     ledger: Literal[1]
     run: str
@@ -86,7 +85,7 @@ class LedgerHeader(TypedDict):
     content: str
     steps: NotRequired[Count]  # of the whole run
     mixture: NotRequired[list[tuple[Count, Count]]]
-    """Samples of each corpus, and its turns; where there are several."""
+    """Samples and turns of each corpus, if there are several."""
 
 
 @with_config(ConfigDict(strict=True, extra="forbid"))
@@ -107,20 +106,20 @@ class Line(TypedDict):
     seconds: float
     time: float  # Unix, when this node applied the step
     doubted: NotRequired[list[tuple[str, Count, Count]]]
-    """Nodes that were found to compute wrongly: each with its stage, and the last step in which it
-    was found to be right. What it did after that is doubted."""
-    lineage: NotRequired[Count]  # how often the run had gone back to files before
+    """Nodes with a wrong result: node, stage, and the last step in which a check found it correct.
+    Its later results are doubtful."""
+    lineage: NotRequired[Count]  # rollbacks to files before this commit
     hash: NotRequired[Link]  # of the commit
-    previous: NotRequired[Link]  # of the one before it; empty: it is the first of its lineage
+    previous: NotRequired[Link]  # of its predecessor; empty: first of its lineage
     commit: NotRequired[str]  # base64
 
 
 OF_COMMIT = ("lineage", "hash", "previous", "commit")
-"""What a line has of a commit that is as it was signed."""
+"""Fields of a line with a signed commit."""
 _HEADER: TypeAdapter[LedgerHeader] = TypeAdapter(LedgerHeader)
 _LINE: TypeAdapter[Line] = TypeAdapter(Line)
 BEFORE_ALL = (0, 0)
-"""View and attempt."""
+"""View and attempt before the first."""
 Fields = TypeVar("Fields")
 Kept = TypeVar("Kept")
 
@@ -155,7 +154,7 @@ def line(commit: stage_pb2.Commit, epoch: int, time: float) -> Line:
 
 
 def recording(file: LineFile, lacks_last: bool) -> stage_pb2.Recording:
-    """What the ledger in `file` has."""
+    """State of the ledger in `file`, for reports."""
     if file.trouble:
         return stage_pb2.LEDGER_FAILING
     if lacks_last:
@@ -172,8 +171,8 @@ def _joint_hash(microbatches: Sequence[tuple[int, int, str]]) -> str:
 
 
 class Ledger:
-    """A ledger open for writing. A half-written last line, left by a crash, is dropped. `file`,
-    which `open_file` makes, says whether its lines are on disk.
+    """A ledger open for writing. An incomplete last line, left by a crash, is dropped. `file`, made
+    by `open_file`, has the state of its writes.
 
     Raises LedgerError when the file belongs to another run, or can't be read.
     """
@@ -199,7 +198,7 @@ class Ledger:
             self._write(header)
 
     def append(self, line: Line) -> None:
-        """With the operating system when this returns, or waiting in memory (`file.waiting`)."""
+        """Write a line to the operating system, or queue it in memory (`file.waiting`)."""
         self._write(line)
 
     def _write(self, fields: LedgerHeader | Line) -> None:
@@ -224,19 +223,18 @@ def _check_header(path: Path, written: bytes, header: LedgerHeader) -> None:
 class Merged(NamedTuple):
     header: LedgerHeader
     lines: list[Line]  # one a step, by step
-    superseded: int  # lines that another one of the same step outdid
+    superseded: int  # lines replaced by another one of the same step
 
 
 def merge(paths: Iterable[Path]) -> Merged:
     """Join ledgers of the same run.
 
-    A step stands in the ledgers of all stage-0 nodes: lines that differ in `time` at most are one.
-    Of different lines for a step the one with the highest (view, attempt) counts: a driver that was
-    cut off committed the other with nobody left to see its effect. Nor does a step count that was
-    committed before a step ahead of it was: the run went back, and hasn't come as far again. A
-    half-written last line is passed over. Raises LedgerError for damaged lines, headers that
-    disagree, and two different commits of one step with the same (view, attempt), which the step
-    transaction rules out.
+    A step is in the ledgers of all stage-0 nodes: lines that differ only in `time` are one. Of
+    different lines for a step the one with the highest (view, attempt) counts: a partitioned driver
+    committed the other without effect. A step doesn't count if its commit is older than that of an
+    earlier step: the run went back, and hasn't reached it again. An incomplete last line is
+    ignored. Raises LedgerError for damaged lines, headers that disagree, and two different commits
+    of one step with the same (view, attempt), which the step transaction rules out.
     """
     paths = list(paths)
     header = _common_header(paths)
@@ -249,7 +247,7 @@ def merge(paths: Iterable[Path]) -> Merged:
 
 
 def _common_header(paths: Sequence[Path]) -> LedgerHeader:
-    """Of the ledgers; the number of steps, which some may not say, from those that do."""
+    """Common header of the ledgers, with the number of steps from those that have it."""
     headers = [_read_header(path) for path in paths]
     if not headers:
         raise LedgerError("there are no ledgers to merge")
@@ -268,30 +266,30 @@ class _Chosen(Generic[Kept]):
 
     ballot: tuple[int, int]
     digest: bytes  # of all but its time and its commit
-    hash: str  # of that; empty: the line has none
+    hash: str  # of the commit; empty: the line has none
     time: float
     kept: Kept
 
     def is_of(self, digest: bytes, hash: str) -> bool:
-        """Whether another line tells of the same commit, which one of them may not have."""
+        """Whether another line is of the same commit, which one of them may lack."""
         return self.digest == digest and (self.hash == hash or "" in (self.hash, hash))
 
 
 @dataclass
 class _Choice(Generic[Kept]):
-    """Of the lines of all ledgers, those of steps from the first one on, for some steps."""
+    """The lines that count of a range of steps, from all ledgers."""
 
     steps: dict[int, _Chosen[Kept]]
     superseded: int = 0
-    last: int = 0  # step in any ledger
-    following: int = 0  # the first step behind those; 0: none
+    last: int = 0  # of any step in a ledger
+    following: int = 0  # first step behind the range; 0: none
 
 
 def _choose(
     paths: Iterable[Path], keep: Callable[[Line], Kept], most: float, first: int = 1
 ) -> _Choice[Kept]:
-    """What `keep` makes of the line that counts, for each of the steps [first, first + most).
-    Raises LedgerError as `merge` does."""
+    """Apply `keep` to the line that counts, for each of the steps [first, first + most). Raises
+    LedgerError as `merge` does."""
     choice: _Choice[Kept] = _Choice({})
     for path in paths:
         for line in _lines(path):
@@ -321,7 +319,7 @@ def _choose(
 
 
 def _standing(steps: dict[int, _Chosen[Kept]], newest: tuple[int, int]) -> list[_Chosen[Kept]]:
-    """Those from which the run has not gone back, by step. `newest`: ballot of all before them."""
+    """The lines that no rollback has removed, by step. `newest`: maximum ballot before them."""
     standing = []
     for _, chosen in sorted(steps.items()):
         if chosen.ballot >= newest:
@@ -336,7 +334,7 @@ def _digest(line: Line) -> bytes:
 
 
 def _difference(first: LedgerHeader, second: LedgerHeader) -> str:
-    """Between the runs that they are of."""
+    """Differences of two runs' headers."""
     ours: dict[str, object] = {**first}
     theirs: dict[str, object] = {**second}
     pairs = [(key, ours.get(key), theirs.get(key)) for key in ours | theirs if key != "steps"]
@@ -359,8 +357,8 @@ def _lines(path: Path) -> Iterator[Line]:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Whole lines with their numbers, one at a time in memory; behind the last newline is a half
-    line or nothing. Raises LedgerError."""
+    """Complete lines with their numbers, one at a time in memory; an incomplete last line is
+    ignored. Raises LedgerError."""
     try:
         with path.open("rb") as file:
             for number in itertools.count(1):
@@ -385,7 +383,7 @@ def _check_sums(line: Line, path: Path, number: int) -> None:
 
 
 def _check_commit(told: Line, path: Path, number: int) -> None:
-    """Lines of commits that aren't as they were signed have none."""
+    """Check a line against its signed commit, if it has one."""
     if told.keys().isdisjoint(OF_COMMIT):
         return
     try:
@@ -427,7 +425,7 @@ def _parse(adapter: TypeAdapter[Fields], row: bytes, path: Path, number: int) ->
 
 @dataclass(frozen=True)
 class Audit:
-    """Figures in samples, but for `steps`, `superseded` lines and `planned` steps.
+    """Result of an audit, in samples, except `steps`, `superseded` lines and `planned` steps.
 
     `expected` samples are those of the windows of steps 1 to the last committed one.
     """
@@ -438,10 +436,10 @@ class Audit:
     extra: int
     steps: int
     superseded: int
-    planned: int = 0  # of the whole run; 0: not known
-    cut: tuple[str, ...] = ()  # what is wrong at the ledgers' ends, in sentences
-    chained: int = 0  # steps whose commit names the one before, which is there
-    unchained: tuple[str, ...] = ()  # where a commit names another one than is there, in sentences
+    planned: int = 0  # of the whole run; 0: unknown
+    cut: tuple[str, ...] = ()  # problems at the ledgers' ends, in sentences
+    chained: int = 0  # steps whose commit names the preceding one
+    unchained: tuple[str, ...] = ()  # commits that name another predecessor, in sentences
 
     @property
     def exact(self) -> bool:
@@ -449,11 +447,11 @@ class Audit:
 
 
 def audit(directory: Path) -> Audit:
-    """Compare the ledgers in `directory` with the windows that (seed, step) call for.
+    """Compare the ledgers in `directory` with the windows by (seed, step).
 
-    Reads `ledger.jsonl` if it is there, else every `ledger-*.jsonl`, there or, of a run that hasn't
-    ended, in `logs`, as often as it takes to have no more than STEPS_AT_ONCE steps in memory; and
-    from `summary.json`, how many steps there should be. Raises LedgerError.
+    Reads `ledger.jsonl`, or else every `ledger-*.jsonl` there or, during a run, in `logs`. It takes
+    as many passes as needed to have at most STEPS_AT_ONCE steps in memory. `summary.json` has the
+    expected number of steps. Raises LedgerError.
     """
     paths = _ledgers_in(directory)
     if not paths:
@@ -485,7 +483,7 @@ def audit(directory: Path) -> Audit:
 
 
 def _ledgers_in(directory: Path) -> list[Path]:
-    """Of a run's logs, but for those of nodes that ended before they had written anything."""
+    """Ledgers in a run's folder, except empty ones of nodes that wrote nothing."""
     if (merged := directory / MERGED).is_file():
         return [merged]
     if paths := sorted(directory.glob("ledger-*.jsonl")):
@@ -528,7 +526,7 @@ def _audit(
 
 
 def _summarized(directory: Path) -> int:
-    """Steps that the run's summary has; 0: there is none, or it says nothing of them."""
+    """Number of steps in the run's summary; 0: unknown."""
     try:
         with (directory / "summary.json").open("rb") as file:
             found = json.loads(file.read(MOST_LINE))
@@ -539,7 +537,7 @@ def _summarized(directory: Path) -> int:
 
 
 def _half_line(path: Path) -> str:
-    """About the end of a ledger; empty: it ends with a whole line."""
+    """Warning of an incomplete last line; empty: the line is complete."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         if not size:
@@ -562,8 +560,8 @@ def _link(line: Line) -> _ChainLink:
 
 
 class Chain:
-    """Of the commits that count, one after the other. A lineage's first one names none, and of what
-    isn't there nothing is known."""
+    """Verifier of the chain of commits, in order. A lineage's first commit has no predecessor; gaps
+    are not checked."""
 
     def __init__(self) -> None:
         self.last: _ChainLink | None = None
@@ -586,7 +584,7 @@ class Chain:
 
 
 class SampleFaults(NamedTuple):
-    """Samples that are there again, missing, and there without belonging."""
+    """Numbers of duplicate, missing and unplanned samples."""
 
     duplicates: int = 0
     missing: int = 0
@@ -598,7 +596,7 @@ class SampleFaults(NamedTuple):
 
 
 def _comparing(header: LedgerHeader) -> Callable[[Line], SampleFaults]:
-    """What is wrong with a line. Raises LedgerError for a header without windows."""
+    """Function that finds a line's faults. Raises LedgerError for a header without windows."""
     from planaria.node.data.windows import microbatch_ids, samples_hash  # with numpy
 
     windows = windows_in(header)
@@ -612,7 +610,7 @@ def _comparing(header: LedgerHeader) -> Callable[[Line], SampleFaults]:
 
 
 def windows_in(header: LedgerHeader) -> AnyWindows:
-    """Of the run that a ledger is of. Raises LedgerError for a header that has none."""
+    """The windows of a ledger's run. Raises LedgerError for a header that has none."""
     from planaria.node.data.windows import windows_of  # with numpy
 
     shares = [Share(*one) for one in header.get("mixture", [(header["samples"], 1)])]
@@ -625,7 +623,7 @@ def windows_in(header: LedgerHeader) -> AnyWindows:
 
 
 def _compare(line: Line, planned: Sequence[tuple[int, str]]) -> SampleFaults:
-    """Of one step, whose microbatches have so many samples, with this hash."""
+    """Faults of one step against its planned microbatches: (samples, hash)."""
     expected = dict(enumerate(planned))
     found: set[int] = set()
     duplicates = extra = 0

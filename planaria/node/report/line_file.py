@@ -1,7 +1,7 @@
-"""A file that lines are appended to, on a disk that may be full, fail or stall for a while.
+"""Append-only line files on a disk that may be full, fail or stall for a while.
 
-`WaitingLines` decides what is written next and what is dropped; a `LineFile` writes it at once, a
-`BackgroundLineFile` in a thread of its own, so that nobody but that thread waits for the disk.
+`WaitingLines` decides what is written next and what is dropped. A `LineFile` writes at once, a
+`BackgroundLineFile` in its own thread, so that only that thread waits for the disk.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from typing import Final
 log = logging.getLogger("planaria")
 
 MOST_WAITING: Final = 16 * 2**20
-"""Bytes of lines that wait in memory for one file, at most."""
+"""Limit of the lines that wait in memory for one file, in bytes."""
 PIECE: Final = 64 * 2**10
-"""Bytes of lines that are written at once, at most, but for one that is longer."""
+"""Limit of one write in bytes, unless a single line is longer."""
 STALLED: Final = 3.0
-"""Seconds after which a disk that has not taken a line counts as one that fails."""
+"""Seconds without progress after which a disk counts as failing."""
 WRITE_AGAIN: Final = 1.0
-"""Seconds between two tries at what a disk has refused."""
+"""Seconds between two attempts after a failed write."""
 LAST_WRITES: Final = 5.0
-"""Seconds that a disk has for what still waits when its file is closed."""
+"""Seconds for the remaining lines when a file is closed."""
 
 
 class WaitingLines:
-    """The lines of one file that are not with the operating system yet, in order. One thread may
-    add to them while another writes.
+    """Queue of one file's unwritten lines. One thread may add lines while another writes.
 
-    Of more than `most` bytes the oldest are dropped, and counted, but for the file's very first
-    line, what is being written, and the newest.
+    Beyond `most` bytes the oldest lines are dropped, and counted. The file's very first line, lines
+    being written, and the newest stay.
     """
 
     def __init__(self, most: int = MOST_WAITING) -> None:
@@ -42,21 +41,21 @@ class WaitingLines:
         self.bytes = 0
         self._most = most
         self._lock = threading.Lock()
-        self._lines: deque[tuple[bytes, float]] = deque()  # each with the time at which it came
-        self._begun = True  # the first that waits is the file's first, or its beginning is written
-        self._taken = 0  # so many from the first are being written
+        self._lines: deque[tuple[bytes, float]] = deque()  # each with its arrival time
+        self._begun = True  # the first one waiting is the file's first, or partly written
+        self._taken = 0  # number of lines being written
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def add(self, line: bytes, now: float) -> None:
-        """`line` ends with a newline."""
+        """Add a line, which ends with a newline."""
         with self._lock:
             self._lines.append((line, now))
             self.bytes += len(line)
 
     def trim(self) -> None:
-        """Drops what is too much."""
+        """Drop lines beyond the limit."""
         with self._lock:
             kept = max(self._taken, int(self._begun))
             while self.bytes > self._most and len(self._lines) > kept + 1:
@@ -65,7 +64,7 @@ class WaitingLines:
                 self.dropped += 1
 
     def take(self) -> bytes:
-        """What is to be written next; empty: nothing waits. `wrote` or `refused` follows."""
+        """The next bytes to write; empty: no line waits. `wrote` or `refused` follows."""
         with self._lock:
             size = 0
             for line, _ in self._lines:
@@ -76,7 +75,7 @@ class WaitingLines:
             return b"".join(self._lines[number][0] for number in range(self._taken))
 
     def wrote(self, size: int) -> None:
-        """The disk has so many bytes of what was taken."""
+        """Remove `size` written bytes."""
         with self._lock:
             self._taken = 0
             self.bytes -= size
@@ -89,20 +88,20 @@ class WaitingLines:
                 size -= len(line)
 
     def refused(self) -> None:
-        """The disk has nothing of what was taken."""
+        """Keep what was taken: the write failed."""
         with self._lock:
             self._taken = 0
 
     def waited(self, now: float) -> float:
-        """For how many seconds the oldest of them waits."""
+        """Age of the oldest waiting line in seconds."""
         with self._lock:
             return now - self._lines[0][1] if self._lines else 0.0
 
 
 class LineFile:
-    """Lines go to the operating system at once, or wait, in order, until the disk takes them.
+    """Writes lines at once, or queues them, in order, until the disk accepts them.
 
-    Nothing is raised: a node trains on without its files.
+    It raises nothing: a node trains on without its files.
     """
 
     taker = "its disk"
@@ -121,8 +120,7 @@ class LineFile:
 
     @property
     def trouble(self) -> str:
-        """What is wrong, in words; empty: all is well. A disk that has not taken a line for STALLED
-        seconds is."""
+        """Description of a failure; empty: none. A line that waits for STALLED seconds is one."""
         waited = self.waiting.waited(self._clock())
         if self._error or waited < STALLED:
             return self._error
@@ -130,17 +128,17 @@ class LineFile:
 
     @property
     def writing(self) -> bool:
-        """Whether lines are on their way to a disk that is well, as far as can be told."""
+        """Whether lines wait for a disk without known trouble."""
         return bool(self.waiting) and not self.trouble
 
     def append(self, line: bytes) -> None:
-        """`line` ends with a newline."""
+        """Write or queue a line, which ends with a newline."""
         self.waiting.add(line, self._clock())
         self.flush()
         self.waiting.trim()
 
     def flush(self) -> None:
-        """Writes what waits, as far as the disk takes it."""
+        """Write queued lines, as far as the disk accepts them."""
         try:
             if self._file is None:
                 self._file = self._open()
@@ -154,13 +152,13 @@ class LineFile:
             self._error = ""
 
     def told(self) -> str:
-        """Of a file with trouble: what waits, and what comes of it."""
+        """The trouble, with the number of waiting and lost lines."""
         dropped = self.waiting.dropped
         lost = f", {dropped} older ones are lost" if dropped else ""
         return f"{self.trouble}; {len(self.waiting)} lines wait in memory{lost}"
 
     def close(self) -> None:
-        """What still waits is lost, and that is said."""
+        """Flush, log a loss of the remaining lines, and close."""
         if self.waiting:
             self.flush()
         if self.waiting:
@@ -175,7 +173,7 @@ class LineFile:
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def _write(self, file: int, piece: bytes) -> int:
-        """As much as there is room for."""
+        """Write as much as there is room for. Returns the bytes written."""
         return os.write(file, piece)
 
     def _let_go(self) -> None:
@@ -188,7 +186,7 @@ class LineFile:
 
 
 class BackgroundLineFile(LineFile):
-    """Lines are written in a thread: who appends does not wait for the disk."""
+    """Writes lines in a thread: `append` does not wait for the disk."""
 
     def __init__(
         self,
@@ -209,7 +207,7 @@ class BackgroundLineFile(LineFile):
         self._news.set()
 
     def close(self) -> None:
-        """What the disk has not taken LAST_WRITES later is lost, and that is said."""
+        """Wait LAST_WRITES seconds for the thread; remaining lines are lost, which is logged."""
         if self._closing:
             return
         self._closing = True

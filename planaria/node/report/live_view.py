@@ -1,4 +1,4 @@
-"""What `planaria up` shows while it runs: a live page on a terminal, lines elsewhere."""
+"""Display of `planaria up`: a live page on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ from planaria.recovery.decide import COPIED, ORIGIN
 
 NEWS_SHOWN = 12
 LINES_A_RUN = 20
-"""Progress lines, where there is no terminal."""
+"""Number of progress lines without a terminal."""
 RATE_OVER = 10
-"""Steps that tokens/s is taken over."""
+"""Steps that tokens/s is averaged over."""
 SHOWN_OF_SAMPLE = 400
-"""Characters, at most."""
+"""Limit of a sample in characters."""
 REDRAW = 0.1
-"""Seconds between two pictures of the page at least."""
+"""Minimum seconds between two drawings of the page."""
 
 
 class News(NamedTuple):
-    """What is worth a person's attention."""
+    """A message that deserves a person's attention."""
 
     sentence: str
     severity: Severity = Severity.NOTICE
@@ -70,21 +70,21 @@ class News(NamedTuple):
 
 @dataclass
 class UnderWay:
-    """A rebuild under way."""
+    """A rebuild in progress."""
 
     stage: int
     method: str
     sources: Sequence[str]  # nodes
-    ordered: bool  # for this node alone, not with all others that go back
+    ordered: bool  # alone, not in a rollback of all
     since: float  # Unix seconds
-    fetching: Fetching | None = None  # the newest word of it
+    fetching: Fetching | None = None  # the newest event
     tell_at: float = 1.0  # seconds of fetching
     round: int = 0  # of relearning
-    residual: tuple[float, float] | None = None  # at first, now
+    residual: tuple[float, float] | None = None  # first, latest
 
 
 class Story:
-    """What has happened so far, from events and ledger lines in the order of their arrival."""
+    """State of a run, from events and ledger lines in the order of their arrival."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -92,22 +92,22 @@ class Story:
         self.loss = math.nan
         self.finished: Finished | None = None
         self.stopped: Stopped | None = None
-        self.rebuilds: dict[str, UnderWay] = {}  # seat -> what it is at
+        self.rebuilds: dict[str, UnderWay] = {}  # by seat
         self.samples: dict[str, Sampled] = {}  # the newest, by prompt
         self._holds: dict[str | None, int] = {}  # seat -> newest step in its weights
         self._serving: set[str | None] = set()  # seats
         self._nodes: dict[int, str] = {}  # process id -> its newest node
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=RATE_OVER)
-        self._losses: list[Entry] = []  # what `noticed_at` looks at
-        self._in_place: dict[str, float] = {}  # node -> when it was last rebuilt, Unix seconds
-        self._missed: set[str] = set()  # nodes whose loss was noticed since the last commit
-        self._noticed: float | None = None  # the loss after which nothing is committed yet
-        self._went_back = 0.0  # when all stages did, Unix seconds
+        self._losses: list[Entry] = []  # for `noticed_at`
+        self._in_place: dict[str, float] = {}  # node -> time of its last rebuild, Unix seconds
+        self._missed: set[str] = set()  # lost nodes reported since the last commit
+        self._noticed: float | None = None  # time of the first loss since the last commit
+        self._went_back = 0.0  # time of the last rollback, Unix seconds
         self._going_back = False
         self._unsaved: set[str | None] = set()  # nodes whose last save failed
 
     def hear(self, entry: Entry) -> News | None:
-        """Takes note of an entry. Returns what is worth a person's attention."""
+        """Handle an entry. Returns news, if it is any."""
         if isinstance(entry.event, _TO_FIND_LOSSES):
             self._losses.append(entry)
         match entry.event:
@@ -151,7 +151,7 @@ class Story:
             case Saved():
                 self._unsaved.discard(entry.node)
             case SaveFailed() if entry.node in self._unsaved:
-                return None  # the disk is as full as before
+                return None  # the disk is still full
             case SaveFailed():
                 self._unsaved.add(entry.node)
             case Finished() as finished:
@@ -174,13 +174,13 @@ class Story:
         return News(f"step {commit.step} committed {at - noticed:.1f} s after the loss was noticed")
 
     def _rebuild_goes_on(self, entry: Entry) -> News | None:
-        """Fetching is told when it takes long enough to wait for, then ever more seldom."""
+        """Update a rebuild. A transfer is news after a second, then at doubling intervals."""
         node, event = entry.node or "", entry.event
         if entry.time <= self._in_place.get(node, 0.0):
-            return None  # from another file
+            return None  # late, from another file
         match event:
             case Fetching(method="twin"):
-                return None  # it belongs to what is held, not trained
+                return None  # redundant state, not trained
             case Fetching():
                 sources = [source.node for source in event.sources]
                 begun = UnderWay(event.stage, event.method, sources, False, entry.time)
@@ -210,7 +210,7 @@ class Story:
         losses = sorted(self._losses, key=lambda entry: entry.time)
         stall = stall_seconds(rebuilt, entry.time, losses)
         alone = rebuild is not None and rebuild.ordered
-        if alone or not rebuilt.is_own:  # else the run has begun with it
+        if alone or not rebuilt.is_own:  # else it is the start of the run
             noticed = noticed_at(rebuilt, entry.time, losses)
             self._noticed = noticed if self._noticed is None else min(self._noticed, noticed)
         if alone or not (rebuilt.is_own or method == "checkpoint"):
@@ -220,7 +220,7 @@ class Story:
         return News(told) if first else None
 
     def record(self, line: Mapping[str, Any]) -> None:
-        """A step's line of a ledger; other stage-0 nodes may have told the same."""
+        """Handle a step's ledger line, unless another stage-0 node has already reported it."""
         if line["time"] < self._went_back:
             return
         if not self._recent or line["step"] > self._recent[-1]["step"]:
@@ -231,7 +231,7 @@ class Story:
         self.rebuilds = {seat: at for seat, at in self.rebuilds.items() if node_of(seat) != node}
 
     def forget(self, most: int) -> None:
-        """Keeps of no more than so many nodes what is known of each, those that came last."""
+        """Limit each table of per-node state to the newest `most` entries."""
         tables: list[dict[Any, Any]] = [
             *(self._holds, self._in_place, self.rebuilds),
             self.samples,
@@ -254,12 +254,12 @@ class Story:
         return {step for seat, step in self._holds.items() if node_of(seat or "") == node}
 
     def node_of(self, pid: int) -> str | None:
-        """The newest node that the process has been."""
+        """The newest node of the process."""
         return self._nodes.get(pid)
 
     @property
     def tokens_per_second(self) -> float:
-        """Over the last steps, with what went by between them."""
+        """Average over the last steps, pauses included."""
         if not self._recent:
             return 0.0
         first, last = self._recent[0], self._recent[-1]
@@ -275,13 +275,13 @@ _TO_FIND_LOSSES = (
 
 
 def _news(entry: Entry) -> News | None:
-    """None: it is an everyday event."""
+    """News of an entry; None: its severity is below NOTICE."""
     severity = entry.event.severity
     return News(entry.sentence, severity) if severity >= Severity.NOTICE else None
 
 
 def stage_table(description: Description, stages: int) -> Table:
-    """A row for each of the stages 0..`stages`, and one for standbys if there are any."""
+    """Table of the stages 0..`stages`, with a row for standbys, if any."""
     table = Table(
         *(Column(name, justify="right") for name in ("stage", "nodes")),
         Column("state", min_width=14),
@@ -346,8 +346,8 @@ def progress(committed: int, steps: int, loss: float, rate: float) -> Renderable
 
 
 def under_way(story: Story, now: float) -> RenderableType:
-    """A line for each rebuild: stage, method, from whom, how far; `now` in Unix seconds. How much
-    there will be is not known, so the bar only moves."""
+    """A line for each rebuild: stage, method, sources, progress; `now` in Unix seconds. The total
+    is unknown, so the bar only moves."""
     grid = Table.grid(padding=(0, 2))
     for rebuild in story.rebuilds.values():
         what = f"rebuilding stage {rebuild.stage} by {rebuild.method}"
@@ -380,7 +380,7 @@ def sampled(samples: Iterable[tuple[int, str, str]]) -> list[Text]:
 
 
 def styled(text: str, severity: Severity) -> Text:
-    """Text in the colour of its weight; what has one is shown whole."""
+    """Text in the colour of its severity; coloured text isn't truncated."""
     if style := _STYLES.get(severity):
         return Text(text, style=style)
     return Text(text, no_wrap=True, overflow="ellipsis")
@@ -390,15 +390,15 @@ _STYLES = {Severity.GOOD: "green", Severity.WARNING: "yellow", Severity.ERROR: "
 
 
 class Screen:
-    """Where `planaria up` shows itself."""
+    """Display of `planaria up`."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self.console = console
         self.interactive = console.is_terminal
         self._began = time.monotonic()
         self._news: deque[Text] = deque(maxlen=NEWS_SHOWN)
-        self._told = 0  # progress lines
-        self._samples: dict[str, Sampled] = {}  # that were told
+        self._told = 0  # progress lines shown
+        self._samples: dict[str, Sampled] = {}  # shown so far
         self._drawn = 0.0
         self._page: RenderableType = Text()
         self._per_line = -(-steps // LINES_A_RUN)

@@ -1,6 +1,5 @@
-"""A process's log, on its standard error: that may be a pipe that nobody reads, or a file on a disk
-that stalls, and who logs doesn't wait for it. Lines are for people, or JSON for what collects logs.
-"""
+"""A process's log on standard error, as text or JSON. That may be a pipe that nobody reads, or a
+file on a stalled disk: logging calls don't wait for it."""
 
 from __future__ import annotations
 
@@ -18,16 +17,16 @@ from planaria.bootstrap.spelling import readable, readable_lines
 from planaria.node.report.line_file import BackgroundLineFile
 
 MOST_LOGGED: Final = 2**20
-"""Bytes of lines that wait in memory to be written, at most."""
+"""Limit of the lines that wait in memory to be written, in bytes."""
 STANDARD_ERROR: Final = 2
 MOST_KEPT: Final = 128 * 2**10
-"""Bytes of a log's last lines that are in memory for who asks for them."""
+"""Limit of the last lines that are kept in memory for requests, in bytes."""
 LONGEST: Final = 4000
-"""Characters of one of these; more is cut off."""
+"""Limit of one of these in characters; the rest is cut off."""
 
 
 class LastLines:
-    """The last lines of a log, numbered from 1 on. Threads may add to them while others look."""
+    """The last lines of a log, numbered from 1. Threads may add lines while others read."""
 
     def __init__(self, most: int = MOST_KEPT) -> None:
         self._most, self._bytes, self._last = most, 0, 0
@@ -44,17 +43,16 @@ class LastLines:
                     self._bytes -= _size(self._lines.popleft())
 
     def after(self, number: int, most: int) -> tuple[list[str], int]:
-        """The newest `most` of those after that number, as far as they are kept, and the number of
-        the last one."""
+        """The newest `most` of the kept lines after that number, and the number of the last one."""
         with self._lock:
             there = min(most, len(self._lines), max(0, self._last - number))
             return [self._lines[at] for at in range(-there, 0)], self._last
 
 
 def begin_log(level: str = "info", form: str = "text", name: str = "") -> LastLines:
-    """This process logs from here on what is of `level` (debug, info, warning or error) or graver;
-    of libraries, at least what they inform of. Lines of the form `json` say that `name` said it.
-    Returns the last of them, as they come. Without effect where it logs already."""
+    """Start this process's log at `level` (debug, info, warning or error); libraries log at least
+    at level info. Lines of the form `json` have `name`. Returns the last lines, as they come.
+    Without effect if logging is already configured."""
     if logging.root.handlers:
         return LastLines()
     stream = LogStream()
@@ -67,8 +65,8 @@ def begin_log(level: str = "info", form: str = "text", name: str = "") -> LastLi
 
 
 class TextLines(logging.Formatter):
-    """What others have said is in messages and exceptions: it begins no line, and moves no cursor
-    of who reads the log at a terminal."""
+    """Formatter of text lines. Untrusted text in messages and exceptions begins no line, and moves
+    no terminal's cursor."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         record.message = readable(record.message)
@@ -79,7 +77,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """An object a line: `time` (RFC 3339, UTC), `level`, `name` if there is one, `message`, and the
+    """Formatter of JSON objects: `time` (RFC 3339, UTC), `level`, `name` if any, `message`, and the
     `traceback` of an exception."""
 
     def __init__(self, name: str) -> None:
@@ -98,8 +96,8 @@ class JsonLines(logging.Formatter):
 
 
 class LogStream(logging.Handler):
-    """Lines are written in a thread. Of more than MOST_LOGGED bytes that wait the oldest are
-    dropped, and the log says how many. Who ends calls `close` (`logging.shutdown` does)."""
+    """Handler that writes in a thread. Beyond MOST_LOGGED bytes the oldest waiting lines are
+    dropped, and their number is logged. It must be closed (`logging.shutdown` does)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +116,7 @@ class LogStream(logging.Handler):
         return _encoded(self.format(record))
 
     def close(self) -> None:
-        """What still waits LAST_WRITES seconds later is lost."""
+        """Wait LAST_WRITES seconds; remaining lines are lost."""
         self._file.close()
         super().close()
 
@@ -133,7 +131,7 @@ def _encoded(text: str) -> bytes:
 
 class _StandardError(BackgroundLineFile):
     tell_lost: Callable[[int], bytes]
-    _told = 0  # lines of which the log says that they are lost
+    _told = 0  # lost lines that the log mentions
     _in_line = False
 
     def _open(self) -> int:
@@ -149,4 +147,4 @@ class _StandardError(BackgroundLineFile):
         return size
 
     def _lose(self) -> None:
-        """There is nowhere to say it."""
+        """Do nothing: no other log exists."""

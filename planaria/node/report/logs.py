@@ -1,6 +1,6 @@
-"""`planaria logs`: the last lines of a node's log; it is asked as by onlookers (asking.py).
+"""`planaria logs`: the last lines of a node's log, requested by an observer client (asking.py).
 
-What comes is a stranger's text: it is shown up to a size, and moves no terminal's cursor.
+The answer is untrusted text: it is cut to a size, and control characters are removed.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from planaria.node.wire.naming import seat_id
 from planaria.node.wire.observer_client import PATIENCE, Converse, ObserverClient
 
 LOOK: Final = 1.0
-"""Seconds between two looks at what is new."""
+"""Seconds between two requests for new lines."""
 TRIED: Final = 4
-"""Nodes through which one is asked that can't be dialled."""
+"""Limit of relaying nodes to try for a node that can't be dialled."""
 
 
 class LogsError(Exception):
-    """There are no lines to show; the message says why and what to do."""
+    """Error of a missing log; the message says why and what to do."""
 
 
 class NodeRoute(NamedTuple):
-    """To a node: by this one, which is dialled there."""
+    """Route to a node: itself, or a relaying node, and its address."""
 
     node: str
     address: str
 
 
 def called(said: str, description: Description) -> Member:
-    """The member that somebody means: by all that it is called, by its name, by what follows that,
-    or by how it begins. Raises LogsError."""
+    """The member that a name means: a full name, the part before or after the last hyphen, or a
+    prefix. Raises LogsError."""
     members = description.members
     meant: list[Callable[[str], bool]] = [
         lambda node: node == said,
@@ -64,7 +64,7 @@ def listed(members: Sequence[Member]) -> str:
 
 
 def ways_to(member: Member, members: Sequence[Member]) -> list[NodeRoute]:
-    """Those to try: itself, if it can be dialled, else nodes that can be and are likely to have a
+    """Routes to try: the member itself, if it can be dialled, else dialable nodes with a likely
     link to it, the likeliest first."""
     if member.address:
         return [NodeRoute(member.node, member.address)]
@@ -78,18 +78,17 @@ def ways_to(member: Member, members: Sequence[Member]) -> list[NodeRoute]:
 
 
 class Reading:
-    """Of one node's log."""
+    """Reader of one node's log."""
 
     def __init__(self, converse: Converse, member: Member, ways: Sequence[NodeRoute]) -> None:
         self._seat, self._ways = seat_id(member.node, ""), list(ways)
         self._answers: asyncio.Queue[pb.LogLines] = asyncio.Queue()
         self._asking = ObserverClient(converse, self._answered, self._lost)
         self._way: NodeRoute | None = None
-        self._last = 0  # number of the newest line that was read
+        self._last = 0  # number of the newest line read
 
     async def lines(self, most: int) -> list[str]:
-        """The newest ones, of those that weren't read yet. Raises LogsError when the node can't be
-        asked."""
+        """The newest unread lines. Raises LogsError when the node can't be reached."""
         why = f"{self._seat[:-1]} can't be dialled, nor anybody who has a link to it"
         while self._way or self._ways:
             if self._way is None:
@@ -128,7 +127,7 @@ class Reading:
 
 
 def cut(lines: Sequence[str], most: int) -> list[str]:
-    """What is shown of what a stranger has sent."""
+    """The part of an untrusted answer to show."""
     shown, left = list[str](), 2 * MOST_KEPT
     for line in reversed(lines[-most:]):
         line = line[: 2 * LONGEST]
@@ -147,9 +146,8 @@ async def logs(
     follow: bool,
     say: Callable[[str], None],
 ) -> None:
-    """Says the last lines of the node that is called so, and what follows them, if that is wanted,
-    until Ctrl-C. `converse`: with nodes of a run. Raises LogsError, RegistryUnreachable,
-    JoinRefused."""
+    """Print the last lines of a node's log and, with `follow`, later ones until Ctrl-C. `converse`:
+    connects to nodes of a run. Raises LogsError, RegistryUnreachable, JoinRefused."""
     description = await client.describe(PATIENCE)
     member = called(said, description)
     ways = ways_to(member, [one.member for one in description.members])

@@ -1,4 +1,4 @@
-"""`planaria probe`: what the nodes of a swarm are, and how fast their links."""
+"""`planaria probe`: properties of a swarm's nodes, and speeds of their links."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import Description
 
-LOOK: Final = 0.5  # seconds between two looks
+LOOK: Final = 0.5  # seconds between two polls
 
 
 class ProbeError(Exception):
-    """Nothing can be measured; the message says what to do."""
+    """Error of a measurement; the message says what to do."""
 
 
 async def probe(client: RegistryClient, wait: float, say: Callable[[str], None]) -> dict[str, Any]:
-    """`{"nodes": [..], "links": [..]}`, ready for JSON: nodes with `node`, `stages` (none: a
-    standby), `device`, `memory` (bytes), `tflops` (of a float32 matrix product); links with `a`,
-    which sends, `b`, `rtt_ms`, `mbps`. Nodes have `wait` seconds; `say` hears of those that haven't
-    measured by then, whose links are left out.
+    """`{"nodes": [..], "links": [..]}`, ready for JSON. Nodes have `node`, `stages` (none: a
+    standby), `device`, `memory` (bytes), `tflops` (of a float32 matrix product). Links have `a`,
+    the sender, `b`, `rtt_ms`, `mbps`. Nodes that don't measure within `wait` seconds are reported
+    by `say`, and their links are left out.
 
-    Raises ProbeError when there is no node, and what the client raises.
+    Raises ProbeError without nodes, and exceptions of the client.
     """
     asked = await client.measure()
     if not asked.nodes:
@@ -44,7 +44,7 @@ async def probe(client: RegistryClient, wait: float, say: Callable[[str], None])
 
 
 def found(description: Description, number: int) -> dict[str, Any]:
-    """What the measurement of that number, and later ones, have found."""
+    """Results of the measurement with that number, and of later ones."""
     members = {m.member.node for m in description.members}
     return {
         "nodes": [

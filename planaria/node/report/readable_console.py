@@ -1,4 +1,4 @@
-"""A console on which text moves no cursor: what others say of themselves gets to terminals."""
+"""A console that removes control characters from text: it may come from other machines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planaria.bootstrap.spelling import readable_lines
 
 
 class ReadableConsole(Console):
-    """Colours and cursor are moved by what the program does, and by nothing that is in a text."""
+    """A console whose colours and cursor only the program controls, not the text."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

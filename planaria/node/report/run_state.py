@@ -1,5 +1,5 @@
-"""A run as its registry describes it, and as its events tell: one state, of which the page,
-`planaria status`, the terminal and Prometheus are views. Pure."""
+"""State of a run, from the registry's description and from events. The page, `planaria status`, the
+terminal and Prometheus are views of it. Pure."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _STATES = {
     "reducing": "averaging",
     **{phase: phase for phase in ("idle", "running", "ready", "halted")},
 }
-"""What people call the phases of a seat."""
+"""Names of a seat's phases for people."""
 
 
 class SeatState(NamedTuple):
-    """A member's seat at `stage`, or a standby, whose stage is None. The report is empty if the
-    member has not reported it yet; `why` says why the member has the seat."""
+    """A member's seat at `stage`; None: a standby. The report is empty until the member has sent
+    one; `why`: the reason of the placement."""
 
     stage: int | None
     one: MemberDescription
@@ -46,7 +46,7 @@ class SeatState(NamedTuple):
 
     @property
     def state(self) -> str:
-        """In a word."""
+        """The seat's state in a word."""
         if self.one.suspected:
             return "suspected"
         if self.one.reached_by:
@@ -59,8 +59,8 @@ class SeatState(NamedTuple):
 
 
 class CutLink(NamedTuple):
-    """Two members that can't reach each other, by name; `via` relays for them, if it is not empty;
-    `state` says what is tried."""
+    """Two members that can't reach each other, by name; `via` relays for them, if not empty;
+    `state`: current attempt to connect."""
 
     a: str
     b: str
@@ -70,7 +70,7 @@ class CutLink(NamedTuple):
 
 
 class RunState:
-    """`story`: what events have told so far; without it the registry's answer is all there is."""
+    """State of a run. `story`: from events; without it only the registry's description counts."""
 
     def __init__(self, description: Description, story: Story | None = None) -> None:
         self.description = description
@@ -82,8 +82,8 @@ class RunState:
         self.committed, self.loss = self._committed(story)
 
     def _committed(self, story: Story | None) -> tuple[int, float]:
-        """The newest committed step, and its loss. A run that has gone back to files stands at an
-        older step, of a newer lineage."""
+        """The newest committed step, and its loss. A run that went back to files is at an older
+        step, of a newer lineage."""
         view, newest = self.description.view, self.newest
         reported = (newest.lineage, newest.committed) if newest else (0, 0)
         _, step = max(reported, (view.lineage, view.committed))
@@ -97,7 +97,7 @@ class RunState:
 
     @property
     def tokens_per_second(self) -> float:
-        """As its nodes say; 0: none says so."""
+        """Maximum of the nodes' figures; 0: unknown."""
         return max((seat.tokens_per_second for seat in self.reports), default=0.0)
 
     def at(self, stage: int | None) -> list[SeatState]:
@@ -113,7 +113,7 @@ class RunState:
         )
 
     def troubles(self) -> Iterator[str]:
-        """What somebody has to see to, at the registry and at nodes."""
+        """Problems that need a person, at the registry and at nodes."""
         if self.description.trouble:
             yield f"the registry: {self.description.trouble}"
         for one in self.description.members:
@@ -121,7 +121,7 @@ class RunState:
                 yield f"{named(one.member)}: {one.report.trouble}"
 
     def omitted(self) -> list[str]:
-        """What the registry had to leave out of its answer."""
+        """Parts that the registry omitted from its answer."""
         return cut_from(self.description)
 
     def cuts(self) -> Iterator[CutLink]:
@@ -131,11 +131,11 @@ class RunState:
             yield CutLink(a, b, via if cut.carried else "", cut.state, cut.seconds)
 
     def quarantined(self) -> list[Quarantined]:
-        """Instances that were evicted for cause and are still out."""
+        """Instances that were evicted for cause and are still excluded."""
         return [one for one in self.description.quarantined if one.seconds > 0]
 
     def evictions(self) -> Iterator[tuple[Eviction, str]]:
-        """With a sentence for each."""
+        """Evictions, each with a sentence."""
         for one in self.description.evictions:
             yield one, f"{named(one.member)}: {one.reason}"
 
@@ -150,5 +150,5 @@ def _seats_of(one: MemberDescription) -> Iterator[SeatState]:
 
 
 def named(member: Member) -> str:
-    """The node with where it is."""
+    """The node's name with its place."""
     return f"{member.node} ({place_of(member)})"

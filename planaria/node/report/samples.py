@@ -1,4 +1,4 @@
-"""Text that a model has made while it was trained, for people: it may hold anything."""
+"""File of a model's samples; their text may hold anything."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from planaria.node.report.line_file import LineFile
 
 FILE = "samples.md"
 LONGEST = 10_000
-"""Characters of a line."""
+"""Limit of a line in characters."""
 
 
 class SamplesFile:
-    """`samples.md` in a folder, which is made with the first of them."""
+    """`samples.md` in a folder, created with the first sample."""
 
     def __init__(
         self, folder: Path, run: str, open_file: Callable[[Path], LineFile] = LineFile
@@ -37,7 +37,7 @@ class SamplesFile:
 
 
 def markdown(sample: Sampled) -> str:
-    """A part of `samples.md`. The text is in a block of code, out of which it can't get."""
+    """A section of `samples.md`. The fence is longer than any in the text."""
     prompt = shown(sample.prompt)
     title = f"Step {sample.step}" + (f", after {_code(prompt)}" if prompt else "")
     fence = "`" * max(3, 1 + _longest_run(sample.text))
@@ -52,5 +52,5 @@ def _code(text: str) -> str:
 
 
 def _longest_run(text: str) -> int:
-    """Of backticks."""
+    """Length of the longest run of backticks."""
     return max(map(len, re.findall("`+", text)), default=0)

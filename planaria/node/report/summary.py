@@ -1,7 +1,7 @@
-"""What a run came to: the figures of `summary.json`, and the picture of its loss.
+"""Summary of a run: the figures of `summary.json`, and the plot of its loss.
 
 Events are those of the nodes' event logs and of the swarm's own, sorted by time. Lines are those of
-the merged ledger, by step. A run that was resumed has all its parts in one folder.
+the merged ledger, by step. A resumed run has all its parts in one folder.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from planaria.node.wire.naming import node_of, was_added
 from planaria.recovery.decide import COPIED, ORIGIN, OWN
 
 NOTICED_LATE = 1.0
-"""Seconds by which the time of an `exited` event may be behind the process's end."""
+"""Maximum seconds from a process's end to its `exited` event."""
 
 
 def summarize(
     run: RunFile, lines: Sequence[Line], audit: Audit, events: Sequence[Entry], stopped: str = ""
 ) -> dict[str, Any]:
-    """The content of `summary.json`. `run` says `model.stages`; seconds everywhere. `stopped`: why
-    the run ended before its last step, in words; null there if it didn't.
+    """The content of `summary.json`. `run` has `model.stages`; times are in seconds. `stopped`: why
+    the run ended before its last step, or empty (null in the file).
 
-    Figures that nothing was recorded for are None (losses) or 0.
+    Figures without records are None (losses) or 0.
     """
     counted = [entry for part in parts(events) for entry in part]
     aborted = sum(isinstance(entry.event, Aborted) for entry in counted)
@@ -106,7 +106,7 @@ def summarize(
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """What the run came to that was written there; empty while it isn't over."""
+    """The content of a folder's `summary.json`; empty while the run isn't over."""
     try:
         found: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -115,12 +115,12 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def parts(events: Iterable[Entry]) -> list[list[Entry]]:
-    """The events of each time that a swarm ran, without what happens, but for commits, because its
-    processes are being ended. A swarm begins with its registry; one that is started in place of
-    another comes right after the other's exit."""
+    """The events of each start of the swarm, without events (except commits) after the swarm is
+    being ended. A part begins with a start of the registry, unless this replaces one that has just
+    exited."""
     found: list[list[Entry]] = [[]]
     ended = False
-    exited = False  # the registry, and nothing has been started since
+    exited = False  # the registry, with no start since
     for entry in events:
         match entry.event:
             case Started(slot=slot):
@@ -138,7 +138,7 @@ def parts(events: Iterable[Entry]) -> list[list[Entry]]:
 
 
 def seconds_of_training(lines: Sequence[Line], events: Iterable[Entry]) -> float:
-    """From the first begin to the last commit, but for the time between two parts of the run."""
+    """Seconds from the first begin to the last commit, without pauses between parts of the run."""
     if not lines:
         return 0.0
     ran = [part for part in parts(events) if part]
@@ -151,11 +151,11 @@ def seconds_of_training(lines: Sequence[Line], events: Iterable[Entry]) -> float
 
 
 class GoingBack(NamedTuple):
-    """All stages went back from step `lost` to step `to`, where the run went on."""
+    """A rollback of all stages from step `lost` to step `to`."""
 
     lost: int
     to: int
-    resumed: bool  # from files, with nothing else left; else a policy's roll back
+    resumed: bool  # from files, with nothing else left; else by policy
 
 
 def goings_back(events: Iterable[Entry]) -> Iterator[GoingBack]:
@@ -176,7 +176,7 @@ def last_validation(events: Iterable[Entry]) -> float | None:
 
 
 class Back(NamedTuple):
-    """Where all stages have gone since the last commit."""
+    """Rollback of all stages since the last commit."""
 
     lost: int
     to: int
@@ -184,16 +184,16 @@ class Back(NamedTuple):
 
 
 def rebuilds(events: Iterable[Entry]) -> list[dict[str, Any]]:
-    """A row for each rebuild; where all stages go back, for each stage that had been lost.
+    """A row for each rebuild; in a rollback of all stages, for each lost stage.
 
     `exact`, `fallback`, `relearned`, `oldest_step`, `perturbation`, `rolled_back` and
-    `first_commit_seconds` are there only where they apply.
+    `first_commit_seconds` are present only where they apply.
     """
     rows: list[dict[str, Any]] = []
     committed = 0
     for part in parts(events):
         ordered: dict[str, RebuildOrdered] = {}  # by node
-        holding: set[str | None] = set()  # nodes that have had the state of a step
+        holding: set[str | None] = set()  # nodes that have had a state
         back: Back | None = None
         there: set[int] = set()  # stages with a row since then
         for entry in part:
@@ -211,7 +211,7 @@ def rebuilds(events: Iterable[Entry]) -> list[dict[str, Any]]:
                 case RelearnedBeside() as told:
                     _add_beside(rows, told)
                 case StageRebuilt(node=node, method=method) if method == ORIGIN:
-                    holding.add(node)  # nothing was lost: the run begins
+                    holding.add(node)  # no loss: the run begins
                 case StageRebuilt(node=node, stage=stage) as rebuilt:
                     if node in ordered or back is None:
                         rows.append(_row(rebuilt, entry.time, ordered.pop(node, None), part))
@@ -223,7 +223,7 @@ def rebuilds(events: Iterable[Entry]) -> list[dict[str, Any]]:
 
 
 def _add_beside(rows: Sequence[dict[str, Any]], told: RelearnedBeside) -> None:
-    """What the stage that was rebuilt last has relearned while it trained."""
+    """Add the background relearning of the stage to its last rebuild."""
     for row in reversed(rows):
         if row["stage"] == told.stage and "relearned" in row:
             figures = fields(told)
@@ -235,8 +235,8 @@ def _add_beside(rows: Sequence[dict[str, Any]], told: RelearnedBeside) -> None:
 def _row(
     rebuilt: StageRebuilt, at: float, why: RebuildOrdered | Back | None, events: Sequence[Entry]
 ) -> dict[str, Any]:
-    """A rebuild as the summary tells it. `at`: Unix seconds. `why`: the driver's order, or where
-    all stages went back."""
+    """A rebuild's row in the summary. `at`: Unix seconds. `why`: the driver's order, or the
+    rollback."""
     loss = _replaced(rebuilt, at, events)
     noticed = noticed_at(rebuilt, at, events)
     told = fields(rebuilt)
@@ -260,9 +260,9 @@ def _row(
 
 
 def noticed_at(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> float:
-    """When anyone first noticed the loss of the node whose place the rebuilt one took, Unix
-    seconds; if it took nobody's (it had been dropped, and came back), when the driver began to
-    wait. `at`: when it was rebuilt, Unix seconds."""
+    """When any node first noticed the loss that the rebuild repairs, Unix seconds. Without a loss
+    (an evicted node returned): when the driver began to wait. `at`: time of the rebuild, Unix
+    seconds."""
     loss, stage = _replaced(rebuilt, at, events), rebuilt.stage
     if loss is not None:
         late = NOTICED_LATE if isinstance(loss.event, Exited) else 0.0
@@ -280,22 +280,22 @@ def noticed_at(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> flo
 
 
 def stall_seconds(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> float:
-    """For how long nothing was trained; a driver that is new itself has seen only the end of it.
-    `at`: when it was rebuilt, Unix seconds."""
+    """Seconds without training; a new driver has counted only the last part. `at`: time of the
+    rebuild, Unix seconds."""
     if rebuilt.method in (*COPIED, ORIGIN):
         return rebuilt.stall_seconds
     return max(rebuilt.stall_seconds, at - noticed_at(rebuilt, at, events))
 
 
 def _replaced(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> Entry | None:
-    """The newest loss in the place of the rebuilt seat's process, if it was of that stage, the node
-    is that process's first, and has joined for this seat. Who was there before has the seat of who
-    was lost last at that stage, unless that one was there to be copied."""
+    """The newest loss in the slot of the rebuilt seat's process. It counts if it was of the same
+    stage, and the node is the process's first and joined for this seat. A seat added to an earlier
+    node replaces the last loss at the stage, unless its state was copied from a replica."""
     if was_added(rebuilt.node):
         copied = rebuilt.method in COPIED
         return None if copied else _lost_last(rebuilt.stage, at, events)
     node = node_of(rebuilt.node)
-    nodes: dict[int, list[str | None]] = {}  # by process, in the order in which it was them
+    nodes: dict[int, list[str | None]] = {}  # by process, in order
     starts: dict[int, tuple[str, float]] = {}  # by process: slot and time
     for entry in events:
         match entry.event:
@@ -316,7 +316,7 @@ def _replaced(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> Entr
 
 
 def _lost_last(stage: int, at: float, events: Iterable[Entry]) -> Entry | None:
-    """The newest loss of a node with a seat at the stage, which was not rebuilt since then."""
+    """The newest loss of a node with a seat at the stage, unless rebuilt since."""
     seats: set[str | None] = set()
     found = None
     for entry in events:
@@ -334,8 +334,8 @@ def _lost_last(stage: int, at: float, events: Iterable[Entry]) -> Entry | None:
 
 
 def wall(events: Iterable[Entry], places: int) -> dict[str, float]:
-    """Seconds by what they went to, averaged over the run's places (stages times replicas), each of
-    which may have been served by several nodes, one after the other."""
+    """Seconds by part, averaged over the run's places (stages times replicas), each of which may
+    have had several nodes in sequence."""
     newest = {entry.node: entry.event for entry in events if isinstance(entry.event, Wall)}
     return {
         part: sum(getattr(wall, part) for wall in newest.values()) / places
@@ -344,15 +344,13 @@ def wall(events: Iterable[Entry], places: int) -> dict[str, float]:
 
 
 def cost(events: Iterable[Entry], places: int) -> dict[str, Any]:
-    """What the policy took, failures or not, by all nodes' last words: `extra_bytes` sent and
-    written in all, `memory_bytes` held in all `places` by those who have them now,
-    `critical_seconds` of the compute thread, averaged over the places. `parts` has the same for
-    each thing that is kept.
-    """
+    """Cost of the policy, by all nodes' last events: `extra_bytes` sent and written in all,
+    `memory_bytes` of the present nodes in all `places`, `critical_seconds` of the compute thread,
+    averaged over the places. `parts` has the same by kind of redundant state."""
     slots: dict[int, str] = {}  # process id -> slot
     place_of: dict[str | None, str] = {}  # node -> slot
-    ever: dict[str | None, CostSoFar] = {}  # node -> its last word
-    now: dict[str | None, CostSoFar] = {}  # place -> the last word of its newest node
+    ever: dict[str | None, CostSoFar] = {}  # node -> its last event
+    now: dict[str | None, CostSoFar] = {}  # place -> the last event of its newest node
     for entry in events:
         match entry.event:
             case Started(slot=slot, pid=pid):
@@ -375,18 +373,18 @@ def cost(events: Iterable[Entry], places: int) -> dict[str, Any]:
 
 
 def _share(told: CostSoFar, part: str) -> HoldingCost:
-    """What is said of a part, or of all if that is empty."""
+    """Cost of one part, or of all if it is empty."""
     if part:
         return told.parts.get(part, HoldingCost())
     return HoldingCost(told.extra_bytes, told.memory_bytes, told.critical_seconds)
 
 
 def replicas_identical(events: Iterable[Entry]) -> bool:
-    """Whether all nodes of a stage had the same weights after every step, by their digests. A step
-    that is made again, by other weights or after the loss of all that had made it, is another."""
+    """Whether all replicas of a stage had the same digest of weights after every step. A step
+    repeated after a rollback, or after the loss of all its replicas, counts separately."""
     digests: dict[tuple[int, ...], set[str]] = {}
     stages: dict[str | None, int] = {}
-    lives: Counter[int] = Counter()  # stage -> how often it was lost
+    lives: Counter[int] = Counter()  # stage -> number of losses
     for entry in events:
         match entry.event:
             case Diverged():
@@ -511,10 +509,10 @@ _INK, _LOSS, _VALIDATION = "#1f4e79", "#b03a2e", "#2e8b57"
 
 
 def marks(events: Sequence[Entry]) -> list[tuple[int, str]]:
-    """What to mark in the picture: at which step which stage was rebuilt, and how, or a node of it
-    killed while others kept the stage alive; and where all stages went back to an older step."""
+    """Annotations of the plot by step: rebuilds of stages with their methods, nodes killed at
+    stages that survived, and rollbacks."""
     found: dict[int, dict[int, Counter[str]]] = {}  # step -> stage -> methods
-    rebuilt: set[tuple[int, int]] = set()  # stage, step that was under way
+    rebuilt: set[tuple[int, int]] = set()  # stage, current step
     for row in rebuilds(events):
         step = row.get("rolled_back", {"from": row["step"]})["from"]
         rebuilt.add((row["stage"], step + 1))
@@ -536,7 +534,7 @@ def marks(events: Sequence[Entry]) -> list[tuple[int, str]]:
 
 
 def _resumed(row: Mapping[str, Any]) -> bool:
-    """Whether all stages have such a row, since the run went back to what they had."""
+    """Whether the row is part of a rollback of all stages."""
     return row["method"] in OWN and not row.get("fallback")
 
 

@@ -1,4 +1,4 @@
-"""Which stages of a finished run are in memory only."""
+"""Stages of a finished run that exist in memory only."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from planaria.bootstrap.registry_pb2 import Description
 
 
 def unsaved(description: Description | None, stages: Iterable[int], step: int) -> list[int]:
-    """Those of `stages` whose state of `step` no node has on disk, and nobody has exported, as far
-    as is known; None: nothing is."""
+    """The stages whose state of `step` no node reports as saved or exported; `description` None:
+    all."""
     members = description.members if description is not None else ()
     seats = [seat for member in members for seat in member.report.seats]
     safe = {seat.stage for seat in seats if seat.saved >= step}
@@ -17,6 +17,6 @@ def unsaved(description: Description | None, stages: Iterable[int], step: int) -
 
 
 def named(stages: Iterable[int]) -> str:
-    """`stage 2`, `stages 0, 3 and 4`."""
+    """Names of stages: `stage 2`, `stages 0, 3 and 4`."""
     *others, last = map(str, stages)
     return f"stages {', '.join(others)} and {last}" if others else f"stage {last}"

@@ -1,4 +1,4 @@
-"""Where a node's time goes: each moment counts for exactly one thing."""
+"""Wall time of a node by use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class WallClock:
         self._busy = 0.0
 
     def sample(self, now: float, busy_seconds: float, otherwise: str) -> None:
-        """`busy_seconds` is the compute thread's total; what it leaves is `otherwise`'s."""
+        """Add a sample. `busy_seconds`: the compute thread's total; `otherwise`: the rest's part."""
         passed, self._last = now - self._last, now
         computed = min(passed, max(0.0, busy_seconds - self._busy))
         self._busy += computed
