@@ -1,7 +1,7 @@
-"""Adapters that a run has trained, for others: a folder that peft takes, or in the model's weights.
+"""Export of trained adapters: a folder for peft, or merged into the model's weights.
 
-Hugging Face's peft has a file of tensors and one of figures; the names are those of the modules in
-transformers, behind a prefix of its own.
+Hugging Face's peft has a file of tensors and one of figures. Tensor names are those of the modules
+in transformers, with a prefix.
 """
 
 from __future__ import annotations
@@ -48,13 +48,12 @@ ANOTHER: Final = f"holds another model than that; {REMEDY}"
 
 
 Write: TypeAlias = Callable[[Path, ModelParts, str, Track], None]
-"""Writes a folder of a run's model, of what `export` takes."""
+"""Writes a folder of a run's model, with the arguments of `export`."""
 
 
 def way_out(run: RunFile, config: ModelConfig, into_weights: bool, base: str) -> Write:
-    """How what the run has trained is written: a model or, where adapters are trained, these,
-    unless they are to go into the weights of the model that they are of, which must be here then.
-    `base`: the name of that. Raises ExportError."""
+    """Writer of a run's result: a model, its adapters, or a model with merged adapters, which needs
+    the base model on this machine. `base`: the base model's name. Raises ExportError."""
     if config.lora is None:
         if into_weights:
             raise ExportError("--merged: this run trains all weights, so leave it out")
@@ -71,20 +70,20 @@ def way_out(run: RunFile, config: ModelConfig, into_weights: bool, base: str) ->
 
 
 def what(run: RunFile, into_weights: bool) -> str:
-    """What it writes."""
+    """The kind of that result."""
     return "adapters" if run.training.lora is not None and not into_weights else "model"
 
 
 def base_of(run: RunFile, given: str) -> str:
-    """The name of the model that the run began from, as given or as it is known; empty: there is
-    none. Raises ExportError."""
+    """Name of the model that the run began from, as given or as known; empty: none. Raises
+    ExportError."""
     if given and run.model.origin is None:
         raise ExportError(f"--base {given}: this run began from no checkpoint; leave it out")
     return given or name_of(run.model.origin or "")
 
 
 def begun_from(run: RunFile, folder: Path | None) -> RunFile:
-    """The same run, that has begun from the checkpoint in this folder. Raises ExportError."""
+    """The run with this folder as the checkpoint that it began from. Raises ExportError."""
     if folder is None:
         return run
     if run.model.origin is None:
@@ -93,7 +92,7 @@ def begun_from(run: RunFile, folder: Path | None) -> RunFile:
 
 
 def _checkpoint(run: RunFile, config: ModelConfig) -> Checkpoint:
-    """That which the run began from. Raises ExportError."""
+    """The checkpoint that the run began from. Raises ExportError."""
     folder = Path(run.model.origin or "")
     try:
         checkpoint = Checkpoint.open(folder)
@@ -112,15 +111,15 @@ def _merged(
     dtype: str,
     track: Track,
 ) -> None:
-    """The checkpoint's model, with the adapters in its weights; each of the checkpoint's tensors is
-    read once, so what they are is only known when a stage's have all been."""
+    """Write the checkpoint's model with merged adapters. Each tensor is read once, so a stage's
+    digest is checked after its last one."""
     config, read, *_ = model
     lora = config.lora
     assert lora is not None
     at = {(weight.stage, weight.first): weight for weight in weights(config)}
     there = {weight.name: weight for weight in adapters(config)}
 
-    seen = [xxh3_128() for _ in content]  # of each stage, in whose order the tensors come
+    seen = [xxh3_128() for _ in content]  # of each stage, in the order of its tensors
     left = Counter(weight.stage for weight in at.values())
 
     def read_merged(stage: int, first: int, count: int) -> Tensor:
@@ -142,7 +141,7 @@ def _merged(
 
 
 def _apart(base: str, out: Path, model: ModelParts, dtype: str, track: Track) -> None:
-    """The adapters, for the model that `base` names."""
+    """Write the adapters, for the model that `base` names."""
     config, read, vocabulary, card = model
     assert config.lora is not None
     those = adapters(config)
@@ -160,7 +159,7 @@ def _apart(base: str, out: Path, model: ModelParts, dtype: str, track: Track) ->
 
 
 def adapter_config(lora: Lora, base: str) -> dict[str, Any]:
-    """What `adapter_config.json` says, of what peft doesn't take for granted."""
+    """The content of `adapter_config.json` where it differs from peft's defaults."""
     return {
         "base_model_name_or_path": base,
         "bias": "none",

@@ -1,4 +1,4 @@
-"""The page (README.md) of an exported model: what it is, and what it was trained on."""
+"""The model card (README.md) of an exported model."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def model_card(
     merged: bool = False,
     base: str = "",
 ) -> str:
-    """`doubt`: why it isn't the model as it was at the step, empty when it is; `summary`: what
-    `summary.json` of the run says, empty where there is none; `merged`: adapters that were trained
-    are in the weights, not apart; `base`: the name of the model that the run began from."""
+    """Text of the card. `doubt`: why it isn't the model as of the step, or empty; `summary`: the
+    content of `summary.json`, or empty; `merged`: the adapters are in the weights; `base`: name of
+    the model that the run began from."""
     first, body = config.parameters
     training = run.training
     rows = {

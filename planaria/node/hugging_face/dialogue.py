@@ -20,20 +20,20 @@ log = logging.getLogger("planaria")
 
 REMEDY: Final = "without --chat, the model continues a text"
 PLACE: Final = "the conversation"
-"""What error messages call it."""
+"""Name of the conversation in errors."""
 ANSWER: Final = "planarian"
-"""An answer that is rendered to see what the template puts behind one."""
+"""An answer for finding what the template puts behind one."""
 
 
 class Dialogue:
     """Questions and answers so far. Used within `with`: a child process renders the template."""
 
     def __init__(self, system: str, tokens: int, sampling: Sampling) -> None:
-        """`system`: the system's message, empty for none; `tokens`: of an answer, at most."""
+        """`system`: the system's message, or empty; `tokens`: limit of an answer."""
         self._system = [_message("system", system)] if system else []
         self._turns: list[dict[str, Any]] = []  # a question, its answer, and so on
         self._tokens, self._sampling = tokens, sampling
-        self._renderer: Renderer | None = None  # once the first question is asked
+        self._renderer: Renderer | None = None  # from the first question on
         self._stops: set[int | None] = set()
 
     def __enter__(self) -> Self:
@@ -44,9 +44,9 @@ class Dialogue:
             self._renderer.close()
 
     def answer(self, speaker: Speaker, question: str) -> Iterator[str]:
-        """Piece by piece, until the model ends its turn. Once all of it was taken, the next
-        question follows it. Raises CorpusError when the template can't be used,
-        UnsupportedModelError, and ValueError for a question that is too long."""
+        """Yield the answer in pieces, until the model ends its turn. Take all of it before the next
+        question. Raises CorpusError when the template can't be used, UnsupportedModelError, and
+        ValueError for a question that is too long."""
         renderer = self._renderer or self._open(speaker)
         asked = _message("user", question)
         prompt = self._prompt(renderer, speaker, asked)
@@ -65,7 +65,7 @@ class Dialogue:
         self._turns += [asked, _message("assistant", "".join(pieces))]
 
     def _open(self, speaker: Speaker) -> Renderer:
-        """Raises CorpusError, UnsupportedModelError."""
+        """Start the renderer, and find stop tokens. Raises CorpusError, UnsupportedModelError."""
         assert speaker.folder is not None
         template = template_of(speaker.folder / TOKENIZER, remedy=REMEDY)
         self._renderer = renderer = Renderer(template)
@@ -75,8 +75,8 @@ class Dialogue:
         return renderer
 
     def _prompt(self, renderer: Renderer, speaker: Speaker, asked: dict[str, Any]) -> list[int]:
-        """Tokens of all messages, the oldest turns left out where the answer would find no room.
-        Raises CorpusError, ValueError."""
+        """Tokens of all messages, without the oldest turns if the answer would find no room. Raises
+        CorpusError, ValueError."""
         room = min(self._tokens, speaker.context // 2)
         forgotten = 0
         while True:
@@ -107,9 +107,9 @@ def _message(role: str, content: str) -> dict[str, Any]:
 
 
 def end_of_turn(renderer: Renderer, tokenizer: Tokenizer) -> int | None:
-    """The token of its own that the template puts behind an answer; None: it is plain text."""
+    """Special token that the template puts behind an answer; None: it is plain text."""
     messages = [_message("user", "?"), _message("assistant", ANSWER), _message("user", "?")]
-    with suppress(CorpusError):  # who asks a question is told
+    with suppress(CorpusError):  # `answer` raises it
         text = renderer.render(Conversation(PLACE, messages, unanswered=True)).text
         _, answer, behind = text.rpartition(ANSWER)
         ids = tokenizer.encode(behind.lstrip(), add_special_tokens=False).ids if answer else []

@@ -1,4 +1,4 @@
-"""How well a model predicts prepared data."""
+"""Evaluation of a model on prepared data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from planaria.node.hugging_face.whole_model import WholeModel
 class Evaluation:
     loss: float  # nats a token
     tokens: int
-    bytes_per_token: float | None  # None: not all text is scored
+    bytes_per_token: float | None  # None: some tokens aren't scored
 
     @property
     def perplexity(self) -> float:
@@ -30,7 +30,7 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Comparable between tokenizers."""
+        """Loss that is comparable between tokenizers."""
         if self.bytes_per_token is None:
             return None
         return self.loss / math.log(2) / self.bytes_per_token
@@ -47,8 +47,8 @@ class Evaluation:
 
 
 class Portion:
-    """The first `samples` samples of a split of the prepared folder `data`, or all of them, for a
-    model that keeps documents `apart` or doesn't."""
+    """The first `samples` samples of a split of the prepared folder `data`, or all. `apart`: the
+    model keeps documents apart."""
 
     def __init__(
         self, data: Path, split: str, context: int, samples: int | None, apart: bool
@@ -67,8 +67,8 @@ class Portion:
         self._scored = 0
 
     def rows(self, first: int, most: int) -> tuple[Tensor, ...]:
-        """Of at most so many from the first on, inputs and targets and, if documents are kept
-        apart, which inputs begin one: int64 [B, context] each. Raises CorpusError."""
+        """Inputs and targets of up to `most` samples from `first` on, int64 [B, context] each; with
+        `apart` also which inputs begin a document. Raises CorpusError."""
         rows = range(first, min(first + most, self.count))
         inputs, targets = inputs_and_targets(self.corpus, self._split, self._context, rows)
         self._scored += int((targets != UNSCORED).sum())
@@ -79,8 +79,7 @@ class Portion:
         return tuple(torch.from_numpy(each) for each in found)
 
     def evaluation(self, total: float) -> Evaluation:
-        """`total`: the sum of the losses of all that `rows` has given and that is scored. Raises
-        CorpusError."""
+        """The evaluation; `total`: sum of the scored losses of all `rows`. Raises CorpusError."""
         if not self._scored:
             raise CorpusError(
                 f"none of the tokens in {self.count} samples of {self.corpus.path} is scored: name "
@@ -94,7 +93,7 @@ class Portion:
 def evaluate(
     model: WholeModel, folder: Path, options: EvaluateOptions, track: Track = untracked
 ) -> Evaluation:
-    """Evaluates on samples as long as the model's context, LONGEST tokens at most. `folder`: the
+    """Evaluate on samples of the model's context length, at most LONGEST tokens. `folder`: the
     model's. Raises CorpusError when the data can't be used, or was made with another tokenizer."""
     config, data = model.config, options.data
     context, samples = min(config.context, LONGEST), options.samples

@@ -1,7 +1,7 @@
-"""A folder that `transformers.AutoModelForCausalLM.from_pretrained` takes, out of a run's weights.
+"""Export of a run's weights as a folder for `transformers.AutoModelForCausalLM.from_pretrained`.
 
-The weights go from where they are, tensor by tensor, to one file after the other; no more than one
-file's is in memory. The folder is written beside its place and renamed: it is whole or not there.
+Weights are copied tensor by tensor, to one file after the other; at most one file is in memory. The
+folder is written under another name and renamed: it is complete or missing.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from planaria.node.model.subspace import subspace_of
 
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SHARD: Final = 256 << 20
-"""Bytes of a file of weights, at most, unless one tensor alone is larger."""
+"""Size limit of a file of weights in bytes, unless a single tensor is larger."""
 
 Read: TypeAlias = Callable[[int, int, int], Tensor]
-"""(stage, first, count) -> so many of the stage's flat weights, float32 [count]."""
+"""(stage, first, count) -> a slice of the stage's flat weights, float32 [count]."""
 
 
 class ExportError(Exception):
-    """The model can't be exported; the message says why and what to do."""
+    """Error of an export; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """How text becomes tokens."""
+    """Tokenizer of a model."""
 
     file: Path  # tokenizer.json
     end_of_document: int
-    origin: Path | None = None  # of the checkpoint that the run began from: what it has goes along
+    origin: Path | None = None  # checkpoint that the run began from, with further files
 
 
 class ModelParts(NamedTuple):
-    """What a model's folder is made of."""
+    """Contents of a model's folder."""
 
     config: ModelConfig
     read: Read
@@ -69,10 +69,10 @@ def export(
     track: Track = untracked,
     most: int = SHARD,
 ) -> None:
-    """Writes the folder `out`; `dtype`: a key of DTYPES.
+    """Write the folder `out`; `dtype`: a key of DTYPES.
 
-    Raises ExportError when it is taken or can't be written, CorpusError for a tokenizer that can't
-    be used, and what `read` raises.
+    Raises ExportError when it exists or can't be written, CorpusError for a tokenizer that can't be
+    used, and exceptions of `read`.
     """
     config, read, vocabulary, card = model
     with whole_or_not(out) as folder:
@@ -90,7 +90,7 @@ def export(
 
 @contextmanager
 def whole_or_not(out: Path) -> Iterator[Path]:
-    """A folder beside `out`, which becomes it in the end. Raises ExportError."""
+    """A temporary folder, renamed to `out` at the end. Raises ExportError."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ExportError(f"{out} is there already: choose another folder, or remove it")
     unfinished = out.with_name(out.name + ".unfinished")
@@ -108,7 +108,7 @@ def whole_or_not(out: Path) -> Iterator[Path]:
 
 
 def shards(those: Sequence[Weight], size: int, most: int) -> list[list[Weight]]:
-    """In this order, files of at most `most` bytes; a value takes `size`."""
+    """Files of at most `most` bytes, in this order; a value has `size` bytes."""
     found: list[list[Weight]] = [[]]
     used = 0
     for weight in those:
@@ -121,7 +121,7 @@ def shards(those: Sequence[Weight], size: int, most: int) -> list[list[Weight]]:
 
 
 def _tensors(config: ModelConfig, read: Read) -> Callable[[Weight], Tensor]:
-    """Of each of the model's weights, float32, as transformers has it."""
+    """Reader of the model's weights, float32, as transformers has them."""
     stored, subspace = {weight.name: weight for weight in weights(config)}, subspace_of(config)
 
     def tensor(weight: Weight) -> Tensor:
@@ -165,8 +165,8 @@ def _file_names(count: int) -> list[str]:
 
 
 def write_vocabulary(folder: Path, vocabulary: Vocabulary | None, context: int) -> None:
-    """The tokenizer, and what lies beside it: special tokens, chat template. What the origin has
-    besides goes along. Raises CorpusError for a tokenizer that can't be used."""
+    """Write the tokenizer and its files: special tokens, chat template. Further files come from the
+    origin. Raises CorpusError for a tokenizer that can't be used."""
     if vocabulary is None:
         return
     if vocabulary.origin is not None:
@@ -176,7 +176,7 @@ def write_vocabulary(folder: Path, vocabulary: Vocabulary | None, context: int) 
 
 
 def _ending(said: dict[str, Any], end: int | None) -> dict[str, Any]:
-    """The key for the tokens at which a text ends: those that it has, with `end`."""
+    """The key of the end tokens: the present ones and `end`."""
     known = said.get("eos_token_id")
     ids = known if isinstance(known, list) else [] if known is None else [known]
     if end is None or end in ids:
@@ -199,7 +199,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """On disk, and to be read by those who may read the page; else it is for its owner only."""
+    """Write and sync a file with README.md's permissions; the library's is private."""
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod((path.parent / "README.md").stat().st_mode)
     descriptor = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""The weights of a run's model, out of the saves of its stages."""
+"""A run's model from the saves of its stages."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ log = logging.getLogger("planaria")
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The newest model that there is, stage by stage, in files that were found whole."""
+    """The newest model, by stage, in verified files."""
 
     config: ModelConfig
     step: int
-    doubt: str  # why it isn't the model as it was at that step; empty when it is
+    doubt: str  # why it isn't the model as of that step, or empty
     files: dict[int, SaveFile]  # by stage
 
     def read(self, stage: int, first: int, count: int) -> Tensor:
-        """So many of the stage's flat weights, float32 [count]. Raises SaveError, OSError."""
+        """A slice of the stage's flat weights, float32 [count]. Raises SaveError, OSError."""
         chunks = list(self.files[stage].values("weights", first, count))
         return torch.from_numpy(np.concatenate(chunks).view(np.float32))
 
 
 def saved_model(run: RunFile, saves: Sequence[SaveFile]) -> SavedModel:
-    """Of a resolved run, in as many stages as its saves are of. Reads all that it takes once, for
-    the checksums. Raises ExportError when a stage has none, or saves are of several runs."""
+    """The model of a resolved run, in its saves' number of stages. Reads all files, for the
+    checksums. Raises ExportError for a stage without saves, and for saves of several runs."""
     config = run.config_for(run.model.vocabulary or 0)
     try:
         saves = of_one_run(saves)
@@ -75,8 +75,8 @@ def export_saves(
     options: ExportOptions,
     track: Track,
 ) -> SavedModel:
-    """Writes a folder with the newest model in `saves`. `summary` is the content of
-    `summary.json`, empty where there is none. Raises ExportError, CorpusError, SaveError."""
+    """Write a folder with the newest model in `saves`. `summary`: the content of `summary.json`, or
+    empty. Raises ExportError, CorpusError, SaveError."""
     base, run = base_of(run, options.base), begun_from(run, options.model)
     model = saved_model(run, saves)
     write = way_out(run, model.config, options.merged, base)
@@ -87,7 +87,7 @@ def export_saves(
 
 
 def vocabulary_of(run: RunFile, data: Path | None) -> Vocabulary | None:
-    """Raises CorpusError when `data` is not what the run was trained on."""
+    """The run's tokenizer, if any. Raises CorpusError when `data` is not the run's."""
     model = None if run.model.origin is None else Path(run.model.origin)
     if data is not None:
         return of_data(run, [data], model)
@@ -100,8 +100,8 @@ def vocabulary_of(run: RunFile, data: Path | None) -> Vocabulary | None:
 
 
 def of_given(run: RunFile, folder: Path, model: Path | None) -> Vocabulary:
-    """By the files SHARED of prepared data, which others have given. Raises CorpusError when they
-    can't be the run's."""
+    """Tokenizer from received SHARED files of prepared data. Raises CorpusError when they can't be
+    the run's."""
     index, corpora = read_index(folder), run.data.corpora
     content = corpora[0].content if corpora else run.data.content
     if content not in ("", index.content) or index.misfit(folder, "", run.model.vocabulary):
@@ -112,8 +112,8 @@ def of_given(run: RunFile, folder: Path, model: Path | None) -> Vocabulary:
 
 
 def of_data(run: RunFile, given: Sequence[Path], model: Path | None) -> Vocabulary:
-    """By prepared data, where the run file or `given` says; `model`: that the run began from.
-    Raises CorpusError when it isn't the run's."""
+    """Tokenizer of prepared data, from `given` or else the run file; `model`: that the run began
+    from. Raises CorpusError when it isn't the run's."""
     path, index = folders_of(run.data, given)[0], index_of(run.data, given)
     if problem := index.misfit(path, run.data.content, run.model.vocabulary):
         raise CorpusError(f"{path} {problem}")
@@ -125,8 +125,8 @@ def _with_tokenizer(model: Path | None) -> Path | None:
 
 
 def of_model(model: Path | None) -> Vocabulary | None:
-    """By the checkpoint that the run began from; None where that has no tokenizer, or names no end
-    token. Raises CorpusError."""
+    """Tokenizer of the checkpoint that the run began from; None: it has none, or no end token.
+    Raises CorpusError."""
     if (folder := _with_tokenizer(model)) is None:
         return None
     end = bounds_of(load_tokenizer(folder / TOKENIZER), folder).end

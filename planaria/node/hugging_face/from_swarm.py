@@ -1,6 +1,6 @@
-"""The weights of a run's model, out of the nodes that train it.
+"""A run's model from the nodes that train it.
 
-All stages give those of one committed step.
+All stages send their weights of one committed step.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SHARD: Final = 1 << 20
-"""Bytes that are asked for at a time: little, since they share links with what is trained."""
+"""Bytes of a request: small, since training uses the same links."""
 TRANSFER: Final = 1800.0
-"""Seconds that a tensor may take."""
+"""Seconds for the transfer of a tensor."""
 
 
 class AtOnce:
-    """The port `Compute`, for who has nothing else to do: on the event loop."""
+    """The port `Compute` on the event loop, for a client that computes nothing else."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -68,13 +68,13 @@ class AtOnce:
 
 
 class LivingModel(LivingRun):
-    """A run's model while it is trained, as of one step. Used within `async with`."""
+    """A run's model during training, as of one step. Used within `async with`."""
 
     def __init__(self, access: Access, wait: float) -> None:
         """`wait`: seconds for a step that all stages have. Raises ExportError."""
         super().__init__(access, wait)
         self.loss = 0.0
-        self._made = NEVER  # by which commit, as the first stage has said
+        self._made = NEVER  # commit of the step, by the first answer
         self._exchanges = LoopedExchanges(AtOnce(self.loop), self.loop, self._crashed)
         self._states = StateClient(
             self._exchanges, tensors, self.asking.send, self._accuse, shard_size=SHARD
@@ -85,7 +85,7 @@ class LivingModel(LivingRun):
         await super().__aexit__()
 
     async def read(self, stage: int, first: int, count: int) -> Tensor:
-        """So many of the stage's flat weights, float32 [count]. Raises ExportError."""
+        """A slice of the stage's flat weights, float32 [count]. Raises ExportError."""
         due = {WEIGHTS: self.config.trained[min(stage, 1)]}
         fetch = self._states.fetch(
             stage,
@@ -137,8 +137,8 @@ class LivingModel(LivingRun):
 async def export_swarm(
     client: RegistryClient, credentials: Credentials, options: ExportOptions, track: Track
 ) -> tuple[str, int]:
-    """Writes a folder with the model of a living run. Returns whether that is a model or adapters,
-    and its step. Raises ExportError, CorpusError, RunFileError, and what `client` does."""
+    """Write a folder with the model of a running run. Returns its kind, model or adapters, and its
+    step. Raises ExportError, CorpusError, RunFileError, and exceptions of `client`."""
     merged, checkpoint = options.merged, options.model
     access = await from_outside(client.describe, credentials, await client.reach())
     base = base_of(access.run, options.base)
@@ -160,11 +160,11 @@ async def export_swarm(
 async def card_of(
     model: LivingModel, describe: Callable[[], Awaitable[Description]], merged: bool, base: str
 ) -> str:
-    """With all rebuilds that are in the weights of the model's step: of one that came just before,
-    the registry may hear only when the run goes on from there, which is waited for. Raises
-    ExportError, and what `describe` does."""
+    """The model card, with all rebuilds up to the model's step. The registry may hear of the last
+    one only after the next commit, so this waits for that. Raises ExportError, and exceptions of
+    `describe`."""
     some = 0 if model.config.trained[0] else 1
-    await model.read(some, 0, 1)  # tells the step's loss
+    await model.read(some, 0, 1)  # gets the step's loss
     until = model.loop.time() + model.run.swarm.lease
     description = await describe()
     while not gone_beyond(description, model.step) and model.loop.time() < until:
@@ -180,8 +180,7 @@ async def card_of(
 
 
 def gone_beyond(description: Description, step: int) -> bool:
-    """Whether the driver has reported a later step, or the end: what it says of rebuilds up to
-    `step` came with that."""
+    """Whether the driver has reported a later step, or the end: and so earlier rebuilds."""
     return any(
         seat.committed > step or seat.finished
         for one in description.members

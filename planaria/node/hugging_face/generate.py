@@ -1,4 +1,4 @@
-"""Text that a model goes on with."""
+"""Text generation."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from planaria.node.model.checkpoint import TOKENIZER
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Raises ValueError when it can't be."""
+    """Choice of the next token. Raises ValueError for invalid figures."""
 
     temperature: float = 0.8  # 0: always the likeliest
-    top_p: float = 0.95  # of the likeliest tokens that together have this share of the probability
+    top_p: float = 0.95  # smallest set of likeliest tokens with this probability
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -39,11 +39,10 @@ def generate(
     sampling: Sampling,
     ends: Collection[int | None] = (),
 ) -> Iterator[int]:
-    """Up to so many tokens that follow the prompt, until one of `ends`.
+    """Yield up to `tokens` tokens after the prompt, until one of `ends`.
 
-    `next_logits`: int64 [1, T], T at most `context`, to float32 [vocabulary], of what follows the
-    last one. What doesn't fit into the context is forgotten from the front. Raises ValueError for
-    an empty prompt.
+    `next_logits`: int64 [1, T], T at most `context`, to float32 [vocabulary] of the next token.
+    Tokens beyond the context are dropped from the front. Raises ValueError for an empty prompt.
     """
     if not prompt:
         raise ValueError("there is nothing to go on from: the prompt has no tokens")
@@ -59,8 +58,8 @@ def generate(
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """A token, of float32 [vocabulary]. Nucleus sampling (Holtzman et al., arXiv 1904.09751).
-    Raises ValueError for what isn't finite."""
+    """Choose a token by float32 [vocabulary]: nucleus sampling (Holtzman et al., arXiv 1904.09751).
+    Raises ValueError for logits that aren't finite."""
     if not logits.isfinite().all():
         raise ValueError("what the model makes of it isn't finite: it has diverged")
     if sampling.temperature == 0:
@@ -73,18 +72,18 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
 
 @dataclass(frozen=True)
 class Speaker:
-    """A model, wherever it is, and its tokenizer."""
+    """A model, local or remote, and its tokenizer."""
 
-    next_logits: Callable[[Tensor], Tensor]  # as `generate` takes it
+    next_logits: Callable[[Tensor], Tensor]  # see `generate`
     tokenizer: Tokenizer
     end: int | None  # token that ends a document
     vocabulary: int
     context: int
-    folder: Path | None = None  # with the tokenizer's files, its chat template among them
+    folder: Path | None = None  # tokenizer's files, with the chat template
 
     @classmethod
     def of(cls, model: WholeModel, folder: Path) -> Speaker:
-        """`folder`: the model's, with its tokenizer. Raises CorpusError."""
+        """The speaker of a local model; `folder` has its tokenizer. Raises CorpusError."""
         tokenizer, config = load_tokenizer(folder / TOKENIZER), model.config
         end = bounds_of(tokenizer, folder).end
 
@@ -95,9 +94,8 @@ class Speaker:
 
 
 def texts(speaker: Speaker, prompt: str, tokens: int, sampling: Sampling) -> Iterator[str]:
-    """What follows the prompt, piece by piece, as soon as it is known; after an empty one, a
-    document from its beginning. The prompt begins as the tokenizer has a text begin. Raises
-    ValueError."""
+    """Yield the continuation of the prompt in pieces; after an empty one, a new document. The
+    prompt begins with the tokenizer's begin tokens. Raises ValueError."""
     end = speaker.end
     known = encoded(speaker, prompt, added(speaker.tokenizer)[0])
     if not known and end is not None:
@@ -107,8 +105,8 @@ def texts(speaker: Speaker, prompt: str, tokens: int, sampling: Sampling) -> Ite
 
 
 def encoded(speaker: Speaker, text: str, begin: Sequence[int] = ()) -> list[int]:
-    """Its tokens, behind those of `begin`. Raises ValueError for those that the model doesn't
-    have."""
+    """Tokens of a text, behind those of `begin`. Raises ValueError for tokens that the model
+    doesn't have."""
     tokenizer, most = speaker.tokenizer, speaker.vocabulary
     tokens = [*begin, *tokenizer.encode(text, add_special_tokens=False).ids]
     if unknown := {token for token in tokens if token >= most}:
@@ -123,8 +121,8 @@ def encoded(speaker: Speaker, text: str, begin: Sequence[int] = ()) -> list[int]
 
 
 def decoded(tokenizer: Tokenizer, written: list[int], tokens: Iterable[int]) -> Iterator[str]:
-    """The text of these tokens, in whole characters. They are added to `written`, which has those
-    before them."""
+    """Yield the text of these tokens, in whole characters. They are appended to `written`, the
+    earlier tokens."""
     said = tokenizer.decode(written)
     for token in tokens:
         written.append(token)

@@ -1,8 +1,8 @@
-"""A run that is under way, as who is no member of it asks its stages: which nodes, how, of what.
+"""Observer client of a running run: which nodes have which stages, on which route, at which step.
 
-A node that can be dialled from here is asked directly, another one through nodes that can. What is
-asked of one committed step is said to all stages before it is committed, so that each keeps a copy
-of its weights when it goes on, and nobody waits; where that is too late, a later step is.
+A node that can be dialled from here is asked directly, another one through nodes that can. For
+weights of one committed step, all stages get the request before that commit. So each pins its
+weights at the commit, and nobody waits; if it is too late, a later step is tried.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from planaria.node.wire.observers import Inside, Observers
 log = logging.getLogger(__name__)
 
 REPLICAS: Final = 2
-"""Of a stage, that are asked."""
+"""Number of seats per stage to use."""
 TRIED: Final = 4
-"""Ways to a stage that are tried before it counts as out of reach, of each kind."""
+"""Limit of routes per kind before a stage counts as unreachable."""
 LOOK: Final = 0.2
-"""Seconds between two looks whether a step is committed."""
+"""Seconds between two polls for a committed step."""
 
 
 class SeatRoute(NamedTuple):
-    """To ask a seat: by this node, which is dialled there."""
+    """Route to a seat: through this node, dialled at this address."""
 
     seat: str
     node: str
@@ -46,8 +46,8 @@ class SeatRoute(NamedTuple):
 
 
 def ways_to(stage: int, view: View) -> list[SeatRoute]:
-    """Those to try, the most direct first: seats of nodes that can be dialled, then the others,
-    each by way of some that can be, neighbours of the stage before the rest."""
+    """Routes to try: first to seats of nodes that can be dialled, then to the others, through nodes
+    that can be, those of neighbouring stages first."""
     dialled = [m for m in view.members if m.address and m.seats]
     there = [m for m in view.members if stage in stages_of(m)]
     direct = [
@@ -75,7 +75,7 @@ def _seat(member: Member, stage: int) -> str:
 
 
 class Access(NamedTuple):
-    """How a run is asked."""
+    """Access to a run's stages."""
 
     run: RunFile
     view: Callable[[], Awaitable[View]]  # the newest
@@ -88,8 +88,8 @@ async def from_outside(
     credentials: Credentials,
     reach: Reach = EVERYWHERE,
 ) -> Access:
-    """As the registry describes it; `reach`: where its nodes are dialled. Raises RunFileError, and
-    what `describe` does."""
+    """Access from another machine, by the registry's description; `reach`: where nodes are dialled.
+    Raises RunFileError, and exceptions of `describe`."""
     description = await describe()
     run = loads(description.run_file, "the registry's run file")
     converse = over_streams(description.run, credentials, reach)
@@ -101,7 +101,7 @@ async def from_outside(
 
 
 def from_inside(node: str, onlookers: Observers, run: RunFile, view: View) -> Access:
-    """Of a member, by its own links."""
+    """Access of a member, over its own links."""
 
     async def newest() -> View:
         return view
@@ -114,12 +114,12 @@ def from_inside(node: str, onlookers: Observers, run: RunFile, view: View) -> Ac
 
 
 class StageGoneError(ExportError):
-    """No seat of a stage that was found can be asked any more."""
+    """Error of a stage whose seats have all stopped answering."""
 
 
 class LivingRun:
-    """The seats of each stage that answer, asked of what they have at the moment or, with `wait`,
-    of one committed `step`. Used within `async with`."""
+    """The reachable seats of each stage, at their current state or, with `wait`, at one committed
+    `step`. Used within `async with`."""
 
     def __init__(self, access: Access, wait: float | None = None) -> None:
         """`wait`: seconds for a step that all stages have. Raises ExportError."""
@@ -130,12 +130,12 @@ class LivingRun:
         self.loop = asyncio.get_running_loop()
         self.asking = ObserverClient(access.converse, self.answered, self.lost)
         self.seats: dict[int, list[str]] = {}  # by stage
-        self.step, self.lineage = 0, 0  # of which it is asked; 0: whatever is there
+        self.step, self.lineage = 0, 0  # requested state; 0: the current one
         self._wait = wait
         self._renewing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        """Raises ExportError when a stage can't be asked."""
+        """Find the seats, and agree on a step. Raises ExportError when a stage can't be reached."""
         try:
             await self._find_seats()
             if self._wait is not None:
@@ -152,19 +152,19 @@ class LivingRun:
         await self.asking.close()
 
     async def exported(self) -> None:
-        """Tells the seats that the whole model of this step has been written."""
+        """Report to the seats that the whole model of this step has been written."""
         seats = [seat for those in self.seats.values() for seat in those]
         pins = (self.asking.pin(seat, self.step, exported=True) for seat in seats)
         await asyncio.gather(*pins, return_exceptions=True)
 
     def answered(self, seat: str, item: pb.Message | Frame) -> None:
-        """The seat has said this."""
+        """Handle an answer of the seat."""
 
     def lost(self, seat: str, why: str) -> None:
-        """It can't be asked any more."""
+        """Handle the loss of the link to the seat."""
 
     def give_up(self, seat: str, why: str) -> None:
-        """It is asked no more. Raises StageGoneError when its stage has no other."""
+        """Stop using the seat. Raises StageGoneError when its stage has no other."""
         for stage, seats in self.seats.items():
             if seat in seats:
                 seats.remove(seat)
@@ -172,7 +172,8 @@ class LivingRun:
                     raise StageGoneError(f"stage {stage} has gone: {why}. Try again")
 
     async def _find_seats(self) -> None:
-        """Who has them changes while a run heals. Raises ExportError, and as `Access.view` does."""
+        """Find seats, which change during a recovery. Raises ExportError, and as `Access.view`
+        does."""
         view = await self._view()
         stages = range(self.config.stages + 1)
         found = await asyncio.gather(*(self._find(stage, view) for stage in stages))
@@ -214,7 +215,7 @@ class LivingRun:
     # --- which step
 
     async def _agree(self, wait: float) -> None:
-        """Until all have kept one step. Raises ExportError."""
+        """Try steps until all stages have pinned one. Raises ExportError."""
         end = self.loop.time() + wait
         ahead = 0
         while self.loop.time() < end:
@@ -241,7 +242,7 @@ class LivingRun:
         )
 
     async def _all_keep(self, step: int, until: float) -> bool:
-        """False: some have gone beyond it, or nobody comes to it."""
+        """Wait for pins of a step. False: a seat is beyond it, or the time is over."""
         while True:
             told = await self._ask(step)
             if all(one.kept for one in told.values()):
@@ -254,7 +255,7 @@ class LivingRun:
             await asyncio.sleep(LOOK)
 
     async def _ask(self, step: int) -> Mapping[str, pb.Pinned]:
-        """All seats; who doesn't answer is asked no more, if its stage has another. Raises
+        """Ask all seats to pin; drops one that doesn't answer, if its stage has another. Raises
         ExportError."""
         seats = [seat for those in self.seats.values() for seat in those]
         told = await asyncio.gather(
@@ -273,8 +274,8 @@ class LivingRun:
         return found
 
     async def _renew(self) -> None:
-        """As long as it is asked of that step."""
+        """Renew the pins until cancelled."""
         while True:
             await asyncio.sleep(LEASE / 4)
-            with suppress(ExportError):  # who asks of it finds out
+            with suppress(ExportError):  # the next request reports it
                 await self._ask(self.step)

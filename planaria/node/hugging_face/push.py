@@ -1,4 +1,4 @@
-"""An exported folder goes to the Hugging Face hub."""
+"""Upload of an exported folder to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from planaria.node.hugging_face.taking_in import HUB_NAME
 
 
 def check_push(name: str) -> None:
-    """Before anything is exported. Raises ExportError."""
+    """Check name and login before the export. Raises ExportError."""
     from huggingface_hub import get_token
 
     named = HUB_NAME.fullmatch(name)
@@ -21,8 +21,8 @@ def check_push(name: str) -> None:
 
 
 def upload(folder: Path, name: str, private: bool, say: Callable[[str], object]) -> None:
-    """Uploads the folder to the repository `name`, which is made if there is none, `private` or
-    not; says before what goes there, and who will see it. Raises ExportError."""
+    """Upload the folder to the repository `name`, created `private` or public if it is missing.
+    First says what will be uploaded, and its visibility. Raises ExportError."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 

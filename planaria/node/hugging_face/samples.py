@@ -1,8 +1,8 @@
-"""Text that a run's own stages make while it is trained, so that one sees it learn.
+"""Text that a run's stages generate during training, to show its progress.
 
-The driver's node does it, as `planaria generate --join` would, but by its own links. The step
-transaction knows nothing of it: nobody waits for a text, and when one can't be finished, because
-somebody was lost, it is begun again with the next commit, by whoever drives then.
+The driver's node does it, like `planaria generate --join`, but over its own links. The step
+transaction is independent of it. If a loss interrupts a text, it is begun again at the next commit,
+by the driver of that time.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from planaria.node.run_file import RunFile
 log = logging.getLogger(__name__)
 
 AT_A_TIME: Final = 3
-"""Prompts that are gone on from: while a stage looks at one, others look at the rest."""
+"""Concurrent prompts: while a stage computes one, other stages compute the rest."""
 TRIES: Final = 3
-"""Of one occasion, but for those that a new view has ended."""
+"""Attempts per occasion; attempts that a view change ended don't count."""
 
 
 class Occasions:
-    """When samples are due: pure. Those that can't be made are tried again with a later commit."""
+    """Schedule of samples: pure. Failed ones are tried again at a later commit."""
 
     def __init__(self, every: int, tries: int = TRIES) -> None:
         self._every, self._tries = every, tries
-        self.newest = 0  # step for which some were due
-        self._left = 0  # tries that it has
+        self.newest = 0  # newest step with samples due
+        self._left = 0  # attempts left
 
     def committed(self, step: int) -> None:
-        """It may be said several times."""
+        """Note a commit; repeats have no effect."""
         if self._every and step % self._every == 0 and step != self.newest:
             self.newest, self._left = step, self._tries
 
@@ -47,7 +47,7 @@ class Occasions:
         return self._left > 0
 
     def made(self, occasion: int) -> None:
-        """Of what was the newest one then."""
+        """Note success, if this is still the newest occasion."""
         if occasion == self.newest:
             self._left = 0
 
@@ -56,7 +56,7 @@ class Occasions:
 
 
 class Sampler:
-    """What one node does of it, while it drives the run."""
+    """Generates samples while its node is the driver's."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Sampler:
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         tell: Callable[[Sampled], None],
     ) -> None:
-        """`end`: the token that ends a document. `tell` gets each text, as soon as it is made."""
+        """`end`: the end-of-document token. `tell` gets each text as soon as it is complete."""
         self._prompts, how = run.training.prompts, run.training.sampling
         self._tokens = how.tokens
         self._sampling = Sampling(how.temperature, how.top_p, how.seed)
@@ -77,14 +77,14 @@ class Sampler:
         self._making: asyncio.Task[None] | None = None
 
     def committed(self, step: int, access: Access) -> None:
-        """While this node is the driver's."""
+        """Called at each commit while this node is the driver's."""
         self._step = step
         self._occasions.committed(step)
         if self._occasions.due and (self._making is None or self._making.done()):
             self._making = self._spawn(self._make_due(access))
 
     def viewed(self) -> None:
-        """Somebody has gone, or come: what is under way may wait for nobody."""
+        """Cancel samples in progress at a view change: they may wait for a lost node."""
         if self._making is not None:
             self._making.cancel()
 

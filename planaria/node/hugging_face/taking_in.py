@@ -1,4 +1,4 @@
-"""A run that begins from a checkpoint: its run file says so, and what follows from it."""
+"""Run files of runs that begin from a checkpoint: their derived keys."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ log = logging.getLogger("planaria")
 HUB_NAME: Final = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", re.ASCII)
 """A repository on the hub, and its branch, tag or commit."""
 PARTS: Final = [CONFIG, TOKENIZER, *OF_ORIGIN, ONE_FILE, INDEX]
-"""Of a repository on the hub, besides the files that its index names."""
+"""Files of a hub repository to download, besides those that its index names."""
 OF_TOKENIZER: Final = [TOKENIZER, TOKENIZER_CONFIG, SPECIAL, TEMPLATE, CONFIG]
-"""Of these, how text becomes tokens."""
+"""Files among them that define the tokenizer."""
 OWN: Final = {"origin", "content", "preset", "stages", "context", "attn_mask_type"}
-"""Keys of [model] that its run file may say of such a model."""
+"""Keys of [model] that may be set beside `model.from`."""
 STAGES: Final = 4
-"""Body stages at most, where the run file doesn't say how many."""
+"""Default limit of body stages."""
 
 
 def take_in(run: RunFile) -> RunFile:
-    """With all that follows from `model.from`: the shape of its model, and what its weights are.
+    """The run file with all that follows from `model.from`: the model's shape, and digests of its
+    weights.
 
-    A folder that isn't on this machine is no error when the run file says all that. Raises
-    RunFileError.
+    The folder may be missing on this machine if the run file has all that. Raises RunFileError.
     """
     if run.model.origin is None:
         return run
@@ -72,8 +72,8 @@ def take_in(run: RunFile) -> RunFile:
 
 
 def find(origin: str, parts: Sequence[str] = PARTS) -> Path | None:
-    """Its folder; of a name on the hub, NAME or NAME@REVISION, `parts` are downloaded. None: there
-    is no such folder. Raises OSError when it can't be downloaded."""
+    """The folder of a checkpoint; for a name on the hub, NAME or NAME@REVISION, `parts` are
+    downloaded. None: no such folder. Raises OSError when the download fails."""
     path, named = Path(origin).absolute(), HUB_NAME.fullmatch(origin)
     if path.is_dir():
         return path
@@ -93,7 +93,7 @@ def find(origin: str, parts: Sequence[str] = PARTS) -> Path | None:
 
 
 def _download(name: str, revision: str | None, parts: Sequence[str]) -> Path:
-    """These parts, and with an index the files that it names. Raises OSError, NO_SENSE."""
+    """Download these parts, and the files that the index names. Raises OSError, NO_SENSE."""
     from huggingface_hub import snapshot_download
 
     folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(parts)))
@@ -104,7 +104,7 @@ def _download(name: str, revision: str | None, parts: Sequence[str]) -> Path:
 
 
 def find_tokenizer(origin: str) -> Path:
-    """A tokenizer.json: that file, or the one in a folder, or in a repository on the hub. Raises
+    """A tokenizer.json: that file, or the one in a folder or in a repository on the hub. Raises
     CorpusError."""
     if (file := Path(origin).expanduser()).is_file():
         return file
@@ -118,7 +118,7 @@ def find_tokenizer(origin: str) -> Path:
 
 
 def tokenizer_in(folder: Path) -> Path:
-    """Its tokenizer.json. Raises CorpusError."""
+    """The folder's tokenizer.json. Raises CorpusError."""
     tokenizer = folder / TOKENIZER
     if not tokenizer.is_file():
         raise CorpusError(
@@ -129,8 +129,8 @@ def tokenizer_in(folder: Path) -> Path:
 
 
 def name_of(origin: str) -> str:
-    """What others may know the checkpoint by: its name on the hub, if it came from there into the
-    folder where Hugging Face's tools keep such, else the folder's, without where it is here."""
+    """Public name of a checkpoint: its name on the hub, if it is in the cache of Hugging Face's
+    tools, else the folder's name without its path."""
     cached = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/", origin, re.ASCII)
     if cached is not None:
         return "/".join(cached.groups())
@@ -139,12 +139,12 @@ def name_of(origin: str) -> str:
 
 
 def stages_for(layers: int) -> int:
-    """As many body stages as can have the same number of layers, up to STAGES."""
+    """The largest number of body stages, up to STAGES, that divides the layers."""
     return max(stages for stages in range(1, STAGES + 1) if layers % stages == 0)
 
 
 def figures_of(config: ModelConfig) -> dict[str, Any]:
-    """The keys of [model] that make the model what it is."""
+    """The keys of [model] that define the model's shape."""
     return {
         "vocabulary": config.vocabulary,
         "dim": config.dim,
@@ -166,7 +166,7 @@ def figures_of(config: ModelConfig) -> dict[str, Any]:
 
 
 def _check(said: ModelSection, figures: dict[str, Any], folder: Path) -> None:
-    """The run file doesn't say otherwise. Raises RunFileError."""
+    """Check that the run file agrees with these figures. Raises RunFileError."""
     told = said.model_dump()
     for key in sorted(ModelSection.model_fields.keys() - OWN):
         if told[key] not in (ModelSection.model_fields[key].default, figures.get(key)):
@@ -182,8 +182,8 @@ def contents(checkpoint: Checkpoint, config: ModelConfig) -> tuple[str, ...]:
 
 
 def check_tokenizer(run: RunFile) -> None:
-    """The data was prepared for the model that the run begins from, as far as that can be seen
-    here. Raises CorpusError."""
+    """Check that the data has the tokenizer of the model that the run begins from, if this machine
+    has both. Raises CorpusError."""
     folder = Path(run.model.origin or "")
     if run.model.origin is None or not folder.is_dir():
         return

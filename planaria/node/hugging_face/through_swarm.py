@@ -1,8 +1,8 @@
-"""A model computed with where it is trained: each stage looks at what the one before has made.
+"""Inference through the stages of a running run, each computing on the output of the one before.
 
-It goes from stage to stage by way of here, since nobody there knows of it. Nothing is kept between
-two tokens. A stage looks between two microbatches, with its weights as they are then; where it is
-asked of one committed step, training comes first, and it looks when it has nothing else to do.
+The client carries tensors from stage to stage. Nothing is kept between two tokens. A stage computes
+between two microbatches, with its current weights. Requests for one committed step have lower
+priority: they are served when training has nothing else to compute.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from planaria.node.wire.tensors import decode, encode
 log = logging.getLogger("planaria")
 
 LARGEST: Final = 64 << 20
-"""Bytes of a file of the tokenizer's that are taken: the largest known ones have 35 MB."""
+"""Size limit of a tokenizer file in bytes: the largest known ones have 35 MB."""
 
 
 class LivingStages(LivingRun):
-    """The stages of a run, as they are at the moment. Used within `async with`."""
+    """Inference by the stages of a run, at their current state. Used within `async with`."""
 
     def __init__(self, access: Access, wait: float | None = None) -> None:
-        """`wait`: as of one step that they have committed (see LivingRun). Raises ExportError."""
+        """`wait`: use one committed step instead (see LivingRun). Raises ExportError."""
         super().__init__(access, wait)
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[str, asyncio.Future[Frame]]] = {}
@@ -64,29 +64,29 @@ class LivingStages(LivingRun):
 
     @property
     def context(self) -> int:
-        """Tokens that the model looks at, as far as what is made of them fits into a frame."""
+        """Context length in tokens, limited by the size of a frame."""
         return min(self.config.context, FRAME_LIMIT // (4 * self.config.crossing))
 
     @property
     def rows(self) -> int:
-        """Whole samples that are looked at at a time, as far as these fit; 0: not even one does."""
+        """Full-length samples per request, limited by the size of a frame; 0: not even one fits."""
         fit = FRAME_LIMIT // (4 * self.config.context * self.config.crossing)
         return min(self.run.training.microbatch, fit)
 
     async def logits(self, tokens: Tensor) -> Tensor:
-        """Of what follows the last token: int64 [1, T], T at most `context`, to float32
-        [vocabulary]. Raises ExportError."""
+        """Logits of the next token: int64 [1, T], T at most `context`, to float32 [vocabulary].
+        Raises ExportError."""
         x = await self._look(0, [await self._body(tokens)], head=True)
         return _of(x, (1, 1, self.config.vocabulary), "the head")[0, 0]
 
     async def loss(self, inputs: Tensor, targets: Tensor, *begins: Tensor) -> float:
-        """As `WholeModel.loss`, B at most `rows`. Raises ExportError."""
+        """Like `WholeModel.loss`, B at most `rows`. Raises ExportError."""
         x = await self._body(inputs, *begins)
         found = await self._look(0, [x, targets.contiguous()], head=True)
         return float(_of(found, (1,), "the head"))
 
     async def _body(self, *inputs: Tensor) -> Tensor:
-        """What the last stage makes of these: int64 [B, T] each to float32 [B, T, crossing]."""
+        """Output of the last stage: int64 [B, T] each to float32 [B, T, crossing]."""
         shown = [each.contiguous() for each in inputs]
         for stage in range(self.config.stages + 1):
             seen = await self._look(stage, shown)
@@ -94,9 +94,9 @@ class LivingStages(LivingRun):
         return shown[0]
 
     async def vocabulary(self, data: Path | None, model: Path | None, kept: Path) -> Vocabulary:
-        """By `data`, a prepared folder of the run's; without it by files that nodes of stage 0
-        give, in the folder `kept`, where they may be already; else that of `model`, from which the
-        run began. Raises ExportError, CorpusError."""
+        """Tokenizer from `data`, a prepared folder of the run's; or else from files of stage 0's
+        nodes, cached in the folder `kept`; or else of `model`, from which the run began. Raises
+        ExportError, CorpusError."""
         if data is not None:
             return of_data(self.run, [data], model)
         try:
@@ -112,7 +112,7 @@ class LivingStages(LivingRun):
             ) from error
 
     async def _fetch(self, name: str, to: Path) -> None:
-        """One of the files SHARED, if stage 0 has it. Raises ExportError."""
+        """Download one of the files SHARED, if stage 0 has it. Raises ExportError."""
         content = bytearray()
         while len(content) % PART == 0:
             part = await self._look(0, [], file=name, first=len(content))
@@ -127,7 +127,7 @@ class LivingStages(LivingRun):
             to.write_bytes(content)
 
     def speaker(self, tokenizer: Tokenizer, end: int | None, folder: Path | None = None) -> Speaker:
-        """For a thread that isn't the event loop's."""
+        """Speaker for a thread that isn't the event loop's."""
 
         def next_logits(known: Tensor) -> Tensor:
             return asyncio.run_coroutine_threadsafe(self.logits(known), self.loop).result()
@@ -135,8 +135,8 @@ class LivingStages(LivingRun):
         return Speaker(next_logits, tokenizer, end, self.config.vocabulary, self.context, folder)
 
     async def _look(self, stage: int, shown: list[Tensor], **asked: Any) -> Tensor:
-        """By the first of the stage's seats that answers; `asked`: fields of the frame. Raises
-        ExportError."""
+        """Result of the first of the stage's seats that answers; `asked`: fields of the frame.
+        Raises ExportError."""
         async with self._turns[stage]:
             while True:
                 seat = self.seats[stage][0]
@@ -146,7 +146,7 @@ class LivingStages(LivingRun):
                     self.give_up(seat, str(error))
 
     async def _shown(self, seat: str, shown: list[Tensor], asked: dict[str, Any]) -> Tensor:
-        """Raises NoAnswerError."""
+        """Send one request, and wait for the answer. Raises NoAnswerError."""
         number, progress = next(self._numbers), self.run.swarm.progress
         answer: asyncio.Future[Frame] = self.loop.create_future()
         fields = {**asked, "transfer": number, "step": self.step}
@@ -169,7 +169,7 @@ class LivingStages(LivingRun):
         return tensor
 
     def _check_made(self, seat: str, made: Any) -> None:
-        """By which commit the step was made of which it is told. Raises NoAnswerError,
+        """Check that all answers are from the same commit of the step. Raises NoAnswerError,
         ExportError."""
         if not self.step:
             return
@@ -194,7 +194,7 @@ class LivingStages(LivingRun):
 
 
 def _of(x: Tensor, shape: tuple[int, ...], whose: str) -> Tensor:
-    """Raises ExportError."""
+    """Check dtype and shape. Raises ExportError."""
     if x.dtype != torch.float32 or x.shape != shape:
         raise ExportError(f"{whose} has made {x.dtype} {list(x.shape)} of it")
     return x
@@ -208,8 +208,8 @@ async def speak(
     say: Callable[[str], None],
     kept: Path,
 ) -> None:
-    """`say` gets the pieces of the reply. `data`, `kept`: as in `LivingStages.vocabulary`. Raises
-    ExportError, CorpusError, what `reply` raises and what `client` does."""
+    """Pass the pieces of the reply to `say`. `data`, `kept`: see `LivingStages.vocabulary`. Raises
+    ExportError, CorpusError, and exceptions of `reply` and `client`."""
     access = await from_outside(client.describe, credentials, await client.reach())
     async with LivingStages(access) as stages:
         vocabulary = await stages.vocabulary(data, None, kept)
@@ -226,8 +226,8 @@ async def speak(
 async def evaluate_swarm(
     client: RegistryClient, credentials: Credentials, options: EvaluateOptions, track: Track
 ) -> tuple[int, Evaluation]:
-    """Evaluates the model of a step that all stages have committed. Returns that step, too. Raises
-    ExportError, CorpusError, RunFileError, and what `client` does."""
+    """Evaluate the model of a step that all stages have committed. Returns that step, too. Raises
+    ExportError, CorpusError, RunFileError, and exceptions of `client`."""
     access = await from_outside(client.describe, credentials, await client.reach())
     check_tokenizer(access.run, options.data)
     async with LivingStages(access, options.wait) as stages:
@@ -245,7 +245,7 @@ async def evaluate_swarm(
         try:
             starts = range(0, portion.count, rows)
             for first in track(starts, "evaluating", len(starts)):
-                if len(losses) > config.stages + 1:  # each stage has something to look at
+                if len(losses) > config.stages + 1:  # each stage has work
                     total += await losses.popleft()
                 shown = await asyncio.to_thread(portion.rows, first, rows)
                 losses.append(asyncio.create_task(stages.loss(*shown)))
@@ -259,8 +259,8 @@ async def evaluate_swarm(
 
 
 def check_tokenizer(run: RunFile, data: Path) -> None:
-    """Raises CorpusError when `data` was prepared with another tokenizer than the run's, as far as
-    this machine can tell."""
+    """Raises CorpusError when `data` has another tokenizer than the run's, as far as this machine
+    can tell."""
     index = read_index(data)
     if problem := index.misfit(data, "", run.model.vocabulary):
         raise CorpusError(f"{data} {problem}")

@@ -18,16 +18,16 @@ class WholeModel:
     """Stage 0, and all layers as one body stage, in float32."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        """Its weights are whatever is in memory."""
+        """A model with uninitialized weights."""
         self.config, self.device = config, device
-        short = replace(config, context=1)  # for RoPE's tables, which are made for what comes
-        with torch.device("meta"):  # initial weights would only take time
+        short = replace(config, context=1)  # RoPE's tables are made for each input
+        with torch.device("meta"):  # without initial weights
             ends, body = LlamaEnds(config), LlamaBody(short)
         self._ends, self._body = ends.to_empty(device=device), body.to_empty(device=device)
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> WholeModel:
-        """Raises UnsupportedModelError when the folder doesn't hold such a model."""
+        """Load a model. Raises UnsupportedModelError when the folder doesn't hold one."""
         checkpoint = Checkpoint.open(folder)
         model = cls(checkpoint.config, device)
         for name in checkpoint.places:
@@ -42,14 +42,14 @@ class WholeModel:
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Of what follows each token: int64 [B, T], T at most the context, to float32 [B, T,
-        vocabulary]."""
+        """Logits of the next token at each position: int64 [B, T], T at most the context, to
+        float32 [B, T, vocabulary]."""
         return self._ends.logits(self._through(tokens)).float()
 
     @torch.inference_mode()
     def loss(self, inputs: Tensor, targets: Tensor, *begins: Tensor) -> float:
-        """In nats, the sum over what is scored: int64 [B, T] each. `begins`: which inputs begin a
-        document, where the model keeps these apart."""
+        """Sum of the scored losses in nats: int64 [B, T] each. `begins`: which inputs begin a
+        document, for a model that keeps documents apart."""
         x = self._through(inputs, *begins)
         return float(self._ends.loss(x, targets.to(self.device)))
 

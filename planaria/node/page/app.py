@@ -1,4 +1,4 @@
-"""The page over HTTP: a starlette application that only ever reads."""
+"""The page over HTTP: a read-only starlette application."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ FILES = {
     "/page.js": ("page.js", "text/javascript"),
 }
 REFRESH = 1.0
-"""Seconds between two looks, for all who watch."""
+"""Seconds between two updates, for all clients."""
 QUIET = 15.0
-"""Seconds after which who has nothing to hear hears that."""
+"""Seconds of silence after which an event stream gets a comment."""
 LOCAL = ["127.0.0.1", "localhost", "[::1]"]
-"""Names of this machine: a page that is served to it alone is asked for by no other."""
+"""Host names of this machine, the only ones accepted by a page for this machine alone."""
 HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -45,21 +45,21 @@ State = Mapping[str, Any]
 
 
 class Shown(Protocol):
-    """What the page is of."""
+    """Source of the page's state."""
 
     def now(self) -> State:
-        """As it is, or, of what is over, as it ended."""
+        """The present state, or the final one of a run that is over."""
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """Unix seconds from which to which it can be shown again; None: it is living."""
+        """Unix seconds of the first and the last moment to replay; None: the run is live."""
 
     def at(self, moment: float) -> State:
-        """As it was then."""
+        """The state at that moment."""
 
 
 class Parts:
-    """A state as JSON text, part by part, made once in `REFRESH` seconds for all who ask."""
+    """A state as JSON text, by part, cached for `REFRESH` seconds for all clients."""
 
     def __init__(self, shown: Shown, clock: Callable[[], float]) -> None:
         self._shown, self._clock = shown, clock
@@ -74,8 +74,8 @@ class Parts:
 
 
 def as_json(state: State) -> dict[str, str]:
-    """Raises ValueError for a number that JSON has none for: the page would not be able to read
-    it."""
+    """The state's parts as JSON. Raises ValueError for a number that JSON lacks: the page couldn't
+    read it."""
     return {
         key: json.dumps(value, allow_nan=False, separators=(",", ":"))
         for key, value in state.items()
@@ -87,11 +87,11 @@ def joined(parts: Mapping[str, str]) -> str:
 
 
 Figures = Callable[[], Awaitable[bytes]]
-"""What Prometheus is told. Raises UnheardError."""
+"""Source of the exposition for Prometheus. Raises UnheardError."""
 
 
 class UnheardError(Exception):
-    """Who knows doesn't answer; the message says who, and why."""
+    """Error of a source that doesn't answer; the message names it and the reason."""
 
 
 def make_app(
@@ -101,8 +101,8 @@ def make_app(
     local: bool = True,
     figures: Figures | None = None,
 ) -> Starlette:
-    """Until it is `over`. Who doesn't show the `token` is refused, if there is one; `local`: it is
-    for this machine alone. `figures`: of what lives."""
+    """The page's application, until `over` is set. Requests need the `token`, if there is one;
+    `local`: for this machine only. `figures`: of a live run."""
     parts = Parts(shown, lambda: asyncio.get_running_loop().time())
 
     async def state(request: Request) -> Response:
@@ -131,7 +131,7 @@ def make_app(
 
 
 def metrics_app(figures: Figures, token: str = "", local: bool = True) -> Starlette:
-    """For Prometheus alone."""
+    """An application with the metrics only."""
     return _guarded([_metrics(figures)], token, local)
 
 
@@ -168,8 +168,8 @@ def _json(text: str) -> Response:
 
 
 async def _changes(parts: Parts, over: asyncio.Event) -> AsyncIterator[str]:
-    """Server-sent events: all of it at first, then the parts that are others than before. Who reads
-    slowly gets fewer of them: nothing waits for anybody."""
+    """Server-sent events: first the whole state, then changed parts. A slow reader gets fewer
+    events: nothing is queued."""
     sent: dict[str, str] = {}
     clock = asyncio.get_running_loop().time
     spoke = clock()
@@ -188,7 +188,7 @@ async def _changes(parts: Parts, over: asyncio.Event) -> AsyncIterator[str]:
 
 
 class _Headers:
-    """What browsers are to know of every answer."""
+    """Middleware that adds HEADERS to each answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -204,8 +204,8 @@ class _Headers:
 
 
 class _Gate:
-    """Lets in who shows the join token: as the password that a browser asks for, whoever the user
-    is, or as a bearer."""
+    """Middleware that requires the join token: as the password of any user (basic authentication),
+    or as a bearer token."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app, self._token = app, token.encode()

@@ -1,4 +1,4 @@
-"""An HTTP server beside what else a process does, which stands clients that are slow, or many."""
+"""An HTTP server within another process, with limits for slow and for many clients."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from planaria.node.page.place import Keys
 
 MOST_CONNECTIONS = 64
-"""At a time; one more is closed at once."""
+"""Limit of connections; further ones are closed at once."""
 REQUEST = 10.0
-"""Seconds that a client has for a request, from when it may begin with it."""
+"""Seconds for a client's request, from when it may begin."""
 UNREAD = 20.0
-"""Seconds that a client may leave unread what was sent to it."""
+"""Seconds after which a client must have read what was sent to it."""
 LONGEST_REQUEST = 16 * 2**10
-"""Bytes, of its first line and headers."""
+"""Limit of a request's first line and headers in bytes."""
 FAREWELL = 1
 """Seconds for answers to end when the server stops."""
 
 
 class Connection(H11Protocol):
-    """One that is closed when it takes a place for nothing."""
+    """A connection that is closed when it is idle for too long."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -50,7 +50,7 @@ class Connection(H11Protocol):
         self._expect_request()
 
     def _expect_request(self) -> None:
-        """What has to come now, if no answer is under way."""
+        """Start the timer of a request, unless an answer is in progress."""
         answering = self.cycle is not None and not self.cycle.response_complete
         if answering and self._asking is not None:
             self._asking.cancel()
@@ -76,7 +76,7 @@ class Connection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Signals are for the process that it is a part of."""
+    """A server that leaves signals to its process."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -87,7 +87,7 @@ class _Server(uvicorn.Server):
 async def listening(
     app: ASGIApp, bound: socket.socket, over: asyncio.Event, keys: Keys | None = None
 ) -> AsyncIterator[None]:
-    """Serves at the socket meanwhile, and closes it. `over` is set when answers have to end. Raises
+    """Serve at the socket in this block, and close it. `over` is set when answers must end. Raises
     OSError where `keys` can't be used."""
     with bound:
         server = _Server(_config(app, keys))

@@ -1,6 +1,6 @@
-"""Figures for Prometheus, of a registry's run and of a node: pure functions of what both know.
+"""Metrics for Prometheus, of a registry's run and of a node: pure functions of their state.
 
-All begin with `planaria_`, are in base units, and have the label `run`. docs/metrics.md has them.
+Names begin with `planaria_`, units are base units, each has the label `run`. See docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from planaria.node.report.run_state import RunState
 from planaria.node.run_file import RunFile
 
 MOST_NODES = 1000
-"""Of which a registry has figures for each; of the others only those of stage and run."""
+"""Limit of nodes with metrics of their own at a registry; others count in those of stage and run.
+"""
 MOST_LINKED = 50
-"""Nodes; where there are more, a registry has no figures of the links between them."""
+"""Limit of nodes up to which a registry has metrics of links."""
 
 
 class Kind(NamedTuple):
-    """What a figure is."""
+    """Type, labels and help text of a metric."""
 
     type: type[CounterMetricFamily] | type[GaugeMetricFamily]
     labels: tuple[str, ...]  # beside `run`
@@ -55,7 +56,7 @@ OF_NODE = {
         GAUGE, ("node", "peer"), "that could be sent, as planaria probe found"
     ),
 }
-"""At nodes, and for each node at the registry."""
+"""Metrics at a node, and for each node at the registry."""
 AT_NODE = {
     "planaria_node_time_seconds_total": Kind(
         COUNTER, ("node", "part"), "where a node's time went: compute, average, rebuild, send, idle"
@@ -80,7 +81,7 @@ ALL = AT_REGISTRY | OF_NODE | AT_NODE
 
 
 class Found(NamedTuple):
-    """A figure; `labels` without `run`."""
+    """A sample; `labels` without `run`."""
 
     name: str
     labels: tuple[str, ...]
@@ -88,7 +89,7 @@ class Found(NamedTuple):
 
 
 def exposition(run: str, found: Iterable[Found]) -> bytes:
-    """As Prometheus reads it; figures that aren't finite are left out."""
+    """Prometheus text format of finite samples."""
     families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
     for name, labels, value in found:
         if math.isfinite(value):
@@ -134,7 +135,7 @@ def of_registry(description: Description, history: History, run: RunFile) -> Ite
 
 
 def of_node(node: str, report: Report, seconds: Mapping[str, float]) -> Iterator[Found]:
-    """`seconds` of its time, by what they went to."""
+    """Samples at a node; `seconds`: its wall time by part."""
     yield from _of_report(node, report, {link.peer for link in report.links})
     for part, spent in seconds.items():
         if part != "total":
@@ -142,7 +143,7 @@ def of_node(node: str, report: Report, seconds: Mapping[str, float]) -> Iterator
 
 
 def _of_report(node: str, report: Report, peers: Set[str]) -> Iterator[Found]:
-    """`peers`: of its links to others it may say what it likes."""
+    """Samples of a node's report; `peers`: whose links count, since a report is untrusted."""
     for seat in report.seats:
         at = str(seat.stage), node
         yield Found("planaria_seat_committed_steps_total", at, seat.committed)

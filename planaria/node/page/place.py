@@ -1,5 +1,4 @@
-"""Where something is served over HTTP, and to whom: what a command line says of it, before what
-serves it is loaded."""
+"""Address and access of an HTTP server, from the command line, before its modules are loaded."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ class Keys(NamedTuple):
 
 @dataclass(frozen=True)
 class PageAddress:
-    """Where a page is served, and to whom."""
+    """Address, access and TLS of a page."""
 
     listen: Address
     token: str = ""
     keys: Keys | None = None  # None: in plain text
     insecure: bool = False
-    option: str = "--http"  # by which it was named
+    option: str = "--http"  # its option, for errors
     kept: Path | None = None  # the file that keeps the port where `listen` leaves it open
 
     def check(self) -> None:
@@ -42,14 +41,14 @@ class PageAddress:
         self.bind().close()
 
     def bind(self) -> socket.socket:
-        """A socket that listens there; where `listen` has port 0, at the kept port if that is free,
-        else at any. Raises OSError, which says what to do about it."""
+        """A listening socket. For port 0 of `listen` it tries the kept port, then any. Raises
+        OSError, which says what to do about it."""
         if self.kept is None or self.listen.port:
             return bind(self.listen, self.option)
         try:
             kept = self.listen._replace(port=int(self.kept.read_bytes()))
             return bind(kept, self.option)
-        except (OSError, OverflowError, ValueError):  # there is none, or it is taken
+        except (OSError, OverflowError, ValueError):  # missing, or in use
             bound = bind(self.listen, self.option)
         with suppress(OSError):
             self.kept.write_text(f"{bound.getsockname()[1]}\n")
@@ -57,13 +56,13 @@ class PageAddress:
 
     @property
     def asked_for(self) -> str:
-        """The token that a browser has to show; empty: none."""
+        """The token that a browser must send; empty: none."""
         return "" if self.listen.is_loopback else self.token
 
 
 def bind(listen: Address, option: str) -> socket.socket:
-    """A socket at that address (port 0: any), which an `option` of the command line has named.
-    Raises OSError, which says what to do about it."""
+    """A listening socket at that address (port 0: any); `option`: its option, for errors. Raises
+    OSError, which says what to do about it."""
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -1,5 +1,4 @@
-"""A run, as its files tell it, at any moment of it: for the page what a living registry would have
-said then."""
+"""Replay of a run from its files: the page as a live registry would have shown it at any moment."""
 
 from __future__ import annotations
 
@@ -44,15 +43,15 @@ RUN_FILE = "run.toml"
 
 
 _AT_THE_END = (Committed, Validated, Finished)
-"""What is told of a swarm that is being ended; that its processes go is no loss."""
+"""Events that still count while a swarm is being ended; exits of its processes are no losses."""
 
 
 class ReplayError(ValueError):
-    """There is no run that can be shown; the message says what is missing and where."""
+    """Error of a missing run; the message says what is missing and where."""
 
 
 class Replay:
-    """The page of a run at any moment of it. Moments in Unix seconds, from `began` to `ended`."""
+    """The page of a run at any moment, in Unix seconds from `began` to `ended`."""
 
     def __init__(
         self,
@@ -62,8 +61,8 @@ class Replay:
         name: str,
         price: float | None = None,
     ) -> None:
-        """`events` as logs have them, `lines` as ledgers do, both by time; `price` of a node hour.
-        Raises ReplayError for a run in which nothing has happened."""
+        """`events` from logs, `lines` from ledgers, both by time; `price` of a node hour. Raises
+        ReplayError for a run without any."""
         self.run, self.name, self.price = run, name, price
         timed = [(float(at["time"]), at) for at in (*events, *lines)]
         self._all = sorted(timed, key=lambda one: one[0])
@@ -77,7 +76,7 @@ class Replay:
         self._scene = Scene(self.run)
 
     def at(self, moment: float) -> dict[str, Any]:
-        """What the page shows of that moment; see `page_state`."""
+        """The page's state at that moment; see `page_state`."""
         if self._next and moment < self._all[self._next - 1][0]:
             self._begin()
         while self._next < len(self._all) and self._all[self._next][0] <= moment:
@@ -92,7 +91,7 @@ class Replay:
 
 
 class Scene:
-    """Who is there, and at which step, from what events say."""
+    """Members and their steps, from events."""
 
     def __init__(self, run: RunFile) -> None:
         self.history = History(run.steps)
@@ -104,7 +103,7 @@ class Scene:
         self._ending = False
 
     def play(self, line: Mapping[str, Any]) -> None:
-        """An event, or a line of the ledger."""
+        """Apply an event or a ledger line."""
         if "kind" not in line:
             self.history.look(len(self.nodes), float(line["time"]))
             self.history.record(Line(**line))  # type: ignore[typeddict-item]
@@ -147,7 +146,7 @@ class Scene:
                 del table[seat]
 
     def _phase(self, seat: str, rebuilding: bool) -> str:
-        """As a node reports it."""
+        """The seat's phase as a node would report it."""
         story = self.history.story
         if story.finished is not None:
             return "halted"
@@ -158,7 +157,7 @@ class Scene:
         return "running" if seat in self._steps else "following"
 
     def describe(self, run: str) -> Description:
-        """What a registry would have said."""
+        """The description that a registry would have given."""
         story = self.history.story
         rebuilt = {
             seat for seat, order in story.rebuilds.items() if order.stage == self._seats.get(seat)
@@ -185,8 +184,8 @@ class Scene:
 
 
 def replay_of(folder: Path, price: float | None = None) -> Replay:
-    """Of the run that wrote `folder`: the --out of `planaria up`, also while it runs, or out/RUN of
-    nodes. Raises ReplayError, RunFileError, LedgerError, OSError."""
+    """Replay of the run that wrote `folder`: the --out of `planaria up`, also during the run, or
+    out/RUN of nodes. Raises ReplayError, RunFileError, LedgerError, OSError."""
     found = [path for path in (folder / RUN_FILE, folder / "saves" / RUN_FILE) if path.is_file()]
     if not found:
         raise ReplayError(
@@ -205,7 +204,7 @@ def replay_of(folder: Path, price: float | None = None) -> Replay:
 
 
 def _files(folder: Path, each: str, merged: str) -> list[Path]:
-    """Those of each node, else what was made of them at the run's end."""
+    """Files of each node, or else the merged one of the run's end."""
     for where, which in ((folder / "logs", each), (folder, each), (folder, merged)):
         if found := sorted(where.glob(which)):
             return found

@@ -1,4 +1,4 @@
-"""The page beside a registry that lives, and of a folder that a run has left."""
+"""Servers of the page: beside a live registry, of a remote one, and of a run's folder."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from planaria.node.run_file import RunFile
 log = logging.getLogger("planaria")
 
 ANSWER: Final = 5.0
-"""Seconds that a registry elsewhere has to say what it shows."""
+"""Seconds for a remote registry to answer."""
 
 
 class Living:
-    """What the page shows of a registry's run."""
+    """Source of the page of a local registry's run."""
 
     span = None
 
@@ -58,7 +58,7 @@ class Living:
             self._history.hear_from(node, line, self._stages, time.time())
 
     def look(self) -> None:
-        """Counts how long nodes are there."""
+        """Update the node-seconds."""
         self._history.look(self._registry.members, time.time())
 
     def now(self) -> dict[str, Any]:
@@ -70,11 +70,11 @@ class Living:
         return self.now()
 
     async def figures(self) -> bytes:
-        """For Prometheus."""
+        """The exposition for Prometheus."""
         return self._exposed()
 
     def shown(self, parts: Parts, figures: bool) -> bytes:
-        """To who reads this elsewhere."""
+        """Answer of the registry to a remote page."""
         return self._exposed() if figures else joined(parts.now()).encode()
 
     def _exposed(self) -> bytes:
@@ -84,7 +84,7 @@ class Living:
 
 
 class RemoteRun:
-    """What the page shows of a run whose registry is elsewhere: what that shows."""
+    """Source of the page of a remote registry's run."""
 
     span = None
 
@@ -94,7 +94,7 @@ class RemoteRun:
 
     @classmethod
     async def by(cls, client: RegistryClient) -> RemoteRun:
-        """Raises JoinRefused, RegistryUnreachable, UnheardError."""
+        """Connect and read once. Raises JoinRefused, RegistryUnreachable, UnheardError."""
         return cls(client, read(await client.show()))
 
     def now(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class RemoteRun:
         return self._state
 
     async def keep_looking(self) -> None:
-        """While the registry is away, what it has said last stays. Raises JoinRefused."""
+        """Update forever; without the registry, keep the last state. Raises JoinRefused."""
         while True:
             await asyncio.sleep(REFRESH)
             try:
@@ -114,20 +114,20 @@ class RemoteRun:
                 self._state = {**self._state, "troubles": troubles}
 
     async def figures(self) -> bytes:
-        """For Prometheus, which hears of it when there are none."""
+        """The exposition for Prometheus. Raises UnheardError."""
         try:
             return await self._ask(figures=True)
         except (RegistryUnreachable, JoinRefused) as error:
             raise UnheardError(str(error)) from error
 
     async def _ask(self, figures: bool = False) -> bytes:
-        """One thing at a time: a client that tries another address ends what else it asks."""
+        """One request at a time: a client that changes its address cancels the others."""
         async with self._asking:
             return await self._client.show(figures, ANSWER)
 
 
 def read(content: bytes) -> dict[str, Any]:
-    """A page's state, as another machine says it. Raises UnheardError."""
+    """A page's state from another machine. Raises UnheardError."""
     try:
         state = json.loads(content)
         if not isinstance(state, dict) or not all(key.isidentifier() for key in state):
@@ -139,7 +139,7 @@ def read(content: bytes) -> dict[str, Any]:
 
 
 class FinishedRun:
-    """What the page shows of a folder's run."""
+    """Source of the page of a run's folder."""
 
     def __init__(self, replay: Replay) -> None:
         self._replay = replay
@@ -159,8 +159,8 @@ class FinishedRun:
 async def page_beside(
     registry: RegistryServer, run: RunFile, place: PageAddress, price: float | None = None
 ) -> AsyncIterator[None]:
-    """Serves the registry's page meanwhile; `price` of a node hour. Raises OSError, which says what
-    to do about it."""
+    """Serve the registry's page in this block; `price` of a node hour. Raises OSError, which says
+    what to do about it."""
     living = Living(registry, run, price)
     parts = Parts(living, asyncio.get_running_loop().time)
     registry.on_show = partial(living.shown, parts)
@@ -185,8 +185,8 @@ async def _counting(living: Living) -> None:
 async def show(
     replay: Replay, place: PageAddress, say: Callable[[str], None], end: Awaitable[object]
 ) -> None:
-    """Serves the page of a run that left files, until `end`; `say` is told the URL once it listens.
-    Raises OSError."""
+    """Serve the page of a run's files until `end`; `say` gets the URL once it listens. Raises
+    OSError."""
     async with _served(partial(make_app, FinishedRun(replay)), place) as url:
         say(url)
         await end
@@ -195,7 +195,7 @@ async def show(
 async def show_living(
     client: RegistryClient, place: PageAddress, say: Callable[[str], None]
 ) -> None:
-    """Serves the page of a registry's run here, for as long as that lets `client` look. Raises
+    """Serve the page of a remote registry's run, as long as `client` is admitted. Raises
     JoinRefused, RegistryUnreachable, UnheardError, OSError."""
     told = await RemoteRun.by(client)
     async with _served(partial(make_app, told, figures=told.figures), place) as url:
@@ -205,7 +205,7 @@ async def show_living(
 
 @asynccontextmanager
 async def metrics_beside(place: PageAddress, figures: Figures) -> AsyncIterator[None]:
-    """Serves what Prometheus asks for meanwhile. Raises OSError."""
+    """Serve metrics for Prometheus in this block. Raises OSError."""
 
     def app(over: asyncio.Event, token: str, local: bool) -> Starlette:
         return metrics_app(figures, token, local)
@@ -219,7 +219,7 @@ async def metrics_beside(place: PageAddress, figures: Figures) -> AsyncIterator[
 async def _served(
     make: Callable[[asyncio.Event, str, bool], Starlette], place: PageAddress
 ) -> AsyncIterator[str]:
-    """Gives the URL to open."""
+    """Serve in this block. Yields the URL."""
     over = asyncio.Event()
     app = make(over, place.asked_for, place.listen.is_loopback)
     bound = place.bind()

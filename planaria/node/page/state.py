@@ -1,5 +1,5 @@
-"""What is on the page, as one JSON object: a pure function of what the registry knows and of what
-has happened. A finished run's page is made by the same function (see replay.py)."""
+"""State of the page as one JSON object: a pure function of the registry's description and of
+events. A replay (replay.py) uses the same function."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from planaria.node.report.run_state import RunState, SeatState
 from planaria.node.run_file import RunFile
 
 NODES_SHOWN = 24
-"""Of a stage; the others are counted."""
+"""Limit of nodes shown per stage; the others are counted."""
 LINKS_SHOWN = 200
 LINES_SHOWN = 40
 NEWS_SHOWN = 120
 FIGURES = 6
-"""Of a loss on the page."""
+"""Significant digits of a loss on the page."""
 
 
 class Moment(NamedTuple):
-    """When the page is of, and of what."""
+    """Time and period of a page's state."""
 
     now: float  # Unix seconds
-    began: float  # Unix seconds, since when something is known of the run
-    ended: float | None = None  # Unix seconds; None: it may go on
-    tokens_per_second: float | None = None  # None: as its nodes say
-    price: float | None = None  # of a node hour, in whatever currency
+    began: float  # Unix seconds of the first record of the run
+    ended: float | None = None  # Unix seconds; None: still running
+    tokens_per_second: float | None = None  # None: by the nodes' reports
+    price: float | None = None  # of a node hour, in any currency
 
 
 def page_state(
     description: Description, history: History, run: RunFile, moment: Moment
 ) -> dict[str, Any]:
-    """All that the page shows; times in Unix seconds. `run` says `model.stages`. The value of each
-    key stands for itself, so that only those that have changed need be sent."""
+    """The page's state; times in Unix seconds. `run` has `model.stages`. The values of keys are
+    independent, so that only changed ones need be sent."""
     state = RunState(description, history.story)
     stages = [_stage(state, at) for at in range((run.model.stages or 0) + 1)]
     word, sentence = _condition(state, stages, history)
@@ -103,7 +103,7 @@ def _progress(state: RunState, history: History, run: RunFile, moment: Moment) -
 def _condition(
     state: RunState, stages: Sequence[dict[str, Any]], history: History
 ) -> tuple[str, str]:
-    """How it goes: in one word, and in a sentence."""
+    """The run's condition: in one word, and in a sentence."""
     story, view = history.story, state.description.view
     stopped = next((seat.message for seat in state.reports if seat.stopped), "")
     if stopped or story.stopped is not None:
@@ -139,7 +139,7 @@ _WORST = (
     *("hangs", "not heard", "suspected", "rebuilding", "joining", "waiting", "halted", "idle"),
     *("running", "averaging", "ready"),
 )
-"""The states of a node, those that matter most first."""
+"""States of a node, the most important first."""
 
 
 def _nodes(seats: Sequence[SeatState], driver: str) -> list[Any]:
@@ -166,7 +166,7 @@ def _nodes(seats: Sequence[SeatState], driver: str) -> list[Any]:
 
 
 def _links(state: RunState) -> list[Any]:
-    """What members have measured of links to others that are there, with the stages they join."""
+    """Measured links between present members, with the stages that they connect."""
     stage = {seat.one.member.node: seat.stage for seat in reversed(state.seats)}  # its first one
     found: list[dict[str, Any]] = [
         {
@@ -192,7 +192,7 @@ def _figure(loss: float) -> float | None:
 
 
 def _cuts(state: RunState) -> list[dict[str, Any]]:
-    """Of members that can't reach each other."""
+    """Pairs of members that can't reach each other."""
     found = []
     for cut, _ in zip(state.cuts(), range(LINES_SHOWN), strict=False):
         how = f"by way of {cut.via}" if cut.via else f"not at all: {cut.state}"
@@ -203,7 +203,7 @@ def _cuts(state: RunState) -> list[dict[str, Any]]:
 
 
 def _quarantine(state: RunState, now: float) -> list[dict[str, Any]]:
-    """Who was evicted for cause and is out, and until when; null: for good."""
+    """Instances evicted for cause and still excluded, and until when; null: permanently."""
     return [
         {
             "node": one.node,

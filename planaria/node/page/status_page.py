@@ -1,4 +1,4 @@
-"""`planaria status`: what the registry knows, for people or as JSON."""
+"""`planaria status`: the registry's description, for people or as JSON."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from planaria.node.state.handover import NOTICES, Handover, told
 PATIENCE = 5.0
 """Seconds to wait for the registry's answer."""
 REFRESH = 1.0
-"""Seconds between two looks with --watch."""
+"""Seconds between two updates with --watch."""
 DECISIONS_SHOWN = 10
 EVICTIONS_SHOWN = 5
 LONGEST_LINE = 1000
-"""Characters of one with --watch, where no terminal is."""
+"""Limit of a line in characters with --watch without a terminal."""
 STANDING_STILL = frozenset(["idle", "syncing"])
-"""Phases of a driver's node in which no step is under way."""
+"""Phases of a driver's seat without a step in progress."""
 
 
 async def status(client: RegistryClient, console: Console, watch: bool, as_json: bool) -> None:
-    """Prints the status, with `watch` until Ctrl-C, else once: on a terminal a page that changes,
-    elsewhere the page and then a line for each change, as JSON an object a line. Raises
-    RegistryUnreachable, when watching only if the first look fails, and JoinRefused."""
+    """Print the status once, or with `watch` until Ctrl-C. A terminal shows a live page; otherwise
+    the page is followed by a line for each change; JSON is one object a line. Raises
+    RegistryUnreachable, with `watch` only at first, and JoinRefused."""
     description = await client.describe(PATIENCE)
     if as_json:
         console.out(as_text(description, indent=None if watch else 2), highlight=False)
@@ -64,7 +64,7 @@ async def status(client: RegistryClient, console: Console, watch: bool, as_json:
 async def _watch_by_lines(
     client: RegistryClient, console: Console, as_json: bool, description: Description
 ) -> NoReturn:
-    """Where no terminal is, or a program reads."""
+    """Watch without a terminal, or as JSON."""
     told, away = set(news_of(description)), ""
     while True:
         await asyncio.sleep(REFRESH)
@@ -84,12 +84,12 @@ async def _watch_by_lines(
 
 
 def news_of(description: Description) -> list[str]:
-    """What somebody wants to hear of when it changes, a line each: decisions, troubles, messages,
-    samples, and how far the run is."""
+    """Lines that are printed when they change: decisions, troubles, messages, samples, and
+    progress."""
     state, run = RunState(description), _run_file(description)
     lines = [*description.decisions, *state.troubles()]
     heard = (_told_by(message, seats, state) for message, seats in _news(state).items())
-    lines += [str(text) for text in heard if text.style]  # else how far a step is
+    lines += [str(text) for text in heard if text.style]  # else progress within a step
     lines += map(str, _samples(description))
     if run is not None and state.newest is not None and state.committed:
         rate, loss = state.tokens_per_second, figure(state.loss)
@@ -140,7 +140,7 @@ def _run_file(description: Description) -> RunFile | None:
     try:
         return loads(description.run_file)
     except RunFileError:
-        return None  # of a newer planaria; the rest of the page says enough
+        return None  # of a newer planaria; the rest of the page suffices
 
 
 def _head(state: RunState) -> RenderableType:
@@ -162,7 +162,7 @@ def _head(state: RunState) -> RenderableType:
 
 
 def _in_flight(state: RunState) -> str:
-    """How many microbatches the sources may have out, as they have found; empty: there are none."""
+    """In-flight windows of the sources, in microbatches; empty: none."""
     out = sorted(seat.in_flight for seat in state.reports if seat.in_flight)
     if not out:
         return ""
@@ -172,7 +172,7 @@ def _in_flight(state: RunState) -> str:
 
 
 def _news(state: RunState) -> dict[str, list[SeatState]]:
-    """Messages, with those who say so."""
+    """Messages, with the seats that report them."""
     news: dict[str, list[SeatState]] = {}
     for seat in state.seats:
         if seat.report.message:
@@ -181,8 +181,8 @@ def _news(state: RunState) -> dict[str, list[SeatState]]:
 
 
 def _told_by(message: str, seats: Sequence[SeatState], state: RunState) -> Text:
-    """The driver tells how the run goes, all of them tell that it is stopped; else a node speaks
-    when something is wrong with it."""
+    """Style of a message. The driver's describes the run, and all report a stop; a message of any
+    other seat is an error."""
     if any(seat.report.stopped for seat in seats):
         return styled(message, Severity.ERROR)
     driving = state.driving
@@ -223,7 +223,7 @@ def _members(state: RunState) -> Table:
 
 
 def _by_stage(seats: Iterable[SeatState]) -> list[SeatState]:
-    """Standbys last."""
+    """Sorted by stage, standbys last."""
     return sorted(seats, key=lambda seat: math.inf if seat.stage is None else seat.stage)
 
 
@@ -237,8 +237,8 @@ def _reasons(state: RunState) -> list[Text]:
 
 
 def _handovers(state: RunState, run: RunFile | None) -> list[Text]:
-    """What a notice is good for at the stages of which one node is left, by the links that it has
-    measured (`planaria probe`)."""
+    """Which handovers fit into a notice, at stages with one node, by measured links (`planaria
+    probe`)."""
     if run is None or run.model.vocabulary is None:
         return []
     config = run.config
@@ -257,14 +257,14 @@ def _handovers(state: RunState, run: RunFile | None) -> list[Text]:
 
 
 def _samples(description: Description) -> list[Text]:
-    """The newest of each prompt."""
+    """The newest sample of each prompt."""
     told = [sample for one in description.members for sample in one.report.samples]
     newest = {one.prompt: one for one in sorted(told, key=lambda one: one.step)}
     return sampled((one.step, one.prompt, one.text) for one in newest.values())
 
 
 def _cuts(state: RunState) -> list[Text]:
-    """A line for each two that can't reach each other."""
+    """A line for each pair that can't reach each other."""
     lines = []
     for cut in state.cuts():
         since = _ago(cut.seconds)
@@ -277,7 +277,7 @@ def _cuts(state: RunState) -> list[Text]:
 
 
 def _quarantine(state: RunState) -> list[Text]:
-    """A line for each instance that was evicted for cause and is out."""
+    """A line for each instance that was evicted for cause and is still excluded."""
     lines = []
     for one in state.quarantined():
         until = "for good" if one.seconds == math.inf else f"until {_ago(-one.seconds)}"
@@ -292,7 +292,7 @@ def _evictions(state: RunState) -> list[Text]:
 
 
 def _ago(seconds: float) -> str:
-    """What the clock on the wall showed then."""
+    """Local time of `seconds` ago."""
     then = datetime.now().astimezone() - timedelta(seconds=seconds)
     return f"{then:%H:%M:%S}"
 

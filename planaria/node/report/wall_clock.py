@@ -14,7 +14,7 @@ class WallClock:
         self._busy = 0.0
 
     def sample(self, now: float, busy_seconds: float, otherwise: str) -> None:
-        """Add a sample. `busy_seconds`: the compute thread's total; `otherwise`: the rest's part."""
+        """Add a sample. `busy_seconds`: compute thread's total; `otherwise`: part of the rest."""
         passed, self._last = now - self._last, now
         computed = min(passed, max(0.0, busy_seconds - self._busy))
         self._busy += computed
