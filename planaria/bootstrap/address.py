@@ -14,7 +14,7 @@ IP = ipaddress.IPv4Address | ipaddress.IPv6Address
 METADATA: Final = frozenset(
     map(ipaddress.ip_address, ("169.254.169.254", "fd00:ec2::254", "100.100.100.200"))
 )
-"""Cloud metadata services, which tell a machine its own secrets."""
+"""Cloud metadata services, which give a machine its own secrets."""
 _NAME: Final = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 _NUMBER: Final = re.compile(r"\d+|0[xX][0-9a-fA-F]*")
 _THIS_NETWORK: Final = ipaddress.IPv4Network("0.0.0.0/8")
@@ -131,8 +131,7 @@ def not_to_dial(text: str, reach: Reach) -> str:
 
 
 async def resolved_not_to_dial(text: str, reach: Reach) -> str:
-    """As `not_to_dial`, with the name resolved now. A name that can't be resolved passes: the
-    dialler finds out."""
+    """As `not_to_dial`, with the name resolved now. An unresolvable name passes."""
     if why := not_to_dial(text, reach):
         return why
     for host in await _stands_for(Address.to_dial(text)):

@@ -35,8 +35,7 @@ def folder_beside(journal: Path) -> Path:
 
 
 def key_beside(journal: Path) -> Identity:
-    """The key that signs the journal's views; created if absent. Raises
-    AdmissionError."""
+    """The key that signs the journal's views; created if absent. Raises AdmissionError."""
     return Admission(folder_beside(journal), certifies=False).key
 
 

@@ -98,8 +98,7 @@ class RegistryClient:
         addresses: Sequence[str],
         credentials: Credentials = PLAIN,
     ) -> None:
-        """`addresses`: the registry's, HOST:PORT each. Raises AddressError, and ValueError if
-        empty."""
+        """`addresses`: the registry's, HOST:PORT each. Raises AddressError; ValueError for none."""
         self._addresses = [str(Address.to_dial(address)) for address in addresses]
         if not addresses:
             raise ValueError("no registry address; give one with --join HOST:PORT")
@@ -231,8 +230,7 @@ class RegistryClient:
             self._due.set()
 
     def tell(self, line: str) -> None:
-        """Queues a line of the node's event log for a later renewal. A full queue drops its
-        oldest line."""
+        """Queues an event log line for a later renewal. A full queue drops its oldest line."""
         self._happened.append(line)
 
     def suspect(
@@ -307,8 +305,7 @@ class RegistryClient:
     # -- inside ----------------------------------------------------------------------------------
 
     def _trust(self, reply: JoinReply) -> None:
-        """Pins the key of the first registry that this process joins. Raises JoinRefused for
-        another key."""
+        """Pins the run's key on the first join. Raises JoinRefused for another key."""
         key = self._key or reply.key
         if not is_genuine(reply.view, key, reply.run):
             raise JoinRefused(
@@ -355,7 +352,7 @@ class RegistryClient:
                 DescribeRequest(), timeout=seconds, metadata=self._credentials.metadata
             )
         except grpc.aio.AioRpcError:
-            return ""  # whoever needs it says so
+            return ""  # the caller reports it
         return described.run
 
     def _stub(self) -> RegistryStub:

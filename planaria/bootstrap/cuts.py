@@ -51,8 +51,7 @@ class LinkContext(Protocol):
         ...
 
     def neighbours(self, a: str, b: str) -> bool:
-        """Whether the two need a link in every step, so that the absence of complaints implies a
-        link."""
+        """Whether the two need a link in every step, so that no complaint implies a link."""
         ...
 
     def believed(self, node: str) -> bool:
@@ -77,11 +76,11 @@ class _Pair:
 
     since: float
     unlinked: float = 0.0  # time since which no relay links them either
-    complaints: dict[str, bool] = field(default_factory=dict)  # complainant -> is it relayed
+    complaints: dict[str, bool] = field(default_factory=dict)  # complainant -> whether relayed
     clear: float = math.inf  # time since which no complaint is open
     via: str = ""
     idle: float = math.inf  # time since which `via` has failed to carry
-    failed: dict[str, set[str]] = field(default_factory=dict)  # relay -> whom it can't reach
+    failed: dict[str, set[str]] = field(default_factory=dict)  # by relay: peers it can't reach
     given_up: float = math.inf  # time since which no candidate is left
 
     @property
@@ -337,8 +336,7 @@ class Cuts:
         )
 
     def _says_linked(self, known: LinkContext, node: str, other: str) -> bool:
-        """Whether `node` needs a link with `other` and has no complaint, or only one that a relay
-        covers."""
+        """Whether `node` needs a link with `other` and has no complaint except a relayed one."""
         if not known.believed(node):
             return False
         pair = self._pairs.get(_key(node, other))

@@ -42,8 +42,7 @@ TRIES: Final = 200
 
 
 def may_open() -> int | None:
-    """Raises the descriptor limit as far as allowed, and returns it; None:
-    unlimited."""
+    """Raises the descriptor limit as far as allowed, and returns it; None: unlimited."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OWN + EACH * MOST if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -314,8 +313,7 @@ class _Inner(asyncio.Protocol):
 
 
 async def _bind(listen: Address) -> list[socket.socket]:
-    """Binds all addresses of a host, at the same port. Raises OSError, whose message names the
-    remedy."""
+    """Binds all addresses of a host, at one port. Raises OSError, which names the remedy."""
     if listen.is_any and socket.has_dualstack_ipv6():
         places = [(socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")]  # or only IPv4
     else:

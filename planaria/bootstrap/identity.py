@@ -86,8 +86,7 @@ def is_signed(public: bytes, signature: bytes, purpose: str, *parts: bytes) -> b
 
 
 def is_message_signed(public: bytes, message: Message, run: str) -> bool:
-    """Whether the key has signed this message for this run; false if the message has changed
-    since."""
+    """Whether the key has signed this message, unchanged, for this run."""
     unsigned = type(message)()
     unsigned.CopyFrom(message)
     unsigned.ClearField("signature")

@@ -281,8 +281,7 @@ def is_instance(text: str) -> bool:
 
 
 class Attempts:
-    """Rate limit for failed requests, per source address and minute. `now`: any monotonic clock, in
-    seconds."""
+    """Rate limit for failed requests, per address and minute. `now`: any monotonic clock."""
 
     WINDOW: Final = 60.0  # seconds
     EACH: Final = 10

@@ -103,8 +103,7 @@ class Journal:
 
     def go_on_from(self, last: View, damage: str, reason: str) -> None:
         """Appends a view without members, numbered after `last`, so that new training supersedes
-        unsaved steps. `damage`: that of the source journal, which may lack newer views. Raises
-        JournalError."""
+        unsaved steps. A source journal with `damage` may lack views. Raises JournalError."""
         newest = max(last.number, self.view.number if self.view else 0)
         view = View(
             run=self._run,

@@ -106,8 +106,7 @@ class MembershipRules:
 
 
 class Refused(Exception):  # noqa: N818  an answer, not a fault
-    """A refused request. `code`: the name of a gRPC status; `reason`: the problem, the value, and
-    the remedy."""
+    """A refused request. `code`: a gRPC status name; `reason`: problem, value and remedy."""
 
     def __init__(self, code: str, reason: str) -> None:
         super().__init__(reason)
@@ -495,8 +494,7 @@ class Membership:
         return self._finish(now)
 
     def bar(self, banned: Iterable[str]) -> None:
-        """Sets the banned instances; the next view, issued by a tick, publishes
-        them."""
+        """Sets the banned instances; the next view, issued by a tick, publishes them."""
         self._banned = sorted(banned)
 
     def tick(self, now: float) -> list[Effect]:
@@ -873,8 +871,7 @@ class Membership:
         return not self.rules.data or data == self.rules.data
 
     def _unreachable(self, address: str, stage: int) -> Member | None:
-        """A member to which a node with this address would need a link, and could have only a
-        relayed one."""
+        """A member to which a node with this address would need a link, but a relayed one."""
         if address:
             return None
         members = (n.member for n in self._nodes.values())
@@ -1064,7 +1061,7 @@ class Membership:
     # -- eviction ----------------------------------------------------------------------------------
 
     def _deadline(self, node: _Node) -> float:
-        """The earliest time at which the node may be overdue."""
+        """The earliest deadline of the node."""
         if node.doomed:
             return -math.inf
         due = node.renewed + self.rules.lease
@@ -1075,7 +1072,7 @@ class Membership:
         return min(due, node.awaited(self.rules.reconnect))
 
     def _overdue(self, node: _Node, now: float) -> str:
-        """Why the node is overdue; empty: it isn't."""
+        """Why the node is past its deadline; empty: it isn't."""
         if node.doomed:
             return node.doomed
         was_reached = bool(node.reached_by)
@@ -1237,8 +1234,7 @@ class Membership:
 
     def _staff(self, now: float) -> None:
         """Gives each stage a member that stays. Before the run has begun, a node gets a second seat
-        only after `start_grace` without a join. A finished run needs no
-        placement."""
+        only after `start_grace` without a join. A finished run needs no placement."""
         if now < self._all_told < math.inf:
             return
         self._all_told = math.inf

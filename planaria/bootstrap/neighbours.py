@@ -1,9 +1,8 @@
 """The links that a node keeps: with nodes of other stages and with its replicas. Pure, and equal
 for all nodes with the same view.
 
-While no stage has more than ALL nodes, a node links to every node that it may need in a step. In a
-larger run, which would need hundreds of links per node, a node links to
-
+While no stage has more than ALL nodes, a node links to every node that it may need in a step. A
+larger run would need hundreds of links per node. Instead, a node links to:
 - nodes of a neighbouring stage near it in a *lane*, a line from 0 to 1. The nodes of a stage lie on
   it in hash order, each as long as its part of the stage's speed. Nodes at the same place of two
   stages do equal work. So microbatches along a lane reach nodes that finish together, and return to

@@ -44,8 +44,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SeatAssigned:
-    """The node gets a seat at `stage`, in exchange for its seat at `gives` (None: it keeps
-    all)."""
+    """The node gets a seat at `stage` for its seat at `gives` (None: it keeps all)."""
 
     node: str
     stage: int

@@ -1,5 +1,4 @@
-"""Reachability of addresses, below gRPC: name resolution, TCP connection, and the local address of
-the route."""
+"""Reachability of addresses below gRPC: name lookup, TCP connection, and local address."""
 
 from __future__ import annotations
 
@@ -118,8 +117,7 @@ async def way_out(addresses: Sequence[str], seconds: float) -> Endpoints:
 
 
 def outward(host: str, port: int) -> str:
-    """This machine's address on the route to an IP address. Sends nothing. Raises OSError without a
-    route."""
+    """This machine's address on the route to an IP address. Sends nothing. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))

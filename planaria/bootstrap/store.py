@@ -79,8 +79,7 @@ class Term:
 
 
 class Store:
-    """The store of one registry. `view`: the newest one; None: none was issued. Call `campaign`
-    before use."""
+    """One registry's store. `view`: the newest; None: none was issued. Call `campaign` first."""
 
     damage: Final = ""
 
@@ -101,7 +100,7 @@ class Store:
         self._decided = 0
         self.view: View | None = None
 
-    # -- who leads -------------------------------------------------------------------------------
+    # -- leadership ------------------------------------------------------------------------------
 
     @property
     def leads(self) -> bool:
@@ -156,11 +155,10 @@ class Store:
         if term is not None:
             self._revoke(term.lease)
 
-    # -- what is kept ----------------------------------------------------------------------------
+    # -- data ------------------------------------------------------------------------------------
 
     def append(self, view: View) -> None:
-        """Writes a view. Raises NotLeading: the view may then be in etcd, but is not
-        announced."""
+        """Writes a view. Raises NotLeading: etcd may then have the view, unannounced."""
         key = self._top + "number"
         follows = is_said(key, self._number) if self._number else is_free(key)
         number, content = str(view.number).encode(), view.SerializeToString()

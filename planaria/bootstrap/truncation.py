@@ -1,5 +1,4 @@
-"""Truncation of messages to size limits: a node's report, and a registry's description of its
-run."""
+"""Truncation to size limits: of a node's report, and of a registry's description."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ UNKNOWN: Made = (0, 0)
 ANEW = "adapters-anew"
 """The method that resets a stage's adapters to their state before the first step."""
 PRETRAINED = "pretrained"
-"""The method that resets a stage to the weights of the checkpoint from which the run
-began."""
+"""The method that resets a stage to the weights of the run's initial checkpoint."""
 INEXACT = ("checkfree", "checkfree+", "interpolate", ANEW, PRETRAINED)
 """Methods that lack the stage's learned state: they guess from other stages' weights, or start
 anew; relearning improves the result."""
@@ -86,8 +85,7 @@ class Left:
         return tuple(Source(node, stage, self.step, self.lineage) for node in nodes)
 
     def freshest(self, kind: Kind, stage: int) -> tuple[Source, ...]:
-        """The newest holdings of this lineage, up to `step`: the survivors never committed newer
-        ones."""
+        """The newest holdings of this lineage, up to `step`, the last that survivors committed."""
         return _newest(held.source for held in self._held(kind, stage))
 
     def here(self, kind: Kind, stage: int) -> tuple[Source, ...]:
@@ -250,8 +248,7 @@ def _pretrained(stage: int, left: Left, loss: str, fallback: bool = False) -> Re
 
 
 def _checkfree_plus(stage: int, left: Left) -> _Answer:
-    """CheckFree+ (its section 4.3): an end stage is a copy of the stage that replaced it in swapped
-    order."""
+    """CheckFree+ (section 4.3): an end stage is a copy of its partner in swapped order."""
     other = partner(stage, left.stages)
     if stage == 0 or other is None or left.origin or left.freshest("snapshot", stage):
         return _checkfree(stage, left)

@@ -69,9 +69,9 @@ class Muon:
 
 
 def orthogonalized(matrix: Tensor, rounds: int = ROUNDS) -> Tensor:
-    """Nearly U Vᵀ of the matrix's U S Vᵀ, by a quintic Newton-Schulz iteration that is steepest at
-    0, with the coefficients of Jordan et al. Five rounds map singular values of at least 0.3 % of
-    the norm to between 0.68 and 1.21, and smaller ones to smaller values."""
+    """Approximates U Vᵀ of the matrix's U S Vᵀ by a quintic Newton-Schulz iteration, steepest at 0,
+    with the coefficients of Jordan et al. Five rounds map singular values of at least 0.3 % of the
+    norm to between 0.68 and 1.21, and smaller ones to smaller values."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x = x / (torch.linalg.matrix_norm(x) + 1e-7)

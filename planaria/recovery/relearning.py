@@ -3,9 +3,9 @@
 The neighbours of a lost stage keep its inputs and outputs of the last committed steps. Adjacent
 lost stages relearn as one: from the input of the first and the output of the last.
 
-Most effective per time (lab/results/relearning): many tokens, few passes over them in changing
-order, small updates (each pair is cut into parts of a few samples, one update each), a rate that
-falls to 0, and updates that move a matrix equally in all directions.
+Most effective per time (lab/results/relearning): many tokens; few passes, in changing order; small
+updates, each from a few samples of a pair; a rate that falls to 0; updates that move a matrix
+equally in all directions.
 """
 
 from __future__ import annotations
@@ -72,14 +72,12 @@ def pull(stages: Collection[int]) -> float:
 
 def peak(lr: float, step: int) -> float:
     """Learning rate of the first update after `step` steps of training. Early weights are small,
-    and updates at `lr` would make them many times too large. The damage lasts to the end of the
-    run."""
+    and updates at `lr` would make them many times too large. The damage is permanent."""
     return lr * min(1.0, step / YOUNG)
 
 
 def shuffled(count: int, a_pass: int) -> list[int]:
-    """The order of parts in a pass: different for each pass, and equal for all nodes that relearn
-    together."""
+    """The order of parts in a pass: new for each pass, equal for all nodes that relearn."""
     return sorted(
         range(count), key=lambda part: xxhash.xxh3_64_intdigest(struct.pack("<QQ", a_pass, part))
     )

@@ -496,8 +496,7 @@ class Staleness(NamedTuple):
 
 class HeldSnapshot:
     """A holder's running snapshot of a stage: `tensors`, flat float32, 1 or 3; missing blocks have
-    arbitrary values. Construction is fast; the first writes to each block allocate its
-    memory."""
+    arbitrary values. Construction is fast; the first write to a block allocates its memory."""
 
     def __init__(self, layout: Layout, tensors: int) -> None:
         self._layout = layout
@@ -606,8 +605,7 @@ def _candidates(kind: Literal["copy", "snapshot"], stage: int, stages: int) -> l
 
 
 def held_at(stage: int, stages: int) -> Iterator[tuple[Literal["copy", "snapshot"], int]]:
-    """Kind and stage of the states that nodes of `stage` hold if each has its own
-    machine."""
+    """Kind and stage of the states that nodes of `stage` hold, one node per machine."""
     if stage in (1, stages):
         yield "copy", 0
     for of in range(stages + 1):
