@@ -871,7 +871,7 @@ class Membership:
         return not self.rules.data or data == self.rules.data
 
     def _unreachable(self, address: str, stage: int) -> Member | None:
-        """A member to which a node with this address would need a link, but a relayed one."""
+        """A member that a node with this address must link to, and can reach by relay only."""
         if address:
             return None
         members = (n.member for n in self._nodes.values())
