@@ -1,14 +1,14 @@
-"""Which address a node tells peers to dial, where nobody has said so (`--advertise`).
+"""Default of `--advertise`: the address that a node tells peers to dial.
 
-A rented machine calls itself by an address that only its neighbours know; what others know it by,
-it is told:
+A rented machine's own address may be known only to its neighbours. Its public one is in its
+environment:
 
 - vast.ai shares one address among containers and forwards each a few ports: `PUBLIC_IPADDR`, and
   for a container's port 7401 `VAST_TCP_PORT_7401`.
   docs.vast.ai/documentation/instances/connect/networking.
 - RunPod does as well: `RUNPOD_PUBLIC_IP`, where the pod has one, and `RUNPOD_TCP_PORT_7401`.
   docs.runpod.io/pods/configuration/expose-ports and /pods/templates/environment-variables.
-- AWS gives a machine a public address of its own, which its metadata service tells (notices.py).
+- AWS gives a machine its own public address, which its metadata service has (notices.py).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from planaria.bootstrap.reachability import Endpoints
 
 
 class Renter(NamedTuple):
-    """Who rents out containers, and what their environment tells them."""
+    """A provider of containers, and the variables in their environment."""
 
     name: str
-    host: str  # variable with the address that others know the machine by
-    port: str  # what the variable with the port for a container's port begins with
-    remedy: str  # how one has a port forwarded; {0}: which
+    host: str  # variable with the public address
+    port: str  # prefix of the variable with the public port of a container's port
+    remedy: str  # how to have a port forwarded; {0}: which
 
 
 RENTERS: Final = (
@@ -42,8 +42,8 @@ class Advertised(NamedTuple):
 
 
 def own(listen: Address, way: Endpoints) -> Advertised:
-    """What this machine calls itself: where it listens or, if that is everywhere, the address by
-    which it gets to the registry."""
+    """This machine's own address: where it listens or, if that is everywhere, the local address of
+    its connection to the registry."""
     if not listen.is_any:
         return Advertised(listen, "it listens there")
     address = listen._replace(host=way.here)
@@ -51,7 +51,7 @@ def own(listen: Address, way: Endpoints) -> Advertised:
 
 
 def forwarded(listen: Address, environment: Mapping[str, str]) -> Advertised | None:
-    """What a container is told that is forwarded to where it listens; None: nothing."""
+    """The public address that a container's environment has for this port; None: none."""
     for renter in RENTERS:
         host, variable = environment.get(renter.host, ""), f"{renter.port}{listen.port}"
         port = environment.get(variable, "")
@@ -63,8 +63,8 @@ def forwarded(listen: Address, environment: Mapping[str, str]) -> Advertised | N
 
 
 def unforwarded(listen: Address, environment: Mapping[str, str]) -> str:
-    """That nothing is forwarded to where a rented container listens, and what to do; empty: this
-    isn't one, as far as can be seen."""
+    """Warning that a rented container's port isn't forwarded, with what to do; empty: no such
+    container."""
     for renter in RENTERS:
         if any(name.startswith(renter.port) for name in environment):
             port = listen.port or 7401
@@ -78,9 +78,8 @@ def unforwarded(listen: Address, environment: Mapping[str, str]) -> str:
 
 
 def is_known_otherwise(listen: Address, way: Endpoints) -> bool:
-    """Whether peers may know this machine by an address that it doesn't have itself. Not where it
-    has a name or one of the internet's addresses, nor where the registry is in a network beside it:
-    then peers are taken to be there, too."""
+    """Whether peers may know this machine by another address. False if it has a name or a global
+    address, and if the registry is in a private network: then peers are assumed to be, too."""
     host = way.here if listen.is_any else listen.host
     if listen.is_loopback or not _is_address(host) or _is_global(host):
         return False

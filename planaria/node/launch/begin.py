@@ -1,5 +1,4 @@
-"""How `planaria node` begins: what it was asked for, and what is wrong with that, as far as it can
-be said before torch is loaded."""
+"""Start of `planaria node`: its settings, and checks before torch is loaded."""
 
 from __future__ import annotations
 
@@ -27,35 +26,35 @@ log = logging.getLogger("planaria")
 
 
 class NodeError(Exception):
-    """This node can't serve; the message says why and what to do."""
+    """Error of a node that can't serve; the message says why and what to do."""
 
 
 class NodeCrashed(Exception):  # noqa: N818  what it did
-    """This node had joined and can't go on, for a reason that another process may not have."""
+    """Error of a joined node that another process may not have."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a node begins with: its options, and what follows from them."""
+    """A node's options, and what follows from them."""
 
     options: NodeOptions
     addresses: Addresses
     credentials: Credentials
-    name: str = ""  # with which its identities begin
-    log: LastLines | None = None  # its last lines, for others to read; None: not for others
-    metrics: PageAddress | None = None  # where Prometheus finds its figures
-    invitation: Invitation | None = None  # by which this node comes
+    name: str = ""  # prefix of its identities
+    log: LastLines | None = None  # its last lines, for other machines; None: not available to them
+    metrics: PageAddress | None = None  # where it serves metrics
+    invitation: Invitation | None = None  # invite that it enrolls with
     instance: Instance | None = None  # None: that of its folder
 
 
 Serve: TypeAlias = Callable[..., Awaitable[int]]
-"""`planaria.node.serve.serve`, whose module loads torch."""
+"""Type of `planaria.node.serve.serve`, whose module loads torch."""
 
 
 async def begin(setup: Setup, serve: Serve) -> int:
-    """Asks the registry about its run, then has `serve` do the rest. Returns the exit status.
-    Raises NodeError, RegistryUnreachable, RunFileError, CredentialsError, NotAdmitted, OSError, and
-    what `serve` raises."""
+    """Get the registry's run, check it, and call `serve`. Returns the exit status. Raises
+    NodeError, RegistryUnreachable, RunFileError, CredentialsError, NotAdmitted, OSError, and
+    exceptions of `serve`."""
     from planaria.bootstrap.client import RegistryClient
     from planaria.bootstrap.credentials import check_port
     from planaria.node.run_file import loads
@@ -82,7 +81,7 @@ async def begin(setup: Setup, serve: Serve) -> int:
 
 
 async def _begin_invited(setup: Setup, invitation: Invitation, serve: Serve) -> int:
-    """The node's folder has its key, and once it has come by the invite, its certificate."""
+    """Begin with an invite; the node's folder has its key and, after enrolment, its certificate."""
     from planaria.bootstrap.authority import Role
     from planaria.bootstrap.credentials import Credentials
     from planaria.node.launch.enrolled import check_role, enrolled
@@ -110,7 +109,7 @@ def check_stage(stage: int | None, run: RunFile) -> None:
 
 
 def check_module(run: RunFile, allowed: str | None) -> None:
-    """Raises NodeError for a run whose architecture is code, unless that is what may be loaded."""
+    """Raises NodeError for a run whose architecture is code, unless that may be loaded."""
     module = run.model.module
     if module is not None and module != allowed:
         but = f" (and not --allow-module {allowed})" if allowed is not None else ""
@@ -122,8 +121,8 @@ def check_module(run: RunFile, allowed: str | None) -> None:
 
 
 def check_reachable(addresses: Addresses) -> None:
-    """Raises NodeError when nobody, or nobody but this machine, could dial a node of a run on
-    several, and AddressError."""
+    """Raises NodeError when no other machine could dial a node of a run on several, and
+    AddressError."""
     registries, listen, advertise, dials_only = addresses
     if advertise is not None and advertise.is_any:
         raise NodeError(
@@ -141,8 +140,7 @@ def check_reachable(addresses: Addresses) -> None:
 
 
 def check_writable(option: str, folder: Path) -> None:
-    """Writes there, since permissions say neither that the disk is full nor that it is read-only.
-    Raises NodeError."""
+    """Write a file: permissions don't show a full or read-only disk. Raises NodeError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=folder, prefix=".planaria-") as file:
@@ -158,10 +156,10 @@ def check_writable(option: str, folder: Path) -> None:
 
 
 def find_corpus(run: RunFile, options: NodeOptions) -> Data | None:
-    """The prepared data, where --data says or, below this node's own folder, the run file; needed
-    at stage 0 only.
+    """The prepared data, from --data or else the run file's path below this node's own folder;
+    needed at stage 0 only.
 
-    Raises NodeError when stage 0 was asked for, or --data was given, and it can't be used.
+    Raises NodeError when stage 0 or --data was requested, and the data can't be used.
     """
     from planaria.node.data.corpus import CorpusError
     from planaria.node.data.elsewhere import folder_of

@@ -1,5 +1,5 @@
-"""What `planaria doctor` makes of what it has found: facts in, findings out. Nothing in here asks a
-clock, a disk or a network."""
+"""Diagnosis of `planaria doctor`: facts in, findings out. This module uses no clock, disk or
+network."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ CLOCKS_DIFFER, CERTIFICATES_FAIL = 2.0, 300.0
 """Seconds between two clocks from which logs of several machines are hard to read side by side, and
 from which a new certificate may not be valid yet."""
 SLOW_STEP = 60.0
-"""Seconds that the transfers of a step may take where no other step says how long it takes."""
+"""Seconds per step for transfers, if the run has no step time yet."""
 SPARE = 2.0
-"""Of a disk's free space a node's saves should take no more than one part in so many."""
+"""Minimum ratio of a disk's free space to a node's saves."""
 
 
 class Grade(enum.IntEnum):
-    """The worst is the command's exit status."""
+    """Grade of a finding; the worst is the command's exit status."""
 
     OK = 0
     WARNING = 1
@@ -42,25 +42,25 @@ class Finding(NamedTuple):
 
 
 class UnknownFact(NamedTuple):
-    """A fact that could not be had."""
+    """A fact that could not be determined."""
 
     why: str
     verdict: Grade = Grade.WARNING
 
 
 class Clock(NamedTuple):
-    ahead: float  # seconds that this machine's clock is ahead of the registry's
-    rtt: float  # seconds that the question took
+    ahead: float  # seconds of this machine's clock ahead of the registry's
+    rtt: float  # seconds of the request
 
 
 class DialledBack(NamedTuple):
-    host: str  # by which the registry sees this machine
+    host: str  # this machine's address as the registry sees it
     port: int
-    there: bool | None  # None: nobody answered
+    there: bool | None  # None: no answer
 
 
 class Link(NamedTuple):
-    """Between this machine and the registry's."""
+    """Link between this machine and the registry's."""
 
     rtt: float  # seconds
     up: float  # Mbit/s
@@ -70,7 +70,7 @@ class Link(NamedTuple):
 class DiskFacts(NamedTuple):
     folder: str
     free: int  # bytes
-    unwritable: str  # why; empty: it can be written
+    unwritable: str  # reason; empty: it can be written
 
 
 class Data(NamedTuple):
@@ -80,24 +80,24 @@ class Data(NamedTuple):
 
 
 class Device(NamedTuple):
-    """What a node on this machine would compute with."""
+    """The device of a node on this machine."""
 
-    name: str  # as PyTorch has it: cpu, cuda:0
+    name: str  # PyTorch's name: cpu, cuda:0
     memory: int  # bytes
-    torch: str  # version, with what it was built for
-    gpus: int  # that PyTorch sees
-    driver: str  # of the GPU, with its name, as the system says; empty: none is known
+    torch: str  # version, with its target
+    gpus: int  # visible to PyTorch
+    driver: str  # name and driver of the GPU, by the system; empty: unknown
 
 
 @dataclass(frozen=True)
 class Facts:
-    """All that was found, or why not."""
+    """All facts, each known or with the reason why not."""
 
     version: str  # of this planaria
-    protocol: int  # that it speaks
+    protocol: int  # its protocol version
     registry_protocol: int | UnknownFact
     run: RunFile | UnknownFact  # resolved
-    tokens_per_second: float  # of the run; 0: it doesn't train, or nobody knows
+    tokens_per_second: float  # of the run; 0: not training, or unknown
     tls: bool
     loopback: bool  # the registry is on this machine
     clock: Clock | UnknownFact
@@ -107,15 +107,15 @@ class Facts:
     link: Link | UnknownFact
     saves: DiskFacts | UnknownFact
     data: Data | UnknownFact
-    stage: int | None  # that was asked for
+    stage: int | None  # requested one
     device: Device | UnknownFact
-    wanted: str  # auto, or the device that was asked for
-    allow_module: str | None = None  # code of a run's architecture that may be loaded
-    proxies: str = ""  # that the environment names, in words
+    wanted: str  # auto, or the requested device
+    allow_module: str | None = None  # own architecture that may be loaded
+    proxies: str = ""  # of the environment, in words
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """A finding for each check, in the order in which one would mend them."""
+    """A finding for each check, in the order of repair."""
     return [
         _version(facts),
         _clock(facts),
@@ -194,7 +194,7 @@ def _tls(facts: Facts) -> Finding:
 
 
 def _proxy(facts: Facts) -> Iterator[Finding]:
-    """Of a machine that names one."""
+    """Finding about proxies in the environment, if any."""
     if facts.proxies and not isinstance(facts.registry_protocol, UnknownFact):
         yield Finding("proxy", Grade.OK, f"{facts.proxies}; the registry is reached directly")
     elif facts.proxies:
@@ -240,7 +240,7 @@ def _reachable(facts: Facts) -> Finding:
 
 
 def _on_one_machine(listens: str) -> Finding:
-    """The registry's machine is this one: what it reaches says nothing of others."""
+    """Finding for a registry on this machine: it can't test reachability from others."""
     if Address.parse(listens).is_loopback:
         what = f"registry and node are on one machine, and so is who dials {listens}"
         return Finding("reachable", Grade.OK, what)
@@ -253,7 +253,7 @@ def _on_one_machine(listens: str) -> Finding:
 
 
 def _elsewhere(facts: Facts, back: DialledBack) -> Finding | None:
-    """The registry dials who calls it and nobody else: another advertised address is not proven."""
+    """Finding for another advertised address, which the registry can't test: it dials callers."""
     if facts.advertise is None or back.host in facts.advertise[1]:
         return None
     advertised, hosts = facts.advertise
@@ -291,9 +291,9 @@ def _bandwidth(facts: Facts) -> Finding:
 
 
 def bytes_a_step(run: RunFile) -> float:
-    """That the node of a body stage sends while a step is computed, with as many replicas as the
-    run begins with: what crosses its two boundaries, and its part of the stage's gradient, which
-    each replica sends twice."""
+    """Bytes that a body stage's node sends per step, with the initial number of replicas. These are
+    its two boundaries' tensors, and its part of the stage's gradient, which each replica sends
+    twice."""
     config, training, replicas = run.config, run.training, run.swarm.replicas
     tokens = round(training.batch / replicas * config.context)
     passes = sum(crossing_bytes(config, tokens, run.wire))
@@ -341,7 +341,7 @@ def _data(facts: Facts) -> Finding:
 
 
 def _code(facts: Facts) -> Iterator[Finding]:
-    """Of a run whose architecture is its own."""
+    """Finding about a run's own architecture, if it has one."""
     if isinstance(facts.run, UnknownFact) or facts.run.model.module is None:
         return
     try:
@@ -396,7 +396,7 @@ def _memory(facts: Facts) -> Finding:
 
 
 def _of_stage(facts: Facts, figures: tuple[int, int]) -> int:
-    """Of stage 0 and a body stage, that of the stage that was asked for, else the largest."""
+    """The figure of the requested stage, else of the largest, from (stage 0, body stage)."""
     first, body = figures
     return max(first, body) if facts.stage is None else body if facts.stage else first
 
@@ -406,7 +406,7 @@ def _gib(size: float) -> str:
 
 
 def lines(found: Iterable[Finding]) -> Iterator[tuple[str, str, str]]:
-    """What it is about, the verdict, and all that there is to say."""
+    """Subject, verdict, and text of each finding."""
     for one in found:
         said = f"{one.what}. {one.remedy[:1].upper()}{one.remedy[1:]}" if one.remedy else one.what
         yield one.about, one.verdict.name.lower(), said

@@ -1,7 +1,7 @@
-"""`planaria doctor`: finds out what can be known of this machine, and of its way to a run's
-registry, before a node is started. diagnosis.py says what that means.
+"""`planaria doctor`: determines facts about this machine and its connection to a run's registry,
+before a node is started. diagnosis.py interprets them.
 
-Whatever is asked has a deadline of its own, and all that can be is asked at the same time.
+Each request has its own deadline, and independent ones run concurrently.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ if TYPE_CHECKING:
     from planaria.node.launch.node_options import Addresses, DoctorOptions
 
 KNOCK, DESCRIBE, DIAL, MEASURE, LOOK = 3.0, 3.0, 5.5, 5.5, 5.0
-"""Seconds that each may take: to connect, and then to ask about the run; after that, at the same
-time, to be dialled back and to measure; to look at a disk."""
+"""Deadlines in seconds: reachability probe, then description of the run; then, concurrently,
+dialling back and measurement; access to a disk."""
 IN_ALL: Final = 14.0
-"""Seconds from the process's start that the device has, all along."""
+"""Seconds from the process's start for the device, concurrently."""
 FIRST_LOAD, LOAD = 1 << 18, 1 << 22
-"""Bytes to measure a link with: the many only where the few took no longer than QUICK seconds."""
+"""Bytes of a link measurement: the larger load only if the smaller took at most QUICK seconds."""
 QUICK: Final = 0.5
-QUESTIONS = 4  # whose quickest answer tells the time and the delay
+QUESTIONS = 4  # the quickest answer gives time and delay
 
 SEE_DEVICE = """
 import json, sys, torch
@@ -71,13 +71,13 @@ device = torch.device(f"cuda:{number}" if wanted != "cpu" and number < gpus else
 made_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
 print(json.dumps([str(device), memory_of(device), f"{torch.__version__} for {made_for}", gpus]))
 """
-"""In a process of its own: torch takes seconds to load, and a sick driver may never answer."""
+"""Script of a separate process: torch takes seconds to load, and a broken driver may hang."""
 
 T = TypeVar("T")
 
 
 class Examined(NamedTuple):
-    """What `planaria doctor` looks at."""
+    """Input of `planaria doctor`."""
 
     options: DoctorOptions
     addresses: Addresses
@@ -85,15 +85,15 @@ class Examined(NamedTuple):
 
 
 class Port(NamedTuple):
-    """Where this machine listens for who dials back."""
+    """Port where this machine listens for being dialled back."""
 
-    name: str  # of the service whose health is served
+    name: str  # of the health service
     number: int
     fact: str | UnknownFact
 
 
 async def examine(asked: Examined, version: str, gone: float = 0.0) -> Facts:
-    """All the facts, of a process that began so many seconds ago. Raises AddressError."""
+    """Determine all facts; `gone`: seconds since the process began. Raises AddressError."""
     options, addresses = asked.options, asked.addresses
     seeing = _see_device(options.device)
     looking = asyncio.create_task(_in_time("PyTorch", max(0.0, IN_ALL - gone), seeing))
@@ -157,7 +157,7 @@ async def _in_time(
 
 
 async def _in_thread(work: Callable[..., T], *arguments: object) -> T:
-    """A disk may never answer: nobody waits for this thread's end, as of one of asyncio's."""
+    """Run `work` in a daemon thread: a hanging disk must not delay the process's end."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -211,7 +211,7 @@ def _rate(described: Description | UnknownFact) -> float:
 
 @asynccontextmanager
 async def _listening(asked: Examined) -> AsyncIterator[Port]:
-    """Serves where a node would, under a name that nobody else has."""
+    """Serve health where a node would listen, under a unique name."""
     name = f"doctor-{secrets.token_hex(8)}"
     if asked.addresses.dials_only:
         yield Port(name, 0, "")
@@ -278,7 +278,7 @@ async def _ask_time(client: RegistryClient) -> Clock:
 async def _speed(
     client: RegistryClient, rtt: float, request: Callable[[int], ExamineRequest]
 ) -> float:
-    """Mbit/s."""
+    """Measured rate in Mbit/s."""
     for size in (FIRST_LOAD, LOAD):
         began = time.perf_counter()
         await client.examine(request(size), MEASURE)
@@ -289,7 +289,7 @@ async def _speed(
 
 
 def _advertised(asked: Examined) -> tuple[str, tuple[str, ...]] | None:
-    """HOST:PORT, and what its name stands for here."""
+    """HOST:PORT, and the addresses that its name resolves to here."""
     if asked.addresses.advertise is None:
         return None
     hosts: tuple[str, ...] = ()
@@ -303,7 +303,7 @@ def _advertised(asked: Examined) -> tuple[str, tuple[str, ...]] | None:
 
 
 def _look_at(folder: Path) -> DiskFacts:
-    """Of the nearest folder that is there: nothing is made."""
+    """Facts of the nearest existing folder; none is created."""
     there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     unwritable = ""
     try:
@@ -349,7 +349,7 @@ async def _see_device(wanted: str) -> Device | UnknownFact:
 
 
 async def _output(*command: str) -> str:
-    """Empty where the command isn't there, or fails."""
+    """Output of a command; empty if it is missing or fails."""
     pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     try:
         process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=null)

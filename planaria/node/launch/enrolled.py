@@ -1,4 +1,4 @@
-"""What is kept on this machine of an enrolment: beside the key of an instance, its certificate."""
+"""An enrolment's files on this machine: an instance's key and certificate."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from planaria.node.launch.instance import Instance, find_instance, release
 log = logging.getLogger("planaria")
 
 LONGEST_NAME: Final = 255
-"""Bytes that a file's name has at most."""
+"""Length limit of a file's name in bytes."""
 
 
 def invitation_of(join: str) -> Invitation | None:
-    """What --join says, if that is an invite, or @FILE with one in it; None: it says addresses.
-    Raises InviteError."""
+    """The invite that --join is, or names as @FILE; None: it has addresses. Raises InviteError."""
     text = text_of(join)
     if is_invite(text):
         return decode(text)
@@ -43,15 +42,14 @@ def invitation_of(join: str) -> Invitation | None:
 
 
 def addresses_of(join: str) -> tuple[str, ...]:
-    """The addresses of --join, or of the invite that it is, or names as @FILE. Raises
-    InviteError."""
+    """The registry addresses in --join, an invite or @FILE. Raises InviteError."""
     if (invitation := invitation_of(join)) is not None:
         return tuple(invitation.registries)
     return tuple(address.strip() for address in text_of(join).split(","))
 
 
 def text_of(said: str, option: str = "--join", what: str = "the invite") -> str:
-    """Itself, or what is in the file that it names as @FILE. Raises InviteError."""
+    """The text itself, or the content of its @FILE. Raises InviteError."""
     if not said.startswith("@"):
         return said
     try:
@@ -64,7 +62,7 @@ def text_of(said: str, option: str = "--join", what: str = "the invite") -> str:
 
 
 def check_role(invitation: Invitation, needed: str) -> None:
-    """Before an invite is used for nothing. Raises InviteError."""
+    """Check an invite's role before it is used up. Raises InviteError."""
     if invitation.role != needed:
         raise InviteError(
             f"the invite of --join is for the role {invitation.role}, and this needs {needed}: the "
@@ -73,7 +71,7 @@ def check_role(invitation: Invitation, needed: str) -> None:
 
 
 def folder_of(invitation: Invitation) -> Path | None:
-    """Where the commands of this user keep what they have enrolled as; None: nowhere."""
+    """Folder of the enrolments of this user's commands; None: there is none."""
     run = hashlib.sha256(invitation.authority).hexdigest()[:16]
     try:
         home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
@@ -90,8 +88,8 @@ def folder_of(invitation: Invitation) -> Path | None:
 async def enrolled(
     invitation: Invitation, folder: Path | None
 ) -> AsyncIterator[tuple[Instance, Certified]]:
-    """The instance of this folder, and its certificate, which is renewed meanwhile, and later by
-    its `keep_renewed`. Raises NotAdmitted, EnrolmentUnreachable, OSError."""
+    """The folder's instance and certificate, renewed in this block, and later by its
+    `keep_renewed`. Raises NotAdmitted, EnrolmentUnreachable, OSError."""
     instance = find_instance(folder)
     try:
         kept = folder is not None and instance.number is not None
@@ -107,7 +105,7 @@ async def enrolled(
 
 @asynccontextmanager
 async def renewed(certified: Certified | None) -> AsyncIterator[None]:
-    """Its certificate doesn't end meanwhile, if it is one that renews itself."""
+    """Renew a renewable certificate in this block."""
     if certified is None or certified.keep_renewed is None:
         yield
         return

@@ -1,7 +1,7 @@
-"""What a node is over all of its identities: a key in a file of its folder.
+"""Identity of a node over all of its starts: a key in a file of its folder.
 
-A node joins under a new id each time, so that nobody takes it for what it was; by its key, whose
-hash its instance is, others know that it speaks for itself, and that it was evicted for cause
+A node joins under a new id each time, so that it isn't taken for its predecessor. The hash of its
+key, its instance, stays: it authenticates the node, and identifies one that was evicted for cause
 (bootstrap/quarantine.py).
 """
 
@@ -23,14 +23,13 @@ LONGEST: Final = 4096  # bytes of a key's file
 
 class Instance(NamedTuple):
     identity: Identity
-    held: int | None  # descriptor of the locked file; None: the key is that of this process only
-    number: int | None = None  # that no other process with this folder has; None as `held`
+    held: int | None  # descriptor of the locked file; None: the key is only this process's
+    number: int | None = None  # unique among processes with this folder; None as `held`
 
 
 def find_instance(folder: Path | None) -> Instance:
-    """Finds the key in `folder`, or makes one. Processes that share a folder have one each, of the
-    first file that no other one holds. Without a folder, or one that can be written, the key is as
-    new as the process."""
+    """Find the key in `folder`, or make one. Each process that shares a folder has its own key,
+    from the first file that isn't locked. Without a writable folder, the key is the process's."""
     if folder is None:
         return Instance(Identity.generate(), None)
     try:
@@ -42,13 +41,13 @@ def find_instance(folder: Path | None) -> Instance:
 
 
 def release(instance: Instance) -> None:
-    """Lets another process have it."""
+    """Unlock it for another process."""
     if instance.held is not None:
         os.close(instance.held)
 
 
 def _take(folder: Path, number: int) -> Instance | None:
-    """None: another process has it. Raises OSError."""
+    """Lock and read a key file. None: another process has it. Raises OSError."""
     held = os.open(folder / f"instance-{number}", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,7 +62,7 @@ def _take(folder: Path, number: int) -> Instance | None:
 
 
 def _read_or_make(held: int) -> Identity:
-    """What is in the file, if that is a key. Raises OSError."""
+    """The key in the file, or a new one if it has none. Raises OSError."""
     try:
         return Identity.from_pem(os.read(held, LONGEST))
     except ValueError:

@@ -1,16 +1,16 @@
-"""Clouds tell a spot instance ahead that they take it back: at 169.254.169.254, to whoever asks.
+"""Notices of clouds that a spot instance will end, from the metadata service at 169.254.169.254.
 
-- AWS, with a token (IMDSv2): `spot/instance-action` is there two minutes before the end, and has
-  its time; nothing is told ahead before a machine hibernates. `events/recommendations/rebalance`
-  tells of an elevated risk. docs.aws.amazon.com/AWSEC2/latest/UserGuide, pages
+- AWS, with a token (IMDSv2): `spot/instance-action` exists two minutes before the end, and has
+  its time; hibernation has no notice. `events/recommendations/rebalance` reports an elevated
+  risk. docs.aws.amazon.com/AWSEC2/latest/UserGuide, pages
   spot-instance-termination-notices.html and rebalance-recommendations.html.
 - GCP: `instance/preempted` is TRUE for up to 30 seconds, or 120 where the machine was made so; it
   doesn't say. cloud.google.com/compute/docs/instances/create-use-spot.
 - Azure: `scheduledevents` has an event of type Preempt at least 30 seconds before the end.
   learn.microsoft.com/azure/virtual-machines/linux/scheduled-events.
 
-Each cloud here knows what to ask and what the answers mean; `ask` asks once, `NoticeWatch` polls
-beside an event loop.
+Each `Cloud` knows its requests and answers; `ask` sends one, `NoticeWatch` polls beside an event
+loop.
 """
 
 from __future__ import annotations
@@ -40,41 +40,41 @@ ADDRESS: Final = "169.254.169.254:80"
 ADDRESS_VARIABLE: Final = "PLANARIA_METADATA_ADDRESS"
 """Environment variable with another address, for tests."""
 PATIENCE = 2.0
-"""Seconds that a metadata service has to answer."""
+"""Seconds for a metadata service to answer."""
 FIRST_EVENTS = 130.0
 """Seconds for Azure's first answer about events, which may take two minutes."""
 SOON = 120.0
-"""Seconds before its end at which a machine begins to leave: some events are told days ahead."""
+"""Seconds before its end at which a machine begins to leave: some notices are days ahead."""
 STALE = 300.0
-"""Seconds after its end at which a machine that is still there has not been taken."""
+"""Seconds after the announced end at which a notice is obsolete."""
 LEAST = 5.0
-"""Seconds that a node tries for, whatever the notice leaves."""
+"""Minimum seconds to leave, whatever the notice says."""
 MOST_BYTES = 1 << 20
 TOKEN_SECONDS = 21600  # six hours, the longest that AWS gives
 
 ENDING = ("Preempt", "Terminate", "Redeploy", "Reboot")
-"""Events of Azure after which no process goes on. It does after a `Freeze`."""
+"""Azure's events that end all processes. A `Freeze` doesn't."""
 
 
 class Notice(NamedTuple):
-    """A machine's end is near."""
+    """Notice of a machine's end."""
 
-    what: str  # in words: which cloud says what
-    left: float | None  # seconds; None: not said
+    what: str  # cloud and event, in words
+    left: float | None  # seconds; None: unknown
 
     def grace(self, default: float) -> float:
-        """Seconds in which to leave; `default` where the notice doesn't say."""
+        """Seconds in which to leave; `default` if the notice has no time."""
         return default if self.left is None else max(LEAST, self.left - MARGIN)
 
 
 class MetadataAnswer(NamedTuple):
     status: int
-    headers: Mapping[str, str]  # by name in small letters
+    headers: Mapping[str, str]  # names in lower case
     body: str
 
 
 class Ask(Protocol):
-    """Raises OSError when there is no answer within `timeout` seconds."""
+    """Request to the metadata service. Raises OSError after `timeout` seconds."""
 
     def __call__(
         self, method: str, path: str, headers: Mapping[str, str], timeout: float = PATIENCE
@@ -85,13 +85,13 @@ class Cloud(Protocol):
     name: str
 
     def is_here(self) -> bool:
-        """Whether this machine is one of its. Raises OSError when nobody answers."""
+        """Whether this machine is in this cloud. Raises OSError without an answer."""
 
     def look(self, now: float) -> Notice | None:
-        """`now` in Unix seconds. Raises OSError, and ValueError for an answer that is none."""
+        """The present notice; `now` in Unix seconds. Raises OSError; ValueError if invalid."""
 
     def risk(self) -> str:
-        """In words, why an end may be near; empty: it isn't known to be. Raises as `look` does."""
+        """Reason for an elevated risk of an end, in words; empty: none. Raises as `look` does."""
 
 
 class Aws:
@@ -131,7 +131,7 @@ class Aws:
         return bool(self._token)
 
     def _get(self, path: str) -> str | None:
-        """None: there is no such item."""
+        """An item's value; None: it doesn't exist."""
         answer = self._ask("GET", path, {"X-aws-ec2-metadata-token": self._token})
         if answer.status == 401 and self._renewed():  # after six hours
             answer = self._ask("GET", path, {"X-aws-ec2-metadata-token": self._token})
@@ -175,7 +175,7 @@ class Azure:
         return bool(self._name)
 
     def look(self, now: float) -> Notice | None:
-        """The next event of this machine's: all machines of a set are told of each other's."""
+        """This machine's next event: machines of a set get each other's, too."""
         if not self._name:
             self.is_here()
         answer = self._ask("GET", self.events, self.headers, self._patience)
@@ -192,11 +192,11 @@ class Azure:
 
 
 CLOUDS: Final[Mapping[str, Callable[[Ask], Cloud]]] = {"gcp": Gcp, "azure": Azure, "aws": Aws}
-"""In the order in which they are looked for."""
+"""Clouds in the order of detection."""
 
 
 def _azure_event(event: Mapping[str, Any], now: float) -> Notice:
-    """One that has begun has no time any more."""
+    """Notice of an event; one that has begun leaves no time."""
     at = _text(event, "NotBefore")
     left = parsedate_to_datetime(at).timestamp() - now if at else 0.0
     when = f"not before {at}" if at else "has begun"
@@ -204,7 +204,7 @@ def _azure_event(event: Mapping[str, Any], now: float) -> Notice:
 
 
 def _word(answer: MetadataAnswer) -> str:
-    """Empty for anything else, such as the page of a web server that happens to answer here."""
+    """A one-word answer; empty for any other, such as the page of some web server."""
     word = answer.body.strip()
     return word if answer.status == 200 and re.fullmatch(r"[\w.+/=-]+", word) else ""
 
@@ -229,18 +229,18 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
 
 
 def _iso(text: str) -> float:
-    """Unix seconds."""
+    """Unix seconds of an ISO time."""
     time = datetime.fromisoformat(text)
     return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
 
 
-# --- asking
+# --- requests
 
 
 def ask(
     method: str, path: str, headers: Mapping[str, str], timeout: float = PATIENCE
 ) -> MetadataAnswer:
-    """Of this machine's metadata service, past any proxy."""
+    """Request to this machine's metadata service, bypassing proxies."""
     address = os.environ.get(ADDRESS_VARIABLE, ADDRESS)
     connection = http.client.HTTPConnection(address, timeout=timeout)
     try:
@@ -256,8 +256,8 @@ def ask(
 
 
 def find(name: str, ask: Ask) -> Cloud | None:
-    """The cloud that this machine is in; None with `auto`, if it is in none that is known here.
-    Anyone named is taken to be there."""
+    """The cloud `name`, or with `auto` the cloud that this machine is in, if it is a known one,
+    else None. A named cloud isn't verified."""
     if name != "auto":
         cloud = CLOUDS[name](ask)
         try:
@@ -284,8 +284,8 @@ def find(name: str, ask: Ask) -> Cloud | None:
 
 
 class NoticeWatch:
-    """Looks for a notice in a thread of its own, which nobody waits for. What it hears is told on
-    the event loop: `on_notice` once, `on_risk` each time that there is another one."""
+    """Polls for notices in its own daemon thread. Callbacks run on the event loop: `on_notice`
+    once, `on_risk` for each new risk."""
 
     def __init__(
         self,
@@ -304,7 +304,7 @@ class NoticeWatch:
         self._over.set()
 
     def _tell(self, whom: Callable[[T], None], what: T) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to hear it
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(whom, what)
 
     def _run(self) -> None:

@@ -1,7 +1,7 @@
-"""Folders that a run file names, at a node: where its owner says, else below a folder of its own.
+"""Folders that a run file names, on a node: by its owner's options, else below its own folder.
 
-A registry hands the run file out, and may be a stranger's. So what it names is a name below the
-node's own folder, and nothing elsewhere on the node's machine is read or written for it.
+The run file comes from a registry, which may be untrusted. So it can name only folders below the
+node's own, and the node reads and writes no others for it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from planaria.node.run_file import DataSection, RunFile
 
 
 def own_folder(out: Path | None, run: RunFile) -> Path:
-    """The node's, of that run; `out`: what --out says."""
+    """The node's folder for that run; `out`: value of --out."""
     return (out or Path("out")) / run_id(run)
 
 
 def below(folder: Path, key: str, name: str, option: str) -> Path:
-    """The folder that a key of the run file calls `name`. Raises NodeError where that is none below
-    `folder`, by way of symbolic links too; `option` says where it is then."""
+    """The folder that a key of the run file calls `name`. Raises NodeError unless it is below
+    `folder`, symbolic links resolved; `option`: overrides it, for the message."""
     own = folder.resolve()
-    found = Path(os.path.realpath(own / name))  # unlike `resolve`, of links in a ring too
+    found = Path(os.path.realpath(own / name))  # unlike `resolve`, also of cyclic links
     if own not in found.parents:
         raise NodeError(
             f"{key} = {name!r}: that folder is not below this node's own, {folder}, so a registry "
@@ -33,7 +33,7 @@ def below(folder: Path, key: str, name: str, option: str) -> Path:
 
 
 def data_below(folder: Path, data: DataSection) -> DataSection:
-    """The same data, there. Raises NodeError."""
+    """The data section with paths below the folder. Raises NodeError."""
 
     def there(name: str) -> str:
         return str(below(folder, "data.path", name, "--data"))
@@ -44,8 +44,7 @@ def data_below(folder: Path, data: DataSection) -> DataSection:
 
 
 def checkpoint_dir(run: RunFile, folder: Path, given: Path | None) -> Path | None:
-    """Where the run's checkpoints are, which may be `given`; None: it writes none. Raises
-    NodeError."""
+    """The checkpoint folder, or `given`; None: the policy writes none. Raises NodeError."""
     recovery = run.recovery
     if recovery.policy == "checkpoint":
         named = "recovery.checkpoint.dir", recovery.checkpoint.dir, "--checkpoint-dir"
@@ -59,8 +58,8 @@ def checkpoint_dir(run: RunFile, folder: Path, given: Path | None) -> Path | Non
 
 
 def said_here(run: RunFile) -> list[str]:
-    """The options of a node whose owner has written the run file, and means this machine's folders
-    by what it names."""
+    """Node options for this machine's folders in the run file, for a node whose owner wrote that
+    file."""
     said = [part for name in run.data.names for part in ("--data", str(Path(name).absolute()))]
     if run.model.origin is not None and Path(run.model.origin).is_dir():
         said += ["--model", run.model.origin]

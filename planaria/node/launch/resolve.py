@@ -1,4 +1,4 @@
-"""The run file as its registry hands it out: with what follows from the preset and the data."""
+"""Resolution of a run file: adds what follows from the preset and the data."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from planaria.node.run_file import (
 )
 
 SHIPPED = Path(__file__).resolve().parents[2] / "corpus" / "austen"
-"""Prose that comes with the package."""
+"""Prose in the package."""
 LOOKING = 300.0
-"""Seconds that the code of an architecture has to be loaded and tried."""
+"""Seconds for an own architecture's code to be loaded and tried."""
 
 
 def text_to_prepare(run: RunFile) -> Path | None:
-    """The shipped prose, when the run leaves its data to the default and nothing is there yet."""
+    """The shipped prose, if the run has the default data path and nothing is there yet."""
     wanted = run.data.path == DATA and not run.data.content
     return SHIPPED if wanted and not Path(run.data.path).exists() and SHIPPED.is_dir() else None
 
 
 def resolve(run: RunFile) -> RunFile:
-    """Fills in `data.content`, `model.vocabulary`, `model.stages`, `model.layers`, `training.lr`,
-    `training.warmup`, and the shape of the model that `model.from` names or `model.module` builds;
-    makes the data's paths absolute, so that any node finds everything in it.
+    """Fill in `data.content`, `model.vocabulary`, `model.stages`, `model.layers`, `training.lr`,
+    `training.warmup`, and the shape of the model that `model.from` names or `model.module` builds.
+    Make the data's paths absolute, so that the file is complete for any node.
 
-    Data that is not on this machine is no error as long as the run file says `model.vocabulary`.
-    Raises RunFileError and CorpusError.
+    The data may be missing on this machine if the run file has `model.vocabulary`. Raises
+    RunFileError and CorpusError.
     """
     run = take_in(run)
     vocabulary, data = run.model.vocabulary, _absolute(run.data)
@@ -70,8 +70,8 @@ def resolve(run: RunFile) -> RunFile:
 
 
 def _with_parts(run: RunFile) -> RunFile:
-    """What the code of `model.module` builds is found out by another process: who resolves a run
-    file needs neither torch nor that code. Raises RunFileError."""
+    """Add `model.parts`, found by another process that builds `model.module`: this one needs
+    neither torch nor that code. Raises RunFileError."""
     command = calling("planaria.node.stage.own_code")
     try:
         done = subprocess.run(
@@ -132,28 +132,27 @@ def _check_lora(run: RunFile) -> None:
 
 
 def run_id(run: RunFile) -> str:
-    """What the run is called, by itself and all that it says; fit for a folder's name.
+    """Name of the run and a hash of its file's content; fit for a folder's name.
 
-    A run keeps its name when a newer planaria, which has keys that its file lacks, goes on with it.
+    A newer planaria, which has keys that the file lacks, keeps the name.
     """
     said = json.dumps(run.said(), sort_keys=True)
     return f"{run.name}-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
 
 
 def registry_rules(run: RunFile) -> MembershipRules:
-    """What the registry of a resolved run decides by. One that is started again with the same run
-    serves the same run."""
+    """The registry's rules for a resolved run; the same run has the same rules after a restart."""
     if run.model.stages is None:
         raise RunFileError("the run file doesn't say model.stages: resolve it first")
     return MembershipRules(
         run=run_id(run),
         stages=run.model.stages,
         replicas=run.swarm.replicas,
-        # A node more than there are microbatches would have nothing to do.
+        # With more nodes than microbatches, some would have no work.
         max_replicas=max(run.swarm.replicas, run.training.microbatches),
         start_grace=run.swarm.start_grace,
         lease=run.swarm.lease,
-        # Nodes that look a restarted registry up by name took up to 4.3 s to find it again.
+        # Nodes that resolve a restarted registry's name took up to 4.3 s to reconnect.
         restart_grace=run.swarm.lease + 5.0,
         steps=run.steps,
         data=run.data.content,

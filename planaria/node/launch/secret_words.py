@@ -1,17 +1,17 @@
-"""Secrets on a command line, where whoever is on the machine sees them in its list of processes."""
+"""Secrets on a command line, which the list of processes shows to all users of the machine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 VARIABLES = {"--join": "PLANARIA_JOIN", "--token": "PLANARIA_TOKEN"}
-"""In which those that this machine's other users don't see may be, by option."""
+"""Environment variables for them, which other users don't see, by option."""
 INVITE = "planaria1."
-"""With which one begins (bootstrap/invites.py)."""
+"""Prefix of an invite (bootstrap/invites.py)."""
 
 
 def taken_out(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The words without options that may have secrets, and these as variables of an environment."""
+    """The words without options that may have secrets, and these as environment variables."""
     kept, values, left = [], dict[str, str](), iter(words)
     for word in left:
         option, is_one, value = word.partition("=")
@@ -23,7 +23,7 @@ def taken_out(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def warnings(words: Sequence[str]) -> list[str]:
-    """What to say of those that are in the open."""
+    """Warnings about visible secrets."""
     _, values = taken_out(words)
     token = values.get("PLANARIA_TOKEN", "")
     seen = {

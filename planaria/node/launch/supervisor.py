@@ -1,9 +1,9 @@
-"""`planaria node --restart always`: a process that starts the node, and starts it anew when it
-crashes; with several devices, a node on each.
+"""`planaria node --restart always`: a process that starts the node, and restarts it after a crash;
+with several devices, a node on each.
 
-A node is its child, in a session of its own, so that what the terminal sends (Ctrl-C, hang-up)
-reaches the supervisor only. That hands it on once, as SIGTERM, and ends when all nodes have left. A
-supervisor that is killed takes them with it (on Linux).
+A node is its child in its own session, so that only the supervisor gets the terminal's signals
+(Ctrl-C, hang-up). It passes the first one on as SIGTERM, and ends when all nodes have left. When it
+is killed, its nodes are, too (on Linux).
 """
 
 from __future__ import annotations
@@ -28,34 +28,33 @@ from planaria.node.machine.processes import (
 log = logging.getLogger("planaria")
 
 CRASHED = 70
-"""Exit status (EX_SOFTWARE of sysexits.h) of a node that has failed at what another could do."""
+"""Exit status (EX_SOFTWARE of sysexits.h) of a node with an error that a restart may mend."""
 TRY_AGAIN = 75
-"""Exit status (EX_TEMPFAIL) of a node whose reason to end may go away."""
+"""Exit status (EX_TEMPFAIL) of a node that ended for a temporary reason."""
 FINAL = frozenset((0, 1, 2))
-"""Statuses after which another node would end alike: it was told to, was refused, or was called
-wrongly."""
+"""Statuses after which a restart is useless: stopped on request, refused, or wrong options."""
 SLOW = 30.0
-"""Seconds beyond its grace that a node has to end before it gets SIGKILL."""
+"""Seconds beyond its grace before a node gets SIGKILL."""
 
 
 class Pauses:
-    """How long to wait before the next try: `first` seconds, twice as long each time that one has
-    not lasted for a minute, `longest` at most."""
+    """Exponential backoff: `first` seconds, doubled after each attempt that lasted less than a
+    minute, up to `longest`."""
 
     def __init__(self, first: float, longest: float) -> None:
         self._first, self._longest = first, longest
         self._next = first
 
     def after(self, lasted: float) -> float:
-        """Seconds, after a try that has lasted for so many."""
+        """Seconds to pause after an attempt that lasted for `lasted` seconds."""
         pause = self._first if lasted >= 60 else self._next
         self._next = min(self._longest, 2 * pause)
         return pause
 
 
 def is_watched() -> bool:
-    """Whether the process that started this one starts it anew when it crashes. It ends with that
-    one from here on, at once if that is gone already."""
+    """Whether this process has a supervisor. From now on it ends with that; at once, if it is gone
+    already."""
     watcher = os.environ.pop(SUPERVISOR, "")
     if not watcher:
         return False
@@ -66,7 +65,7 @@ def is_watched() -> bool:
 
 
 def same_again() -> list[str]:
-    """The command line of this process, but for what may be secret, which goes into the
+    """The command line of this process without options that may have secrets, which go into the
     environment."""
     words, _ = taken_out(sys.argv[1:])
     return [sys.executable, "-m", "planaria", *words]
@@ -79,10 +78,9 @@ def one_each(
     save_dir: Path | None,
     metrics: Address | None = None,
 ) -> dict[str, list[str]]:
-    """The command line of a node on each of the devices, by what to call it: that of this process
-    but for what they can't share. Ports are counted up from the given ones, which 0 is none of; in
-    `save_dir` each has a folder named after its device. Raises AddressError beyond the last port.
-    """
+    """Command lines of a node on each device, by name: this process's, with options that can't be
+    shared replaced. Nonzero ports are counted up; in `save_dir` each node has a folder named after
+    its device. Raises AddressError beyond the last port."""
     if len(devices) == 1:
         return {"the node": same_again()}
     commands = {}
@@ -100,9 +98,9 @@ def one_each(
 
 
 async def supervise(nodes: Mapping[str, Sequence[str]], grace: float, again: bool = True) -> int:
-    """Runs nodes, each a command line by what to call it, until all have ended for good (with
-    `again` only as FINAL has it), or until this process is told to end: then each has its `grace`
-    seconds. Returns the highest of their exit statuses, as a shell has them."""
+    """Run nodes (command lines by name) until all have ended for good: with `again` by FINAL, else
+    at once. A signal to this process ends them, with `grace` seconds for each. Returns their
+    highest exit status, as a shell has it."""
     stop = stop_signals()
 
     async def keep(what: str, command: Sequence[str]) -> int:

@@ -1,8 +1,8 @@
-"""Loaded into the process that `Processes` forks from, and nowhere else: importing it ties that
-process to the life of the one that started it.
+"""Preloaded by the fork server of `Processes` only: importing it ties the process to its parent's
+life.
 
-What ends a whole process group (a terminal that closes, systemd, `timeout`) is for that one to
-hear: were this process gone, its children would be, before they have saved.
+It ignores signals to the whole process group (terminal closed, systemd, `timeout`), which are for
+the parent: if the fork server ended, its children would, before they have saved.
 """
 
 import signal

@@ -1,9 +1,9 @@
-"""planaria for programs and notebooks: `planaria.load`, `planaria.up` and what comes of it.
+"""planaria for programs and notebooks: `planaria.load`, `planaria.up` and their results.
 
-The swarm is run by a process between the caller's and the nodes': the caller may have an event loop
-that runs already, threads, handlers of signals, and a script as `__main__`, none of which is for
-registry and nodes to meet. That process has the caller's working directory and, but for that
-folder, its path for imports, and doesn't outlive it.
+An intermediate process runs the swarm. The caller may have a running event loop, threads, signal
+handlers, and a script as `__main__`, none of which should affect registry and nodes. The process
+has the caller's working directory and, without that folder, its import path. It ends with the
+caller.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from planaria.node.run_file import load as load_file
 __all__ = ["Result", "RunFileError", "SwarmError", "load", "up"]
 
 PAGE = "127.0.0.1:0"
-"""Where a browser shows the run: any port of this machine."""
+"""Address of the run's page: any port of this machine."""
 
 
 def load(path: str | Path | None = None, **changes: Any) -> RunFile:
@@ -50,13 +50,13 @@ def load(path: str | Path | None = None, **changes: Any) -> RunFile:
 
 
 class Result:
-    """What a run of `planaria up` came to, read from the folder that it wrote."""
+    """Result of a run of `planaria up`, read from its folder."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises SwarmError when no run has ended there."""
+        """Raises SwarmError when no run has ended in the folder."""
         self.folder = Path(folder)
         self.summary: dict[str, Any] = read_summary(self.folder)
-        """As in `summary.json`."""
+        """Content of `summary.json`."""
         if not self.summary:
             raise SwarmError(
                 f"no run has ended in {folder}: it has no summary.json that can be read; name the "
@@ -65,7 +65,7 @@ class Result:
 
     @cached_property
     def losses(self) -> list[float]:
-        """Of each committed step, the first one first, in nats a token; nan: it was not finite."""
+        """Loss of each committed step, in order, in nats a token; nan: it was not finite."""
         ledger = self.folder / MERGED
         lines = Tail(ledger).lines() if ledger.exists() else ()  # none: no step was committed
         losses = [line["loss"] for line in lines if "step" in line]
@@ -79,7 +79,7 @@ class Result:
 
     @property
     def recoveries(self) -> list[dict[str, Any]]:
-        """The rebuilds of stages, each with `stage`, `method`, `step` and how long it took."""
+        """The rebuilds of stages, each with `stage`, `method`, `step` and durations."""
         rebuilds: list[dict[str, Any]] = self.summary["rebuilds"]
         return rebuilds
 
@@ -90,9 +90,9 @@ class Result:
         data: str | Path | None = None,
         merged: bool = False,
     ) -> Path:
-        """Writes the model as `planaria export` does, to the folder `out`, which is returned; what
-        is said there of prepared data and of adapters goes for `data` and `merged`. Raises
-        ExportError, SwarmError, ResumeError, SaveError and CorpusError."""
+        """Write the model to the folder `out`, and return that. See `planaria export` for `data`
+        (prepared data) and `merged` (adapters). Raises ExportError, SwarmError, ResumeError,
+        SaveError and CorpusError."""
         from planaria.node.hugging_face.from_saves import export_saves
         from planaria.node.hugging_face.options import ExportOptions
 
@@ -110,7 +110,7 @@ class Result:
         return "\n".join(self._lines())
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
+        """HTML for notebooks."""
         text = "".join(f"<p>{escape(line)}</p>" for line in self._lines())
         picture = self.folder / "loss.png"
         if not picture.exists():
@@ -120,7 +120,7 @@ class Result:
 
 
 class _Order(NamedTuple):
-    """What the process between is asked for."""
+    """Request to the intermediate process."""
 
     run: RunFile
     out: Path | None
@@ -130,7 +130,7 @@ class _Order(NamedTuple):
     oversubscribe: bool
 
     async def carry_out(self, console: Console) -> tuple[Path, Ending]:
-        """The folder that was written, and how it ended."""
+        """Run the swarm. Returns the folder, and how the run ended."""
         say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
         plan = plan_run(self.run, self.out, None, self.device, say, untracked)
         plan = plan._replace(options=SwarmOptions(http=PAGE, oversubscribe=self.oversubscribe))
@@ -148,12 +148,11 @@ def up(
     device: str = "auto",
     oversubscribe: bool = False,
 ) -> Result:
-    """Trains `run` with a swarm of processes on this machine, as `planaria up` with options of the
-    same names, and prints what that prints; `kill=["2@15"]` is `--kill 2@15`.
+    """Train `run` with a swarm of processes on this machine, like `planaria up` with options of the
+    same names, and print the same; `kill=["2@15"]` is `--kill 2@15`.
 
-    Raises what keeps the run from its end, in the sentences of the command: RunFileError,
-    CorpusError, SwarmError. KeyboardInterrupt comes when all processes have ended, and saved; a
-    second one doesn't wait for that.
+    Raises RunFileError, CorpusError and SwarmError, with the command's messages. KeyboardInterrupt
+    is raised when all processes have saved and ended; a second one doesn't wait.
     """
     folder = None if out is None else Path(out)
     order = _Order(run, folder, tuple(kill), replace, device, oversubscribe)
@@ -173,7 +172,7 @@ def up(
             interrupted = follow(between, between.stderr)
             answer = between.stdout.read()
         finally:
-            between.terminate()  # if it is still there
+            between.terminate()  # if still running
     if interrupted and not answer:
         raise KeyboardInterrupt
     if not answer:
@@ -190,7 +189,7 @@ def up(
 
 
 def follow(between: subprocess.Popen[bytes], said: IO[bytes]) -> bool:
-    """Prints what it says until all have ended. Returns whether they had to."""
+    """Print its output until it ends. Returns whether it was interrupted."""
     interrupted = False
     while True:
         try:
@@ -204,7 +203,7 @@ def follow(between: subprocess.Popen[bytes], said: IO[bytes]) -> bool:
 
 
 def main() -> None:
-    """The process between: takes an order from stdin, answers to stdout, talks to stderr."""
+    """Run the intermediate process: request on stdin, answer on stdout, messages on stderr."""
     die_with_parent()
     leave_out_current_folder()
     with os.fdopen(os.dup(1), "wb") as answer:
@@ -212,7 +211,7 @@ def main() -> None:
         order: _Order = pickle.load(sys.stdin.buffer)
         told: object
         try:
-            # A notebook's kernel says in the environment that it has colours: it is no terminal.
+            # A notebook's environment claims colours, but it is no terminal.
             lines = ReadableConsole(file=sys.stderr, force_terminal=False)
             told = asyncio.run(order.carry_out(lines))
         except (SwarmError, ValueError) as error:

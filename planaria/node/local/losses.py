@@ -1,7 +1,7 @@
-"""Who of a swarm's processes is lost when, and who comes: at a rate, or as a spot trace has it.
+"""Schedules of losses and replacements in a local swarm: by a rate, or by a spot trace.
 
-A place, STAGE.REPLICA, is for one process at a time. Time is handed in, in seconds of this machine,
-in each of which `speedup` of the market's pass.
+A place, STAGE.REPLICA, is for one process at a time. Times are arguments, in seconds of this
+machine; market time is `speedup` times as fast.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HOUR: Final = 3600.0
 
 
 class TraceError(ValueError):
-    """This is no spot trace, or none for this swarm; the message says why."""
+    """Error of an unusable spot trace; the message says why."""
 
 
 class TraceRow(NamedTuple):
@@ -38,29 +38,29 @@ class Change(NamedTuple):
 
 
 class Losses(Protocol):
-    """Besides those that one asks for by `--kill`."""
+    """Schedule of losses, besides those of `--kill`."""
 
     at_large: bool
-    """Whether who comes goes where it is needed; else it is for the stage of its place."""
+    """Whether the registry places a new process; else it serves the stage of its place."""
 
     def first(self) -> list[str]:
         """The places that are taken at the start."""
 
     def begin(self, now: float) -> None:
-        """Training has begun, and with it the market's time."""
+        """Start market time: training has begun."""
 
     def took(self, place: str, now: float) -> None:
-        """A process has been started there."""
+        """Note a process started at a place."""
 
     def due(self, now: float) -> list[Change]:
-        """What has come to pass since the last look, in order."""
+        """Changes since the last call, in order."""
 
     def more_to_come(self) -> bool:
-        """Whether places will be taken by themselves."""
+        """Whether the schedule will take further places."""
 
 
 def places(stages: int, replicas: int) -> list[str]:
-    """Of stages 0..`stages`: one of each, then the next one of each."""
+    """Places of stages 0..`stages`: one of each, then the next one of each."""
     return [f"{stage}.{replica}" for replica in range(replicas) for stage in range(stages + 1)]
 
 
@@ -69,9 +69,9 @@ def stage_of(place: str) -> int:
 
 
 class DrawnLosses:
-    """Each process is lost within an hour of the market with the probability `hourly`, whatever its
-    age, and another takes its place at once. How long one lives follows from (seed, place, how many
-    have been there before)."""
+    """Random losses: each process is lost within an hour of market time with the probability
+    `hourly`, at any age, and replaced at once. Lifetimes follow from (seed, place, number of
+    predecessors)."""
 
     at_large = False
 
@@ -108,10 +108,10 @@ class DrawnLosses:
 
 
 class TracedLosses:
-    """A node that the trace adds takes a free place of the stage with the fewest, of equals the
-    first, as long as there is one, and leaves it when the trace removes it. The trace begins where
-    it has a node for each stage; who comes later goes where it is needed, for a place is a stage's
-    only as long as nobody has moved. Raises TraceError if that is nowhere."""
+    """Losses of a spot trace. A node that the trace adds gets a free place, until the trace removes
+    it: at the stage with the fewest nodes, of equals the first. The trace begins where it has a
+    node for each stage. Later nodes are placed by the registry, since nodes may have moved. Raises
+    TraceError if the trace never has enough nodes."""
 
     at_large = True
 
@@ -145,7 +145,7 @@ class TracedLosses:
         return any(row.added for row in self._rows[self._next :])
 
     def _play(self, until: float) -> list[Change]:
-        """`until`: seconds of the trace."""
+        """Apply trace rows until that second of the trace."""
         changes = []
         while self._next < len(self._rows) and self._rows[self._next].time <= until:
             row = self._rows[self._next]
@@ -166,7 +166,7 @@ class TracedLosses:
 
 
 def parse_rate(text: str) -> float:
-    """`10%/h`: the probability that a node is lost within an hour. Raises ValueError."""
+    """Parse `10%/h`, the probability that a node is lost within an hour. Raises ValueError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)%/h", text)
     hourly = float(found[1]) / 100 if found else math.nan
     if not 0 <= hourly < 1:
@@ -178,7 +178,7 @@ def parse_rate(text: str) -> float:
 
 
 def read_trace(path: Path) -> tuple[TraceRow, ...]:
-    """A CSV of milliseconds, add or remove, node; in the order of time. Raises TraceError."""
+    """Read a CSV of milliseconds, add or remove, node, sorted by time. Raises TraceError."""
     try:
         rows = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
     except (OSError, UnicodeDecodeError) as error:

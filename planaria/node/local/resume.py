@@ -1,15 +1,13 @@
-"""`planaria up --resume`: what a run has saved, put where those look for it who go on with it.
+"""`planaria up --resume`: puts saves where the nodes that continue the run look for them.
 
-Nodes have folders of their own, and may come back in other places, in other numbers or, when a run
-goes on with other stages, to what none of them has had. All that lies under the folder for saves
-counts, whoever had it.
+Nodes have their own folders, and may return in other places or numbers. With other stages, no node
+has what its stage needs. All saves under the save folder count, whoever wrote them.
 
-A run that goes on with other numbers has another run file, so it is another run to registry and
-nodes. What it needs of the one before is written beside what that has, under its own name; with its
-run file in place, and not before, it is the run of the folder.
+A run that continues with other numbers has another run file, so registry and nodes take it for
+another run. Its state is written beside the earlier run's, under its own name. Only its run file,
+put in place last, makes it the folder's run.
 
-Whatever reads saves loads torch, which takes seconds: here only where a run goes on, not where one
-begins.
+Reading saves loads torch, which takes seconds: only here, not when a run begins.
 """
 
 from __future__ import annotations
@@ -36,15 +34,15 @@ if TYPE_CHECKING:
 
 RUN_FILE, JOURNAL = "run.toml", "registry.journal"
 ALL: Final = 10**6
-"""Saves to keep: what is put in a folder takes nothing else away."""
+"""Number of saves to keep, so that none is removed."""
 
 
 class ResumeError(Exception):
-    """The run can't go on like this; the message says why and what to do."""
+    """Error of a resumption; the message says why and what to do."""
 
 
 class KeptRun(NamedTuple):
-    """A run of `planaria up`, and where it keeps what it has."""
+    """A run of `planaria up`, and its folders."""
 
     run: RunFile  # resolved
     out: Path
@@ -59,7 +57,7 @@ class KeptRun(NamedTuple):
         return self._own(self.out / "logs", f"{self.id}.journal", JOURNAL)
 
     def open_journal(self) -> Journal:
-        """Raises AdmissionError, JournalError."""
+        """Open the journal. Raises AdmissionError, JournalError."""
         return Journal(self.journal, self.id, key_beside(self.journal))
 
     @property
@@ -73,7 +71,7 @@ class KeptRun(NamedTuple):
         return Path(recovery.checkpoint.dir) if recovery.policy == "checkpoint" else None
 
     def find(self) -> list[SaveFile]:
-        """All that there is of the run. Raises ResumeError."""
+        """All saves of the run. Raises ResumeError."""
         from planaria.node.state.saves import find_saves
 
         folders = [folder for folder in (self.saves, self.checkpoints) if folder is not None]
@@ -102,14 +100,14 @@ class KeptRun(NamedTuple):
 
     @staticmethod
     def _own(folder: Path, name: str, of_the_first: str) -> Path:
-        """What a run that went on from another in the same folder has there under its name."""
+        """Path under the run's own name, if it continues another run in the same folder."""
         own = folder / name
         return own if own.exists() else folder / of_the_first
 
 
 def changed(run: RunFile, stages: int | None, replicas: int | None) -> RunFile:
-    """The resolved run with other numbers of stages and nodes; the model stays. Raises ResumeError,
-    RunFileError, CorpusError."""
+    """The resolved run with other numbers of stages and replicas, and the same model. Raises
+    ResumeError, RunFileError, CorpusError."""
     config = run.config
     stages = None if stages == config.stages else stages
     if stages is not None and (stages < 1 or config.layers % stages):
@@ -127,23 +125,22 @@ def changed(run: RunFile, stages: int | None, replicas: int | None) -> RunFile:
     if new == run:
         return run
     shared = run.recovery.checkpoint.dir
-    if shared:  # nodes of another run don't take what is there
+    if shared:  # nodes of another run ignore those files
         numbers = f"-{new.config.stages}x{new.swarm.replicas}"
         shared = re.sub(r"(-\d+x\d+)?$", numbers, shared, count=1)
     return resolve(override(new, recovery__checkpoint__dir=shared))
 
 
 def put_in_place(kept: KeptRun, slots: Sequence[str]) -> list[str]:
-    """Where none of the processes that are to be in `slots`, STAGE.REPLICA, has what its stage goes
-    on from, but another folder has, it is copied to one of theirs. Returns what was, in sentences.
-    Raises ResumeError."""
+    """Copy each stage's save to a folder of the processes in `slots`, STAGE.REPLICA, unless one has
+    it. Returns the copies, in sentences. Raises ResumeError."""
     from planaria.node.state.regroup import choose
 
     found = kept.find()
     if not found:
         return ["nothing was saved before the run ended: it begins anew"]
     told = []
-    with _refusing(), kept.open_journal():  # nobody else uses it
+    with _refusing(), kept.open_journal():  # exclusive use
         _, chosen = choose(found, kept.run.config.stages)
         for stage, saves in sorted(chosen.items()):
             homes = _homes(kept, kept.saves, stage, slots)
@@ -154,8 +151,8 @@ def put_in_place(kept: KeptRun, slots: Sequence[str]) -> list[str]:
 
 
 def take_over(before: KeptRun, kept: KeptRun, slots: Sequence[str]) -> Resume:
-    """Makes `kept` the run of the folder, which goes on with what `before` has saved; returns with
-    what. Raises ResumeError; then the folder is still that of `before`."""
+    """Make `kept` the folder's run, with the state that `before` has saved. Returns that state. On
+    ResumeError, the folder is still that of `before`."""
     from planaria.node.state.regroup import regroup
 
     found = before.find()
@@ -188,7 +185,7 @@ def _open(kept: KeptRun, folder: Path, stage: int) -> Saves:
 
 
 def _homes(kept: KeptRun, folder: Path | None, stage: int, slots: Sequence[str]) -> list[Path]:
-    """Where nodes of the stage in these slots look for files. `folder`: of the nodes' folders."""
+    """Folders where the stage's nodes in these slots look for files. `folder`: parent of theirs."""
     shared = [] if kept.checkpoints is None else [kept.checkpoints]
     own = [slot for slot in slots if stage_of(slot) == stage]
     return shared + ([] if folder is None else [folder / slot for slot in own])
@@ -205,7 +202,7 @@ def _replace(path: Path, text: str) -> None:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """What goes wrong with files is told with what it was good for."""
+    """Turn errors of files into ResumeError, with what to do."""
     from planaria.node.state.regroup import RegroupError
 
     try:

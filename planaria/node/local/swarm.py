@@ -81,36 +81,36 @@ from planaria.node.run_file import RunFile, RunFileError, dumps, load, override
 
 PLAN, ADDRESS = "up.json", "registry.address"
 SAVING_GRACE = 30.0
-"""Seconds that nodes with saves have to end after SIGTERM."""
+"""Seconds for nodes with saves to end after SIGTERM."""
 POLL = 0.02
-"""Seconds between two looks at event logs, ledgers and processes."""
+"""Seconds between two polls of event logs, ledgers and processes."""
 DESCRIBE = 0.25
-"""Seconds between two questions to the registry, for the page."""
+"""Seconds between two requests to the registry, for the page."""
 REGISTRY_START = 60.0
-"""Seconds that the registry has to listen."""
+"""Seconds for the registry to start listening."""
 SLOW_SAVE = 5.0
-"""Seconds after which one is told of saves that are not on disk yet."""
+"""Seconds after which unsaved stages are reported."""
 LAST_NODES = 60.0
-"""Seconds that nodes, replacements too, have to get the last state once the run is finished."""
+"""Seconds for nodes, replacements too, to get the last state once the run is finished."""
 PATIENCE = 5
-"""How often `swarm.progress` may go by without a committed step."""
+"""Multiple of `swarm.progress` without a committed step that ends the run."""
 MOST_RESTARTS = 3
-"""How often a slot's process may end by itself."""
+"""Number of times that a slot's process may end by itself."""
 NODES_A_CORE = 16
-"""With more, who waits for a core is silent for longer than a lease."""
+"""Limit of nodes per core: with more, waiting for a core takes longer than a lease."""
 NODE_BYTES = 120 * 2**20
-"""Memory of a node beside what its stage takes: what it doesn't share with the others."""
+"""Memory of a node without its stage: what it doesn't share with other nodes."""
 
 NOTHING = Audit(expected=0, duplicates=0, missing=0, extra=0, steps=0, superseded=0)
 
 
 class SwarmError(Exception):
-    """The swarm can't be started or can't go on; the message says why and what to do."""
+    """Error of a swarm; the message says why it can't start or continue, and what to do."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL for every node of a stage, or for one replica of it, while `step` is under way."""
+    """SIGKILL for every node of a stage, or for one replica of it, during `step`."""
 
     stage: int
     replica: int | None
@@ -122,7 +122,7 @@ class Kill:
 
 
 def parse_kill(text: str, run: RunFile) -> Kill:
-    """STAGE@STEP or STAGE.REPLICA@STEP, for a resolved run. Raises SwarmError."""
+    """Parse STAGE@STEP or STAGE.REPLICA@STEP, for a resolved run. Raises SwarmError."""
     place, _, step = text.partition("@")
     stage, dot, replica = place.partition(".")
     figures = [stage, step, *([replica] if dot else [])]
@@ -147,8 +147,8 @@ def _within(kill: str, what: str, value: int, low: int, high: int) -> None:
 def choose_losses(
     run: RunFile, rate: str | None = None, trace: Path | None = None, speedup: float | None = None
 ) -> Losses:
-    """Those of a resolved run's nodes, `speedup` times as fast as `rate` (10%/h) or the spot trace
-    has them; without either nobody is lost. Raises SwarmError."""
+    """Loss schedule of a resolved run: `speedup` times as fast as `rate` (10%/h) or the spot trace;
+    with neither no losses. Raises SwarmError."""
     if rate is not None and trace is not None:
         raise SwarmError("--loss-rate and --trace are two sources of losses: choose one")
     if speedup is not None and ((rate is None and trace is None) or not 0 < speedup < math.inf):
@@ -168,19 +168,19 @@ def choose_losses(
 
 
 class Ending(NamedTuple):
-    status: int  # as that of `planaria up`
+    status: int  # exit status of `planaria up`
     reason: str  # empty: the run is finished
 
 
 class ProcessHome(NamedTuple):
-    """Where a process listens, when it has a network of its own."""
+    """A process's own network."""
 
     host: str  # address in that network
     namespace: Path  # the network, as in /proc/PID/ns/net
 
 
 class SwarmPlan(NamedTuple):
-    """What to train, and where."""
+    """A run and its folders, devices and options."""
 
     run: RunFile  # resolved
     out: Path
@@ -189,7 +189,7 @@ class SwarmPlan(NamedTuple):
     homes: Mapping[
         str, ProcessHome
     ] = {}  # slot -> home: of all, and `up` runs where it reaches them
-    work: Work = run_planaria  # what its processes run
+    work: Work = run_planaria  # main of its processes
     options: SwarmOptions = SwarmOptions(http="none")
 
     @property
@@ -205,11 +205,10 @@ async def up(
     replacing: bool = True,
     losses: Losses | None = None,
 ) -> Ending:
-    """Train a resolved run (see `resolve`) with a swarm of processes; the folder `out` gets what it
-    came to. It goes on from what it has saved as the run of `resumed`; without `replacing` a node
-    that is gone stays gone; `losses` come besides `kills`. The status of its end is 0 only if
-    every step is committed, the audit is all zero and replicas are identical. Raises SwarmError
-    when it can't be started."""
+    """Train a resolved run (see `resolve`) with a swarm of processes, and write the results to
+    `out`. It continues the saved run of `resumed`, if given. Without `replacing`, lost nodes are
+    not replaced; `losses` come besides `kills`. The status is 0 only if every step is committed,
+    the audit is all zero and replicas are identical. Raises SwarmError when it can't be started."""
     run, out = plan.run, plan.out
     losses = losses or choose_losses(run)
     check_gpu(plan.device, gpus_of_this_machine)
@@ -220,7 +219,7 @@ async def up(
     if resumed is not None:
         for sentence in go_on(plan, resumed, losses.first()):
             console.print(sentence, markup=False, highlight=False, soft_wrap=True)
-        (out / MERGED).unlink(missing_ok=True)  # until it ends again
+        (out / MERGED).unlink(missing_ok=True)  # until the run ends again
     else:
         claim(plan)
         write_plan(plan)
@@ -234,14 +233,14 @@ async def up(
         finally:
             await swarm.end()
     if resumed is None and stop.done() and swarm.client is None:  # no node was started
-        shutil.rmtree(out / "logs")  # another run may have the folder
+        shutil.rmtree(out / "logs")  # so that another run can use the folder
         _print_error(console, ending.reason)
         return ending
     return wrap_up(run, out, console, ending)
 
 
 class Machine(NamedTuple):
-    """What all the processes of a swarm share."""
+    """Resources that all processes of a swarm share."""
 
     memory: int  # bytes
     cores: int
@@ -253,16 +252,16 @@ class Machine(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What a swarm takes of its machine, at least."""
+    """Minimum resources that a swarm takes."""
 
     nodes: int
-    states: int  # bytes of weights, gradients and moments, as far as the machine's memory has them
-    operations: float  # of a step, in floating point, on the machine's processors; 0: on GPUs
+    states: int  # bytes of weights, gradients and moments in main memory
+    operations: float  # floating-point, per step, on processors; 0: on GPUs
 
     @classmethod
     def of(cls, plan: SwarmPlan) -> Load:
-        """A step multiplies and adds each parameter once a token forward, twice backward, if it is
-        trained; embeddings are looked up."""
+        """Minimum load of a swarm. A step multiplies and adds each parameter once a token forward,
+        and twice backward if it is trained; embeddings are lookups."""
         run, config = plan.run, plan.run.config
         nodes = (config.stages + 1) * run.swarm.replicas
         on_gpu = plan.device.startswith("cuda") or Path("/proc/driver/nvidia").exists()
@@ -276,18 +275,18 @@ class Load(NamedTuple):
 
     @property
     def least_memory(self) -> int:
-        """Bytes."""
+        """Minimum bytes, without computation."""
         return self.nodes * NODE_BYTES + self.states
 
     @property
     def memory(self) -> float:
-        """Bytes, with what is computed."""
+        """Bytes, computation included."""
         return self.nodes * NODE_BYTES + COMPUTED * self.states
 
 
 def check_processes(plan: SwarmPlan, machine: Machine) -> None:
-    """That the machine has cores and memory for all the nodes; where they compute on its
-    processors, their weights, gradients and moments are in it, too. Raises SwarmError."""
+    """Check that the machine has cores and memory for all nodes, with weights, gradients and
+    moments where they compute on its processors. Raises SwarmError."""
     stages, replicas, load = plan.run.config.stages + 1, plan.run.swarm.replicas, Load.of(plan)
     what = f"{stages} stages with swarm.replicas = {replicas} are {load.nodes} nodes"
     remedy = "choose fewer --stages or --replicas, or try all the same with --oversubscribe"
@@ -305,8 +304,8 @@ def check_processes(plan: SwarmPlan, machine: Machine) -> None:
 
 
 def outlook(plan: SwarmPlan, machine: Machine, speed: Callable[[], float]) -> Iterator[str]:
-    """What there is to say of a swarm before it starts: size, memory, the time that a step takes at
-    least. `speed`: operations a second of a core, asked for where cores compute."""
+    """Messages about a swarm before its start: size, memory, minimum time of a step. `speed`:
+    operations per second of a core, called where cores compute."""
     run, config, load = plan.run, plan.run.config, Load.of(plan)
     first, body = config.parameters
     yield (
@@ -326,8 +325,8 @@ def outlook(plan: SwarmPlan, machine: Machine, speed: Callable[[], float]) -> It
 
 
 def speed_of_a_core() -> float:
-    """Floating-point operations a second of products of small matrices, which are computed by one
-    thread. The quickest counts: others may use the core meanwhile."""
+    """Floating-point operations per second of small matrix products in one thread. It is the
+    maximum, since other processes may use the core meanwhile."""
     matrix, took, end = np.ones((64, 64), np.float32), math.inf, time.perf_counter() + 0.05
     while (began := time.perf_counter()) < end:
         np.matmul(matrix, matrix)
@@ -340,8 +339,8 @@ def _gib(size: float) -> str:
 
 
 def check_gpu(device: str, count: Callable[[], int]) -> None:
-    """That there is such a device, as far as that can be said before PyTorch is loaded; `count`
-    says how many GPUs there are. Raises SwarmError."""
+    """Check that the device exists, before PyTorch is loaded; `count`: number of GPUs. Raises
+    SwarmError."""
     if not device.startswith("cuda"):
         return
     number, there = int(device.partition(":")[2] or 0), count()
@@ -354,7 +353,7 @@ def check_gpu(device: str, count: Callable[[], int]) -> None:
 
 
 def gpus_of_this_machine() -> int:
-    """NVIDIA's, without those that CUDA_VISIBLE_DEVICES hides; 0 without a driver."""
+    """Number of NVIDIA GPUs visible under CUDA_VISIBLE_DEVICES; 0 without a driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -365,7 +364,7 @@ def gpus_of_this_machine() -> int:
 
 
 def claim(plan: SwarmPlan) -> None:
-    """Make the folder for a run. Raises SwarmError when it, or the one for saves, is taken."""
+    """Create the folder of a run. Raises SwarmError when it, or the one for saves, is in use."""
     out, save_dir = plan.out, plan.save_dir
     depths = "*/stage-*/step-*", "*/*/stage-*/step-*"
     if save_dir is not None and any(any(save_dir.glob(depth)) for depth in depths):
@@ -386,7 +385,7 @@ def claim(plan: SwarmPlan) -> None:
 
 
 def write_plan(plan: SwarmPlan) -> None:
-    """What `--resume` needs, in the run's folder and beside the saves. Raises SwarmError."""
+    """Write what `--resume` needs to the run's folder and beside the saves. Raises SwarmError."""
     folders = [plan.out]
     if plan.save_dir is not None:
         folders.append(plan.save_dir)
@@ -410,8 +409,8 @@ def plan_run(
     say: Callable[[str], object],
     track: Track,
 ) -> SwarmPlan:
-    """Fills in what the run file leaves open, and prepares the shipped prose for a run that says
-    nothing else. Raises RunFileError, CorpusError."""
+    """Resolve the run file, and prepare the shipped prose for a run that names no data. Raises
+    RunFileError, CorpusError."""
     text, path = text_to_prepare(run), Path(run.data.path)
     if text is not None:
         from planaria.node.data.prepare import prepare
@@ -431,7 +430,7 @@ def plan_run(
 
 
 def read_plan(folder: Path) -> SwarmPlan:
-    """The plan of the run that wrote `folder`, or whose saves are there. Raises SwarmError."""
+    """The plan of the run that wrote `folder`, or whose saves are in it. Raises SwarmError."""
     try:
         fields = json.loads((folder / PLAN).read_text(encoding="utf-8"))
         out, saves, device = Path(fields["out"]), fields["save_dir"], str(fields["device"])
@@ -456,8 +455,8 @@ def read_plan(folder: Path) -> SwarmPlan:
 
 
 def go_on(plan: SwarmPlan, before: SwarmPlan, slots: Sequence[str]) -> list[str]:
-    """What was saved under `before` is put where the processes in `slots` look for it. Returns what
-    there is to say about that. Raises SwarmError."""
+    """Put saves of `before` where the processes in `slots` look for them. Returns messages about
+    that. Raises SwarmError."""
     try:
         if plan.run == before.run:
             told = put_in_place(plan.kept, slots)
@@ -475,7 +474,7 @@ def go_on(plan: SwarmPlan, before: SwarmPlan, slots: Sequence[str]) -> list[str]
 
 
 def empty_registry(plan: SwarmPlan) -> None:
-    """All the processes are gone: nobody is to wait for them. Raises SwarmError."""
+    """Remove all members from the journal: their processes are gone. Raises SwarmError."""
     try:
         with plan.kept.open_journal() as journal:
             journal.go_on_from(journal.view or View(), journal.damage, "the run is resumed")
@@ -485,7 +484,7 @@ def empty_registry(plan: SwarmPlan) -> None:
 
 
 class _Swarm:
-    """The processes, what they tell, and the kills that are still to come."""
+    """The processes, their state, and the remaining kills."""
 
     def __init__(
         self,
@@ -512,14 +511,14 @@ class _Swarm:
         if (track := plan.options.track) is not None:
             opening = Opening(track, run.name, plan.out.name, dumps(run), str(self.out))
             self.experiment = ExperimentPipe(opening)
-        self.untold = True  # that the experiment has trouble
+        self.untold = True  # the experiment's trouble isn't reported yet
         self.story = Story(run.steps)
         self.tails: dict[Path, Tail] = {}
-        for path in self.logs.glob("*.jsonl"):  # of the run that goes on
+        for path in self.logs.glob("*.jsonl"):  # of the resumed run
             tail = self.tails[path] = Tail(path)
             tail.skip()
         self.restarts: Counter[str] = Counter()
-        self.at_large: set[str] = set()  # slots whose process goes where it is needed
+        self.at_large: set[str] = set()  # slots whose process the registry places
         self.address = ""  # of the registry
         log = plan.options.log
         self.log = "--log-level", log.log_level, "--log-format", log.log_format
@@ -531,7 +530,7 @@ class _Swarm:
     # --- the run
 
     async def train(self, stop: asyncio.Future[int]) -> Ending:
-        """Returns when the run is over one way or the other. Raises SwarmError."""
+        """Run the swarm until the run is over. Raises SwarmError."""
         self.screen.say(f"starting; logs are in {self.logs}")
         self.screen.say(learning_rate.describe(self.run))
         if problem := learning_rate.too_long(self.run):
@@ -574,7 +573,7 @@ class _Swarm:
         return Ending(128 + stop.result(), reason)
 
     async def end(self) -> None:
-        """End every process, and hear what they said last."""
+        """End every process, and close all logs."""
         self.events.write(SwarmEnding())
         if self.describing is not None:
             self.describing.cancel()
@@ -590,7 +589,7 @@ class _Swarm:
             await asyncio.to_thread(self.experiment.close)
 
     async def _registry_address(self, stop: asyncio.Future[int]) -> str:
-        """Where the registry listens, once it does."""
+        """Wait for the registry's address."""
         file = self.out / ADDRESS
         deadline = time.monotonic() + REGISTRY_START
         while not file.exists() and not stop.done():
@@ -630,8 +629,8 @@ class _Swarm:
         return "; ".join(sorted(messages)) or "no node says what it waits for"
 
     async def _last_nodes(self, stop: asyncio.Future[int]) -> None:
-        """Let every node get the state of the last step: the swarm ends whole, and a replacement
-        that was slow to start shows that it heals."""
+        """Wait until every node has the state of the last step: so the swarm ends complete, and
+        shows that a late replacement recovers."""
         deadline = time.monotonic() + LAST_NODES
         while not stop.done():
             self._read()
@@ -653,7 +652,7 @@ class _Swarm:
             await _pause(stop, POLL)
 
     async def _until_saved(self, stop: asyncio.Future[int]) -> Ending:
-        """Holds the nodes while the last step of any stage is in memory only."""
+        """Keep the nodes while the last step of any stage is in memory only."""
         began, told = time.monotonic(), False
         while missing := self._unsaved():
             self._read()
@@ -683,13 +682,13 @@ class _Swarm:
         return unsaved(self.description, stages, self.run.steps)
 
     def _samples_due(self) -> bool:
-        """Those of the last step are on their way."""
+        """Whether samples of the last step are outstanding."""
         training, made = self.run.training, self.story.samples
         if not training.sample_every or self.run.steps % training.sample_every:
             return False
         return {p for p in made if made[p].step == self.run.steps} != set(training.prompts)
 
-    # --- what they tell
+    # --- events
 
     def _read(self) -> None:
         for path in self.logs.glob("*.jsonl"):
@@ -707,7 +706,7 @@ class _Swarm:
                     self.screen.say(*news)
 
     def _keep(self, line: Mapping[str, Any]) -> None:
-        """Where the run is kept, too."""
+        """Pass a line on to the experiment."""
         if self.experiment is not None:
             self.experiment.tell(line)
             if self.untold and self.experiment.trouble:
@@ -767,7 +766,7 @@ class _Swarm:
     def _under_way(self, step: int) -> bool:
         if step > 1:
             return self.story.committed >= step - 1
-        # A driver begins as soon as it is named and everybody has built a stage.
+        # A driver begins as soon as it is named and all nodes have built their stages.
         running = [pid for slot, pid in self.processes.running().items() if slot != "registry"]
         return (
             self.description is not None
@@ -785,7 +784,7 @@ class _Swarm:
         self._check_somebody_is_left()
 
     def _kill(self, slot: str, step: int) -> bool:
-        """Whether there was anybody."""
+        """Kill the slot's process. Returns whether there was one."""
         now = time.time()
         pid = self.processes.kill(slot)
         if pid is not None:
@@ -794,7 +793,7 @@ class _Swarm:
         return pid is not None
 
     def _change_what_is_due(self) -> None:
-        """Losses by the clock, and who comes by it."""
+        """Apply losses and replacements of the schedule."""
         if self.story.finished is not None:
             return
         if not self.training and (self.story.committed or self._under_way(1)):
@@ -811,7 +810,7 @@ class _Swarm:
             self._check_somebody_is_left()
 
     def _check_somebody_is_left(self) -> None:
-        """Raises SwarmError."""
+        """Raises SwarmError when no node is left."""
         more = self.replacing and self.losses.more_to_come()
         if not more and not any(slot != "registry" for slot in self.processes.running()):
             raise SwarmError("no node is left, and no other one comes")
@@ -820,7 +819,7 @@ class _Swarm:
         node, stage = self.story.node_of(pid), stage_of(slot)
         running = self.processes.running()
         left = sum(other.startswith(f"{stage}.") for other in running)
-        if self.description is not None:  # it may serve another one
+        if self.description is not None:  # it may serve another stage
             seats = {m.node: stages_of(m) for m in self.description.view.members}
             others = map(self.story.node_of, running.values())
             served = Counter(of for other in others for of in seats.get(other or "", ()))
@@ -848,7 +847,7 @@ class _Swarm:
                 self._check_somebody_is_left()
                 continue
             self.restarts[slot] += 1
-            hopeless = not self.training and ended.status in FINAL - {0}  # others would end alike
+            hopeless = not self.training and ended.status in FINAL - {0}  # another would fail, too
             if hopeless or self.restarts[slot] > MOST_RESTARTS:
                 raise SwarmError(self._failure(ended))
             self.screen.say(f"the log {log} ends:\n{end_of(log, 4)}")
@@ -865,12 +864,12 @@ async def _pause(stop: asyncio.Future[int], seconds: float) -> None:
     await asyncio.wait([stop], timeout=seconds)
 
 
-# --- what it came to
+# --- results
 
 
 def wrap_up(run: RunFile, out: Path, console: Console, ending: Ending) -> Ending:
-    """Write the merged files, the summary and the picture; tell the essence. Returns the end, with
-    all that was wrong, a line each."""
+    """Write the merged files, the summary and the plot; print the essence. Returns the ending, with
+    all problems, a line each."""
     problems = [ending.reason] if ending.reason else []
     told = list(read_events(out / "logs"))
     _write(out / "events.jsonl", "".join(json.dumps(event) + "\n" for event in told), problems)
@@ -902,7 +901,7 @@ def _print_error(console: Console, problem: str) -> None:
 
 
 def _write(path: Path, text: str, problems: list[str]) -> None:
-    """Whole or not at all; why it can't be written is one of the problems."""
+    """Write atomically; append an error to the problems."""
     new = path.with_name(path.name + ".new")
     try:
         new.write_text(text, encoding="utf-8")
@@ -937,7 +936,7 @@ def _merge_ledgers(out: Path, problems: list[str]) -> tuple[list[Line], Audit]:
 
 
 def shortcomings(run: RunFile, summary: dict[str, Any]) -> list[str]:
-    """Why a finished run is no success, in sentences."""
+    """Failures of a finished run, in sentences."""
     found = []
     if summary["steps"] != run.steps:
         found.append(f"{summary['steps']} of {run.steps} steps are in the ledger")

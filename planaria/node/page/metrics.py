@@ -20,8 +20,7 @@ from planaria.node.report.run_state import RunState
 from planaria.node.run_file import RunFile
 
 MOST_NODES = 1000
-"""Limit of nodes with metrics of their own at a registry; others count in those of stage and run.
-"""
+"""Limit of nodes with metrics of their own at a registry; the others count only in sums."""
 MOST_LINKED = 50
 """Limit of nodes up to which a registry has metrics of links."""
 
