@@ -1,7 +1,7 @@
 """Checksums of a shard's blocks, with which a reader of a part of the shard verifies it.
 
-They lie beside the shard, in a file of its name and `.blocks`: xxh3_64 of each BLOCK bytes, 8 bytes
-each, big-endian, one after the other.
+They are in a file beside the shard, with its name and `.blocks`: xxh3_64 of each BLOCK bytes, as 8
+bytes each, big-endian, in order.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _FAILURES: Final = (
     LookupError,
     ArithmeticError,
     AttributeError,
-    SyntaxError,  # Python finds it in what Jinja has made of the template
+    SyntaxError,  # Python may raise it for Jinja's compiled template
     RuntimeError,  # RecursionError among them
     MemoryError,
 )
@@ -48,10 +48,10 @@ class Conversation(NamedTuple):
     """A conversation as a list of messages."""
 
     place: str  # where it is, for errors
-    messages: list[dict[str, Any]]  # content None: there is none
+    messages: list[dict[str, Any]]  # content may be None
     tools: list[Any] | None = None
     unanswered: bool = False  # rendered with the generation prompt, for a model to answer
-    unscored: Sequence[int] = ()  # messages that are not to be learned
+    unscored: Sequence[int] = ()  # indices of messages that aren't scored
 
 
 class Rendered(NamedTuple):
@@ -157,7 +157,7 @@ class ChatTemplate:
             ending = self._end.search(text, end)
             end = ending.start() if ending else len(text)
         content = message["content"].strip()
-        if content and text.endswith(content, 0, end):  # also what a template writes by itself
+        if content and text.endswith(content, 0, end):  # also if the template itself writes it
             begin = min(begin, end - len(content))
         # the model writes the tag before a thought, too, unless the generation prompt has it
         if thought := message.get(THOUGHT, "").strip():
@@ -237,7 +237,7 @@ def template_of(
 
 
 def _read(file: Path) -> str:
-    """Raises CorpusError."""
+    """Read a template file. Raises CorpusError."""
     try:
         return read_small(file).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -41,18 +41,18 @@ log = logging.getLogger("planaria")
 
 CACHED: Final = 256 << 20
 """Bytes of blocks that a corpus keeps in memory."""
-AT_ONCE: Final = 16  # reads
-PAUSES: Final = (0.5, 2.0)  # seconds before a read is tried again
+AT_ONCE: Final = 16  # concurrent reads
+PAUSES: Final = (0.5, 2.0)  # seconds before further attempts to read
 PATIENCE: Final = 60.0
 """Seconds to wait for a block."""
-LONGEST_INDEX: Final = 256 << 20  # bytes; of a tokenizer, too
+LONGEST_INDEX: Final = 256 << 20  # bytes, also of a tokenizer
 
 
 class RemoteFolder:
     """A remote folder, by its URL. Any thread may read it."""
 
     def __init__(self, url: str) -> None:
-        """Raises CorpusError."""
+        """Open the file system of the URL. Raises CorpusError."""
         self.url = url.rstrip("/")
         self._system, self._path = system_of(self.url)
 

@@ -40,7 +40,7 @@ from planaria.node.data.tokenizer import bounds_of, special_tokens_in
 
 BATCH_CHARACTERS = 1 << 20
 FEW = 64
-"""Up to FEW documents held out, their number is exact; a larger number follows from their ranks."""
+"""Limit of the exact number of held-out documents; a larger number follows from their ranks."""
 Dtype = Literal["uint16", "uint32"]
 
 

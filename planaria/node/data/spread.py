@@ -56,7 +56,7 @@ def over_processes(jobs: int) -> Spread:
                 f"one of {workers} processes was killed: perhaps memory was short; try --jobs "
                 f"{max(1, workers // 2)}"
             ) from error
-        except BaseException:  # nobody will read their results
+        except BaseException:  # no caller will read their results
             for process in active_children():
                 process.terminate()
             raise

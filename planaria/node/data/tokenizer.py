@@ -166,8 +166,8 @@ def write_tokenizer(
 
 
 def part_of(folders: Iterable[Path], name: object, first: object) -> bytes:
-    """Bytes of a SHARED file from `first` on, in the first of the folders that has it: fewer than
-    PART at its end, none without such a file. Raises CorpusError."""
+    """Bytes of a SHARED file from `first` on, in the first of the folders that has it. At its end
+    fewer than PART, none without such a file. Raises CorpusError."""
     if name not in SHARED or type(first) is not int or first < 0:
         raise CorpusError(f"{name!r:.40} from {first!r:.40} on is no part of a file that is given")
     file = next((path for folder in folders if (path := folder / str(name)).is_file()), None)

@@ -1,7 +1,7 @@
 """The samples of each step, a function of (seed, step).
 
 Each epoch visits all samples once, in a permutation computed position by position. A balanced
-Feistel network permutes the numbers of 2·h bits; an image that is no sample is permuted again until
+Feistel network permutes the numbers of 2·h bits. An image that is no sample is permuted again until
 it is one (cycle walking), which permutes exactly the samples. See J. Black and P. Rogaway, "Ciphers
 with Arbitrary Finite Domains", CT-RSA 2002.
 
@@ -77,7 +77,7 @@ class Windows:
 class Turns:
     """Maps positions to corpora that have `turns` each in a cycle.
 
-    The k-th of a corpus's w turns, from 0, comes at the share (k + 1/2) / w of the cycle; ties go
+    The k-th of a corpus's w turns, from 0, comes at the share (k + 1/2) / w of the cycle. Ties go
     to the first corpus. So turns are spread evenly, and any positions in a row, as many as the
     cycle has, contain exactly each corpus's turns.
     """
@@ -102,7 +102,7 @@ class MixedWindows:
     """The window of each step, of several corpora: `batch` sample ids.
 
     Step t takes positions [(t-1)·batch, t·batch). At its n-th turn, from 0, a corpus gives the
-    sample at position n of its own concatenated permutations: so each of its samples comes once in
+    sample at position n of its own concatenated permutations. So each of its samples comes once in
     each of its epochs. Their seeds are `seed` for the first corpus, and the xxh3_64 of (seed, c)
     for corpus c > 0. Ids count on from one corpus to the next. Raises ValueError for figures below
     one, or a seed outside [0, 2^64).

@@ -61,7 +61,7 @@ class AtOnce:
     ) -> None:
         try:
             result: T | Exception = work()
-        except Exception as error:  # noqa: BLE001 (it belongs to who waits)
+        except Exception as error:  # noqa: BLE001 (`then` gets it)
             result = error
         self.computed += 1
         self._loop.call_soon(then, result)
@@ -114,7 +114,7 @@ class LivingModel(LivingRun):
         """`read`, for a thread that isn't the event loop's."""
         return asyncio.run_coroutine_threadsafe(self.read(stage, first, count), self.loop).result()
 
-    # --- what comes
+    # --- answers
 
     def answered(self, seat: str, item: pb.Message | Frame) -> None:
         self._exchanges.at(self.loop.time())

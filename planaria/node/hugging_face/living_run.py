@@ -46,8 +46,8 @@ class SeatRoute(NamedTuple):
 
 
 def ways_to(stage: int, view: View) -> list[SeatRoute]:
-    """Routes to try: first to seats of nodes that can be dialled, then to the others, through nodes
-    that can be, those of neighbouring stages first."""
+    """Routes to try: first to seats of nodes that can be dialled, then to the others. These go
+    through nodes that can be, those of neighbouring stages first."""
     dialled = [m for m in view.members if m.address and m.seats]
     there = [m for m in view.members if stage in stages_of(m)]
     direct = [
@@ -172,8 +172,7 @@ class LivingRun:
                     raise StageGoneError(f"stage {stage} has gone: {why}. Try again")
 
     async def _find_seats(self) -> None:
-        """Find seats, which change during a recovery. Raises ExportError, and as `Access.view`
-        does."""
+        """Find seats of all stages. Raises ExportError, and exceptions of `Access.view`."""
         view = await self._view()
         stages = range(self.config.stages + 1)
         found = await asyncio.gather(*(self._find(stage, view) for stage in stages))

@@ -129,8 +129,8 @@ def tokenizer_in(folder: Path) -> Path:
 
 
 def name_of(origin: str) -> str:
-    """Public name of a checkpoint: its name on the hub, if it is in the cache of Hugging Face's
-    tools, else the folder's name without its path."""
+    """Public name of a checkpoint: its name on the hub if it is in the cache of Hugging Face's
+    tools, else the folder's name without path."""
     cached = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/", origin, re.ASCII)
     if cached is not None:
         return "/".join(cached.groups())

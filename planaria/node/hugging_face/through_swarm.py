@@ -94,9 +94,9 @@ class LivingStages(LivingRun):
         return shown[0]
 
     async def vocabulary(self, data: Path | None, model: Path | None, kept: Path) -> Vocabulary:
-        """Tokenizer from `data`, a prepared folder of the run's; or else from files of stage 0's
-        nodes, cached in the folder `kept`; or else of `model`, from which the run began. Raises
-        ExportError, CorpusError."""
+        """Tokenizer from `data`, a prepared folder of the run's. Without it, from files of stage
+        0's nodes, cached in the folder `kept`, or else from `model`, from which the run began.
+        Raises ExportError, CorpusError."""
         if data is not None:
             return of_data(self.run, [data], model)
         try:

@@ -79,7 +79,7 @@ def unforwarded(listen: Address, environment: Mapping[str, str]) -> str:
 
 def is_known_otherwise(listen: Address, way: Endpoints) -> bool:
     """Whether peers may know this machine by another address. False if it has a name or a global
-    address, and if the registry is in a private network: then peers are assumed to be, too."""
+    address, or if the registry is in a private network, as peers then are, too."""
     host = way.here if listen.is_any else listen.host
     if listen.is_loopback or not _is_address(host) or _is_global(host):
         return False

@@ -18,8 +18,8 @@ from planaria.node.state.handover import VALUE
 from planaria.node.transaction.averaging import gradient_bytes
 
 CLOCKS_DIFFER, CERTIFICATES_FAIL = 2.0, 300.0
-"""Seconds between two clocks from which logs of several machines are hard to read side by side, and
-from which a new certificate may not be valid yet."""
+"""Seconds between two clocks from which logs of several machines are hard to compare, and from
+which a new certificate may not be valid yet."""
 SLOW_STEP = 60.0
 """Seconds per step for transfers, if the run has no step time yet."""
 SPARE = 2.0

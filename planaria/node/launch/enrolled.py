@@ -75,7 +75,7 @@ def folder_of(invitation: Invitation) -> Path | None:
     run = hashlib.sha256(invitation.authority).hexdigest()[:16]
     try:
         home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    except RuntimeError:  # a container's --user who isn't in /etc/passwd
+    except RuntimeError:  # a container's --user without a line in /etc/passwd
         log.warning(
             "this user has no home folder, so each command uses the invite once more: set HOME or "
             "XDG_STATE_HOME to a folder that keeps the certificate"

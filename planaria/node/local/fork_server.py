@@ -2,7 +2,7 @@
 life.
 
 It ignores signals to the whole process group (terminal closed, systemd, `timeout`), which are for
-the parent: if the fork server ended, its children would, before they have saved.
+the parent. If the fork server ended, its children would, before they have saved.
 """
 
 import signal

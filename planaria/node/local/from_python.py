@@ -148,8 +148,8 @@ def up(
     device: str = "auto",
     oversubscribe: bool = False,
 ) -> Result:
-    """Train `run` with a swarm of processes on this machine, like `planaria up` with options of the
-    same names, and print the same; `kill=["2@15"]` is `--kill 2@15`.
+    """Train `run` with a swarm of processes on this machine, and print the progress. The options
+    are those of `planaria up`; `kill=["2@15"]` is `--kill 2@15`.
 
     Raises RunFileError, CorpusError and SwarmError, with the command's messages. KeyboardInterrupt
     is raised when all processes have saved and ended; a second one doesn't wait.

@@ -108,10 +108,10 @@ class DrawnLosses:
 
 
 class TracedLosses:
-    """Losses of a spot trace. A node that the trace adds gets a free place, until the trace removes
-    it: at the stage with the fewest nodes, of equals the first. The trace begins where it has a
-    node for each stage. Later nodes are placed by the registry, since nodes may have moved. Raises
-    TraceError if the trace never has enough nodes."""
+    """Losses of a spot trace. A node that the trace adds gets a free place at the stage with the
+    fewest nodes, of equals the first. It keeps the place until the trace removes it. The trace
+    begins where it has a node for each stage. Later nodes are placed by the registry, since nodes
+    may have moved. Raises TraceError if the trace never has enough nodes."""
 
     at_large = True
 

@@ -1,7 +1,7 @@
 """`planaria up --resume`: puts saves where the nodes that continue the run look for them.
 
 Nodes have their own folders, and may return in other places or numbers. With other stages, no node
-has what its stage needs. All saves under the save folder count, whoever wrote them.
+has what its stage needs. All saves under the save folder count, from any node.
 
 A run that continues with other numbers has another run file, so registry and nodes take it for
 another run. Its state is written beside the earlier run's, under its own name. Only its run file,

@@ -186,9 +186,7 @@ class SwarmPlan(NamedTuple):
     out: Path
     save_dir: Path | None  # for nodes' saves
     device: str
-    homes: Mapping[
-        str, ProcessHome
-    ] = {}  # slot -> home: of all, and `up` runs where it reaches them
+    homes: Mapping[str, ProcessHome] = {}  # slot -> home, of all; `up` must reach them
     work: Work = run_planaria  # main of its processes
     options: SwarmOptions = SwarmOptions(http="none")
 

@@ -70,7 +70,7 @@ class Watch:
         self._at = task, since + seconds, usual
         self.waits = False
 
-    # --- beside it
+    # --- on the event loop
 
     def look(self, now: float) -> Hang | None:
         """Report a hang. Called several times a second: a longer gap means a delayed process."""

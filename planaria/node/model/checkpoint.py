@@ -25,7 +25,7 @@ from planaria.node.model.config import (
 from planaria.node.model.layout import weights
 from planaria.node.model.shape import ModelConfig, named_shapes
 
-if TYPE_CHECKING:  # loaded where tensors are: a registry has no numpy
+if TYPE_CHECKING:  # only nodes load it: a registry has no numpy
     import numpy as np
     from numpy.typing import NDArray
 
@@ -98,7 +98,7 @@ class Checkpoint:
 
     def _check(self) -> None:
         """Compare names, shapes and dtypes. Raises UnsupportedModelError."""
-        if self.config.layers > len(self.places):  # before a list of them is made
+        if self.config.layers > len(self.places):  # before they are listed
             raise UnsupportedModelError(
                 f"{self.folder} holds no whole model: its config.json says {self.config.layers:,} "
                 f"layers, and it has {len(self.places)} tensors"

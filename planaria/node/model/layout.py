@@ -10,8 +10,8 @@ from planaria.node.model.shape import ModelConfig, named_shapes, trained_shapes
 
 
 class Weight(NamedTuple):
-    """A tensor of `LlamaForCausalLM` or its kin, or of an adapter: `size` values of a stage's flat
-    weights, from the `first` one on, in row-major order."""
+    """A tensor of `LlamaForCausalLM` or its kin, or of an adapter. It is `size` values of a stage's
+    flat weights, from the `first` one on, in row-major order."""
 
     name: str  # in transformers or peft
     stage: int

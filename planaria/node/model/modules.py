@@ -41,9 +41,9 @@ def rope_speeds(config: ModelConfig, length: int) -> tuple[Tensor, float]:
     cosines and sines, for a sequence of `length` tokens.
 
     The types of `config.rope_scaling` are those of transformers (modeling_rope_utils, 5.23):
-    "linear" and "dynamic" (NTK, which depends on the length) as discussed by their users, "yarn" of
-    arXiv 2309.00071, "llama3" of LLaMA 3.1. The latter two slow down by `factor` the low-frequency
-    pairs, and keep the high-frequency ones.
+    "linear" and "dynamic" (NTK, which depends on the length) as discussed by their users. "yarn" is
+    of arXiv 2309.00071, "llama3" of LLaMA 3.1. The latter two slow down by `factor` the
+    low-frequency pairs, and keep the high-frequency ones.
     """
     dim, theta, rope = config.head_dim, config.rope_theta, config.rope_scaling
     halves = torch.arange(0, dim, 2).float() / dim

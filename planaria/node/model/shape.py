@@ -23,8 +23,8 @@ PRESETS = {
     "tiny": Preset(64, 4, 4, 4, 64, 1e-3),
     "mini": Preset(128, 4, 8, 4, 128, 1e-3),
     "midi": Preset(256, 8, 8, 4, 256, 6e-4),
-    # CheckFree, Table 4. It gives neither vocabulary nor hidden width: with the width of LLaMA's
-    # rule its parameter counts (124M, 500M, 1.5B) take vocabularies of 81k, 94k and 65k; with
+    # CheckFree, Table 4. It gives neither vocabulary nor hidden width. With the width of LLaMA's
+    # rule its parameter counts (124M, 500M, 1.5B) take vocabularies of 81k, 94k and 65k. With
     # GPT-2's 50,257 they are 92M, 411M and 1.44B.
     "small": Preset(512, 8, 12, 4, 512, 6e-4),
     "medium": Preset(1024, 16, 24, 6, 1024, 3e-4),

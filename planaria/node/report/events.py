@@ -207,7 +207,7 @@ class HoldingCost:
 
     extra_bytes: Count = 0  # sent or written
     memory_bytes: Count = 0
-    critical_seconds: Figure = 0.0  # of the compute thread's time
+    critical_seconds: Figure = 0.0  # of the compute thread, its waiting included
 
     def __add__(self, other: HoldingCost) -> HoldingCost:
         return HoldingCost(
@@ -452,8 +452,8 @@ class WeightsChanged(Event, kind="weights changed", severity=Severity.ERROR):
     node: str
     stage: Count
     step: Count  # of that update
-    restored: bool  # from another node's copy; else the run continues with the changed state
-    reason: str = ""  # source
+    restored: bool  # from a correct copy; else the run continues with the changed state
+    reason: str = ""  # its source
 
     def sentence(self, node: str | None) -> str:
         how = f": {self.reason}" if self.restored else ", and nobody has them as they were"
@@ -482,7 +482,7 @@ class Stopped(Event, kind="stopped", severity=Severity.ERROR):
         return f"the run is stopped at step {self.step}: {self.reason}"
 
 
-# --- losses and what is done about them
+# --- losses and recoveries
 
 
 @dataclass(frozen=True, kw_only=True)

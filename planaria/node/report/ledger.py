@@ -4,9 +4,9 @@ A ledger is a JSONL file: a `LedgerHeader`, then a `Line` for each committed ste
 node writes its own, of the steps whose records it receives (with record replication not of all);
 their union (`merge`) is authoritative.
 
-A line also has the signed commit; a save converted to other stages has none. The line's other
-fields must follow from the commit, and each commit names its predecessor. So a forger must change
-all later lines, and other nodes' ledgers, too.
+A line also has the commit, if it is as signed: saves converted to other stages have another one.
+The line's other fields must follow from the commit, and each commit names its predecessor. So a
+forger must change all later lines, and other nodes' ledgers, too.
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ def merge(paths: Iterable[Path]) -> Merged:
     different lines for a step the one with the highest (view, attempt) counts: a partitioned driver
     committed the other without effect. A step doesn't count if its commit is older than that of an
     earlier step: the run went back, and hasn't reached it again. An incomplete last line is
-    ignored. Raises LedgerError for damaged lines, headers that disagree, and two different commits
-    of one step with the same (view, attempt), which the step transaction rules out.
+    ignored. Raises LedgerError for damaged lines, and for headers that disagree. It also raises it
+    for two commits of a step with the same (view, attempt), which the step transaction rules out.
     """
     paths = list(paths)
     header = _common_header(paths)

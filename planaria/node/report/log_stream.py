@@ -1,4 +1,4 @@
-"""A process's log on standard error, as text or JSON. That may be a pipe that nobody reads, or a
+"""A process's log on standard error, as text or JSON. That may be a pipe without a reader, or a
 file on a stalled disk: logging calls don't wait for it."""
 
 from __future__ import annotations

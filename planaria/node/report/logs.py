@@ -1,4 +1,4 @@
-"""`planaria logs`: the last lines of a node's log, requested by an observer client (asking.py).
+"""`planaria logs`: the last lines of a node's log, requested by an observer client.
 
 The answer is untrusted text: it is cut to a size, and control characters are removed.
 """

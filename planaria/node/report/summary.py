@@ -344,9 +344,9 @@ def wall(events: Iterable[Entry], places: int) -> dict[str, float]:
 
 
 def cost(events: Iterable[Entry], places: int) -> dict[str, Any]:
-    """Cost of the policy, by all nodes' last events: `extra_bytes` sent and written in all,
-    `memory_bytes` of the present nodes in all `places`, `critical_seconds` of the compute thread,
-    averaged over the places. `parts` has the same by kind of redundant state."""
+    """Cost of the policy, by all nodes' last events: `extra_bytes` sent and written in all;
+    `memory_bytes` of the present nodes in all `places`. `critical_seconds` of the compute thread
+    are averaged over the places. `parts` has the same by kind of redundant state."""
     slots: dict[int, str] = {}  # process id -> slot
     place_of: dict[str | None, str] = {}  # node -> slot
     ever: dict[str | None, CostSoFar] = {}  # node -> its last event

@@ -1,5 +1,5 @@
 """Initial state of the stages, before the first step: from the run's seed, or from the checkpoint
-that the run begins from, on machines that have it."""
+that the run begins from."""
 
 from __future__ import annotations
 

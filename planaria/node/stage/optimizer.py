@@ -1,7 +1,7 @@
 """AdamW over one flat view of a stage.
 
-A stage's weights, gradient and moments are four flat float32 tensors: averaging, digests, transfers
-and rebuilds handle one tensor, and equal layouts make body stages interchangeable.
+A stage's weights, gradient and moments are four flat float32 tensors. So averaging, digests,
+transfers and rebuilds handle one tensor, and equal layouts make body stages interchangeable.
 
 Replicas of a stage must stay bit-identical on any device. So the update uses only single operations
 that IEEE 754 rounds exactly (no fused multiply-add, which not all kernels use). The norm adds in an
@@ -39,7 +39,7 @@ def digest(*flats: Tensor, steps: int = 0) -> bytes:
     """Device-independent digest, 16 bytes, of the bits of each float32 [n], and of `steps`.
 
     The bits of each block of 8 KiB are added on the device as integers of 64 bits, in one pass over
-    memory; the sums are hashed. Any single change is detected, and any two in different blocks.
+    memory. The sums are hashed. Any single change is detected, and any two in different blocks.
     """
     found = xxhash.xxh3_128(steps.to_bytes(8, "little"))
     for flat in flats:

@@ -73,7 +73,7 @@ def digest(module: ModuleType) -> str:
     """Digest of the module's file, or of all Python files of its package."""
     top = sys.modules[module.__name__.partition(".")[0]]
     files = [(Path(), Path(str(module.__file__)))]
-    if top.__file__ is not None and hasattr(top, "__path__"):  # it isn't just a folder
+    if top.__file__ is not None and hasattr(top, "__path__"):  # no namespace package
         folder = Path(top.__file__).parent
         files = sorted((path.relative_to(folder), path) for path in folder.rglob("*.py"))
     found = xxhash.xxh3_128()
