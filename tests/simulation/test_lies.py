@@ -217,5 +217,4 @@ class Gullible(Driver):
 
 def test_a_driver_that_believes_every_accusation_is_caught() -> None:
     with pytest.raises(ScenarioError, match=r"I6: .* evicted: .*, says \w+, which drives"):
-        for seed in (51, *range(8)):
-            run(seed, Machines(driver=Gullible), kind=Lying)
+        run(150, Machines(driver=Gullible), kind=Lying)
