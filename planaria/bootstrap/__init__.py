@@ -23,7 +23,8 @@ Who may do what:
 
 - `identity.py`: keys and signatures; `views.py`: signed views
 - `authority.py`: certificates; `invites.py`: invites; `admission.py`: which invites are valid
-- `enrolment.py`, `admitting.py`: the registry's side of enrolment; `enrolling.py`: the node's
+- `enrolment.py`, `admitting.py`: the registry's side of enrolment; `enrolment_client.py`: the
+  node's, which also renews its certificate
 - `credentials.py`: TLS; `gate.py`: rights of a caller; `allowed.py`: a list of keys that may join
 
 Both sides:

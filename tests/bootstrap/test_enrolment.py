@@ -16,8 +16,8 @@ from planaria.bootstrap.admission import Admission
 from planaria.bootstrap.authority import LIFETIME, Authority, Role, to_der
 from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
 from planaria.bootstrap.credentials import PLAIN, Certified, Credentials, channel
-from planaria.bootstrap.enrolling import Enrolment, EnrolmentUnreachable
 from planaria.bootstrap.enrolment import EnrolmentServer
+from planaria.bootstrap.enrolment_client import Enrolment, EnrolmentUnreachable
 from planaria.bootstrap.enrolment_pb2 import (
     AllowRequest,
     BanRequest,
@@ -137,7 +137,7 @@ async def test_certificates_are_renewed_without_the_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, file, identity = tmp_path / "a", tmp_path / "c.pem", Identity.generate()
-    monkeypatch.setattr("planaria.bootstrap.enrolling.SOONEST", 0.0)
+    monkeypatch.setattr("planaria.bootstrap.enrolment_client.SOONEST", 0.0)
     shift = [-LIFETIME * 0.75]
     async with running(folder, lambda: time.time() + shift[0]) as run:
         invitation = run.invitation(uses=1)
@@ -164,7 +164,7 @@ async def test_a_command_that_takes_long_has_its_certificate_renewed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("planaria.bootstrap.enrolling.SOONEST", 0.0)
+    monkeypatch.setattr("planaria.bootstrap.enrolment_client.SOONEST", 0.0)
     shift = [-LIFETIME * 0.75]
     async with running(None, lambda: time.time() + shift[0]) as run:
         join = encode(run.invitation(Role.READER, uses=1))

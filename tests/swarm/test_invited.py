@@ -15,7 +15,7 @@ from planaria.bootstrap.address import Address
 from planaria.bootstrap.authority import who_in
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import Credentials
-from planaria.bootstrap.enrolling import Enrolment
+from planaria.bootstrap.enrolment_client import Enrolment
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.invites import decode, encode

@@ -129,7 +129,7 @@ def saying_whether_another_would_do() -> Iterator[None]:
     import logging
 
     from planaria.bootstrap.client import RegistryUnreachable
-    from planaria.bootstrap.enrolling import EnrolmentUnreachable
+    from planaria.bootstrap.enrolment_client import EnrolmentUnreachable
     from planaria.node.launch.begin import NodeCrashed
     from planaria.node.launch.supervisor import CRASHED, TRY_AGAIN
 

@@ -26,7 +26,7 @@ def credentials_for(join: str, security: Security, role: str | None = None) -> C
     """By an invite, if --join is one, else from files, if there are some. `role`: that the invite
     has to be for. Raises InviteError, CredentialsError; ends where the invite gets nothing."""
     from planaria.bootstrap.credentials import Credentials
-    from planaria.bootstrap.enrolling import EnrolmentUnreachable
+    from planaria.bootstrap.enrolment_client import EnrolmentUnreachable
     from planaria.bootstrap.invites import NotAdmitted
     from planaria.node.launch.enrolled import check_role, enrolled, folder_of, invitation_of
 

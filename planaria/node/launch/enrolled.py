@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from planaria.bootstrap.credentials import Certified
-from planaria.bootstrap.enrolling import Enrolment
+from planaria.bootstrap.enrolment_client import Enrolment
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.invites import MARK, InviteError, decode, is_invite
 from planaria.bootstrap.small_files import read_small

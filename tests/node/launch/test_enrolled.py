@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from planaria.bootstrap.enrolling import EnrolmentUnreachable
+from planaria.bootstrap.enrolment_client import EnrolmentUnreachable
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.invites import InviteError
 from planaria.node.commands.machines import saying_whether_another_would_do
