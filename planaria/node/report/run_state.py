@@ -4,7 +4,9 @@ terminal and Prometheus are views of it. Pure."""
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from planaria.bootstrap.membership import place_of
@@ -75,6 +77,9 @@ class RunState:
     def __init__(self, description: Description, story: Story | None = None) -> None:
         self.description = description
         self.seats = [seat for one in description.members for seat in _seats_of(one)]
+        self._at: defaultdict[int | None, list[SeatState]] = defaultdict(list)
+        for seat in self.seats:
+            self._at[seat.stage].append(seat)
         self.reports = [seat for one in description.members for seat in one.report.seats]
         self.newest = max(
             self.reports, key=lambda seat: (seat.lineage, seat.committed), default=None
@@ -102,9 +107,9 @@ class RunState:
 
     def at(self, stage: int | None) -> list[SeatState]:
         """The seats of a stage; None: the standbys."""
-        return [seat for seat in self.seats if seat.stage == stage]
+        return self._at.get(stage, [])
 
-    @property
+    @cached_property
     def driving(self) -> SeatReport | None:
         """The driver's seat at stage 0."""
         driver = self.description.view.driver
