@@ -65,62 +65,70 @@ class Uncorroborated:
     """An accusation by the driver alone; the accused stays. `heir`: the next driver, which observes
     for itself; empty: no other node could drive, and the accused is dispensable."""
 
-    what: str
+    finding: str
     heir: str
 
 
 @dataclass(eq=False)
 class _Accused:
-    said: dict[str, tuple[float, Suspicion]] = field(default_factory=dict)  # time, accusation
-    unsure: float = math.inf  # deadline for corroboration of the driver's accusation
+    charges: dict[str, tuple[float, Suspicion]] = field(default_factory=dict)  # time, accusation
+    corroborate_by: float = math.inf  # deadline for corroboration of the driver's accusation
 
 
 class Accusations:
-    def __init__(self, run: str, second_voice: float) -> None:
-        """`second_voice`: seconds allowed for corroboration of the driver's accusation."""
-        self.run, self.second_voice = run, second_voice
+    def __init__(self, run: str, corroboration_time: float) -> None:
+        """`corroboration_time`: seconds allowed for corroboration of the driver's accusation."""
+        self.run, self.corroboration_time = run, corroboration_time
         self._accused: dict[str, _Accused] = {}
         self._newest: dict[str, str] = {}  # accuser -> its latest accused
         self._alone: Counter[str] = Counter()  # drives lost by uncorroborated accusations
 
     # -- events ----------------------------------------------------------------------------------
 
-    def heard(self, suspicion: Suspicion, known: AccusationContext, now: float) -> Convicted | None:
+    def heard(
+        self, suspicion: Suspicion, context: AccusationContext, now: float
+    ) -> Convicted | None:
         """Records an accusation with a cause. It replaces the accuser's former one: an accuser has
         one accused at a time."""
         accuser, name = suspicion.accuser, suspicion.accused
         self._withdraw(accuser)
         self._newest[accuser] = name
         accused = self._accused.setdefault(name, _Accused())
-        accused.said[accuser] = now, suspicion
-        if len(accused.said) > KEPT:
-            del accused.said[min(accused.said, key=lambda one: accused.said[one][0])]
-        if why := self._convicted(name, known, now):
+        accused.charges[accuser] = now, suspicion
+        if len(accused.charges) > KEPT:
+            del accused.charges[
+                min(accused.charges, key=lambda accuser: accused.charges[accuser][0])
+            ]
+        if why := self._convicted(name, context, now):
             return Convicted(name, suspicion.cause, why)
         suspicion.ClearField("proof")  # it did not convict, and may be large
-        if accuser == known.driver and accused.unsure == math.inf:
-            accused.unsure = now + self.second_voice
+        if accuser == context.driver and accused.corroborate_by == math.inf:
+            accused.corroborate_by = now + self.corroboration_time
         return None
 
-    def review(self, known: AccusationContext, now: float) -> Iterator[Convicted | Uncorroborated]:
+    def review(
+        self, context: AccusationContext, now: float
+    ) -> Iterator[Convicted | Uncorroborated]:
         """Decides the accusations whose corroboration deadline has passed."""
-        found = False
-        for name in sorted(name for name, one in self._accused.items() if one.unsure <= now):
+        handed_over = False
+        for name in sorted(
+            name for name, accused in self._accused.items() if accused.corroborate_by <= now
+        ):
             accused = self._accused[name]
-            accused.unsure = math.inf
-            if found or (told := accused.said.get(known.driver)) is None:
+            accused.corroborate_by = math.inf
+            if handed_over or (entry := accused.charges.get(context.driver)) is None:
                 continue
-            charge = told[1]
-            if why := self._convicted(name, known, now):  # no other node could drive by now
+            charge = entry[1]
+            if why := self._convicted(name, context, now):  # no other node could drive by now
                 yield Convicted(name, charge.cause, why)
                 continue
-            what = f"{name} stays, as nobody but {known.driver} says of it: {evidence(charge)}"
-            heirs = [heir for heir in self._heirs(name, known) if heir != name]
+            finding = f"{name} stays, as nobody but {context.driver} says of it: {evidence(charge)}"
+            heirs = [heir for heir in self._heirs(name, context) if heir != name]
             heir = min(heirs, key=self.lost_alone, default="")
-            yield Uncorroborated(what, heir)
+            yield Uncorroborated(finding, heir)
             if heir:
-                self._alone[known.driver] += 1
-                found = True
+                self._alone[context.driver] += 1
+                handed_over = True
 
     def gone(self, name: str) -> None:
         """Removes a former member and its accusation."""
@@ -131,7 +139,7 @@ class Accusations:
     def paused(self, seconds: float) -> None:
         """Extends the corroboration deadlines by a pause of the registry."""
         for accused in self._accused.values():
-            accused.unsure += seconds
+            accused.corroborate_by += seconds
 
     # -- answers ---------------------------------------------------------------------------------
 
@@ -143,52 +151,52 @@ class Accusations:
 
     def _withdraw(self, accuser: str) -> None:
         if accused := self._accused.get(self._newest.pop(accuser, "")):
-            accused.said.pop(accuser, None)
+            accused.charges.pop(accuser, None)
 
-    def _convicted(self, name: str, known: AccusationContext, now: float) -> str:
+    def _convicted(self, name: str, context: AccusationContext, now: float) -> str:
         """The reason to evict the node, though it may be alive; empty: not enough evidence. Proof
         signed by the accused suffices. A driver as accused requires more than half of the other
         serving nodes, since a contradiction between two nodes has no known culprit."""
-        said = self._accused[name].said
-        for accuser, (_, charge) in said.items():
-            if charge.HasField("proof") and self._is_proved(charge.proof, name, known.keys()):
+        all_charges = self._accused[name].charges
+        for accuser, (_, charge) in all_charges.items():
+            if charge.HasField("proof") and self._is_proved(charge.proof, name, context.keys()):
                 return f"{evidence(charge)}, shows {accuser}"
-        serving = {node for node in known.serving() if node != name}
+        serving = {node for node in context.serving() if node != name}
         charges = {
             accuser: charge
-            for accuser, (told, charge) in said.items()
-            if accuser in serving and now - told < STANDS
+            for accuser, (time, charge) in all_charges.items()
+            if accuser in serving and now - time < STANDS
         }
-        by_driver = charges.get(known.driver)
-        several = self._voices(name, charges, known) > 1
-        if name == known.driver:
+        by_driver = charges.get(context.driver)
+        several = self._voices(name, charges, context) > 1
+        if name == context.driver:
             several = several and 2 * len(charges) > len(serving)
         if several:
             first = by_driver or next(iter(charges.values()))
             return f"{evidence(first)}, say {', '.join(charges)}"
         if by_driver is None:
             return ""
-        says = f"{evidence(by_driver)}, says {known.driver}, which drives"
-        if by_driver.cause == HANG and known.hangs(name):
+        says = f"{evidence(by_driver)}, says {context.driver}, which drives"
+        if by_driver.cause == HANG and context.hangs(name):
             return f"{says}, and so does {name} itself"
-        return "" if self._heirs(name, known) else f"{says}, and nobody else could"
+        return "" if self._heirs(name, context) else f"{says}, and nobody else could"
 
-    def _voices(self, accused: str, accusers: Iterable[str], known: AccusationContext) -> int:
+    def _voices(self, accused: str, accusers: Iterable[str], context: AccusationContext) -> int:
         """The number of independent accusers. Nodes of one failure domain count as one against an
         accused elsewhere, since the fault may be their domain's."""
-        own = known.place(accused)
-        places = {name: known.place(name) for name in accusers}
+        own = context.place(accused)
+        places = {name: context.place(name) for name in accusers}
         return len({name if place == own else place for name, place in places.items()})
 
-    def _heirs(self, accused: str, known: AccusationContext) -> list[str]:
+    def _heirs(self, accused: str, context: AccusationContext) -> list[str]:
         """Nodes that could replace the driver and would count as a second accuser."""
-        driver = known.driver
+        driver = context.driver
         return [
             node
-            for node in known.serving()
+            for node in context.serving()
             if node != driver
-            and known.may_drive(node)
-            and self._voices(accused, (driver, node), known) > 1
+            and context.may_drive(node)
+            and self._voices(accused, (driver, node), context) > 1
         ]
 
     def _is_proved(self, proof: Proof, accused: str, keys: Mapping[str, bytes]) -> bool:
@@ -196,10 +204,16 @@ class Accusations:
         votes."""
         if len(proof.decisions) != 2:
             return is_without_vote(proof, keys[accused], keys, self.run)
-        one, other = proof.decisions
-        twice = (one.step, one.view, one.attempt) == (other.step, other.view, other.attempt)
-        signed = (is_message_signed(keys[accused], told, self.run) for told in proof.decisions)
-        return twice and one.hash != other.hash and all(signed)
+        first, second = proof.decisions
+        twice = (first.step, first.view, first.attempt) == (
+            second.step,
+            second.view,
+            second.attempt,
+        )
+        signed = (
+            is_message_signed(keys[accused], decision, self.run) for decision in proof.decisions
+        )
+        return twice and first.hash != second.hash and all(signed)
 
 
 def evidence(suspicion: Suspicion) -> str:
@@ -207,5 +221,5 @@ def evidence(suspicion: Suspicion) -> str:
     why = readable(suspicion.why[:WHY_LENGTH]) or "no reason given"
     if suspicion.cause == SILENT:
         return why
-    known = suspicion.cause in Cause.values()
-    return f"{Cause.Name(suspicion.cause).lower() if known else 'cause unknown'}: {why}"
+    is_named = suspicion.cause in Cause.values()
+    return f"{Cause.Name(suspicion.cause).lower() if is_named else 'cause unknown'}: {why}"

@@ -101,9 +101,9 @@ class Reach(NamedTuple):
         """The reach granted to a peer at one of `hosts`, IP addresses or names: a peer on this
         machine or link may name others there."""
         hosts = list(hosts)
-        found = [ip for host in hosts if (ip := plain_ip(host.partition("%")[0])) is not None]
-        here = any(ip.is_loopback for ip in found) or any(map(_is_local_name, hosts))
-        return cls(here, here or any(ip.is_link_local for ip in found))
+        ips = [ip for host in hosts if (ip := plain_ip(host.partition("%")[0])) is not None]
+        is_local = any(ip.is_loopback for ip in ips) or any(map(_is_local_name, hosts))
+        return cls(is_local, is_local or any(ip.is_link_local for ip in ips))
 
 
 EVERYWHERE: Final = Reach(loopback=True, link_local=True)
@@ -146,8 +146,8 @@ async def reach_by(addresses: Iterable[str]) -> Reach:
     import asyncio  # deferred: agents parse addresses without an event loop
 
     parsed = [Address.parse(address) for address in addresses]
-    found = await asyncio.gather(*map(_stands_for, parsed))
-    return Reach.of([host for hosts in found for host in hosts])
+    resolved = await asyncio.gather(*map(_stands_for, parsed))
+    return Reach.of([host for hosts in resolved for host in hosts])
 
 
 async def _stands_for(address: Address) -> list[str]:
@@ -158,10 +158,10 @@ async def _stands_for(address: Address) -> list[str]:
     if plain_ip(host) is not None:
         return [host]
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return [host]
-    return [str(place[0]).partition("%")[0] for *_, place in found]
+    return [str(sockaddr[0]).partition("%")[0] for *_, sockaddr in infos]
 
 
 _OWN_MACHINE: Final = "is that of a machine's own: give one by which others reach it"
@@ -214,5 +214,5 @@ def _is_ipv6(text: str) -> bool:
     return True
 
 
-def _wrong(text: str, what: str) -> AddressError:
-    return AddressError(f"the address {text[:LONGEST]!r} {what}")
+def _wrong(text: str, problem: str) -> AddressError:
+    return AddressError(f"the address {text[:LONGEST]!r} {problem}")

@@ -73,8 +73,8 @@ class Admitting:
         try:
             registry, enrolment = self._told_by(port)
             log.info("invites are taken on port %d; they name %s and %s", port, registry, enrolment)
-            registries = [str(one) for one in (registry, *self._others)]
-            enrolments = [str(one) for one in (enrolment, *map(beside, self._others))]
+            registries = [str(address) for address in (registry, *self._others)]
+            enrolments = [str(address) for address in (enrolment, *map(beside, self._others))]
             self._on_invites(
                 {
                     role: self._invite(role, seconds, registries, enrolments)
@@ -101,8 +101,8 @@ class Admitting:
 
     def _is_good(self, file: Path, places: list[str]) -> bool:
         try:
-            kept = decode(file.read_text(encoding="utf-8"))
+            invitation = decode(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeError, InviteError):
             return False
-        same = [*kept.registries, *kept.enrolments] == places
-        return same and self._admission.invites.is_open(kept.secret, time.time())
+        same = [*invitation.registries, *invitation.enrolments] == places
+        return same and self._admission.invites.is_open(invitation.secret, time.time())

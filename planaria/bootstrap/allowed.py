@@ -18,7 +18,7 @@ def read_allowed(path: Path) -> frozenset[str]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise AllowedError(f"can't read {path}, which says who may join: {error}") from error
-    found = set()
+    instances = set()
     for number, line in enumerate(text.splitlines(), 1):
         instance = line.partition("#")[0].strip()
         if instance and not is_instance(instance):
@@ -26,8 +26,8 @@ def read_allowed(path: Path) -> frozenset[str]:
                 f"line {number} of {path} has {instance[:40]!r}, which is no instance: that has "
                 f"{INSTANCE_LETTERS} hexadecimal digits, in small letters"
             )
-        found.add(instance)
-    found.discard("")
-    if not found:
+        instances.add(instance)
+    instances.discard("")
+    if not instances:
         raise AllowedError(f"{path} names no instance, so nobody could join: write one on a line")
-    return frozenset(found)
+    return frozenset(instances)

@@ -57,20 +57,22 @@ class Who(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        said = [self.role, self.instance, None if self.stage is None else f"stage-{self.stage}"]
-        return [f"{one}{DOMAIN}" for one in said if one]
+        labels = [self.role, self.instance, None if self.stage is None else f"stage-{self.stage}"]
+        return [f"{label}{DOMAIN}" for label in labels if label]
 
     @classmethod
     def of(cls, names: Iterable[str]) -> Who:
         """Parses DNS names; ignores unknown ones."""
         labels = [name.removesuffix(DOMAIN) for name in names if name.endswith(DOMAIN)]
         roles = [Role(label) for label in labels if label in list(Role)]
-        instances = [one for one in labels if re.fullmatch(f"[0-9a-f]{{{INSTANCE_LETTERS}}}", one)]
+        instances = [
+            label for label in labels if re.fullmatch(f"[0-9a-f]{{{INSTANCE_LETTERS}}}", label)
+        ]
         stages = [re.fullmatch(r"stage-(\d{1,6})", label) for label in labels]
         return cls(
             roles[0] if len(roles) == 1 else None,
             instances[0] if len(instances) == 1 else "",
-            next((int(found[1]) for found in stages if found), None),
+            next((int(match[1]) for match in stages if match), None),
         )
 
 
@@ -191,10 +193,10 @@ def who_in(certificate: bytes) -> Who:
     with _foreign():
         try:
             extensions = _load(certificate).extensions
-            found = extensions.get_extension_for_class(x509.SubjectAlternativeName)
+            extension = extensions.get_extension_for_class(x509.SubjectAlternativeName)
         except x509.ExtensionNotFound:
             return Who()
-        return Who.of(found.value.get_values_for_type(x509.DNSName))
+        return Who.of(extension.value.get_values_for_type(x509.DNSName))
 
 
 def key_in(certificate: bytes) -> bytes:
@@ -231,11 +233,11 @@ def _public_key_of(request: bytes) -> ec.EllipticCurvePublicKey:
     if len(request) > REQUEST_BYTES:
         raise ValueError(f"a request of {len(request)} bytes; {REQUEST_BYTES} are allowed")
     with _foreign():
-        asked = x509.load_der_x509_csr(request)
-        public = asked.public_key()
+        csr = x509.load_der_x509_csr(request)
+        public = csr.public_key()
         if not isinstance(public, ec.EllipticCurvePublicKey) or public.curve.name != "secp256r1":
             raise ValueError("the request is not for a P-256 key")
-        if not asked.is_signature_valid:
+        if not csr.is_signature_valid:
             raise ValueError("the request is not signed by the key that it is for")
         return public
 

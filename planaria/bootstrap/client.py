@@ -43,7 +43,7 @@ from planaria.bootstrap.registry_pb2 import (
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
 from planaria.bootstrap.truncation import fitting, shorten_all
-from planaria.bootstrap.views import follows, is_genuine, told_view, unpack, unpacked
+from planaria.bootstrap.views import follows, is_genuine, unpack, unpacked, view_in
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +55,9 @@ SUSPECT_DEADLINE = 2.0  # seconds
 LEAVE_DEADLINE = 2.0  # seconds
 MESSAGE_BYTES = 16 * 2**20  # equal to the service's limit
 REPORT_BYTES = 15 * 2**10  # share of the service's RENEWAL_BYTES
-LONGEST_WORDS = 5_000  # characters per text field of a registry: terminals are slow
+LONGEST_TEXT = 5_000  # characters per text field of a registry: terminals are slow
 LINE_BYTES = 4  # maximum encoding overhead per event line
-MOST_TOLD = 1000  # events queued while the registry is unreachable
+MOST_QUEUED = 1000  # events queued while the registry is unreachable
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -67,7 +67,7 @@ _RETRIED = (
     StatusCode.RESOURCE_EXHAUSTED,
     StatusCode.ABORTED,  # the registry waits for other members
 )
-_TOLD_BY_MEMBERSHIP = (
+_LOGGED_BY_MEMBERSHIP = (
     StatusCode.UNAVAILABLE,  # the registry is unreachable
     StatusCode.DEADLINE_EXCEEDED,
     StatusCode.FAILED_PRECONDITION,  # this node is no longer a member
@@ -107,7 +107,7 @@ class RegistryClient:
         self._heard = False  # whether the registry has ever answered
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._report = Report()
-        self._happened: deque[str] = deque(maxlen=MOST_TOLD)
+        self._events: deque[str] = deque(maxlen=MOST_QUEUED)
         self._due = asyncio.Event()  # renew at once
         self._tasks: set[asyncio.Task[None]] = set()
         self._node = self._left = ""  # nodes of the last join and the last leave
@@ -124,32 +124,32 @@ class RegistryClient:
         and RegistryUnreachable after `deadline` seconds."""
         clock = asyncio.get_running_loop().time
         end = clock() + deadline
-        asked = JoinRequest()
-        asked.CopyFrom(request)
-        asked.key = identity.public
+        message = JoinRequest()
+        message.CopyFrom(request)
+        message.key = identity.public
         while True:
-            identity.sign_message(asked, asked.run)
-            reply: JoinReply = await self._retry("Join", asked, end - clock(), JOIN)
+            identity.sign_message(message, message.run)
+            reply: JoinReply = await self._retry("Join", message, end - clock(), JOIN)
             if reply.quarantine:
                 raise InQuarantine(reply.reason, reply.quarantine)
             _unpack(reply)
-            if wrong := first_misspelt([*reply.view.members, *reply.unheard]):
-                raise JoinRefused(f"what the registry says can't be: {wrong}")
+            if problem := first_misspelt([*reply.view.members, *reply.unheard]):
+                raise JoinRefused(f"what the registry says can't be: {problem}")
             if not reply.question:
                 break
             log.info("%s", reply.reason)
-            asked.question = reply.question
-            asked.answered[:] = await self._dial(reply)
+            message.question = reply.question
+            message.answered[:] = await self._dial(reply)
         self._trust(reply)
         self._node, self._run, self._identity = request.node, request.run, identity
         self._report = Report()
-        self._happened.clear()
+        self._events.clear()
         return reply
 
     async def describe(self, deadline: float = 30.0) -> Description:
         """Raises JoinRefused (a wrong token, another service), and RegistryUnreachable."""
         described: Description = await self._retry("Describe", DescribeRequest(), deadline)
-        shorten_all(described, LONGEST_WORDS)
+        shorten_all(described, LONGEST_TEXT)
         return described
 
     async def show(self, figures: bool = False, deadline: float = 30.0) -> bytes:
@@ -231,7 +231,7 @@ class RegistryClient:
 
     def tell(self, line: str) -> None:
         """Queues an event log line for a later renewal. A full queue drops its oldest line."""
-        self._happened.append(line)
+        self._events.append(line)
 
     def suspect(
         self, accused: str, why: str, cause: Cause = SILENT, proof: Proof | None = None
@@ -290,12 +290,14 @@ class RegistryClient:
         Raises JoinRefused when the runs differ."""
         if len(self._addresses) == 1:
             return
-        runs = await asyncio.gather(*(self._run_at(one, seconds) for one in self._addresses))
-        found = {address: run for address, run in zip(self._addresses, runs, strict=True) if run}
-        if len(set(found.values())) > 1:
-            said = ", ".join(f"{address} serves {run}" for address, run in found.items())
+        runs = await asyncio.gather(
+            *(self._run_at(address, seconds) for address in self._addresses)
+        )
+        answers = {address: run for address, run in zip(self._addresses, runs, strict=True) if run}
+        if len(set(answers.values())) > 1:
+            conflict = ", ".join(f"{address} serves {run}" for address, run in answers.items())
             raise JoinRefused(
-                f"--join names registries of different runs: {said}. Name the addresses of one"
+                f"--join names registries of different runs: {conflict}. Name the addresses of one"
             )
 
     def is_genuine(self, view: View) -> bool:
@@ -319,15 +321,15 @@ class RegistryClient:
     def _address(self) -> str:
         return self._addresses[self._at]
 
-    def _next_to_tell(self, room: int) -> list[str]:
+    def _next_lines(self, room: int) -> list[str]:
         """Takes queued event lines up to `room` bytes; drops a line longer than half a report."""
         lines: list[str] = []
-        while self._happened:
-            size = len(self._happened[0].encode()) + LINE_BYTES
+        while self._events:
+            size = len(self._events[0].encode()) + LINE_BYTES
             fits = size <= REPORT_BYTES // 2
             if fits and size > room:
                 break
-            line = self._happened.popleft()
+            line = self._events.popleft()
             if fits:
                 lines.append(line)
                 room -= size
@@ -338,11 +340,11 @@ class RegistryClient:
         reach, seconds = await self.reach(), reply.dial_seconds
         answers = await asyncio.gather(
             *(
-                is_alive(one.node, one.address, self._credentials, seconds, reach)
-                for one in reply.unheard
+                is_alive(member.node, member.address, self._credentials, seconds, reach)
+                for member in reply.unheard
             )
         )
-        return [one.node for one, there in zip(reply.unheard, answers, strict=True) if there]
+        return [member.node for member, alive in zip(reply.unheard, answers, strict=True) if alive]
 
     async def _run_at(self, address: str, seconds: float) -> str:
         """The run served at an address; empty: no answer."""
@@ -378,7 +380,7 @@ class RegistryClient:
     ) -> Any:
         """Calls the addresses in turn until one answers or refuses."""
         clock = asyncio.get_running_loop().time
-        end, pause, told = clock() + deadline, FIRST_PAUSE, ""
+        end, pause, logged = clock() + deadline, FIRST_PAUSE, ""
         refusal: grpc.aio.AioRpcError | None = None  # the newest ABORTED reply, which asks to wait
         while True:
             try:
@@ -397,11 +399,11 @@ class RegistryClient:
                 if clock() + pause >= end:  # the last attempt may have been too short for an answer
                     self._give_up(refusal or error, deadline)
                 why = error.details() or ""
-                if error.code() is StatusCode.ABORTED and why != told:
-                    told = why
+                if error.code() is StatusCode.ABORTED and why != logged:
+                    logged = why
                     log.info("waiting to be let in: %s", why)
-                elif not told and (deadline > ATTEMPT or not self._heard):
-                    told = why
+                elif not logged and (deadline > ATTEMPT or not self._heard):
+                    logged = why
                     log.warning(
                         "the registry at %s does not answer%s, trying for %.0f s: %s",
                         self._address,
@@ -433,8 +435,8 @@ class RegistryClient:
             )
             log.info("suspected %s (%s): %s", accused, why, verdict.reason)
         except grpc.aio.AioRpcError as error:
-            told = error.code() in _TOLD_BY_MEMBERSHIP
-            level = logging.DEBUG if told else logging.WARNING
+            logged = error.code() in _LOGGED_BY_MEMBERSHIP
+            level = logging.DEBUG if logged else logging.WARNING
             log.log(
                 level, "suspected %s (%s), but %s: %s", accused, why, self._address, _what(error)
             )
@@ -526,7 +528,7 @@ class _Membership:
             self.client._due.clear()
             probe, self.probe = self.probe, 0
             report = self.client._report
-            happened = self.client._next_to_tell(REPORT_BYTES - report.ByteSize())
+            happened = self.client._next_lines(REPORT_BYTES - report.ByteSize())
             yield Renewal(node=self.node, report=report, probe=probe, happened=happened)
 
     async def _watch(self, stub: RegistryStub, metadata: Metadata) -> str:
@@ -541,29 +543,29 @@ class _Membership:
         except _Misfit as misfit:
             return str(misfit)
 
-    async def _hear(self, stub: RegistryStub, metadata: Metadata, known: bytes) -> str:
+    async def _hear(self, stub: RegistryStub, metadata: Metadata, signature: bytes) -> str:
         """Receives views. `known`: the signature of this node's view; empty requests a whole view.
         Raises _Misfit."""
-        request = WatchRequest(run=self.view.run, node=self.node, known=known)
+        request = WatchRequest(run=self.view.run, node=self.node, known=signature)
         call = stub.Watch(request, metadata=metadata)
         last = self.view  # base of the next difference
         try:
-            async for told in call:
+            async for message in call:
                 try:
-                    told = unpacked(told)
-                    last = view = told_view(told, last)
+                    message = unpacked(message)
+                    last = view = view_in(message, last)
                 except ValueError as error:
                     raise _Misfit(f"a difference between views can't be: {error}") from error
                 if view.number < self.view.number or view == self.view:
                     continue
-                if wrong := self._unsigned(view):
-                    if told.HasField("difference"):
+                if problem := self._unsigned(view):
+                    if message.HasField("difference"):
                         raise _Misfit(
-                            f"by a difference from view {told.difference.former}, {wrong}"
+                            f"by a difference from view {message.difference.former}, {problem}"
                         )
-                    return f"it sent a view that can't be: {wrong}"
-                if wrong := self._misspelt(view):
-                    return f"it sent a view that can't be: {wrong}"
+                    return f"it sent a view that can't be: {problem}"
+                if problem := self._misspelt(view):
+                    return f"it sent a view that can't be: {problem}"
                 if not follows(view, self.view):
                     self.evicted = (
                         f"view {view.number} of the registry doesn't follow view "

@@ -40,31 +40,30 @@ class CommitWatermark:
     def restore(self, age: Age, now: float) -> None:
         self.newest, self._at = max(self.newest, age), now
 
-    def driven(self, told: Age, vouched: Callable[[], Age], now: float) -> str:
+    def driven(self, reported: Age, confirmed: Callable[[], Age], now: float) -> str:
         """Processes the driver's report `told`. `vouched`: returns the age that members of all
         stages confirm. Returns the problem if it persists beyond `patience`; empty: none."""
-        if not self._is_in_time(told, now):
-            if (others := vouched()) > self.newest:
-                self.newest, self._at = others, now
-            if not self._is_in_time(told, now):
+        if not self._is_in_time(reported, now):
+            if (confirmed_age := confirmed()) > self.newest:
+                self.newest, self._at = confirmed_age, now
+            if not self._is_in_time(reported, now):
                 self._ahead = now if self._ahead is None else self._ahead
-                return self._ahead_of_all(told) if now - self._ahead >= self._patience else ""
+                return self._ahead_of_all(reported) if now - self._ahead >= self._patience else ""
         self._ahead = None
-        if told > self.newest:
-            self.newest, self._at = told, now
+        if reported > self.newest:
+            self.newest, self._at = reported, now
         return ""
 
-    def _is_in_time(self, told: Age, now: float) -> bool:
+    def _is_in_time(self, reported: Age, now: float) -> bool:
         self._at = now if self._at is None else self._at
         (lineage, committed), seconds = self.newest, 1 + now - self._at
-        return told <= self.newest or (
-            told[0] <= lineage + LINEAGES_PER_SECOND * seconds
-            and told[1] <= committed + STEPS_PER_SECOND * seconds
+        return reported <= self.newest or (
+            reported[0] <= lineage + LINEAGES_PER_SECOND * seconds
+            and reported[1] <= committed + STEPS_PER_SECOND * seconds
         )
 
-    def _ahead_of_all(self, told: Age) -> str:
+    def _ahead_of_all(self, reported: Age) -> str:
         return (
-            f"step {told[1]} of lineage {told[0]} is not believed to be committed, since no time "
-            f"was for it after step {self.newest[1]} of lineage {self.newest[0]}, and no member of "
-            "each stage says so"
+            f"step {reported[1]} of lineage {reported[0]} is too far ahead of step "
+            f"{self.newest[1]} of lineage {self.newest[0]}, and not every stage confirms it"
         )

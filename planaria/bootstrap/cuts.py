@@ -77,11 +77,11 @@ class _Pair:
     since: float
     unlinked: float = 0.0  # time since which no relay links them either
     complaints: dict[str, bool] = field(default_factory=dict)  # complainant -> whether relayed
-    clear: float = math.inf  # time since which no complaint is open
+    clear_since: float = math.inf  # time since which no complaint is open
     via: str = ""
-    idle: float = math.inf  # time since which `via` has failed to carry
+    idle_since: float = math.inf  # time since which `via` has failed to carry
     failed: dict[str, set[str]] = field(default_factory=dict)  # by relay: peers it can't reach
-    given_up: float = math.inf  # time since which no candidate is left
+    hopeless_since: float = math.inf  # time since which no candidate is left
 
     @property
     def carried(self) -> bool:
@@ -89,10 +89,10 @@ class _Pair:
 
 
 @dataclass(frozen=True)
-class Relayed:
+class RelayChange:
     """A description of a relay that began, ended or changed."""
 
-    what: str
+    change: str
 
 
 @dataclass(frozen=True)
@@ -106,35 +106,35 @@ class Goes:
 class Cuts:
     def __init__(self, lease: float) -> None:
         self.lease = lease
-        self._looked = -math.inf
+        self._reviewed_at = -math.inf
         self._pairs: dict[tuple[str, str], _Pair] = {}
         self._of: dict[str, set[tuple[str, str]]] = {}  # the pairs of each node
         self._more: set[str] = set()  # nodes with unlisted complaints
 
     # -- events ----------------------------------------------------------------------------------
 
-    def told(
+    def report(
         self, node: str, complaints: Iterable[Complaint], now: float, unlisted: int = 0
     ) -> None:
-        """Records the complaints of `node` and withdraws its others. `unlisted`: further ones."""
-        told = list(itertools.islice(complaints, MOST_COMPLAINTS + 1))
-        standing = {c.peer: c.relayed for c in told[:MOST_COMPLAINTS] if c.peer != node}
+        """Replaces the complaints of `node`. `unlisted`: the number of further ones."""
+        listed = list(itertools.islice(complaints, MOST_COMPLAINTS + 1))
+        standing = {c.peer: c.relayed for c in listed[:MOST_COMPLAINTS] if c.peer != node}
         self._more.discard(node)
-        if unlisted or len(told) > MOST_COMPLAINTS:
+        if unlisted or len(listed) > MOST_COMPLAINTS:
             self._more.add(node)
         for key in self._of.get(node, ()):
-            known = self._pairs[key]
-            if node in known.complaints and _other(key, node) not in standing:
-                del known.complaints[node]
-                if not known.complaints:
-                    known.clear = now
+            former = self._pairs[key]
+            if node in former.complaints and _other(key, node) not in standing:
+                del former.complaints[node]
+                if not former.complaints:
+                    former.clear_since = now
         for peer, relayed in standing.items():
             key = _key(node, peer)
             pair = self._begun(key, now)
             if pair is None:
                 continue
             if not pair.complaints:
-                pair.since, pair.clear = now, math.inf
+                pair.since, pair.clear_since = now, math.inf
                 pair.unlinked = now
             pair.complaints[node] = relayed
             if pair.carried:
@@ -149,7 +149,7 @@ class Cuts:
         for pair in self._pairs.values():
             pair.failed.pop(node, None)
             if pair.via == node:
-                pair.via, pair.idle = "", math.inf
+                pair.via, pair.idle_since = "", math.inf
 
     def restore(self, relays: Iterable[Relay], now: float) -> None:
         """Restores the relays of a view; complainants repeat their complaints."""
@@ -157,32 +157,32 @@ class Cuts:
         for relay in relays:
             pair = self._begun((relay.a, relay.b), now)
             if pair is not None:
-                pair.via, pair.clear = relay.via, now
+                pair.via, pair.clear_since = relay.via, now
 
     def paused(self, seconds: float, now: float) -> None:
         """Shifts deadlines by a pause of the registry, in which no complaint could be withdrawn."""
         for pair in self._pairs.values():
             pair.since = min(now, pair.since + seconds)
             pair.unlinked = min(now, pair.unlinked + seconds)
-            if pair.clear < math.inf:
-                pair.clear = min(now, pair.clear + seconds)
-            if pair.idle < math.inf:
-                pair.idle = min(now, pair.idle + seconds)
+            if pair.clear_since < math.inf:
+                pair.clear_since = min(now, pair.clear_since + seconds)
+            if pair.idle_since < math.inf:
+                pair.idle_since = min(now, pair.idle_since + seconds)
 
-    def review(self, known: LinkContext, now: float) -> list[Relayed | Goes]:
+    def review(self, context: LinkContext, now: float) -> list[RelayChange | Goes]:
         """The actions due now. After an eviction, which ends the list, call again."""
-        done: list[Relayed | Goes] = []
-        if now < self._looked + self.lease / LOOKS:
+        done: list[RelayChange | Goes] = []
+        if now < self._reviewed_at + self.lease / LOOKS:
             return done
         for key, pair in list(self._pairs.items()):
             if not pair.complaints:
-                if now - pair.clear >= 2 * self.lease or not pair.via:
+                if now - pair.clear_since >= 2 * self.lease or not pair.via:
                     done += self._over(key, pair)
-            elif all(map(known.heard, key)) and self._is_due(known, key, pair, now):
-                done += self._see_to(known, key, pair, now)
+            elif all(map(context.heard, key)) and self._is_due(context, key, pair, now):
+                done += self._see_to(context, key, pair, now)
             if done and isinstance(done[-1], Goes):
                 return done
-        self._looked = now
+        self._reviewed_at = now
         return done
 
     # -- answers ---------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class Cuts:
     def relays(self) -> list[Relay]:
         return [Relay(a=a, b=b, via=p.via) for (a, b), p in sorted(self._pairs.items()) if p.via]
 
-    def listed(self, known: LinkContext, now: float) -> list[Cut]:
+    def listed(self, context: LinkContext, now: float) -> list[Cut]:
         """The cuts, as `planaria status` lists them."""
         return [
             Cut(
@@ -204,16 +204,16 @@ class Cuts:
                 seconds=now - pair.since,
                 via=pair.via,
                 carried=bool(pair.via) and pair.carried,
-                state=self._state(known, a, b),
+                state=self._state(context, a, b),
             )
             for (a, b), pair in sorted(self._pairs.items())
             if pair.complaints
         ]
 
-    def reached_by(self, known: LinkContext, node: str) -> str:
+    def reached_by(self, context: LinkContext, node: str) -> str:
         """A member that reports a link with `node`; empty: none."""
-        others = (other for other in known.names() if other != node)
-        return next((other for other in others if self._says_linked(known, other, node)), "")
+        others = (other for other in context.names() if other != node)
+        return next((other for other in others if self._says_linked(context, other, node)), "")
 
     def cut_off(self, node: str) -> int:
         """The number of members that `node` is cut off from."""
@@ -226,7 +226,7 @@ class Cuts:
             assert key in self._of[key[0]]
             assert key in self._of[key[1]]
             assert pair.complaints.keys() <= set(key)
-            assert bool(pair.complaints) == (pair.clear == math.inf)
+            assert bool(pair.complaints) == (pair.clear_since == math.inf)
             assert pair.via not in key
         assert sum(map(len, self._of.values())) == 2 * len(self._pairs)
 
@@ -241,76 +241,76 @@ class Cuts:
             self._of.setdefault(node, set()).add(key)
         return pair
 
-    def _over(self, key: tuple[str, str], pair: _Pair) -> list[Relayed | Goes]:
+    def _over(self, key: tuple[str, str], pair: _Pair) -> list[RelayChange | Goes]:
         del self._pairs[key]
         for node in key:
             self._of[node].discard(key)
             if not self._of[node]:
                 del self._of[node]
         a, b = key
-        return [Relayed(f"{a} and {b} reach each other again")] if pair.via else []
+        return [RelayChange(f"{a} and {b} reach each other again")] if pair.via else []
 
-    def _is_due(self, known: LinkContext, key: tuple[str, str], pair: _Pair, now: float) -> bool:
+    def _is_due(self, context: LinkContext, key: tuple[str, str], pair: _Pair, now: float) -> bool:
         """Whether both nodes are alive, as far as known, and no direct link is expected soon."""
         waited = now - pair.since >= PATIENCE * self.lease
-        both = all(known.heard_since(node, pair.since) for node in key)
-        return (waited and both) or not known.linkable(*key)
+        both = all(context.heard_since(node, pair.since) for node in key)
+        return (waited and both) or not context.linkable(*key)
 
     def _see_to(
-        self, known: LinkContext, key: tuple[str, str], pair: _Pair, now: float
-    ) -> list[Relayed | Goes]:
+        self, context: LinkContext, key: tuple[str, str], pair: _Pair, now: float
+    ) -> list[RelayChange | Goes]:
         """Chooses a relay or an eviction for a pair whose cut is due."""
         a, b = key
         former = pair.via
-        if former and self._goes_on(known, key, pair, now):
+        if former and self._goes_on(context, key, pair, now):
             return []
-        pair.via = self._third(known, key, pair)
-        pair.idle = now if pair.via else math.inf
+        pair.via = self._third(context, key, pair)
+        pair.idle_since = now if pair.via else math.inf
         seconds = now - pair.unlinked
-        in_vain = len(pair.failed) >= MOST_TRIED or not pair.via
-        if in_vain and seconds >= 2 * self.lease and (goes := self._goes(known, a, b)):
-            stays = _other(key, goes)
-            return [Goes(goes, f"unreachable from {stays} for {seconds:.0f} s, though alive")]
+        exhausted = len(pair.failed) >= MOST_TRIED or not pair.via
+        if exhausted and seconds >= 2 * self.lease and (evicted := self._goes(context, a, b)):
+            partner = _other(key, evicted)
+            return [Goes(evicted, f"unreachable from {partner} for {seconds:.0f} s, though alive")]
         if pair.via:
-            pair.given_up = math.inf
-            return [Relayed(f"{a} and {b} can't reach each other: {pair.via} carries for them")]
-        pair.given_up = min(pair.given_up, now)
-        if now - pair.given_up >= TRIED_AGAIN * self.lease:
+            pair.hopeless_since = math.inf
+            return [RelayChange(f"{a} and {b} can't reach each other: {pair.via} carries for them")]
+        pair.hopeless_since = min(pair.hopeless_since, now)
+        if now - pair.hopeless_since >= TRIED_AGAIN * self.lease:
             pair.failed.clear()
-        return [Relayed(f"nobody carries for {a} and {b} any more")] if former else []
+        return [RelayChange(f"nobody carries for {a} and {b} any more")] if former else []
 
-    def _goes_on(self, known: LinkContext, key: tuple[str, str], pair: _Pair, now: float) -> bool:
+    def _goes_on(self, context: LinkContext, key: tuple[str, str], pair: _Pair, now: float) -> bool:
         """Whether the pair's relay carries, or has time left to begin."""
-        apart = {node for node in key if self._stands(pair.via, node)}
+        cut_off = {node for node in key if self._stands(pair.via, node)}
         if pair.carried:
-            pair.idle = math.inf
-        elif pair.idle == math.inf:
-            pair.idle = now
-        if apart or now - pair.idle >= self.lease:
-            pair.failed[pair.via] = apart
+            pair.idle_since = math.inf
+        elif pair.idle_since == math.inf:
+            pair.idle_since = now
+        if cut_off or now - pair.idle_since >= self.lease:
+            pair.failed[pair.via] = cut_off
             return False
-        return self._reaches(known, pair.via, key)
+        return self._reaches(context, pair.via, key)
 
-    def _third(self, known: LinkContext, key: tuple[str, str], pair: _Pair) -> str:
+    def _third(self, context: LinkContext, key: tuple[str, str], pair: _Pair) -> str:
         """The relay for a pair: by preference a node that has links to both already, then one that
         carries for the fewest pairs, then the oldest; empty: none."""
         carried = Counter(other.via for other in self._pairs.values())
-        found = [
+        candidates = [
             node
-            for node in known.names()
-            if node not in key and node not in pair.failed and self._reaches(known, node, key)
+            for node in context.names()
+            if node not in key and node not in pair.failed and self._reaches(context, node, key)
         ]
 
         def cost(node: str) -> tuple[bool, int]:
-            linked = all(known.neighbours(node, one) for one in key)
+            linked = all(context.neighbours(node, end) for end in key)
             return not linked, carried[node]
 
-        return min(found, key=cost, default="")
+        return min(candidates, key=cost, default="")
 
-    def _reaches(self, known: LinkContext, node: str, others: Iterable[str]) -> bool:
+    def _reaches(self, context: LinkContext, node: str, others: Iterable[str]) -> bool:
         """Whether `node` can link to all `others`, as far as the reports say."""
-        return known.heard(node) and all(
-            known.linkable(node, other) and not self._apart(node, other) for other in others
+        return context.heard(node) and all(
+            context.linkable(node, other) and not self._apart(node, other) for other in others
         )
 
     def _stands(self, a: str, b: str) -> bool:
@@ -325,26 +325,26 @@ class Cuts:
             for key in keys
         )
 
-    def _reached(self, known: LinkContext, node: str, but: str) -> bool:
+    def _reached(self, context: LinkContext, node: str, but: str) -> bool:
         """Whether a node other than `but` can reach `node`."""
-        others = (other for other in known.names() if other not in (node, but))
+        others = (other for other in context.names() if other not in (node, but))
         return any(
-            self._reaches(known, other, [node])
-            or self._says_linked(known, node, other)
-            or self._says_linked(known, other, node)
+            self._reaches(context, other, [node])
+            or self._says_linked(context, node, other)
+            or self._says_linked(context, other, node)
             for other in others
         )
 
-    def _says_linked(self, known: LinkContext, node: str, other: str) -> bool:
+    def _says_linked(self, context: LinkContext, node: str, other: str) -> bool:
         """Whether `node` needs a link with `other` and has no complaint except a relayed one."""
-        if not known.believed(node):
+        if not context.believed(node):
             return False
         pair = self._pairs.get(_key(node, other))
         if pair is not None and node in pair.complaints:
             return pair.complaints[node]
-        return known.neighbours(node, other) and node not in self._more
+        return context.neighbours(node, other) and node not in self._more
 
-    def _goes(self, known: LinkContext, a: str, b: str) -> str:
+    def _goes(self, context: LinkContext, a: str, b: str) -> str:
         """The node of the pair to evict; empty: neither.
 
         A candidate's partner must be able to work without it and be reachable by another node. A
@@ -353,27 +353,27 @@ class Cuts:
         suggests; else the one cut off from more members; else the one whose stage has more nodes;
         else the newer one.
         """
-        reached = {a: self._reached(known, a, b), b: self._reached(known, b, a)}
-        order = {name: number for number, name in enumerate(known.names())}
+        reached = {a: self._reached(context, a, b), b: self._reached(context, b, a)}
+        order = {name: number for number, name in enumerate(context.names())}
         free = [
             node
             for node, other in ((a, b), (b, a))
-            if reached[other] and (not known.spared(node) or not reached[node])
+            if reached[other] and (not context.spared(node) or not reached[node])
         ]
-        driver = next((n for n in order if known.drives(n) and n not in (a, b)), "")
+        driver = next((n for n in order if context.drives(n) and n not in (a, b)), "")
 
         def cost(node: str) -> tuple[bool, bool, int, int, int]:
             undriven = bool(driver) and self._stands(node, driver)
-            spared = known.spared(node)
-            return not spared, undriven, self.cut_off(node), known.replicas(node), order[node]
+            spared = context.spared(node)
+            return not spared, undriven, self.cut_off(node), context.replicas(node), order[node]
 
         return max(free, key=cost, default="")
 
-    def _state(self, known: LinkContext, a: str, b: str) -> str:
+    def _state(self, context: LinkContext, a: str, b: str) -> str:
         pair = self._pairs[a, b]
         if pair.via:
             return f"{pair.via} {'carries' if pair.carried else 'is to carry'} for them"
-        if self._third(known, (a, b), pair) or self._goes(known, a, b):
+        if self._third(context, (a, b), pair) or self._goes(context, a, b):
             return "they may reach each other yet"
         return "nobody can carry for them, and neither can be spared"
 

@@ -62,11 +62,11 @@ class EtcdPlace(NamedTuple):
             raise ValueError("--store: etcd:// is plain text and needs no files; write etcds://")
         if ("cert" in options) != ("key" in options):
             raise ValueError("--store: cert and key are needed both, or neither")
-        addresses = tuple(Address.to_dial(one) for one in parts.netloc.split(","))
-        open_ones = [one for one in addresses if not (tls or one.is_loopback)]
-        if open_ones:
+        addresses = tuple(Address.to_dial(address) for address in parts.netloc.split(","))
+        unencrypted = [address for address in addresses if not (tls or address.is_loopback)]
+        if unencrypted:
             raise ValueError(
-                f"--store: {open_ones[0]} is another machine, and etcd:// is plain text: write "
+                f"--store: {unencrypted[0]} is another machine, and etcd:// is plain text: write "
                 "etcds://, with ?ca=FILE if its authority isn't one that this machine trusts"
             )
         return cls(addresses, tls, options.get("ca"), options.get("cert"), options.get("key"))
@@ -85,22 +85,22 @@ class Etcd:
     def ask(self, path: str, body: Body, seconds: float) -> dict[str, Any]:
         """Calls the nodes in turn until one answers. A node that failed to answer may have executed
         the request too. Raises EtcdAway and EtcdRefused."""
-        end, whys = time.monotonic() + seconds, []
+        end, failures = time.monotonic() + seconds, []
         addresses, at = self.place.addresses, self._at
         for offset in range(len(addresses)):
-            left = end - time.monotonic()
-            if left <= 0:
+            remaining = end - time.monotonic()
+            if remaining <= 0:
                 break
             address = addresses[(at + offset) % len(addresses)]
             try:
-                answer = self._ask_at(address, path, body, min(left, ATTEMPT))
+                answer = self._ask_at(address, path, body, min(remaining, ATTEMPT))
             except (OSError, http.client.HTTPException, ValueError) as error:
-                whys.append(f"{address}: {str(error) or type(error).__name__}")
+                failures.append(f"{address}: {str(error) or type(error).__name__}")
             else:
                 self._at = (at + offset) % len(addresses)
                 return answer
-        said = "; ".join(whys) or "no time was left to ask"
-        raise EtcdAway(f"etcd at {self.place} doesn't answer ({said})")
+        reasons = "; ".join(failures) or "no time was left to ask"
+        raise EtcdAway(f"etcd at {self.place} doesn't answer ({reasons})")
 
     def _ask_at(self, address: Address, path: str, body: Body, seconds: float) -> dict[str, Any]:
         if self._context is None:
@@ -113,12 +113,12 @@ class Etcd:
             content = json.dumps(body).encode()
             link.request("POST", f"/v3/{path}", content, {"Content-Type": "application/json"})
             response = link.getresponse()
-            said = response.read(LONGEST_ANSWER)
+            content_read = response.read(LONGEST_ANSWER)
         finally:
             link.close()
-        answer = json.loads(said)
+        answer = json.loads(content_read)
         if not isinstance(answer, dict):
-            raise ValueError(f"it answers {said[:40]!r}")
+            raise ValueError(f"it answers {content_read[:40]!r}")
         if response.status != http.HTTPStatus.OK or "error" in answer:
             why = str(answer.get("message") or answer.get("error") or response.reason)[:200]
             if answer.get("code", 2) in _PASSING:
@@ -182,6 +182,6 @@ def all_below(prefix: str) -> Body:
     }
 
 
-def values(found: Body) -> list[bytes]:
+def values(reply: Body) -> list[bytes]:
     """The values in a kv/range reply."""
-    return [read(one.get("value", "")) for one in found.get("kvs", [])]
+    return [read(item.get("value", "")) for item in reply.get("kvs", [])]

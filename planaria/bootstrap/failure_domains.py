@@ -40,15 +40,15 @@ def is_block(text: str) -> bool:
     return not text or block_of(text.partition("/")[0]) == text
 
 
-def shared(place: FailureDomain, there: Collection[FailureDomain]) -> tuple[int, int]:
+def shared(place: FailureDomain, others: Collection[FailureDomain]) -> tuple[int, int]:
     """How many of `there` share the block, and how many the host; fewer is better."""
-    blocks = sum(other.block == place.block for other in there)
-    return blocks, sum(other.host == place.host for other in there)
+    blocks = sum(other.block == place.block for other in others)
+    return blocks, sum(other.host == place.host for other in others)
 
 
-def is_apart(place: FailureDomain, there: Collection[FailureDomain]) -> bool:
+def is_apart(place: FailureDomain, others: Collection[FailureDomain]) -> bool:
     """Whether `there` are in one block, or at one host of it, and `place` is not."""
-    blocks, hosts = ({other[n] for other in there} for n in range(2))
+    blocks, hosts = ({other[n] for other in others} for n in range(2))
     if len(blocks) != 1:
         return False
     return place.block not in blocks or (len(hosts) == 1 and place.host not in hosts)

@@ -176,7 +176,7 @@ class Invites:
             raise InviteError(f"stage {stage}: only a node is for a stage, from 0 on")
         if not (uses >= 0 and seconds >= 0 and now + seconds < float("inf")):
             raise InviteError("an invite can't be for less than no uses, or less than no time")
-        open_ones = [one for one in self.invites.values() if not self._over(one, now)]
+        open_ones = [invite for invite in self.invites.values() if not self._over(invite, now)]
         if len(open_ones) >= MOST:
             raise InviteError(f"there are {MOST} invites; revoke some")
         secret = secrets.token_bytes(SECRET_BYTES)

@@ -143,24 +143,24 @@ class Journal:
             content = self.path.read_bytes()
         except FileNotFoundError:
             return None, ""
-        found = _found(self.path, content)
-        self._check_run(found)
-        self._check_signed(found.view)
-        if found.damage:
-            return found.view, self._keep(content, found)
-        if found.torn:
+        parsed = _found(self.path, content)
+        self._check_run(parsed)
+        self._check_signed(parsed.view)
+        if parsed.damage:
+            return parsed.view, self._keep(content, parsed)
+        if parsed.torn:
             log.warning(
                 "the journal %s ends with %d bytes of a record that a crash cut short: removed; if "
                 "nodes heard of a view in it, they bring it when they register again",
                 self.path,
-                found.torn,
+                parsed.torn,
             )
-        return found.view, ""
+        return parsed.view, ""
 
-    def _check_run(self, found: _Found) -> None:
-        header = found.header
+    def _check_run(self, parsed: _Found) -> None:
+        header = parsed.header
         if header is None:  # without a header, only a view names its run
-            header = {"run": self._run if found.view is None else found.view.run}
+            header = {"run": self._run if parsed.view is None else parsed.view.run}
         if header.get("run") != self._run:
             raise JournalError(
                 f"the journal {self.path} belongs to another run (run = {header.get('run')!r}, not "
@@ -178,17 +178,17 @@ class Journal:
             "it is moved away, the registry learns the membership from its nodes"
         )
 
-    def _keep(self, content: bytes, found: _Found) -> str:
+    def _keep(self, content: bytes, parsed: _Found) -> str:
         """Moves a damaged file aside; returns a description of the damage. Raises OSError."""
         names = (self.path.with_name(f"{self.path.name}.damaged-{n}") for n in count(1))
         aside = next(name for name in names if not name.exists())
         with aside.open("xb") as file:
             file.write(content)
             _flush(file)
-        read = "no view" if found.view is None else f"view {found.view.number}"
+        read = "no view" if parsed.view is None else f"view {parsed.view.number}"
         damage = (
-            f"the journal {self.path} is damaged at byte {found.end} of {len(content)}: "
-            f"{found.damage}. It is kept as {aside}; {read} could be read. The registry goes on "
+            f"the journal {self.path} is damaged at byte {parsed.end} of {len(content)}: "
+            f"{parsed.damage}. It is kept as {aside}; {read} could be read. The registry goes on "
             f"from there, and learns newer views from its nodes when they register again"
         )
         log.error("%s", damage)
@@ -243,27 +243,27 @@ def read_view(path: Path) -> tuple[View, str]:
     """The newest view in a journal of any run, and the file's damage. Without a view, an empty one.
     Raises JournalError."""
     try:
-        found = _found(path, path.read_bytes())
+        parsed = _found(path, path.read_bytes())
     except OSError as error:
         raise JournalError(f"can't read the journal {path}: {error.strerror}") from error
-    return found.view or View(), found.damage
+    return parsed.view or View(), parsed.damage
 
 
 def _found(path: Path, content: bytes) -> _Found:
     """Parses a journal. Raises JournalError for another format or another kind of file."""
-    found = _read(content)
-    if (format := (found.header or {}).get("format", FORMAT)) != FORMAT:
+    parsed = _read(content)
+    if (format := (parsed.header or {}).get("format", FORMAT)) != FORMAT:
         raise JournalError(
             f"the journal {path} has format {format}, and this planaria reads format {FORMAT}; use "
             "the planaria that wrote it, or move it away: the registry learns the membership from "
             "its nodes"
         )
-    if found.foreign:
+    if parsed.foreign:
         raise JournalError(
             f"{path} is no journal of a registry ({len(content)} bytes, beginning with "
             f"{content[:16]!r}); choose another --journal, or move it away"
         )
-    return found
+    return parsed
 
 
 def _read(content: bytes) -> _Found:

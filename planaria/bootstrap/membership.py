@@ -51,13 +51,13 @@ PROTOCOL = 1
 DECISIONS_KEPT = 200
 DECISION_LENGTH = 4000  # characters of a decision, or of a view's reason
 EVICTED_KEPT = 10_000
-EVICTIONS_TOLD = 20
-REBUILDS_TOLD = 100
+EVICTIONS_LISTED = 20
+REBUILDS_LISTED = 100
 ACCUSERS_NAMED = 3
 CONTRADICTED_EVERY = 60.0  # seconds between two notices to a node about refused reports
 WITHOUT_STATE = frozenset(["syncing", "following"])  # phases in reports (node/transaction)
-TOGETHER = 0.3  # seconds to collect leave announcements, without placement meanwhile
-TELLING = 2e-4  # seconds per member between two join batches; sending a view takes half of that
+LEAVES_COLLECTED = 0.3  # seconds to collect leave announcements, without placement meanwhile
+SECONDS_PER_MEMBER = 2e-4  # between two join batches; sending a view takes half of that
 MOST_DIALLED = 100  # silent members that are dialled; of more, every n-th
 
 
@@ -74,7 +74,7 @@ class MembershipRules:
     probe_timeout: float = 3.0
     reconnect: float = 0.4  # for a node that lost its stream and refuses connections to return
     dial_timeout: float = 4.0  # for a silent member to answer a dial
-    second_voice: float = 1.0  # for corroboration of the driver's accusation
+    corroboration_time: float = 1.0  # for corroboration of the driver's accusation
     restart_grace: float | None = None  # lease + 1
     steps: int = 0  # of the run; 0: unknown
     data: str = ""  # content hash that stage-0 nodes must have; empty: not checked
@@ -94,7 +94,7 @@ class MembershipRules:
             raise ValueError(
                 f"replicas = {self.replicas}: choose 1 to max_replicas = {self.max_replicas}"
             )
-        above = ("lease", "probe_timeout", "reconnect", "dial_timeout", "second_voice")
+        above = ("lease", "probe_timeout", "reconnect", "dial_timeout", "corroboration_time")
         for name in (*above, "joins_per_second"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be above 0")
@@ -172,7 +172,7 @@ class JoinAttempt(NamedTuple):
 
     request: JoinRequest
     block: str
-    came: float
+    arrived: float
 
 
 @dataclass(eq=False)
@@ -181,7 +181,7 @@ class _Claim:
 
     question: int  # number of the dial to the member
     asked: float
-    there: bool | None = None
+    alive: bool | None = None
     answered: bool = False
 
 
@@ -202,7 +202,7 @@ class _Node:
     dial: int = 0  # number of the dial since then
     gone: bool = False  # whether it refused that dial
     reached_by: str = ""  # a member that reaches it, which spares it from eviction
-    looked: float = -math.inf  # time of the last check of `reached_by`
+    checked: float = -math.inf  # time of the last check of `reached_by`
     probe: int = 0  # number of the unanswered probe; 0: none
     probed: float = 0.0
     accusers: dict[str, str] = field(default_factory=dict)  # accuser -> reason, until settled
@@ -254,20 +254,20 @@ class Membership:
         self.decisions: deque[str] = deque(maxlen=DECISIONS_KEPT)  # newest last
         self.decided = 0  # decisions ever taken
         self._nodes: dict[str, _Node] = {}  # in join order
-        self._at: dict[str, _Node] = {}  # by address
-        self._with: dict[bytes, list[_Node]] = {}  # by key
-        self._staff_known: Staffing | None = None  # None: to be recounted
-        self._neighbours_known: Neighbours | None = None  # None: to be recomputed
+        self._by_address: dict[str, _Node] = {}  # by address
+        self._by_key: dict[bytes, list[_Node]] = {}  # by key
+        self._staffing: Staffing | None = None  # None: to be recounted
+        self._neighbour_graph: Neighbours | None = None  # None: to be recomputed
         self._number = 0
         self._issued = -math.inf  # time of the newest view
         self._joined = 0
-        self._progress = CommitWatermark(rules.steps, rules.lease)
+        self._watermark = CommitWatermark(rules.steps, rules.lease)
         self._started = False  # whether any driver has been named
         self._covered: float | None = None  # time since which each stage has a member
         self._joined_at = 0.0  # time of the latest join
         self._unsettled = False  # whether a stage is vacant, or a node has several seats
-        self._looked = -math.inf  # time of the last periodic placement
-        self._all_told = math.inf  # end of the collection of leave announcements
+        self._placed_at = -math.inf  # time of the last periodic placement
+        self._collecting_until = math.inf  # end of the collection of leave announcements
         self._quiet_until = -math.inf  # after a restart: no new view before
         self._isolated = False  # whether no member can be heard
         self._question: _Question | None = None
@@ -279,10 +279,10 @@ class Membership:
         self._quarantine = Quarantine()
         self._banned: list[str] = []  # instances, in order
         self._evicted: dict[str, str] = {}  # node -> reason; the oldest are dropped
-        self._words = Accusations(rules.run, rules.second_voice)
+        self._accusations = Accusations(rules.run, rules.corroboration_time)
         self._heir = ""  # the next driver, by an accusation
         self._rebuilds: dict[tuple[int, int, str], Rebuild] = {}  # by step, stage, method
-        self._evictions: deque[tuple[float, Eviction]] = deque(maxlen=EVICTIONS_TOLD)
+        self._evictions: deque[tuple[float, Eviction]] = deque(maxlen=EVICTIONS_LISTED)
         self._effects: list[Effect] = []
         self._changes: list[str] = []  # descriptions; if not empty, a view is due
 
@@ -308,19 +308,20 @@ class Membership:
         return answer, effects
 
     def join_together(
-        self, asked: Iterable[JoinAttempt], now: float
+        self, attempts: Iterable[JoinAttempt], now: float
     ) -> tuple[list[JoinReply | Refused], list[Effect]]:
         """As `join`, for several requests, in one view; answers are in the same order. Their view
         has only its number: a copy of thousands of members for each would take too long."""
-        found: list[_Node | JoinReply | Refused] = []
-        for one in asked:
+        results: list[_Node | JoinReply | Refused] = []
+        for attempt in attempts:
             try:
-                found.append(self._let_in(one, now))
+                results.append(self._let_in(attempt, now))
             except Refused as refused:
-                found.append(refused)
+                results.append(refused)
         effects = self._finish(now)
         replies = [
-            self.reply_to(one.member.node) if isinstance(one, _Node) else one for one in found
+            self.reply_to(result.member.node) if isinstance(result, _Node) else result
+            for result in results
         ]
         return replies, effects
 
@@ -334,7 +335,7 @@ class Membership:
         """The time of the decision about a join that arrives now, together with others until then:
         at once, unless a view was just issued. All members must get each view, and a view of many
         joins costs little more than that of one."""
-        return max(now, self._issued + TELLING * len(self._nodes))
+        return max(now, self._issued + SECONDS_PER_MEMBER * len(self._nodes))
 
     def stream_opened(self, renewal: Renewal, now: float) -> list[Effect]:
         """Processes the first renewal of a KeepAlive stream, which replaces an older stream.
@@ -377,19 +378,20 @@ class Membership:
 
     def _reported(self, node: _Node, report: Report, now: float) -> list[Effect]:
         name = node.member.node
-        if wrong := self._progress.impossible(max((s.committed for s in report.seats), default=0)):
-            return self._contradict(node, wrong, now)
+        committed = max((seat.committed for seat in report.seats), default=0)
+        if problem := self._watermark.impossible(committed):
+            return self._contradict(node, problem, now)
         node.report = report
         effects: list[Effect] = []
         if name == self.view.driver:
-            told = max(map(_age, report.seats), default=(0, 0))
-            if wrong := self._progress.driven(told, self._vouched, now):
-                effects = self._contradict(node, wrong, now)
+            reported = max(map(_age, report.seats), default=(0, 0))
+            if problem := self._watermark.driven(reported, self._vouched, now):
+                effects = self._contradict(node, problem, now)
         node.holds = {seat.stage for seat in report.seats if self._has_state(seat)}
         complaints, unlisted = report.complaints, report.unlisted
         if complaints or unlisted or self._cuts.any:
-            known = (c for c in complaints if c.peer in self._nodes)
-            self._cuts.told(name, known, now, unlisted)
+            of_members = (c for c in complaints if c.peer in self._nodes)
+            self._cuts.report(name, of_members, now, unlisted)
         for rebuild in report.rebuilds:  # rare, and from few nodes
             self._remember(rebuild)
         if report.leaving != node.leaving and now >= self._quiet_until:
@@ -415,10 +417,10 @@ class Membership:
 
     def _remember(self, rebuild: Rebuild) -> None:
         """Stores a rebuild for `describe`, since the driver that reported it may leave."""
-        told = self._rebuilds[rebuild.step, rebuild.stage, rebuild.method[:WHY_LENGTH]] = Rebuild()
-        told.CopyFrom(rebuild)
-        told.method = rebuild.method[:WHY_LENGTH]
-        while len(self._rebuilds) > REBUILDS_TOLD:
+        copy = self._rebuilds[rebuild.step, rebuild.stage, rebuild.method[:WHY_LENGTH]] = Rebuild()
+        copy.CopyFrom(rebuild)
+        copy.method = rebuild.method[:WHY_LENGTH]
+        while len(self._rebuilds) > REBUILDS_LISTED:
             del self._rebuilds[next(iter(self._rebuilds))]
 
     def stream_lost(self, name: str, now: float) -> list[Effect]:
@@ -448,12 +450,12 @@ class Membership:
             return [Settle(accused, False, reason)]
         node.accusers[accuser] = evidence(suspicion)
         self._note(f"{accused} is suspected by {accuser}: {evidence(suspicion)}")
-        guilty = None
+        convicted = None
         if suspicion.cause != SILENT and not node.doomed:
-            guilty = self._words.heard(suspicion, _MembersNow(self, now), now)
-        if guilty is not None:
-            node.cause = guilty.cause
-            self._doom(accused, node, guilty.why)
+            convicted = self._accusations.heard(suspicion, _MembersNow(self, now), now)
+        if convicted is not None:
+            node.cause = convicted.cause
+            self._doom(accused, node, convicted.why)
             return self.tick(now)
         if not node.streaming:
             return self._miss(node, now) if node.lost is None else []
@@ -464,16 +466,16 @@ class Membership:
         self._schedule(accused, node)
         return [Probe(accused, node.probe)]
 
-    def dialled(self, question: int, name: str, there: bool | None) -> None:
+    def dialled(self, question: int, name: str, alive: bool | None) -> None:
         """Processes the result of a `Dial`; None: no answer, so the node may still be alive."""
         if self._question is not None and self._question.number == question:
             self._question.open.discard(name)
-            if there:
+            if alive:
                 self._question.answered[name] = "the registry"
         node = self._nodes.get(name)
         if node is not None and node.claim is not None and node.claim.question == question:
-            node.claim.there, node.claim.answered = there, True
-        if node is not None and node.dial == question and there is False:
+            node.claim.alive, node.claim.answered = alive, True
+        if node is not None and node.dial == question and alive is False:
             node.gone = True
             self._schedule(name, node)
 
@@ -501,7 +503,7 @@ class Membership:
         """Evicts nodes past their deadline, and names the first driver when the wait is over."""
         if now < self._quiet_until:
             return []
-        if self._cut_off_from_all(now):
+        if self._hears_nobody(now):
             self._isolated = True
             return []
         self._question = None
@@ -521,14 +523,14 @@ class Membership:
                 self._evict(node, reason, now)
             else:
                 self._schedule(name, node)
-        self._see_to_cuts(now)
-        self._see_to_words(now)
-        looks = self._unsettled and now >= self._looked + self.rules.lease / LOOKS
-        if looks or now >= self._all_told:
-            self._looked = now
+        self._review_cuts(now)
+        self._review_accusations(now)
+        placement_due = self._unsettled and now >= self._placed_at + self.rules.lease / LOOKS
+        if placement_due or now >= self._collecting_until:
+            self._placed_at = now
             self._staff(now)
-        waited = self._covered is not None and now >= self._covered + self.rules.start_grace
-        if waited and not self._started and not self._changes:
+        grace_over = self._covered is not None and now >= self._covered + self.rules.start_grace
+        if grace_over and not self._started and not self._changes:
             self._changes.append(f"the start grace of {self.rules.start_grace:g} s is over")
         if self._nodes and list(self.view.banned) != self._banned and not self._changes:
             self._changes.append("the run's operator has changed who is banned")
@@ -546,8 +548,8 @@ class Membership:
         if problem:
             raise ValueError(f"view {view.number} can't be restored: {problem}")
         former, self._nodes = self._nodes, {}
-        self._at, self._with = {}, {}
-        self._find_anew()
+        self._by_address, self._by_key = {}, {}
+        self._invalidate()
         for member in view.members:
             before = "a member before the restart"
             node = former.get(member.node) or _Node(member, before, now, now)
@@ -557,11 +559,11 @@ class Membership:
             self._enter(node)
             self._evicted.pop(member.node, None)
         for name in former.keys() - self._nodes.keys():
-            self._words.gone(name)
+            self._accusations.gone(name)
         self.view = view
         self._number = view.number
         self._joined = max([self._joined, *(m.joined for m in view.members)])
-        self._progress.restore((view.lineage, view.committed), now)
+        self._watermark.restore((view.lineage, view.committed), now)
         # A started run lacks a driver only while stage 0 is vacant.
         led = bool(view.driver) or (view.committed > 0 and 0 in self._vacant())
         self._started = self._started or (led and bool(self._nodes))
@@ -589,7 +591,7 @@ class Membership:
         self._note(f"the registry was held up for {seconds:.1f} s: all leases are longer by that")
         self._deadlines, self._question = [], None
         self._cuts.paused(seconds, now)
-        self._words.paused(seconds)
+        self._accusations.paused(seconds)
         for name, node in self._nodes.items():
             node.renewed = min(now, node.renewed + seconds)
             node.probed = min(now, node.probed + seconds)
@@ -633,8 +635,8 @@ class Membership:
             cuts=self._cuts.listed(_MembersNow(self, now), now),
             quarantined=self._quarantine.listed(now),
             evictions=[
-                Eviction(member=told.member, reason=told.reason, seconds=now - when)
-                for when, told in self._evictions
+                Eviction(member=eviction.member, reason=eviction.reason, seconds=now - when)
+                for when, eviction in self._evictions
             ],
             rebuilds=[rebuild for _, rebuild in sorted(self._rebuilds.items())],
         )
@@ -653,14 +655,14 @@ class Membership:
         assert members == [n.member for n in self._nodes.values()], "the view lags the membership"
         assert not set(self._nodes) & set(self._evicted), "an evicted node is listed"
         nodes = list(self._nodes.values())
-        assert self._at == {n.member.address: n for n in nodes if n.member.address}
-        assert {id(n) for same in self._with.values() for n in same} == {*map(id, nodes)}
-        counted, self._staff_known = self._staff_known, None
+        assert self._by_address == {n.member.address: n for n in nodes if n.member.address}
+        assert {id(n) for same in self._by_key.values() for n in same} == {*map(id, nodes)}
+        counted, self._staffing = self._staffing, None
         assert counted is None or counted == self._staffed(), "newcomers were added otherwise"
         assert view.number == self._number
         assert list(view.relays) == self._cuts.relays(), "the view lags the relays"
         self._cuts.validate_state()
-        assert (view.lineage, view.committed) <= self._progress.newest
+        assert (view.lineage, view.committed) <= self._watermark.newest
         assert not view.number or not _problem(view, rules), _problem(view, rules)
         if self._started and not view.driver:
             assert not any(0 in stages_of(m) for m in members), "a stage-0 member, but no driver"
@@ -672,15 +674,15 @@ class Membership:
 
     # -- joining ---------------------------------------------------------------------------------
 
-    def _let_in(self, asked: JoinAttempt, now: float) -> _Node | JoinReply:
+    def _let_in(self, attempt: JoinAttempt, now: float) -> _Node | JoinReply:
         """Admits a node, or returns another answer. Raises Refused."""
-        request, block, came = asked
+        request, block, arrived = attempt
         self._check_request(request)
-        known = self._nodes.get(request.node)
-        if known is not None:
-            self._check_repeated(request, known.member)
-            known.renewed = now
-            return known
+        repeated = self._nodes.get(request.node)
+        if repeated is not None:
+            self._check_repeated(request, repeated.member)
+            repeated.renewed = now
+            return repeated
         self._check_evicted(request.node)
         if now < self._quiet_until:
             raise Refused(
@@ -701,11 +703,11 @@ class Membership:
             self._effects.append(dial)
             return self._ask_again(dial.question)
         replaced = self._replaced(request, former)
-        if len(self._nodes) > len(replaced) and self._cut_off_from_all(now):
+        if len(self._nodes) > len(replaced) and self._hears_nobody(now):
             others = [node for node in self._nodes.values() if node not in replaced]
             return self._ask(request, others, now)
         self._check_block(instance, block, replaced)
-        self._check_limits(len(replaced), came)
+        self._check_limits(len(replaced), arrived)
         if _is_bound(request):
             self._check_stage(request)
         for node in replaced:
@@ -756,7 +758,7 @@ class Membership:
     def _replaced(self, request: JoinRequest, at_address: _Node | None) -> list[_Node]:
         """The members that the new node replaces. A key has one member at a time, since keys need
         invites and names do not. Raises Refused while that member is connected from elsewhere."""
-        same = list(self._with.get(request.key, ()))
+        same = list(self._by_key.get(request.key, ()))
         if at_address is not None and at_address not in same:
             same.append(at_address)
         other = next((node for node in same if node.streaming and node is not at_address), None)
@@ -775,16 +777,16 @@ class Membership:
         if not (block and most):
             return
         others = (node for node in self._nodes.values() if node not in replaced)
-        there = [node for node in others if node.member.block == block]
-        again = any(instance_of(n.member.key) == instance and not n.streaming for n in there)
-        if len(there) - again >= most:
+        in_block = [node for node in others if node.member.block == block]
+        restarts = any(instance_of(n.member.key) == instance and not n.streaming for n in in_block)
+        if len(in_block) - restarts >= most:
             raise Refused(
                 "RESOURCE_EXHAUSTED",
-                f"{len(there)} nodes have joined from {block}, and this run takes {most} from a "
-                "block of addresses; end one, or ask its operator to raise --most-per-block",
+                f"{len(in_block)} nodes have joined from {block}, and this run allows {most} per "
+                "address block; end one, or ask the run's operator to raise --most-per-block",
             )
 
-    def _check_limits(self, replaces: int, came: float) -> None:
+    def _check_limits(self, replaces: int, arrived: float) -> None:
         if len(self._nodes) - replaces >= self.rules.max_nodes:
             raise Refused(
                 "RESOURCE_EXHAUSTED",
@@ -792,9 +794,9 @@ class Membership:
                 "try again when one has left, or raise max_nodes",
             )
         rate = self.rules.joins_per_second
-        since = 0.0 if self._allowance_at is None else came - self._allowance_at
+        since = 0.0 if self._allowance_at is None else arrived - self._allowance_at
         self._join_allowance = min(max(1.0, rate), self._join_allowance + since * rate)
-        self._allowance_at = came
+        self._allowance_at = arrived
         if self._join_allowance < 1:
             raise Refused(
                 "RESOURCE_EXHAUSTED",
@@ -825,7 +827,7 @@ class Membership:
                 "`planaria data prepare`, or name its copy with --data DIR",
             )
         other = self._unreachable(request.address, stage)
-        if other is not None and not self._somebody_carries():
+        if other is not None and not self._has_relay():
             raise Refused(
                 "ABORTED",  # a dialable member may join later
                 f"at stage {stage} the node would have to talk to {other.node} "
@@ -835,7 +837,7 @@ class Membership:
             )
 
     def _at_address(self, address: str) -> _Node | None:
-        return self._at.get(address)
+        return self._by_address.get(address)
 
     def _contest(self, request: JoinRequest, former: _Node, now: float) -> Dial | None:
         """A node with another key joins from a member's address. Returns None, so that the member
@@ -847,7 +849,7 @@ class Membership:
             former.claim = _Claim(self._questions, now)
             self._note(f"{request.node} would join with another key, and {whose}: it is dialled")
             return Dial(self._questions, name, request.address, rules.dial_timeout)
-        if claim.there:
+        if claim.alive:
             raise Refused(
                 "ALREADY_EXISTS",
                 f"{whose}, which answers there, and has another key; choose another address with "
@@ -878,7 +880,7 @@ class Membership:
         hidden = (m for m in members if not m.address)
         return next((m for m in hidden if _related(self.rules, stages_of(m), [stage])), None)
 
-    def _somebody_carries(self) -> bool:
+    def _has_relay(self) -> bool:
         """Whether any member can relay between two nodes that can't be dialled."""
         return any(n.member.address and not n.leaving for n in self._nodes.values())
 
@@ -917,10 +919,10 @@ class Membership:
     def _enter(self, node: _Node) -> None:
         member = node.member
         self._nodes[member.node] = node
-        self._neighbours_known = None
-        self._with.setdefault(member.key, []).append(node)
+        self._neighbour_graph = None
+        self._by_key.setdefault(member.key, []).append(node)
         if member.address:
-            self._at[member.address] = node
+            self._by_address[member.address] = node
 
     def _choose(self, request: JoinRequest, place: FailureDomain) -> tuple[int | None, str]:
         """A stage for a node that asked for none, and the reason; None: standby. The stage of its
@@ -929,7 +931,7 @@ class Membership:
         wanted = [s for s in numbers if staff.count[s] < self.rules.max_replicas]
         served = [s for s in wanted if s or self._has_data(request.data)]
         direct = [s for s in served if self._unreachable(request.address, s) is None]
-        carried = served if self._somebody_carries() else direct
+        carried = served if self._has_relay() else direct
         vacant = [s for s in (*direct, *carried) if not staff.count[s]]
         fits = direct or carried
         saved = request.stage if request.HasField("stage") else None
@@ -951,24 +953,24 @@ class Membership:
 
     def _staffed(self) -> Staffing:
         """The staffing, counted once and updated per join, since many may join at once."""
-        if self._staff_known is None:
-            self._staff_known = Staffing(self.rules.stages)
+        if self._staffing is None:
+            self._staffing = Staffing(self.rules.stages)
             for node in self._serving():
                 if not node.leaving:
-                    self._staff_known.add(node.stages, node.member.speed, _location(node.member))
-        return self._staff_known
+                    self._staffing.add(node.stages, node.member.speed, _location(node.member))
+        return self._staffing
 
     def _neighbours(self) -> Neighbours:
         """The neighbours, as `_staffed`, but recomputed after each join."""
-        if self._neighbours_known is None:
+        if self._neighbour_graph is None:
             members, rules = (node.member for node in self._nodes.values()), self.rules
             driver = self.view.driver
-            self._neighbours_known = Neighbours(members, driver, rules.stages, rules.swapped)
-        return self._neighbours_known
+            self._neighbour_graph = Neighbours(members, driver, rules.stages, rules.swapped)
+        return self._neighbour_graph
 
-    def _find_anew(self) -> None:
+    def _invalidate(self) -> None:
         """Invalidates staffing and neighbours after a change of seats."""
-        self._staff_known = self._neighbours_known = None
+        self._staffing = self._neighbour_graph = None
 
     def _is_held(self, stage: int) -> bool:
         """Whether a staying node has the stage's state, in a run in progress."""
@@ -999,15 +1001,15 @@ class Membership:
         question, seconds = self._question, self.rules.dial_timeout
         if question is None or now >= question.asked + self._lasts(question):
             question = self._question = self._new_question(request.node, others, now)
-            for one in question.dialled:
-                self._effects.append(Dial(question.number, one.node, one.address, seconds))
+            for member in question.dialled:
+                self._effects.append(Dial(question.number, member.node, member.address, seconds))
             return self._put(question)
         if request.question != question.number:
             return self._put(question)
         question.answered |= dict.fromkeys(request.answered, request.node)
-        there = [node.member for node in others if node.member.node in question.answered]
-        if there:
-            names = ", ".join(f"{m.node} ({place_of(m)}, {m.address})" for m in there)
+        alive = [node.member for node in others if node.member.node in question.answered]
+        if alive:
+            names = ", ".join(f"{m.node} ({place_of(m)}, {m.address})" for m in alive)
             self._note(f"{request.node} has to wait: not heard, but there is {names}")
             raise Refused(
                 "ABORTED",
@@ -1068,7 +1070,7 @@ class Membership:
         if node.probe:
             due = min(due, node.probed + self.rules.probe_timeout)
         if node.reached_by:
-            due = max(due, node.looked + self.rules.lease / LOOKS)
+            due = max(due, node.checked + self.rules.lease / LOOKS)
         return min(due, node.awaited(self.rules.reconnect))
 
     def _overdue(self, node: _Node, now: float) -> str:
@@ -1105,7 +1107,7 @@ class Membership:
             self._note(why)
         if node.accusers:
             self._effects.append(Settle(name, True, why))
-        node.looked, node.probe, node.accusers = now, 0, {}
+        node.checked, node.probe, node.accusers = now, 0, {}
         return True
 
     def _schedule(self, name: str, node: _Node) -> None:
@@ -1114,30 +1116,32 @@ class Membership:
             node.due = due
             heapq.heappush(self._deadlines, (due, name))
 
-    def _cut_off_from_all(self, now: float) -> bool:
+    def _hears_nobody(self, now: float) -> bool:
         """Whether no member is heard. Then this registry's own network is down: the members
         continue training, and get the same time to return as after a restart."""
-        asked = False
+        has_members = False
         for node in self._nodes.values():
             if node.doomed:
                 continue
             if node.lost is None and now < node.renewed + self.rules.lease:
                 return False
-            asked = True
-        return asked
+            has_members = True
+        return has_members
 
-    def _see_to_words(self, now: float) -> None:
+    def _review_accusations(self, now: float) -> None:
         """Decides accusations by the driver alone: the accused stays, and another node drives."""
-        for found in self._words.review(_MembersNow(self, now), now):
-            if isinstance(found, Convicted):
-                node = self._nodes[found.node]
-                node.cause = found.cause
-                self._evict(node, found.why, now)
-            elif found.heir:
-                self._heir = found.heir
-                self._changes.append(f"{found.what}; {found.heir} drives, and sees for itself")
+        for decision in self._accusations.review(_MembersNow(self, now), now):
+            if isinstance(decision, Convicted):
+                node = self._nodes[decision.node]
+                node.cause = decision.cause
+                self._evict(node, decision.why, now)
+            elif decision.heir:
+                self._heir = decision.heir
+                self._changes.append(
+                    f"{decision.finding}; {decision.heir} drives, and sees for itself"
+                )
             else:
-                self._note(found.what)
+                self._note(decision.finding)
 
     def _doom(self, name: str, node: _Node, reason: str) -> None:
         node.doomed = reason
@@ -1156,17 +1160,17 @@ class Membership:
         node.accusers, node.probe = {}, 0
         return [Settle(name, True, f"{name} answered the registry's probe")]
 
-    def _see_to_cuts(self, now: float) -> None:
+    def _review_cuts(self, now: float) -> None:
         """Assigns relays to members that can't reach each other, or evicts one of them."""
         while self._cuts.any:
-            gone = False
+            evicted = False
             for decision in self._cuts.review(_MembersNow(self, now), now):
                 if isinstance(decision, Goes):
                     self._evict(self._nodes[decision.node], decision.why, now)
-                    gone = True
+                    evicted = True
                 else:
-                    self._changes.append(decision.what)
-            if not gone:
+                    self._changes.append(decision.change)
+            if not evicted:
                 return
 
     def _evict(self, node: _Node, reason: str, now: float) -> None:
@@ -1176,13 +1180,13 @@ class Membership:
         while len(self._evicted) > EVICTED_KEPT:
             del self._evicted[next(iter(self._evicted))]
         if not reason.startswith("left: "):
-            told = Eviction(member=node.member, reason=reason[:DECISION_LENGTH])
-            self._evictions.append((now, told))
+            eviction = Eviction(member=node.member, reason=reason[:DECISION_LENGTH])
+            self._evictions.append((now, eviction))
         if node.cause != SILENT:
             instance = instance_of(node.member.key)
             self._quarantine.add(instance, name, node.cause, reason, now)
         self._cuts.gone(name)
-        self._words.gone(name)
+        self._accusations.gone(name)
         self._changes.append(f"{name} ({place_of(node.member)}) is gone: {reason}")
         self._effects.append(Evict(name, reason))
         if node.accusers:
@@ -1191,11 +1195,11 @@ class Membership:
     def _take_out(self, node: _Node) -> None:
         member = node.member
         del self._nodes[member.node]
-        self._at.pop(member.address, None)
-        self._with[member.key].remove(node)
-        if not self._with[member.key]:
-            del self._with[member.key]
-        self._find_anew()
+        self._by_address.pop(member.address, None)
+        self._by_key[member.key].remove(node)
+        if not self._by_key[member.key]:
+            del self._by_key[member.key]
+        self._invalidate()
 
     # -- views -----------------------------------------------------------------------------------
 
@@ -1220,8 +1224,8 @@ class Membership:
         """Whether a run with state has lost it at all serving nodes. Files may restore it, and the
         newest may be at a node yet to come. Step 1 is no proof: it may be so new that only one node
         has reported it."""
-        told = (seat for n in self._nodes.values() for seat in n.report.seats)
-        return self._progress.newest > (0, 1) and not any(_age(seat) > (0, 0) for seat in told)
+        seats = (seat for n in self._nodes.values() for seat in n.report.seats)
+        return self._watermark.newest > (0, 1) and not any(_age(seat) > (0, 0) for seat in seats)
 
     def _finished(self) -> bool:
         return any(seat.finished for node in self._nodes.values() for seat in node.report.seats)
@@ -1230,21 +1234,21 @@ class Membership:
         """Whether a seat has its stage's state. Age (0, 0) counts only at the start of a run."""
         if seat.phase in WITHOUT_STATE:
             return False
-        return _age(seat) > (0, 0) or self._progress.newest <= (0, 1)
+        return _age(seat) > (0, 0) or self._watermark.newest <= (0, 1)
 
     def _staff(self, now: float) -> None:
         """Gives each stage a member that stays. Before the run has begun, a node gets a second seat
         only after `start_grace` without a join. A finished run needs no placement."""
-        if now < self._all_told < math.inf:
+        if now < self._collecting_until < math.inf:
             return
-        self._all_told = math.inf
+        self._collecting_until = math.inf
         if all(self._staffed().count) and all(len(n.stages) == 1 for n in self._nodes.values()):
             return  # no seat to assign or return
         if self._finished():
             return
         begun = self._started or now > self._joined_at + self.rules.start_grace
-        sitters, rules = self._sitters(now), self.rules
-        for change in assign(sitters, rules.stages, begun, rules.policy, rules.max_replicas):
+        candidates, rules = self._candidates(now), self.rules
+        for change in assign(candidates, rules.stages, begun, rules.policy, rules.max_replicas):
             node = self._nodes[change.node]
             stays = {stage for stage in node.stages if stage != change.stage}
             if isinstance(change, SeatAssigned):
@@ -1262,33 +1266,33 @@ class Membership:
         member = _copy(node.member)
         member.leaving = node.report.leaving
         node.become(member)
-        self._find_anew()
-        self._all_told = min(self._all_told, now + TOGETHER)
+        self._invalidate()
+        self._collecting_until = min(self._collecting_until, now + LEAVES_COLLECTED)
         how = "will leave soon" if node.leaving else "stays after all"
         self._changes.append(f"{node.member.node} ({place_of(node.member)}) {how}")
 
     def _reseat(self, node: _Node, stages: set[int]) -> None:
         """Changes a node's seats; new seats do not inherit state reported for former ones."""
-        had = {seat.stage: seat for seat in node.member.seats}
+        former = {seat.stage: seat for seat in node.member.seats}
         member, since = _copy(node.member), self._number + 1
         del member.seats[:]
-        member.seats.extend(had.get(s, Seat(stage=s, since=since)) for s in sorted(stages))
+        member.seats.extend(former.get(s, Seat(stage=s, since=since)) for s in sorted(stages))
         node.become(member)
-        self._find_anew()
+        self._invalidate()
         if node.holds is not None:
-            node.holds &= had.keys()
+            node.holds &= former.keys()
 
-    def _sitters(self, now: float) -> list[Candidate]:
+    def _candidates(self, now: float) -> list[Candidate]:
         """All nodes, in the form for placement.py."""
-        numbers, carried = range(self.rules.stages + 1), self._somebody_carries()
+        numbers, carried = range(self.rules.stages + 1), self._has_relay()
         served = frozenset(numbers[1:]), frozenset(numbers)  # without and with the run's data
-        sitters = []
+        candidates = []
         for node in self._nodes.values():
             member, seated = node.member, frozenset(node.stages)
             fits = served[self._has_data(member.data)]
             if not carried:
                 fits = frozenset(s for s in fits if not self._unreachable(member.address, s))
-            sitter = Candidate(
+            candidate = Candidate(
                 member.node,
                 seated,
                 frozenset(node.holds or ()) & seated,
@@ -1301,27 +1305,27 @@ class Membership:
                 place=_location(member),
                 waits=member.standby,
             )
-            sitters.append(sitter)
-        return sitters
+            candidates.append(candidate)
+        return candidates
 
     def _issue(self, now: float) -> None:
         awaited = "" if self._started else self._awaited(now)
         driver = "" if awaited else self._driver()
         if driver != self.view.driver:
-            self._neighbours_known = None
+            self._neighbour_graph = None
             self._changes.append(f"{driver} drives" if driver else "no stage-0 member can drive")
         self._started = self._started or bool(driver)
         self._number += 1
-        told = "; ".join(self._changes)[:DECISION_LENGTH]
-        reason = "; ".join(filter(None, (told, awaited)))
+        changes = "; ".join(self._changes)[:DECISION_LENGTH]
+        reason = "; ".join(filter(None, (changes, awaited)))
         view = View(
             run=self.rules.run,
             number=self._number,
             members=[n.member for n in self._nodes.values()],
             driver=driver,
             reason=reason,
-            lineage=self._progress.newest[0],
-            committed=self._progress.newest[1],
+            lineage=self._watermark.newest[0],
+            committed=self._watermark.newest[1],
             relays=self._cuts.relays(),
             quarantined=self._quarantine.listed(now),
             banned=self._banned,
@@ -1340,7 +1344,7 @@ class Membership:
             if name in self._nodes and 0 in self._nodes[name].stages:
                 return name
         ends = {
-            node.member.node: (node.leaving, self._words.lost_alone(node.member.node))
+            node.member.node: (node.leaving, self._accusations.lost_alone(node.member.node))
             for node in self._serving()
             if 0 in node.stages
         }
@@ -1377,14 +1381,14 @@ class Membership:
     def _check_shown(self, renewal: Renewal) -> None:
         """Raises Refused for a forged view, or if this registry lacks the run's key; the node stays
         a member and trains until its registry is back."""
-        view, known = renewal.view, renewal.node in self._nodes
+        view, is_member = renewal.view, renewal.node in self._nodes
         if renewal.shown > max(view.number, self._number):
             raise Refused(
                 "OUT_OF_RANGE",
                 f"{renewal.node} knows view {renewal.shown}, and this registry none after view "
                 f"{self._number}: call again, and show it",
             )
-        if view.number <= (self._number if known else 0) or self.is_genuine(view):
+        if view.number <= (self._number if is_member else 0) or self.is_genuine(view):
             return
         raise Refused(
             "FAILED_PRECONDITION",
@@ -1405,8 +1409,8 @@ class Membership:
     def _learn(self, view: View, now: float) -> None:
         former = self._nodes
         try:
-            if wrong := self._progress.impossible(view.committed):
-                raise ValueError(wrong)
+            if problem := self._watermark.impossible(view.committed):
+                raise ValueError(problem)
             self.restore(view, now)
         except ValueError as error:
             self._note(f"a node's view is not believed: {error}")
@@ -1438,8 +1442,8 @@ class _MembersNow:
         return self.machine._nodes
 
     def heard(self, node: str) -> bool:
-        found = self.machine._nodes.get(node)
-        return found is not None and found.heard(self.machine.rules.lease, self.now)
+        record = self.machine._nodes.get(node)
+        return record is not None and record.heard(self.machine.rules.lease, self.now)
 
     def heard_since(self, node: str, time: float) -> bool:
         return self.machine._nodes[node].renewed > time
@@ -1451,20 +1455,20 @@ class _MembersNow:
         return b in self.machine._neighbours().of(a)
 
     def believed(self, node: str) -> bool:
-        one, lease = self.machine._nodes[node], self.machine.rules.lease
-        lives = self.now < one.renewed + lease and not (one.gone or one.doomed)
-        return lives and self.now >= one.placed + lease / 2
+        record, lease = self.machine._nodes[node], self.machine.rules.lease
+        lives = self.now < record.renewed + lease and not (record.gone or record.doomed)
+        return lives and self.now >= record.placed + lease / 2
 
     def spared(self, node: str) -> bool:
-        one = self.machine._nodes[node]
+        record = self.machine._nodes[node]
         if self.hangs(node):
             return False
-        told = {seat.stage for seat in one.report.seats}
-        if one.renewed >= one.placed + self.machine.rules.lease:
-            told.update(one.stages)  # it has had time to report them
-        lacks = told - (one.holds or set())
-        held = (stage for stage in one.stages if stage not in lacks)
-        return any(all(other is one for other in self._holders(stage)) for stage in held)
+        reported = {seat.stage for seat in record.report.seats}
+        if record.renewed >= record.placed + self.machine.rules.lease:
+            reported.update(record.stages)  # it has had time to report them
+        lacks = reported - (record.holds or set())
+        with_state = (stage for stage in record.stages if stage not in lacks)
+        return any(all(other is record for other in self._holders(stage)) for stage in with_state)
 
     def drives(self, node: str) -> bool:
         return node == self.driver
@@ -1490,14 +1494,14 @@ class _MembersNow:
         return self.machine._nodes[node].report.stalled_seconds > 0
 
     def may_drive(self, node: str) -> bool:
-        one = self.machine._nodes[node]
-        lives = one.lost is None and self.now < one.renewed + self.machine.rules.lease
-        return lives and 0 in one.stages and not (one.doomed or one.leaving)
+        record = self.machine._nodes[node]
+        lives = record.lost is None and self.now < record.renewed + self.machine.rules.lease
+        return lives and 0 in record.stages and not (record.doomed or record.leaving)
 
     def _holders(self, stage: int) -> Iterable[_Node]:
         """The nodes with the stage's state that are heard."""
-        found = (n for n in self.machine._nodes.values() if n.holds and stage in n.holds)
-        seated = (n for n in found if stage in n.stages)
+        with_state = (n for n in self.machine._nodes.values() if n.holds and stage in n.holds)
+        seated = (n for n in with_state if stage in n.stages)
         return (n for n in seated if self.heard(n.member.node))
 
 
@@ -1555,12 +1559,14 @@ def place_of(member: Member) -> str:
 
 def misspelt_member(member: Member | JoinRequest) -> str:
     """Why a member's address or names are invalid; empty: they are valid."""
-    wrong = member.address and not_to_dial(member.address, EVERYWHERE)
-    wrong = wrong or misspelt("node id", member.node)
-    wrong = wrong or (member.data and misspelt("content of data", member.data))
-    for what, text in (("host", member.host), ("device", member.device)):
-        wrong = wrong or ("" if text.isprintable() else f"the {what} {text[:40]!r} isn't printable")
-    return wrong
+    problem = member.address and not_to_dial(member.address, EVERYWHERE)
+    problem = problem or misspelt("node id", member.node)
+    problem = problem or (member.data and misspelt("content of data", member.data))
+    for kind, text in (("host", member.host), ("device", member.device)):
+        problem = problem or (
+            "" if text.isprintable() else f"the {kind} {text[:40]!r} isn't printable"
+        )
+    return problem
 
 
 def first_misspelt(members: Iterable[Member]) -> str:
@@ -1568,9 +1574,11 @@ def first_misspelt(members: Iterable[Member]) -> str:
     return next(filter(None, map(misspelt_member, members)), "")
 
 
-def _related(rules: MembershipRules, some: Iterable[int], others: Iterable[int]) -> bool:
+def _related(
+    rules: MembershipRules, stages_here: Iterable[int], stages_there: Iterable[int]
+) -> bool:
     """Whether nodes with seats at `some` stages need links to nodes at `others`."""
-    pairs = itertools.product(some, others)
+    pairs = itertools.product(stages_here, stages_there)
     return any(related(a, b, rules.stages, rules.swapped) for a, b in pairs)
 
 
@@ -1608,8 +1616,8 @@ def _problem(view: View, rules: MembershipRules) -> str:
         return "its relays are not in order"
     if not {name for r in view.relays for name in (r.a, r.b, r.via)} <= {m.node for m in members}:
         return "it has a relay for a node that is no member, or by one"
-    wrong = any(not one.instance or not one.seconds >= 0 for one in view.quarantined)
-    if wrong or len(view.quarantined) > MOST_KEPT:
+    invalid = any(not entry.instance or not entry.seconds >= 0 for entry in view.quarantined)
+    if invalid or len(view.quarantined) > MOST_KEPT:
         return "it has a quarantine of nobody, or of too many"
     if list(view.banned) != sorted(set(view.banned)) or not all(map(is_instance, view.banned)):
         return "those that are banned are no instances, or not in order"

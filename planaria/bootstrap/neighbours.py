@@ -60,10 +60,10 @@ class Lane:
 
     def __init__(self, speeds: Mapping[str, float]) -> None:
         """`speeds`: by node, in any common unit; 0: unknown, taken as the median."""
-        known = sorted(speed for speed in speeds.values() if speed > 0)
-        usual = known[len(known) // 2] if known else 1.0
+        measured = sorted(speed for speed in speeds.values() if speed > 0)
+        median = measured[len(measured) // 2] if measured else 1.0
         self.nodes = sorted(speeds, key=scattered)
-        parts = [speeds[node] if speeds[node] > 0 else usual for node in self.nodes]
+        parts = [speeds[node] if speeds[node] > 0 else median for node in self.nodes]
         total = sum(parts)
         ends = [end / total for end in accumulate(parts)]
         self.middles = [end - part / total / 2 for end, part in zip(ends, parts, strict=True)]
@@ -100,47 +100,49 @@ class Neighbours:
         ends = list(self._speeds.get(0, ()))  # in the order of joining
         self._drivers = {driver, *ends[:DRIVERS]} & set(ends)
         self._lanes: dict[int, Lane] = {}
-        self._found: dict[tuple[int, int], dict[str, set[str]]] = {}  # links between two stages
-        self._known: dict[str, frozenset[str]] = {}
+        self._cached_links: dict[
+            tuple[int, int], dict[str, set[str]]
+        ] = {}  # links between two stages
+        self._cached: dict[str, frozenset[str]] = {}
 
     def of(self, node: str) -> frozenset[str]:
         """The nodes that `node` links to."""
-        if node not in self._known:
-            found = set[str]()
-            for one, other in product(self._of.get(node, ()), self._speeds):
-                if related(one, other, self._stages, self._swapped):
-                    found |= self._at(node, one, other)
-            self._known[node] = frozenset(found - {node})
-        return self._known[node]
+        if node not in self._cached:
+            linked = set[str]()
+            for own_stage, other_stage in product(self._of.get(node, ()), self._speeds):
+                if related(own_stage, other_stage, self._stages, self._swapped):
+                    linked |= self._at(node, own_stage, other_stage)
+            self._cached[node] = frozenset(linked - {node})
+        return self._cached[node]
 
-    def _at(self, node: str, one: int, other: int) -> set[str]:
+    def _at(self, node: str, own_stage: int, other_stage: int) -> set[str]:
         """The nodes of stage `other` that a node of stage `one` links to."""
-        there = self._speeds[other]
-        if len(self._speeds[one]) <= ALL and len(there) <= ALL:
-            return set(there)
-        found = set[str]()
-        if other == 0:
-            found |= self._drivers
-        if one == 0 and node in self._drivers:
-            found |= there.keys()
-        if one == other:
-            found.update(partners(node, there))
-        elif adjoining(one, other, self._stages, self._swapped):
-            found |= self._links(one, other)[node]
-        return found
+        speeds = self._speeds[other_stage]
+        if len(self._speeds[own_stage]) <= ALL and len(speeds) <= ALL:
+            return set(speeds)
+        linked = set[str]()
+        if other_stage == 0:
+            linked |= self._drivers
+        if own_stage == 0 and node in self._drivers:
+            linked |= speeds.keys()
+        if own_stage == other_stage:
+            linked.update(partners(node, speeds))
+        elif adjoining(own_stage, other_stage, self._stages, self._swapped):
+            linked |= self._links(own_stage, other_stage)[node]
+        return linked
 
-    def _links(self, one: int, other: int) -> Mapping[str, set[str]]:
+    def _links(self, stage: int, other_stage: int) -> Mapping[str, set[str]]:
         """Links between two stages, by node: a link exists if either node has chosen the other."""
-        if (one, other) not in self._found:
-            here, there = self._lane(one), self._lane(other)
-            pairs = {(a, b) for a in here.nodes for b in here.near(there, a)}
-            pairs |= {(a, b) for b in there.nodes for a in there.near(here, b)}
-            found = {node: set[str]() for node in (*here.nodes, *there.nodes)}
+        if (stage, other_stage) not in self._cached_links:
+            lane, other_lane = self._lane(stage), self._lane(other_stage)
+            pairs = {(a, b) for a in lane.nodes for b in lane.near(other_lane, a)}
+            pairs |= {(a, b) for b in other_lane.nodes for a in other_lane.near(lane, b)}
+            links = {node: set[str]() for node in (*lane.nodes, *other_lane.nodes)}
             for a, b in pairs:
-                found[a].add(b)
-                found[b].add(a)
-            self._found[one, other] = self._found[other, one] = found
-        return self._found[one, other]
+                links[a].add(b)
+                links[b].add(a)
+            self._cached_links[stage, other_stage] = self._cached_links[other_stage, stage] = links
+        return self._cached_links[stage, other_stage]
 
     def _lane(self, stage: int) -> Lane:
         if stage not in self._lanes:
@@ -182,21 +184,21 @@ def rows(replicas: Collection[str]) -> list[list[str]]:
     return [list(islice(ids, length)) for length in lengths(len(replicas))]
 
 
-def places(some: Collection[Collection[str]]) -> int:
+def places(all_rows: Collection[Collection[str]]) -> int:
     """The places that every row has: the number of parts of a gradient."""
-    return min(map(len, some))
+    return min(map(len, all_rows))
 
 
-def row_of(node: str, some: Collection[list[str]]) -> list[str]:
-    (own,) = (row for row in some if node in row)
+def row_of(node: str, all_rows: Collection[list[str]]) -> list[str]:
+    (own,) = (row for row in all_rows if node in row)
     return own
 
 
 def partners(node: str, replicas: Collection[str]) -> list[str]:
     """The replicas in the row of `node`, and those at its place in other rows. Any two replicas are
     partners or have a common one."""
-    some = rows(replicas)
-    own = row_of(node, some)
+    all_rows = rows(replicas)
+    own = row_of(node, all_rows)
     place = own.index(node)
-    column = [row[place] for row in some if place < len(row)]
+    column = [row[place] for row in all_rows if place < len(row)]
     return sorted({*own, *column} - {node})

@@ -97,7 +97,7 @@ class Staffing:
 
 
 def assign(
-    sitters: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     stages: int,
     begun: bool = True,
     policy: Policy = "checkfree",
@@ -110,167 +110,181 @@ def assign(
 
     A node that is alone at a stage, or the only one with its state, never leaves it; no stage stays
     vacant while a node has room."""
-    nodes, twins = {one.node: one for one in sitters}, policy == "redundant"
+    nodes, twins = {node.node: node for node in candidates}, policy == "redundant"
     changes: list[SeatAssigned | SeatReleased] = []
     for returned in _returned(nodes.values()):
-        one = nodes[returned.node]
-        left = one.stages - {returned.stage}
-        nodes[one.node] = replace(one, stages=left, holds=one.holds & left)
+        node = nodes[returned.node]
+        remaining = node.stages - {returned.stage}
+        nodes[node.node] = replace(node, stages=remaining, holds=node.holds & remaining)
         changes.append(returned)
-    served = {stage for one in sitters for stage in one.stages}
-    staffed = {stage for one in sitters if not one.leaving for stage in one.stages}
+    served = {stage for node in candidates for stage in node.stages}
+    staffed = {stage for node in candidates if not node.leaving for stage in node.stages}
     for stage in sorted(set(range(stages + 1)) - staffed):
         why = "has only nodes that will leave soon" if stage in served else "is vacant"
-        why, there = f"stage {stage} {why}", list(nodes.values())
-        taken = None
+        why, current = f"stage {stage} {why}", list(nodes.values())
+        assigned = None
         if twins and begun and stage not in served:
-            taken = _twin(there, stage, stages, why)
+            assigned = _twin(current, stage, stages, why)
         keeper = keeper_stage(policy, stage, stages)
-        taken = taken or _find(there, stage, keeper, why, begun)
-        if taken is not None:
-            changes.append(taken)
-            _take(nodes, taken)
+        assigned = assigned or _find(current, stage, keeper, why, begun)
+        if assigned is not None:
+            changes.append(assigned)
+            _apply(nodes, assigned)
     if twins and begun:
-        for taken in _relief(nodes):
-            changes.append(taken)
-            _take(nodes, taken)
+        for assigned in _relief(nodes):
+            changes.append(assigned)
+            _apply(nodes, assigned)
     if begun:
-        for taken in _from_elsewhere(nodes.values(), stages, useful):
-            changes.append(taken)
-            _take(nodes, taken)
+        for assigned in _from_elsewhere(nodes.values(), stages, useful):
+            changes.append(assigned)
+            _apply(nodes, assigned)
     return changes
 
 
-def _take(nodes: dict[str, Candidate], taken: SeatAssigned) -> None:
-    one = nodes[taken.node]
-    left = one.stages - {taken.gives}
-    nodes[one.node] = replace(one, stages=left | {taken.stage}, holds=one.holds & left)
+def _apply(nodes: dict[str, Candidate], assigned: SeatAssigned) -> None:
+    node = nodes[assigned.node]
+    remaining = node.stages - {assigned.gives}
+    nodes[node.node] = replace(
+        node, stages=remaining | {assigned.stage}, holds=node.holds & remaining
+    )
 
 
-def _twin(sitters: Sequence[Candidate], stage: int, stages: int, why: str) -> SeatAssigned | None:
+def _twin(
+    candidates: Sequence[Candidate], stage: int, stages: int, why: str
+) -> SeatAssigned | None:
     """The fastest node with a twin of the vacant stage and room; None: no such node."""
-    before = (stage - 1) % (stages + 1)
+    preceding = (stage - 1) % (stages + 1)
     able = [
-        one
-        for one in sitters
-        if one.stays and stage in one.fits and before in one.holds and len(one.stages) < one.room
+        node
+        for node in candidates
+        if node.stays
+        and stage in node.fits
+        and preceding in node.holds
+        and len(node.stages) < node.room
     ]
     if not able:
         return None
-    one = max(able, key=_share)
-    return SeatAssigned(one.node, stage, f"has its twin, and room: {why}")
+    node = max(able, key=_share)
+    return SeatAssigned(node.node, stage, f"has its twin, and room: {why}")
 
 
 def _relief(nodes: dict[str, Candidate]) -> Iterator[SeatAssigned]:
     """Assigns standbys and redundant replicas to stages of nodes that are alone at several stages.
     The caller applies each change before it requests the next."""
-    for crowded in [one for one in nodes.values() if len(one.stages) > 1]:
+    for crowded in [node for node in nodes.values() if len(node.stages) > 1]:
         for stage in sorted(crowded.stages, reverse=True):  # stage 0, which may drive, comes last
-            there = list(nodes.values())
-            alone = [s for s in crowded.stages if sum(s in one.stages for one in there) == 1]
+            current = list(nodes.values())
+            alone = [s for s in crowded.stages if sum(s in node.stages for node in current) == 1]
             if len(alone) < 2 or stage not in alone or not crowded.stays:
                 continue
             why = f"stage {stage} is served by {crowded.node} alone, which has others"
             able = [
-                one for one in there if one.stays and stage in one.fits and _is_spared(one, there)
+                node
+                for node in current
+                if node.stays and stage in node.fits and _is_spared(node, current)
             ]
-            if (taken := _idle(able, there, stage, why)) is not None:
-                yield taken
+            if (assigned := _idle(able, current, stage, why)) is not None:
+                yield assigned
 
 
 def _from_elsewhere(
-    sitters: Iterable[Candidate], stages: int, useful: int
+    candidates: Iterable[Candidate], stages: int, useful: int
 ) -> Iterator[SeatAssigned]:
     """Assigns standbys to stages with all nodes in one failure domain. Such a stage may exceed
     `useful` by one node, unless `useful` is 1."""
-    nodes = list(sitters)
-    idle = [one for one in nodes if one.stays and not one.stages and not one.waits]
+    nodes = list(candidates)
+    idle = [node for node in nodes if node.stays and not node.stages and not node.waits]
     for stage in range(stages + 1) if idle else ():
-        there = [one.place for one in nodes if one.stays and stage in one.stages]
-        if len(there) == 1 == useful or len({place.block for place in there}) != 1:
+        domains = [node.place for node in nodes if node.stays and stage in node.stages]
+        if len(domains) == 1 == useful or len({place.block for place in domains}) != 1:
             continue
-        for one in idle:
-            if stage in one.fits and is_apart(one.place, there):
+        for node in idle:
+            if stage in node.fits and is_apart(node.place, domains):
                 why = f"was a standby: all of stage {stage} are in one place"
-                yield SeatAssigned(one.node, stage, why)
-                idle.remove(one)
+                yield SeatAssigned(node.node, stage, why)
+                idle.remove(node)
                 break
 
 
-def _is_spared(one: Candidate, sitters: Sequence[Candidate]) -> bool:
+def _is_spared(node: Candidate, candidates: Sequence[Candidate]) -> bool:
     """Whether the node has no seat, or only one whose state a node without other seats has."""
-    single = (s for s in sitters if s.node != one.node and s.stays and len(s.stages) == 1)
-    return not one.stages or any(one.stages <= other.holds for other in single)
+    single = (s for s in candidates if s.node != node.node and s.stays and len(s.stages) == 1)
+    return not node.stages or any(node.stages <= other.holds for other in single)
 
 
 def _find(
-    sitters: Sequence[Candidate], stage: int, keeper: int, why: str, begun: bool
+    candidates: Sequence[Candidate], stage: int, keeper: int, why: str, begun: bool
 ) -> SeatAssigned | None:
     """Finds a node for a vacant stage. `keeper`: the stage whose nodes keep the data for a rebuild.
     Among nodes with room, one of these is preferred if it has at least half the best speed."""
-    able = [one for one in sitters if one.stays and stage in one.fits and stage not in one.stages]
+    able = [
+        node
+        for node in candidates
+        if node.stays and stage in node.fits and stage not in node.stages
+    ]
     if not begun:
-        able = [one for one in able if not one.stages]
-    if (taken := _idle(able, sitters, stage, why)) is not None or not begun:
-        return taken
-    free = [one for one in able if len(one.stages) < one.room]
+        able = [node for node in able if not node.stages]
+    if (assigned := _idle(able, candidates, stage, why)) is not None or not begun:
+        return assigned
+    free = [node for node in able if len(node.stages) < node.room]
     if not free:
         return None
     best = max(map(_share, free))
-    near = [one for one in free if keeper in one.holds and _share(one) >= best / 2]
-    one = max(near or free, key=_share)
-    return SeatAssigned(one.node, stage, f"has room for one more seat: {why}")
+    near = [node for node in free if keeper in node.holds and _share(node) >= best / 2]
+    node = max(near or free, key=_share)
+    return SeatAssigned(node.node, stage, f"has room for one more seat: {why}")
 
 
-def _share(one: Candidate) -> float:
+def _share(node: Candidate) -> float:
     """The node's speed per seat if it takes one more."""
-    return one.speed / (len(one.stages) + 1)
+    return node.speed / (len(node.stages) + 1)
 
 
 def _idle(
-    able: Sequence[Candidate], sitters: Sequence[Candidate], stage: int, why: str
+    able: Sequence[Candidate], candidates: Sequence[Candidate], stage: int, why: str
 ) -> SeatAssigned | None:
     """A standby, by preference of the least used failure domain; otherwise a surplus replica, by
     preference of a failure domain common at its stage; None: neither."""
-    serving = [one.place for one in sitters if one.stages]
-    if idle := [one for one in able if not one.stages]:
-        one = min(idle, key=lambda one: shared(one.place, serving))
-        return SeatAssigned(one.node, stage, f"was a standby: {why}")
-    holders = Counter(stage for one in sitters if one.stays for stage in one.holds)
-    surplus = [(one, of) for one in able if (of := _surplus(one, holders)) is not None]
+    serving = [node.place for node in candidates if node.stages]
+    if idle := [node for node in able if not node.stages]:
+        node = min(idle, key=lambda node: shared(node.place, serving))
+        return SeatAssigned(node.node, stage, f"was a standby: {why}")
+    holders = Counter(stage for node in candidates if node.stays for stage in node.holds)
+    surplus = [(node, of) for node in able if (of := _surplus(node, holders)) is not None]
     if not surplus:
         return None
     # Of the stage with the most holders; there, of the commonest domain; then the newest node.
-    one, of = max(surplus, key=lambda found: holders[found[1]])
-    left = [one.place for one in sitters if one.stays and of in one.stages]
-    one = max(
-        reversed([one for one, at in surplus if at == of]), key=lambda one: shared(one.place, left)
+    node, of = max(surplus, key=lambda pair: holders[pair[1]])
+    domains = [node.place for node in candidates if node.stays and of in node.stages]
+    node = max(
+        reversed([node for node, at in surplus if at == of]),
+        key=lambda node: shared(node.place, domains),
     )
-    return SeatAssigned(one.node, stage, f"moves from stage {of}, which has others: {why}", of)
+    return SeatAssigned(node.node, stage, f"moves from stage {of}, which has others: {why}", of)
 
 
-def _surplus(one: Candidate, holders: Counter[int]) -> int | None:
+def _surplus(node: Candidate, holders: Counter[int]) -> int | None:
     """The stage that can lose the node, given the `holders` of each stage's state; None: the node
     is needed, or drives."""
-    if len(one.stages) != 1 or one.drives:
+    if len(node.stages) != 1 or node.drives:
         return None
-    (stage,) = one.stages
-    return stage if holders[stage] > (one.stays and stage in one.holds) else None
+    (stage,) = node.stages
+    return stage if holders[stage] > (node.stays and stage in node.holds) else None
 
 
-def _returned(sitters: Iterable[Candidate]) -> Iterator[SeatReleased]:
+def _returned(candidates: Iterable[Candidate]) -> Iterator[SeatReleased]:
     """Seats to return: one per node, from the node with the most seats on; a later call sees the
     changed placement."""
-    nodes = list(sitters)
-    several = [one for one in nodes if len(one.stages) > 1]
-    for one in sorted(several, key=lambda one: -len(one.stages)):
+    nodes = list(candidates)
+    several = [node for node in nodes if len(node.stages) > 1]
+    for node in sorted(several, key=lambda node: -len(node.stages)):
         better = [
             (stage, other)
-            for stage in sorted(one.stages, reverse=True)  # stage 0, which may drive, comes last
+            for stage in sorted(node.stages, reverse=True)  # stage 0, which may drive, comes last
             for other in nodes
-            if other.stays and stage in other.holds and len(other.stages) < len(one.stages)
+            if other.stays and stage in other.holds and len(other.stages) < len(node.stages)
         ]
         if better:
             stage, other = better[0]
             why = f"{other.node} serves stage {stage}, too, and has fewer seats"
-            yield SeatReleased(one.node, stage, why)
+            yield SeatReleased(node.node, stage, why)

@@ -21,7 +21,7 @@ MOST_KEPT = 200  # instances; the earliest to end are dropped first
 
 @dataclass
 class _Entry:
-    told: Quarantined  # without the seconds left
+    record: Quarantined  # without the seconds left
     until: float
 
 
@@ -35,17 +35,17 @@ class Quarantine:
             return
         self._forget(now)
         former = self._entries.get(instance)
-        told = Quarantined(instance=instance, node=node, cause=cause, why=why, times=1)
+        record = Quarantined(instance=instance, node=node, cause=cause, why=why, times=1)
         if former is not None:
-            told.times += former.told.times
-            told.divergences = former.told.divergences
-        told.divergences += cause == DIVERGENCE
-        seconds = min(LONGEST, FIRST * 2.0 ** min(told.times - 1, 30))
-        if told.divergences >= MOST_DIVERGENCES:
+            record.times += former.record.times
+            record.divergences = former.record.divergences
+        record.divergences += cause == DIVERGENCE
+        seconds = min(LONGEST, FIRST * 2.0 ** min(record.times - 1, 30))
+        if record.divergences >= MOST_DIVERGENCES:
             seconds = math.inf
-        self._entries[instance] = _Entry(told, now + seconds)
+        self._entries[instance] = _Entry(record, now + seconds)
         if len(self._entries) > MOST_KEPT:
-            first = min(self._entries, key=lambda one: self._entries[one].until)
+            first = min(self._entries, key=lambda instance: self._entries[instance].until)
             del self._entries[first]
 
     def left(self, instance: str, now: float) -> float:
@@ -55,37 +55,37 @@ class Quarantine:
 
     def sentence(self, instance: str, now: float) -> str:
         """Why the instance may not join now, as text."""
-        told, left = self._entries[instance].told, self.left(instance, now)
-        if left == math.inf:
+        record, seconds = self._entries[instance].record, self.left(instance, now)
+        if seconds == math.inf:
             return (
                 f"this node is not taken back: its weights were others than those of its replicas "
-                f"{told.divergences} times, the last time as {told.node} ({told.why}); "
+                f"{record.divergences} times, the last time as {record.node} ({record.why}); "
                 "have the machine's memory and its device checked"
             )
-        times = "" if told.times == 1 else f", the {told.times}. time"
+        times = "" if record.times == 1 else f", the {record.times}. time"
         return (
-            f"this node was evicted for cause as {told.node}{times} ({told.why}); "
-            f"it may join again in {left:.0f} s"
+            f"this node was evicted for cause as {record.node}{times} ({record.why}); "
+            f"it may join again in {seconds:.0f} s"
         )
 
     def listed(self, now: float) -> list[Quarantined]:
         """All records, with the seconds left."""
         self._forget(now)
-        found = []
+        records = []
         for instance, entry in self._entries.items():
-            told = Quarantined(seconds=self.left(instance, now))
-            told.MergeFrom(entry.told)
-            found.append(told)
-        return found
+            record = Quarantined(seconds=self.left(instance, now))
+            record.MergeFrom(entry.record)
+            records.append(record)
+        return records
 
     def restore(self, listed: Iterable[Quarantined], now: float) -> None:
         """Restores the records of a view."""
         self._entries = {}
-        for told in listed:
-            entry = Quarantined()
-            entry.CopyFrom(told)
-            entry.ClearField("seconds")
-            self._entries[told.instance] = _Entry(entry, now + told.seconds)
+        for record in listed:
+            copy = Quarantined()
+            copy.CopyFrom(record)
+            copy.ClearField("seconds")
+            self._entries[record.instance] = _Entry(copy, now + record.seconds)
 
     def _forget(self, now: float) -> None:
         self._entries = {

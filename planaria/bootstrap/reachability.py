@@ -53,15 +53,15 @@ class Endpoints(NamedTuple):
 async def probe(address: Address, seconds: float) -> Reachability:
     """A reachability probe of an address, within `seconds`. A name with several addresses refuses
     if all of them do."""
-    places: list[tuple[str, int]] | None = None
+    endpoints: list[tuple[str, int]] | None = None
     try:
         async with asyncio.timeout(seconds):
-            places = await _look_up(address)
-            if not places:
+            endpoints = await _look_up(address)
+            if not endpoints:
                 return Reachability.UNKNOWN
-            answers = await asyncio.gather(*(_connect(*place) for place in places))
+            answers = await asyncio.gather(*(_connect(*endpoint) for endpoint in endpoints))
     except TimeoutError:
-        return Reachability.UNRESOLVED if places is None else Reachability.SILENT
+        return Reachability.UNRESOLVED if endpoints is None else Reachability.SILENT
     for answer in (Reachability.OPEN, Reachability.SILENT):
         if answer in answers:
             return answer
@@ -80,7 +80,7 @@ def dead_end(answers: Mapping[str, Reachability], final: Sequence[Reachability])
     are among `final`."""
     if not all(answer in final for answer in answers.values()):
         return ""
-    said = "; ".join(f"{address} {answer.value}" for address, answer in answers.items())
+    results = "; ".join(f"{address} {answer.value}" for address, answer in answers.items())
     remedies = []
     if Reachability.UNKNOWN in answers.values():
         remedies.append("Check the spelling of the name, or give an IP address")
@@ -93,7 +93,7 @@ def dead_end(answers: Mapping[str, Reachability], final: Sequence[Reachability])
         )
     if Reachability.SILENT in answers.values():
         remedies.append("Check that a firewall lets the port through")
-    return f"no registry can be reached: {said}. {'. '.join(remedies)}"
+    return f"no registry can be reached: {results}. {'. '.join(remedies)}"
 
 
 async def way_out(addresses: Sequence[str], seconds: float) -> Endpoints:
@@ -127,14 +127,14 @@ def outward(host: str, port: int) -> str:
 async def _look_up(address: Address) -> list[tuple[str, int]]:
     loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        infos = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         if error.errno in _UNKNOWN:
             return []
         raise TimeoutError from error
     except UnicodeError:  # an invalid name
         return []
-    return list(dict.fromkeys((str(place[0]), int(place[1])) for *_, place in found))
+    return list(dict.fromkeys((str(sockaddr[0]), int(sockaddr[1])) for *_, sockaddr in infos))
 
 
 async def _connect(host: str, port: int) -> Reachability:

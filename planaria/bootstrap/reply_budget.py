@@ -43,15 +43,15 @@ class ReplyBudget:
 
     def go(self, size: int) -> list[int]:
         """The calls to answer now, with `size` bytes each."""
-        gone = list[int]()
+        started = list[int]()
         while self._order and (not self._bytes or self._bytes + size <= self.room):
             _, call = heapq.heappop(self._order)
             if (node := self._waiting.pop(call, None)) is not None:
                 self._places.pop(node, None)
                 self._going[call] = node, size
                 self._bytes += size
-                gone.append(call)
-        return gone
+                started.append(call)
+        return started
 
     def end(self, call: int) -> None:
         """Ends a call, after its reply or a disconnection. Idempotent."""
@@ -62,8 +62,8 @@ class ReplyBudget:
     def before(self, node: str) -> str:
         """The node's position in the queue, as text."""
         first = next((other for other, _ in self._going.values()), "nobody")
-        before = list(self._places).index(node) if node in self._places else 0
+        position = list(self._places).index(node) if node in self._places else 0
         return (
             f"of answers to others {self._bytes / 1e6:.1f} MB are on their way, first that to "
-            f"{first}, and {before} are to be told before {node}, which keeps its place"
+            f"{first}, and {position} are to be told before {node}, which keeps its place"
         )

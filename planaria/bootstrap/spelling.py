@@ -11,12 +11,12 @@ NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Node ids occur in logs, file names and seat names."""
 
 
-def misspelt(what: str, name: str) -> str:
+def misspelt(kind: str, name: str) -> str:
     """Why a name is invalid; empty: it is valid."""
     if NAME.fullmatch(name):
         return ""
     return (
-        f"the {what} {name[:40]!r} is no name: it may have up to 128 letters, digits, dots, dashes "
+        f"the {kind} {name[:40]!r} is no name: it may have up to 128 letters, digits, dots, dashes "
         "and underscores of ASCII, and begins with a letter or digit"
     )
 

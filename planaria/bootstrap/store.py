@@ -71,8 +71,8 @@ class Term:
     value: bytes  # value of the key `leader`, unique to the term
     until: float
 
-    def renewed(self, asked: float) -> None:
-        self.until = max(self.until, asked + LEASE)
+    def renewed(self, sent: float) -> None:
+        self.until = max(self.until, sent + LEASE)
 
     def lasts(self, now: float) -> bool:
         return now < self.until
@@ -111,13 +111,13 @@ class Store:
     def leader(self) -> str:
         """The leader's address; empty: none. Raises EtcdAway, EtcdRefused, and StoreError if the
         leader has another run key."""
-        found = values(self._etcd.ask("kv/range", {"key": written(self._top + "leader")}, ASKED))
-        return self._at(found[0]) if found else ""
+        leaders = values(self._etcd.ask("kv/range", {"key": written(self._top + "leader")}, ASKED))
+        return self._at(leaders[0]) if leaders else ""
 
     def campaign(self) -> bool:
         """Tries to become leader, and reads the former leader's `view`. Raises
         EtcdAway, EtcdRefused, StoreError."""
-        asked = self._now()
+        sent = self._now()
         lease = str(self._etcd.ask("lease/grant", {"TTL": str(LEASE)}, ASKED)["ID"])
         value = json.dumps(self._me | {"term": secrets.token_hex(8)}).encode()
         key = self._top + "leader"
@@ -125,7 +125,7 @@ class Store:
         if not self._etcd.ask("kv/txn", body, ASKED).get("succeeded"):
             self._revoke(lease)
             return False
-        self._term = Term(lease, value, asked + LEASE)
+        self._term = Term(lease, value, sent + LEASE)
         try:
             self._read_view()
         except (EtcdAway, EtcdRefused, StoreError):
@@ -135,17 +135,17 @@ class Store:
 
     def renew(self) -> None:
         """Renews the lease; after a failure the term lasts until its present end."""
-        term, asked = self._term, self._now()
+        term, sent = self._term, self._now()
         if term is None:
             return
         try:
             body = {"ID": term.lease}
-            answer = self._etcd.ask("lease/keepalive", body, max(0.0, term.until - asked))
+            answer = self._etcd.ask("lease/keepalive", body, max(0.0, term.until - sent))
         except (EtcdAway, EtcdRefused) as error:
             log.warning("this registry leads for %.1f s more: %s", term.until - self._now(), error)
             return
         if int(answer.get("result", {}).get("TTL", 0)):
-            term.renewed(asked)
+            term.renewed(sent)
         else:
             self._over(term)
 
@@ -169,10 +169,10 @@ class Store:
 
     def records(self) -> list[Record]:
         """All decisions. Raises EtcdAway, EtcdRefused, StoreError."""
-        found = self._etcd.ask("kv/range", all_below(self._top + "decided/"), READ)
-        self._decided = len(found.get("kvs", []))
+        reply = self._etcd.ask("kv/range", all_below(self._top + "decided/"), READ)
+        self._decided = len(reply.get("kvs", []))
         try:
-            return [json.loads(value) for value in values(found)]
+            return [json.loads(value) for value in values(reply)]
         except (ValueError, RecursionError) as error:
             raise self._strange("what was decided", error) from error
 
@@ -200,11 +200,13 @@ class Store:
             self._over(term)
             raise NotLeading(f"what it decides can't be written: {error}") from error
         if not answer.get("succeeded"):
-            leader, found = (values(one["response_range"]) for one in answer["responses"])
+            leader, current = (
+                values(response["response_range"]) for response in answer["responses"]
+            )
             if leader != [term.value]:
                 self._over(term)
                 raise NotLeading("another registry leads")
-            if found != [content]:  # equal: an unanswered attempt took effect
+            if current != [content]:  # equal: an unanswered attempt took effect
                 self._over(term)
                 raise NotLeading("what it has read is not the newest any more")
         if not term.lasts(self._now()):
@@ -221,23 +223,22 @@ class Store:
     def _at(self, value: bytes) -> str:
         """The leader's address in a value of `leader`. Raises StoreError."""
         try:
-            said = json.loads(value)
-            at, key = str(said["at"]), str(said["key"])
+            value_of = json.loads(value)
+            address, key = str(value_of["at"]), str(value_of["key"])
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise self._strange("who leads", error) from error
         if key != self._me["key"]:
             raise StoreError(
-                f"the registry at {readable(at)}, which leads, has another key than this one: give "
-                "all of a run's registries the same authority.pem, each in its folder "
-                "(--authority DIR)"
+                f"the leader at {readable(address)} has another key than this registry: give all "
+                "registries of the run the same authority.pem, each in its folder (--authority DIR)"
             )
-        return at
+        return address
 
     def _read_view(self) -> None:
         """Reads the newest view. Raises EtcdAway, EtcdRefused, StoreError."""
         body = {"success": [look(self._top + "number"), look(self._top + "view")]}
         answer = self._etcd.ask("kv/txn", body, ASKED)
-        number, content = (values(one["response_range"]) for one in answer["responses"])
+        number, content = (values(response["response_range"]) for response in answer["responses"])
         self._number, self.view = b"", None
         if not number and not content:
             return
@@ -255,8 +256,8 @@ class Store:
             )
         self.view, self._number = view, number[0]
 
-    def _strange(self, what: str, error: Exception) -> StoreError:
+    def _strange(self, subject: str, error: Exception) -> StoreError:
         return StoreError(
-            f"{what} in etcd, below {self._top}, is not what a registry has written ({error}): "
+            f"{subject} in etcd, below {self._top}, is not what a registry has written ({error}): "
             "restore it from a copy, or give the run another name"
         )

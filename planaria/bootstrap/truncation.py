@@ -43,14 +43,14 @@ def fit(description: Description) -> None:
     """Escapes reports and truncates the description to `DESCRIPTION_BYTES`; counts shortened
     reports and unlisted members. A large report does not reduce the share of others."""
     shortened = _share_out(description)
-    for one in description.members:
-        make_readable(one.report)
+    for member in description.members:
+        make_readable(member.report)
     shortened |= _share_out(description)  # escaping may quadruple the size
     description.shortened = len(shortened)
-    left = DECISIONS_BYTES
+    room = DECISIONS_BYTES
     for at in range(len(description.decisions) - 1, -1, -1):
-        left -= len(description.decisions[at].encode())
-        if left < 0:
+        room -= len(description.decisions[at].encode())
+        if room < 0:
             del description.decisions[: at + 1]
             break
     del description.cuts[CUTS_LISTED:]
@@ -60,28 +60,28 @@ def fit(description: Description) -> None:
 def cut_from(description: Description) -> list[str]:
     """What the registry omitted from a description, one sentence each."""
     shortened, unlisted = description.shortened, description.unlisted
-    told = [f"the reports of {shortened} nodes are cut short: together they are too large"]
-    told += [f"{unlisted} nodes more are not listed: together they are too many"]
-    return [line for line, count in zip(told, (shortened, unlisted), strict=True) if count]
+    lines = [f"the reports of {shortened} nodes are cut short: together they are too large"]
+    lines += [f"{unlisted} nodes more are not listed: together they are too many"]
+    return [line for line, count in zip(lines, (shortened, unlisted), strict=True) if count]
 
 
-def shorten_all(said: Message, most: int, but: str = "run_file") -> None:
+def shorten_all(message: Message, most: int, but: str = "run_file") -> None:
     """Shortens all strings in a foreign message, except in field `but`."""
-    for field, value in said.ListFields():
+    for field, value in message.ListFields():
         if field.type == field.TYPE_MESSAGE:
             for inner in value if field.is_repeated else [value]:
                 shorten_all(inner, most, but)
         elif field.type == field.TYPE_STRING and field.name != but:
             if not field.is_repeated:
                 if len(value) > most:
-                    setattr(said, field.name, shorten(value, most))
-            elif any(len(one) > most for one in value):
-                value[:] = [shorten(one, most) for one in value]
+                    setattr(message, field.name, shorten(value, most))
+            elif any(len(text) > most for text in value):
+                value[:] = [shorten(text, most) for text in value]
 
 
 def _share_out(description: Description) -> set[int]:
     """Shortens reports above an equal share; returns their indices."""
-    sizes = [one.report.ByteSize() for one in description.members]
+    sizes = [member.report.ByteSize() for member in description.members]
     if sum(sizes) <= REPORTS_BYTES:
         return set()
     share = REPORTS_BYTES // len(sizes)
@@ -92,8 +92,8 @@ def _share_out(description: Description) -> set[int]:
     return large
 
 
-def shorten(words: str, length: int) -> str:
-    return words if len(words) <= length else f"{words[: max(0, length - 3)]}..."
+def shorten(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: max(0, length - 3)]}..."
 
 
 def _drop_last(whole: Message, listed: Any, most: int) -> int:

@@ -63,15 +63,15 @@ def follows(view: View, former: View) -> bool:
 
 def difference(former: View, view: View) -> Difference:
     """The difference that `apply` turns into `view`, given `former`."""
-    found = Difference(former=former.number)
+    result = Difference(former=former.number)
     for field in View.DESCRIPTOR.fields:
         if field.is_repeated:
             splices, new = _splices(getattr(former, field.name), getattr(view, field.name))
-            getattr(found, field.name).extend(splices)
-            getattr(found.view, field.name).extend(new)
+            getattr(result, field.name).extend(splices)
+            getattr(result.view, field.name).extend(new)
         else:
-            setattr(found.view, field.name, getattr(view, field.name))
-    return found
+            setattr(result.view, field.name, getattr(view, field.name))
+    return result
 
 
 def apply(former: View, difference: Difference) -> View:
@@ -91,9 +91,9 @@ def apply(former: View, difference: Difference) -> View:
     return view
 
 
-def told_view(told: NewView, former: View) -> View:
+def view_in(message: NewView, former: View) -> View:
     """The view in a message to a watcher that has `former`. Raises ValueError as `apply` does."""
-    return apply(former, told.difference) if told.HasField("difference") else told.whole
+    return apply(former, message.difference) if message.HasField("difference") else message.whole
 
 
 def pack(content: bytes) -> bytes:
@@ -113,18 +113,18 @@ def unpack(packed: bytes) -> bytes:
     return content
 
 
-def packed(told: NewView) -> NewView:
+def packed(message: NewView) -> NewView:
     """The message, compressed if it is long."""
-    content = told.SerializeToString()
-    return NewView(packed=pack(content)) if len(content) >= PACKED_FROM else told
+    content = message.SerializeToString()
+    return NewView(packed=pack(content)) if len(content) >= PACKED_FROM else message
 
 
-def unpacked(told: NewView) -> NewView:
+def unpacked(message: NewView) -> NewView:
     """Reverses `packed`. Raises ValueError for invalid data."""
-    if not told.HasField("packed"):
-        return told
+    if not message.HasField("packed"):
+        return message
     try:
-        return NewView.FromString(unpack(told.packed))
+        return NewView.FromString(unpack(message.packed))
     except DecodeError as error:
         raise ValueError("what was packed is no view") from error
 
@@ -132,15 +132,15 @@ def unpacked(told: NewView) -> NewView:
 def _splices(former: Sequence[Any], later: Sequence[Any]) -> tuple[list[Splice], list[Any]]:
     """The splices from `former` to `later`, and the new items. Fast for few changes; short if kept
     items keep their order, as in views."""
-    here, there = _contents(former), _contents(later)
-    ends = min(len(here), len(there))
-    head = next((i for i in range(ends) if here[i] != there[i]), ends)
-    tail = next((i for i in range(ends - head) if here[-1 - i] != there[-1 - i]), ends - head)
-    places = {content: i for i, content in enumerate(here[: len(here) - tail])}
+    before, after = _contents(former), _contents(later)
+    ends = min(len(before), len(after))
+    head = next((i for i in range(ends) if before[i] != after[i]), ends)
+    tail = next((i for i in range(ends - head) if before[-1 - i] != after[-1 - i]), ends - head)
+    places = {content: i for i, content in enumerate(before[: len(before) - tail])}
     splices, new = [Splice(kept=head)], list[Any]()
     at = head  # index in the former list
-    for i in range(head, len(there) - tail):
-        place, last = places.get(there[i], -1), splices[-1]
+    for i in range(head, len(after) - tail):
+        place, last = places.get(after[i], -1), splices[-1]
         if place < at:
             new.append(later[i])
             last.added += 1
@@ -150,13 +150,13 @@ def _splices(former: Sequence[Any], later: Sequence[Any]) -> tuple[list[Splice],
         last.kept += 1
         at = place + 1
     if tail:
-        splices.append(Splice(gone=len(here) - tail - at, kept=tail))
-    return [one for one in splices if one.gone or one.kept or one.added], new
+        splices.append(Splice(gone=len(before) - tail - at, kept=tail))
+    return [splice for splice in splices if splice.gone or splice.kept or splice.added], new
 
 
 def _contents(listed: Sequence[Any]) -> list[Any]:
     """Messages as bytes, since equal bytes mean equal content even where floats do not compare."""
-    return [one if isinstance(one, str) else one.SerializeToString() for one in listed]
+    return [item if isinstance(item, str) else item.SerializeToString() for item in listed]
 
 
 def _splice(

@@ -60,9 +60,9 @@ class Held:
 
 
 def _newest(sources: Iterable[Source]) -> tuple[Source, ...]:
-    found = sorted(sources, key=lambda source: source.node)
-    newest = max((source.step for source in found), default=0)
-    return tuple(source for source in found if source.step == newest)
+    ordered = sorted(sources, key=lambda source: source.node)
+    newest = max((source.step for source in ordered), default=0)
+    return tuple(source for source in ordered if source.step == newest)
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ class Left:
 
     def here(self, kind: Kind, stage: int) -> tuple[Source, ...]:
         """As `freshest`, without holdings of `step` that another commit made."""
-        held = self._held(kind, stage)
+        holdings = self._held(kind, stage)
         return _newest(
-            one.source
-            for one in held
-            if one.source.step < self.step or one.made in (self.made, UNKNOWN)
+            holding.source
+            for holding in holdings
+            if holding.source.step < self.step or holding.made in (self.made, UNKNOWN)
         )
 
     def _held(self, kind: Kind, stage: int) -> list[Held]:
@@ -166,15 +166,15 @@ def decide(stage: int, left: Left, policy: Policy, strict: bool = False) -> Deci
     if left.adapters and stage == 0:
         reason = "nothing of stage 0 is trained: it is as in the checkpoint"
         return Rebuild(stage, ORIGIN, (), exact=True, reason=reason)
-    if there := _of_this_step("memory", stage, left):
+    if in_memory := _of_this_step("memory", stage, left):
         reason = f"stage {stage} has this very step from before the run went back"
-        return Rebuild(stage, "memory", there, exact=True, reason=reason)
+        return Rebuild(stage, "memory", in_memory, exact=True, reason=reason)
     if saves := _of_this_step("save", stage, left):
         reason = f"stage {stage} has no replica left, but a save of this very step"
         return Rebuild(stage, "save", saves, exact=True, reason=reason)
-    found, lacking = _BY_POLICY[policy](stage, left)
-    if found is not None:
-        return _arrived(stage, left, found) or found
+    decision, lacking = _BY_POLICY[policy](stage, left)
+    if decision is not None:
+        return _arrived(stage, left, decision) or decision
     if strict:
         return Stop(stage, f"stage {stage} is lost: {lacking}; --strict allows no other way")
     guess = _fall_back(stage, left, lacking)
@@ -186,19 +186,21 @@ def _arrived(stage: int, left: Left, other: Decision, lacking: str = "") -> Rebu
     unless `other` is closer to the lost state. `lacking`: why the policy fails."""
     if isinstance(other, RollBack) or (isinstance(other, Rebuild) and other.exact):
         return None
-    here = [(s, kind) for kind in ("memory", "weights") for s in left.here(kind, stage)]
-    if not here:
+    received = [(s, kind) for kind in ("memory", "weights") for s in left.here(kind, stage)]
+    if not received:
         return None
-    source, kind = max(here, key=lambda one: one[0].step)  # of equal steps, the one with moments
+    source, kind = max(
+        received, key=lambda pair: pair[0].step
+    )  # of equal steps, the one with moments
     if isinstance(other, Rebuild) and other.method not in INEXACT:
-        its = other.sources[0].lineage, other.sources[0].step, other.method == "save"
-        if its > (source.lineage, source.step, kind == "memory"):
+        its_age = other.sources[0].lineage, other.sources[0].step, other.method == "save"
+        if its_age > (source.lineage, source.step, kind == "memory"):
             return None
     late = left.step - source.step
     loss = f"stage {stage} is lost and {lacking}" if lacking else f"stage {stage} is lost"
     method = "joiner" if kind == "memory" else "weights"
-    what = "state" if kind == "memory" else "weights, without Adam's moments,"
-    reason = f"{loss}: its {what} had come to {source.node} by then{_stale(late)}"
+    content = "state" if kind == "memory" else "weights, without Adam's moments,"
+    reason = f"{loss}: its {content} had come to {source.node} by then{_stale(late)}"
     return Rebuild(stage, method, (source,), False, reason, fallback=bool(lacking), fresh=not late)
 
 
@@ -327,10 +329,10 @@ def _fall_back(stage: int, left: Left, lacking: str) -> Rebuild | Stop:
     between = nearest(stage, left)
     if not between:
         return Stop(stage, f"{loss}; no body stage is left to guess it from")
-    what = " and ".join(map(str, between))
+    names = " and ".join(map(str, between))
     how = "interpolated between stages" if len(between) == 2 else "copied from the nearest, stage"
     sources = tuple(source for of in between for source in left.nodes(of))
-    reason = f"{loss}: {how} {what}"
+    reason = f"{loss}: {how} {names}"
     return Rebuild(stage, "interpolate", sources, exact=False, reason=reason, fallback=True)
 
 
@@ -344,9 +346,9 @@ def _newest_saves(stage: int, left: Left) -> tuple[Source, ...]:
 def _of_this_step(kind: Kind, stage: int, left: Left) -> tuple[Source, ...]:
     """Holdings of this step and commit; after a partial return, the other nodes still have it."""
     return tuple(
-        one.source
-        for (_, step, made), held in _files(left.held, kind).get(stage, {}).items()
-        for one in held
+        holding.source
+        for (_, step, made), holdings in _files(left.held, kind).get(stage, {}).items()
+        for holding in holdings
         if (step, made) == (left.step, left.made) and made != UNKNOWN
     )
 
@@ -412,18 +414,18 @@ def resume(held: Iterable[Held], stages: int) -> Resume | None:
     files = _files(held, "memory", "save", "checkpoint")
     common = _newest_common(files, stages)
     if common is not None:
-        chosen = {of: tuple(found[common]) for of, found in files.items()}
+        chosen = {of: tuple(versions[common]) for of, versions in files.items()}
         lineage, step, _ = common
-        filed = all(one.kind != "memory" for found in chosen.values() for one in found)
-        what = f"a save of step {step}" if filed else f"step {step}"
-        reason = f"every stage has {what}: the run goes on from there"
+        in_files = all(h.kind != "memory" for holdings in chosen.values() for h in holdings)
+        state = f"a save of step {step}" if in_files else f"step {step}"
+        reason = f"every stage has {state}: the run goes on from there"
         return Resume(step, lineage, chosen, exact=True, reason=reason)
-    found = _files(held, "memory", "save", "checkpoint", "weights")
-    common = _newest_common(found, stages)
+    with_bare = _files(held, "memory", "save", "checkpoint", "weights")
+    common = _newest_common(with_bare, stages)
     if common is not None:
-        chosen = {of: _alike(each[common]) for of, each in found.items()}
+        chosen = {of: _alike(versions[common]) for of, versions in with_bare.items()}
         lineage, step, _ = common
-        bare = [of for of, each in sorted(chosen.items()) if each[0].kind == "weights"]
+        bare = [of for of, versions in sorted(chosen.items()) if versions[0].kind == "weights"]
         reason = (
             f"every stage has step {step}, without Adam's moments stage "
             f"{', '.join(map(str, bare))}: the run goes on from there"
@@ -431,7 +433,7 @@ def resume(held: Iterable[Held], stages: int) -> Resume | None:
         return Resume(step, lineage, chosen, exact=False, reason=reason)
     if not files:
         return None
-    newest = {of: max(found) for of, found in files.items()}
+    newest = {of: max(versions) for of, versions in files.items()}
     lineage, step, _ = max(newest.values())
     chosen = {of: tuple(files[of][version]) for of, version in newest.items()}
     mix = ", ".join(f"stage {of} from step {at}" for of, (_, at, _) in sorted(newest.items()))
@@ -451,18 +453,18 @@ _Files = dict[int, dict[_Version, list[Held]]]
 def _files(held: Iterable[Held], *kinds: Kind) -> _Files:
     """Holdings by stage and version, in the order of `kinds`: memory is preferred to files."""
     files: _Files = {}
-    wanted = [one for one in held if one.kind in kinds]
-    for one in sorted(wanted, key=lambda h: (h.source.node, kinds.index(h.kind))):
-        version = one.source.lineage, one.source.step, one.made
-        there = files.setdefault(one.source.stage, {}).setdefault(version, [])
-        if all(other.source.node != one.source.node for other in there):
-            there.append(one)
+    wanted = [holding for holding in held if holding.kind in kinds]
+    for holding in sorted(wanted, key=lambda h: (h.source.node, kinds.index(h.kind))):
+        version = holding.source.lineage, holding.source.step, holding.made
+        holdings = files.setdefault(holding.source.stage, {}).setdefault(version, [])
+        if all(earlier.source.node != holding.source.node for earlier in holdings):
+            holdings.append(holding)
     return files
 
 
 def _alike(held: Sequence[Held]) -> tuple[Held, ...]:
     """The holdings with moments, or, if there are none, those without."""
-    whole = tuple(one for one in held if one.kind != "weights")
+    whole = tuple(holding for holding in held if holding.kind != "weights")
     return whole or tuple(held)
 
 

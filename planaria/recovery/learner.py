@@ -139,13 +139,13 @@ def squared_distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).double().square_().sum())
 
 
-def error_gradient(found: Tensor, output: Tensor, squared_norm: float) -> Tensor:
-    """Gradient, at `found`, of the residual error ||found - output||² / ||output - input||².
+def error_gradient(computed: Tensor, output: Tensor, squared_norm: float) -> Tensor:
+    """Gradient, at `computed`, of the residual error ||computed - output||² / ||output - input||².
 
     A block adds to its input, so this is the error of the addition, relative to its target. The
     denominator is `squared_norm`; if it is 0, the gradient is 0.
     """
-    return (found - output).mul_(2 / squared_norm if squared_norm else 0.0)
+    return (computed - output).mul_(2 / squared_norm if squared_norm else 0.0)
 
 
 # A chain in one process
@@ -153,10 +153,10 @@ def error_gradient(found: Tensor, output: Tensor, squared_norm: float) -> Tensor
 
 def learn(chain: Sequence[Learner], x: Tensor, y: Tensor) -> None:
     """Updates every stage of a run once, in visiting order, from the run's input and output."""
-    found = x
+    activation = x
     for learner in chain:
-        found = learner.forward(found)
-    gradient = error_gradient(found, y, squared_distance(y, x))
+        activation = learner.forward(activation)
+    gradient = error_gradient(activation, y, squared_distance(y, x))
     for learner in reversed(chain):
         gradient = learner.backward(gradient)
 
@@ -165,9 +165,9 @@ def residual_error(chain: Sequence[Learner], pairs: Iterable[tuple[Tensor, Tenso
     """The error of a run over pairs of input and output; inf if the targets add nothing."""
     error = norm = 0.0
     for x, y in pairs:
-        found = x
+        activation = x
         for learner in chain:
-            found = learner.measure(found)
-        error += squared_distance(found, y)
+            activation = learner.measure(activation)
+        error += squared_distance(activation, y)
         norm += squared_distance(y, x)
     return ratio(error, norm)

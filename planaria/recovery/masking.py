@@ -28,9 +28,9 @@ def stand_ins(members: Iterable[Placed]) -> dict[str, str]:
     """Each node's stand-in under `spare`: the next replica of its stage, by id. (SPARe's placement
     with a redundancy of 2: the Golomb ruler of two marks is 0, 1.)"""
     by_stage = sorted((place.stage, place.node) for place in members)
-    found: dict[str, str] = {}
+    pairs: dict[str, str] = {}
     for _, replicas in groupby(by_stage, lambda place: place[0]):
         nodes = [node for _, node in replicas]
         if len(nodes) > 1:
-            found.update(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
-    return found
+            pairs.update(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
+    return pairs

@@ -67,9 +67,9 @@ def runs(order: Sequence[int], lost: Collection[int]) -> tuple[Run, ...]:
     """The runs of lost stages in an order, or in a route's stages; stage 0 is in none."""
     visits = enumerate(order)
     return tuple(
-        Run(found[0][0], tuple(stage for _, stage in found))
+        Run(visited[0][0], tuple(stage for _, stage in visited))
         for is_lost, group in groupby(visits, key=lambda visit: visit[1] in lost and visit[1] != 0)
-        if is_lost and (found := list(group))
+        if is_lost and (visited := list(group))
     )
 
 
@@ -78,20 +78,20 @@ def blocks(orders: Iterable[Sequence[int]], lost: Collection[int]) -> list[tuple
 
     Every lost body stage is in one block; blocks and their stages ascend.
     """
-    found = [{stage} for stage in lost if stage != 0]
+    groups = [{stage} for stage in lost if stage != 0]
     for order in orders:
         for run in runs(order, lost):
-            touched = [block for block in found if not block.isdisjoint(run.stages)]
-            found = [block for block in found if block not in touched]
-            found.append(set().union(*touched))
-    return sorted(tuple(sorted(block)) for block in found)
+            touched = [block for block in groups if not block.isdisjoint(run.stages)]
+            groups = [block for block in groups if block not in touched]
+            groups.append(set().union(*touched))
+    return sorted(tuple(sorted(block)) for block in groups)
 
 
 def adjoining(orders: Iterable[Sequence[int]], block: Collection[int]) -> tuple[int, ...]:
     """The stages, ascending, whose nodes may have inputs or outputs of runs in `block`."""
-    found = set()
+    stages = set()
     for order in orders:
         route = (0, *order, 0)
         for run in runs(route, block):
-            found |= {route[run.start - 1], route[run.end]}
-    return tuple(sorted(found))
+            stages |= {route[run.start - 1], route[run.end]}
+    return tuple(sorted(stages))

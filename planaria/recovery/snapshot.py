@@ -345,8 +345,8 @@ class _Writer:
     def put(self, part: Tensor) -> None:
         end = self._offset + part.nbytes
         if part.numel():
-            there = self._payload[self._offset : end].view(part.dtype)
-            there.view(part.shape).copy_(part)
+            target = self._payload[self._offset : end].view(part.dtype)
+            target.view(part.shape).copy_(part)
         self._offset = end
 
 
@@ -585,10 +585,10 @@ def route(
     most, used = len({1, stages}) if kind == "copy" else 1, {machine(node) for node in at[stage]}
     holders: list[str] = []
     for of in _candidates(kind, stage, stages) * most:
-        found = next((node for node in at.get(of, ()) if machine(node) not in used), None)
-        if found is not None and len(holders) < most:
-            holders.append(found)
-            used.add(machine(found))
+        holder = next((node for node in at.get(of, ()) if machine(node) not in used), None)
+        if holder is not None and len(holders) < most:
+            holders.append(holder)
+            used.add(machine(holder))
     return CopyRoute(at[stage][0], tuple(holders))
 
 

@@ -30,7 +30,7 @@ def test_what_is_ahead_of_all_is_said_when_others_had_the_time_to_say_the_same()
     for now in (0, 1, 4.9):
         assert progress.driven((0, 10**6), nobody, now) == ""
     problem = progress.driven((0, 10**6), nobody, 5)
-    assert "step 1000000 of lineage 0 is not believed to be committed" in problem
+    assert "step 1000000 of lineage 0 is too far ahead of step" in problem
     assert progress.driven((0, 10), nobody, 6) == ""
     assert progress.driven((0, 10**6), nobody, 7) == "", "it begins anew"
     assert progress.newest == (0, 10)

@@ -8,10 +8,10 @@ import pytest
 from planaria.bootstrap.accusations import STANDS
 from planaria.bootstrap.identity import Identity, instance_of
 from planaria.bootstrap.membership import (
+    LEAVES_COLLECTED,
     MOST_DIALLED,
     PROTOCOL,
-    TELLING,
-    TOGETHER,
+    SECONDS_PER_MEMBER,
     Contradict,
     Dial,
     Effect,
@@ -388,9 +388,9 @@ def test_joins_wait_until_the_last_view_has_been_told_to_all_but_others_do_not()
     for number in range(100):
         swarm.join(f"n{number}")
     due = swarm.machine.joins_due(swarm.now)
-    assert due == pytest.approx(100 * TELLING)
+    assert due == pytest.approx(100 * SECONDS_PER_MEMBER)
     assert swarm.machine.joins_due(due + 1) == due + 1
-    assert swarm.machine.rules.max_nodes * TELLING <= 2, "they have an answer in time"
+    assert swarm.machine.rules.max_nodes * SECONDS_PER_MEMBER <= 2, "they have an answer in time"
     swarm.machine.leave("n3", "", swarm.now)
     assert "n3" not in {m.node for m in swarm.view.members}
 
@@ -958,7 +958,7 @@ def test_the_word_of_a_driver_that_goes_in_that_moment_is_none() -> None:
     swarm.suspect("n0", "n2", NUMBERS, "1e300")
     swarm.answer()
     swarm.lose("n0", there=False)
-    swarm.now += swarm.machine.rules.second_voice
+    swarm.now += swarm.machine.rules.corroboration_time
     swarm.after(swarm.machine.tick(swarm.now))
     assert swarm.nodes() == ["n1", "n2", "m0"]
     assert swarm.view.driver == "m0"
@@ -1363,7 +1363,7 @@ def test_a_spare_takes_over_from_who_will_leave_soon_before_it_does() -> None:
     assert "will leave soon" in swarm.view.reason
     assert [member.node for member in swarm.view.members if member.leaving] == ["b"]
     assert not any(member.leaving for member in before.members), "a view that was issued is changed"
-    swarm.wait(TOGETHER)
+    swarm.wait(LEAVES_COLLECTED)
     assert (swarm.stage("standby"), swarm.stage("b")) == (1, 1)
     number = swarm.view.number
     swarm.renew("b", report=Report(leaving=True))
@@ -1377,8 +1377,8 @@ def test_of_those_who_leave_together_none_gets_a_seat() -> None:
     assert swarm.view.driver == "a"
     for node in "abc":
         swarm.renew(node, report=Report(leaving=True))
-        swarm.wait(TOGETHER / 4)
-    swarm.wait(TOGETHER)
+        swarm.wait(LEAVES_COLLECTED / 4)
+    swarm.wait(LEAVES_COLLECTED)
     assert [stages_of(member) for member in swarm.view.members] == [[0], [1], [2]]
     swarm.join("d", room=3)
     assert swarm.stage("d") == 0, "only who leaves is there"
@@ -1403,7 +1403,7 @@ def test_who_has_replicas_that_stay_needs_no_spare_when_it_leaves() -> None:
         swarm.join(node, stage)
     swarm.join("standby")
     swarm.renew("b", report=Report(leaving=True))
-    swarm.wait(TOGETHER)
+    swarm.wait(LEAVES_COLLECTED)
     assert swarm.stage("standby") is None
 
 

@@ -61,7 +61,7 @@ from planaria.bootstrap.service import (
     Limits,
     RegistryServer,
 )
-from planaria.bootstrap.views import sign, told_view, unpack, unpacked
+from planaria.bootstrap.views import sign, unpack, unpacked, view_in
 from tests.bootstrap.conftest import KEY, identity, joining, signed
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
@@ -260,7 +260,7 @@ async def test_who_has_a_view_is_told_in_what_the_next_one_differs(place: Any) -
     for told in (await first, await strange.read()):
         assert told.difference.former == held.number
         assert [member.node for member in told.difference.view.members] == ["b"]
-        assert told_view(told, held) == place.registry._machine.view
+        assert view_in(told, held) == place.registry._machine.view
     for name in "cdefghijklmnopqrs":  # more than the registry remembers
         await place.node(name)
     newest = place.registry._machine.view
@@ -285,7 +285,7 @@ async def test_a_registry_that_is_back_tells_who_has_its_view_nothing_but_the_ne
             await again.node("b")  # a is gone
             first = await asyncio.wait_for(told, TIMEOUT)
             assert first.difference.former == held.number
-            assert again.registry._machine.is_genuine(told_view(first, held))
+            assert again.registry._machine.is_genuine(view_in(first, held))
             await channel.close()
 
 

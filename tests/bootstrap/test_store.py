@@ -141,7 +141,7 @@ def test_registries_with_different_keys_refuse_each_other() -> None:
     etcd = FakeEtcd()
     first, stranger = store(etcd), store(etcd, key=Authority.make(0).identity)
     first.campaign()
-    with pytest.raises(StoreError, match="at a:1, which leads, has another key than this one"):
+    with pytest.raises(StoreError, match="the leader at a:1 has another key than this registry"):
         stranger.leader()
     first.append(after(None))
     first.resign()

@@ -32,9 +32,9 @@ from planaria.bootstrap.views import (
     pack,
     packed,
     sign,
-    told_view,
     unpack,
     unpacked,
+    view_in,
 )
 from tests.bootstrap.conftest import identity
 
@@ -219,8 +219,8 @@ def test_a_view_and_what_the_next_one_differs_in_give_that_one_to_the_byte(
     told = Difference.FromString(difference(former, later).SerializeToString())
     assert serialized(apply(former, told)) == serialized(later)
     assert (serialized(former), serialized(later)) == before
-    assert serialized(told_view(NewView(difference=told), former)) == serialized(later)
-    assert told_view(NewView(whole=later), former).number == later.number
+    assert serialized(view_in(NewView(difference=told), former)) == serialized(later)
+    assert view_in(NewView(whole=later), former).number == later.number
 
 
 @given(VIEWS, VIEWS)

@@ -33,7 +33,7 @@ from planaria.bootstrap.journal import Journal, JournalError, _record, read_view
 from planaria.bootstrap.membership import Membership, MembershipRules
 from planaria.bootstrap.registry_pb2 import Member, NewView, Relay, Seat, View
 from planaria.bootstrap.store import LEASE, Store, StoreError
-from planaria.bootstrap.views import is_genuine, sign, told_view, unpacked
+from planaria.bootstrap.views import is_genuine, sign, unpacked, view_in
 from planaria.node.data.chat import ChatTemplate, Conversation
 from planaria.node.data.corpus import CorpusError, Index, read_index
 from planaria.node.local.swarm import PLAN, SwarmError, read_plan
@@ -393,7 +393,7 @@ def new_views(data: bytes) -> None:
     """What a node that has a view is told of the next one: only what the run's key has signed is
     genuine."""
     with suppress(DecodeError, ValueError):
-        view = told_view(unpacked(NewView.FromString(data)), HELD)
+        view = view_in(unpacked(NewView.FromString(data)), HELD)
         assert len(view.members) <= len(HELD.members) + len(data)
         assert view in (HELD, LATER) or not is_genuine(view, IDENTITY.public, "r")
 

@@ -25,7 +25,7 @@ import grpc
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import View, WatchRequest
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
-from planaria.bootstrap.views import told_view, unpacked
+from planaria.bootstrap.views import unpacked, view_in
 from planaria.node.launch.own_folders import said_here
 from planaria.node.local.resume import JOURNAL, RUN_FILE
 from planaria.node.local.swarm import ADDRESS
@@ -361,7 +361,7 @@ class SickSwarm:
                     stub = RegistryStub(channel)  # type: ignore[no-untyped-call]
                     view = View()
                     async for told in stub.Watch(WatchRequest(), wait_for_ready=True):
-                        view = told_view(unpacked(told), view)
+                        view = view_in(unpacked(told), view)
                         self.quarantined = {one.instance for one in view.quarantined}
                         members = list(active(seated(view)).items())
                         fields = {"number": view.number, "reason": view.reason, "members": members}
