@@ -16,8 +16,7 @@ The service:
 - `journal.py`: views on disk; `store.py`, `etcd.py`: views that several registries share, of which
   `leader_election.py` has one lead
 - `liveness.py`: whether a silent node still runs; `reachability.py`: whether an address answers
-- `front_door.py`: accepts connections; `doorkeeper.py`: watches those of a node's port;
-  `crowd.py`: which strangers' connections stay
+- `connection_limits.py`: how many connections gRPC accepts, and for how long without a handshake
 
 Who may do what:
 

@@ -169,10 +169,9 @@ def add_port(
     listen: str,
     credentials: Credentials,
     insecure: bool = False,
-    within: str = "",
 ) -> int:
-    """Binds the server to HOST:PORT (port 0: any) and returns the port. `within`: the address to
-    bind instead, behind a front door at HOST:PORT. Raises the errors of `check_port`."""
+    """Binds the server to HOST:PORT (port 0: any) and returns the port. Raises the errors of
+    `check_port`."""
     address = Address.parse(listen)
     check_port(address, credentials, insecure)
     if credentials.server is None and not address.is_loopback:
@@ -186,8 +185,8 @@ def add_port(
         shows = credentials.certified.server()  # a separate one: it must request its first pair
     try:
         if shows is None:
-            return server.add_insecure_port(within or listen)
-        return server.add_secure_port(within or listen, shows)
+            return server.add_insecure_port(listen)
+        return server.add_secure_port(listen, shows)
     except RuntimeError as error:
         raise OSError(not_ours(address)) from error
 

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
 
 import grpc
 
-from planaria.bootstrap.address import Address
 from planaria.bootstrap.admission import Admission, AdmissionError
 from planaria.bootstrap.authority import REQUEST_BYTES, Role
+from planaria.bootstrap.connection_limits import open_descriptors, server_options
 from planaria.bootstrap.credentials import Certified, Credentials, add_port
-from planaria.bootstrap.crowd import ConnectionLimits
 from planaria.bootstrap.enrolment_pb2 import (
     AllowRequest,
     BanRequest,
@@ -34,7 +33,6 @@ from planaria.bootstrap.enrolment_pb2_grpc import (
     OperatorServicer,
     add_EnrolmentServicer_to_server,
 )
-from planaria.bootstrap.front_door import FrontDoor
 from planaria.bootstrap.gate import host_of
 from planaria.bootstrap.invites import Attempts, InviteError, NotAdmitted
 from planaria.bootstrap.spelling import readable
@@ -47,9 +45,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 AT_ONCE: Final = 64  # concurrent calls
-ROOM: Final = ConnectionLimits(
-    connections=AT_ONCE, strangers=AT_ONCE, of_block=2**20, of_strangers=2**24
-)
 FAREWELL: Final = 1.0  # seconds granted to open calls when the registry stops
 
 
@@ -62,20 +57,19 @@ class EnrolmentServer(EnrolmentServicer):
     async def start(self, listen: str, certified: Certified) -> int:
         """Serves on HOST:PORT and returns the port. Raises the errors of `add_port`."""
         self._now = asyncio.get_running_loop().time
-        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=AT_ONCE)
-        self._door = FrontDoor(ROOM)
+        options = (*_OPTIONS, *server_options(open_descriptors()))
+        self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=AT_ONCE)
         credentials = Credentials(server=certified.server(asks=False))
-        add_port(self._server, listen, credentials, within=self._door.within)
+        port = add_port(self._server, listen, credentials)
         add_EnrolmentServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         await self._server.start()
-        return await self._door.open(Address.parse(listen))
+        return port
 
     async def stop(self) -> None:
         await self._server.stop(FAREWELL)
-        await self._door.close()
 
     async def Enrol(self, request: EnrolRequest, context: Context) -> EnrolReply:  # noqa: N802
-        host = host_of(self._door.outer(context.peer()))
+        host = host_of(context.peer())
         if self._attempts.are_too_many(host, self._now()):
             why = "too many requests from this address were refused; ask again in a minute"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)

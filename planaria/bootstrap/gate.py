@@ -12,11 +12,10 @@ from urllib.parse import unquote
 import grpc
 from grpc_health.v1 import health
 
-from planaria.bootstrap.address import Address
+from planaria.bootstrap.address import Address, unmapped
 from planaria.bootstrap.authority import Role, Who
 from planaria.bootstrap.credentials import Credentials
 from planaria.bootstrap.enrolment_pb2 import DESCRIPTOR as ENROLMENT
-from planaria.bootstrap.front_door import FrontDoor
 from planaria.bootstrap.identity import instance_of
 from planaria.bootstrap.registry_pb2 import DESCRIPTOR as REGISTRY
 from planaria.bootstrap.registry_pb2 import JoinRequest
@@ -46,10 +45,8 @@ RIGHTS: Final = {
 class Gate(grpc.aio.ServerInterceptor):
     """Checks every call. Health is open to all: container probes have neither token nor name."""
 
-    def __init__(
-        self, credentials: Credentials, is_banned: Callable[[str], bool], door: FrontDoor
-    ) -> None:
-        self._credentials, self._is_banned, self._door = credentials, is_banned, door
+    def __init__(self, credentials: Credentials, is_banned: Callable[[str], bool]) -> None:
+        self._credentials, self._is_banned = credentials, is_banned
         self._streams: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)  # by instance
 
     def cut(self, instance: str) -> None:
@@ -85,7 +82,6 @@ class Gate(grpc.aio.ServerInterceptor):
                 why = self._banned(instance_of(request.key)) or _other(who, request)
             if why:
                 await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
-            self._door.prove(context.peer())
             return who
 
         async def unary(request: object, context: Context) -> object:
@@ -128,7 +124,7 @@ class Gate(grpc.aio.ServerInterceptor):
         if self._credentials.certified is None and service != OPERATOR:
             return ""
         if self._credentials.channel is None:  # plain text: no identity
-            if is_of_this_machine(self._door.outer(context.peer())):
+            if is_of_this_machine(context.peer()):
                 return ""
             return "a registry in plain text takes commands only from its own machine"
         if who.role in rights:
@@ -173,9 +169,13 @@ def who_calls(context: Context) -> Who:
 
 
 def place_of(peer: str) -> Address | None:
-    """The address in a gRPC peer, ipv4:1.2.3.4:567 or ipv6:[::1]:567; None for other kinds."""
+    """The address in a gRPC peer, ipv4:1.2.3.4:567 or ipv6:[::1]:567; None for other kinds. An
+    IPv4 address that IPv6 carries is one of IPv4."""
     kind, _, place = unquote(peer).partition(":")
-    return Address.parse(place) if kind in ("ipv4", "ipv6") else None
+    if kind not in ("ipv4", "ipv6"):
+        return None
+    address = Address.parse(place)
+    return address._replace(host=unmapped(address.host.partition("%")[0]))
 
 
 def host_of(peer: str) -> str:

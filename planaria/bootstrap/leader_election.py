@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 
 from planaria.bootstrap.address import Address
+from planaria.bootstrap.connection_limits import open_descriptors, server_options
 from planaria.bootstrap.credentials import Credentials, add_port
 from planaria.bootstrap.etcd import EtcdAway
-from planaria.bootstrap.front_door import FrontDoor, may_open, room_within
 from planaria.bootstrap.service import RegistryServer, stopped_by_signals, write_address
 from planaria.bootstrap.spelling import readable
 from planaria.bootstrap.store import LEASE, RENEWALS, NotLeading, Store
@@ -99,17 +99,15 @@ class Follower:
     @asynccontextmanager
     async def serving(self, listen: str, insecure: bool) -> AsyncIterator[None]:
         """Serves on HOST:PORT. Raises the errors of `add_port`."""
-        door = FrontDoor(room_within(may_open()))
-        server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        options = (("grpc.so_reuseport", 0), *server_options(open_descriptors()))
+        server = grpc.aio.server(options=options)
         server.add_generic_rpc_handlers((_Everything(self._refuse),))
-        add_port(server, listen, self._credentials, insecure, door.within)
+        add_port(server, listen, self._credentials, insecure)
         await server.start()
         try:
-            await door.open(Address.parse(listen))
             yield
         finally:
             await server.stop(FAREWELL)
-            await door.close()
 
     async def until_elected(self, stop: asyncio.Event) -> None:
         """Returns when elected, or after `stop`. Raises EtcdRefused, StoreError."""

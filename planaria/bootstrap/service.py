@@ -20,12 +20,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from planaria.bootstrap.address import PORTS, Address, Reach, not_to_dial
 from planaria.bootstrap.admission import Admission
 from planaria.bootstrap.authority import Role
+from planaria.bootstrap.connection_limits import limit_message, open_descriptors, server_options
 from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
-from planaria.bootstrap.crowd import ConnectionLimits
 from planaria.bootstrap.enrolment import OperatorServer
 from planaria.bootstrap.enrolment_pb2_grpc import add_OperatorServicer_to_server
 from planaria.bootstrap.failure_domains import block_of
-from planaria.bootstrap.front_door import FrontDoor, may_open, room_for, room_within
 from planaria.bootstrap.gate import Gate, host_of, who_calls
 from planaria.bootstrap.identity import instance_of, is_message_signed
 from planaria.bootstrap.journal import JournalError
@@ -136,15 +135,13 @@ class RegistryServer(RegistryServicer):
         journal: ViewStore | None = None,
         limits: Limits = Limits(),
         admission: Admission | None = None,
-        room: ConnectionLimits | None = None,
     ) -> None:
         """`run_file`: the run's TOML, sent to joining nodes. `admission` None: key and bans stay in
-        memory, and invites are disabled. `room`: connection limits; None derives them from the
-        process's descriptor limit. The caller closes the journal after `stop`. Raises ValueError
-        if the journal's view does not belong to this run."""
+        memory, and invites are disabled. The caller closes the journal after `stop`. Raises
+        ValueError if the journal's view does not belong to this run."""
         self._admission = admission or Admission(None, certifies=False)
         self._machine = Membership(rules, self._admission.key)
-        self._run_file, self._journal, self._limits, self._room = run_file, journal, limits, room
+        self._run_file, self._journal, self._limits = run_file, journal, limits
         self._recent: dict[bytes, View] = {}  # by signature, the newest last
         self._made: dict[tuple[bytes | None, bytes], bytes] = {}  # NewViews of the newest view
         self._welcomed = b""  # the shared part of join replies, built once per view
@@ -183,29 +180,22 @@ class RegistryServer(RegistryServicer):
         self._remember(self._machine.view)
         self.tell_bans()
         self._credentials = credentials
-        descriptors = may_open()
-        self._door = FrontDoor(self._room or room_within(descriptors))
-        rules = self._machine.rules
-        log.log(*room_for((rules.stages + 1) * rules.replicas, descriptors))
+        descriptors, rules = open_descriptors(), self._machine.rules
+        log.log(*limit_message((rules.stages + 1) * rules.replicas, descriptors))
         banned = self._admission.invites.banned.__contains__
-        self._gate = Gate(credentials, banned, self._door)
-        self._server = grpc.aio.server(interceptors=[self._gate], options=_OPTIONS)
-        add_port(self._server, listen, credentials, insecure, self._door.within)
+        self._gate = Gate(credentials, banned)
+        options = (*_OPTIONS, *server_options(descriptors))
+        self._server = grpc.aio.server(interceptors=[self._gate], options=options)
+        self.port = add_port(self._server, listen, credentials, insecure)
         add_RegistryServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         operator = OperatorServer(self._admission, self)
         add_OperatorServicer_to_server(operator, self._server)  # type: ignore[no-untyped-call]
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         _reflect(self._server)
-        await self._server.start()
         for name in ("", SERVICE):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        try:
-            self.port = await self._door.open(self._listen)
-        except OSError:
-            await self._server.stop(None)
-            await self._door.close()
-            raise
+        await self._server.start()
         self._ticking = loop.create_task(self._tick())
         self._ticking.add_done_callback(self._tick_ended)
         self._log_decisions()
@@ -225,7 +215,6 @@ class RegistryServer(RegistryServicer):
         for stream in self._streams.values():
             stream.close()
         await self._server.stop(FAREWELL)
-        await self._door.close()
         if not self._failed.done():
             self._failed.set_result(None)
 
@@ -279,7 +268,7 @@ class RegistryServer(RegistryServicer):
     async def Join(self, request: JoinRequest, context: Context) -> bytes:  # noqa: N802
         for name in ("node", "address", "data", "host", "device", "run"):
             await _check_length(context, name, getattr(request, name), NAME_BYTES)
-        caller = self._caller(context)
+        caller = context.peer()
         reach = Reach.of([host_of(caller)])
         if request.address and (wrong := not_to_dial(request.address, reach)):
             await _abort(context, "INVALID_ARGUMENT", wrong)
@@ -445,7 +434,7 @@ class RegistryServer(RegistryServicer):
         await _check_length(context, "why", request.why, WHY_BYTES)
         for name in ("accuser", "accused"):
             await _check_length(context, name, getattr(request, name), NAME_BYTES)
-        await _abort_if(context, self._unproved(request, request.accuser, self._caller(context)))
+        await _abort_if(context, self._unproved(request, request.accuser, context.peer()))
         if sum(map(len, self._verdicts.values())) >= self._limits.suspicions:
             await _abort(context, "RESOURCE_EXHAUSTED", "too many suspicions wait for an answer")
         verdict: asyncio.Future[Verdict] = self._loop.create_future()
@@ -464,7 +453,7 @@ class RegistryServer(RegistryServicer):
     async def Leave(self, request: LeaveRequest, context: Context) -> LeaveReply:  # noqa: N802
         await _check_length(context, "why", request.why, WHY_BYTES)
         await _check_length(context, "node", request.node, NAME_BYTES)
-        await _abort_if(context, self._unproved(request, request.node, self._caller(context)))
+        await _abort_if(context, self._unproved(request, request.node, context.peer()))
         self._carry_out(self._machine.leave(request.node, request.why, self._loop.time()))
         await self._abort_if_over(context)
         return LeaveReply(view=self._machine.view.number)
@@ -506,7 +495,7 @@ class RegistryServer(RegistryServicer):
             await _abort(context, "INVALID_ARGUMENT", reason)
         if self._examinations >= self._limits.examinations:
             await _abort(context, "RESOURCE_EXHAUSTED", "too many are being examined; ask again")
-        reply = ExamineReply(time=time.time(), host=host_of(self._caller(context)))
+        reply = ExamineReply(time=time.time(), host=host_of(context.peer()))
         self._examinations += 1
         try:
             if request.port and reply.host:
@@ -521,10 +510,6 @@ class RegistryServer(RegistryServicer):
             self._examinations -= 1
         reply.load = bytes(request.wanted)
         return reply
-
-    def _caller(self, context: Context) -> str:
-        """The caller's address in gRPC's peer format, with the front door's forwarding undone."""
-        return self._door.outer(context.peer())
 
     # -- events and effects ----------------------------------------------------------------------
 
@@ -565,7 +550,7 @@ class RegistryServer(RegistryServicer):
         self, requests: AsyncIterator[Renewal], stream: _MemberStream, context: Context
     ) -> Refused | None:
         """Feeds a node's renewals to the machine until the stream ends or a renewal is invalid."""
-        caller = self._caller(context)
+        caller = context.peer()
         renewals = cast("AsyncGenerator[Renewal]", aiter(requests))
         try:
             async with asyncio.timeout(FIRST_RENEWAL):
@@ -586,8 +571,6 @@ class RegistryServer(RegistryServicer):
                 return Refused(why.code, why.reason)  # drops the traceback, which holds the renewal
             self._adopt(stream, first.node)
             self._carry_out(effects)
-            if self._machine.key_of(first.node) is not None:
-                self._door.belong(context.peer(), first.node)
             stream.notices.put_nowait(Notice(view=self._machine.view.number))
             async for renewal in renewals:
                 problem = _problem(renewal, stream.node)
@@ -770,6 +753,7 @@ def _reflect(server: grpc.aio.Server) -> None:
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.max_connection_idle_ms", 60_000),
     ("grpc.so_reuseport", 0),  # otherwise two registries could share a port unnoticed
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),

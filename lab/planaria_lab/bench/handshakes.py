@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import resource
 import statistics
 import time
 from collections.abc import Iterator
@@ -63,7 +64,11 @@ def _credentials(pair: CertifiedKey | None) -> Credentials:
     return PLAIN if pair is None else Credentials.of(Certified(pair))
 
 
-def _answer(home: ProcessHome | None, pair: CertifiedKey | None, pipe: Connection) -> None:
+def _answer(
+    home: ProcessHome | None, pair: CertifiedKey | None, descriptors: int, pipe: Connection
+) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+
     async def answer() -> None:
         end = _End("b", _credentials(pair))
         host = "127.0.0.1" if home is None else home.host
@@ -121,11 +126,14 @@ def _hear(pipe: Connection) -> Any:
 
 
 @contextmanager
-def answering(home: ProcessHome | None, pair: CertifiedKey | None) -> Iterator[str]:
-    """A process that takes links; where."""
+def answering(
+    home: ProcessHome | None, pair: CertifiedKey | None, descriptors: int | None = None
+) -> Iterator[str]:
+    """A process that takes links; where. `descriptors` None: as many as this process may have."""
+    allowed = descriptors or resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
-    process = context.Process(target=_answer, args=(home, pair, other), daemon=True)
+    process = context.Process(target=_answer, args=(home, pair, allowed, other), daemon=True)
     process.start()
     try:
         yield _hear(pipe)

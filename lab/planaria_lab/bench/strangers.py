@@ -1,6 +1,7 @@
 """What honest nodes notice of strangers who hold as many connections to the registry as they can:
 how long a join takes, and how late a member's renewals are, against the same without strangers. And
-to a node: how long a link takes to come up.
+to a node: how long a link takes to come up. Both with 1,024 descriptors, and with as many as this
+machine allows.
 
 Registry and node are processes of their own; the strangers are another, on another address of
 loopback. They come back when they are let go, and every tenth says a byte at a time.
@@ -30,6 +31,7 @@ from planaria_lab.bench.handshakes import answering, handshakes
 from planaria_lab.bench.rows import keep
 
 STRANGERS = 10_000
+FEW = 1024  # descriptors, the usual soft limit
 JOINS = 200  # a phase
 GOAL = 1.0  # seconds, of 99 joins in 100
 AGAIN = 5.0  # seconds until a stranger that was let go is back
@@ -55,23 +57,34 @@ class Joins:
 
 def main() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     most = STRANGERS if hard == resource.RLIM_INFINITY else min(STRANGERS, hard - 200)
-    alone, flooded = asyncio.run(measure(most))
+    for descriptors in (FEW, hard):
+        print(f"{descriptors:,} descriptors:")
+        at_the_registry(most, descriptors)
+        at_a_node(most, descriptors)
+
+
+def at_the_registry(strangers: int, descriptors: int) -> None:
+    alone, flooded = asyncio.run(measure(strangers, descriptors))
     print(alone)
     print(flooded)
     print(
         f"ratio of the 99th percentiles: {flooded.p99 / alone.p99:.1f}; "
         f"goal: under {GOAL:g} s, and members heard within the lease of {RULES.lease:g} s"
     )
-    keep("strangers", at="registry", alone=asdict(alone), flooded=asdict(flooded))
-    at_a_node(most)
+    keep(
+        "strangers",
+        at="registry",
+        descriptors=descriptors,
+        alone=asdict(alone),
+        flooded=asdict(flooded),
+    )
 
 
-def at_a_node(strangers: int) -> None:
+def at_a_node(strangers: int, descriptors: int) -> None:
     """Raises as `measure` does."""
     flood = None
-    with answering(None, None) as address:
+    with answering(None, None, descriptors) as address:
         alone = handshakes(None, None, address).links
         try:
             flood, to_flood = _start(_flood, Address.parse(address).port, strangers)
@@ -87,12 +100,19 @@ def at_a_node(strangers: int) -> None:
         f"({1e3 * max(flooded):.0f} ms at most) while strangers have {there:,} connections to it; "
         f"ratio {medians[1] / medians[0]:.1f}"
     )
-    keep("strangers", at="node", connections=there, alone=alone, flooded=flooded)
+    keep(
+        "strangers",
+        at="node",
+        descriptors=descriptors,
+        connections=there,
+        alone=alone,
+        flooded=flooded,
+    )
 
 
-async def measure(strangers: int) -> tuple[Joins, Joins]:
+async def measure(strangers: int, descriptors: int) -> tuple[Joins, Joins]:
     """Raises RuntimeError when a process ends early, TimeoutError when one hangs."""
-    registry, to_registry = _start(_serve)
+    registry, to_registry = _start(_serve, descriptors)
     flood = None
     try:
         port = int(_hear(to_registry))
@@ -160,7 +180,9 @@ def _hear(connection: Connection) -> str:
         raise RuntimeError("a process of the benchmark ended early; see above") from error
 
 
-def _serve(connection: Connection) -> None:
+def _serve(descriptors: int, connection: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+
     async def serve() -> None:
         registry = RegistryServer(RULES, "")
         connection.send(await registry.start("127.0.0.1:0"))

@@ -39,10 +39,9 @@ from grpc import StatusCode
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from planaria.bootstrap.address import EVERYWHERE, Reach, resolved_not_to_dial
+from planaria.bootstrap.connection_limits import open_descriptors, server_options
 from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
 from planaria.bootstrap.credentials import channel as open_channel
-from planaria.bootstrap.doorkeeper import DESCRIPTORS, Doorkeeper, room_beside
-from planaria.bootstrap.front_door import may_open
 from planaria.bootstrap.identity import Identity, instance_of
 from planaria.bootstrap.liveness import is_alive
 from planaria.bootstrap.registry_pb2 import SILENT, Cause
@@ -729,8 +728,6 @@ class Links:
         self._returning: set[str] = set()  # dialled directly, relayed before
         self._relays = Relays(node, self._send_relayed, self._called)
         self._numbers = itertools.count(1)
-        self._doorkeeper: Doorkeeper | None = None  # None: no connections, or no checks
-        self._keeping: asyncio.Task[None] | None = None
         self._handshakes = 0
         self._settling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by peer
         self._stopping = False
@@ -760,9 +757,6 @@ class Links:
         for name in ("", SERVICE, self.node):  # the last for the registry's liveness checks
             await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._server = server
-        if DESCRIPTORS.is_dir():
-            self._doorkeeper = Doorkeeper(room_beside(may_open()), port)
-            self._keeping = self.spawn(self._doorkeeper.keep(), "the looks at who connects")
         return port
 
     async def stop(self) -> None:
@@ -782,8 +776,6 @@ class Links:
         await asyncio.gather(*dialling, return_exceptions=True)
         if self._server is not None:
             await self._server.stop(FAREWELL)
-        if self._keeping is not None:
-            self._keeping.cancel()
         if self._tasks:
             _, stuck = await asyncio.wait(self._tasks, timeout=FAREWELL)
             for task in stuck:
@@ -1339,8 +1331,6 @@ class Links:
         except _Refused as refused:
             log.info("refused an onlooker at %s: %s", context.peer(), refused)
             await context.abort(refused.code, str(refused))
-        if self._doorkeeper is not None:
-            self._doorkeeper.prove(context.peer(), asyncio.get_running_loop().time())
         await self._onlookers.serve(context)
 
     async def _accept(self, name: str, context: Any) -> None:
@@ -1348,7 +1338,7 @@ class Links:
         try:
             if name == "Bulk":
                 connection, bulk = await self._take_bulk(context)
-                name, over = f"{name} {bulk.number}", bulk.over
+                over = bulk.over
             else:
                 connection = await self._shake_hands(context)
                 over = connection.over
@@ -1360,9 +1350,6 @@ class Links:
             return  # not reached: abort raises
         finally:
             self._handshakes -= 1
-        if self._doorkeeper is not None:
-            now = asyncio.get_running_loop().time()
-            self._doorkeeper.belong(context.peer(), f"{connection.peer} {name}", now)
         try:
             await over.wait()
             if connection.over.is_set():
@@ -1516,6 +1503,7 @@ class Links:
         if server:
             return [
                 *options,
+                *server_options(open_descriptors()),
                 ("grpc.so_reuseport", 0),  # else two nodes could share a port unnoticed
                 ("grpc.max_concurrent_streams", 4),
                 ("grpc.max_connection_idle_ms", IDLE),
