@@ -1,6 +1,6 @@
 """What one join costs the registry when it has 100, 1,000 or 10,000 members: bytes that it sends,
 and CPU seconds of its process, against the same when it tells everybody the whole view, and against
-a bare gRPC server that tells as many streams as many bytes, and has no front door. And what a view
+a bare gRPC server that tells as many streams as many bytes. And what a view
 costs who makes it, and a member.
 
 A real registry process; its members are streams of two other processes, over loopback, each with
