@@ -122,7 +122,7 @@ class Accusations:
             if why := self._convicted(name, context, now):  # no other node could drive by now
                 yield Convicted(name, charge.cause, why)
                 continue
-            finding = f"{name} stays, as nobody but {context.driver} says of it: {evidence(charge)}"
+            finding = f"{name} stays, since only {context.driver} accuses it: {evidence(charge)}"
             heirs = [heir for heir in self._heirs(name, context) if heir != name]
             heir = min(heirs, key=self.lost_alone, default="")
             yield Uncorroborated(finding, heir)
@@ -160,7 +160,7 @@ class Accusations:
         all_charges = self._accused[name].charges
         for accuser, (_, charge) in all_charges.items():
             if charge.HasField("proof") and self._is_proved(charge.proof, name, context.keys()):
-                return f"{evidence(charge)}, shows {accuser}"
+                return f"{evidence(charge)}, proved by {accuser}"
         serving = {node for node in context.serving() if node != name}
         charges = {
             accuser: charge
@@ -173,13 +173,13 @@ class Accusations:
             several = several and 2 * len(charges) > len(serving)
         if several:
             first = by_driver or next(iter(charges.values()))
-            return f"{evidence(first)}, say {', '.join(charges)}"
+            return f"{evidence(first)}, according to {', '.join(charges)}"
         if by_driver is None:
             return ""
-        says = f"{evidence(by_driver)}, says {context.driver}, which drives"
+        reason = f"{evidence(by_driver)}, according to the driver {context.driver}"
         if by_driver.cause == HANG and context.hangs(name):
-            return f"{says}, and so does {name} itself"
-        return "" if self._heirs(name, context) else f"{says}, and nobody else could"
+            return f"{reason} and to {name} itself"
+        return "" if self._heirs(name, context) else f"{reason}; no other node could confirm it"
 
     def _voices(self, accused: str, accusers: Iterable[str], context: AccusationContext) -> int:
         """The number of independent accusers. Nodes of one failure domain count as one against an

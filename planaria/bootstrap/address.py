@@ -50,7 +50,7 @@ class Address(NamedTuple):
         elif ":" in host:
             raise _wrong(text, "has colons in its host: give an IPv6 address as [ADDRESS]:PORT")
         if not (port.isascii() and port.isdecimal()):
-            raise _wrong(text, f"has {port!r} for a port: give a number from 0 to {PORTS}")
+            raise _wrong(text, f"has the port {port!r}: give a number from 0 to {PORTS}")
         if len(port) > len(str(PORTS)) or int(port) > PORTS:
             raise _wrong(text, f"has port {port}: a port is at most {PORTS}")
         return cls(host.strip("[]"), int(port))
@@ -60,7 +60,7 @@ class Address(NamedTuple):
         """Parses as `parse` does, and refuses port 0, which can't be dialled."""
         address = cls.parse(text)
         if address.port == 0:
-            raise _wrong(text, "has port 0, which nobody can dial: give the one listened on")
+            raise _wrong(text, "has port 0, which can't be dialled: give the port listened on")
         return address
 
     @classmethod
@@ -118,13 +118,13 @@ def not_to_dial(text: str, reach: Reach) -> str:
         return str(error)
     ip = plain_ip(host)
     if "%" in host:
-        why = "has a zone, which means something on one machine only: leave out what is after %"
+        why = "has a zone, which is valid on one machine only: leave out % and the rest"
     elif ip is not None:
         why = _closed(ip, reach)
     elif _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]):
         why = "has a number for a host: give an IP address in full, or a name"
     elif not _NAME.fullmatch(host):
-        why = "has no name of a host: that has letters, digits, dots and dashes of ASCII"
+        why = "has an invalid host name: use ASCII letters, digits, dots and dashes"
     else:
         why = "" if reach.loopback or not _is_local_name(host) else _OWN_MACHINE
     return str(_wrong(text, why)) if why else ""
@@ -137,7 +137,7 @@ async def resolved_not_to_dial(text: str, reach: Reach) -> str:
     for host in await _stands_for(Address.to_dial(text)):
         ip = plain_ip(host)
         if ip is not None and (why := _closed(ip, reach)):
-            return f"the address {text!r} stands for {host}, which {why}"
+            return f"the address {text!r} resolves to {host}, which {why}"
     return ""
 
 
@@ -164,21 +164,23 @@ async def _stands_for(address: Address) -> list[str]:
     return [str(sockaddr[0]).partition("%")[0] for *_, sockaddr in infos]
 
 
-_OWN_MACHINE: Final = "is that of a machine's own: give one by which others reach it"
+_OWN_MACHINE: Final = (
+    "can be reached on its own machine only: give one that other machines can reach"
+)
 
 
 def _closed(ip: IP, reach: Reach) -> str:
     if ip in METADATA:
-        return "is where a cloud tells a machine its secrets: nobody dials it for others"
+        return "is a cloud's metadata service, which has secrets: no node dials it for others"
     if ip.is_unspecified or ip in _THIS_NETWORK:
-        return "stands for all addresses of a machine: give one by which others reach it"
+        return "stands for all addresses of a machine: give one that other machines can reach"
     if ip.is_loopback:
         return "" if reach.loopback else _OWN_MACHINE
     if ip.is_link_local:
-        local = "is of one link only: others dial it where they reach the registry by such a one"
+        local = "is link-local: nodes dial it only if the registry has a link-local address, too"
         return "" if reach.link_local else local
     if ip.is_multicast or ip.is_reserved or ip == ipaddress.IPv4Address("255.255.255.255"):
-        return "is no machine's"
+        return "is a multicast or reserved address"
     return ""
 
 

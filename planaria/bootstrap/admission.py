@@ -96,7 +96,7 @@ class Admission:
         try:
             certificate = self.authority.issue(request.request, who, self._now())
         except ValueError as error:
-            raise NotAdmitted(f"the request is none that can be granted: {error}") from error
+            raise NotAdmitted(f"the certificate request is invalid: {error}") from error
         if record is not None:
             self._decide(record)
         return who, certificate
@@ -129,7 +129,7 @@ class Admission:
             try:
                 self._elsewhere.decide(record)
             except NotLeading as error:
-                raise AdmissionError(f"nothing can be decided here: {error}") from error
+                raise AdmissionError(f"this registry can't store decisions: {error}") from error
         elif self.folder is not None:
             try:
                 self._append(json.dumps(record).encode() + b"\n")
@@ -172,12 +172,12 @@ class Admission:
                 self.invites.apply(json.loads(line))
             except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
                 raise AdmissionError(
-                    f"line {number} of {path} is not what a registry has written: restore the file "
-                    "from a copy, or remove it, and all that have enrolled need new invites"
+                    f"line {number} of {path} is invalid: restore the file from a copy. If you "
+                    "remove it instead, all enrolled nodes need new invites"
                 ) from error
             self._size += len(line) + 1
         if rest:
-            log.warning("%s: the last line was cut off, and is dropped", path)
+            log.warning("%s: the last line is incomplete, and is dropped", path)
 
     def _read_elsewhere(self, records: list[Record]) -> None:
         for number, record in enumerate(records):
@@ -185,8 +185,8 @@ class Admission:
                 self.invites.apply(record)
             except (LookupError, TypeError, ValueError, ArithmeticError) as error:
                 raise AdmissionError(
-                    f"decision {number} in etcd is not what a registry has written: restore it "
-                    "from a copy, or give the run another name"
+                    f"decision {number} in etcd is invalid: restore it from a copy, or give "
+                    "the run another name"
                 ) from error
 
     def _authority(self) -> Authority:
@@ -198,11 +198,11 @@ class Admission:
         except FileNotFoundError:
             made = Authority.make(self._now())
             write_secret(path, made.to_pem())
-            log.info("the run's key is new, and in %s", path)
+            log.info("created the run's key in %s", path)
             return made
         except ValueError as error:
             raise AdmissionError(
-                f"{path} is no authority's key ({error}): restore it from a copy, or remove the "
-                f"folder {self.folder}, and all nodes need new invites; what the key has signed, "
-                "the journal's views too, is not believed any more"
+                f"{path} is not an authority's key ({error}): restore it from a copy. If you "
+                f"remove the folder {self.folder} instead, all nodes need new invites, and the "
+                "journal's views become invalid"
             ) from error

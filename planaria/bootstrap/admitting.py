@@ -72,7 +72,9 @@ class Admitting:
         port = await server.start(str(self._enrol), self._certified)
         try:
             registry, enrolment = self._told_by(port)
-            log.info("invites are taken on port %d; they name %s and %s", port, registry, enrolment)
+            log.info(
+                "enrolment listens on port %d; invites name %s and %s", port, registry, enrolment
+            )
             registries = [str(address) for address in (registry, *self._others)]
             enrolments = [str(address) for address in (enrolment, *map(beside, self._others))]
             self._on_invites(

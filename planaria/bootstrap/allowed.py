@@ -17,17 +17,17 @@ def read_allowed(path: Path) -> frozenset[str]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise AllowedError(f"can't read {path}, which says who may join: {error}") from error
+        raise AllowedError(f"can't read the allow list {path}: {error}") from error
     instances = set()
     for number, line in enumerate(text.splitlines(), 1):
         instance = line.partition("#")[0].strip()
         if instance and not is_instance(instance):
             raise AllowedError(
-                f"line {number} of {path} has {instance[:40]!r}, which is no instance: that has "
-                f"{INSTANCE_LETTERS} hexadecimal digits, in small letters"
+                f"line {number} of {path} has {instance[:40]!r}, which is no instance: give "
+                f"{INSTANCE_LETTERS} lower-case hexadecimal digits"
             )
         instances.add(instance)
     instances.discard("")
     if not instances:
-        raise AllowedError(f"{path} names no instance, so nobody could join: write one on a line")
+        raise AllowedError(f"{path} names no instance, so no node could join: write one per line")
     return frozenset(instances)

@@ -84,7 +84,7 @@ class CertifiedKey(NamedTuple):
     authority: bytes  # the certificate that the run's nodes trust
 
     def __repr__(self) -> str:
-        return "Pair(...)"
+        return "CertifiedKey(...)"
 
     @property
     def who(self) -> Who:
@@ -151,7 +151,7 @@ class Authority:
         identity = Identity.from_pem(pem)
         certificate = _load(pem)
         if certificate.public_key() != identity.key.public_key():
-            raise ValueError("the certificate is of another key")
+            raise ValueError("the certificate belongs to another key")
         return cls(identity, certificate.public_bytes(Encoding.PEM))
 
     def to_pem(self) -> bytes:
@@ -231,7 +231,7 @@ def _public_key_of(request: bytes) -> ec.EllipticCurvePublicKey:
     """The public key of a request. Raises ValueError for malformed or wrongly signed requests, and
     for keys other than P-256."""
     if len(request) > REQUEST_BYTES:
-        raise ValueError(f"a request of {len(request)} bytes; {REQUEST_BYTES} are allowed")
+        raise ValueError(f"the request has {len(request)} bytes; the maximum is {REQUEST_BYTES}")
     with _foreign():
         csr = x509.load_der_x509_csr(request)
         public = csr.public_key()

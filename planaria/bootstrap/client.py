@@ -134,7 +134,7 @@ class RegistryClient:
                 raise InQuarantine(reply.reason, reply.quarantine)
             _unpack(reply)
             if problem := first_misspelt([*reply.view.members, *reply.unheard]):
-                raise JoinRefused(f"what the registry says can't be: {problem}")
+                raise JoinRefused(f"the registry's reply is invalid: {problem}")
             if not reply.question:
                 break
             log.info("%s", reply.reason)
@@ -209,8 +209,8 @@ class RegistryClient:
                 return
             if membership.lost is None:
                 log.warning(
-                    "the registry at %s does not answer (%s); this node goes on in view %d, and "
-                    "keeps trying",
+                    "the registry at %s does not answer (%s); this node continues in view %d, "
+                    "and keeps retrying",
                     self._address,
                     why,
                     membership.view.number,
@@ -262,12 +262,12 @@ class RegistryClient:
                 metadata=self._credentials.metadata,
             )
         except grpc.aio.AioRpcError as error:
-            log.warning("could not tell %s of leaving: %s", self._address, _what(error))
+            log.warning("could not announce the departure to %s: %s", self._address, _what(error))
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            log.warning("could not tell %s of leaving: it is away", self._address)
+            log.warning("could not announce the departure to %s: it is unreachable", self._address)
 
     def sign(self, message: Suspicion | LeaveRequest | Renewal) -> None:
         """Signs a message with the key of the node that joined last."""
@@ -297,7 +297,7 @@ class RegistryClient:
         if len(set(answers.values())) > 1:
             conflict = ", ".join(f"{address} serves {run}" for address, run in answers.items())
             raise JoinRefused(
-                f"--join names registries of different runs: {conflict}. Name the addresses of one"
+                f"--join names registries of different runs: {conflict}. Name those of one run"
             )
 
     def is_genuine(self, view: View) -> bool:
@@ -401,7 +401,7 @@ class RegistryClient:
                 why = error.details() or ""
                 if error.code() is StatusCode.ABORTED and why != logged:
                     logged = why
-                    log.info("waiting to be let in: %s", why)
+                    log.info("waiting to join: %s", why)
                 elif not logged and (deadline > ATTEMPT or not self._heard):
                     logged = why
                     log.warning(
@@ -438,7 +438,12 @@ class RegistryClient:
             logged = error.code() in _LOGGED_BY_MEMBERSHIP
             level = logging.DEBUG if logged else logging.WARNING
             log.log(
-                level, "suspected %s (%s), but %s: %s", accused, why, self._address, _what(error)
+                level,
+                "suspected %s (%s), but the call to %s failed: %s",
+                accused,
+                why,
+                self._address,
+                _what(error),
             )
 
 
@@ -496,7 +501,7 @@ class _Membership:
                     self.evicted = notice.evicted
                     return "evicted"
                 if notice.refused:
-                    log.warning("the registry refuses what this node says: %s", notice.refused)
+                    log.warning("the registry refuses this node's report: %s", notice.refused)
                 if notice.measure:
                     self.on_measure(notice.measure)
                 if notice.probe:
@@ -537,7 +542,7 @@ class _Membership:
         try:
             return await self._hear(stub, metadata, self.view.signature)
         except _Misfit as misfit:
-            log.warning("%s: the whole view is asked for", misfit)
+            log.warning("%s: requesting the whole view", misfit)
         try:
             return await self._hear(stub, metadata, b"")
         except _Misfit as misfit:
@@ -555,7 +560,7 @@ class _Membership:
                     message = unpacked(message)
                     last = view = view_in(message, last)
                 except ValueError as error:
-                    raise _Misfit(f"a difference between views can't be: {error}") from error
+                    raise _Misfit(f"invalid difference between views: {error}") from error
                 if view.number < self.view.number or view == self.view:
                     continue
                 if problem := self._unsigned(view):
@@ -563,14 +568,14 @@ class _Membership:
                         raise _Misfit(
                             f"by a difference from view {message.difference.former}, {problem}"
                         )
-                    return f"it sent a view that can't be: {problem}"
+                    return f"it sent an invalid view: {problem}"
                 if problem := self._misspelt(view):
-                    return f"it sent a view that can't be: {problem}"
+                    return f"it sent an invalid view: {problem}"
                 if not follows(view, self.view):
                     self.evicted = (
                         f"view {view.number} of the registry doesn't follow view "
-                        f"{self.view.number} as this node has it: it went on from an older one, "
-                        "or two registries issue views (they need one journal or store)"
+                        f"{self.view.number} of this node: it continued from an older view, or two "
+                        "registries issue views (they must share a journal or store)"
                     )
                     return "evicted"
                 self.view = view
@@ -622,7 +627,7 @@ def _unpack(reply: JoinReply) -> None:
     try:
         reply.view.ParseFromString(unpack(reply.packed))
     except (ValueError, DecodeError) as error:
-        raise JoinRefused(f"what the registry says can't be: {error}") from error
+        raise JoinRefused(f"the registry's reply is invalid: {error}") from error
     reply.ClearField("packed")
 
 
@@ -641,5 +646,5 @@ def _what(error: grpc.aio.AioRpcError) -> str:
 
 def _refusal(error: grpc.aio.AioRpcError, address: str) -> str:
     if error.code() is StatusCode.UNIMPLEMENTED:
-        return f"what answers at {address} is no planaria registry; check host and port"
-    return error.details() or f"{address} refused it: {error.code().name}"
+        return f"the service at {address} is no planaria registry; check host and port"
+    return error.details() or f"{address} refused the call: {error.code().name}"

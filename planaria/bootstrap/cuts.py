@@ -273,11 +273,11 @@ class Cuts:
             return [Goes(evicted, f"unreachable from {partner} for {seconds:.0f} s, though alive")]
         if pair.via:
             pair.hopeless_since = math.inf
-            return [RelayChange(f"{a} and {b} can't reach each other: {pair.via} carries for them")]
+            return [RelayChange(f"{a} and {b} can't reach each other: {pair.via} relays for them")]
         pair.hopeless_since = min(pair.hopeless_since, now)
         if now - pair.hopeless_since >= TRIED_AGAIN * self.lease:
             pair.failed.clear()
-        return [RelayChange(f"nobody carries for {a} and {b} any more")] if former else []
+        return [RelayChange(f"no member relays for {a} and {b} any more")] if former else []
 
     def _goes_on(self, context: LinkContext, key: tuple[str, str], pair: _Pair, now: float) -> bool:
         """Whether the pair's relay carries, or has time left to begin."""
@@ -372,10 +372,10 @@ class Cuts:
     def _state(self, context: LinkContext, a: str, b: str) -> str:
         pair = self._pairs[a, b]
         if pair.via:
-            return f"{pair.via} {'carries' if pair.carried else 'is to carry'} for them"
+            return f"{pair.via} {'relays' if pair.carried else 'is to relay'} for them"
         if self._third(context, (a, b), pair) or self._goes(context, a, b):
-            return "they may reach each other yet"
-        return "nobody can carry for them, and neither can be spared"
+            return "they wait for a link or a relay"
+        return "no member can relay for them, and neither can be spared"
 
 
 def _key(a: str, b: str) -> tuple[str, str]:

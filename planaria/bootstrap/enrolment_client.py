@@ -137,7 +137,7 @@ class Enrolment:
             if clock() + pause >= end:
                 places = " or ".join(self._invitation.enrolments)
                 raise EnrolmentUnreachable(
-                    f"nobody at {places} takes invites, tried for {deadline:g} s; {why}"
+                    f"no registry at {places} accepts invites, tried for {deadline:g} s; {why}"
                     f"{about_time(why)}. Check "
                     "that the registry runs (`planaria bootstrap`), and that a firewall lets this "
                     "port through, too"
@@ -162,9 +162,9 @@ class Enrolment:
         try:
             mine = who_in(pair.certificate).instance == self._identity.instance
             if not (mine and is_issued_by(pair.certificate, self._authority)):
-                raise ValueError("it is somebody else's")
+                raise ValueError("it belongs to another node or authority")
         except ValueError as error:
-            raise NotAdmitted(f"the registry sent no certificate of use: {error}") from error
+            raise NotAdmitted(f"the registry sent an unusable certificate: {error}") from error
         if self._file is not None:
             write_secret(self._file, b"".join(pair))
         return pair

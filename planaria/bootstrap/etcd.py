@@ -54,20 +54,20 @@ class EtcdPlace(NamedTuple):
         if parts.scheme not in ("etcd", "etcds") or parts.path not in ("", "/") or parts.fragment:
             raise ValueError(f"--store {text!r}: write etcds://HOST:PORT,HOST:PORT?ca=FILE")
         if "@" in parts.netloc:
-            raise ValueError("--store: others read what is on a command line; use key and cert")
+            raise ValueError("--store: other users can read a password there; use key and cert")
         tls = parts.scheme == "etcds"
         if unknown := sorted(options.keys() - {"ca", "cert", "key"}):
-            raise ValueError(f"--store: {unknown[0]!r} is not known; ca, cert and key are")
+            raise ValueError(f"--store: {unknown[0]!r} is unknown; known are ca, cert and key")
         if options and not tls:
             raise ValueError("--store: etcd:// is plain text and needs no files; write etcds://")
         if ("cert" in options) != ("key" in options):
-            raise ValueError("--store: cert and key are needed both, or neither")
+            raise ValueError("--store: give both cert and key, or neither")
         addresses = tuple(Address.to_dial(address) for address in parts.netloc.split(","))
         unencrypted = [address for address in addresses if not (tls or address.is_loopback)]
         if unencrypted:
             raise ValueError(
-                f"--store: {unencrypted[0]} is another machine, and etcd:// is plain text: write "
-                "etcds://, with ?ca=FILE if its authority isn't one that this machine trusts"
+                f"--store: {unencrypted[0]} is on another machine, and etcd:// is plain text: "
+                "write etcds://, with ?ca=FILE if this machine doesn't trust its authority"
             )
         return cls(addresses, tls, options.get("ca"), options.get("cert"), options.get("key"))
 
@@ -99,7 +99,7 @@ class Etcd:
             else:
                 self._at = (at + offset) % len(addresses)
                 return answer
-        reasons = "; ".join(failures) or "no time was left to ask"
+        reasons = "; ".join(failures) or "no time was left for a request"
         raise EtcdAway(f"etcd at {self.place} doesn't answer ({reasons})")
 
     def _ask_at(self, address: Address, path: str, body: Body, seconds: float) -> dict[str, Any]:
@@ -118,12 +118,12 @@ class Etcd:
             link.close()
         answer = json.loads(content_read)
         if not isinstance(answer, dict):
-            raise ValueError(f"it answers {content_read[:40]!r}")
+            raise ValueError(f"its answer is no JSON object: {content_read[:40]!r}")
         if response.status != http.HTTPStatus.OK or "error" in answer:
             why = str(answer.get("message") or answer.get("error") or response.reason)[:200]
             if answer.get("code", 2) in _PASSING:
                 raise ValueError(why)
-            raise EtcdRefused(f"etcd at {address} refuses it: {why}")
+            raise EtcdRefused(f"etcd at {address} refuses the request: {why}")
         return answer
 
 
@@ -132,13 +132,13 @@ def _context(place: EtcdPlace) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=place.ca)
     except OSError as error:  # includes errors of ssl
-        raise ValueError(f"--store: ca={place.ca} is of no use: {error}") from error
+        raise ValueError(f"--store: can't load ca={place.ca}: {error}") from error
     if place.certificate is not None:
         try:
             context.load_cert_chain(place.certificate, place.key)
         except OSError as error:
             files = f"cert={place.certificate} and key={place.key}"
-            raise ValueError(f"--store: {files} are of no use: {error}") from error
+            raise ValueError(f"--store: can't load {files}: {error}") from error
     return context
 
 

@@ -68,9 +68,9 @@ def decode(text: str) -> Invitation:
     InviteError, whose message does not quote the text."""
     _, *bodies = _BEGIN.split(text)
     if not bodies:
-        raise InviteError(f"there is no invite here: one begins with {MARK}")
+        raise InviteError(f"the text contains no invite: an invite begins with {MARK}")
     if len(bodies) > 1:
-        raise InviteError(f"there are {len(bodies)} invites here: keep one of them")
+        raise InviteError(f"the text contains {len(bodies)} invites: keep one of them")
     # A wrapped line may begin with a dash, as options do: the checksum decides.
     parts = re.split(r"\s(?=-)", bodies[0])
     for end in range(len(parts), 0, -1):
@@ -78,13 +78,13 @@ def decode(text: str) -> Invitation:
         if (invitation := _decoded(body)) is not None:
             _check(invitation)
             return invitation
-    raise InviteError("the invite is cut off, or was changed: copy all of it")
+    raise InviteError("the invite is incomplete, or was changed: copy all of it")
 
 
 def _decoded(body: str) -> Invitation | None:
     """The invite; None: it is incomplete or changed. Raises InviteError."""
     if len(body) > LONGEST:
-        raise InviteError(f"the invite has {len(body)} letters; {LONGEST} are the most it can have")
+        raise InviteError(f"the invite has {len(body)} characters; the maximum is {LONGEST}")
     try:
         whole = urlsafe_b64decode(body + "=" * (-len(body) % 4))
         content, checksum = whole[:-4], whole[-4:]
@@ -105,9 +105,9 @@ def _check(invitation: Invitation) -> None:
         for address in (*invitation.registries, *invitation.enrolments):
             Address.to_dial(address)
     except ValueError as error:
-        raise InviteError(f"the invite says what can't be: {error}") from error
+        raise InviteError(f"the invite has invalid content: {error}") from error
     if role not in INVITED or not (invitation.registries and invitation.enrolments):
-        raise InviteError("the invite lacks an address, or is for a role that nobody can have")
+        raise InviteError("the invite lacks an address, or has a role without invites")
 
 
 def hashed(secret: bytes) -> str:
@@ -171,14 +171,16 @@ class Invites:
     ) -> tuple[Record, bytes]:
         """A record to apply, and the secret. Raises InviteError."""
         if role not in INVITED:
-            raise InviteError(f"nobody is invited as {role}: node, reader or operator")
+            raise InviteError(f"role {role} has no invites: choose node, reader or operator")
         if stage is not None and (role is not Role.NODE or not 0 <= stage < MOST_STAGES):
-            raise InviteError(f"stage {stage}: only a node is for a stage, from 0 on")
+            raise InviteError(
+                f"stage {stage}: only a node's invite may name a stage, below {MOST_STAGES}"
+            )
         if not (uses >= 0 and seconds >= 0 and now + seconds < float("inf")):
-            raise InviteError("an invite can't be for less than no uses, or less than no time")
+            raise InviteError(f"{uses} uses, {seconds:g} s: an invite needs numbers of at least 0")
         open_ones = [invite for invite in self.invites.values() if not self._over(invite, now)]
         if len(open_ones) >= MOST:
-            raise InviteError(f"there are {MOST} invites; revoke some")
+            raise InviteError(f"there are {MOST} open invites, the maximum; revoke some")
         secret = secrets.token_bytes(SECRET_BYTES)
         record = {
             "invite": secrets.token_hex(4),
@@ -202,14 +204,18 @@ class Invites:
             return former.who, None
         invite = self._by_hash.get(hashed(secret))
         if invite is None:
-            raise NotAdmitted("this invite is none of this run's; ask its operator for one")
+            raise NotAdmitted(
+                "this invite is not one of this run's; ask the run's operator for another"
+            )
         who = Who(invite.role, instance, invite.stage)
         if former is not None and former == Enrolled(who, invite.id):
             return who, None
         if why := self._over(invite, now):
             raise NotAdmitted(f"this invite {why}; ask the run's operator for another")
         if len(self.enrolled) >= MOST_ENROLLED:
-            raise NotAdmitted("the run has as many that were invited as it can have")
+            raise NotAdmitted(
+                f"the run has {MOST_ENROLLED} enrolled nodes, the maximum; use the folder of one"
+            )
         return who, {"enrolled": instance, "invite": invite.id}
 
     def is_open(self, secret: bytes, now: float) -> bool:
@@ -220,7 +226,9 @@ class Invites:
     def revoke(self, invite: str) -> Record:
         """The record that revokes an invite. Raises InviteError."""
         if invite not in self.invites:
-            raise InviteError(f"there is no invite {invite[:40]!r}: `planaria invite --list`")
+            raise InviteError(
+                f"there is no invite {invite[:40]!r}; `planaria invite --list` lists all"
+            )
         return {"revoked": invite}
 
     def ban(self, instance: str) -> Record:
@@ -235,7 +243,9 @@ class Invites:
     def allow(self, instance: str) -> Record:
         """The record that lifts a ban. Raises InviteError."""
         if instance not in self.banned:
-            raise InviteError(f"{instance[:40]!r} is not banned: `planaria members` lists who is")
+            raise InviteError(
+                f"{instance[:40]!r} is not banned; `planaria members` lists banned ones"
+            )
         return {"allowed": instance}
 
     # Application of decisions

@@ -150,8 +150,8 @@ class Journal:
             return parsed.view, self._keep(content, parsed)
         if parsed.torn:
             log.warning(
-                "the journal %s ends with %d bytes of a record that a crash cut short: removed; if "
-                "nodes heard of a view in it, they bring it when they register again",
+                "the journal %s ends with %d bytes of an incomplete record, left by a crash: "
+                "removed; nodes that have received its view show it when they reconnect",
                 self.path,
                 parsed.torn,
             )
@@ -172,8 +172,8 @@ class Journal:
         if view is None or is_genuine(view, self._key.public, self._run):
             return
         raise JournalError(
-            f"view {view.number} in the journal {self.path} is not signed by the run's key: it was "
-            "made or changed by somebody else, or the registry has another key than it had. Give "
+            f"view {view.number} in the journal {self.path} is not signed by the run's key: "
+            "it was forged or changed, or the registry has another key than before. Give "
             "it the folder with that key (--authority DIR), or restore the journal from a copy; if "
             "it is moved away, the registry learns the membership from its nodes"
         )
@@ -188,8 +188,8 @@ class Journal:
         read = "no view" if parsed.view is None else f"view {parsed.view.number}"
         damage = (
             f"the journal {self.path} is damaged at byte {parsed.end} of {len(content)}: "
-            f"{parsed.damage}. It is kept as {aside}; {read} could be read. The registry goes on "
-            f"from there, and learns newer views from its nodes when they register again"
+            f"{parsed.damage}. It is kept as {aside}; {read} could be read. The registry "
+            f"continues from there, and learns newer views from its nodes when they reconnect"
         )
         log.error("%s", damage)
         return damage
@@ -283,7 +283,9 @@ def _read(content: bytes) -> _Found:
     elif header.get("view") and len(whole) == 1:
         damage = "the view that was written with the header can't be read"
     elif rest and not _is_torn(rest, len(whole)):
-        damage = f"there should be record {len(whole)}, and it isn't a crash that cut it short"
+        damage = (
+            f"record {len(whole)} is missing or damaged, and not by a crash while it was written"
+        )
     return _Found(header, view, end, 0 if damage else len(rest), damage)
 
 

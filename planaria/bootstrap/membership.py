@@ -87,7 +87,7 @@ class MembershipRules:
 
     def __post_init__(self) -> None:
         if not self.run:
-            raise ValueError("run is empty: a run needs an identity")
+            raise ValueError("run is empty: give the run a name")
         if self.stages < 1:
             raise ValueError(f"stages = {self.stages}: at least one body stage is needed")
         if not 1 <= self.replicas <= self.max_replicas:
@@ -412,7 +412,7 @@ class Membership:
         if now < node.contradicted + CONTRADICTED_EVERY:
             return []
         node.contradicted = now
-        self._note(f"what {node.member.node} ({place_of(node.member)}) says is refused: {reason}")
+        self._note(f"refused a report of {node.member.node} ({place_of(node.member)}): {reason}")
         return [Contradict(node.member.node, reason)]
 
     def _remember(self, rebuild: Rebuild) -> None:
@@ -440,7 +440,7 @@ class Membership:
         if accuser not in self._nodes:
             raise Refused(
                 "FAILED_PRECONDITION",
-                f"accuser {accuser!r} is no member, so {accused!r} is not asked; join first",
+                f"accuser {accuser!r} is no member, so {accused!r} is not probed; join first",
             )
         if accuser == accused:
             raise Refused("INVALID_ARGUMENT", f"node {accuser} accuses itself; leave instead")
@@ -533,7 +533,7 @@ class Membership:
         if grace_over and not self._started and not self._changes:
             self._changes.append(f"the start grace of {self.rules.start_grace:g} s is over")
         if self._nodes and list(self.view.banned) != self._banned and not self._changes:
-            self._changes.append("the run's operator has changed who is banned")
+            self._changes.append("the run's operator changed the list of banned instances")
         return self._finish(now)
 
     def restore(self, view: View, now: float) -> None:
@@ -577,7 +577,7 @@ class Membership:
         allowed = self.rules.allowed
         for name, node in self._nodes.items():
             if allowed is not None and instance_of(node.member.key) not in allowed:
-                node.doomed = "it is not among those that this run takes any more"
+                node.doomed = "its instance is no longer on this run's allow list"
             self._schedule(name, node)
         self._note(
             f"restored view {view.number} with {len(view.members)} nodes; "
@@ -588,7 +588,9 @@ class Membership:
         """Extends leases by a pause of the registry (suspended, starved), in which no renewal
         arrived. A long pause counts as a restart: nodes have disconnected, and need the grace to
         return."""
-        self._note(f"the registry was held up for {seconds:.1f} s: all leases are longer by that")
+        self._note(
+            f"the registry was suspended for {seconds:.1f} s: it extends all leases by that time"
+        )
         self._deadlines, self._question = [], None
         self._cuts.paused(seconds, now)
         self._accusations.paused(seconds)
@@ -687,7 +689,7 @@ class Membership:
         if now < self._quiet_until:
             raise Refused(
                 "UNAVAILABLE",
-                "the registry was away and is waiting for its members to come back; "
+                "the registry was unreachable and waits for its members to reconnect; "
                 f"join again in {self._quiet_until - now:.1f} s",
             )
         instance = instance_of(request.key)
@@ -741,7 +743,7 @@ class Membership:
         if differs or (_is_bound(request) and request.stage not in stages_of(member)):
             raise Refused(
                 "ALREADY_EXISTS",
-                f"node {request.node} is a member already, with other particulars "
+                f"node {request.node} is already a member, with other properties "
                 f"({place_of(member)}, address {member.address or 'none'}); "
                 "choose a new node id at each start",
             )
@@ -750,9 +752,8 @@ class Membership:
         if self.rules.allowed is not None and instance not in self.rules.allowed:
             raise Refused(
                 "PERMISSION_DENIED",
-                f"{node} is not among those that this run takes: its operator has to write its "
-                f"instance, {instance}, into the file of --allow, and to start "
-                "the registry again",
+                f"{node} is not on this run's allow list: ask its operator to add the instance "
+                f"{instance} to the file of --allow, and to restart the registry",
             )
 
     def _replaced(self, request: JoinRequest, at_address: _Node | None) -> list[_Node]:
@@ -766,8 +767,8 @@ class Membership:
             raise Refused(
                 "ABORTED",
                 f"{other.member.node} ({place_of(other.member)}, at "
-                f"{other.member.address or 'no address'}) has the same key, and is there: end it, "
-                "or, if this is another node, give it a folder of its own with --out, and no copy",
+                f"{other.member.address or 'no address'}) has the same key and is connected: end "
+                "it. If this is another node, give it its own folder with --out, not a copy",
             )
         return same
 
@@ -790,7 +791,7 @@ class Membership:
         if len(self._nodes) - replaces >= self.rules.max_nodes:
             raise Refused(
                 "RESOURCE_EXHAUSTED",
-                f"the run has {len(self._nodes)} nodes, the most it takes; "
+                f"the run has {len(self._nodes)} nodes, its maximum; "
                 "try again when one has left, or raise max_nodes",
             )
         rate = self.rules.joins_per_second
@@ -800,7 +801,7 @@ class Membership:
         if self._join_allowance < 1:
             raise Refused(
                 "RESOURCE_EXHAUSTED",
-                f"more than {rate:g} joins a second; "
+                f"more than {rate:g} joins per second; "
                 f"join again in {(1 - self._join_allowance) / rate:.1f} s",
             )
         self._join_allowance -= 1
@@ -816,13 +817,13 @@ class Membership:
         if stage == 0 and self.rules.data and not request.data:
             raise Refused(
                 "FAILED_PRECONDITION",
-                "stage 0 needs the prepared data, and the node has found none; "
-                "make it with `planaria data prepare`, or say where it is with --data DIR",
+                "stage 0 needs the prepared data, and the node has none; "
+                "make it with `planaria data prepare`, or name its folder with --data DIR",
             )
         if stage == 0 and not self._has_data(request.data):
             raise Refused(
                 "FAILED_PRECONDITION",
-                f"stage 0 needs the data with content hash {self.rules.data}, and the node's has "
+                f"stage 0 needs the data with content hash {self.rules.data}, and the node has "
                 f"{request.data}; prepare it from the same corpus with the same tokenizer with "
                 "`planaria data prepare`, or name its copy with --data DIR",
             )
@@ -830,10 +831,9 @@ class Membership:
         if other is not None and not self._has_relay():
             raise Refused(
                 "ABORTED",  # a dialable member may join later
-                f"at stage {stage} the node would have to talk to {other.node} "
-                f"({place_of(other)}), and neither of the two can be dialled, nor anybody who "
-                "could carry for them; give one of them `--advertise HOST:PORT`, or choose another "
-                "stage",
+                f"at stage {stage} the node needs a link to {other.node} ({place_of(other)}), but "
+                "neither can be dialled, and no member can relay for them; give one of them "
+                "`--advertise HOST:PORT`, or choose another stage",
             )
 
     def _at_address(self, address: str) -> _Node | None:
@@ -847,26 +847,26 @@ class Membership:
         if claim is None or now >= claim.asked + rules.dial_timeout + rules.lease:
             self._questions += 1
             former.claim = _Claim(self._questions, now)
-            self._note(f"{request.node} would join with another key, and {whose}: it is dialled")
+            self._note(f"{request.node} joins with another key, and {whose}: the registry dials it")
             return Dial(self._questions, name, request.address, rules.dial_timeout)
         if claim.alive:
             raise Refused(
                 "ALREADY_EXISTS",
-                f"{whose}, which answers there, and has another key; choose another address with "
+                f"{whose}, which has another key and answers; choose another address with "
                 f"--advertise, or end {name}",
             )
         if former.streaming and former.renewed > claim.asked:
             raise Refused(
                 "ABORTED",
-                f"{whose}, which renews its membership, and has another key; join again when it is "
-                "gone, or choose another address with --advertise",
+                f"{whose}, which has another key and renews its lease; join again when it is gone, "
+                "or choose another address with --advertise",
             )
         if not claim.answered or (former.streaming and now < claim.asked + rules.lease / 2):
-            raise Refused("UNAVAILABLE", f"{whose}, and is being asked whether it is there")
+            raise Refused("UNAVAILABLE", f"{whose}, and the registry checks whether it is alive")
         return None
 
     def _ask_again(self, question: int) -> JoinReply:
-        reason = "the address is a member's, which is asked whether it is there: join again"
+        reason = "the address is a member's, which the registry dials: join again"
         return JoinReply(run=self.rules.run, reason=reason, question=question)
 
     def _has_data(self, data: str) -> bool:
@@ -887,9 +887,9 @@ class Membership:
     def _admit(self, request: JoinRequest, block: str, now: float) -> _Node:
         stage: int | None
         if request.standby:
-            stage, why = None, "standby, as it wants to be"
+            stage, why = None, "standby, as requested"
         elif _is_bound(request):
-            stage, why = request.stage, f"stage {request.stage} as asked for"
+            stage, why = request.stage, f"stage {request.stage}, as requested"
         else:
             stage, why = self._choose(request, FailureDomain(block, request.host))
         self._joined += 1
@@ -936,7 +936,7 @@ class Membership:
         fits = direct or carried
         saved = request.stage if request.HasField("stage") else None
         if saved in fits and not self._is_held(saved):
-            return saved, f"stage {saved}, of which it has saves"
+            return saved, f"stage {saved}, for which it has saves"
         if vacant:
             return vacant[0], f"stage {vacant[0]} was vacant"
         if fits:
@@ -947,8 +947,8 @@ class Membership:
             return None, "standby: only stage 0 has room, and the node lacks the run's data"
         other = self._unreachable(request.address, served[0])
         return None, (
-            "standby: it only dials out, and so does a node it would need a link with wherever "
-            f"there is room ({other.node if other else ''}); give it `--advertise HOST:PORT`"
+            "standby: it only dials out, and every stage with room needs a link to such a node "
+            f"({other.node if other else ''}); give it `--advertise HOST:PORT`"
         )
 
     def _staffed(self) -> Staffing:
@@ -1010,12 +1010,14 @@ class Membership:
         alive = [node.member for node in others if node.member.node in question.answered]
         if alive:
             names = ", ".join(f"{m.node} ({place_of(m)}, {m.address})" for m in alive)
-            self._note(f"{request.node} has to wait: not heard, but there is {names}")
+            self._note(
+                f"{request.node} has to wait: these nodes answer a dial, but are not heard: {names}"
+            )
             raise Refused(
                 "ABORTED",
-                f"the run goes on where this registry can't hear it: {names} answers who dials it, "
-                "but has no connection to the registry. Nobody can join before it has; check that "
-                "it can reach the registry's address, or end it",
+                f"the run continues without this registry: {names} answers a dial, but is not "
+                "connected to the registry. No node can join until it is; check that it can reach "
+                "the registry's address, or end it",
             )
         hidden = [node.member.node for node in others if not node.member.address]
         wait = question.asked + self.rules.grace - now
@@ -1023,7 +1025,7 @@ class Membership:
             raise Refused(
                 "UNAVAILABLE",
                 f"no member is heard, and {', '.join(hidden)} can't be dialled; "
-                f"join again in {wait:.1f} s, when they have had the time to call",
+                f"join again in {wait:.1f} s, when they have had time to reconnect",
             )
         if question.open:
             raise Refused("UNAVAILABLE", "no member is heard, and some are being dialled")
@@ -1038,7 +1040,7 @@ class Membership:
         addressed = [node.member for node in others if node.member.address]
         dialled = addressed[:: math.ceil(len(addressed) / MOST_DIALLED) or 1]
         self._questions += 1
-        self._note(f"{newcomer} would join, and no member is heard: {len(dialled)} are dialled")
+        self._note(f"{newcomer} asks to join, and no member is heard: dialling {len(dialled)}")
         return _Question(self._questions, now, dialled, {member.node for member in dialled})
 
     def _put(self, question: _Question) -> JoinReply:
@@ -1052,9 +1054,9 @@ class Membership:
 
     def _give_up(self, request: JoinRequest) -> None:
         for name, node in self._nodes.items():
-            reason = f"not heard, and not there when the registry and {request.node} dialled it"
+            reason = f"not heard, and no answer to dials by the registry and {request.node}"
             if not node.member.address:
-                reason = f"not heard, and it had {self.rules.grace:g} s to call"
+                reason = f"not heard, and not reconnected within {self.rules.grace:g} s"
             elif node.member.address == request.address:
                 reason = f"restarted: {request.node} joined from {request.address}"
             self._doom(name, node, reason)
@@ -1081,7 +1083,7 @@ class Membership:
         named = list(node.accusers.items())[:ACCUSERS_NAMED]
         accused = "".join(f"; suspected by {a}: {w}" for a, w in named)
         if now >= node.awaited(self.rules.reconnect):
-            return f"its stream broke, and none came for {self.rules.reconnect:g} s{accused}"
+            return f"its stream broke, without a new one for {self.rules.reconnect:g} s{accused}"
         if node.probe and now >= node.probed + self.rules.probe_timeout:
             why = f"no answer to a probe for {self.rules.probe_timeout:g} s"
         elif now >= node.renewed + self.rules.lease:
@@ -1090,7 +1092,7 @@ class Membership:
             return ""
         if self._spare(node, now):
             return ""
-        return f"{why}{', and nobody reaches it any more' * was_reached}{accused}"
+        return f"{why}{', and no member reaches it any more' * was_reached}{accused}"
 
     def _spare(self, node: _Node, now: float) -> bool:
         """Spares a silent node that is the last holder of a stage while another member reaches it;
@@ -1101,7 +1103,7 @@ class Membership:
             return False
         why = (
             f"{name} ({place_of(node.member)}) is not heard, but {node.reached_by} reaches it: "
-            "it stays, as the last one that has its stage"
+            "it stays, as the only node with its stage's state"
         )
         if not before:
             self._note(why)
@@ -1138,7 +1140,7 @@ class Membership:
             elif decision.heir:
                 self._heir = decision.heir
                 self._changes.append(
-                    f"{decision.finding}; {decision.heir} drives, and sees for itself"
+                    f"{decision.finding}; {decision.heir} drives instead, and observes for itself"
                 )
             else:
                 self._note(decision.finding)
@@ -1209,7 +1211,9 @@ class Membership:
             self._staff(now)
             if self._started and self._everything_is_lost():
                 self._started = False
-                self._changes.append("everything is lost: nodes are awaited as at the start")
+                self._changes.append(
+                    "no node has the run's state any more: waiting for nodes as at the start"
+                )
             vacant = self._vacant()
             if vacant:
                 self._covered = None
@@ -1385,16 +1389,16 @@ class Membership:
         if renewal.shown > max(view.number, self._number):
             raise Refused(
                 "OUT_OF_RANGE",
-                f"{renewal.node} knows view {renewal.shown}, and this registry none after view "
-                f"{self._number}: call again, and show it",
+                f"{renewal.node} has view {renewal.shown}, and this registry none after view "
+                f"{self._number}: call again with the view",
             )
         if view.number <= (self._number if is_member else 0) or self.is_genuine(view):
             return
         raise Refused(
             "FAILED_PRECONDITION",
-            f"{renewal.node} shows view {view.number}, which this registry's key has not signed, "
-            "so it is not believed. If the registry was started without the key that it had, start "
-            "it with the folder of that (--authority DIR); if it is lost, start all nodes anew",
+            f"{renewal.node} shows view {view.number}, which this registry's key has not signed. "
+            "If the registry lacks its former key, start it with the folder of that key "
+            "(--authority DIR); if the key is lost, restart all nodes",
         )
 
     def _should_learn(self, renewal: Renewal, now: float) -> bool:
@@ -1413,10 +1417,10 @@ class Membership:
                 raise ValueError(problem)
             self.restore(view, now)
         except ValueError as error:
-            self._note(f"a node's view is not believed: {error}")
+            self._note(f"a node's view is rejected: {error}")
             return
         for name in former.keys() - self._nodes.keys():
-            self._evicted[name] = f"not a member of view {view.number}, which others hold"
+            self._evicted[name] = f"not a member of view {view.number}, which other nodes have"
             self._effects.append(Evict(name, self._evicted[name]))
             if former[name].accusers:
                 self._effects.append(Settle(name, False, self._evicted[name]))
@@ -1519,9 +1523,12 @@ def _choose_among(fits: list[int], staff: Staffing, place: FailureDomain) -> tup
 
     stage = min(able, key=order)
     if in_one:
-        return stage, f"stage {stage} had all its nodes in one place"
+        return stage, f"stage {stage} had all its nodes in one failure domain"
     if staff.capacity[stage] > least:
-        return stage, f"stage {stage} had nobody in its place (capacity {staff.capacity[stage]:g})"
+        return (
+            stage,
+            f"stage {stage} had no node in its failure domain (capacity {staff.capacity[stage]:g})",
+        )
     return stage, f"stage {stage} had the least capacity ({staff.capacity[stage]:g})"
 
 
@@ -1530,7 +1537,7 @@ def _location(member: Member) -> FailureDomain:
 
 
 def _gone(name: str, reason: str) -> Refused:
-    why = f"node {name} is a member no longer ({reason}); join again under a new node id"
+    why = f"node {name} is no longer a member ({reason}); join again under a new node id"
     return Refused("ALREADY_EXISTS", why)
 
 
@@ -1600,7 +1607,7 @@ def _problem(view: View, rules: MembershipRules) -> str:
     if problem := "".join(map(misspelt_member, members)):
         return problem
     if not all(is_block(m.block) for m in members):
-        return "a node is of what is no block of addresses"
+        return "a node's address block is invalid"
     if len(set(addresses)) < len(addresses):
         return "an address is listed twice"
     if joined != sorted(set(joined)):
@@ -1615,12 +1622,12 @@ def _problem(view: View, rules: MembershipRules) -> str:
     ):
         return "its relays are not in order"
     if not {name for r in view.relays for name in (r.a, r.b, r.via)} <= {m.node for m in members}:
-        return "it has a relay for a node that is no member, or by one"
+        return "a relay names a node that is no member"
     invalid = any(not entry.instance or not entry.seconds >= 0 for entry in view.quarantined)
     if invalid or len(view.quarantined) > MOST_KEPT:
-        return "it has a quarantine of nobody, or of too many"
+        return "its quarantine has an invalid entry, or too many"
     if list(view.banned) != sorted(set(view.banned)) or not all(map(is_instance, view.banned)):
-        return "those that are banned are no instances, or not in order"
+        return "its banned instances are invalid, or not in order"
     if view.driver and view.driver not in {m.node for m in members if 0 in stages_of(m)}:
         return f"its driver {view.driver} is no stage-0 member"
     return ""

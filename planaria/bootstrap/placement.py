@@ -177,7 +177,7 @@ def _relief(nodes: dict[str, Candidate]) -> Iterator[SeatAssigned]:
             alone = [s for s in crowded.stages if sum(s in node.stages for node in current) == 1]
             if len(alone) < 2 or stage not in alone or not crowded.stays:
                 continue
-            why = f"stage {stage} is served by {crowded.node} alone, which has others"
+            why = f"stage {stage} is served only by {crowded.node}, which has other stages"
             able = [
                 node
                 for node in current
@@ -200,7 +200,7 @@ def _from_elsewhere(
             continue
         for node in idle:
             if stage in node.fits and is_apart(node.place, domains):
-                why = f"was a standby: all of stage {stage} are in one place"
+                why = f"was a standby: all nodes of stage {stage} are in one failure domain"
                 yield SeatAssigned(node.node, stage, why)
                 idle.remove(node)
                 break
@@ -260,7 +260,9 @@ def _idle(
         reversed([node for node, at in surplus if at == of]),
         key=lambda node: shared(node.place, domains),
     )
-    return SeatAssigned(node.node, stage, f"moves from stage {of}, which has others: {why}", of)
+    return SeatAssigned(
+        node.node, stage, f"moves from stage {of}, which has other nodes: {why}", of
+    )
 
 
 def _surplus(node: Candidate, holders: Counter[int]) -> int | None:

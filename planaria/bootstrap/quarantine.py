@@ -58,13 +58,13 @@ class Quarantine:
         record, seconds = self._entries[instance].record, self.left(instance, now)
         if seconds == math.inf:
             return (
-                f"this node is not taken back: its weights were others than those of its replicas "
+                "this node may not join again: its weights differed from those of its replicas "
                 f"{record.divergences} times, the last time as {record.node} ({record.why}); "
-                "have the machine's memory and its device checked"
+                "check the machine's memory and device"
             )
-        times = "" if record.times == 1 else f", the {record.times}. time"
+        times = "" if record.times == 1 else f"; {record.times} evictions so far"
         return (
-            f"this node was evicted for cause as {record.node}{times} ({record.why}); "
+            f"this node was evicted for cause as {record.node} ({record.why}{times}); "
             f"it may join again in {seconds:.0f} s"
         )
 

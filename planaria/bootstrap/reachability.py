@@ -17,7 +17,7 @@ _UNKNOWN = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 
 
 class Reachability(enum.Enum):
-    OPEN = "takes connections"
+    OPEN = "accepts connections"
     REFUSED = "refuses connections: nothing listens there"
     UNKNOWN = "is unknown: there is no host of that name"
     UNRESOLVED = "can't be looked up: the name service (DNS) doesn't answer"
@@ -111,8 +111,8 @@ async def way_out(addresses: Sequence[str], seconds: float) -> Endpoints:
                 await asyncio.sleep(AGAIN)
     except TimeoutError:
         raise OSError(
-            f"this machine knows no way to {', '.join(addresses)}, for {seconds:g} s: check its "
-            "network and its name service, or say with --advertise HOST:PORT how others reach it"
+            f"this machine found no route to {', '.join(addresses)} in {seconds:g} s: check its "
+            "network and name service, or give its address with --advertise HOST:PORT"
         ) from None
 
 

@@ -64,6 +64,6 @@ class ReplyBudget:
         first = next((other for other, _ in self._going.values()), "nobody")
         position = list(self._places).index(node) if node in self._places else 0
         return (
-            f"of answers to others {self._bytes / 1e6:.1f} MB are on their way, first that to "
-            f"{first}, and {position} are to be told before {node}, which keeps its place"
+            f"{self._bytes / 1e6:.1f} MB of replies to other nodes are in flight, the first to "
+            f"{first}, with {position} before {node}, which keeps its place"
         )

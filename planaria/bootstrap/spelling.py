@@ -16,8 +16,8 @@ def misspelt(kind: str, name: str) -> str:
     if NAME.fullmatch(name):
         return ""
     return (
-        f"the {kind} {name[:40]!r} is no name: it may have up to 128 letters, digits, dots, dashes "
-        "and underscores of ASCII, and begins with a letter or digit"
+        f"the {kind} {name[:40]!r} is not a valid name: use up to 128 ASCII letters, digits, "
+        "dots, dashes and underscores, beginning with a letter or digit"
     )
 
 

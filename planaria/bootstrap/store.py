@@ -142,7 +142,11 @@ class Store:
             body = {"ID": term.lease}
             answer = self._etcd.ask("lease/keepalive", body, max(0.0, term.until - sent))
         except (EtcdAway, EtcdRefused) as error:
-            log.warning("this registry leads for %.1f s more: %s", term.until - self._now(), error)
+            log.warning(
+                "no renewal; this registry leads for %.1f s more: %s",
+                term.until - self._now(),
+                error,
+            )
             return
         if int(answer.get("result", {}).get("TTL", 0)):
             term.renewed(sent)
@@ -163,7 +167,7 @@ class Store:
         follows = is_said(key, self._number) if self._number else is_free(key)
         number, content = str(view.number).encode(), view.SerializeToString()
         if view.number <= int(self._number or b"0"):
-            raise NotLeading(f"view {view.number} would come after view {self._number.decode()}")
+            raise NotLeading(f"view {view.number} is not newer than view {self._number.decode()}")
         self._write(follows, [put(key, number)], self._top + "view", content)
         self.view, self._number = view, number
 
@@ -174,7 +178,7 @@ class Store:
         try:
             return [json.loads(value) for value in values(reply)]
         except (ValueError, RecursionError) as error:
-            raise self._strange("what was decided", error) from error
+            raise self._strange("the list of decisions", error) from error
 
     def decide(self, record: Record) -> None:
         """Writes a decision. Raises NotLeading."""
@@ -188,7 +192,7 @@ class Store:
         """Writes atomically if this term lasts and `follows` holds. Raises NotLeading."""
         term, now = self._term, self._now()
         if term is None or not term.lasts(now):
-            raise NotLeading("its lease is over")
+            raise NotLeading("its lease has expired")
         body = {
             "compare": [is_said(self._top + "leader", term.value), follows],
             "success": [*puts, put(key, content)],
@@ -198,7 +202,7 @@ class Store:
             answer = self._etcd.ask("kv/txn", body, term.until - now)
         except (EtcdAway, EtcdRefused) as error:
             self._over(term)
-            raise NotLeading(f"what it decides can't be written: {error}") from error
+            raise NotLeading(f"its decision can't be written: {error}") from error
         if not answer.get("succeeded"):
             leader, current = (
                 values(response["response_range"]) for response in answer["responses"]
@@ -208,9 +212,9 @@ class Store:
                 raise NotLeading("another registry leads")
             if current != [content]:  # equal: an unanswered attempt took effect
                 self._over(term)
-                raise NotLeading("what it has read is not the newest any more")
+                raise NotLeading("etcd has newer data than it has read")
         if not term.lasts(self._now()):
-            raise NotLeading("its lease is over")
+            raise NotLeading("its lease has expired")
 
     def _over(self, term: Term) -> None:
         if self._term is term:
@@ -226,7 +230,7 @@ class Store:
             value_of = json.loads(value)
             address, key = str(value_of["at"]), str(value_of["key"])
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise self._strange("who leads", error) from error
+            raise self._strange("the leader's entry", error) from error
         if key != self._me["key"]:
             raise StoreError(
                 f"the leader at {readable(address)} has another key than this registry: give all "
@@ -258,6 +262,6 @@ class Store:
 
     def _strange(self, subject: str, error: Exception) -> StoreError:
         return StoreError(
-            f"{subject} in etcd, below {self._top}, is not what a registry has written ({error}): "
+            f"{subject} in etcd, below {self._top}, is invalid ({error}): "
             "restore it from a copy, or give the run another name"
         )

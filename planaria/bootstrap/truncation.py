@@ -60,8 +60,8 @@ def fit(description: Description) -> None:
 def cut_from(description: Description) -> list[str]:
     """What the registry omitted from a description, one sentence each."""
     shortened, unlisted = description.shortened, description.unlisted
-    lines = [f"the reports of {shortened} nodes are cut short: together they are too large"]
-    lines += [f"{unlisted} nodes more are not listed: together they are too many"]
+    lines = [f"the reports of {shortened} nodes are truncated: together they are too large"]
+    lines += [f"{unlisted} more nodes are not listed: the list would be too large"]
     return [line for line, count in zip(lines, (shortened, unlisted), strict=True) if count]
 
 

@@ -107,9 +107,11 @@ def unpack(packed: bytes) -> bytes:
     try:
         content = reading.decompress(packed, MOST_UNPACKED)
     except zlib.error as error:
-        raise ValueError(f"it isn't packed as views are: {error}") from error
+        raise ValueError(f"it isn't valid zlib data: {error}") from error
     if not reading.eof or reading.unused_data:
-        raise ValueError(f"of {len(packed)} packed bytes {len(content)} come, and it isn't the end")
+        raise ValueError(
+            f"its {len(packed)} packed bytes aren't a zlib stream of at most {MOST_UNPACKED}"
+        )
     return content
 
 
@@ -126,7 +128,7 @@ def unpacked(message: NewView) -> NewView:
     try:
         return NewView.FromString(unpack(message.packed))
     except DecodeError as error:
-        raise ValueError("what was packed is no view") from error
+        raise ValueError("the packed content is no view") from error
 
 
 def _splices(former: Sequence[Any], later: Sequence[Any]) -> tuple[list[Splice], list[Any]]:
@@ -170,11 +172,11 @@ def _splice(
     for splice in splices:
         at += splice.gone
         if at + splice.kept > len(former) or used + splice.added > len(new):
-            raise ValueError("it takes more of a list than there is")
+            raise ValueError("it names more items than its lists have")
         rest += former[max(at, head) : at + splice.kept]
         rest += new[used : used + splice.added]
         at, used = at + splice.kept, used + splice.added
     if used < len(new):
-        raise ValueError(f"it leaves out {len(new) - used} of what it brings")
+        raise ValueError(f"it leaves {len(new) - used} of its new items unused")
     del items[head:]
     items.extend(rest)

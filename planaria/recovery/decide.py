@@ -154,9 +154,9 @@ def decide(stage: int, left: Left, policy: Policy, strict: bool = False) -> Deci
     node that is now lost precedes every guess and all older state.
     """
     if replicas := left.nodes(stage):
-        reason = f"stage {stage} lives on at {len(replicas)} of its nodes: copied from there"
+        reason = f"stage {stage} is copied from its replicas: {_nodes(len(replicas))} it"
         if all(source.node in left.leaving for source in replicas):
-            reason = f"all that have stage {stage} will leave soon: its state is handed over"
+            reason = f"all nodes with stage {stage} will leave soon: its state is handed over"
             return Rebuild(stage, "handover", replicas, exact=True, reason=reason)
         return Rebuild(stage, "replica", replicas, exact=True, reason=reason)
     if (left.lineage, left.step) == (0, 0) and left.origin:
@@ -164,19 +164,19 @@ def decide(stage: int, left: Left, policy: Policy, strict: bool = False) -> Deci
         reason = f"stage {stage} begins from the checkpoint, which {_nodes(len(left.origin))}"
         return Rebuild(stage, ORIGIN, (source,), exact=True, reason=reason)
     if left.adapters and stage == 0:
-        reason = "nothing of stage 0 is trained: it is as in the checkpoint"
+        reason = "stage 0 is not trained: it equals the checkpoint"
         return Rebuild(stage, ORIGIN, (), exact=True, reason=reason)
     if in_memory := _of_this_step("memory", stage, left):
-        reason = f"stage {stage} has this very step from before the run went back"
+        reason = f"stage {stage} has this step in memory, from before the run went back"
         return Rebuild(stage, "memory", in_memory, exact=True, reason=reason)
     if saves := _of_this_step("save", stage, left):
-        reason = f"stage {stage} has no replica left, but a save of this very step"
+        reason = f"stage {stage} has no replica left, but a save of this step"
         return Rebuild(stage, "save", saves, exact=True, reason=reason)
     decision, lacking = _BY_POLICY[policy](stage, left)
     if decision is not None:
         return _arrived(stage, left, decision) or decision
     if strict:
-        return Stop(stage, f"stage {stage} is lost: {lacking}; --strict allows no other way")
+        return Stop(stage, f"stage {stage} is lost: {lacking}; --strict allows no other method")
     guess = _fall_back(stage, left, lacking)
     return _arrived(stage, left, guess, lacking) or guess
 
@@ -200,7 +200,7 @@ def _arrived(stage: int, left: Left, other: Decision, lacking: str = "") -> Rebu
     loss = f"stage {stage} is lost and {lacking}" if lacking else f"stage {stage} is lost"
     method = "joiner" if kind == "memory" else "weights"
     content = "state" if kind == "memory" else "weights, without Adam's moments,"
-    reason = f"{loss}: its {content} had come to {source.node} by then{_stale(late)}"
+    reason = f"{loss}: {source.node} had received its {content}{_stale(late)}"
     return Rebuild(stage, method, (source,), False, reason, fallback=bool(lacking), fresh=not late)
 
 
@@ -221,7 +221,10 @@ def _checkfree(stage: int, left: Left) -> _Answer:
     if left.origin:
         return _pretrained(stage, left, f"stage {stage} has no replica left"), ""
     if not 1 < stage < left.stages:
-        return None, "checkfree rebuilds only stages between two body stages, and this is an end"
+        return (
+            None,
+            "checkfree rebuilds only stages between two body stages, and this is the first or last",
+        )
     missing = [of for of in (stage - 1, stage + 1) if not _trained(of, left)]
     if missing:
         return None, f"checkfree needs both neighbours, and {_name(missing)} lost with it"
@@ -238,14 +241,14 @@ def _begin_anew(stage: int, left: Left, loss: str, fallback: bool = False) -> Re
     if saves := _newest_saves(stage, left):
         reason = f"{loss}: its adapters' save of step {saves[0].step} is used"
         return Rebuild(stage, "save", saves, exact=False, reason=reason, fallback=fallback)
-    reason = f"{loss}: its adapters begin anew, since those of other stages say nothing of them"
+    reason = f"{loss}: its adapters begin anew, since other stages' adapters do not determine them"
     return Rebuild(stage, ANEW, (), exact=False, reason=reason, fallback=fallback)
 
 
 def _pretrained(stage: int, left: Left, loss: str, fallback: bool = False) -> Rebuild:
     """Pretrained weights: stages of a trained model differ, and have moved little since."""
     source = Source(giver(stage, left.origin), stage, 0)
-    reason = f"{loss}: its weights of the checkpoint that the run began from"
+    reason = f"{loss}: its weights in the checkpoint from which the run began"
     return Rebuild(stage, PRETRAINED, (source,), exact=False, reason=reason, fallback=fallback)
 
 
@@ -266,9 +269,9 @@ def _checkfree_plus(stage: int, left: Left) -> _Answer:
 def _stage0_copy(left: Left) -> _Answer:
     copies = left.freshest("copy", 0)[:1]  # two copies of one step may differ: stage 0 was rebuilt
     if not copies:
-        return None, "no copy of stage 0 had come to stages 1 and L, or it went with them"
+        return None, "stages 1 and L have no copy of stage 0"
     late = left.step - copies[0].step
-    reason = "stage 0 has no replica left: its weights' copy from stages 1 and L" + _stale(late)
+    reason = "stage 0 has no replica left: the copy of its weights at stages 1 and L" + _stale(late)
     return Rebuild(0, "stage0-copy", copies, False, reason, fresh=not late), ""
 
 
@@ -284,7 +287,7 @@ def _snapshot(stage: int, left: Left) -> _Answer:
 def _redundant(stage: int, left: Left) -> _Answer:
     twins = [s for s in left.freshest("redundant", stage) if s.step == left.step]
     if not twins:
-        return None, "the node before it, which holds its twin, is lost with it or new itself"
+        return None, "the node of the stage before, which has its twin, is lost too, or new"
     reason = f"stage {stage} has no replica left: its twin at the stage before takes over"
     return Rebuild(stage, "redundant", tuple(twins), exact=True, reason=reason), ""
 
@@ -321,7 +324,7 @@ def _fall_back(stage: int, left: Left, lacking: str) -> Rebuild | Stop:
     if left.origin:
         return _pretrained(stage, left, loss, fallback=True)
     if stage == 0:
-        return Stop(0, f"{loss}; nothing else tells what embedding and head were")
+        return Stop(0, f"{loss}; nothing else determines embedding and head")
     averaged, _ = _checkfree(stage, left)
     if isinstance(averaged, Rebuild):
         reason = f"{loss}: {averaged.reason}"
@@ -418,7 +421,7 @@ def resume(held: Iterable[Held], stages: int) -> Resume | None:
         lineage, step, _ = common
         in_files = all(h.kind != "memory" for holdings in chosen.values() for h in holdings)
         state = f"a save of step {step}" if in_files else f"step {step}"
-        reason = f"every stage has {state}: the run goes on from there"
+        reason = f"every stage has {state}: the run continues from there"
         return Resume(step, lineage, chosen, exact=True, reason=reason)
     with_bare = _files(held, "memory", "save", "checkpoint", "weights")
     common = _newest_common(with_bare, stages)
@@ -428,7 +431,7 @@ def resume(held: Iterable[Held], stages: int) -> Resume | None:
         bare = [of for of, versions in sorted(chosen.items()) if versions[0].kind == "weights"]
         reason = (
             f"every stage has step {step}, without Adam's moments stage "
-            f"{', '.join(map(str, bare))}: the run goes on from there"
+            f"{', '.join(map(str, bare))}: the run continues from there"
         )
         return Resume(step, lineage, chosen, exact=False, reason=reason)
     if not files:

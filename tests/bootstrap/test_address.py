@@ -44,10 +44,10 @@ def test_host_and_port_are_read_and_written(text: str, host: str, port: int) -> 
         ("host]:1", "no IPv6 address in its brackets"),
         ("http://host:7400", "begins with http://: leave that out"),
         (" host:7400", "is more than HOST:PORT"),
-        ("host:", "has '' for a port"),
-        ("host:http", "has 'http' for a port"),
-        ("host:-1", "has '-1' for a port"),
-        ("host:7400/", "has '7400/' for a port"),
+        ("host:", "has the port ''"),
+        ("host:http", "has the port 'http'"),
+        ("host:-1", "has the port '-1'"),
+        ("host:7400/", "has the port '7400/'"),
         ("127.0.0.1:99999", "has port 99999: a port is at most 65535"),
     ],
 )
@@ -59,7 +59,7 @@ def test_what_is_no_address_is_said(text: str, problem: str) -> None:
 
 def test_port_0_can_be_listened_on_and_not_dialled() -> None:
     assert Address.parse("h:0").port == 0
-    with pytest.raises(AddressError, match="port 0, which nobody can dial"):
+    with pytest.raises(AddressError, match="port 0, which can't be dialled"):
         Address.to_dial("h:0")
 
 
@@ -111,30 +111,30 @@ def test_strangers_may_name_hosts_and_ports(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("unix:/var/run/docker.sock", "for a port"),
+        ("unix:/var/run/docker.sock", "has the port"),
         ("unix:///run/x:1", "leave that out"),
         ("file:///etc/passwd:1", "leave that out"),
         ("ipv4:1.2.3.4:5", "colons in its host"),
         ("a/b:5", "is more than HOST:PORT"),
         ("a%2fb:5", "has a zone"),
         ("[fe80::1%eth0]:5", "has a zone"),
-        ("-x:4", "no name of a host"),
-        ("b\u00fccher.org:4", "no name of a host"),
+        ("-x:4", "an invalid host name"),
+        ("b\u00fccher.org:4", "an invalid host name"),
         ("x\x1b]0;h:5", "no IPv6 address in its brackets"),
         ("x\n:5", "is more than HOST:PORT"),
         ("a\u202eb:5", "is more than HOST:PORT"),
         ("a\0b:5", "is more than HOST:PORT"),
-        (f"{'a' * 2**20}:5", "no name of a host"),
+        (f"{'a' * 2**20}:5", "an invalid host name"),
         ("h:0", "port 0"),
         ("0.0.0.0:1", "all addresses of a machine"),
         ("0.1.2.3:1", "all addresses of a machine"),
         ("[::]:1", "all addresses of a machine"),
-        ("224.0.0.1:5", "no machine's"),
-        ("[ff02::1]:5", "no machine's"),
-        ("255.255.255.255:5", "no machine's"),
-        ("169.254.169.254:80", "tells a machine its secrets"),
-        ("[::ffff:169.254.169.254]:80", "tells a machine its secrets"),
-        ("[fd00:ec2::254]:80", "tells a machine its secrets"),
+        ("224.0.0.1:5", "multicast or reserved"),
+        ("[ff02::1]:5", "multicast or reserved"),
+        ("255.255.255.255:5", "multicast or reserved"),
+        ("169.254.169.254:80", "a cloud's metadata service"),
+        ("[::ffff:169.254.169.254]:80", "a cloud's metadata service"),
+        ("[fd00:ec2::254]:80", "a cloud's metadata service"),
         ("127.1:5", "a number for a host"),
         ("2130706433:5", "a number for a host"),
         ("0x7f.1:5", "a number for a host"),
@@ -188,6 +188,9 @@ async def test_what_a_name_stands_for_counts(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("planaria.bootstrap.address._stands_for", look_up)
     why = await resolved_not_to_dial("evil.example:1", Reach())
-    assert "'evil.example:1' stands for 127.0.0.1, which is that of a machine's own" in why
+    assert (
+        "'evil.example:1' resolves to 127.0.0.1, which can be reached on its own machine only"
+        in why
+    )
     assert await resolved_not_to_dial("good.example:1", Reach()) == ""
     assert await resolved_not_to_dial("evil.example:1", EVERYWHERE) == ""

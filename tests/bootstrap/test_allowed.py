@@ -21,7 +21,7 @@ def test_instances_one_a_line_with_notes_for_people(tmp_path: Path) -> None:
     ("text", "says"),
     [
         (f"{ONE}\nbox-7f3a1c\n", "line 2 of .* has 'box-7f3a1c', which is no instance"),
-        (ONE.upper(), "line 1 .* small letters"),
+        (ONE.upper(), "line 1 .* lower-case"),
         ("# nobody yet\n", "names no instance"),
         (None, "can't read"),
     ],

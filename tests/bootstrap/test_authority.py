@@ -94,7 +94,7 @@ def test_an_authority_goes_on_from_its_file():
     assert to_pem(to_der(AUTHORITY.certificate)) == AUTHORITY.certificate
     other = Authority.make(NOW)
     assert not is_issued_by(pair.certificate, other.certificate)
-    with pytest.raises(ValueError, match="of another key"):
+    with pytest.raises(ValueError, match="to another key"):
         Authority.from_pem(other.identity.to_pem() + AUTHORITY.certificate)
 
 

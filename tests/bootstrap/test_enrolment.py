@@ -128,7 +128,7 @@ async def test_who_is_not_of_the_invites_authority_is_not_asked() -> None:
     async with running() as run:
         invitation = run.invitation()
         invitation.authority = to_der(Authority.make(time.time()).certificate)
-        with pytest.raises(EnrolmentUnreachable, match=r"takes invites, tried for 0\.3 s"):
+        with pytest.raises(EnrolmentUnreachable, match=r"accepts invites, tried for 0\.3 s"):
             await Enrolment(invitation, Identity.generate(), None).come(deadline=0.3)
         assert not run.admission.invites.enrolled
 
@@ -192,7 +192,7 @@ async def test_who_guesses_is_told_to_wait() -> None:
         invitation = run.invitation()
         invitation.secret = b"guess"
         for _ in range(10):
-            with pytest.raises(NotAdmitted, match="none of this run's"):
+            with pytest.raises(NotAdmitted, match="not one of this run's"):
                 await Enrolment(invitation, Identity.generate(), None).come()
         with pytest.raises(EnrolmentUnreachable, match="ask again in a minute"):
             await Enrolment(invitation, Identity.generate(), None).come(deadline=2.0)

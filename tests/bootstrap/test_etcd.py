@@ -38,11 +38,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
     [
         ("http://a:1", "write etcds://HOST:PORT"),
         ("etcds://a:1/b", "write etcds://HOST:PORT"),
-        ("etcds://root:secret@a:1", "others read what is on a command line"),
-        ("etcds://a:1?password=x", "'password' is not known; ca, cert and key are"),
-        ("etcds://a:1?cert=x", "cert and key are needed both"),
+        ("etcds://root:secret@a:1", "other users can read a password there"),
+        ("etcds://a:1?password=x", "'password' is unknown; known are ca, cert and key"),
+        ("etcds://a:1?cert=x", "give both cert and key"),
         ("etcd://127.0.0.1:1?ca=x", "plain text and needs no files"),
-        ("etcd://127.0.0.1:1,10.0.0.1:2", "10.0.0.1:2 is another machine"),
+        ("etcd://127.0.0.1:1,10.0.0.1:2", "10.0.0.1:2 is on another machine"),
         ("etcds://a", "a"),
     ],
 )
@@ -54,7 +54,7 @@ def test_a_place_that_can_not_be_is_refused(url: str, why: str) -> None:
 def test_places_and_files() -> None:
     place = EtcdPlace.parse("etcds://a:1,b:2?ca=x.pem&cert=y.pem&key=z.pem")
     assert (str(place), place.tls, str(place.ca)) == ("a:1,b:2", True, "x.pem")
-    with pytest.raises(ValueError, match=r"ca=x\.pem is of no use"):
+    with pytest.raises(ValueError, match=r"can't load ca=x\.pem"):
         Etcd(place)
     assert not EtcdPlace.parse("etcd://localhost:1").tls
 

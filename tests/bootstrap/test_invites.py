@@ -89,10 +89,10 @@ def test_texts_that_are_none():
     for text, why in (
         ("registry.example.org:7400", "begins with planaria1."),
         ("planaria2.AAAA", "begins with planaria1."),
-        ("planaria1." + "A" * 20_000, "letters"),
-        ("planaria1.é", "cut off, or was changed"),
-        ("planaria1.", "cut off, or was changed"),
-        ("planaria1.A\nplanaria1.B", "2 invites here"),
+        ("planaria1." + "A" * 20_000, "characters"),
+        ("planaria1.é", "incomplete, or was changed"),
+        ("planaria1.", "incomplete, or was changed"),
+        ("planaria1.A\nplanaria1.B", "contains 2 invites"),
     ):
         with pytest.raises(InviteError, match=why):
             decode(text)
@@ -194,7 +194,7 @@ def test_who_is_banned_does_not_come_back_before_it_is_allowed():
 def test_who_does_not_know_the_secret_learns_nothing_of_the_invite():
     book = Book()
     book.invite(uses=1, seconds=1)
-    with pytest.raises(NotAdmitted, match="none of this run's"):
+    with pytest.raises(NotAdmitted, match="not one of this run's"):
         book.come(b"guess", 1, NOW + 2)
 
 

@@ -101,7 +101,7 @@ def test_cut_off_anywhere_it_is_torn_or_damaged(
         else:
             end = max(cut for cut in cuts if cut < size)
             assert found == view(1 + cuts.index(end))
-            assert f"{size - end} bytes of a record that a crash cut short" in told
+            assert f"{size - end} bytes of an incomplete record, left by a crash" in told
             assert not damaged(path)
 
 
@@ -112,7 +112,7 @@ def test_zeros_behind_are_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         caplog.clear()
         path.write_bytes(content + bytes(zeros))
         assert read(path) == view(3)
-        assert f"{zeros} bytes of a record that a crash cut short" in caplog.text
+        assert f"{zeros} bytes of an incomplete record, left by a crash" in caplog.text
     assert not damaged(path)
 
 
@@ -191,7 +191,7 @@ def test_a_view_that_the_run_s_key_has_not_signed_is_refused_and_left_there(
 
 def test_a_journal_whose_key_is_lost_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "journal", 1)
-    with pytest.raises(JournalError, match=r"has another key than it had.*--authority DIR"):
+    with pytest.raises(JournalError, match=r"has another key than before.*--authority DIR"):
         Journal(tmp_path / "journal", "r", Identity.generate())
 
 

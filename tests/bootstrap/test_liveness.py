@@ -108,7 +108,7 @@ async def test_a_lone_node_that_answers_is_not_replaced() -> None:
     ):
         await join(place, "old", address)
         await until_silent(place)
-        with pytest.raises(JoinRefused, match=r"old \(stage 0, .*\) answers who dials it"):
+        with pytest.raises(JoinRefused, match=r"old \(stage 0, .*\) answers a dial"):
             await join(place, "new", free_address(), deadline=0.5)
         assert [member.node for member in place.registry._machine.view.members] == ["old"]
 

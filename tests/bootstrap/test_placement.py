@@ -41,7 +41,7 @@ def test_a_standby_comes_before_a_surplus_replica_and_that_before_who_has_room()
     (taken,) = assign(there, STAGES)
     assert isinstance(taken, SeatAssigned)
     assert (taken.node, taken.stage, taken.gives) == ("c", 2, 1)
-    assert taken.why == "moves from stage 1, which has others: stage 2 is vacant"
+    assert taken.why == "moves from stage 1, which has other nodes: stage 2 is vacant"
     (taken,) = assign([one for one in there if one.node != "c"], STAGES)
     assert (taken.node, taken.why) == ("d", "has room for one more seat: stage 2 is vacant")
     assert assign([one for one in there if one.node in "ab"], STAGES) == []
@@ -80,7 +80,7 @@ def test_a_stage_that_was_at_several_hosts_is_not_left_to_one() -> None:
     (taken,) = assign([*others, *left, spare], STAGES, useful=2)
     assert (taken.node, taken.stage, taken.why) == (
         *("s", 1),
-        "was a standby: all of stage 1 are in one place",
+        "was a standby: all nodes of stage 1 are in one failure domain",
     )
     assert assign([*others, *left, spare], STAGES, begun=False) == []
     assert assign([*others, *left, replace(spare, waits=True)], STAGES) == []
@@ -128,7 +128,7 @@ def test_with_twins_who_has_the_vacant_stages_comes_before_all_others_if_it_has_
     assert (taken.node, taken.stage, taken.gives) == ("b", 2, None)
     assert taken.why == "has its twin, and room: stage 2 is vacant"
     assert (relief.node, relief.stage) == ("s", 2), "and the standby is to have the seat later"
-    assert relief.why == "was a standby: stage 2 is served by b alone, which has others"
+    assert relief.why == "was a standby: stage 2 is served only by b, which has other stages"
     full = replace(there[1], room=1)
     (taken,) = assign([there[0], full, *there[2:]], STAGES, policy="redundant")
     assert taken.node == "s"
@@ -219,7 +219,7 @@ def test_no_stage_stays_vacant_no_last_state_is_dropped_and_nobody_moves_twice(
             able = [one for one in there if one.stays and stage in one.fits - one.stages]
             assert not any(len(one.stages) < one.room for one in able), f"{stage} is vacant"
     again = assign(there, STAGES, policy=policy)
-    relief = "which has others"  # of who has several seats alone, when seats were given back
+    relief = "which has other stages"  # of who has several seats alone, when seats were given back
     assert all(relief in change.why for change in again if isinstance(change, SeatAssigned))
 
 

@@ -106,5 +106,5 @@ async def test_a_name_service_that_fails_for_a_while_is_asked_again(
 
 async def test_who_finds_no_way_says_to_whom(monkeypatch: pytest.MonkeyPatch) -> None:
     names(monkeypatch, socket.gaierror(socket.EAI_AGAIN, "try again"))
-    with pytest.raises(OSError, match=r"no way to registry:7400, for 0\.1 s: .* --advertise"):
+    with pytest.raises(OSError, match=r"no route to registry:7400 in 0\.1 s: .* --advertise"):
         await way_out(["registry:7400"], 0.1)

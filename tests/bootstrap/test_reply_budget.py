@@ -53,8 +53,8 @@ def test_who_calls_again_is_answered_before_who_came_after_its_first_call() -> N
     answers.end(early)
     again = answers.ask("early")
     assert answers.before("late") == (
-        "of answers to others 0.0 MB are on their way, first that to first, and 1 are to be told "
-        "before late, which keeps its place"
+        "0.0 MB of replies to other nodes are in flight, the first to first, with 1 before late, "
+        "which keeps its place"
     )
     answers.end(first)
     assert answers.go(ROOM) == [again]

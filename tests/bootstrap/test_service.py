@@ -106,7 +106,7 @@ async def test_join_hands_out_run_stage_and_reason(place: Any) -> None:
     node = await place.node("a", stage=1)
     assert node.reply.run == "r"
     assert node.reply.run_file == 'name = "r"\n'
-    assert node.reply.reason == "stage 1 as asked for"
+    assert node.reply.reason == "stage 1, as requested"
     assert names(node.reply.view) == {"a"}
 
 
@@ -184,7 +184,7 @@ async def test_whom_the_driver_accuses_for_cause_hears_how_long_it_has_to_wait(p
     await nodes[0].sees(lambda view: "d" in names(view))
     nodes[0].client.suspect("d", "NaN in microbatch 3", NONFINITE)
     view = await nodes[0].sees(lambda view: "d" not in names(view))
-    assert "nonfinite: NaN in microbatch 3, says a, which drives" in view.reason
+    assert "nonfinite: NaN in microbatch 3, according to the driver a" in view.reason
     request.node = "e"
     with pytest.raises(InQuarantine, match="evicted for cause as d") as caught:
         await client.join(request, identity("d"))
@@ -311,7 +311,7 @@ async def test_a_difference_that_does_not_fit_is_refused_and_the_whole_view_aske
         assert not a.evicted.done()
         assert a.client.is_genuine(view)
     assert None in asked, "the whole one was asked for"
-    assert "the whole view is asked for" in caplog.text
+    assert "requesting the whole view" in caplog.text
     monkeypatch.undo()
     await place.node("d")
     await a.sees(lambda view: "d" in names(view))
@@ -363,7 +363,7 @@ async def test_of_answers_there_are_only_so_many_bytes_on_their_way(
         await until(lambda: not registry._answers.waiting)
         second = asyncio.ensure_future(stub.Join(joining("b", "b:1")))
         await until(lambda: "b" in registry._answers.waiting)
-        with pytest.raises(grpc.aio.AioRpcError, match=r"first that to x, and 0 are .* before a,"):
+        with pytest.raises(grpc.aio.AioRpcError, match=r"the first to x, with 0 before a,"):
             await stub.Join(joining("a", "a:1"), timeout=1)
         first = asyncio.ensure_future(stub.Join(joining("a", "a:1")))
         await until(lambda: list(registry._answers.waiting) == ["b", "a"])
@@ -371,7 +371,7 @@ async def test_of_answers_there_are_only_so_many_bytes_on_their_way(
         registry._answered(held)
         view = View.FromString(unpack((await asyncio.wait_for(first, TIMEOUT)).packed))
         assert names(view) == {"a"}, "the newest view when its turn had come"
-        with pytest.raises(grpc.aio.AioRpcError, match="b is a member no longer"):
+        with pytest.raises(grpc.aio.AioRpcError, match="b is no longer a member"):
             await asyncio.wait_for(second, TIMEOUT)
         await channel.close()
 
@@ -541,7 +541,7 @@ async def test_nobody_speaks_for_another(place: Any, caplog: pytest.LogCaptureFi
         with pytest.raises(grpc.aio.AioRpcError, match=r"ipv4.* in the name of a, not sig") as e:
             await call()
         assert e.value.code() is grpc.StatusCode.PERMISSION_DENIED
-    with pytest.raises(JoinRefused, match="node a is a member already"):
+    with pytest.raises(JoinRefused, match="node a is already a member"):
         await b.client.join(joining("a", "a:1"), identity("b"))
     description = await until_described(place, lambda d: True)
     assert names(description.view) == {"a", "b"}
@@ -560,7 +560,7 @@ async def test_who_says_what_cannot_be_is_told_so(
         a.client.report(Report(seats=[SeatReport(committed=10**9)]))
         a.client._due.set()
         async with asyncio.timeout(TIMEOUT):
-            while "says: step 1000000000 can't" not in caplog.text:  # noqa: ASYNC110
+            while "report: step 1000000000 can't" not in caplog.text:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         b = await place.node("b")
         assert b.reply.view.committed == 0
@@ -922,7 +922,7 @@ async def test_registries_of_two_runs_are_not_one(serve: Serve) -> None:
         await client.check_one_run(TIMEOUT)
         await client.close()
         client = RegistryClient([one.address, another.address])
-        with pytest.raises(JoinRefused, match=r"serves r, .* serves other. Name the addresses"):
+        with pytest.raises(JoinRefused, match=r"serves r, .* serves other. Name those of one run"):
             await client.check_one_run(TIMEOUT)
         await client.close()
 
@@ -956,7 +956,7 @@ async def test_who_isnt_on_the_registrys_machine_names_no_address_there(
 @pytest.mark.parametrize(
     ("liar", "why"),
     [
-        (Member(node="../../etc/passwd"), "node id '../../etc/passwd' is no name"),
+        (Member(node="../../etc/passwd"), "node id '../../etc/passwd' is not a valid name"),
         (Member(node="n", address="unix:/var/run/docker.sock"), "the address"),
         (Member(node="n", host="\x1b[2J"), "the host"),
     ],
@@ -972,7 +972,7 @@ async def test_a_registry_that_names_what_cannot_be_is_not_believed(
     membership = _Membership(client, "honest", reply, told.append, lambda number: None)
     place.registry._machine.view = lie
     said = await asyncio.wait_for(membership._watch(client._stub(), ()), TIMEOUT)
-    assert said.startswith("it sent a view that can't be: ") and why in said
+    assert said.startswith("it sent an invalid view: ") and why in said
     assert not told
     place.registry._machine.view = reply.view
     await client.close()

@@ -75,7 +75,7 @@ def test_what_a_registry_says_fits_however_much_its_nodes_say(word: str) -> None
     assert len(described.members) == NODES
     assert {one.report.seats[0].committed for one in described.members} == {*range(NODES)}
     assert cut_from(described) == [
-        f"the reports of {described.shortened} nodes are cut short: together they are too large"
+        f"the reports of {described.shortened} nodes are truncated: together they are too large"
     ]
 
 
@@ -99,7 +99,7 @@ def test_members_decisions_and_cuts_of_which_there_are_too_many_are_counted_or_o
     assert description.ByteSize() <= DESCRIPTION_BYTES
     assert len(description.members) + description.unlisted == 10_000
     assert cut_from(description) == [
-        f"{description.unlisted} nodes more are not listed: together they are too many"
+        f"{description.unlisted} more nodes are not listed: the list would be too large"
     ]
     assert sum(map(len, description.decisions)) <= DECISIONS_BYTES
     assert description.decisions[-1].startswith("199 ")

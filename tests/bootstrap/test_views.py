@@ -248,7 +248,7 @@ def test_no_more_comes_of_what_was_packed_than_a_message_may_have(
     for wrong in (pack(bytes(1001)), pack(b"x")[:-1], pack(b"x") + b"x", b"", b"x"):
         with pytest.raises(ValueError, match="packed"):
             unpack(wrong)
-    with pytest.raises(ValueError, match="what was packed is no view"):
+    with pytest.raises(ValueError, match="the packed content is no view"):
         unpacked(NewView(packed=pack(b"\xff")))
 
 
@@ -287,13 +287,13 @@ def test_a_difference_from_another_view_gives_no_genuine_one(
     ("wrong", "why"),
     [
         (Difference(former=6), "it is from view 6, not 7"),
-        (Difference(former=7, members=[Splice(kept=2)]), "more of a list than there is"),
-        (Difference(former=7, members=[Splice(gone=2)]), "more of a list than there is"),
-        (Difference(former=7, members=[Splice(added=1)]), "more of a list than there is"),
-        (Difference(former=7, view=View(banned=["x", "y"])), "leaves out 2 of what it brings"),
+        (Difference(former=7, members=[Splice(kept=2)]), "more items than its lists have"),
+        (Difference(former=7, members=[Splice(gone=2)]), "more items than its lists have"),
+        (Difference(former=7, members=[Splice(added=1)]), "more items than its lists have"),
+        (Difference(former=7, view=View(banned=["x", "y"])), "leaves 2 of its new items unused"),
         (
             Difference(former=7, relays=[Splice(kept=1)] * 2),
-            "more of a list than there is",
+            "more items than its lists have",
         ),
     ],
 )

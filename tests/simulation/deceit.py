@@ -202,7 +202,7 @@ class Rushed(Deceived):
     def _look(self, driver: Hurried) -> None:
         """Whether the registry has been shown what it does."""
         counts, issued = self.cluster.counts, self.cluster.registry.issued
-        reasons = [view.reason for view in issued.values() if " shows " in view.reason]
+        reasons = [view.reason for view in issued.values() if ", proved by " in view.reason]
         counts["hurried"] = counts["hurried"] or int(driver.hurried > 0)
         counts["without"] = sum("without the vote of" in reason for reason in reasons)
         counts["forged"] = sum("hasn't signed" in reason for reason in reasons)

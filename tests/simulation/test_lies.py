@@ -164,7 +164,7 @@ def test_a_registry_that_believes_the_driver_alone_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Accusations, "_heirs", lambda *_: [])
-    with pytest.raises(ScenarioError, match=r"I6: .* evicted: .* so I say, says "):
+    with pytest.raises(ScenarioError, match=r"I6: .* evicted: .* so I say, according to "):
         for seed in range(10):
             run(seed, kind=Accusing)
 
@@ -216,5 +216,5 @@ class Gullible(Driver):
 
 
 def test_a_driver_that_believes_every_accusation_is_caught() -> None:
-    with pytest.raises(ScenarioError, match=r"I6: .* evicted: .*, says \w+, which drives"):
+    with pytest.raises(ScenarioError, match=r"I6: .* evicted: .*, according to the driver \w+"):
         run(150, Machines(driver=Gullible), kind=Lying)

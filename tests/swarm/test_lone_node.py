@@ -110,7 +110,7 @@ async def test_the_replacement_of_a_lone_node_that_is_killed_takes_its_stage(pla
     await place.logged("second", "joined as .*: stage 0 was vacant")
     description = await described(address)
     assert [stages_of(member) for member in description.view.members] == [[0]]
-    assert "not there when the registry and" in " ".join(description.decisions)
+    assert "no answer to dials by the registry and" in " ".join(description.decisions)
 
 
 async def committed(address: str, steps: int) -> None:
@@ -191,7 +191,9 @@ async def test_a_lone_node_that_is_cut_off_from_the_registry_is_not_replaced(pla
         name = (await place.logged("first", "joined as (.*): stage 0 was vacant"))[1]
         await heard(address, name)
     place.start_node("second", address)
-    await place.logged("registry", f"has to wait: not heard, but there is {name} ")
+    await place.logged(
+        "registry", f"has to wait: these nodes answer a dial, but are not heard: {name} "
+    )
     assert [member.node for member in (await described(address)).view.members] == [name]
     async with forwarded(address, by=way):
         await place.logged("second", "joined as .*: stage 1 was vacant")

@@ -100,11 +100,11 @@ class Swarm:
     async def hears_of_strange_names(self) -> None:
         run, before = (await self.described()).run, self.log()
         strange: list[tuple[str, dict[str, str]]] = [
-            ("is no name", {"node": FORGED}),
-            ("is no name", {"node": f"x{CLEARING}"}),
+            ("is not a valid name", {"node": FORGED}),
+            ("is not a valid name", {"node": f"x{CLEARING}"}),
             ("isn't printable", {"host": FORGED}),
             ("isn't printable", {"device": CLEARING}),
-            ("for a port", {"address": "unix:/var/run/docker.sock"}),
+            ("has the port", {"address": "unix:/var/run/docker.sock"}),
             ("begins with unix:", {"address": "unix:///var/run/docker.sock"}),
         ]
         for why, said in strange:

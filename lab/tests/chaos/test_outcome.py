@@ -177,11 +177,11 @@ def test_skipped_steps_count_once(tmp_path):
 
 def test_reasons_are_found_in_the_registrys_log():
     line = (
-        f"INFO view 7: {ALICE} (stage 1) is gone: its stream broke, and none came for 1 s; "
+        f"INFO view 7: {ALICE} (stage 1) is gone: its stream broke, without a new one for 1 s; "
         f"suspected by {CAROL}: closed; {BOB} (standby) is gone: left: bye; {CAROL} joined"
     )
     assert dict(GONE.findall(line)) == {
-        ALICE: f"its stream broke, and none came for 1 s; suspected by {CAROL}: closed",
+        ALICE: f"its stream broke, without a new one for 1 s; suspected by {CAROL}: closed",
         BOB: f"left: bye; {CAROL} joined",
     }
 

@@ -517,7 +517,7 @@ def test_a_share_of_all_comes_back_from_storage(corpus: Corpus, by: str) -> None
 def test_without_a_copy_stage_0_cannot_come_back(corpus: Corpus) -> None:
     swarm = TrainingSwarm(run_with(policy="checkfree"), corpus)
     swarm.step()
-    with pytest.raises(LostError, match="nothing else tells what embedding and head were"):
+    with pytest.raises(LostError, match="nothing else determines embedding and head"):
         swarm.lose([0, 1, 5])
 
 

@@ -365,7 +365,7 @@ def test_a_run_stops_where_nothing_is_left_to_go_on_from() -> None:
     everything = " ".join(f"{stage}@25" for stage in range(5))
     outcome = run(swarm(), Churn(at=at(everything)))
     assert outcome.steps == 24
-    assert "nothing else tells what embedding and head were" in outcome.stopped
+    assert "nothing else determines embedding and head" in outcome.stopped
     waits = run(swarm(replicas=1), Churn(at=at("2@25"), replacement=math.inf))
     assert waits.stopped == "stage 2 has no node, and none comes"
     strict = run(swarm(recovery__strict=True), Churn(at=at("4@25")))

@@ -105,7 +105,7 @@ async def test_two_that_are_cut_off_from_each_other_are_carried_for_until_they_a
         told = await swarm.described("a relay", lambda known: any(c.carried for c in known.cuts))
         (cut,) = told.cuts
         assert swarm.slot_of(cut.via) in ("0.0", SPARE), "who has links to both"
-        assert cut.state == f"{cut.via} carries for them"
+        assert cut.state == f"{cut.via} relays for them"
         for slot in ("1.0", "2.0"):
             swarm.proxies[slot].cut()
         await swarm.carrier(lambda via: not via)

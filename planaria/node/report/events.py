@@ -171,7 +171,7 @@ class LinkRelayed(Event, kind="relayed", severity=Severity.WARNING):
     def sentence(self, node: str | None) -> str:
         if not self.via:
             return f"{node} and {self.peer} reach each other directly again"
-        return f"{node} and {self.peer} can't reach each other: {self.via} carries for them"
+        return f"{node} and {self.peer} can't reach each other: {self.via} relays for them"
 
 
 @dataclass(frozen=True, kw_only=True)

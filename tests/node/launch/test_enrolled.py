@@ -68,7 +68,7 @@ def test_a_node_that_nobody_enrols_says_so_in_a_sentence_and_tries_again(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(typer.Exit) as end, saying_whether_another_would_do():
-        raise EnrolmentUnreachable("nobody at registry:7399 takes invites")
+        raise EnrolmentUnreachable("no registry at registry:7399 accepts invites")
     assert end.value.exit_code == TRY_AGAIN
-    assert "nobody at registry:7399 takes invites" in capsys.readouterr().err
+    assert "no registry at registry:7399 accepts invites" in capsys.readouterr().err
     assert not caplog.records

@@ -472,16 +472,16 @@ def test_the_status_page_says_who_sits_where_and_why():
     one, other, standby = member(OLD, 0), member(NEW, 1), member("5f3a", 2)
     one.member.seats.add(stage=2)
     del standby.member.seats[:]
-    one.why[:] = ["stage 0 as asked for", "has room for one more seat: stage 2 is vacant"]
+    one.why[:] = ["stage 0, as requested", "has room for one more seat: stage 2 is vacant"]
     other.why[:] = ["stage 1 was vacant"]
-    standby.why[:] = ["standby, as it wants to be"]
+    standby.why[:] = ["standby, as requested"]
     lines = [line.strip() for line in text_of(page(described(one, other, standby))).splitlines()]
-    at = lines.index(f"stage 0, {OLD}: stage 0 as asked for")
+    at = lines.index(f"stage 0, {OLD}: stage 0, as requested")
     assert lines[at : at + 4] == [
-        f"stage 0, {OLD}: stage 0 as asked for",
+        f"stage 0, {OLD}: stage 0, as requested",
         f"stage 1, {NEW}: stage 1 was vacant",
         f"stage 2, {OLD}: has room for one more seat: stage 2 is vacant",
-        "standby, 5f3a: standby, as it wants to be",
+        "standby, 5f3a: standby, as requested",
     ]
 
 
@@ -567,7 +567,7 @@ def test_the_status_page_tells_who_has_no_link_who_is_out_and_who_was_evicted():
     description.CopyFrom(described(member("aa", 0), member("bb", 1), member("cc", 2)))
     a, b, c = "aa", "bb", "cc"
     description.cuts.add(a=a, b=b, seconds=60, via=c, carried=True)
-    description.cuts.add(a=b, b=c, seconds=60, state="nobody can carry for them")
+    description.cuts.add(a=b, b=c, seconds=60, state="no member can relay for them")
     hang = "hang: no microbatch for 31 s"
     description.quarantined.add(node="bad", why=hang, times=2, seconds=43)
     description.quarantined.add(node="worse", why="divergence", times=3, seconds=math.inf)
@@ -577,7 +577,7 @@ def test_the_status_page_tells_who_has_no_link_who_is_out_and_who_was_evicted():
     )
     text = text_of(page(description))
     assert re.search(rf"{a} \(stage \d\) reaches {b} \(stage \d\) by way of {c}", text)
-    assert re.search(rf"{b} .* and {c} .*, since [\d:]+: nobody can carry for them", text)
+    assert re.search(rf"{b} .* and {c} .*, since [\d:]+: no member can relay for them", text)
     assert re.search(rf"bad, until [\d:]+, the 2. time: {hang}", text)
     assert "worse, for good, the 3. time: divergence" in text
     assert "free" not in text

@@ -2613,7 +2613,7 @@ def test_two_replicas_of_which_neither_is_as_it_was_go_back_to_what_others_keep(
     effects = told.answers(c2=told.keeps("save", 2))
     (diverged,) = events(effects, Diverged)
     assert diverged.nodes == ("c", "c2")
-    assert "but a save of this very step" in diverged.reason
+    assert "but a save of this step" in diverged.reason
     assert {to: sync.sync.method for to, sync in sent(effects, "sync").items()} == {"c2": "save"}
     told.hears("c2", synced=pb.Synced(step=1, method="save"))
     effects = told.answers()
