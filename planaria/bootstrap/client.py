@@ -53,6 +53,7 @@ ATTEMPT = 5.0  # seconds until one attempt times out
 JOIN = 15.0  # seconds for a join attempt, since thousands may join at once
 SUSPECT_DEADLINE = 2.0  # seconds
 LEAVE_DEADLINE = 2.0  # seconds
+CONFIRMED = 5.0  # seconds between an eviction's notice and its view, in either order
 MESSAGE_BYTES = 16 * 2**20  # equal to the service's limit
 REPORT_BYTES = 15 * 2**10  # share of the service's RENEWAL_BYTES
 LONGEST_TEXT = 5_000  # characters per text field of a registry: terminals are slow
@@ -67,9 +68,11 @@ _RETRIED = (
     StatusCode.RESOURCE_EXHAUSTED,
     StatusCode.ABORTED,  # the registry waits for other members
 )
+_ANOTHER_RUN = StatusCode.NOT_FOUND  # to a member this is an address without its registry
 _LOGGED_BY_MEMBERSHIP = (
     StatusCode.UNAVAILABLE,  # the registry is unreachable
     StatusCode.DEADLINE_EXCEEDED,
+    _ANOTHER_RUN,
     StatusCode.FAILED_PRECONDITION,  # this node is no longer a member
 )
 
@@ -196,8 +199,9 @@ class RegistryClient:
         on_measure: Callable[[int], None] = lambda number: None,
     ) -> None:
         """Renews the lease, delivers views and measurement numbers until eviction; returns after
-        `on_evicted`. View numbers increase. Reconnects for as long as the registry is unreachable.
-        Raises the errors of the callbacks."""
+        `on_evicted`. View numbers increase. Reconnects for as long as the registry is unreachable,
+        or another run's registry answers. An eviction counts only with a view without this node,
+        signed by the run's key. Raises the errors of the callbacks."""
         membership = _Membership(self, node, reply, on_view, on_measure)
         clock, pause = asyncio.get_running_loop().time, FIRST_PAUSE
         while True:
@@ -207,15 +211,15 @@ class RegistryClient:
                 if self._left != node:
                     on_evicted(membership.evicted)
                 return
-            if membership.lost is None:
+            if membership.lost is None or membership.misled:
                 log.warning(
-                    "the registry at %s does not answer (%s); this node continues in view %d, "
-                    "and keeps retrying",
+                    "the registry at %s is away (%s); this node continues in view %d, and keeps "
+                    "retrying",
                     self._address,
                     why,
                     membership.view.number,
                 )
-                membership.lost = clock()
+                membership.lost = membership.lost or clock()
                 if clock() - began > LONGEST_PAUSE:  # the connection had worked: retry at once
                     pause = FIRST_PAUSE
                     continue
@@ -392,7 +396,10 @@ class RegistryClient:
                 self._heard = True
                 return answer
             except grpc.aio.AioRpcError as error:
-                if error.code() not in _RETRIED:
+                was_member = bool(self._node)
+                if error.code() not in _RETRIED and not (
+                    was_member and error.code() is _ANOTHER_RUN
+                ):
                     raise JoinRefused(_refusal(error, self._address)) from error
                 if error.code() is not StatusCode.DEADLINE_EXCEEDED:
                     refusal = error if error.code() is StatusCode.ABORTED else None
@@ -465,8 +472,12 @@ class _Membership:
         self.client, self.node, self.view = client, node, reply.view
         self.pause = reply.lease / RENEWALS
         self.on_view, self.on_measure = on_view, on_measure
-        self.evicted = ""  # the reason
+        self.evicted = ""  # the reason, once a view confirms it
+        self.absent = False  # whether a view of the run lacks this node
+        self.notice = ""  # the reason that the registry has sent, which is not signed
         self.lost: float | None = None  # time at which the registry was found unreachable
+        self.another_run = False  # whether another run's registry has answered meanwhile
+        self.misled = False  # whether it did so for the first time
         self.shows = False  # whether the first renewal carries the view, on the registry's request
         self.probe = 0  # probe number for the next renewal
 
@@ -478,17 +489,24 @@ class _Membership:
             asyncio.create_task(self._watch(stub, metadata)),
         }
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if others and any(task.exception() is None for task in done):
+                await asyncio.wait(others, timeout=CONFIRMED)  # for the view, or for the reason
+                done = {task for task in tasks if task.done()}
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        whys = []
+        if self.absent:
+            self.evicted = self.notice or f"view {self.view.number} lacks this node"
+        whys, before = [], self.another_run
         for task in done:
             try:
                 whys.append(task.result())
             except grpc.aio.AioRpcError as error:
                 whys.append(_what(error))
+                self.another_run |= error.code() is _ANOTHER_RUN
+        self.misled = self.another_run and not before
         return "; ".join(whys)
 
     async def _keep_alive(self, stub: RegistryStub, metadata: Metadata) -> str:
@@ -498,8 +516,8 @@ class _Membership:
             async for notice in call:
                 self._answered()
                 if notice.evicted:
-                    self.evicted = notice.evicted
-                    return "evicted"
+                    self.notice = notice.evicted
+                    return f"it evicts this node without a signed view: {notice.evicted}"
                 if notice.refused:
                     log.warning("the registry refuses this node's report: %s", notice.refused)
                 if notice.measure:
@@ -579,6 +597,9 @@ class _Membership:
                     )
                     return "evicted"
                 self.view = view
+                if all(member.node != self.node for member in view.members):
+                    self.absent = True
+                    return "evicted"
                 self.on_view(view)
         finally:
             call.cancel()
@@ -602,7 +623,7 @@ class _Membership:
         if self.lost is not None:
             away = asyncio.get_running_loop().time() - self.lost
             log.info("the registry is back after %.0f s, at %s", away, self.client._address)
-            self.lost = None
+            self.lost, self.another_run = None, False
 
 
 OPTIONS = (

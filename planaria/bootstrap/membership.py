@@ -341,11 +341,10 @@ class Membership:
         """Processes the first renewal of a KeepAlive stream, which replaces an older stream.
 
         A registry without its journal learns the membership from the view in the renewal. Raises
-        Refused for a view that the run's key has not signed.
+        Refused for another run, and for a view that the run's key has not signed.
         """
         if renewal.run and renewal.run != self.rules.run:
-            reason = f"this registry serves run {self.rules.run}, not {renewal.run}"
-            return [Evict(renewal.node, reason)]
+            raise Refused("NOT_FOUND", not_served(self.rules.run, renewal.run))
         self._check_shown(renewal)
         if self._should_learn(renewal, now):
             self._learn(renewal.view, now)
@@ -1562,6 +1561,10 @@ def place_of(member: Member) -> str:
     stages = stages_of(member)
     many = "s" if len(stages) > 1 else ""
     return f"stage{many} {', '.join(map(str, stages))}" if stages else "standby"
+
+
+def not_served(run: str, requested: str) -> str:
+    return readable(f"this registry serves run {run}, not {requested}; check the address")
 
 
 def misspelt_member(member: Member | JoinRequest) -> str:

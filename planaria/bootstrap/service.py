@@ -42,6 +42,7 @@ from planaria.bootstrap.membership import (
     Probe,
     Refused,
     Settle,
+    not_served,
 )
 from planaria.bootstrap.registry_pb2 import (
     DESCRIPTOR,
@@ -383,8 +384,7 @@ class RegistryServer(RegistryServicer):
         run = self._machine.rules.run
         await _check_length(context, "run", request.run, NAME_BYTES)
         if request.run and request.run != run:
-            reason = f"this registry serves run {run}, not {request.run}; check the address"
-            await _abort(context, "FAILED_PRECONDITION", reason)
+            await _abort(context, "NOT_FOUND", not_served(run, request.run))
         if self._watchers >= self._limits.watchers:
             await _abort(context, "RESOURCE_EXHAUSTED", "the registry has too many who watch it")
         self._watchers += 1
@@ -516,8 +516,7 @@ class RegistryServer(RegistryServicer):
     def _unproved_join(self, request: JoinRequest, caller: str) -> Refused | None:
         """Why a join is refused; None: it is signed by the key that it shows."""
         if request.run != self.run:
-            reason = f"this registry serves run {self.run}, not {request.run!r}; check the address"
-            return Refused("FAILED_PRECONDITION", readable(reason))
+            return Refused("NOT_FOUND", not_served(self.run, request.run))
         if is_message_signed(request.key, request, self.run):
             return None
         who = readable(request.node)

@@ -151,7 +151,7 @@ async def serve(
             place = replace(place, experiment=experiment)
         if setup.metrics is not None:
             await stack.enter_async_context(serve_metrics(setup.metrics, description.run, living))
-        pauses = Pauses(1.0, 30.0)
+        pauses, was_member = Pauses(1.0, 30.0), False
         collect_often()
         while not departure.told.is_set():
             node = Node(place, description.run, run, config, corpus, client, speed)
@@ -164,12 +164,17 @@ async def serve(
                 with suppress(TimeoutError):
                     await asyncio.wait_for(departure.told.wait(), refused.seconds)
                 continue
+            except JoinRefused as refused:
+                if was_member:  # so the options are right, and another process may be let in
+                    raise RegistryUnreachable(str(refused)) from refused
+                raise
             except (CorpusError, LedgerError):
                 raise
             except (OSError, ValueError) as error:
                 if node.view.number:
                     raise NodeCrashed(f"{type(error).__name__}: {error}") from error
                 raise
+            was_member = True
             if departure.told.is_set():
                 await check_saved(node, client)
                 break

@@ -34,7 +34,7 @@ from planaria.bootstrap.credentials import Credentials, CredentialsError
 from planaria.bootstrap.gate import host_of
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.journal import Journal
-from planaria.bootstrap.membership import PROTOCOL, Effect, Membership, MembershipRules
+from planaria.bootstrap.membership import PROTOCOL, Effect, Evict, Membership, MembershipRules
 from planaria.bootstrap.registry_pb2 import (
     NONFINITE,
     Complaint,
@@ -517,7 +517,7 @@ async def test_a_join_that_is_not_signed_by_the_key_that_it_shows_is_refused(pla
     for request in (unsigned, of_another, changed):
         with pytest.raises(grpc.aio.AioRpcError, match="join of x is not signed by the key"):
             await stub.Join(request)
-    with pytest.raises(grpc.aio.AioRpcError, match="serves run r, not 'another'"):
+    with pytest.raises(grpc.aio.AioRpcError, match="serves run r, not another"):
         await stub.Join(signed(joining("x", run="another"), "x"))
     assert place.registry.members == 0
     await channel.close()
@@ -1031,3 +1031,51 @@ def test_who_was_told_to_wait_hears_why_though_a_last_try_had_no_time_for_it(
         await client.close()
 
     virtual_time.run(ask())
+
+
+async def test_members_outlive_another_runs_registry_at_the_address(
+    serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Journal(tmp_path / "journal", "r", KEY) as journal:
+        async with serve(journal=journal) as place:
+            a = await place.node("a")
+            port, place.nodes = place.port, []
+    async with serve(MembershipRules("other", stages=1), port):
+        async with asyncio.timeout(TIMEOUT):
+            while "this registry serves run other, not r" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert f"the registry at 127.0.0.1:{port} is away (" in caplog.text
+    with Journal(tmp_path / "journal", "r", KEY) as journal:
+        async with serve(port=port, journal=journal) as place:
+            place.nodes = [a]
+            await place.node("b")
+            await a.sees(lambda view: names(view) == {"a", "b"})
+            assert not a.evicted.done()
+
+
+async def test_an_eviction_without_a_signed_view_is_not_believed(
+    serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("planaria.bootstrap.client.CONFIRMED", 0.01)
+    async with serve() as place:
+        a = await place.node("a")
+        place.registry._carry_out([Evict("a", "because I say so")])
+        async with asyncio.timeout(TIMEOUT):
+            while "evicts this node without a signed view: because I say" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await place.node("b")
+        await a.sees(lambda view: names(view) == {"a", "b"})
+        assert not a.evicted.done()
+
+
+async def test_a_former_member_waits_for_its_run_to_join_again(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve() as place:
+        client = place.client()
+        await client.join(joining("a", "a:1"), identity("a"))
+        port = place.port
+    async with serve(MembershipRules("other", stages=1), port):
+        with pytest.raises(RegistryUnreachable, match="serves run other, not r"):
+            await client.join(joining("a2", "a:1"), identity("a"), deadline=0.3)
+    await client.close()
