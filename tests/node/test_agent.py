@@ -487,9 +487,9 @@ def test_what_is_asked_of_a_step_is_computed_with_the_weights_that_it_had() -> N
 @pytest.mark.parametrize(
     ("node", "shown", "why"),
     [
-        ("a", torch.tensor([[1, 16]]), "none of 16"),
-        ("a", torch.ones(1, 3, 8), "makes nothing of"),
-        ("b", torch.ones(1, 3, 7), "makes nothing of"),
+        ("a", torch.tensor([[1, 16]]), "outside the vocabulary of 16"),
+        ("a", torch.ones(1, 3, 8), "can't evaluate"),
+        ("b", torch.ones(1, 3, 7), "can't evaluate"),
         ("b", torch.ones(99, 3, 8), "99 rows, not 1 to"),
         ("b", torch.ones(1, 99, 8), "99 tokens, not 1 to"),
     ],

@@ -76,7 +76,10 @@ OUT_OF_BOUNDS = {
         ("dim = 65536\nlayers = 1024", "model: a body stage has 1.*e.13 parameters, .* TiB .*dim"),
         ("vocabulary = 16000000\ndim = 131072", "model: stage 0 has 4.19e.12 parameters"),
         ("rope_theta = nan", "model.rope_theta: .*finite"),
-        ("module = 'a:b'\nattn_mask_type = 'block_causal'", "is LLaMA's, and a:b sees a sample as"),
+        (
+            "module = 'a:b'\nattn_mask_type = 'block_causal'",
+            "is not supported by a:b, whose samples",
+        ),
         ("attn_mask_type = 'full'", "model.attn_mask_type: .*'causal' or 'block_causal'"),
         ("attn_mask_type = 'block_causal'\n[wire]\nactivations = 'int4'", None),
     ],

@@ -392,7 +392,7 @@ def _print_plan(
     from rich.table import Table
 
     from planaria.node.state.handover import NOTICES
-    from planaria.node.state.handover import told as in_words
+    from planaria.node.state.handover import notice_summary as in_words
     from planaria_lab.planning.estimate import handovers
     from planaria_lab.planning.planner import described
     from planaria_lab.simulator.step import simulate_step

@@ -58,7 +58,7 @@ def arm(
         began, waited = time.perf_counter(), 0.0
         if blocking:
             with waiting():
-                writer._over(taken, writer._write(state))
+                writer._finish(taken, writer._write(state))
             handed = True
         else:
             handed = hand_over(writer, taken, state)

@@ -38,7 +38,7 @@ def regroup_command(
     async def write(client: RegistryClient) -> None:
         described = await client.describe()
         run = loads(described.run_file, "the registry's run file")
-        found = of_one_run(find_saves(*folders), but=described.run)
+        found = of_one_run(find_saves(*folders), excluded=described.run)
         config = run.model.config
 
         def open_folder(stage: int) -> Saves:

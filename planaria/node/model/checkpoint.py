@@ -89,8 +89,8 @@ class Checkpoint:
             }
         except (OSError, *NO_SENSE) as error:
             raise UnsupportedModelError(
-                f"{folder} holds no model that can be read: {error}. Name a folder as "
-                "`save_pretrained` of transformers and `planaria export` write them"
+                f"{folder} has no readable model: {error}. Name a folder written by "
+                "`save_pretrained` of transformers or by `planaria export`"
             ) from error
         checkpoint = cls(folder, _as_tied(config, places, folder), places)
         checkpoint._check()
@@ -100,18 +100,18 @@ class Checkpoint:
         """Compare names, shapes and dtypes. Raises UnsupportedModelError."""
         if self.config.layers > len(self.places):  # before they are listed
             raise UnsupportedModelError(
-                f"{self.folder} holds no whole model: its config.json says {self.config.layers:,} "
-                f"layers, and it has {len(self.places)} tensors"
+                f"{self.folder} has only part of a model: its config.json says "
+                f"{self.config.layers:,} layers, and it has {len(self.places)} tensors"
             )
         wanted = {weight.name: weight.shape for weight in weights(self.config)}
         if missing := sorted(wanted.keys() - self.places):
             raise UnsupportedModelError(
-                f"{self.folder} holds no whole model: it lacks {_some(missing)}"
+                f"{self.folder} has only part of a model: it lacks {_some(missing)}"
             )
-        if more := sorted(self.places.keys() - wanted):
+        if unexpected := sorted(self.places.keys() - wanted):
             raise UnsupportedModelError(
-                f"{self.folder}: not supported here: it has {_some(more)}, which models of its "
-                f"config.json have no use for here"
+                f"{self.folder}: not supported here: it has {_some(unexpected)}, which the "
+                "model of its config.json doesn't have"
             )
         for name, shape in wanted.items():
             if (place := self.places[name]).shape != shape:
@@ -120,7 +120,7 @@ class Checkpoint:
                 )
             if place.kind not in SIZES:
                 raise UnsupportedModelError(
-                    f"{self.folder}: {name} is of {place.kind}; {', '.join(SIZES)} can be read"
+                    f"{self.folder}: {name} is {place.kind}; supported are {', '.join(SIZES)}"
                 )
 
     def of_stage(self, config: ModelConfig, stage: int) -> list[str]:
@@ -176,13 +176,13 @@ def _as_tied(config: ModelConfig, places: dict[str, TensorPlace], folder: Path) 
     return replace(config, tied=False)
 
 
-def _same(one: TensorPlace, other: TensorPlace) -> bool:
+def _same(first: TensorPlace, second: TensorPlace) -> bool:
     """Whether two tensors are equal. Raises OSError."""
     import numpy as np
 
-    if one.shape != other.shape or not {one.kind, other.kind} <= SIZES.keys():
+    if first.shape != second.shape or not {first.kind, second.kind} <= SIZES.keys():
         return False
-    pairs = zip(_pieces(one), _pieces(other), strict=True)
+    pairs = zip(_pieces(first), _pieces(second), strict=True)
     return all(np.array_equal(a, b) for a, b in pairs)
 
 
@@ -208,10 +208,10 @@ def _pieces(place: TensorPlace) -> Iterator[NDArray[np.float32]]:
 
 def digest(pieces: Iterable[NDArray[np.float32]]) -> str:
     """xxh3_128 of the concatenated values, in hexadecimal."""
-    found = xxh3_128()
+    hasher = xxh3_128()
     for piece in pieces:
-        found.update(piece.astype("<f4", copy=False).data)
-    return found.hexdigest()
+        hasher.update(piece.astype("<f4", copy=False).data)
+    return hasher.hexdigest()
 
 
 def _some(names: list[str]) -> str:
@@ -228,48 +228,52 @@ def _files(folder: Path) -> list[Path]:
         return [folder / name for name in shard_names(folder)]
     if not single and any(folder.glob("pytorch_model*.bin")):
         raise ValueError(
-            "its weights are pickled, which nothing here reads: load it with transformers, and "
-            "save it with save_pretrained"
+            "its weights are pickled, which is not supported: load the model with transformers, "
+            "and save it with save_pretrained"
         )
     return [folder / ONE_FILE]
 
 
 def shard_names(folder: Path) -> list[str]:
     """Files that the folder's index names. Raises OSError, NO_SENSE."""
-    where = read_json(folder / INDEX)["weight_map"]
-    return sorted({Path(name).name for name in where.values()})
+    file_names = read_json(folder / INDEX)["weight_map"]
+    return sorted({Path(name).name for name in file_names.values()})
 
 
 def _header(path: Path) -> Iterator[tuple[str, TensorPlace]]:
     """The tensors in a safetensors file. Raises UnsupportedModelError, OSError, and NO_SENSE for an
     invalid header."""
-    mend = (
+    remedy = (
         f"`git lfs pull` in a clone, or `hf download ORG/NAME --local-dir {path.parent}` fetches it"
     )
     if not path.is_file():
-        what = "is no regular file" if path.exists() else "is missing"
-        raise UnsupportedModelError(f"{path} {what}: {mend}")
+        problem = "is no regular file" if path.exists() else "is missing"
+        raise UnsupportedModelError(f"{path} {problem}: {remedy}")
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(len(POINTER))
         if start == POINTER:
-            raise UnsupportedModelError(f"{path} is a Git LFS pointer, not the weights: {mend}")
+            raise UnsupportedModelError(f"{path} is a Git LFS pointer, not the weights: {remedy}")
         if not start:
-            raise UnsupportedModelError(f"{path} is empty: {mend}")
+            raise UnsupportedModelError(f"{path} is empty: {remedy}")
         length = int.from_bytes(start[:8], "little")
         if length > HEADER_LIMIT:
-            raise UnsupportedModelError(f"{path} is no file of safetensors: {mend}")
+            raise UnsupportedModelError(f"{path} is not a safetensors file: {remedy}")
         file.seek(8)
         header = json.loads(file.read(length)) if 8 + length <= size else {}
-    tensors: dict[str, Any] = {n: said for n, said in header.items() if n != "__metadata__"}
-    whole = 8 + length + max((int(said["data_offsets"][1]) for said in tensors.values()), default=0)
+    tensors: dict[str, Any] = {n: entry for n, entry in header.items() if n != "__metadata__"}
+    whole = (
+        8 + length + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+    )
     if size < whole:
-        raise UnsupportedModelError(f"{path} is cut off after {size:,} of {whole:,} bytes: {mend}")
+        raise UnsupportedModelError(
+            f"{path} is cut off after {size:,} of {whole:,} bytes: {remedy}"
+        )
     if damage := _damage(path):
-        raise UnsupportedModelError(f"{path} is damaged: {damage}: {mend}")
-    for name, said in tensors.items():
-        first = 8 + length + int(said["data_offsets"][0])
-        yield name, TensorPlace(path, str(said["dtype"]), tuple(map(int, said["shape"])), first)
+        raise UnsupportedModelError(f"{path} is damaged: {damage}: {remedy}")
+    for name, entry in tensors.items():
+        first = 8 + length + int(entry["data_offsets"][0])
+        yield name, TensorPlace(path, str(entry["dtype"]), tuple(map(int, entry["shape"])), first)
 
 
 def _damage(path: Path) -> str:

@@ -88,8 +88,8 @@ def check_not_adapters(folder: Path) -> None:
     """Raises UnsupportedModelError for a folder with adapters only."""
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file():
         raise UnsupportedModelError(
-            f"{folder} holds adapters, and no model: `planaria export --merged` writes a model "
-            "with them in its weights"
+            f"{folder} has adapters but no model: `planaria export --merged` writes a model "
+            "that includes them"
         )
 
 
@@ -103,7 +103,7 @@ def to_config(config: ModelConfig, dtype: str, end_of_document: int | None) -> d
         return {**code, "dtype": dtype, **{name: getattr(config, name) for name in figures}}
     scaling = None if config.rope_scaling is None else config.rope_scaling.figures
     rope = {"rope_type": "default", **(scaling or {}), "rope_theta": config.rope_theta}
-    said: dict[str, Any] = {
+    content: dict[str, Any] = {
         "bos_token_id": None,
         "dtype": dtype,
         "eos_token_id": end_of_document,
@@ -124,19 +124,19 @@ def to_config(config: ModelConfig, dtype: str, end_of_document: int | None) -> d
         "torch_dtype": dtype,
         "vocab_size": config.vocabulary,
     }
-    said |= {name: getattr(config, name) for name in BIASES[config.family]}
+    content |= {name: getattr(config, name) for name in BIASES[config.family]}
     match config.family:
         case "mistral":
-            said["sliding_window"] = config.window
+            content["sliding_window"] = config.window
         case "qwen2" | "qwen3":
-            said["layer_types"] = ["full_attention"] * config.layers
-            said["max_window_layers"] = config.layers
-            said["sliding_window"] = None
+            content["layer_types"] = ["full_attention"] * config.layers
+            content["max_window_layers"] = config.layers
+            content["sliding_window"] = None
             if config.family == "qwen2":  # which lacks the key
-                del said["head_dim"]
+                del content["head_dim"]
     if config.block_causal:  # not in transformers, so written only if needed
-        said["attn_mask_type"] = config.attn_mask_type
-    return ALWAYS | OF_FAMILY[config.family] | said
+        content["attn_mask_type"] = config.attn_mask_type
+    return ALWAYS | OF_FAMILY[config.family] | content
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -144,130 +144,132 @@ def read_config(folder: Path) -> ModelConfig:
     UnsupportedModelError, OSError."""
     path = folder / CONFIG
     try:
-        said = read_json(path)
-        if module := said.get("planaria_module"):
+        content = read_json(path)
+        if module := content.get("planaria_module"):
             raise UnsupportedModelError(
-                f"{path}: this model is built by code of its own, {module}, and only that reads "
-                "it: docs/own-architecture.md says how; a living swarm is asked with --join"
+                f"{path}: this model needs its own code, {module}: docs/own-architecture.md says "
+                "how to load it; for a running swarm use --join"
             )
-        family: Any = said.get("model_type")
+        family: Any = content.get("model_type")
         if family not in get_args(Family):
             raise UnsupportedModelError(
                 f"{path}: not supported here: model_type = {json.dumps(family)}; {SUPPORTED}"
             )
-        if strange := _strange(said, family):
+        if unsupported := _unsupported_features(content, family):
             raise UnsupportedModelError(
-                f"{path}: not supported here: {'; '.join(strange)}; {SUPPORTED}"
+                f"{path}: not supported here: {'; '.join(unsupported)}; {SUPPORTED}"
             )
         for key in IGNORED:
-            if said.get(key):
-                log.warning("%s: %s = %s is ignored", path, key, said[key])
-        if "max_position_embeddings" not in said:
-            most = DEFAULTS[family]["max_position_embeddings"]
-            log.warning("%s has no max_position_embeddings: taken for %d", path, most)
-        return _config(DEFAULTS[family] | said, family)
+            if content.get(key):
+                log.warning("%s: %s = %s is ignored", path, key, content[key])
+        if "max_position_embeddings" not in content:
+            positions = DEFAULTS[family]["max_position_embeddings"]
+            log.warning("%s has no max_position_embeddings: %d is assumed", path, positions)
+        return _config(DEFAULTS[family] | content, family)
     except NO_SENSE as error:
         raise UnsupportedModelError(
-            f"{path} is no model's: {type(error).__name__}: {error}"
+            f"{path} can't be read as a model's config: {type(error).__name__}: {error}"
         ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a regular file of at most 16 MiB. Raises OSError and NO_SENSE."""
-    said = json.loads(read_small(path))
-    if not isinstance(said, dict):
-        raise TypeError(f"{path.name} holds no JSON object")
-    return said
+    content = json.loads(read_small(path))
+    if not isinstance(content, dict):
+        raise TypeError(f"{path.name} is not a JSON object")
+    return content
 
 
-def _strange(said: dict[str, Any], family: Family) -> list[str]:
+def _unsupported_features(content: dict[str, Any], family: Family) -> list[str]:
     """Descriptions of its unsupported features."""
     usual = ALWAYS | OF_FAMILY[family]
-    strange = [
-        f"{key} = {json.dumps(said[key])}"
+    unsupported = [
+        f"{key} = {json.dumps(content[key])}"
         for key, value in usual.items()
-        if key not in HARMLESS + IGNORED and (said.get(key, value) or value) != value
+        if key not in HARMLESS + IGNORED and (content.get(key, value) or value) != value
     ]
-    strange += [f"{key} = {json.dumps(said[key])[:80]}" for key in NEVER if said.get(key)]
-    if "sliding_attention" in (said.get("layer_types") or ()):
-        strange.append("layers with a sliding window beside others")
-    rope = _rope(said)
+    unsupported += [f"{key} = {json.dumps(content[key])[:80]}" for key in NEVER if content.get(key)]
+    if "sliding_attention" in (content.get("layer_types") or ()):
+        unsupported.append("layers with a sliding window beside others")
+    rope = _rope(content)
     if (kind := rope["rope_type"]) not in ("default", *get_args(RopeType)):
-        strange.append(f"RoPE scaled ({kind})")
+        unsupported.append(f"RoPE scaled ({kind})")
     if any(isinstance(value, dict) for value in rope.values()):
-        strange.append("RoPE of several kinds")
-    part = rope.get("partial_rotary_factor", said.get("partial_rotary_factor")) or 1
+        unsupported.append("RoPE of several kinds")
+    part = rope.get("partial_rotary_factor", content.get("partial_rotary_factor")) or 1
     if part != 1:
-        strange.append(f"RoPE of a part of each head (partial_rotary_factor = {part})")
-    return strange
+        unsupported.append(f"RoPE of a part of each head (partial_rotary_factor = {part})")
+    return unsupported
 
 
-def _rope(said: dict[str, Any]) -> dict[str, Any]:
+def _rope(content: dict[str, Any]) -> dict[str, Any]:
     """RoPE parameters with `rope_type` and `rope_theta`, from either version's keys, with the
     precedence of transformers 5.23."""
-    rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
+    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    theta = rope.get("rope_theta", said.get("rope_theta", 10_000.0))
+    theta = rope.get("rope_theta", content.get("rope_theta", 10_000.0))
     return {**rope, "rope_type": kind, "rope_theta": theta}
 
 
-def _scaling(said: dict[str, Any]) -> RopeScaling | None:
+def _scaling(content: dict[str, Any]) -> RopeScaling | None:
     """RoPE scaling; None: none. Raises KeyError, TypeError, ValueError."""
-    rope, kind = _rope(said), _rope(said)["rope_type"]
+    rope, kind = _rope(content), _rope(content)["rope_type"]
     if kind == "default":
         return None
     factor = rope["factor"]
     if kind in ("linear", "dynamic"):
         return RopeScaling(kind, float(factor))
-    positions = said["max_position_embeddings"]
-    known = said.get(ORIGINAL, rope.get(ORIGINAL, positions))
+    positions = content["max_position_embeddings"]
+    original = content.get(ORIGINAL, rope.get(ORIGINAL, positions))
     if kind == "llama3":
         low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-        return RopeScaling(kind, float(factor), int(known), low, high)
-    factor = positions / known if factor is None else factor
+        return RopeScaling(kind, float(factor), int(original), low, high)
+    factor = positions / original if factor is None else factor
     figures = {name: float(rope[name]) for name in YARN if rope.get(name) is not None}
     truncate = None if rope.get("truncate", True) else False
-    return RopeScaling(kind, float(factor), int(known), truncate=truncate, **figures)
+    return RopeScaling(kind, float(factor), int(original), truncate=truncate, **figures)
 
 
-def _config(said: dict[str, Any], family: Family) -> ModelConfig:
+def _config(content: dict[str, Any], family: Family) -> ModelConfig:
     """The ModelConfig of a config.json. Raises KeyError, TypeError, ValueError."""
-    positions = int(said["max_position_embeddings"])
+    positions = int(content["max_position_embeddings"])
     for name in FIGURES:
-        if int(said.get(name) or 0) > LARGEST:
-            raise ValueError(f"{name} = {said[name]} is more than {LARGEST}")
-    heads, dim = int(said["num_attention_heads"]), int(said["hidden_size"])
-    width = said.get("head_dim")
-    window = said["sliding_window"] if family == "mistral" else None
+        if int(content.get(name) or 0) > LARGEST:
+            raise ValueError(f"{name} = {content[name]} is more than {LARGEST}")
+    heads, dim = int(content["num_attention_heads"]), int(content["hidden_size"])
+    width = content.get("head_dim")
+    window = content["sliding_window"] if family == "mistral" else None
     config = ModelConfig(
-        vocabulary=int(said["vocab_size"]),
+        vocabulary=int(content["vocab_size"]),
         dim=dim,
         heads=heads,
-        kv_heads=int(said.get("num_key_value_heads") or heads),
-        layers=int(said["num_hidden_layers"]),
+        kv_heads=int(content.get("num_key_value_heads") or heads),
+        layers=int(content["num_hidden_layers"]),
         stages=1,
         context=min(positions, window or positions),
-        hidden=int(said["intermediate_size"]),
-        rope_theta=float(_rope(said)["rope_theta"]),
-        norm_eps=float(said.get("rms_norm_eps", 1e-6)),
+        hidden=int(content["intermediate_size"]),
+        rope_theta=float(_rope(content)["rope_theta"]),
+        norm_eps=float(content.get("rms_norm_eps", 1e-6)),
         learning_rate=1.0,
         family=family,
-        tied=bool(said.get("tie_word_embeddings", False)),
+        tied=bool(content.get("tie_word_embeddings", False)),
         width_of_head=None if width in (None, dim / heads) else int(width),
         positions=positions,
         window=window,
-        rope_scaling=_scaling(said),
-        attn_mask_type="block_causal" if said.get("attn_mask_type") == "block_causal" else "causal",
+        rope_scaling=_scaling(content),
+        attn_mask_type="block_causal"
+        if content.get("attn_mask_type") == "block_causal"
+        else "causal",
     )
     reach = config.reach or positions
-    biases: dict[str, Any] = {name: bool(said.get(name)) for name in BIASES[family]}
+    biases: dict[str, Any] = {name: bool(content.get(name)) for name in BIASES[family]}
     return replace(config, context=min(reach, window or reach), **biases)
 
 
 def special_tokens(folder: Path) -> dict[str, Any]:
     """Ids of special tokens in the folder's config.json. Raises OSError."""
-    said = read_json(folder / CONFIG)
-    return {key: said.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    content = read_json(folder / CONFIG)
+    return {key: content.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def read_stops(folder: Path) -> list[int]:

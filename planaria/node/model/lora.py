@@ -41,7 +41,9 @@ def adapt(module: Stage, config: ModelConfig, stage: int, weights: Tensor) -> St
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     places = adapted(config, stage)
-    linear = [name for name, one in module.named_modules() if isinstance(one, nn.Linear)]
+    linear = [
+        name for name, submodule in module.named_modules() if isinstance(submodule, nn.Linear)
+    ]
     names = [name for name in linear if name.rpartition(".")[2] in lora.targets and stage > 0]
     assert len(names) == len(places), "the shape's names are the module's"
     for name in names:
@@ -85,15 +87,17 @@ class Frozen:
     """
 
     def __init__(self, module: nn.Module, bf16: bool) -> None:
-        self._parameters = [one for one in module.parameters() if not one.requires_grad]
+        self._parameters = [
+            parameter for parameter in module.parameters() if not parameter.requires_grad
+        ]
         self._bf16 = bf16
-        self.size = sum(one.numel() for one in self._parameters)
-        self._put([one.detach() for one in self._parameters])
+        self.size = sum(parameter.numel() for parameter in self._parameters)
+        self._put([parameter.detach() for parameter in self._parameters])
 
     def put(self, flat: Tensor) -> None:
         """Replace the values by these, float32 [size]."""
-        parts = torch.split(flat, [one.numel() for one in self._parameters])
-        shapes = (one.shape for one in self._parameters)
+        parts = torch.split(flat, [parameter.numel() for parameter in self._parameters])
+        shapes = (parameter.shape for parameter in self._parameters)
         self._put([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
 
     def _put(self, parts: Sequence[Tensor]) -> None:
@@ -104,7 +108,7 @@ class Frozen:
             self._flat = torch.cat([part.flatten() for part in parts])
             sizes = [part.numel() for part in parts]
             flat = torch.split(self._flat, sizes)
-            parts = [one.view_as(part) for one, part in zip(flat, parts, strict=True)]
+            parts = [values.view_as(part) for values, part in zip(flat, parts, strict=True)]
         for parameter, part in zip(self._parameters, parts, strict=True):
             parameter.data = part
 
@@ -112,7 +116,7 @@ class Frozen:
         """All values, float32 [size]."""
         if self._flat is not None:
             return self._flat
-        return torch.cat([one.detach().flatten().float() for one in self._parameters])
+        return torch.cat([parameter.detach().flatten().float() for parameter in self._parameters])
 
 
 def _fits(part: Tensor) -> bool:
@@ -123,10 +127,10 @@ def _fits(part: Tensor) -> bool:
 def copied(module: Stage, weights: Tensor) -> Stage:
     """A copy of the stage with these flat weights as its trained ones; it shares the rest with the
     module."""
-    shared = (one for one in module.parameters() if not one.requires_grad)
-    other = deepcopy(module, {id(one): one for one in (*shared, *module.buffers())})
-    _give(other, weights)
-    return other
+    shared = (tensor for tensor in module.parameters() if not tensor.requires_grad)
+    copy = deepcopy(module, {id(tensor): tensor for tensor in (*shared, *module.buffers())})
+    _give(copy, weights)
+    return copy
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

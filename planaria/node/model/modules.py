@@ -50,20 +50,20 @@ def rope_speeds(config: ModelConfig, length: int) -> tuple[Tensor, float]:
     speeds = theta**-halves
     if rope is None:
         return speeds, 1.0
-    known = config.positions or config.context
+    positions = config.positions or config.context
     if rope.rope_type == "linear":
         return speeds / rope.factor, 1.0
     if rope.rope_type == "dynamic":
-        stretch = max(1.0, rope.factor * length / known - (rope.factor - 1))
+        stretch = max(1.0, rope.factor * length / positions - (rope.factor - 1))
         return (theta * stretch ** (dim / (dim - 2))) ** -halves, 1.0
-    known = rope.original_max_position_embeddings or known
+    positions = rope.original_max_position_embeddings or positions
     if rope.rope_type == "llama3":
         low, high = rope.low_freq_factor or 1.0, rope.high_freq_factor or 4.0
-        kept = ((known * speeds / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        kept = ((positions * speeds / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
         return speeds * (kept + (1 - kept) / rope.factor), 1.0
 
     def pair(turns: float) -> float:  # which turns this often in the known positions
-        return dim * math.log(known / (2 * math.pi * turns)) / (2 * math.log(theta))
+        return dim * math.log(positions / (2 * math.pi * turns)) / (2 * math.log(theta))
 
     first, last = pair(rope.beta_fast or 32), pair(rope.beta_slow or 1)
     if rope.truncate is not False:

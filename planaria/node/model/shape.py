@@ -178,17 +178,17 @@ class ModelConfig:
                     f"of {fit}, or other {whole}"
                 )
         if self.own is None and self.head_dim % 2:
-            what = "head_dim" if wide else "dim / heads"
+            name_of_width = "head_dim" if wide else "dim / heads"
             raise ValueError(
-                f"model: {what} = {self.head_dim} must be even: RoPE turns pairs of features"
+                f"model: {name_of_width} = {self.head_dim} must be even: RoPE rotates pairs"
             )
         for name in ("attention_bias", "mlp_bias"):
             if getattr(self, name) and name not in BIASES[self.family]:
                 raise ValueError(f"model: {name}: models of family {self.family} have no such bias")
         if self.own is not None and self.block_causal:
             raise ValueError(
-                f"model: attn_mask_type = block_causal is LLaMA's, and {self.own.module} sees a "
-                "sample as one document: leave it out"
+                f"model: attn_mask_type = block_causal is not supported by "
+                f"{self.own.module}, whose samples are one document each: leave it out"
             )
         if self.subspace is not None:
             self._check_subspace(self.subspace)
@@ -207,16 +207,16 @@ class ModelConfig:
                 f"model: subspace = {rank} is more than dim = {self.dim}: give less, or leave it "
                 "out"
             )
-        but = {
+        conflicts = {
             f"module = {self.own and self.own.module}": self.own is not None,
             "tied = true": self.tied,
             "attention_bias or mlp_bias": self.attention_bias or self.mlp_bias,
             "training.lora": self.lora is not None,
             f"vocabulary = {self.vocabulary}": self.vocabulary > MOST_TOKENS,
         }
-        for what, there in but.items():
-            if there:
-                raise ValueError(f"model: subspace doesn't go with {what}: leave one of them out")
+        for setting, is_set in conflicts.items():
+            if is_set:
+                raise ValueError(f"model: subspace can't be combined with {setting}: remove one")
 
     def _check_rope(self, rope: RopeScaling) -> None:
         if rope.rope_type == "dynamic" and self.head_dim == 2:
@@ -316,14 +316,14 @@ class ModelConfig:
 def trained_shapes(config: ModelConfig, stage: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the trained parameters, in the order of the stage's flat tensors: all of
     the stage's, or its adapters, with peft's names."""
-    shapes, lora = named_shapes(config, stage), config.lora
+    all_shapes, lora = named_shapes(config, stage), config.lora
     if lora is None:
-        return shapes
-    found: dict[str, tuple[int, ...]] = {}
+        return all_shapes
+    shapes: dict[str, tuple[int, ...]] = {}
     for module, (rows, columns) in adapted(config, stage).items():
-        found[f"{module}.lora_A.weight"] = (lora.rank, columns)
-        found[f"{module}.lora_B.weight"] = (rows, lora.rank)
-    return found
+        shapes[f"{module}.lora_A.weight"] = (lora.rank, columns)
+        shapes[f"{module}.lora_B.weight"] = (rows, lora.rank)
+    return shapes
 
 
 def adapted(config: ModelConfig, stage: int) -> dict[str, tuple[int, int]]:
@@ -339,13 +339,13 @@ def adapted(config: ModelConfig, stage: int) -> dict[str, tuple[int, int]]:
 
 def matrices(config: ModelConfig, stage: int) -> dict[str, tuple[int, int]]:
     """The stage's modules whose weight is a matrix, and its shape."""
-    found: dict[str, tuple[int, int]] = {}
+    shapes: dict[str, tuple[int, int]] = {}
     for name, shape in named_shapes(config, stage).items():
-        module, _, what = name.rpartition(".")
-        if what == "weight" and len(shape) == 2:
+        module, _, parameter = name.rpartition(".")
+        if parameter == "weight" and len(shape) == 2:
             rows, columns = shape
-            found[module] = rows, columns
-    return found
+            shapes[module] = rows, columns
+    return shapes
 
 
 def matrix_names(config: ModelConfig) -> list[str]:

@@ -55,8 +55,8 @@ class Subspace(nn.Module):
         figures, digits = x[..., : self.rank], x[..., self.rank : self.rank + DIGITS]
         powers = BASE ** torch.arange(DIGITS, device=x.device)
         tokens = (digits.detach().round().long() * powers).sum(-1)
-        known = tokens.clamp(0, len(self.embedding) - 1)
-        return figures, F.embedding(known, self.embedding), digits
+        valid = tokens.clamp(0, len(self.embedding) - 1)
+        return figures, F.embedding(valid, self.embedding), digits
 
     def stream(self, figures: Tensor, fixed: Tensor) -> Tensor:
         """Residual stream, float [B, T, dim]."""
@@ -87,8 +87,8 @@ def subspace_of(config: ModelConfig) -> Subspace | None:
 def basis(dim: int, rank: int) -> Tensor:
     """Orthonormal rows, float32 [rank, dim] on the CPU."""
     q, r = torch.linalg.qr(_normal((dim, rank), b"basis"))
-    found: Tensor = (q * r.diagonal().sign()).T.contiguous().float()
-    return found
+    rows: Tensor = (q * r.diagonal().sign()).T.contiguous().float()
+    return rows
 
 
 @lru_cache(maxsize=4)
@@ -97,9 +97,9 @@ def embedding(vocabulary: int, dim: int) -> Tensor:
     return (SPREAD * _normal((vocabulary, dim), b"embedding")).float()
 
 
-def _normal(shape: tuple[int, int], what: bytes) -> Tensor:
+def _normal(shape: tuple[int, int], purpose: bytes) -> Tensor:
     """Seeded normals in float64: rounded, they are the same with all instruction sets."""
-    seed = xxhash.xxh3_64_intdigest(what + struct.pack("<QQ", *shape))
+    seed = xxhash.xxh3_64_intdigest(purpose + struct.pack("<QQ", *shape))
     generator = torch.Generator().manual_seed(seed)
     with torch.device("cpu"):
         return torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -23,7 +23,7 @@ from planaria.node.report.events import Severity, figure, shown
 from planaria.node.report.live_view import progress, sampled, stage_table, state_words, styled
 from planaria.node.report.run_state import RunState, SeatState
 from planaria.node.run_file import RunFile, RunFileError, loads
-from planaria.node.state.handover import NOTICES, Handover, told
+from planaria.node.state.handover import NOTICES, Handover, notice_summary
 
 PATIENCE = 5.0
 """Seconds to wait for the registry's answer."""
@@ -253,7 +253,11 @@ def _handovers(state: RunState, run: RunFile | None) -> list[Text]:
             rtt = max(link.rtt_ms for link in links) / 1e3
             mbps = min(link.mbps for link in links)
             heirs.append(Handover(stage, parameters, step, rtt, mbps))
-    return [Text(f"{notice:.0f} s ahead: {told(heirs, notice)}") for notice in NOTICES if heirs]
+    return [
+        Text(f"{notice:.0f} s ahead: {notice_summary(heirs, notice)}")
+        for notice in NOTICES
+        if heirs
+    ]
 
 
 def _samples(description: Description) -> list[Text]:

@@ -166,8 +166,8 @@ class TorchStage:
         content = self.run.model.content or ()
         if self.stage >= len(content) or digest([weights.cpu().numpy()]) != content[self.stage]:
             raise ComplaintError(
-                f"what {giver} gave for stage {self.stage} isn't what is in the checkpoint that "
-                "the run begins from",
+                f"the weights of stage {self.stage} from {giver} are not those of the checkpoint "
+                "that the run begins from",
                 [giver],
                 CHECKSUM,
             )
@@ -181,19 +181,19 @@ class TorchStage:
     def look(self, shown: Sequence[Tensor], head: bool, weights: Tensor | None = None) -> Tensor:
         forms = self._forms(head, len(shown))
         if [(x.dtype, x.shape[2:]) for x in shown] != forms or any(x.dim() < 2 for x in shown):
-            what = " and ".join(f"{x.dtype} {list(x.shape)}" for x in shown)
-            raise ValueError(f"stage {self.stage} makes nothing of {what}")
+            given = " and ".join(f"{x.dtype} {list(x.shape)}" for x in shown)
+            raise ValueError(f"stage {self.stage} can't evaluate {given}")
         rows, length = shown[0].shape[:2]
         if not 0 < rows <= self.run.training.microbatch:
             raise ValueError(f"{rows} rows, not 1 to {self.run.training.microbatch}")
         if not 0 < length <= self.config.context:
             raise ValueError(f"{length} tokens, not 1 to {self.config.context}")
         if any(x.shape[:2] != (rows, length) for x in shown):
-            raise ValueError("what is beside it is of another shape")
+            raise ValueError("the inputs have different rows or tokens")
         for x in (shown[1:] if head else shown[:1]) if self.stage == 0 else ():
             tokens = x[x != UNSCORED] if head else x  # of targets
             if ((tokens < 0) | (tokens >= self.config.vocabulary)).any():
-                raise ValueError(f"a token that is none of {self.config.vocabulary}")
+                raise ValueError(f"a token outside the vocabulary of {self.config.vocabulary}")
         try:
             module = self._module if weights is None else self._with(weights)
             x, *beside = (one.to(self._device) for one in shown)
@@ -204,7 +204,7 @@ class TorchStage:
                 return module.embed(x, *(begins != 0 for begins in beside))
             return module.loss(x, *beside).reshape(1) if beside else module.logits(x[:, -1:])
         except RuntimeError as error:  # out of memory, for example
-            raise ValueError(f"stage {self.stage} can't look at it: {error}") from error
+            raise ValueError(f"stage {self.stage} can't evaluate it: {error}") from error
 
     def part_of(self, name: object, first: object) -> Tensor:
         part = bytearray(part_of(self._folders, name, first))
@@ -215,23 +215,23 @@ class TorchStage:
         second input is targets for the head, or document starts for block-causal attention."""
         inner: tuple[torch.dtype, tuple[int, ...]] = (torch.float32, (self.config.crossing,))
         tokens: tuple[torch.dtype, tuple[int, ...]] = (torch.int64, ())
-        seen = inner if self.stage > 0 or head else tokens
+        first = inner if self.stage > 0 or head else tokens
         beside = self.stage == 0 and count > 1 and (head or self.config.block_causal)
-        return [seen, tokens] if beside else [seen]
+        return [first, tokens] if beside else [first]
 
     def _with(self, weights: Tensor) -> Stage:
         """The stage with these weights, float32 [n] as in `tensors`; cached while they exist."""
         if self._other is None or self._other[0]() is not weights:
-            there = weights.data.to(self._device)
+            on_device = weights.data.to(self._device)
             if self._base is None:
-                made = with_weights(self.config, self.stage, there, self._beginning.own)
+                module = with_weights(self.config, self.stage, on_device, self._beginning.own)
             else:
-                made = copied(self._module, there)
-            self._other = weakref.ref(weights, self._drop_other), made
+                module = copied(self._module, on_device)
+            self._other = weakref.ref(weights, self._drop_other), module
         return self._other[1]
 
-    def _drop_other(self, gone: weakref.ref[Tensor]) -> None:
-        if self._other is not None and self._other[0] is gone:
+    def _drop_other(self, dropped: weakref.ref[Tensor]) -> None:
+        if self._other is not None and self._other[0] is dropped:
             self._other = None
 
     def boundary_tensor(self, frame: Frame) -> Tensor:

@@ -52,7 +52,7 @@ class Beginning(NamedTuple):
             return build_stage(self.config, stage, self.run.seed, self.own)
         if self.checkpoint is None or content is None:
             raise NotHereError(f"{origin} is not on this machine")
-        folder, wanted = self.checkpoint.folder, content[stage]
+        folder, expected = self.checkpoint.folder, content[stage]
         try:
             module = empty_stage(self.config, stage)
             names = self.checkpoint.of_stage(self.config, stage)
@@ -61,11 +61,11 @@ class Beginning(NamedTuple):
                 parameter.data.copy_(values.view_as(parameter))
         except OSError as error:
             raise NotHereError(f"{folder} can't be read: {error}") from error
-        found = digest(parameter.detach().numpy() for parameter in module.parameters())
-        if found != wanted:
+        actual = digest(parameter.detach().numpy() for parameter in module.parameters())
+        if actual != expected:
             raise NotHereError(
-                f"{folder} is another checkpoint than the one that the run begins from: the "
-                f"digest of stage {stage} is {found}, and not {wanted}"
+                f"{folder} is not the checkpoint that the run begins from: the digest of "
+                f"stage {stage} is {actual}, not {expected}"
             )
         return module
 
@@ -79,5 +79,5 @@ class Beginning(NamedTuple):
             return self.stage(stage), False
         except NotHereError as error:
             level = logging.INFO if self.checkpoint is None else logging.WARNING
-            log.log(level, "%s: a node that has it gives this one its weights", error)
+            log.log(level, "%s: another node will send this one its weights", error)
             return self._adapted(empty_stage(self.config, stage), stage), True

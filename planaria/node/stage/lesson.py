@@ -42,26 +42,26 @@ class StageLesson:
         x = self._part(self._fetched.inputs, piece)
         return [x, x] if with_start else [x]
 
-    def pass_on(self, given: list[torch.Tensor], lr: float | None) -> list[torch.Tensor]:
-        x, *start = self._here(given)
+    def pass_on(self, inputs: list[torch.Tensor], lr: float | None) -> list[torch.Tensor]:
+        x, *start = self._here(inputs)
         return [self._forward(x, lr), *start]
 
     def pass_back(self, gradient: torch.Tensor) -> torch.Tensor:
         return self._learner.backward(gradient.to(self._device))
 
     def end(
-        self, piece: PairSlice, given: list[torch.Tensor], norm: float | None, lr: float | None
+        self, piece: PairSlice, inputs: list[torch.Tensor], norm: float | None, lr: float | None
     ) -> PairSliceResult:
-        x, *start = self._here(given)
+        x, *start = self._here(inputs)
         output = self._part(self._fetched.outputs, piece)
         if start:
             norm = squared_distance(output, start[0])
         assert norm is not None, "in its first round the run's input comes along"
-        found = self._forward(x, lr)
+        result = self._forward(x, lr)
         if lr is None:
-            return PairSliceResult([], norm, squared_distance(found, output))
+            return PairSliceResult([], norm, squared_distance(result, output))
         return PairSliceResult(
-            [self._learner.backward(error_gradient(found, output, norm))], norm, None
+            [self._learner.backward(error_gradient(result, output, norm))], norm, None
         )
 
     def finish(self, undo: bool) -> None:
@@ -85,8 +85,8 @@ class StageLesson:
         self._learner.lr = lr
         return self._learner.forward(x)
 
-    def _here(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [tensor.to(self._device) for tensor in given]
+    def _here(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.to(self._device) for tensor in tensors]
 
     def _part(self, tensors: Mapping[BoundaryPair, torch.Tensor], piece: PairSlice) -> torch.Tensor:
         return tensors[piece.pair][piece.first : piece.end].to(self._device).float()

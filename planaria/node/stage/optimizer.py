@@ -41,13 +41,13 @@ def digest(*flats: Tensor, steps: int = 0) -> bytes:
     The bits of each block of 8 KiB are added on the device as integers of 64 bits, in one pass over
     memory. The sums are hashed. Any single change is detected, and any two in different blocks.
     """
-    found = xxhash.xxh3_128(steps.to_bytes(8, "little"))
+    hasher = xxhash.xxh3_128(steps.to_bytes(8, "little"))
     for flat in flats:
         whole = len(flat) - len(flat) % SUMMED
         bits = flat.detach()[:whole].view(torch.int64).view(whole // SUMMED, SUMMED // 2)
-        found.update(bits.sum(dim=1).cpu().numpy().astype("<i8", copy=False).data)
-        found.update(flat.detach()[whole:].cpu().numpy().astype("<f4", copy=False).data)
-    return found.digest()
+        hasher.update(bits.sum(dim=1).cpu().numpy().astype("<i8", copy=False).data)
+        hasher.update(flat.detach()[whole:].cpu().numpy().astype("<f4", copy=False).data)
+    return hasher.digest()
 
 
 class StageOptimizer:
@@ -69,10 +69,12 @@ class StageOptimizer:
         betas: tuple[float, float] = BETAS,
         weight_decay: float = 0.0,
     ) -> None:
-        there = dict(module.to(device).named_parameters())
-        if not there:
+        all_parameters = dict(module.to(device).named_parameters())
+        if not all_parameters:
             raise ValueError(f"{type(module).__name__} has no parameters to optimize")
-        parameters = {name: one for name, one in there.items() if one.requires_grad}
+        parameters = {
+            name: parameter for name, parameter in all_parameters.items() if parameter.requires_grad
+        }
         for name, parameter in parameters.items():
             if parameter.dtype != torch.float32:
                 raise ValueError(f"{name} is {parameter.dtype}, only torch.float32 is optimized")
@@ -154,9 +156,9 @@ class StageOptimizer:
 
     def digest(self) -> bytes:
         """Digest, 16 bytes, of the weights, `steps`, and the slice `in_turn` of the moments."""
-        due = self.in_turn()
+        covered = self.in_turn()
         return digest(
-            self.weights, self.first_moment[due], self.second_moment[due], steps=self.steps
+            self.weights, self.first_moment[covered], self.second_moment[covered], steps=self.steps
         )
 
     def in_turn(self) -> slice:
@@ -178,26 +180,26 @@ class StageOptimizer:
         Raises ValueError, and changes nothing, for names, shapes or dtypes other than `state`'s, or
         `steps` that don't fit (weights alone need 0).
         """
-        given = dict(tensors)
-        whole = len(given) > 1
+        new = dict(tensors)
+        has_moments = len(new) > 1
         own = dict(self.state(optimizer=True))
-        wanted = list(own) if whole else ["weights"]
-        if sorted(given) != sorted(wanted):
+        wanted = list(own) if has_moments else ["weights"]
+        if sorted(new) != sorted(wanted):
             raise ValueError(
                 f"state of a stage has the tensors {', '.join(own)} or weights alone, "
-                f"not {', '.join(given) or 'none'}"
+                f"not {', '.join(new) or 'none'}"
             )
-        for name, tensor in given.items():
+        for name, tensor in new.items():
             if tensor.shape != own[name].shape or tensor.dtype != torch.float32:
                 raise ValueError(
                     f"{name} is {tensor.dtype} {list(tensor.shape)}, "
                     f"this stage needs torch.float32 {list(own[name].shape)}"
                 )
-        if steps < 0 or (steps > 0 and not whole):
-            raise ValueError(f"steps = {steps} doesn't fit a state of {', '.join(given)}")
+        if steps < 0 or (steps > 0 and not has_moments):
+            raise ValueError(f"steps = {steps} doesn't fit a state of {', '.join(new)}")
         for name, tensor in own.items():
-            if name in given:
-                tensor.copy_(given[name])
+            if name in new:
+                tensor.copy_(new[name])
             else:
                 tensor.zero_()
         self.steps = steps

@@ -39,23 +39,25 @@ def load(config: ModelConfig) -> tuple[Architecture, str]:
     assert config.own is not None
     name = config.own.module
     module_name, _, build_name = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:  # not in the path of commands
-        sys.path.append(here)
+    folder = str(Path.cwd())
+    if folder not in sys.path:  # not in the path of commands
+        sys.path.append(folder)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise OwnCodeError(f"{name} can't be loaded: {error}: install that here") from error
+            raise OwnCodeError(f"{name} can't be loaded: {error}: install it here") from error
         raise OwnCodeError(
             f"{name}: there is no module {error.name} on this machine: install it, or start this "
-            f"in the folder that it is in (now {here}), or name that in PYTHONPATH"
+            f"in its folder (now {folder}), or add that folder to PYTHONPATH"
         ) from error
     except Exception as error:
         raise OwnCodeError(f"{name} can't be loaded: {type(error).__name__}: {error}") from error
     build = getattr(module, build_name, None)
     if not callable(build):
-        raise OwnCodeError(f"{name}: {module.__file__} has no function {build_name}")
+        raise OwnCodeError(
+            f"{name}: {module.__file__} has no function {build_name}: define it, or name another"
+        )
     try:
         architecture: Architecture = build(config)
     except Exception as error:
@@ -63,8 +65,8 @@ def load(config: ModelConfig) -> tuple[Architecture, str]:
     for method in ("ends", "block", "deviation"):
         if not callable(getattr(architecture, method, None)):
             raise OwnCodeError(
-                f"what {name} returns, of type {type(architecture).__name__}, has no method "
-                f"{method}: docs/own-architecture.md has all that it needs"
+                f"{name} returns {type(architecture).__name__}, which has no method {method}: "
+                "docs/own-architecture.md lists the methods"
             )
     return architecture, digest(module)
 
@@ -76,11 +78,11 @@ def digest(module: ModuleType) -> str:
     if top.__file__ is not None and hasattr(top, "__path__"):  # no namespace package
         folder = Path(top.__file__).parent
         files = sorted((path.relative_to(folder), path) for path in folder.rglob("*.py"))
-    found = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128()
     for relative, path in files:
-        found.update(f"{relative.as_posix()}\n".encode())
-        found.update(path.read_bytes())
-    return found.hexdigest()
+        hasher.update(f"{relative.as_posix()}\n".encode())
+        hasher.update(path.read_bytes())
+    return hasher.hexdigest()
 
 
 def shapes(architecture: Architecture, config: ModelConfig) -> tuple[Shapes, Shapes]:
@@ -92,50 +94,51 @@ def shapes(architecture: Architecture, config: ModelConfig) -> tuple[Shapes, Sha
         with kept_random_state(), torch.device("meta"), torch.no_grad():
             ends = architecture.ends()
             blocks = [architecture.block(layer) for layer in range(config.layers)]
-            found = _parameters(f"the ends of {name}", ends)
+            shapes_of_ends = _parameters(f"the ends of {name}", ends)
             first, *others = (_parameters(f"block {n} of {name}", b) for n, b in enumerate(blocks))
             for method in ("embed", "logits"):
                 if not callable(getattr(ends, method, None)):
                     raise OwnCodeError(f"the ends of {name} have no method {method}")
             for layer, other in enumerate(others, 1):
                 if other != first:
-                    what = next(_differences(first, other))
+                    difference = next(_differences(first, other))
                     raise OwnCodeError(
-                        f"{name}: {what} in block 0 and in block {layer}: all blocks must have the "
-                        "same names and shapes in the same order, so that a lost stage can be made "
-                        "of its neighbours'"
+                        f"{name}: {difference} in block 0 and in block {layer}: give "
+                        "all blocks parameters of the same names and shapes in the same order, "
+                        "since a lost stage is estimated from its neighbours"
                     )
             _try(name, ends, blocks, config)
     except OwnCodeError:
         raise
     except Exception as error:
         raise OwnCodeError(
-            f"{name} fails on torch's meta device, on which it is tried: {type(error).__name__}: "
-            f"{error}"
+            f"{name} fails in a trial on torch's meta device: {type(error).__name__}: {error}"
         ) from error
-    return found, first
+    return shapes_of_ends, first
 
 
-def _parameters(what: str, module: object) -> Shapes:
+def _parameters(part: str, module: object) -> Shapes:
     if not isinstance(module, nn.Module):
-        raise OwnCodeError(f"{what}: {type(module).__name__} is no torch.nn.Module")
+        raise OwnCodeError(f"{part}: {type(module).__name__} is not a torch.nn.Module")
     named = list(module.named_parameters())
     if not named:
-        raise OwnCodeError(f"{what} has no parameters, so there is nothing to train")
+        raise OwnCodeError(f"{part} has no parameters, so there is nothing to train")
     for name, parameter in named:
         if parameter.dtype != torch.float32:
-            raise OwnCodeError(f"{what}: {name} is {parameter.dtype}; torch.float32 is trained")
+            raise OwnCodeError(
+                f"{part}: {name} is {parameter.dtype}; only torch.float32 is trained"
+            )
         if not parameter.requires_grad:
-            raise OwnCodeError(f"{what}: {name} wants no gradient; make it a buffer")
+            raise OwnCodeError(f"{part}: {name} requires no gradient; make it a buffer")
     return tuple((name, tuple(parameter.shape)) for name, parameter in named)
 
 
-def _differences(one: Shapes, other: Shapes) -> Iterator[str]:
+def _differences(first: Shapes, second: Shapes) -> Iterator[str]:
     """The differences in words."""
-    for (name, shape), (other_name, other_shape) in zip(one, other, strict=False):
+    for (name, shape), (other_name, other_shape) in zip(first, second, strict=False):
         if (name, shape) != (other_name, other_shape):
             yield f"{name} {list(shape)} is not {other_name} {list(other_shape)}"
-    yield f"{len(one)} parameters are not {len(other)}"
+    yield f"{len(first)} parameters are not {len(second)}"
 
 
 def _try(name: str, ends: nn.Module, blocks: list[nn.Module], config: ModelConfig) -> None:
@@ -150,12 +153,12 @@ def _try(name: str, ends: nn.Module, blocks: list[nn.Module], config: ModelConfi
     _check(f"logits of {name}", logits, [*through[:2], config.vocabulary])
 
 
-def _check(what: str, made: object, wanted: list[int]) -> None:
-    got = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
-    if got != wanted:
+def _check(part: str, output: object, wanted: list[int]) -> None:
+    shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    if shape != wanted:
         raise OwnCodeError(
-            f"{what} makes {got} of {wanted[1]} tokens, and {wanted} is needed: [samples, tokens, "
-            "dim], of logits the vocabulary"
+            f"{part} returns {shape} for {wanted[1]} tokens instead of {wanted}: the shape is "
+            "[samples, tokens, dim], or of logits [samples, tokens, vocabulary]"
         )
 
 
@@ -165,17 +168,19 @@ def load_as_said(run: RunFile, config: ModelConfig) -> Architecture:
     architecture, source = load(config)
     name, parts = config.own.module, run.model.parts
     if parts is None:
-        raise OwnCodeError(f"the run file doesn't say model.parts of {name}; the registry adds it")
-    where = sys.modules[name.partition(":")[0]].__file__
+        raise OwnCodeError(
+            f"the run file has no model.parts for {name}; start the run anew: the registry adds it"
+        )
+    path = sys.modules[name.partition(":")[0]].__file__
     if source != parts.source:
         raise OwnCodeError(
-            f"{name} on this machine, {where}, is other code than the run's: its digest is {source}"
-            f", and not {parts.source}: copy the code from the machine where the run was begun"
+            f"{name} on this machine, {path}, differs from the run's code: its digest is {source}"
+            f", not {parts.source}: copy the code from the machine where the run was begun"
         )
-    for said, found in zip(config.own[2:], shapes(architecture, config), strict=True):
-        if said != found:
-            what = next(_differences(said, found))
-            raise OwnCodeError(f"{name} builds another model than the run file says: {what}")
+    for expected, built in zip(config.own[2:], shapes(architecture, config), strict=True):
+        if expected != built:
+            difference = next(_differences(expected, built))
+            raise OwnCodeError(f"{name} builds another model than in the run file: {difference}")
     return architecture
 
 
@@ -183,7 +188,7 @@ def fill_in(run: RunFile) -> RunFile:
     """Add `model.parts` to a run file that has its vocabulary. Raises OwnCodeError."""
     config = run.model.config
     if config.own is None or run.model.vocabulary is None:
-        raise OwnCodeError("the run file must say model.module and model.vocabulary")
+        raise OwnCodeError("the run file must have model.module and model.vocabulary")
     architecture, source = load(config)
     ends, block = shapes(architecture, config)
     return override(run, model__parts={"source": source, "ends": ends, "block": block})

@@ -40,11 +40,13 @@ class DeviceRoom:
         """Check the memory for a forward pass of `needs` bytes, while `kept` microbatches wait for
         their backward pass. Raises NoRoomError."""
         if kept >= self.most:
-            raise NoRoomError(f"it has room for {self.most} microbatches at a time", waits=True)
+            raise NoRoomError(
+                f"the device has room for only {self.most} microbatches at a time", waits=True
+            )
         if not kept or needs < SMALL or self._device.type != "cpu":
             return
-        if (there := available_memory()) < needs:
-            reason = f"a microbatch takes {needs:,} bytes, and the machine has {there:,.0f}"
+        if (available := available_memory()) < needs:
+            reason = f"a microbatch takes {needs:,} bytes, and {available:,.0f} are free"
             raise NoRoomError(reason, waits=True)
 
     @contextmanager
@@ -56,30 +58,30 @@ class DeviceRoom:
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
-            why = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0]
         else:
             self._highest = max(self._highest, kept + waits)
             return
         # Not earlier: the traceback keeps the failed pass's memory.
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        raise self._lacking(kept, waits, why)
+        raise self._lacking(kept, waits, reason)
 
-    def _lacking(self, kept: int, waits: bool, why: str) -> NoRoomError:
+    def _lacking(self, kept: int, waits: bool, reason: str) -> NoRoomError:
         waits = waits and kept > 0
         before = min(self.most, self._highest)
         self.most = kept if waits else max(1, before // 2)
         if not waits and before <= 1:
             return NoRoomError(
-                f"{self._device} has no room for one microbatch: {why}. Set training.microbatch "
-                "lower or training.recompute = true in the run file, or serve this stage by a "
+                f"{self._device} has no room for one microbatch: {reason}. Set training.microbatch "
+                "lower or training.recompute = true in the run file, or serve this stage on a "
                 "device with more memory",
                 ends=True,
             )
         log.warning(
-            "%s keeps %d microbatches at a time from now on: %s", self._device, self.most, why
+            "%s keeps %d microbatches at a time from now on: %s", self._device, self.most, reason
         )
-        return NoRoomError(f"{self._device} is out of memory: {why}", waits=waits)
+        return NoRoomError(f"{self._device} is out of memory: {reason}", waits=waits)
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -228,17 +228,17 @@ class TorchWork:
             (y,) = torch.autograd.grad(out, into, tensor)
         return self._onward(frame.kind, visit, y, time.perf_counter())
 
-    def difference(self, one: Frame, other: Frame) -> float:
+    def difference(self, first: Frame, second: Frame) -> float:
         try:
-            x, *beside = self._parts(one)
-            y, *others = self._parts(other)
+            x, *beside = self._parts(first)
+            y, *others = self._parts(second)
         except WireError:
             return UNLIKE
         if not all(map(torch.equal, beside, others)):
             return UNLIKE
         larger = max(x.norm().item(), y.norm().item())
-        found = (x - y).norm().item() / larger if larger else 0.0
-        return found if math.isfinite(found) else UNLIKE
+        distance = (x - y).norm().item() / larger if larger else 0.0
+        return distance if math.isfinite(distance) else UNLIKE
 
     def _head(self, visit: Visit, x: Tensor) -> Done:
         scored = 0 if self._evaluating else self._scored_in_window()
@@ -278,10 +278,10 @@ class TorchWork:
             ids = microbatch_ids(self._windows.ids(self._begun.begin.step), microbatch, size)
         with waiting_for_disk():
             inputs, targets = inputs_and_targets(self.corpus, split, self.config.context, ids)
-            given: list[np.ndarray[Any, Any]] = [targets, inputs]
+            arrays: list[np.ndarray[Any, Any]] = [targets, inputs]
             if self.config.block_causal:
-                given.append(beginnings(self.corpus, split, self.config.context, ids))
-        y, *x = (torch.from_numpy(each).to(self.device) for each in given)
+                arrays.append(beginnings(self.corpus, split, self.config.context, ids))
+        y, *x = (torch.from_numpy(each).to(self.device) for each in arrays)
         return ids, y, x
 
     def _decoded(self, visit: Visit, peer: str, frame: Frame) -> Tensor:
@@ -291,7 +291,7 @@ class TorchWork:
             if not (self._begun.begin.non_finite or finite(figures)):
                 raise NonFiniteError("it is not finite")
             if self.config.block_causal and beside and (beside[0][..., -1] > 1).any():
-                raise FiguresError("where documents begin is neither 0 nor 1")
+                raise FiguresError("a mark of a document's beginning is neither 0 nor 1")
         except WireError as error:
             reason = f"{frame.kind} of microbatch {visit.microbatch} from {peer}: {error}"
             raise ComplaintError(reason, [peer], error.cause) from error

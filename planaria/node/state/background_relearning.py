@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 class BackgroundRelearning:
     """The rest of one lesson. Belongs to the compute thread, except where stated otherwise."""
 
-    def __init__(self, lesson: Lesson, course: Course, told: pb.Relearned) -> None:
-        self.lesson, self.course, self.told = lesson, course, told
+    def __init__(self, lesson: Lesson, course: Course, done: pb.Relearned) -> None:
+        self.lesson, self.course, self.done = lesson, course, done
         terms = course.terms
-        self.tally = RelearningProgress(course.updates, told.updates, terms.each_step, terms.within)
-        self.left = self.tally.left  # updates left after the last commit; for the event loop
+        self.progress = RelearningProgress(
+            course.updates, done.updates, terms.each_step, terms.within
+        )
+        self.left = self.progress.left  # updates left after the last commit; for the event loop
         self.steps = 0  # likewise: steps with such updates in their gaps
         self.updates = 0  # likewise: updates added in these steps
         self.seconds = 0.0  # of computing
@@ -36,40 +38,40 @@ class BackgroundRelearning:
 
     def update(self) -> bool:
         """Make one update, if it is time for it. Returns whether it was."""
-        tally = self.tally
-        if self.over or not tally.may_update:
+        progress = self.progress
+        if self.over or not progress.may_update:
             return False
-        started, number = time.perf_counter(), tally.entered + tally.made
-        given = self.lesson.start(self.course.piece(number), with_start=True)
-        rate = self.course.rate(number, tally.gone)
-        self.lesson.end(self.course.piece(number), given, None, rate)
-        tally.made += 1
+        started, number = time.perf_counter(), progress.entered + progress.made
+        inputs = self.lesson.start(self.course.piece(number), with_start=True)
+        rate = self.course.rate(number, progress.gone)
+        self.lesson.end(self.course.piece(number), inputs, None, rate)
+        progress.made += 1
         self.seconds += time.perf_counter() - started
         return True
 
     def update_if_due(self) -> bool:
-        return self.tally.is_due and self.update()
+        return self.progress.is_due and self.update()
 
     def offer(self) -> tuple[int, int]:
         """How many updates may enter, and how many are left then. No more are made until the
         commit, and none at all once the learned weights aren't finite."""
-        made = self.tally.offer()
+        made = self.progress.offer()
         self.over = self.over or not self.lesson.is_finite()
-        return (0, 0) if self.over else (made, self.tally.left_then)
+        return (0, 0) if self.over else (made, self.progress.left_then)
 
     def goes_on(self) -> None:
         """Withdraw the offer: another attempt begins, or the same with another plan."""
-        self.tally.goes_on()
+        self.progress.goes_on()
 
     def enters(self, fixed: int) -> Tensor | None:
         """The change to add to the weights after the step's update: float32 [n], or None. Call
         `renew` next."""
-        self.tally.commit(fixed)
+        self.progress.commit(fixed)
         return self.lesson.changed() if fixed else None
 
     def renew(self) -> None:
-        self.left, self.steps = self.tally.left, self.tally.steps
-        self.updates = self.tally.entered - self.told.updates
+        self.left, self.steps = self.progress.left, self.progress.steps
+        self.updates = self.progress.entered - self.done.updates
         self.lesson.renew()
 
     def residual(self) -> float:

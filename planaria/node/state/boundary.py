@@ -95,9 +95,9 @@ class _Step:
     size: int = 0
 
     def add(self, crossing: Crossing, kept: KeptTensor) -> None:
-        before = self.kept.get(crossing)
+        former = self.kept.get(crossing)
         self.kept[crossing] = kept
-        self.size += kept.size - (before.size if before else 0)
+        self.size += kept.size - (former.size if former else 0)
 
 
 class BoundaryKeeper:
@@ -148,14 +148,14 @@ class BoundaryKeeper:
     async def narrow(self) -> None:
         """Narrow kept tensors to bf16, after a commit and until the next one."""
         self._narrowings += 1
-        this = self._narrowings
+        narrowing = self._narrowings
         wide = [
             (step, crossing, kept)
             for step in reversed(self._committed)  # the oldest come last, and are taken first
             for crossing, kept in step.kept.items()
             if not kept.narrow
         ]
-        while wide and this == self._narrowings:
+        while wide and narrowing == self._narrowings:
             piece: list[tuple[_Step, Crossing, KeptTensor]] = []
             while wide and sum(kept.size for _, _, kept in piece) < PIECE:
                 piece.append(wide.pop())
@@ -165,7 +165,7 @@ class BoundaryKeeper:
                 step.add(crossing, kept)
 
     def _narrowed(self, kept: Sequence[KeptTensor]) -> list[KeptTensor]:
-        return [one.narrowed(self._tensors) for one in kept]
+        return [tensor.narrowed(self._tensors) for tensor in kept]
 
     def keep(
         self, side: Side, frame: Frame, ballot: tuple[int, int], stages: Sequence[int]
@@ -189,19 +189,19 @@ class BoundaryKeeper:
         _, newest = self._at
         if newest != step:
             raise ValueError(
-                f"boundary tensors of step {step} are asked for, of step {newest} are kept"
+                f"boundary tensors of step {step} are requested, those of step {newest} are kept"
             )
-        found = []
+        sides = []
         for committed in reversed(self._committed):
             for crossing, kept in sorted(committed.kept.items(), key=lambda item: item[0]):
-                for run in runs([int(of) for of in kept.stages], lost):
+                for run in runs([int(visited) for visited in kept.stages], lost):
                     pair = BoundaryPair(committed.step, crossing.microbatch, run.stages)
-                    here = crossing.position, crossing.side
-                    if stage == run.stages[0] and here == (run.start, "sent"):
-                        found.append((pair, "input", kept))
-                    if stage == run.stages[-1] and here == (run.end, "received"):
-                        found.append((pair, "output", kept))
-        return found
+                    hop = crossing.position, crossing.side
+                    if stage == run.stages[0] and hop == (run.start, "sent"):
+                        sides.append((pair, "input", kept))
+                    if stage == run.stages[-1] and hop == (run.end, "received"):
+                        sides.append((pair, "output", kept))
+        return sides
 
 
 class BoundaryPair(NamedTuple):
@@ -342,7 +342,7 @@ class BoundaryClient:
 class _Neighbour:
     """Progress of one neighbour."""
 
-    asked: int = 0  # frames requested so far
+    requested: int = 0  # frames requested so far
     received: int = 0
     count: int | None = None  # in all; None: no manifest yet
 
@@ -369,7 +369,7 @@ class _BoundaryFetch:
                     await self._take(peer, answer)
         except TimeoutError:
             for node in list(self._waiting):
-                self._give_up(node, f"waited {deadline:g} s for it")
+                self._give_up(node, f"no answer in {deadline:g} s")
         return self._fetched
 
     def _ask(self, node: str) -> None:
@@ -379,27 +379,29 @@ class _BoundaryFetch:
             step=wanted.step,
             lost=sorted(wanted.lost),
             stage=wanted.stage,
-            offset=state.asked,
+            offset=state.requested,
         )
-        state.asked += BATCH
+        state.requested += BATCH
         message = pb.Message(ballot=self._ballot.message(), boundary_request=request)
         if not self._client.send(node, message):
             self._give_up(node, "there is no link to it")
 
-    def _give_up(self, node: str, why: str) -> None:
+    def _give_up(self, node: str, reason: str) -> None:
         state = self._waiting.pop(node)
-        of = "any" if state.count is None else f"{state.count - state.received} of {state.count}"
-        self._complain(f"{node} did not send {of} boundary tensors: {why}")
+        missing = (
+            "any" if state.count is None else f"{state.count - state.received} of {state.count}"
+        )
+        self._complain(f"{node} did not send {missing} boundary tensors: {reason}")
 
-    def _complain(self, what: str) -> None:
-        log.warning("step %d, stage %d: %s", self._wanted.step, self._wanted.stage, what)
-        self._fetched.complaints.append(what)
+    def _complain(self, complaint: str) -> None:
+        log.warning("step %d, stage %d: %s", self._wanted.step, self._wanted.stage, complaint)
+        self._fetched.complaints.append(complaint)
 
-    def _accuse(self, node: str, why: str, cause: Cause) -> None:
+    def _accuse(self, node: str, reason: str, cause: Cause) -> None:
         """Accuse a node, at most once."""
         if node not in self._accused:
             self._accused.add(node)
-            self._client.accuse(node, why, cause)
+            self._client.accuse(node, reason, cause)
 
     async def _take(self, peer: str, answer: _Answer | Lost) -> None:
         state = self._waiting[peer]
@@ -416,8 +418,8 @@ class _BoundaryFetch:
                 state.count = answer.count
             case Frame():
                 state.received += 1
-                if state.received > state.asked:
-                    why = f"it sent {state.received}, more than were asked for"
+                if state.received > state.requested:
+                    why = f"it sent {state.received}, more than requested"
                     self._give_up(peer, why)
                     self._accuse(peer, f"boundary tensors from {peer}: {why}", NUMBERS)
                     return
@@ -426,7 +428,7 @@ class _BoundaryFetch:
             return
         if state.received >= state.count:
             del self._waiting[peer]
-        elif state.received == state.asked:
+        elif state.received == state.requested:
             self._ask(peer)
 
     async def _take_frame(self, peer: str, frame: Frame) -> None:
@@ -435,15 +437,15 @@ class _BoundaryFetch:
             pair, side = self._expect(frame)
             tensors = fetched.inputs if side == "input" else fetched.outputs
             if any(pair[:2] == other[:2] for other in tensors):
-                what = f"microbatch {pair.microbatch} in step {pair.step}"
-                self._complain(f"the {side} of {what} is here already, when {peer} sends it")
+                name = f"microbatch {pair.microbatch} in step {pair.step}"
+                self._complain(f"{peer} sent the {side} of {name} again")
                 return
             tensor = await self._client.exchanges.compute(partial(self._client.parse, frame))
         except WireError as error:
-            what = f"{peer} sent a bad boundary tensor: {str(error)[:REASON_LIMIT]}"
-            self._complain(what)
+            name = f"{peer} sent a bad boundary tensor: {str(error)[:REASON_LIMIT]}"
+            self._complain(name)
             if error.cause != NONFINITE:
-                self._accuse(peer, what, error.cause)
+                self._accuse(peer, name, error.cause)
             return
         tensors[pair] = tensor
         fetched.bytes += frame.size
@@ -460,27 +462,27 @@ class _BoundaryFetch:
             }:
                 pair = BoundaryPair(step, microbatch, tuple(stages))
             case _:
-                raise FiguresError(f"the fields {sorted(frame.fields)} are not those of a pair")
+                raise FiguresError(f"the fields {sorted(frame.fields)} don't describe a pair")
         if not wanted.step - wanted.steps < step <= wanted.step:
-            raise FiguresError(f"step {step} is none of the {wanted.steps} up to {wanted.step}")
+            raise FiguresError(f"step {step} is not among the {wanted.steps} up to {wanted.step}")
         if not 0 <= microbatch < wanted.microbatches:
-            raise FiguresError(f"microbatch {microbatch} is none of {wanted.microbatches}")
-        at = {"input": 0, "output": -1}.get(side)
-        if at is None or not stages or not all(type(stage) is int for stage in stages):
-            raise FiguresError(f"{side!r} is no side of stages {stages[:9]}")
-        twice = len(set(stages)) < len(stages)
-        if twice or not wanted.lost.issuperset(stages) or stages[at] != wanted.stage:
-            raise FiguresError(f"the {side} of stages {stages[:9]} is not wanted here")
+            raise FiguresError(f"microbatch {microbatch} is not among {wanted.microbatches}")
+        index = {"input": 0, "output": -1}.get(side)
+        if index is None or not stages or not all(type(stage) is int for stage in stages):
+            raise FiguresError(f"{side!r} is not a side of stages {stages[:9]}")
+        repeated = len(set(stages)) < len(stages)
+        if repeated or not wanted.lost.issuperset(stages) or stages[index] != wanted.stage:
+            raise FiguresError(f"the {side} of stages {stages[:9]} was not requested")
         _check_due(frame.descriptors, wanted)
         return pair, side
 
 
 def _check_due(descriptors: Sequence[Descriptor], wanted: Wanted) -> None:
     """Raises WireError unless the tensors have the wanted form."""
-    if not descriptors or not _is_narrow(figures := descriptors[0]):
+    if not descriptors or not _is_narrow(first := descriptors[0]):
         raise WireError("it is not one tensor of at most two bytes a value")
     samples, tokens, features = wanted.shape
-    due = [figures.form._replace(shape=(samples, tokens, features - wanted.beside))]
+    expected = [first.form._replace(shape=(samples, tokens, features - wanted.beside))]
     if wanted.beside:
-        due.append(Form("uint8", (samples, tokens, wanted.beside)))
-    check_forms(descriptors, due)
+        expected.append(Form("uint8", (samples, tokens, wanted.beside)))
+    check_forms(descriptors, expected)

@@ -145,17 +145,19 @@ class UpdateHeader:
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> UpdateHeader:
         """Raises FiguresError for a missing field, or one of a wrong type or range."""
-        found: dict[str, Any] = {}
-        for one in fields(cls):
-            value = raw.get(one.name)
-            if type(value).__name__ != one.type or (type(value) is int and value < 0):
-                raise FiguresError(f"its {one.name} is {_shorten(repr(value))}, no {one.type}")
-            found[one.name] = value
-        header = cls(**found)
+        values: dict[str, Any] = {}
+        for header_field in fields(cls):
+            value = raw.get(header_field.name)
+            if type(value).__name__ != header_field.type or (type(value) is int and value < 0):
+                raise FiguresError(
+                    f"its {header_field.name} is {_shorten(repr(value))}, not {header_field.type}"
+                )
+            values[header_field.name] = value
+        header = cls(**values)
         if header.codec not in snapshot.CODECS or header.tensors not in (1, 3):
             raise FiguresError(f"it has {header.tensors} tensors in codec {header.codec!r}")
         if not (math.isfinite(header.omega) and header.omega >= 0):
-            raise FiguresError(f"its gradient's squared norm, {header.omega}, is none")
+            raise FiguresError(f"its gradient's squared norm is {header.omega}")
         return header
 
     @property
@@ -183,7 +185,7 @@ class _Update:
     memory_bytes: int = 0  # for this update alone
     news: Outcome[None] | None = None  # an event that the update waits for
 
-    def told(self) -> None:
+    def wake(self) -> None:
         """Wake the update after an event."""
         if self.news is not None:
             self.news.fulfil(None)
@@ -226,9 +228,9 @@ class Sender:
     @property
     def memory_bytes(self) -> int:
         """Bytes kept here for the holders."""
-        kept = {id(one.sent): one.sent for one in self._recipients.values()}
-        underway = self._update.memory_bytes if self._update else 0
-        return sum(sent.memory_bytes for sent in kept.values()) + underway
+        states = {id(recipient.sent): recipient.sent for recipient in self._recipients.values()}
+        update_bytes = self._update.memory_bytes if self._update else 0
+        return sum(sent.memory_bytes for sent in states.values()) + update_bytes
 
     # --- events
 
@@ -237,15 +239,15 @@ class Sender:
         wanted = set(nodes)
         for node in sorted(self._recipients.keys() - wanted):
             del self._recipients[node]
-            self._lose(node, "it is to hold it no longer")
+            self._lose(node, "it is no longer a holder")
         for node in sorted(wanted - self._recipients.keys()):
             self._recipients[node] = _Recipient(self._outgoing.new_sent())
         self._start()
 
     def committed(self, own: StateId) -> None:
         """Record that a state is in place: applied, fetched or loaded."""
-        given_up, self._applied = own.lineage != self._applied.lineage, own.age
-        if given_up:
+        abandoned, self._applied = own.lineage != self._applied.lineage, own.age
+        if abandoned:
             nodes = list(self._recipients)
             self.set_holders([])  # their copies are of an abandoned lineage
             self.set_holders(nodes)
@@ -260,9 +262,9 @@ class Sender:
             return
         if kept.transfer == update.transfer:
             if kept.error:
-                update.lost = update.lost or f"it says: {_shorten(kept.error)}"
+                update.lost = update.lost or f"it refused: {_shorten(kept.error)}"
             update.kept = not kept.received
-        update.told()  # after another update's answer, too: it may make room
+        update.wake()  # after another update's answer, too: it may make room
 
     def on_peer_lost(self, peer: str, reason: str) -> None:
         """Handle a lost link: what was in flight on it is lost."""
@@ -274,7 +276,7 @@ class Sender:
     def _lose(self, holder: str, reason: str) -> None:
         if self._update is not None and self._update.holder == holder:
             self._update.lost = self._update.lost or reason
-            self._update.told()
+            self._update.wake()
 
     def _start(self) -> None:
         """Begin the next update, if one is due and none is in progress."""
@@ -310,11 +312,11 @@ class Sender:
                 update.memory_bytes = content.payload.nbytes
             header, payload = self._compose(update, state, content)
             await self._transfer(update, header, payload)
-            await self._wait(update, lambda: update.kept, "that it counts")
+            await self._wait(update, lambda: update.kept, "the confirmation")
         except ComplaintError as lost:
             sent.lost(update.step)
             log.warning(
-                "the %s of stage %d at step %d didn't get to %s: %s",
+                "the %s of stage %d at step %d did not reach %s: %s",
                 self._outgoing.kind,
                 self._outgoing.stage,
                 update.step,
@@ -358,11 +360,11 @@ class Sender:
     ) -> None:
         """Raises ComplaintError when it can't be sent to its holder."""
         holder = update.holder
-        told = vars(header)
+        header_fields = vars(header)
         for offset in range(0, header.size, self._frame):
             end = min(offset + self._frame, header.size)
             parts = _slice(payload, offset, end)
-            frame = Frame("copy", NEVER, told | {"offset": offset}, *encode(parts, "none"))
+            frame = Frame("copy", NEVER, header_fields | {"offset": offset}, *encode(parts, "none"))
             size = frame.size + len(frame.head())
             await self._wait(
                 update,
@@ -377,7 +379,7 @@ class Sender:
             self._outstanding[holder] += 1
             self.bytes_sent += size
 
-    async def _wait(self, update: _Update, done: Callable[[], bool], what: str) -> None:
+    async def _wait(self, update: _Update, done: Callable[[], bool], expected: str) -> None:
         """Wait until `done`. Raises ComplaintError, also when the holder is silent."""
         self._check(update)
         while not done():
@@ -386,7 +388,7 @@ class Sender:
                 await update.news.within(self._exchanges.now + self._silence)
             except TimeoutError:
                 raise ComplaintError(
-                    f"waited {self._silence:g} s for it to answer ({what})", [update.holder]
+                    f"no answer for {self._silence:g} s ({expected})", [update.holder]
                 ) from None
             self._check(update)
 
@@ -400,9 +402,9 @@ def _slice(payload: list[torch.Tensor], start: int, end: int) -> list[torch.Tens
     """Bytes [start, end) of the payload, as views."""
     parts = []
     for part in payload:
-        found = part[max(start, 0) : max(end, 0)]
-        if len(found):
-            parts.append(found)
+        piece = part[max(start, 0) : max(end, 0)]
+        if len(piece):
+            parts.append(piece)
         start, end = start - len(part), end - len(part)
     return parts
 
@@ -471,9 +473,9 @@ class Holder:
 
     @property
     def memory_bytes(self) -> int:
-        underway = [*self._arriving.values(), *self._waiting.values()]
+        updates = [*self._arriving.values(), *self._waiting.values()]
         return sum(held.state.memory_bytes for held in self._held.values()) + sum(
-            update.payload.nbytes for update in underway
+            update.payload.nbytes for update in updates
         )
 
     def holdings(self) -> list[pb.Holding]:
@@ -573,7 +575,7 @@ class Holder:
         if offset == 0:
             update = self._arriving[key] = self._begin(peer, key, header)
         elif update is None or (update.peer, update.header) != (peer, header):
-            raise UpdateError(f"bytes at {_shorten(repr(offset))} of an update that isn't known")
+            raise UpdateError(f"bytes at {_shorten(repr(offset))} of an unknown update")
         try:
             if offset != update.received:
                 raise UpdateError(f"bytes at {_shorten(repr(offset))}, not at {update.received}")
@@ -598,11 +600,13 @@ class Holder:
             raise UpdateError(f"no {header.kind} of stage {header.stage} is held here")
         most = snapshot.largest_update(layout, header.tensors) + COMMIT_LIMIT
         if not 0 < header.size <= most or header.commit > min(header.size, COMMIT_LIMIT):
-            raise FiguresError(f"it is of {header.size} bytes, {header.commit} of them its record")
-        whole = header.blocks, header.tensors, header.codec
-        if header.kind == "copy" and whole != (layout.blocks, 1, "none"):
-            of = f"{header.tensors} tensors, {header.blocks} blocks in codec {header.codec}"
-            raise FiguresError(f"a copy of {of}")
+            raise FiguresError(
+                f"it has {header.size} bytes, {header.commit} of them for its commit"
+            )
+        form = header.blocks, header.tensors, header.codec
+        if header.kind == "copy" and form != (layout.blocks, 1, "none"):
+            contents = f"{header.tensors} tensors, {header.blocks} blocks in codec {header.codec}"
+            raise FiguresError(f"a copy of {contents}")
         return _Arriving(peer, header, torch.empty(header.size, dtype=torch.uint8))
 
     def _take_up(self, key: tuple[str, int], update: _Arriving) -> None:
@@ -611,14 +615,14 @@ class Holder:
         try:
             update.last.ParseFromString(update.payload[split:].numpy().tobytes())
         except DecodeError as error:
-            self._refuse(update, f"its record is no commit: {error}", NUMBERS)
+            self._refuse(update, f"its commit can't be parsed: {error}", NUMBERS)
             return
         update.payload = update.payload[:split]
         if update.last.step != update.header.step:
-            self._refuse(update, f"its record is of step {update.last.step}", NUMBERS)
+            self._refuse(update, f"its commit is of step {update.last.step}", NUMBERS)
         elif update.header.age > self._applied:
             if (older := self._waiting.pop(key, None)) is not None:
-                self._refuse(older, "a newer one has come before its step was committed here")
+                self._refuse(older, "a newer one arrived before its step was committed here")
             self._waiting[key] = update
         else:
             self._judge(key, update, waited=False)
@@ -632,7 +636,7 @@ class Holder:
             return
         made = [own.made for own in self._own if own.age == update.header.age]
         if (made and made[-1] != Ballot.of(update.last.ballot)) or (waited and not made):
-            self._refuse(update, f"step {step} was committed otherwise here")
+            self._refuse(update, f"step {step} was made by another commit here")
             return
         self._exchanges.start(self._count_in(key, update))
 
@@ -667,7 +671,7 @@ class Holder:
             return
         held = self._held.get(key)
         if header.lineage < self._applied.lineage or (held and held.header.age > header.age):
-            self._refuse(update, "a newer one counts already")
+            self._refuse(update, "a newer one is held already")
             return
         if header.kind == "copy":
             state = HeldSnapshot.whole(layout, header.step, update.payload, header.tensors)

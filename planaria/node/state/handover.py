@@ -64,30 +64,30 @@ class Handover:
         return "weights" if self.seconds(self.weights) <= notice else "part"
 
 
-def told(of: Sequence[Handover], notice: float) -> str:
+def notice_summary(handovers: Sequence[Handover], notice: float) -> str:
     """A sentence about what a notice of so many seconds suffices for."""
-    by: dict[str, list[Handover]] = {}
-    for one in of:
-        by.setdefault(one.possible(notice), []).append(one)
+    by_kind: dict[str, list[Handover]] = {}
+    for handover in handovers:
+        by_kind.setdefault(handover.possible(notice), []).append(handover)
     parts = []
-    if exact := by.get("exact"):
-        longest = max(one.seconds(one.state) for one in exact)
+    if exact := by_kind.get("exact"):
+        longest = max(handover.seconds(handover.state) for handover in exact)
         parts.append(f"exact: {_stages(exact)} (within {longest:.0f} s)")
-    if weights := by.get("weights"):
-        longest = max(one.seconds(one.state) for one in weights)
+    if weights := by_kind.get("weights"):
+        longest = max(handover.seconds(handover.state) for handover in weights)
         parts.append(f"weights without moments: {_stages(weights)} (all takes {longest:.0f} s)")
-    if part := by.get("part"):
-        longest = max(one.seconds(one.weights) for one in part)
+    if part := by_kind.get("part"):
+        longest = max(handover.seconds(handover.weights) for handover in part)
         parts.append(f"not all weights: {_stages(part)} (they take {longest:.0f} s)")
     return "; ".join(parts)
 
 
-def _stages(of: Iterable[Handover]) -> str:
+def _stages(handovers: Iterable[Handover]) -> str:
     runs: list[list[int]] = []
-    for one in of:
-        if runs and one.stage == runs[-1][-1] + 1:
-            runs[-1].append(one.stage)
+    for handover in handovers:
+        if runs and handover.stage == runs[-1][-1] + 1:
+            runs[-1].append(handover.stage)
         else:
-            runs.append([one.stage])
-    named = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"stage{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {', '.join(named)}"
+            runs.append([handover.stage])
+    names = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"stage{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {', '.join(names)}"

@@ -114,17 +114,21 @@ class Holdings:
     def _carry_copies(self, layout: Callable[[int], Layout]) -> None:
         """Set up sending and holding of copies of stage 0 and of snapshots."""
         host, snapshot = self.host, self.run.recovery.snapshot
-        learning = [of for of in range(self.config.stages + 1) if self.config.trained[min(of, 1)]]
-        kinds = {of: sent_as(self.policy, of, snapshot.first) for of in learning}
-        layouts = {(kind, of): layout(of) for of, kind in kinds.items() if kind is not None}
-        own = layouts.pop((self.sends, self.stage), None) if self.sends is not None else None
+        trained = [
+            stage for stage in range(self.config.stages + 1) if self.config.trained[min(stage, 1)]
+        ]
+        kinds = {stage: sent_as(self.policy, stage, snapshot.first) for stage in trained}
+        layouts = {
+            (kind, stage): layout(stage) for stage, kind in kinds.items() if kind is not None
+        }
+        own_layout = layouts.pop((self.sends, self.stage), None) if self.sends is not None else None
         if layouts:
             self.holder = Holder(host.exchanges, layouts, host.send, host.accuse)
-        if own is not None:
+        if own_layout is not None:
             if self.sends == "copy":
-                outgoing = Outgoing.copies(own)
+                outgoing = Outgoing.copies(own_layout)
             else:
-                outgoing = Outgoing.snapshots(self.stage, own, snapshot, self.run.seed)
+                outgoing = Outgoing.snapshots(self.stage, own_layout, snapshot, self.run.seed)
             self.sender = Sender(host.exchanges, outgoing, host.own_state, self._send_at_once)
 
     def _send_at_once(self, peer: str, item: pb.Message | Frame) -> bool:
@@ -148,9 +152,9 @@ class Holdings:
         """Choose the holders that this node sends to, from the attempt's members."""
         if self.sender is not None and self.sends is not None:
             members = [(place.node, place.stage) for place in begin.members]
-            way = route(self.sends, self.stage, members, self.config.stages, node_of)
-            mine = way is not None and way.sender == self.host.node
-            holders = way.holders if way is not None and mine else ()
+            copy_route = route(self.sends, self.stage, members, self.config.stages, node_of)
+            sends = copy_route is not None and copy_route.sender == self.host.node
+            holders = copy_route.holders if copy_route is not None and sends else ()
             for holder in holders:
                 self.host.net.demand(holder)
             self.sender.set_holders(holders)
@@ -218,25 +222,30 @@ class Holdings:
 
     def listed(self) -> list[pb.Holding]:
         """All holdings, for the driver."""
-        found = self.holder.holdings() if self.holder is not None else []
-        for one in found:
-            if one.kind == "snapshot" and self.holder is not None:
-                fidelity = self.holder.fidelity("snapshot", one.stage)
+        holdings = self.holder.holdings() if self.holder is not None else []
+        for holding in holdings:
+            if holding.kind == "snapshot" and self.holder is not None:
+                fidelity = self.holder.fidelity("snapshot", holding.stage)
                 assert fidelity is not None
-                one.mean_step, one.oldest_step = fidelity.staleness.mean, fidelity.staleness.oldest
-                one.perturbation = fidelity.perturbation
+                holding.mean_step, holding.oldest_step = (
+                    fidelity.staleness.mean,
+                    fidelity.staleness.oldest,
+                )
+                holding.perturbation = fidelity.perturbation
         if self.twin is not None:
             twin = self.twin.state.id.holding("redundant")
-            of, digest = self._twin_digest
-            twin.digest = digest if of == self.twin.state.id else b""
-            found.append(twin)
-        return found + [one for files in self.files for one in files.holdings()]
+            state_id, digest = self._twin_digest
+            twin.digest = digest if state_id == self.twin.state.id else b""
+            holdings.append(twin)
+        return holdings + [holding for files in self.files for holding in files.holdings()]
 
     def served(self, kind: str, stage: int) -> StageState | None:
         """The held state that a joiner requests; None: this node has none."""
         if kind == "redundant" and self.twin is not None and self.twin.stage == stage:
-            of, digest = self._twin_digest
-            return replace(self.twin.state, digest=digest if of == self.twin.state.id else b"")
+            state_id, digest = self._twin_digest
+            return replace(
+                self.twin.state, digest=digest if state_id == self.twin.state.id else b""
+            )
         if kind in ("copy", "snapshot") and self.holder is not None:
             return self.holder.state("copy" if kind == "copy" else "snapshot", stage)
         return None
@@ -244,7 +253,7 @@ class Holdings:
     async def load(self, source: pb.Source, method: str) -> StageState:
         """Load the node's own file that the driver has chosen. Raises ComplaintError."""
         kind = "checkpoint" if method == "checkpoint" else "save"
-        problem = f"no folder for a {kind} at this node"
+        problem = f"this node has no folder for a {kind}"
         for files in self.files:
             if files.kind == kind or method == "save":
                 try:
@@ -255,29 +264,29 @@ class Holdings:
 
     def costs(self) -> dict[str, HoldingCost]:
         """Costs of holding, by purpose."""
-        found: dict[str, HoldingCost] = {}
+        costs: dict[str, HoldingCost] = {}
         if self.boundary is not None:
-            found["boundary"] = HoldingCost(memory_bytes=self.boundary.memory_bytes)
+            costs["boundary"] = HoldingCost(memory_bytes=self.boundary.memory_bytes)
         if self.twin is not None:
             twin = self.twin
-            found["redundant"] = HoldingCost(
+            costs["redundant"] = HoldingCost(
                 twin.bytes_sent, twin.memory_bytes, twin.critical_seconds
             )
         name = "snapshot" if self.policy == "snapshot" else "copies"
         if self.sender is not None:
             sender = self.sender
-            found[name] = HoldingCost(
+            costs[name] = HoldingCost(
                 sender.bytes_sent, sender.memory_bytes, sender.critical_seconds
             )
         if self.holder is not None:
-            kept = HoldingCost(0, self.holder.memory_bytes, self.holder.critical_seconds)
-            found[name] = found.get(name, HoldingCost()) + kept
+            held = HoldingCost(0, self.holder.memory_bytes, self.holder.critical_seconds)
+            costs[name] = costs.get(name, HoldingCost()) + held
         for files in self.files:
             disk = files.disk
-            found["checkpoint" if files.kind == "checkpoint" else "saves"] = HoldingCost(
+            costs["checkpoint" if files.kind == "checkpoint" else "saves"] = HoldingCost(
                 disk.bytes_written, 0, disk.critical_seconds
             )
-        return found
+        return costs
 
     def finish_saves(self, seconds: float = CLOSE) -> None:
         """Wait, blocking, up to `seconds` for writes in flight; then nothing more is saved."""

@@ -38,16 +38,16 @@ HELD: Final = {
 }
 """Methods that fetch a holding of another stage's state from a node, and the kind of holding."""
 FROM_FILES: Final = ("save", "checkpoint")
-TELL_AGAIN: Final = 0.2  # seconds
+REPORT_PERIOD: Final = 0.2  # seconds
 BOUNDARY_PATIENCE: Final = 15.0  # seconds to wait for boundary tensors
 
 
 class Rebuilt(NamedTuple):
     """The result of a rebuild."""
 
-    told: pb.Synced
+    synced: pb.Synced
     state: StageState
-    homework: BackgroundRelearning | None = None  # the rest of the relearning
+    relearning_task: BackgroundRelearning | None = None  # the rest of the relearning
 
 
 class Rebuilding:
@@ -80,15 +80,15 @@ class Rebuilding:
         Raises ComplaintError when it can't be done; report that to the driver.
         """
         compute, started = self.exchanges.compute, self.exchanges.now
-        taken_in = await self._take_in(ballot, sync)
+        frozen_bytes = await self._fetch_frozen(ballot, sync)
         deliveries = await self._fetch(ballot, sync)
         states = [delivery.state for delivery in deliveries]
         put_in_place = partial(self.arithmetic.put_in_place, sync, states)
         relearned: pb.Relearned | None = None
-        homework: BackgroundRelearning | None = None
+        relearning_task: BackgroundRelearning | None = None
         if sync.lost and self.member.voided(ballot):
             learned = await compute(put_in_place)
-            relearned, homework = await self._relearn(ballot, sync)
+            relearned, relearning_task = await self._relearn(ballot, sync)
             learned = learned._replace(digest=await compute(self.arithmetic.digest))
         if not self.member.arrived(ballot):
             return None
@@ -98,7 +98,7 @@ class Rebuilding:
             step=sync.step,
             method=sync.method,
             sources=sync.sources,
-            fetched_bytes=taken_in + sum(delivery.bytes for delivery in deliveries),
+            fetched_bytes=frozen_bytes + sum(delivery.bytes for delivery in deliveries),
             seconds=self.exchanges.now - started,
             digest=learned.digest,
             relearned=relearned,
@@ -113,7 +113,7 @@ class Rebuilding:
             last=last,
             optimizer_step=learned.optimizer_step,
         )
-        return Rebuilt(synced, state, homework)
+        return Rebuilt(synced, state, relearning_task)
 
     async def rebuild_twin(self, ballot: Ballot, sync: pb.Sync) -> pb.Synced | None:
         """As `rebuild`, for the twin of the next stage; this node's own state stays as it is."""
@@ -133,7 +133,7 @@ class Rebuilding:
 
     # --- sources
 
-    async def _take_in(self, ballot: Ballot, sync: pb.Sync) -> int:
+    async def _fetch_frozen(self, ballot: Ballot, sync: pb.Sync) -> int:
         """Fetch the stage's frozen weights, if they are missing; returns the bytes fetched."""
         lacking = self.arithmetic.lacking
         if not lacking:
@@ -160,41 +160,43 @@ class Rebuilding:
     async def _fetch(self, ballot: Ballot, sync: pb.Sync) -> list[Delivery]:
         """The states to make the new one from: one of each source stage, in order."""
         if sync.method in ("memory", "joiner"):
-            return [Delivery(self._kept(sync), bytes=0)]
+            return [Delivery(self._state_in_memory(sync), bytes=0)]
         if sync.method == WEIGHTS:
-            arrived = self._arrived(sync)
+            arrived = self._arrived_weights(sync)
             return [Delivery(arrived, arrived.bytes)]
         if sync.method == PRETRAINED and self.arithmetic.origin:  # also available here
-            read = partial(self.arithmetic.of_checkpoint, self.stage)
-            return [Delivery(await self.exchanges.compute(read), bytes=0)]
+            read_checkpoint = partial(self.arithmetic.of_checkpoint, self.stage)
+            return [Delivery(await self.exchanges.compute(read_checkpoint), bytes=0)]
         adapters = self.run.training.lora is not None
         from_checkpoint = sync.method == ORIGIN and not adapters
-        anew = sync.method in (ANEW, ORIGIN) or (sync.method in FROM_FILES and sync.step == 0)
-        if from_checkpoint or not (anew or sync.method in FROM_FILES):
+        initialise = sync.method in (ANEW, ORIGIN) or (sync.method in FROM_FILES and sync.step == 0)
+        if from_checkpoint or not (initialise or sync.method in FROM_FILES):
             return await self._fetch_from_peers(ballot, sync)
-        if anew:
+        if initialise:
             initial = partial(self.arithmetic.initial, self.stage, sync.lineage)
             return [Delivery(await self.exchanges.compute(initial), bytes=0)]
         own = next(source for source in sync.sources if source.stage == self.stage)
         state = await self.holdings.load(own, sync.method)
         return [Delivery(state, state.bytes)]
 
-    def _kept(self, sync: pb.Sync) -> StageState:
+    def _state_in_memory(self, sync: pb.Sync) -> StageState:
         """The state in place, to count as of another lineage. Raises ComplaintError."""
         own = self.own_state()
         source = next(source for source in sync.sources if source.node == self.member.node)
         if own.id.age != (source.lineage, source.step):
-            raise ComplaintError(f"step {source.step} is asked for, and {own.id.step} is in memory")
+            raise ComplaintError(
+                f"step {source.step} is requested, but step {own.id.step} is in memory"
+            )
         return own
 
-    def _arrived(self, sync: pb.Sync) -> StageState:
+    def _arrived_weights(self, sync: pb.Sync) -> StageState:
         """The weights that had arrived when their last source was lost. Raises ComplaintError."""
-        arrived = self.states.weights(self.stage)
+        state = self.states.weights(self.stage)
         (source,) = sync.sources
-        if arrived is None or arrived.id.age != (source.lineage, source.step):
-            what = "none are here" if arrived is None else f"those of {arrived.id.step} are here"
-            raise ComplaintError(f"weights of step {source.step} are asked for, and {what}")
-        return arrived
+        if state is None or state.id.age != (source.lineage, source.step):
+            have = "none are here" if state is None else f"those of {state.id.step} are here"
+            raise ComplaintError(f"weights of step {source.step} are requested, but {have}")
+        return state
 
     async def _fetch_from_peers(self, ballot: Ballot, sync: pb.Sync) -> list[Delivery]:
         """Fetch each state from all its nodes at once. Methods that guess get weights only."""
@@ -204,14 +206,14 @@ class Rebuilding:
         tensors = self.arithmetic.tensors  # a guess is made from stages of the same form
         if sync.method == "twin" and self.holdings.twin is not None:
             tensors = self.holdings.twin.state.tensors
-        due = {name: tensor.numel() for name, tensor in tensors.items()}
-        there = dict.fromkeys(by_stage, 0)
-        tell = self._fetching(sync)
-        tell(0)
+        expected = {name: tensor.numel() for name, tensor in tensors.items()}
+        received = dict.fromkeys(by_stage, 0)
+        report = self._fetching(sync)
+        report(0)
 
-        def told(stage: int, size: int) -> None:
-            there[stage] = size
-            tell(sum(there.values()))
+        def received_from(stage: int, size: int) -> None:
+            received[stage] = size
+            report(sum(received.values()))
 
         return await self.exchanges.together(
             [
@@ -219,10 +221,10 @@ class Rebuilding:
                     stage,
                     Age(sources[0].lineage, sources[0].step),
                     [source.node for source in sources],
-                    due,
+                    expected,
                     optimizer=sync.method not in (*INEXACT, ORIGIN),
                     deadline=self.run.swarm.progress,
-                    on_progress=partial(told, stage),
+                    on_progress=partial(received_from, stage),
                     ballot=ballot,
                     kind=HELD.get(sync.method, ""),
                 )
@@ -232,14 +234,14 @@ class Rebuilding:
 
     def _fetching(self, sync: pb.Sync) -> Callable[[int], None]:
         """A function that takes the bytes received so far, and reports them now and then."""
-        started, told_at = self.exchanges.now, -math.inf
+        started, reported_at = self.exchanges.now, -math.inf
         sources = tuple(Origin(node=source.node, stage=source.stage) for source in sync.sources)
 
-        def tell(size: int) -> None:
-            nonlocal told_at
+        def report(size: int) -> None:
+            nonlocal reported_at
             now = self.exchanges.now
-            if now - told_at >= TELL_AGAIN:
-                told_at = now
+            if now - reported_at >= REPORT_PERIOD:
+                reported_at = now
                 self.tell(
                     Fetching(
                         stage=self.stage,
@@ -250,7 +252,7 @@ class Rebuilding:
                     )
                 )
 
-        return tell
+        return report
 
     # --- relearning a guess
 
@@ -272,7 +274,7 @@ class Rebuilding:
         neighbours = [place.node for place in sync.neighbours]
         fetched = await self.boundary.fetch(ballot, wanted, neighbours, BOUNDARY_PATIENCE)
         for complaint in fetched.complaints:
-            log.warning("relearning without some boundary tensors: %s", complaint)
+            log.warning("boundary tensors are missing for relearning: %s", complaint)
         seconds = recovery.relearn.seconds
         if sync.HasField("relearning"):
             seconds = min(seconds, sync.relearning)
@@ -290,8 +292,8 @@ class Rebuilding:
         lesson = await self.exchanges.compute(
             partial(self.arithmetic.lesson, fetched, frozenset(joiners))
         )
-        told = await self.relearning.run(block, lesson, fetched, terms)
-        if not told.left:
-            return told, None
+        relearned = await self.relearning.run(block, lesson, fetched, terms)
+        if not relearned.left:
+            return relearned, None
         course = Course(fetched.whole(), fetched.shape[0], terms)
-        return told, BackgroundRelearning(lesson, course, told)
+        return relearned, BackgroundRelearning(lesson, course, relearned)

@@ -45,14 +45,14 @@ def pieces(stage: int, layers: int, before: int, after: int) -> list[LayerRange]
     divided into `before`. Stage 0 isn't divided: it counts as one layer, and stays."""
     if stage == 0:
         return [LayerRange(0, 0, 1, 1)]
-    had, has = layers // before, layers // after
-    at, end, found = (stage - 1) * has, stage * has, []
-    while at < end:
-        old, first = divmod(at, had)
-        count = min(had - first, end - at)
-        found.append(LayerRange(old + 1, first, count, had))
-        at += count
-    return found
+    layers_before, layers_after = layers // before, layers // after
+    layer, end, ranges = (stage - 1) * layers_after, stage * layers_after, []
+    while layer < end:
+        old, first = divmod(layer, layers_before)
+        count = min(layers_before - first, end - layer)
+        ranges.append(LayerRange(old + 1, first, count, layers_before))
+        layer += count
+    return ranges
 
 
 def regrouped(stage: int, stages: int, parts: Sequence[tuple[LayerRange, SaveFile]]) -> StageState:
@@ -63,19 +63,19 @@ def regrouped(stage: int, stages: int, parts: Sequence[tuple[LayerRange, SaveFil
     needed after the next step; layers count alike. A boost lasts as long as the newest.
     """
     states = [save.state for _, save in parts]
-    one, newest = states[0], max(states, key=lambda state: state.boosted_at)
+    first, newest = states[0], max(states, key=lambda state: state.boosted_at)
     last = pb.Commit()
-    last.CopyFrom(one.last)
-    for scales, those in (
-        (last.clip_scale, one.last.clip_scale),
+    last.CopyFrom(first.last)
+    for target, scales_of in (
+        (last.clip_scale, first.last.clip_scale),
         (last.lr_scale, newest.last.lr_scale),
     ):
-        del scales[:]
-        if has_for(those, newest.id.stage):
-            scales.append(of_stage(those, newest.id.stage))
+        del target[:]
+        if has_for(scales_of, newest.id.stage):
+            target.append(of_stage(scales_of, newest.id.stage))
     last.ClearField("signature")  # no driver has signed this commit
     return StageState(
-        id=StateId.after(last, stage, one.id.lineage + 1, one.id.step),
+        id=StateId.after(last, stage, first.id.lineage + 1, first.id.step),
         tensors={},
         omega=sum(save.state.omega * piece.layers / piece.of for piece, save in parts),
         boosted_at=newest.boosted_at,
@@ -94,51 +94,56 @@ def stages_of(saves: Iterable[SaveFile], config: ModelConfig) -> int:
     model than `config`."""
     first, body = config.trained
     layer = body // config.layers_per_stage
-    had = set()
+    layer_counts = set()
     for save in saves:
         values, stage = save.tensors.get("weights", 0), save.state.id.stage
         if (values != first) if stage == 0 else (not values or values % layer):
-            wanted = f"{first} of its stage 0" if stage == 0 else f"{layer} of each of its layers"
+            wanted = f"the {first} of stage 0" if stage == 0 else f"{layer} for each layer"
             raise RegroupError(
-                f"{save.path} is of another model: it has {values} weights, and this one {wanted}. "
-                "[model] and [data] of the run file have to be those of the saves' run, but for "
-                "model.stages"
+                f"{save.path} is of another model: it has {values} weights instead of {wanted}. "
+                "Only model.stages may differ from the run file of the saves in [model] and [data]"
             )
         if stage:
-            had.add(values // layer)
-    if len(had) != 1 or config.layers % min(had):
-        said = " and ".join(map(str, sorted(had))) or "no"
+            layer_counts.add(values // layer)
+    if len(layer_counts) != 1 or config.layers % min(layer_counts):
+        counts = " and ".join(map(str, sorted(layer_counts))) or "no"
         raise RegroupError(
-            f"these saves are of stages with {said} layers, and the model has {config.layers}: "
-            "name the folders with all saves of one run, and model.layers as it had them"
+            f"these saves are of stages with {counts} layers, and the model has {config.layers}: "
+            "name the folders with all saves of one run, and give that run's model.layers"
         )
-    return config.layers // min(had)
+    return config.layers // min(layer_counts)
 
 
 def choose(saves: Sequence[SaveFile], stages: int) -> tuple[Resume, dict[int, list[SaveFile]]]:
     """Where a run of `stages` body stages resumes with these saves, and the whole saves of each
     stage for that; the log names damaged ones. Raises RegroupError if there is none."""
-    left, sound = {str(save.path): save for save in saves}, set[str]()
+    candidates, sound = {str(save.path): save for save in saves}, set[str]()
     while True:
-        held = []
-        for path, save in left.items():
+        holdings = []
+        for path, save in candidates.items():
             state = save.state.id
             source = Source(path, state.stage, state.step, state.lineage)
-            held.append(Held("save", source, state.made))
-        found = resume(held, stages)
-        if found is None:
-            raise RegroupError("there is no save of any stage")
-        paths = {of: [one.source.node for one in chosen] for of, chosen in found.held.items()}
-        unread = [path for of in paths.values() for path in of if path not in sound]
+            holdings.append(Held("save", source, state.made))
+        resumed = resume(holdings, stages)
+        if resumed is None:
+            raise RegroupError("there is no readable save of any stage: name other folders")
+        paths = {
+            stage: [paths_of_stage.source.node for paths_of_stage in chosen]
+            for stage, chosen in resumed.held.items()
+        }
+        unread = [path for stage in paths.values() for path in stage if path not in sound]
         for path in unread:
             try:
-                left[path].check()
+                candidates[path].check()
                 sound.add(path)
             except SaveError as error:
                 log.warning("refused a save: %s", error)
-                del left[path]
-        if all(path in left for path in unread):
-            return found, {of: [left[path] for path in one] for of, one in paths.items()}
+                del candidates[path]
+        if all(path in candidates for path in unread):
+            return resumed, {
+                stage: [candidates[path] for path in paths_of_stage]
+                for stage, paths_of_stage in paths.items()
+            }
 
 
 def regroup(
@@ -150,38 +155,38 @@ def regroup(
     """Write one run's saves anew for the stages of `config`, into the folder that `open_folder`
     has for each; `betas` are the run's. Returns what they were made of. Raises RegroupError,
     SaveError, OSError."""
-    had = stages_of(saves, config)
-    found, chosen = choose(saves, had)
-    if not found.exact and had != config.stages:
+    stages_before = stages_of(saves, config)
+    resumed, parts_of = choose(saves, stages_before)
+    if not resumed.exact and stages_before != config.stages:
         raise RegroupError(
-            f"{found.reason}. Layers are regrouped at one step: bring the saves that lack, or "
-            f"go on with {had} stages, as it was, until each has saved"
+            f"{resumed.reason}. Layers are regrouped at one step: bring the saves that lack, or "
+            f"go on with {stages_before} stages, as it was, until each has saved"
         )
     for stage in range(config.stages + 1):
-        parts = pieces(stage, config.layers, had, config.stages)
-        if all(piece.stage in chosen for piece in parts):
-            made_of = [(piece, chosen[piece.stage][0]) for piece in parts]
+        parts = pieces(stage, config.layers, stages_before, config.stages)
+        if all(piece.stage in parts_of for piece in parts):
+            made_of = [(piece, parts_of[piece.stage][0]) for piece in parts]
             _write(open_folder(stage), regrouped(stage, config.stages, made_of), made_of, betas)
-    return found
+    return resumed
 
 
-def of_one_run(saves: Sequence[SaveFile], but: str = "") -> list[SaveFile]:
+def of_one_run(saves: Sequence[SaveFile], excluded: str = "") -> list[SaveFile]:
     """All saves but those of the run `but`, whose folders may be among the others. Raises
     RegroupError for none, and for saves of several runs."""
-    found = [save for save in saves if save.run != but]
-    runs = sorted({save.run for save in found})
+    others = [save for save in saves if save.run != excluded]
+    runs = sorted({save.run for save in others})
     if not runs:
         raise RegroupError(
-            f"there is no save{f' of another run than {but}' if but else ''}: name folders as "
-            "--save-dir had them, in which there are stage-0, stage-1, ..."
+            f"there is no save{f' of a run other than {excluded}' if excluded else ''}: "
+            "name folders given as --save-dir, which contain stage-0, stage-1, ..."
         )
     if len(runs) > 1:
         where = ", ".join(
-            f"{run} in {next(save for save in found if save.run == run).path.parent}"
+            f"{run} in {next(save for save in others if save.run == run).path.parent}"
             for run in runs
         )
         raise RegroupError(f"these are saves of several runs ({where}): name folders of one")
-    return found
+    return others
 
 
 def _write(
@@ -209,14 +214,14 @@ def _joined(
     sizes = [save.tensors[name] // piece.of for piece, save in parts]  # values in a layer
     counts = [size * piece.layers for size, (piece, _) in zip(sizes, parts, strict=True)]
 
-    def made() -> Iterator[Bytes]:
+    def read_pieces() -> Iterator[Bytes]:
         for size, count, (piece, save) in zip(sizes, counts, parts, strict=True):
-            scale, had = 1.0, save.state.optimizer_step
-            if decay is not None and had != optimizer_step:
-                scale = moment_scale(decay, had, optimizer_step)
+            scale, steps_before = 1.0, save.state.optimizer_step
+            if decay is not None and steps_before != optimizer_step:
+                scale = moment_scale(decay, steps_before, optimizer_step)
             for chunk in save.values(name, size * piece.first, count):
                 if scale != 1.0:
                     chunk.view(np.float32)[:] *= np.float32(scale)
                 yield chunk
 
-    return Values(sum(counts), made)
+    return Values(sum(counts), read_pieces)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Way = Literal["forward", "backward"]
+Direction = Literal["forward", "backward"]
 Item: TypeAlias = pb.Relearn | Frame
 
 TOGETHER: Final = 8
@@ -78,7 +78,7 @@ class Lesson(Protocol):
         """The input of the run of stages."""
         ...
 
-    def pass_on(self, given: list[Tensor], lr: float | None) -> list[Tensor]:
+    def pass_on(self, inputs: list[Tensor], lr: float | None) -> list[Tensor]:
         """Forward pass; with a learning rate, call `pass_back` next."""
         ...
 
@@ -87,7 +87,7 @@ class Lesson(Protocol):
         ...
 
     def end(
-        self, piece: PairSlice, given: list[Tensor], norm: float | None, lr: float | None
+        self, piece: PairSlice, inputs: list[Tensor], norm: float | None, lr: float | None
     ) -> PairSliceResult:
         """Forward pass and comparison with the run's output; with a learning rate, an update.
         `norm`: the denominator, unless the run's input is in `given`."""
@@ -147,9 +147,9 @@ class Course:
         return divmod(update, len(self.pieces))
 
     def piece(self, update: int) -> PairSlice:
-        a_pass, place = self.at(update)
-        if self._order[0] != a_pass:
-            self._order = a_pass, shuffled(len(self.pieces), a_pass)
+        pass_number, place = self.at(update)
+        if self._order[0] != pass_number:
+            self._order = pass_number, shuffled(len(self.pieces), pass_number)
         return self.pieces[self._order[1][place]]
 
     def rate(self, update: int, time_gone: float = 0.0) -> float:
@@ -236,9 +236,9 @@ class Relearning:
 
 def explain(result: pb.Relearned) -> str:
     if not result.pairs:
-        return f"not at all: none of {result.left_out} pairs is whole"
+        return f"not possible: none of {result.left_out} pairs has both sides"
     left_out = f" ({result.left_out} left out)" if result.left_out else ""
-    undone = ", which is worse: undone" if result.undone else ""
+    undone = ", which is no better: undone" if result.undone else ""
     return (
         f"residual error {result.residual_before:.4f} before, {result.residual_after:.4f} after "
         f"{result.passes} passes over {result.pairs} pairs{left_out}{undone}; "
@@ -253,22 +253,22 @@ def whole_pairs(
     pairs with one side only."""
     inputs, outputs = set(), set()
     for stage, report in reports.items():
-        for said in report:
-            pair = _pair(said)
+        for pair_report in report:
+            pair = _pair(pair_report)
             if not pair.stages or not reports.keys() >= set(pair.stages):
                 continue
-            if said.input and stage == pair.stages[0]:
+            if pair_report.input and stage == pair.stages[0]:
                 inputs.add(pair)
-            if said.output and stage == pair.stages[-1]:
+            if pair_report.output and stage == pair.stages[-1]:
                 outputs.add(pair)
     return sorted(inputs & outputs), len(inputs ^ outputs)
 
 
-def _pair(said: pb.BoundaryPair) -> BoundaryPair:
-    return BoundaryPair(said.step, said.microbatch, tuple(said.stages))
+def _pair(report: pb.BoundaryPair) -> BoundaryPair:
+    return BoundaryPair(report.step, report.microbatch, tuple(report.stages))
 
 
-def _said(pair: BoundaryPair, **sides: bool) -> pb.BoundaryPair:
+def _pair_report(pair: BoundaryPair, **sides: bool) -> pb.BoundaryPair:
     return pb.BoundaryPair(step=pair.step, microbatch=pair.microbatch, stages=pair.stages, **sides)
 
 
@@ -306,9 +306,9 @@ class _Joiner:
             residual_before=math.nan, residual_after=math.nan, pairs=len(pairs), left_out=left_out
         )
         if pairs:
-            named = list(map(_said, pairs))
+            reported = list(map(_pair_report, pairs))
             started = exchanges.now
-            before = await self._measure(pb.Relearn(work=pb.Relearn.MEASURE, pairs=named))
+            before = await self._measure(pb.Relearn(work=pb.Relearn.MEASURE, pairs=reported))
             begin = exchanges.now
             # Measuring afterwards takes as long again.
             end = started + self.terms.seconds - (begin - started)
@@ -326,15 +326,15 @@ class _Joiner:
         self._order(pb.Relearn(work=work, result=result))
         return result
 
-    async def _train(self, wanted: int, end: float, begin: float | None = None) -> None:
+    async def _train(self, target: int, end: float, begin: float | None = None) -> None:
         """Train until `wanted` updates are made, or the time is over. The rate falls with the time
         since `begin`, if given."""
-        at_a_time = TOGETHER if self.block.others else 1
-        while self.updates < wanted and (now := self.node.exchanges.now) < end:
+        per_round = TOGETHER if self.block.others else 1
+        while self.updates < target and (now := self.node.exchanges.now) < end:
             order = pb.Relearn(
                 work=pb.Relearn.TRAIN,
                 first=self.updates,
-                count=min(at_a_time, wanted - self.updates),
+                count=min(per_round, target - self.updates),
                 time_gone=0.0 if begin is None else (now - begin) / (end - begin),
             )
             await self._round(order)
@@ -342,10 +342,10 @@ class _Joiner:
     async def _train_until_enough(self, residual: float, end: float) -> float:
         """Train while other stages wait for it. The rest is learned later, so the rate doesn't fall
         with the time. Returns the residual error."""
-        wanted, some = self.course.updates, updates_to_look(len(self.course.pieces))
+        most, between = self.course.updates, updates_to_look(len(self.course.pieces))
         exchanges = self.node.exchanges
-        while residual > self.terms.enough and self.updates < wanted and exchanges.now < end:
-            await self._train(min(wanted, self.updates + some), end)
+        while residual > self.terms.enough and self.updates < most and exchanges.now < end:
+            await self._train(min(most, self.updates + between), end)
             residual = await self._measure(pb.Relearn(work=pb.Relearn.MEASURE))
         return residual
 
@@ -384,7 +384,7 @@ class _Joiner:
 
     async def _obey(self, order: pb.Relearn) -> None:
         if order.pairs:
-            self._take_pairs([_pair(said) for said in order.pairs])
+            self._take_pairs([_pair(report) for report in order.pairs])
         if order.work == pb.Relearn.TRAIN:
             await self._update(order)
             return
@@ -396,20 +396,22 @@ class _Joiner:
         course = self.course
         if order.first != self.updates or order.count > course.updates - self.updates:
             leader = self.block.joiners[self.block.leader]
-            what = f"{order.count} updates after {order.first}"
-            reason = f"{leader} wants {what}, after {self.updates} of {course.updates}"
+            updates = f"{order.count} updates after {order.first}"
+            reason = (
+                f"{leader} requested {updates}, but {self.updates} of {course.updates} are made"
+            )
             raise ComplaintError(reason, [leader], NUMBERS)
         for _ in range(order.count):
-            a_pass, place = course.at(self.updates)
+            pass_number, place = course.at(self.updates)
             lr = course.rate(self.updates, order.time_gone)
             # The first pass, too, passes the run's input along: not all of it has been measured.
-            await self._visit(course.piece(self.updates), place, lr, with_start=a_pass == 0)
+            await self._visit(course.piece(self.updates), place, lr, with_start=pass_number == 0)
             self.updates += 1
 
     def _report(self) -> list[pb.BoundaryPair]:
         inputs, outputs = self.fetched.inputs, self.fetched.outputs
         return [
-            _said(pair, input=pair in inputs, output=pair in outputs)
+            _pair_report(pair, input=pair in inputs, output=pair in outputs)
             for pair in sorted(inputs.keys() | outputs.keys())
         ]
 
@@ -425,16 +427,16 @@ class _Joiner:
         """Set the pairs that the leader wants measured and trained on."""
         for pair in pairs:
             ends = pair.stages[:1], pair.stages[-1:]
-            here = (self.block.stage,)
+            this_stage = (self.block.stage,)
             if (
                 not pair.stages
                 or not self.block.joiners.keys() >= set(pair.stages)
-                or (ends[0] == here and pair not in self.fetched.inputs)
-                or (ends[1] == here and pair not in self.fetched.outputs)
+                or (ends[0] == this_stage and pair not in self.fetched.inputs)
+                or (ends[1] == this_stage and pair not in self.fetched.outputs)
             ):
                 leader = self.block.joiners[self.block.leader]
-                what = str(pair)[:REASON_LIMIT]
-                reason = f"{leader} wants {what} trained on, which can't be"
+                shown = str(pair)[:REASON_LIMIT]
+                reason = f"{leader} requested training on {shown}, which is not possible"
                 raise ComplaintError(reason, [leader], NUMBERS)
         self.course = Course(pairs, self.fetched.shape[0], self.terms)
 
@@ -449,27 +451,29 @@ class _Joiner:
         if self.block.stage not in stages:
             return
         train = lr is not None
-        at = stages.index(self.block.stage)
-        before = stages[at - 1] if at > 0 else None
-        behind = stages[at + 1] if at + 1 < len(stages) else None
+        index = stages.index(self.block.stage)
+        stage_before = stages[index - 1] if index > 0 else None
+        stage_after = stages[index + 1] if index + 1 < len(stages) else None
         shape = (piece.end - piece.first, *self.fetched.shape[1:])
-        if before is None:
-            given = await self.compute(partial(lesson.start, piece, with_start))
+        if stage_before is None:
+            inputs = await self.compute(partial(lesson.start, piece, with_start))
         else:
-            given = await self._receive(before, place, "forward", [shape] * (1 + with_start))
-        if behind is None:
-            ended = await self.compute(partial(lesson.end, piece, given, self.norms.get(piece), lr))
-            self.norms[piece], back = ended.norm, ended.back
-            if ended.error is not None:
-                self.errors[piece] = ended.error
+            inputs = await self._receive(stage_before, place, "forward", [shape] * (1 + with_start))
+        if stage_after is None:
+            result = await self.compute(
+                partial(lesson.end, piece, inputs, self.norms.get(piece), lr)
+            )
+            self.norms[piece], gradient = result.norm, result.back
+            if result.error is not None:
+                self.errors[piece] = result.error
         else:
-            onward = await self.compute(partial(lesson.pass_on, given, lr))
-            await self._send(behind, place, "forward", onward)
-            back = await self._receive(behind, place, "backward", [shape] * train)
+            outputs = await self.compute(partial(lesson.pass_on, inputs, lr))
+            await self._send(stage_after, place, "forward", outputs)
+            gradient = await self._receive(stage_after, place, "backward", [shape] * train)
             if train:
-                back = [await self.compute(partial(lesson.pass_back, *back))]
-        if before is not None:
-            await self._send(before, place, "backward", back)
+                gradient = [await self.compute(partial(lesson.pass_back, *gradient))]
+        if stage_before is not None:
+            await self._send(stage_before, place, "backward", gradient)
 
     # --- the compute thread and the other joiners
 
@@ -485,28 +489,32 @@ class _Joiner:
         if not self.node.send(
             node, pb.Message(ballot=self.block.ballot.message(), relearn=relearn)
         ):
-            raise ComplaintError(f"there is no link to {node} to relearn with", [node])
+            raise ComplaintError(f"there is no link to {node} for relearning", [node])
 
     async def _hear(self, node: str, number: int) -> pb.Relearn:
-        what = f"its word in round {number} of relearning"
-        heard = await self.mailbox.take(node, number, what, self.terms.patience)
-        assert isinstance(heard, pb.Relearn)
-        return heard
+        expected = f"its message in round {number} of relearning"
+        answer = await self.mailbox.take(node, number, expected, self.terms.patience)
+        assert isinstance(answer, pb.Relearn)
+        return answer
 
-    async def _send(self, stage: int, place: int, way: Way, tensors: list[Tensor]) -> None:
+    async def _send(
+        self, stage: int, place: int, direction: Direction, tensors: list[Tensor]
+    ) -> None:
         node = self.block.joiners[stage]
-        fields = {"round": self.round, "piece": place, "way": way}
+        fields = {"round": self.round, "piece": place, "way": direction}
         descriptors, payload = await self.compute(lambda: self.node.tensors.encode(tensors, "none"))
         frame = Frame("relearn", self.block.ballot, fields, descriptors, payload)
         if not self.node.send(node, frame):
-            raise ComplaintError(f"there is no link to {node} to relearn with", [node])
+            raise ComplaintError(f"there is no link to {node} for relearning", [node])
 
     async def _receive(
-        self, stage: int, place: int, way: Way, shapes: Sequence[tuple[int, ...]]
+        self, stage: int, place: int, direction: Direction, shapes: Sequence[tuple[int, ...]]
     ) -> list[Tensor]:
         node = self.block.joiners[stage]
-        what = f"piece {place} on its way {way} in round {self.round} of relearning"
-        frame = await self.mailbox.take(node, (self.round, place, way), what, self.terms.patience)
+        expected = f"piece {place} passed {direction} in round {self.round} of relearning"
+        frame = await self.mailbox.take(
+            node, (self.round, place, direction), expected, self.terms.patience
+        )
         assert isinstance(frame, Frame)
         try:
             check_forms(frame.descriptors, [Form("float32", shape) for shape in shapes])
@@ -514,7 +522,7 @@ class _Joiner:
                 lambda: self.node.tensors.decode(frame.descriptors, frame.payload)
             )
         except WireError as error:
-            reason = f"{node} sent a bad {what}: {error}"
+            reason = f"{node} sent a bad {expected}: {error}"
             raise ComplaintError(reason, [node], error.cause) from error
 
 
@@ -523,23 +531,23 @@ class _Mailbox:
 
     def __init__(self, exchanges: Exchanges, inbox: ExchangeInbox[Item]) -> None:
         self._exchanges, self._inbox = exchanges, inbox
-        self._held: dict[tuple[str, object], Item] = {}
+        self._items: dict[tuple[str, object], Item] = {}
         self._lost: dict[str, Lost] = {}  # by node: why nothing more comes from it
 
-    async def take(self, peer: str, key: object, what: str, patience: float) -> Item:
+    async def take(self, peer: str, key: object, expected: str, patience: float) -> Item:
         """Raises ComplaintError that names the peer it waited for."""
         until = self._exchanges.now + patience
-        while (peer, key) not in self._held:
+        while (peer, key) not in self._items:
             if peer in self._lost:
                 lost = self._lost[peer]
-                reason = f"{peer} did not send {what}: {lost.reason}"
+                reason = f"{peer} did not send {expected}: {lost.reason}"
                 raise ComplaintError(reason, [peer], lost.cause)
             try:
                 self._put(*await self._inbox.take(until))
             except TimeoutError:
-                reason = f"waited {patience:g} s for {peer} to send {what}"
+                reason = f"waited {patience:g} s for {peer} to send {expected}"
                 raise ComplaintError(reason, [peer]) from None
-        return self._held.pop((peer, key))
+        return self._items.pop((peer, key))
 
     def _put(self, peer: str, item: Item | Lost) -> None:
         match item:
@@ -547,17 +555,17 @@ class _Mailbox:
                 self._lose(peer, f"lost: {reason}", cause)
             case pb.Relearn():
                 self._hold(peer, item.round, item)
-            case Frame(fields={"round": int(number), "piece": int(place), "way": str(way)}):
-                self._hold(peer, (number, place, way), item)
+            case Frame(fields={"round": int(number), "piece": int(place), "way": str(direction)}):
+                self._hold(peer, (number, place, direction), item)
             case Frame(fields=fields):
-                named = str(sorted(fields))[:REASON_LIMIT]
-                self._lose(peer, f"it sent a frame with the fields {named}", NUMBERS)
+                names = str(sorted(fields))[:REASON_LIMIT]
+                self._lose(peer, f"it sent a frame with the fields {names}", NUMBERS)
 
     def _hold(self, peer: str, key: object, item: Item) -> None:
-        if sum(sender == peer for sender, _ in self._held) >= HELD:
-            self._lose(peer, f"it sent more than {HELD} things that nobody asked for", NUMBERS)
+        if sum(sender == peer for sender, _ in self._items) >= HELD:
+            self._lose(peer, f"it sent more than {HELD} unrequested messages", NUMBERS)
         else:
-            self._held[peer, key] = item
+            self._items[peer, key] = item
 
     def _lose(self, peer: str, reason: str, cause: Cause) -> None:
         self._lost.setdefault(peer, Lost(reason, cause))

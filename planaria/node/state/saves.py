@@ -140,19 +140,19 @@ class Saves:
                 f"{_remedy(error)}, or name another folder"
             ) from error
         for save in saves:
-            other = self._run_of(save)
-            if other not in (None, run):
+            saved_run = self._run_of(save)
+            if saved_run not in (None, run):
                 raise SaveError(
-                    f"{self._path(save)} is of the run {other}, this is {run}: name another "
-                    "folder for its saves, or move those away; `planaria regroup` writes them anew "
-                    "for a run with another run file"
+                    f"{self._path(save)} is of the run {saved_run}, not of {run}: name another "
+                    "folder for saves, or move those away; `planaria regroup` converts them for "
+                    "another run file"
                 )
 
     def listed(self) -> list[Age]:
         """The existing saves, newest first, unread. Raises OSError."""
         with os.scandir(self.folder) as entries:
-            found = [_parse(entry.name) for entry in entries if entry.is_file()]
-        return sorted((save for save in found if save is not None), reverse=True)
+            ages = [_parse(entry.name) for entry in entries if entry.is_file()]
+        return sorted((save for save in ages if save is not None), reverse=True)
 
     def sound(self) -> list[Age]:
         """The saves that `load` accepts, newest first; the log names the others. Reads all of them,
@@ -185,15 +185,15 @@ class Saves:
                 f"stage {state.id.stage} is not saved in {self.folder}, which is for stage "
                 f"{self.stage}"
             )
-        what = name_of(state.id.age)
+        file_name = name_of(state.id.age)
         if wrong := _no_number(state):
-            raise ValueError(f"{what}: {wrong}; a number from 0 on is saved")
+            raise ValueError(f"{file_name}: {wrong} is not a finite number of at least 0")
         for name, tensor in state.tensors.items():
             if name == METADATA:
-                raise ValueError(f"{what}: no tensor can be named {name}")
+                raise ValueError(f"{file_name}: no tensor can be named {name}")
             if tensor.dtype != torch.float32 or tensor.dim() != 1 or not tensor.is_contiguous():
                 raise ValueError(
-                    f"{what}: {name} is {tensor.dtype} {tuple(tensor.shape)}; only flat, "
+                    f"{file_name}: {name} is {tensor.dtype} {tuple(tensor.shape)}; only flat, "
                     "contiguous torch.float32 is saved"
                 )
 
@@ -217,8 +217,8 @@ class Saves:
                 )
         listed = [(name, values.length, _digest(values)) for name, values in tensors.items()]
         header = _encode(_fields(self.run, state, listed, self.contents))
-        made = chain.from_iterable(values.pieces() for values in tensors.values())
-        self._put(name_of(state.id.age), chain([header], made))
+        contents = chain.from_iterable(values.pieces() for values in tensors.values())
+        self._put(name_of(state.id.age), chain([header], contents))
         try:
             # The newest of all: a replica may have been faster.
             self._put(LATEST, [_as_bytes(name_of(self.listed()[0]).encode() + b"\n")])
@@ -248,13 +248,13 @@ class Saves:
         flush_folder(self.folder)
 
     def _prune(self) -> None:
-        kept: list[Age] = []
+        keeping: list[Age] = []
         for save in self.listed():
             # Saves of an abandoned lineage don't count. Otherwise the one that the run went back to
             # would go first, while other stages may have no newer one yet. (One from between two
             # regular saves can't be recognised, and takes a place until it is the oldest.)
-            if len(kept) < self.keep and (not kept or save.step < kept[-1].step):
-                kept.append(save)
+            if len(keeping) < self.keep and (not keeping or save.step < keeping[-1].step):
+                keeping.append(save)
             elif self._run_of(save) in (None, self.run):
                 self._path(save).unlink(missing_ok=True)  # a replica may have been faster
 
@@ -271,12 +271,12 @@ class Saves:
         path = self._path(save)
         with _opened(path) as (file, fields):
             state, run = _state(fields), fields["run"]
-            what = state.id
-            if (run, what.stage, what.age) != (self.run, self.stage, save):
+            saved = state.id
+            if (run, saved.stage, saved.age) != (self.run, self.stage, save):
                 raise SaveError(
-                    f"{path} is step {what.step}, lineage {what.lineage} of stage {what.stage} of "
-                    f"the run {run}; its place is that of step {save.step}, lineage "
-                    f"{save.lineage} of stage {self.stage} of {self.run}"
+                    f"{path} has step {saved.step}, lineage {saved.lineage} of stage "
+                    f"{saved.stage} of the run {run}; its name says step {save.step}, lineage "
+                    f"{save.lineage} of stage {self.stage} of {self.run}: remove it"
                 )
             return replace(state, tensors=dict(_tensors(path, file, fields, keep_tensors)))
 
@@ -327,7 +327,7 @@ class SaveFile:
 def find_saves(*folders: Path) -> list[SaveFile]:
     """Saves of any stage and run in nodes' save folders, or in parents of those; the log names
     unusable ones."""
-    found = []
+    saves = []
     for folder in folders:
         for path in sorted({*folder.glob("stage-*/step-*"), *folder.glob("*/stage-*/step-*")}):
             if _parse(path.name) is None:
@@ -337,14 +337,17 @@ def find_saves(*folders: Path) -> list[SaveFile]:
             except SaveError as error:
                 log.warning("refused a save: %s", error)
                 continue
-            says = save.state.id
-            if (f"stage-{says.stage}", name_of(says.age)) == (path.parent.name, path.name):
-                found.append(save)
+            state_id = save.state.id
+            if (f"stage-{state_id.stage}", name_of(state_id.age)) == (path.parent.name, path.name):
+                saves.append(save)
             else:
                 log.warning(
-                    "refused a save: %s is %s of stage %d", path, name_of(says.age), says.stage
+                    "refused a save: %s contains %s of stage %d",
+                    path,
+                    name_of(state_id.age),
+                    state_id.stage,
                 )
-    return found
+    return saves
 
 
 @dataclass(eq=False)
@@ -405,25 +408,25 @@ class Writer:
 
     def save(self, state: StageState) -> None:
         """Hand a state over. Raises only ValueError, as `Saves.check` does."""
-        began = time.perf_counter()
+        started = time.perf_counter()
         self._saves.check(state)
-        taken = PendingSave(replace(state, tensors={}), began)
+        pending = PendingSave(replace(state, tensors={}), started)
         with self._changed:
-            known = self._newest is not None and self._newest.state == taken.state
+            is_known = self._newest is not None and self._newest.state == pending.state
             closed = self._closed
-            if not (known or closed):
-                self._newest = taken
-                self._waiting.append(taken)
-        if closed and not known:
-            self._on_error(f"{self._what(taken.save)} failed: the writer is closed")
-        elif not known:
+            if not (is_known or closed):
+                self._newest = pending
+                self._waiting.append(pending)
+        if closed and not is_known:
+            self._on_error(f"{self._action(pending.save)} failed: the writer is closed")
+        elif not is_known:
             handed_over = False
             try:
-                handed_over = self._hand_over(taken, state)
+                handed_over = self._hand_over(pending, state)
             finally:
                 if not handed_over:
-                    self._over(taken, written=False)
-        self.critical_seconds += time.perf_counter() - began
+                    self._finish(pending, written=False)
+        self.critical_seconds += time.perf_counter() - started
 
     def close(self, seconds: float) -> list[Age]:
         """Wait, blocking, for writes in flight and states that wait for one; returns those not on
@@ -433,12 +436,14 @@ class Writer:
             self._changed.wait_for(lambda: not self._waiting, seconds)
             missing = list(self._waiting)
         self._states.put(None)
-        for taken in missing:
-            given = time.perf_counter() - taken.since
-            self._on_error(f"{self._what(taken.save)} failed: not on disk after {given:.1f} s")
-        return [taken.save for taken in missing]
+        for pending in missing:
+            seconds_since = time.perf_counter() - pending.since
+            self._on_error(
+                f"{self._action(pending.save)} failed: not on disk after {seconds_since:.1f} s"
+            )
+        return [pending.save for pending in missing]
 
-    def _hand_over(self, taken: PendingSave, state: StageState) -> bool:
+    def _hand_over(self, pending: PendingSave, state: StageState) -> bool:
         """Copy the state for the writing thread. False: the disk is stuck."""
         try:
             # After one wait in vain, training doesn't wait for the disk at every save.
@@ -447,10 +452,10 @@ class Writer:
         except Empty:
             self._stuck = True
             with self._changed:
-                others = [str(other.save.step) for other in self._waiting if other is not taken]
+                others = [str(other.save.step) for other in self._waiting if other is not pending]
             waiting = ", ".join(others)
             self._on_error(
-                f"{self._what(taken.save)} is given up: the disk has not taken the saves of "
+                f"{self._action(pending.save)} is skipped: the disk has not written the saves of "
                 f"steps {waiting} for {PATIENCE:g} s; check it, or save less often"
             )
             return False
@@ -460,25 +465,25 @@ class Writer:
                 buffers[name] = torch.empty(tensor.shape, pin_memory=tensor.is_cuda)
             buffers[name].copy_(tensor.detach())
         copies = {name: buffers[name] for name in state.tensors}
-        self._states.put((taken, replace(state, tensors=copies), buffers))
+        self._states.put((pending, replace(state, tensors=copies), buffers))
         return True
 
     def _write_all(self) -> None:
         while item := self._states.get():
-            taken, state, buffers = item
+            pending, state, buffers = item
             written = False
             try:
                 written = self._write(state)
             finally:
-                self._over(taken, written)
+                self._finish(pending, written)
                 self._slots.put(buffers)
 
-    def _over(self, taken: PendingSave, written: bool) -> None:
+    def _finish(self, pending: PendingSave, written: bool) -> None:
         """Remove a state whose result has been reported."""
         with self._changed:
-            if self._newest is taken and not written:
+            if self._newest is pending and not written:
                 self._newest = None
-            self._waiting.remove(taken)
+            self._waiting.remove(pending)
             self._changed.notify_all()
 
     def _write(self, state: StageState) -> bool:
@@ -487,15 +492,15 @@ class Writer:
             self._saves.write(state)
         except OSError as error:
             self._on_error(
-                f"{self._what(state.id.age)} failed: {error.strerror}; {_remedy(error)}. The saves "
-                "before it stay, and the next one is tried"
+                f"{self._action(state.id.age)} failed: {error.strerror}; {_remedy(error)}. Earlier "
+                "saves stay, and the next one is tried"
             )
             return False
         self.bytes_written += state.bytes
         self._on_saved(state.id.age)
         return True
 
-    def _what(self, save: Age) -> str:
+    def _action(self, save: Age) -> str:
         return f"saving step {save.step} of stage {self._saves.stage} in {self._saves.folder}"
 
 
@@ -531,14 +536,14 @@ class SavesOnDisk:
         except OSError as error:
             log.error("can't list the saves in %s: %s", self._saves.folder, error.strerror)
             return []
-        found = []
+        ids = []
         for save in saves:
             try:
                 if save not in refused:
-                    found.append(self._saves.id_of(save))
+                    ids.append(self._saves.id_of(save))
             except SaveError as error:  # damaged since, or replaced by a newer one
-                log.warning("not offered: %s", error)
-        return found
+                log.warning("a save is not offered: %s", error)
+        return ids
 
     def damaged(self) -> set[Age]:
         with waiting_for_disk():
@@ -690,22 +695,20 @@ def _read_header(path: Path, file: io.FileIO) -> Fields:
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if 8 + length > size or length > HEADER_LIMIT:
-        raise SaveError(
-            f"{path} is damaged: its {size} bytes have no room for a header of {length}"
-        )
+        raise SaveError(f"{path} is damaged: it has {size} bytes, and its header needs {length}")
     text = np.empty(length, np.uint8)
     _fill(path, file, text)
     try:
         fields: Fields = json.loads(text.tobytes())[METADATA]
         checksum = fields.pop("xxh3")
     except _NO_SENSE as error:
-        raise SaveError(f"{path} is damaged, or no save: its header can't be read") from error
+        raise SaveError(f"{path} is damaged, or not a save: its header can't be read") from error
     if checksum != _checksum(fields):
         raise SaveError(f"{path} is damaged: its header's checksum is not {checksum}")
     if fields.get("format") != FORMAT:
         raise SaveError(
-            f"{path} has the format {fields.get('format')}, and this planaria reads {FORMAT}: use "
-            "the planaria that wrote it, or move it away"
+            f"{path} has the format {fields.get('format')}, and this version reads {FORMAT}: use "
+            "the version that wrote it, or move it away"
         )
     try:
         whole = np.array_equal(_encode(fields)[8:], text)
@@ -713,7 +716,7 @@ def _read_header(path: Path, file: io.FileIO) -> Fields:
             raise ValueError(wrong)
         expected = 8 + length + VALUE * sum(values for _, values, _ in _listed(fields))
     except _NO_SENSE as error:
-        raise SaveError(f"{path} is damaged: its header makes no sense ({error!r})") from error
+        raise SaveError(f"{path} is damaged: its header has invalid values ({error!r})") from error
     if not whole or not isinstance(fields.get("run"), str):
         raise SaveError(f"{path} is damaged: its header contradicts itself")
     if size != expected:
@@ -765,14 +768,14 @@ def _as_bytes(text: bytes) -> Bytes:
 
 def newest_saved_stage(folder: Path) -> int | None:
     """The stage saved last in a node's folder; None: it has no saves. Raises OSError."""
-    found = [
+    stages = [
         (save, int(path.name.removeprefix("stage-")))
         for path in folder.glob("stage-*")
         if path.name.removeprefix("stage-").isdecimal()
         for entry in os.scandir(path)
         if (save := _parse(entry.name)) is not None
     ]
-    return max(found)[1] if found else None
+    return max(stages)[1] if stages else None
 
 
 def name_of(save: Age) -> str:
@@ -806,7 +809,7 @@ def _remove_leftovers(folder: Path) -> None:
                 path.unlink()
         except (FileNotFoundError, BlockingIOError):
             continue  # renamed or removed meanwhile, or its writer lives
-        log.info("removed %s, which a writer left half-written", path)
+        log.info("removed the incomplete file %s", path)
 
 
 def _remedy(error: OSError) -> str:

@@ -109,15 +109,17 @@ class Manifest:
         tensors = _parse_tensors(message.tensors)
         if tensors not in [tuple(due.items()) for due in allowed]:
             due = " or ".join(_name(due.items()) for due in allowed)
-            raise WireError(f"its manifest has {_name(tensors)}, where {due} is due")
+            raise WireError(f"its manifest has {_name(tensors)} instead of {due}")
         size = VALUE * sum(values for _, values in tensors)
         if message.size != size:
-            raise FiguresError(f"its manifest says {message.size} bytes; its tensors have {size}")
+            raise FiguresError(
+                f"its manifest gives {message.size} bytes, but its tensors have {size}"
+            )
         if not (math.isfinite(message.omega) and message.omega >= 0):
-            raise FiguresError(f"its gradient's squared norm, {message.omega}, is none")
-        of_step = message.optimizer_step, message.boosted_at, message.last.step
-        if max(of_step) > step:
-            raise FiguresError(f"its manifest tells of a later step than {step}: {max(of_step)}")
+            raise FiguresError(f"its gradient's squared norm is {message.omega}")
+        later = message.optimizer_step, message.boosted_at, message.last.step
+        if max(later) > step:
+            raise FiguresError(f"its manifest has a step later than {step}: {max(later)}")
         if len(message.digest) > HASH:
             raise FiguresError(f"its manifest has a digest of {len(message.digest)} bytes")
         return cls(tensors, size, message.optimizer_step, message.digest, message)
@@ -137,7 +139,7 @@ def _parse_tensors(packed: bytes) -> tuple[tuple[str, int], ...]:
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise WireError(f"its manifest is not msgpack: {error}") from error
     if not isinstance(entries, list) or len(entries) > TENSORS_LIMIT:
-        raise WireError(f"its manifest is no list of at most {TENSORS_LIMIT} tensors")
+        raise WireError(f"its manifest is not a list of at most {TENSORS_LIMIT} tensors")
     return tuple(_parse_tensor(entry) for entry in entries)
 
 
@@ -147,7 +149,9 @@ def _parse_tensor(entry: Any) -> tuple[str, int]:
             0 < len(name) <= NAME_LIMIT and type(values) is int and values >= 0
         ):
             return name, values
-    raise WireError(f"its manifest has the tensor {_shorten(repr(entry))}, no [name, float32, [n]]")
+    raise WireError(
+        f"its manifest has the tensor {_shorten(repr(entry))}, not [name, float32, [n]]"
+    )
 
 
 def _shorten(text: str) -> str:
@@ -203,11 +207,13 @@ class StateServer:
         """The requested state. Raises ValueError that says why it isn't served."""
         state = self._state(request.kind, request.stage, request.step)
         if state is None:
-            what = f"{request.kind} of stage {request.stage}" if request.kind else "state"
-            raise ValueError(f"there is no {what} here")
+            requested = f"{request.kind} of stage {request.stage}" if request.kind else "state"
+            raise ValueError(f"this node has no {requested}")
         if state.id.step != request.step:
-            how = "held" if request.kind else "committed"
-            raise ValueError(f"step {request.step} is asked for, but {state.id.step} is {how} here")
+            status = "held" if request.kind else "committed"
+            raise ValueError(
+                f"step {request.step} is requested, but step {state.id.step} is {status} here"
+            )
         return state
 
     async def _send_manifest(self, peer: str, message: pb.Message) -> None:
@@ -270,11 +276,11 @@ def _values_of(tensors: Sequence[Tensor], shard: StateShard) -> list[Tensor]:
     total = VALUE * sum(tensor.numel() for tensor in tensors)
     if not 0 < shard.size <= SHARD_LIMIT or shard.offset + shard.size > total:
         raise ValueError(
-            f"bytes [{shard.offset}, {shard.offset + shard.size}) are no shard of {total} bytes "
+            f"bytes [{shard.offset}, {shard.offset + shard.size}) are not a shard of {total} bytes "
             f"(a shard has 1 to {SHARD_LIMIT})"
         )
     if shard.offset % VALUE or shard.size % VALUE:
-        raise ValueError(f"offset {shard.offset} or size {shard.size} is no multiple of {VALUE}")
+        raise ValueError(f"offset {shard.offset} or size {shard.size} is not a multiple of {VALUE}")
     parts = []
     start, stop = shard.offset // VALUE, (shard.offset + shard.size) // VALUE
     for tensor in tensors:
@@ -292,7 +298,7 @@ def _values_of(tensors: Sequence[Tensor], shard: StateShard) -> list[Tensor]:
 class _Source:
     """ShardPlan's record of a source."""
 
-    heard: float = 0.0  # when it last answered, or was asked while it owed nothing
+    answered: float = 0.0  # when it last answered, or was asked while it owed nothing
     outstanding: dict[int, StateShard] = field(default_factory=dict)  # by offset
     failed: set[int] = field(default_factory=set)  # offsets
     failures: list[str] = field(default_factory=list)
@@ -302,7 +308,7 @@ def cut(sizes: Iterable[int], shard_size: int, first: int = 0) -> list[StateShar
     """The shards of consecutive tensors of these sizes in bytes, from the byte `first` on. None
     spans two tensors, so a tensor is whole when its own shards are there."""
     if shard_size <= 0 or shard_size % VALUE:
-        raise ValueError(f"shards of {shard_size} bytes; a positive multiple of {VALUE} it is")
+        raise ValueError(f"shards of {shard_size} bytes; give a positive multiple of {VALUE}")
     return [
         StateShard(offset, min(shard_size, end - offset))
         for start, end in pairwise(accumulate(sizes, initial=first))
@@ -337,8 +343,8 @@ class ShardPlan:
     @property
     def wake(self) -> float:
         """Time of the next `expire`; inf: nothing is outstanding."""
-        owing = [source.heard for source in self._sources.values() if source.outstanding]
-        return min(owing, default=math.inf) + self._silence
+        answered = [source.answered for source in self._sources.values() if source.outstanding]
+        return min(answered, default=math.inf) + self._silence
 
     def add(self, source: str) -> None:
         """Add a source. A known one stays as it is."""
@@ -347,16 +353,16 @@ class ShardPlan:
 
     def ask(self, now: float) -> list[tuple[str, StateShard]]:
         """Requests to send now, as (source, shard)."""
-        asked = []
+        requests = []
         while chosen := self._choose():
             source, shard = chosen
             self._pending.remove(shard)
             state = self._sources[source]
             if not state.outstanding:
-                state.heard = now
+                state.answered = now
             state.outstanding[shard.offset] = shard
-            asked.append((source, shard))
-        return asked
+            requests.append((source, shard))
+        return requests
 
     def _choose(self) -> tuple[str, StateShard] | None:
         if not self._pending:
@@ -386,7 +392,7 @@ class ShardPlan:
     def received(self, source: str, offset: int, now: float) -> None:
         """Record the arrival of an outstanding shard."""
         del self._sources[source].outstanding[offset]
-        self._sources[source].heard = now
+        self._sources[source].answered = now
         self.missing -= 1
 
     def failed(self, source: str, offset: int, reason: str, now: float) -> None:
@@ -395,7 +401,7 @@ class ShardPlan:
         insort(self._pending, state.outstanding.pop(offset))
         state.failed.add(offset)
         state.failures.append(reason)
-        state.heard = now
+        state.answered = now
         if len(state.failures) >= FAILURES:
             self.drop(source, "; ".join(dict.fromkeys(state.failures)))
 
@@ -408,7 +414,7 @@ class ShardPlan:
     def expire(self, now: float) -> None:
         """Fail all shards owed by sources that have been silent for too long."""
         for source, state in list(self._sources.items()):
-            if state.outstanding and now >= state.heard + self._silence:
+            if state.outstanding and now >= state.answered + self._silence:
                 for offset in list(state.outstanding):
                     if source in self._sources:
                         self.failed(source, offset, f"silent for {self._silence:g} s", now)
@@ -473,18 +479,18 @@ class StateClient:
     ) -> Arriving:
         """The state as far as it has arrived, or empty room for it. Raises MemoryError."""
         whole = request.optimizer and part is None and manifest.digest
-        before = self._arriving.pop(request.stage, None) if whole else None
-        if before is None or (before.request.age, before.manifest) != (request.age, manifest):
-            del before  # memory may not suffice for two
-            before = Arriving.none_of(request, manifest, part, self)
+        state = self._arriving.pop(request.stage, None) if whole else None
+        if state is None or (state.request.age, state.manifest) != (request.age, manifest):
+            del state  # memory may not suffice for two
+            state = Arriving.none_of(request, manifest, part, self)
         if whole:
-            self._arriving[request.stage] = before
-        return before
+            self._arriving[request.stage] = state
+        return state
 
     def weights(self, stage: int) -> StageState | None:
         """An arriving state with all of its weights; None: there is none."""
-        found = self._arriving.get(stage)
-        return found.state() if found is not None and found.has_weights() else None
+        arriving = self._arriving.get(stage)
+        return arriving.state() if arriving is not None and arriving.has_weights() else None
 
     def forget(self) -> None:
         """Forget arriving states: a state is in place, or they are useless."""
@@ -583,7 +589,7 @@ class Arriving:
         missing = {shard.offset: shard for shard in shards}
         return cls(request, manifest, values, lengths, first, missing)
 
-    def came(self, offset: int) -> None:
+    def arrived(self, offset: int) -> None:
         """Record a shard in its place. It may come twice, once for a cancelled fetch."""
         if (shard := self.missing.pop(offset, None)) is not None:
             self.bytes += shard.size
@@ -602,15 +608,15 @@ class Arriving:
         lengths = self.lengths[:1] if self.missing else self.lengths
         names = [name for name, _ in self.manifest.tensors][: len(lengths)]
         parts = [self.values[a:b] for a, b in pairwise(accumulate(lengths, initial=0))]
-        request, told = self.request, self.manifest.message
-        afresh = request.optimizer and len(lengths) == 1
+        request, message = self.request, self.manifest.message
+        adam_restarts = request.optimizer and len(lengths) == 1
         return StageState(
-            id=StateId.after(told.last, request.stage, *request.age),
+            id=StateId.after(message.last, request.stage, *request.age),
             tensors=dict(zip(names, parts, strict=True)),
-            omega=told.omega,
-            boosted_at=told.boosted_at,
-            last=told.last,
-            optimizer_step=0 if afresh else self.manifest.optimizer_step,
+            omega=message.omega,
+            boosted_at=message.boosted_at,
+            last=message.last,
+            optimizer_step=0 if adam_restarts else self.manifest.optimizer_step,
             digest=self.manifest.digest if len(names) > 1 else b"",
         )
 
@@ -639,7 +645,7 @@ class _TransferFetch:
         self.started = client.exchanges.now
         if len(sources) > SOURCES:
             sources = sorted(sources, key=lambda source: not client.linked(source))
-        self.unasked = deque(sources)
+        self.unused = deque(sources)
         self.silent: dict[str, float] = {}  # no manifest yet; time of the request
         self.given_up: dict[str, str] = {}  # reasons, by source, before the plan knew it
         self.arriving: Arriving | None = None  # set by the first manifest
@@ -653,7 +659,9 @@ class _TransferFetch:
             self._ask_shards()
             self._ask_sources()
             if not (self.silent or self.plan.sources):
-                raise ComplaintError(f"{self._what()} is not to be had: {self._complaints()}")
+                raise ComplaintError(
+                    f"{self._name_of_state()} can't be fetched: {self._complaints()}"
+                )
             try:
                 peer, answer = await inbox.take(self._wake())
             except TimeoutError:
@@ -667,12 +675,15 @@ class _TransferFetch:
     def _now(self) -> float:
         return self.client.exchanges.now
 
-    def _what(self) -> str:
+    def _name_of_state(self) -> str:
         return f"the state of step {self.request.age.step}"
 
     def _complaints(self) -> str:
-        said = self.given_up | self.plan.dropped
-        return "; ".join(f"{source}: {why}" for source, why in said.items()) or "no source is named"
+        reasons = self.given_up | self.plan.dropped
+        return (
+            "; ".join(f"{source}: {reason}" for source, reason in reasons.items())
+            or "no source is named"
+        )
 
     def _wake(self) -> float:
         patience = min(self.silent.values(), default=math.inf) + self.client.silence
@@ -682,14 +693,15 @@ class _TransferFetch:
         if self._now >= self.started + self.deadline:
             waited_for = ", ".join([*self.silent, *self.plan.sources])
             missing = f"{self.plan.missing} shards" if self.arriving else "every manifest"
-            gone = self.given_up or self.plan.dropped
+            has_dropped = self.given_up or self.plan.dropped
             raise ComplaintError(
-                f"{self._what()} is not there after {self.deadline:g} s: {missing} missing, "
-                f"waited for {waited_for}" + (f"; {self._complaints()}" if gone else "")
+                f"{self._name_of_state()} did not arrive within {self.deadline:g} s: "
+                f"{missing} missing, waiting for {waited_for}"
+                + (f"; {self._complaints()}" if has_dropped else "")
             )
 
     def _give_up(self, source: str, reason: str) -> None:
-        log.warning("no more of %s from %s: %s", self._what(), source, reason)
+        log.warning("stopped fetching %s from %s: %s", self._name_of_state(), source, reason)
         if source in self.silent:
             del self.silent[source]
             self.given_up[source] = reason
@@ -697,24 +709,24 @@ class _TransferFetch:
             self.plan.drop(source, reason)
 
     def _accuse(self, source: str, reason: str, cause: Cause) -> None:
-        self.client.accuse(source, f"{self._what()} from {source}: {reason}", cause)
+        self.client.accuse(source, f"{self._name_of_state()} from {source}: {reason}", cause)
 
     def _expire(self, now: float) -> None:
         self.plan.expire(now)
-        for source, asked in list(self.silent.items()):
-            if now >= asked + self.client.silence:
+        for source, requested in list(self.silent.items()):
+            if now >= requested + self.client.silence:
                 self._give_up(source, f"no manifest in {self.client.silence:g} s")
 
     def _ask_sources(self) -> None:
-        while self.unasked and len(self.silent) + len(self.plan.sources) < SOURCES:
-            source = self.unasked.popleft()
+        while self.unused and len(self.silent) + len(self.plan.sources) < SOURCES:
+            source = self.unused.popleft()
             self.silent[source] = self._now
             if not self.client.send(source, self.request.manifest()):
                 self._give_up(source, "there is no link to it")
 
     def _ask_shards(self) -> None:
-        while asked := self.plan.ask(self._now):
-            for source, shard in asked:
+        while requests := self.plan.ask(self._now):
+            for source, shard in requests:
                 if not self.client.send(source, self.request.shard(shard)):
                     self._give_up(source, "there is no link to it")
 
@@ -745,11 +757,11 @@ class _TransferFetch:
                 self.arriving = client.arriving(request, manifest, self.part)
             except MemoryError as error:
                 raise ComplaintError(
-                    f"there is no memory for {self._what()}, {manifest.size} bytes"
+                    f"not enough memory for {self._name_of_state()}, {manifest.size} bytes"
                 ) from error
             self.plan = ShardPlan(self.arriving.missing.values(), client.silence)
         elif manifest != self.arriving.manifest:
-            self._give_up(peer, "its manifest is not that of the others")
+            self._give_up(peer, "its manifest differs from that of the first source")
             return
         del self.silent[peer]
         self.plan.add(peer)
@@ -765,7 +777,7 @@ class _TransferFetch:
             self._wrong_shard(peer, shard, error)
             return
         self.plan.received(peer, shard.offset, self._now)
-        self.arriving.came(shard.offset)
+        self.arriving.arrived(shard.offset)
         self.served[peer] += shard.size
         if self.on_progress is not None:
             self.on_progress(self.arriving.bytes)
@@ -780,15 +792,21 @@ class _TransferFetch:
             self._accuse(peer, str(error), error.cause)
 
     def _shard_failed(self, peer: str, offset: int, reason: str) -> None:
-        log.warning("no shard at %d of %s from %s: %s", offset, self._what(), peer, reason)
+        log.warning(
+            "could not fetch the shard at %d of %s from %s: %s",
+            offset,
+            self._name_of_state(),
+            peer,
+            reason,
+        )
         self.plan.failed(peer, offset, reason, self._now)
 
     def _place(self, frame: Frame, shard: StateShard, arriving: Arriving) -> None:
         """Put a shard in its place, in the compute thread. Raises WireError when it is damaged, or
         not the requested one."""
         if any((d.dtype, d.codec) != ("float32", "none") for d in frame.descriptors):
-            raise WireError("a shard that isn't exact float32")
+            raise WireError("its shard isn't exact float32")
         size = sum(descriptor.size for descriptor in frame.descriptors)
         if size != shard.size:
-            raise WireError(f"a shard of {size} bytes, not {shard.size}")
+            raise WireError(f"its shard has {size} bytes instead of {shard.size}")
         arriving.put(shard, self.client.tensors.decode(frame.descriptors, frame.payload))

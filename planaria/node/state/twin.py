@@ -87,9 +87,9 @@ class Twin:
         self.optimizer = optimizer
         self._node, self._own_stage, self._stages = node, stage, stages
         self._tensors, self._exchanges, self._send = tensors, exchanges, send
-        some_twice = 2 * optimizer.gradient.nbytes
-        open_limit = some_twice + OPEN_LIMIT
-        self._inboxes: Inboxes[Ballot, Frame] = Inboxes(exchanges, NEVER, some_twice, open_limit)
+        two_gradients = 2 * optimizer.gradient.nbytes
+        open_limit = two_gradients + OPEN_LIMIT
+        self._inboxes: Inboxes[Ballot, Frame] = Inboxes(exchanges, NEVER, two_gradients, open_limit)
         # Stale: not of the node's committed step.
         initial = StateId(self.stage, lineage=0, step=0, made=NEVER)
         state = dict(optimizer.state(optimizer=True))
@@ -174,7 +174,7 @@ class Twin:
                 continue  # lost frames are sent again
             if peer != gathering.server:
                 log.warning(
-                    "dropped a gradient for the twin of stage %d from %s: %s is to send it",
+                    "dropped a gradient for the twin of stage %d from %s: only %s sends it",
                     self.stage,
                     peer,
                     gathering.server,
@@ -238,7 +238,7 @@ class _Gathering:
     def did_not_come(self, seconds: float) -> ComplaintError:
         return ComplaintError(
             f"{len(self.missing)} of {len(self.parts)} pieces of stage {self.stage}'s gradient for "
-            f"its twin from {self.server} did not come for {seconds:g} s",
+            f"its twin did not arrive from {self.server} within {seconds:g} s",
             [self.server],
         )
 
@@ -255,13 +255,13 @@ class _Gathering:
             check_forms(frame.descriptors, [Form("float32", tuple(part.shape))])
             (values,) = self.tensors.decode(frame.descriptors, frame.payload, part.device)
         except WireError as error:
-            raise self._complaint(f"what can't be used: {error}", error.cause) from error
+            raise self._complaint(f"an invalid frame: {error}", error.cause) from error
         part.copy_(values)  # a repeated piece is harmless: a broken link sends again
         self.squared_norm = squared_norm
         self.missing.discard(piece)
 
-    def _complaint(self, what: str, cause: Cause) -> ComplaintError:
-        reason = f"{self.server} sent {what}, in a gradient for the twin of stage {self.stage}"
+    def _complaint(self, problem: str, cause: Cause) -> ComplaintError:
+        reason = f"{self.server} sent {problem}, in a gradient for the twin of stage {self.stage}"
         return ComplaintError(reason, [self.server], cause)
 
 

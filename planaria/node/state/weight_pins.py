@@ -39,29 +39,29 @@ class WeightPins:
         self._wishes: dict[str, _Wish] = {}  # by observer: each has one
         self._states: dict[int, StageState] = {}  # by step
 
-    def want(self, onlooker: str, step: int, now: float) -> str:
+    def want(self, observer: str, step: int, now: float) -> str:
         """Replace the observer's request. Returns why that fails; "": the step will be kept."""
         self.expire(now)
-        others = {wish.step for name, wish in self._wishes.items() if name != onlooker}
+        others = {wish.step for name, wish in self._wishes.items() if name != observer}
         if len(others | {step}) > MOST:
-            return f"{MOST} other steps are kept for others already: try again in {LEASE:.0f} s"
-        self._wishes[onlooker] = _Wish(step, now + LEASE)
+            return f"{MOST} steps are pinned for other observers: try again in {LEASE:.0f} s"
+        self._wishes[observer] = _Wish(step, now + LEASE)
         return ""
 
-    def renew(self, onlooker: str, step: int, now: float) -> None:
+    def renew(self, observer: str, step: int, now: float) -> None:
         """Extend the pin of a step that the observer still reads."""
         if step in self._states:
-            self.want(onlooker, step, now)
+            self.want(observer, step, now)
 
-    def forget(self, onlooker: str) -> None:
+    def forget(self, observer: str) -> None:
         """Drop the observer's request."""
-        self._wishes.pop(onlooker, None)
+        self._wishes.pop(observer, None)
 
     def expire(self, now: float) -> None:
         """Forget requests that weren't renewed in time, and their pins."""
         self._wishes = {name: wish for name, wish in self._wishes.items() if now < wish.until}
         wanted = {wish.step for wish in self._wishes.values()}
-        self._states = {step: kept for step, kept in self._states.items() if step in wanted}
+        self._states = {step: state for step, state in self._states.items() if step in wanted}
 
     def keep(self, state: StageState, next_step: int, now: float) -> Callable[[], None]:
         """Pin `state`, which is about to become that of `next_step`, if requested. The returned
@@ -75,14 +75,14 @@ class WeightPins:
         try:
             copy = self._tensors.empty(weights.numel())
         except MemoryError as error:
-            log.warning("step %d is not kept for those who want to take it away: %s", step, error)
+            log.warning("step %d is not pinned for observers: %s", step, error)
             return lambda: None
         self._states[step] = replace(state, tensors={WEIGHTS: copy})
 
-        def take() -> None:
+        def copy_weights() -> None:
             copy.copy_(weights.detach())
 
-        return take
+        return copy_weights
 
     def get(self, step: int, own: StageState | None) -> StageState | None:
         """The state of that step, with reliable weights; `own`: the stage's."""

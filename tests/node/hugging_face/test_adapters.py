@@ -119,7 +119,7 @@ def test_adapters_are_said_to_be_none_of_their_own_model(tmp_path) -> None:
     card = (tmp_path / "apart" / "README.md").read_text()
     assert "base_model: base\nlibrary_name: peft" in card
     assert "| adapters | LoRA, rank 4, alpha 6, of q_proj, k_proj, down_proj |" in card
-    with pytest.raises(UnsupportedModelError, match="holds adapters, and no model: `planaria exp"):
+    with pytest.raises(UnsupportedModelError, match="has adapters but no model: `planaria exp"):
         Checkpoint.open(tmp_path / "apart")
 
 

@@ -95,5 +95,5 @@ def test_documents_are_kept_apart_for_a_model_that_was_trained_so(
     seen = stages[0].look([x, targets], head=True, weights=flat[0])
     scored = int((targets != UNSCORED).sum())
     assert float(seen) / scored == pytest.approx(losses["block_causal"], abs=1e-4)
-    with pytest.raises(ValueError, match="a token that is none of 512"):
+    with pytest.raises(ValueError, match="a token outside the vocabulary of 512"):
         stages[0].look([targets.clamp(max=-1), begins], head=False)

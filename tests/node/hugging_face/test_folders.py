@@ -283,9 +283,9 @@ def test_what_fails_half_way_leaves_nothing(tmp_path) -> None:
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layers with a sliding window"),
         ({"head_dim": 16}, r"has shape \[48, 48\] instead of \[96, 48\]"),
         ({"model_type": "qwen3"}, r"lacks model\.layers\.0\.self_attn\.k_norm\.weight, "),
-        ({"vocab_size": None}, "is no model's"),
+        ({"vocab_size": None}, "can't be read as a model's config"),
         ({"num_hidden_layers": 7}, r"lacks model\.layers\.6\..* and 6 more"),
-        ({"num_hidden_layers": 5}, r"it has model\.layers\.5\..* which models of its config"),
+        ({"num_hidden_layers": 5}, r"it has model\.layers\.5\..* which the model of its config"),
         ({"vocab_size": 98}, r"has shape \[97, 48\] instead of \[98, 48\]"),
     ],
 )
@@ -301,7 +301,7 @@ def test_a_model_that_cannot_be_used_is_refused_with_what_it_has(tmp_path, chang
     ("changed", "warning"),
     [
         ({"attention_dropout": 0.1}, "attention_dropout = 0.1 is ignored"),
-        ({"max_position_embeddings": None}, "no max_position_embeddings: taken for 2048"),
+        ({"max_position_embeddings": None}, "no max_position_embeddings: 2048 is assumed"),
     ],
 )
 def test_what_is_ignored_or_assumed_is_said(tmp_path, caplog, changed, warning) -> None:

@@ -75,7 +75,7 @@ def test_what_a_stage_begins_with_is_what_the_run_began_from(tmp_path) -> None:
     save_file(tensors, file)
     beginning = Beginning(run, of(run), Checkpoint.open(tmp_path))
     beginning.stage(1)
-    with pytest.raises(NotHereError, match="another checkpoint than the one that the run begins"):
+    with pytest.raises(NotHereError, match="is not the checkpoint that the run begins"):
         beginning.stage(2)
     with pytest.raises(NotHereError, match="is not on this machine"):
         Beginning(run, of(run)).stage(1)
@@ -97,7 +97,9 @@ def test_weights_that_a_peer_gives_are_those_of_the_checkpoint(tmp_path) -> None
     there = TorchStage("c", 2, run, of(run), cpu, None, Checkpoint.open(tmp_path))
     assert taker.digest() == there.digest()
     state.tensors["weights"][7] += 1e-3
-    with pytest.raises(ComplaintError, match="what a gave for stage 2 isn't what is in") as caught:
+    with pytest.raises(
+        ComplaintError, match="the weights of stage 2 from a are not those"
+    ) as caught:
         taker.put_in_place(sync, [state])
     assert (caught.value.accused, caught.value.cause) == (["a"], CHECKSUM)
     assert taker.digest() == there.digest()
@@ -170,7 +172,7 @@ def test_a_tokenizer_is_a_file_or_in_a_folder_or_on_the_hub(tmp_path, monkeypatc
     ("changed", "why"),
     [
         ({"model.layers.0.block_sparse_moe.gate.weight": torch.ones(2)}, "it has model.layers.0.b"),
-        ({"model.norm.weight": torch.ones(48, dtype=torch.float64)}, "model.norm.weight is of F64"),
+        ({"model.norm.weight": torch.ones(48, dtype=torch.float64)}, "model.norm.weight is F64"),
         ({"model.norm.weight": torch.ones(47)}, r"shape \[47\] instead of \[48\]"),
     ],
 )
@@ -238,7 +240,7 @@ def tensor(first: int, last: int, *shape: int) -> dict[str, Any]:
             b"version https://git-lfs.github.com/spec/v1\nsize 9\n",
             "is a Git LFS pointer, not the w",
         ),
-        (b"<!doctype html><html></html>", "is no file of safetensors"),
+        (b"<!doctype html><html></html>", "is not a safetensors file"),
         (as_file({"a": tensor(0, 800, 200)}, bytes(100)), "is cut off after 173 of 873 bytes"),
         (
             as_file({"a": tensor(0, 8, 2), "b": tensor(4, 12, 2)}, bytes(12)),
@@ -249,8 +251,8 @@ def tensor(first: int, last: int, *shape: int) -> dict[str, Any]:
         (as_file({"a": tensor(0, 8, 2)}, bytes(12)), "is damaged: .* not fully covered"),
         (as_file({"a": tensor(0, 8, 3)}, bytes(8)), "is damaged: .* invalid shape"),
         (as_file({"a": 3}, b""), "TypeError|'int' object"),
-        ((8).to_bytes(8, "little") + b"[" * 8, "holds no model that can be read"),
-        ((1 << 20).to_bytes(8, "little") + b"[" * (1 << 20), "holds no model that can be read"),
+        ((8).to_bytes(8, "little") + b"[" * 8, "has no readable model"),
+        ((1 << 20).to_bytes(8, "little") + b"[" * (1 << 20), "has no readable model"),
     ],
 )
 def test_a_file_that_is_not_whole_is_refused_and_how_to_mend_it(tmp_path, content, why) -> None:
@@ -258,7 +260,7 @@ def test_a_file_that_is_not_whole_is_refused_and_how_to_mend_it(tmp_path, conten
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(UnsupportedModelError, match=why) as caught:
         Checkpoint.open(tmp_path)
-    if "holds no model" not in str(caught.value):
+    if "has no readable model" not in str(caught.value):
         assert f"hf download ORG/NAME --local-dir {tmp_path}" in str(caught.value)
 
 

@@ -116,8 +116,8 @@ def test_its_figures_are_as_stated() -> None:
     ("text", "why"),
     [
         ("[model]\nsubspace = 65", "subspace = 65 is more than dim = 64: give less"),
-        ("[model]\nsubspace = 8\ntied = true", "subspace doesn't go with tied = true"),
-        ("[model]\nsubspace = 8\nmodule = 'a:b'", "subspace doesn't go with module = a:b"),
+        ("[model]\nsubspace = 8\ntied = true", "subspace can't be combined with tied = true"),
+        ("[model]\nsubspace = 8\nmodule = 'a:b'", "subspace can't be combined with module = a:b"),
         ("[model]\nsubspace = 8\nfrom = 'llama'", "llama writes into all of its residual stream"),
     ],
 )

@@ -133,24 +133,24 @@ def test_between_stages_it_is_float32_whatever_autocast_makes_of_a_block(tmp_pat
     ("old", "new", "says"),
     [
         ("def build(", "def make(", "has no function build"),
-        ("import torch\n", "import torhc\n", "No module named 'torhc': install that here"),
+        ("import torch\n", "import torhc\n", "No module named 'torhc': install it here"),
         ("import torch\n", "1 / 0\n", "can't be loaded: ZeroDivisionError: division by zero"),
-        ("return GPT2(config)", "return config", "of type ModelConfig, has no method ends"),
+        ("return GPT2(config)", "return config", "returns ModelConfig, which has no method ends"),
         ("return GPT2(config)", "return GPT2(None)", "build fails: AttributeError"),
         (
             "return Block(self.config)",
             "return 3",
-            r"block 0 of own\d+:build: int is no torch.nn.Mod",
+            r"block 0 of own\d+:build: int is not a torch.nn.Mod",
         ),
         (
             "nn.Linear(config.dim, 4 * config.dim)",
             "nn.Linear(config.dim, 4 * config.dim, dtype=torch.float16)",
-            "c_fc.weight is torch.float16; torch.float32 is trained",
+            "c_fc.weight is torch.float16; only torch.float32 is trained",
         ),
         (
             "return Block(self.config)",
             "return nn.Linear(16, 16, bias=layer < 2)",
-            r"2 parameters are not 1 in block 0 and in block 2: all blocks must have the same",
+            r"2 parameters are not 1 in block 0 and in block 2: give all blocks",
         ),
         (
             "return Block(self.config)",
@@ -160,12 +160,12 @@ def test_between_stages_it_is_float32_whatever_autocast_makes_of_a_block(tmp_pat
         (
             "return x\n\n    def logits",
             "return x[0]\n\n    def logits",
-            r"embed of .* makes \[2, 16\]",
+            r"embed of .* returns \[2, 16\]",
         ),
         (
             "self.wte.weight)",
             "self.wte.weight[1:])",
-            r"logits of .*39\] of 2 tokens, and \[1, 2, 40",
+            r"logits of .*39\] for 2 tokens instead of \[1, 2, 40",
         ),
         ("def logits", "def head", "have no method logits"),
         ("return Ends(self.config)", "return nn.ReLU()", "has no parameters"),
@@ -192,7 +192,7 @@ def test_a_node_has_the_code_that_the_run_was_begun_with(tmp_path, monkeypatch):
     name = run.model.module
     assert name is not None
     other = override(run, model__parts={**run.model.parts.model_dump(), "source": "0" * 32})
-    with pytest.raises(NodeError, match=f"model.module: {name} on this machine, .* is other code"):
+    with pytest.raises(NodeError, match=f"model.module: {name} on this machine, .* differs from"):
         find_own_code(other, other.model.config)
     wider = override(run, model__dim=32)
     with pytest.raises(NodeError, match=r"another model than .*: wte.weight \[40, 16\] is not wte"):
@@ -275,5 +275,5 @@ def test_it_is_exported_as_named_tensors_which_its_code_reads(tmp_path, monkeypa
     ends, *body = stages
     wanted = ends.logits(body[1](body[0](ends.embed(tokens))))
     assert torch.equal(read["ends"].logits(x), wanted)
-    with pytest.raises(UnsupportedModelError, match="built by code of its own, examples"):
+    with pytest.raises(UnsupportedModelError, match="this model needs its own code, examples"):
         WholeModel.load(out, torch.device("cpu"))

@@ -42,7 +42,7 @@ def test_a_pass_that_may_be_made_later_waits_and_no_more_are_begun(room: DeviceR
     assert lacking.waits
     assert room.most == 3
     goes_well(room, 2)
-    with pytest.raises(NoRoomError, match="room for 3 microbatches at a time") as failure:
+    with pytest.raises(NoRoomError, match="room for only 3 microbatches at a time") as failure:
         room.look(3, 0)
     assert failure.value.waits
 
@@ -83,9 +83,7 @@ def test_a_machine_is_asked_before_its_memory_is_used_up(monkeypatch: pytest.Mon
     room = DeviceRoom(CPU)
     room.look(1, 2 * SMALL)
     room.look(0, 3 * SMALL)
-    with pytest.raises(
-        NoRoomError, match=r"takes 50,331,648 bytes, and the machine has"
-    ) as failure:
+    with pytest.raises(NoRoomError, match=r"takes 50,331,648 bytes, and ") as failure:
         room.look(1, 3 * SMALL)
     assert failure.value.waits
     assert room.most == math.inf

@@ -59,7 +59,7 @@ def test_what_is_left_enters_with_commits_as_if_one_process_did_it_all(within: i
     each_step, generator = 5, torch.Generator().manual_seed(3)
     terms = replace(TERMS, enough=enough, each_step=each_step, within=within)
     course = Course(fetched.whole(), SHAPE[0], terms)
-    homework = BackgroundRelearning(lesson, course, told)
+    task = BackgroundRelearning(lesson, course, told)
 
     other = student(2)
     learning = student(2).module
@@ -86,15 +86,15 @@ def test_what_is_left_enters_with_commits_as_if_one_process_did_it_all(within: i
     learn(told.updates)
     stage = torch.cat([p.detach().flatten() for p in learning.parameters()])
     assert torch.equal(stage, one.optimizer.weights)
-    while homework.left:
-        while homework.update():
+    while task.left:
+        while task.update():
             pass
-        offered, left = homework.offer()
-        assert not homework.update(), "what is offered stays"
-        assert offered == min(each_step, homework.left)
-        assert left == (homework.left - offered if steps + 1 < within else 0)
+        offered, left = task.offer()
+        assert not task.update(), "what is offered stays"
+        assert offered == min(each_step, task.left)
+        assert left == (task.left - offered if steps + 1 < within else 0)
         gradient = torch.randn(stage.shape, generator=generator)
-        beside = homework.enters(offered)
+        beside = task.enters(offered)
         for optimizer in (one.optimizer, other.optimizer):
             optimizer.gradient.copy_(gradient)
         learn(offered)
@@ -105,22 +105,22 @@ def test_what_is_left_enters_with_commits_as_if_one_process_did_it_all(within: i
         one.optimizer.weights.add_(beside)
         stage = other.optimizer.weights + (copy - stage)
         put(stage)
-        homework.renew()
+        task.renew()
         steps += 1
-        assert homework.left == left
+        assert task.left == left
         assert torch.equal(one.optimizer.weights, stage)
-    assert homework.steps == steps == min(-(-told.left // each_step), within)
-    assert homework.updates == min(told.left, within * each_step)
+    assert task.steps == steps == min(-(-told.left // each_step), within)
+    assert task.updates == min(told.left, within * each_step)
     newest = [[t.float() for t in ends] for pair, ends in pairs.items() if pair.step == 7]
-    assert homework.residual() == pytest.approx(residual_error([learner], newest))
+    assert task.residual() == pytest.approx(residual_error([learner], newest))
 
 
 def test_what_is_not_finite_is_never_offered() -> None:
     pairs = crossed([2], swapped=False)
     _, lesson, fetched, told = before_enough(pairs, 1e3)
     course = Course(fetched.whole(), SHAPE[0], replace(TERMS, lr=1e38))
-    homework = BackgroundRelearning(lesson, course, told)
-    while homework.update():
+    task = BackgroundRelearning(lesson, course, told)
+    while task.update():
         pass
-    assert homework.offer() == (0, 0)
-    assert homework.over
+    assert task.offer() == (0, 0)
+    assert task.over

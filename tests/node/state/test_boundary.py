@@ -185,7 +185,7 @@ def test_what_is_kept_is_of_the_last_committed_step() -> None:
     keeper.start(BALLOT, STEP)
     for position in (1, 2):
         keep(keeper, "received" if position == 1 else "sent", crossing(0, position))
-    with pytest.raises(ValueError, match="of step 8 are asked for, of step 0 are kept"):
+    with pytest.raises(ValueError, match="of step 8 are requested, those of step 0 are kept"):
         keeper.sides(STEP, 2, frozenset([2]))
     keeper.commit(STEP, 0)
     assert keeper.memory_bytes == 2 * ELEMENTS * 4
@@ -452,7 +452,7 @@ def test_who_is_missing_costs_only_its_own_tensors() -> None:
     assert {pair[:2] for pair in fetched.inputs} == {*part("a")}
     assert {pair[:2] for pair in fetched.outputs} == {*part("b")}
     assert sorted(fetched.complaints) == [
-        "0.a did not send any boundary tensors: waited 0 s for it",
+        "0.a did not send any boundary tensors: no answer in 0 s",
         "0.b did not send any boundary tensors: lost: connection reset",
         "1.b did not send any boundary tensors: boundary tensors of step 8 are asked for, "
         "of step 9 are kept",
@@ -488,18 +488,18 @@ def flip_a_bit(frame: Frame) -> Frame:
     ("change", "cause", "complaint"),
     [
         (flip_a_bit, CHECKSUM, "arrived damaged"),
-        (damage(microbatch=MICROBATCHES), NUMBERS, "microbatch 6 is none of 6"),
-        (damage(microbatch="0"), NUMBERS, "are not those of a pair"),
-        (damage(stages=[]), NUMBERS, "'input' is no side of"),
-        (damage(stages=[[2]]), NUMBERS, "'input' is no side of"),
-        (damage(stages=[3]), NUMBERS, r"the input of stages \[3\] is not wanted here"),
-        (damage(stages=[2, 2]), NUMBERS, "is not wanted here"),
-        (damage(stages=[2, 3]), NUMBERS, "is not wanted here"),
-        (damage(side="middle"), NUMBERS, "'middle' is no side of"),
-        (damage(microbatch=1), SILENT, "the input of microbatch 1 in step 8 is here already"),
-        (damage(step=STEP + 1), NUMBERS, "step 9 is none of the 2 up to 8"),
-        (damage(step=STEP - STEPS), NUMBERS, "step 6 is none of the 2 up to 8"),
-        (damage(step="8"), NUMBERS, "are not those of a pair"),
+        (damage(microbatch=MICROBATCHES), NUMBERS, "microbatch 6 is not among 6"),
+        (damage(microbatch="0"), NUMBERS, "don't describe a pair"),
+        (damage(stages=[]), NUMBERS, "'input' is not a side of"),
+        (damage(stages=[[2]]), NUMBERS, "'input' is not a side of"),
+        (damage(stages=[3]), NUMBERS, r"the input of stages \[3\] was not requested"),
+        (damage(stages=[2, 2]), NUMBERS, "was not requested"),
+        (damage(stages=[2, 3]), NUMBERS, "was not requested"),
+        (damage(side="middle"), NUMBERS, "'middle' is not a side of"),
+        (damage(microbatch=1), SILENT, "sent the input of microbatch 1 in step 8 again"),
+        (damage(step=STEP + 1), NUMBERS, "step 9 is not among the 2 up to 8"),
+        (damage(step=STEP - STEPS), NUMBERS, "step 6 is not among the 2 up to 8"),
+        (damage(step="8"), NUMBERS, "don't describe a pair"),
         (content(torch.zeros(SHAPE), "none"), WRONG_SHAPE, "not one tensor of at most two bytes"),
         (content(torch.zeros(1, 3, 4)), WRONG_SHAPE, r"\[1, 3, 4\].* where .*\[2, 3, 4\].* is due"),
         (content(torch.zeros(SHAPE), "bf16", 2), WRONG_SHAPE, r"\[2, 3, 2\].*, where .* is due"),
@@ -548,7 +548,7 @@ def test_more_frames_than_were_asked_for_are_not_taken(monkeypatch: pytest.Monke
     monkeypatch.setattr(server, "on_message", twice)
     fetched = network.fetch(2, {2}, ["1.a"])
     assert len(fetched.inputs) == 2
-    assert "more than were asked for" in fetched.complaints[0]
+    assert "more than requested" in fetched.complaints[0]
     assert network.accused == [("1.a", NUMBERS)]
 
 

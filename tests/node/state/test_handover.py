@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.node.state.handover import NOTICES, Handover, told
+from planaria.node.state.handover import NOTICES, Handover, notice_summary
 
 BEST = ("exact", "weights", "part")
 
@@ -39,15 +39,15 @@ def test_what_a_notice_is_good_for() -> None:
         30.0: ["exact", "weights", "part"],
         10.0: ["part", "part", "part"],
     }
-    assert told([small, middle, large], 120.0) == (
+    assert notice_summary([small, middle, large], 120.0) == (
         "exact: stages 1-2 (within 58 s); weights without moments: stage 3 (all takes 202 s)"
     )
-    assert told([small, middle, large], 30.0) == (
+    assert notice_summary([small, middle, large], 30.0) == (
         "exact: stage 1 (within 11 s); weights without moments: stage 2 (all takes 58 s); "
         "not all weights: stage 3 (they take 74 s)"
     )
-    assert told([small, large], 300.0) == "exact: stages 1, 3 (within 202 s)"
-    assert told([small, handover(2, 10**7), large], 10.0).startswith(
+    assert notice_summary([small, large], 300.0) == "exact: stages 1, 3 (within 202 s)"
+    assert notice_summary([small, handover(2, 10**7), large], 10.0).startswith(
         "not all weights: stages 1-3 ("
     )
 

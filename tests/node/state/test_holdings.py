@@ -264,7 +264,7 @@ def test_what_a_policy_loads_comes_from_its_own_folder(tmp_path: Path) -> None:
 def test_without_a_folder_there_is_nothing_to_load(tmp_path: Path) -> None:
     keeps = holdings(tmp_path, open_disk=Shelves())
     exchanges = keeps.host.exchanges
-    with pytest.raises(ComplaintError, match="no folder for a checkpoint at this node"):
+    with pytest.raises(ComplaintError, match="this node has no folder for a checkpoint"):
         exchanges.start(keeps.load(pb.Source(stage=STAGE, step=4), "checkpoint")).result()
 
 

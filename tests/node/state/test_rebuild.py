@@ -177,7 +177,7 @@ def sync(method: str, *sources: tuple[str, int], **more: Any) -> pb.Sync:
 
 def done(result: Rebuilt | None) -> tuple[pb.Synced, StageState]:
     assert result is not None
-    return result.told, result.state
+    return result.synced, result.state
 
 
 def test_a_replicas_state_is_taken_as_it_is() -> None:
@@ -272,7 +272,7 @@ def test_what_is_there_already_counts_in_the_lineage_that_the_run_goes_back_to()
     assert world.asked == [("put", [STAGE])]
     assert (synced.fetched_bytes, there.id.age, there.last) == (0, (3, STEP), LAST)
     world.own = state(STAGE, STEP + 1)  # it has followed on since it was asked what it has
-    with pytest.raises(ComplaintError, match="step 7 is asked for, and 8 is in memory"):
+    with pytest.raises(ComplaintError, match="step 7 is requested, but step 8 is in memory"):
         world.rebuilds(sync("memory", ("me", STAGE), lineage=4))
 
 
@@ -293,7 +293,7 @@ def test_what_had_come_counts_as_of_the_newest_step(method: str) -> None:
 def test_weights_that_are_not_here_any_more_are_a_complaint(step: int | None) -> None:
     world = World()
     world.arrived = None if step is None else state(STAGE, step)
-    with pytest.raises(ComplaintError, match="weights of step 7 are asked for, and "):
+    with pytest.raises(ComplaintError, match="weights of step 7 are requested, but "):
         world.rebuilds(sync("weights", ("me", STAGE)))
 
 
@@ -336,7 +336,7 @@ def test_training_goes_on_before_it_has_relearned_all_where_the_driver_says_so(
     rebuilt = world.rebuilds(wanted)
     assert rebuilt is not None
     assert world.enough == enough
-    assert (rebuilt.homework is None) == (enough == 0.0)
+    assert (rebuilt.relearning_task is None) == (enough == 0.0)
 
 
 def test_what_is_no_longer_wanted_changes_nothing() -> None:

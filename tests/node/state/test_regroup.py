@@ -249,9 +249,12 @@ def test_a_mix_of_steps_goes_on_in_the_same_stages(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("new", "says"),
     [
-        (model(4, 2, dim=8), "stage-0/.* is of another model: it has 92 weights, and this one 184"),
+        (
+            model(4, 2, dim=8),
+            "stage-0/.* is of another model: it has 92 weights instead of the 184",
+        ),
         (model(4, 2, vocabulary=12), "stage-0/.* is of another model"),
-        (model(4, 2, hidden=7), "stage-1/.* is of another model: .* of each of its layers"),
+        (model(4, 2, hidden=7), "stage-1/.* is of another model: .* for each layer"),
         (model(3, 3), "stages with 2 layers, and the model has 3"),
     ],
 )
@@ -267,10 +270,10 @@ def test_saves_of_several_runs_are_refused(tmp_path: Path) -> None:
     saved(tmp_path / "b", config, run="b")
     both = find_saves(tmp_path / "a", tmp_path / "b")
     with pytest.raises(RegroupError, match=r"several runs \(a in .*/a/0.0/stage-0, b in "):
-        of_one_run(both, but="c")
-    assert {save.run for save in of_one_run(both, but="b")} == {"a"}
-    with pytest.raises(RegroupError, match="no save of another run than b: name folders"):
-        of_one_run(find_saves(tmp_path / "b"), but="b")
+        of_one_run(both, excluded="c")
+    assert {save.run for save in of_one_run(both, excluded="b")} == {"a"}
+    with pytest.raises(RegroupError, match="no save of a run other than b: name folders"):
+        of_one_run(find_saves(tmp_path / "b"), excluded="b")
 
 
 def test_nodes_of_the_old_division_are_refused_what_is_of_the_new(tmp_path: Path) -> None:

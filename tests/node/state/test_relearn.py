@@ -476,7 +476,7 @@ def test_who_is_late_is_named() -> None:
     assert caught.value.accused == ["joiner-3"]
     assert network.time.now == TERMS.patience
     assert str(caught.value) == (
-        "waited 60 s for joiner-3 to send its word in round 0 of relearning"
+        "waited 60 s for joiner-3 to send its message in round 0 of relearning"
     )
 
 
@@ -531,7 +531,7 @@ def test_a_leader_that_names_pairs_which_are_not_here(stages: list[int]) -> None
     network.nodes["joiner-3"].on_message(
         "joiner-2", pb.Message(ballot=BALLOT.message(), relearn=order)
     )
-    with pytest.raises(ComplaintError, match="joiner-2 wants"):
+    with pytest.raises(ComplaintError, match="joiner-2 requested"):
         network.time.outcome(one)
 
 
@@ -545,7 +545,7 @@ def test_a_leader_that_wants_updates_out_of_turn(first: int, updates: int) -> No
     network.nodes["joiner-4"].on_message(
         "joiner-2", pb.Message(ballot=BALLOT.message(), relearn=order)
     )
-    with pytest.raises(ComplaintError, match=f"joiner-2 wants {updates} updates after {first}"):
+    with pytest.raises(ComplaintError, match=f"joiner-2 requested {updates} updates after {first}"):
         network.time.outcome(one)
 
 

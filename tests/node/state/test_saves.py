@@ -331,7 +331,7 @@ def test_a_save_with_a_number_that_cannot_be_is_refused(tmp_path: Path, number: 
     length = int.from_bytes(path.read_bytes()[:8], "little")
     fields = module._read_header(path, path.open("rb", buffering=0)) | {"omega": number}
     path.write_bytes(bytes(module._encode(fields)) + path.read_bytes()[8 + length :])
-    check_refused(saves, Age(0, 4), f"its header makes no sense .*omega {number}")
+    check_refused(saves, Age(0, 4), f"its header has invalid values .*omega {number}")
 
 
 @pytest.mark.parametrize("offset", [0, 12, -1])  # length, header, tensors
@@ -387,7 +387,7 @@ def test_a_save_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     [
         ({"run": "other"}, "of the run other"),
         ({"stage": 4}, "of stage 4"),
-        ({"step": 12}, "is step 12"),
+        ({"step": 12}, "has step 12"),
         ({"lineage": 1}, "lineage 1"),
     ],
 )
@@ -406,7 +406,7 @@ def test_a_save_in_the_wrong_place_is_refused(
 
 def test_a_folder_of_another_run_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     written(tmp_path, state(4))
-    with pytest.raises(SaveError, match=r"of the run demo-1f, this is other: name another folder"):
+    with pytest.raises(SaveError, match=r"of the run demo-1f, not of other: name another folder"):
         opened(tmp_path, run="other")
     assert opened(tmp_path).sound() == [Age(0, 4)]
 
@@ -514,8 +514,8 @@ def test_an_error_of_the_disk_is_reported_and_the_next_save_tried(tmp_path: Path
     assert reports.saved == [Age(0, 4), Age(0, 12)]
     assert saves.sound() == [Age(0, 12), Age(0, 4)]
     assert reports.errors == [
-        f"saving step 8 of stage 3 in {saves.folder} failed: File too large; check the disk. The "
-        "saves before it stay, and the next one is tried"
+        f"saving step 8 of stage 3 in {saves.folder} failed: File too large; check the disk. "
+        "Earlier saves stay, and the next one is tried"
     ]
     assert not temporaries(saves)
 
@@ -537,7 +537,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
         assert [e.split("; ", 1) for e in reports.errors] == [
             [
                 f"saving step 8 of stage 3 in {saves.folder} failed: No space left on device",
-                "free space there. The saves before it stay, and the next one is tried",
+                "free space there. Earlier saves stay, and the next one is tried",
             ]
         ]
         assert not temporaries(saves)
@@ -627,7 +627,7 @@ def test_training_goes_on_without_a_save_when_the_disk_hangs(
     for step in (4, 8, 12):
         writer.save(state(step))
     assert reports.errors == [
-        f"saving step 12 of stage 3 in {gated.folder} is given up: the disk has not taken the "
+        f"saving step 12 of stage 3 in {gated.folder} is skipped: the disk has not written the "
         "saves of steps 4, 8 for 0 s; check it, or save less often"
     ]
     gated.gate.set()

@@ -280,7 +280,7 @@ def refuse(frame: Frame) -> pb.Message:
 
 FAULTS: dict[str, Callable[[Frame], Answer | None]] = {
     "arrived damaged": corrupt,
-    "a shard of 12 bytes": too_short,
+    "its shard has 12 bytes": too_short,
     "exact float32": lossy,
     "not now": refuse,
     "silent for 10 s": lambda frame: None,
@@ -342,10 +342,10 @@ def test_sources_that_cannot_be_reached_or_have_another_step() -> None:
     with pytest.raises(ComplaintError) as caught:
         network.fetch(["nowhere", "b", "c"])
     for said in (
-        "the state of step 7 is not to be had: ",
+        "the state of step 7 can't be fetched: ",
         "nowhere: there is no link to it",
-        "b: step 7 is asked for, but 8 is committed here",
-        "c: there is no state here",
+        "b: step 7 is requested, but step 8 is committed here",
+        "c: this node has no state",
     ):
         assert said in str(caught.value)
     with pytest.raises(ComplaintError, match="no source is named"):
@@ -363,7 +363,9 @@ def test_a_source_that_commits_meanwhile_refuses() -> None:
     assert_equal(network.fetch(), state())
     network.states = dict.fromkeys(SOURCES, state())
     network.faults["b"] = frames_from(2, commit)
-    with pytest.raises(ComplaintError, match="b: step 7 is asked for, but 8 is committed here"):
+    with pytest.raises(
+        ComplaintError, match="b: step 7 is requested, but step 8 is committed here"
+    ):
         network.fetch(["b"])
 
 
@@ -419,13 +421,13 @@ def test_the_deadline_names_who_was_waited_for() -> None:
     network = Network()
     network.faults = dict.fromkeys(SOURCES, lambda answer: None)
     with pytest.raises(
-        ComplaintError, match="after 4 s: every manifest missing, waited for a, b, c"
+        ComplaintError, match="within 4 s: every manifest missing, waiting for a, b, c"
     ):
         network.fetch(deadline=4.0)
     network.faults = {"a": frames_from(5, lambda frame: None)}
     network.states["b"] = None
     with pytest.raises(
-        ComplaintError, match=r"after 4 s: \d+ shards missing, waited for a; b: there"
+        ComplaintError, match=r"within 4 s: \d+ shards missing, waiting for a; b: there"
     ):
         network.fetch(["a", "b"], deadline=4.0)
 
@@ -619,7 +621,7 @@ def test_a_snapshot_may_be_of_the_weights_alone_and_starts_adam_afresh() -> None
     assert network.accused == []
 
 
-WRONG = {"arrived damaged": CHECKSUM, "a shard of 12 bytes": SHAPE, "exact float32": SHAPE}
+WRONG = {"arrived damaged": CHECKSUM, "its shard has 12 bytes": SHAPE, "exact float32": SHAPE}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -634,7 +636,7 @@ def test_who_sends_a_shard_that_cannot_be_used_is_accused_while_others_serve(fau
 def test_who_alone_has_a_state_is_accused_when_it_is_given_up(fault: str) -> None:
     network = Network(sources=["a"])
     network.faults["a"] = frames_from(1, FAULTS[fault])
-    with pytest.raises(ComplaintError, match="is not to be had"):
+    with pytest.raises(ComplaintError, match="can't be fetched"):
         network.fetch(["a"])
     assert network.accused == ([("a", WRONG[fault])] if fault in WRONG else [])
 
@@ -665,28 +667,28 @@ GOOD = packed(["weights", "float32", [8]])
     [
         ({"error": "x" * 10_000}, r"^x{200}\.\.\.$"),
         ({"step": 6}, "of step 6, not 7"),
-        ({"size": 33}, "33 bytes; its tensors have 32"),
+        ({"size": 33}, "33 bytes, but its tensors have 32"),
         ({"tensors": b"\x92"}, "not msgpack"),
         ({"tensors": b"\xc1"}, "not msgpack"),
-        ({"tensors": msgpack.packb({"weights": 8})}, "no list"),
-        ({"tensors": packed(*[["weights", "float32", [8]]] * 65)}, "no list of at most 64"),
+        ({"tensors": msgpack.packb({"weights": 8})}, "not a list"),
+        ({"tensors": packed(*[["weights", "float32", [8]]] * 65)}, "not a list of at most 64"),
         ({"tensors": bytes(1 << 15)}, "32768 bytes; at most 16384"),
         ({"tensors": packed(["weights", "float64", [8]])}, "float64"),
-        ({"tensors": packed(["weights", "float32", [2, 4]])}, "no .name, float32, .n.."),
+        ({"tensors": packed(["weights", "float32", [2, 4]])}, "not .name, float32, .n.."),
         ({"tensors": packed(["weights", "float32", [-8]])}, "-8"),
         ({"tensors": packed(["weights", "float32", [True]])}, "True"),
-        ({"tensors": packed(["w" * 65, "float32", [8]])}, "no .name, float32, .n.."),
+        ({"tensors": packed(["w" * 65, "float32", [8]])}, "not .name, float32, .n.."),
         ({"tensors": packed(["biases", "float32", [8]])}, "has biases float32 .8. in codec none"),
         ({"tensors": packed(*[["weights", "float32", [4]]] * 2)}, "weights float32 .4.*, weights"),
-        ({"tensors": packed(*[["weights", "float32", [8]]] * 9)}, "and 6 more, where"),
+        ({"tensors": packed(*[["weights", "float32", [8]]] * 9)}, "and 6 more instead of"),
         (
             {"tensors": packed(["weights", "float32", [8]], ["moment", "float32", [8]])},
-            "moment .* where weights float32 .8. in codec none is due",
+            "moment .* instead of weights float32 .8. in codec none",
         ),
-        ({"tensors": packed(["weights", "float32", [2**40]]), "size": 2**42}, "is due"),
-        ({"optimizer_step": 8}, "a later step than 7: 8"),
-        ({"boosted_at": 2**60}, "a later step than 7"),
-        ({"last": pb.Commit(step=9)}, "a later step than 7: 9"),
+        ({"tensors": packed(["weights", "float32", [2**40]]), "size": 2**42}, "instead of weights"),
+        ({"optimizer_step": 8}, "a step later than 7: 8"),
+        ({"boosted_at": 2**60}, "a step later than 7"),
+        ({"last": pb.Commit(step=9)}, "a step later than 7: 9"),
         ({"omega": float("nan")}, "nan"),
         ({"omega": -1.0}, "-1.0"),
     ],
@@ -737,14 +739,14 @@ def shard_request(offset: int, size: int, step: int = STEP) -> pb.Message:
 @pytest.mark.parametrize(
     ("request_", "complaint"),
     [
-        (shard_request(0, 0), "no shard of 4812 bytes"),
-        (shard_request(4812, 4), "no shard of 4812 bytes"),
-        (shard_request(4800, 16), "no shard of 4812 bytes"),
-        (shard_request(2**64 - 4, 8), "no shard of 4812 bytes"),
-        (shard_request(0, 2**63), "no shard of 4812 bytes"),
-        (shard_request(2, 4), "no multiple of 4"),
-        (shard_request(0, 6), "no multiple of 4"),
-        (shard_request(0, 4, step=9), "step 9 is asked for, but 7 is committed here"),
+        (shard_request(0, 0), "not a shard of 4812 bytes"),
+        (shard_request(4812, 4), "not a shard of 4812 bytes"),
+        (shard_request(4800, 16), "not a shard of 4812 bytes"),
+        (shard_request(2**64 - 4, 8), "not a shard of 4812 bytes"),
+        (shard_request(0, 2**63), "not a shard of 4812 bytes"),
+        (shard_request(2, 4), "not a multiple of 4"),
+        (shard_request(0, 6), "not a multiple of 4"),
+        (shard_request(0, 4, step=9), "step 9 is requested, but step 7 is committed here"),
     ],
 )
 def test_a_request_that_cannot_be_meant_is_refused(request_: pb.Message, complaint: str) -> None:
@@ -790,7 +792,7 @@ def test_a_manifest_is_of_one_step_even_when_a_commit_comes_in_between() -> None
     request = pb.Message(state_request=pb.StateRequest(transfer=1, step=STEP))
     (answer,) = ask_server(request, served=lambda: committed[-1], compute=Applying())
     assert isinstance(answer, pb.Message)
-    assert answer.state_manifest.error == "step 7 is asked for, but 8 is committed here"
+    assert answer.state_manifest.error == "step 7 is requested, but step 8 is committed here"
 
 
 # The plan

@@ -306,7 +306,7 @@ def test_the_deadline_names_who_did_not_send(lost: int) -> None:
     frames.pop(lost)
     for frame in frames:
         twin.on_frame("2.0", frame)
-    complaint = f"1 of {len(frames) + 1} pieces of stage 2's gradient .* from 2.0 did not come"
+    complaint = f"1 of {len(frames) + 1} pieces of stage 2's gradient .* did not arrive from 2.0"
     with pytest.raises(ComplaintError, match=complaint) as caught:
         twin.gather()
     assert caught.value.accused == ["2.0"]
@@ -390,7 +390,7 @@ def test_only_the_replica_that_serves_this_node_is_heard(
     for frame in frames_of(1.0):
         for peer in ("2.1", "3.0", "stranger"):
             twin.on_frame(peer, frame)
-    with pytest.raises(ComplaintError, match=r"from 2\.0 did not come") as caught:
+    with pytest.raises(ComplaintError, match=r"did not arrive from 2\.0") as caught:
         twin.gather(replicas=2)
     assert caught.value.accused == ["2.0"]
     assert "dropped a gradient for the twin of stage 2 from stranger" in caplog.text
@@ -458,7 +458,7 @@ def test_what_comes_for_an_exchange_that_is_over_or_void_has_no_effect() -> None
     for ballot in (BALLOT, Ballot(4, 0)):
         for frame in frames_of(2.0, ballot=ballot):
             twin.on_frame("2.0", frame)
-        with pytest.raises(ComplaintError, match="did not come"):
+        with pytest.raises(ComplaintError, match="did not arrive"):
             twin.gather(ballot)
 
 
