@@ -454,8 +454,8 @@ def test_who_is_missing_costs_only_its_own_tensors() -> None:
     assert sorted(fetched.complaints) == [
         "0.a did not send any boundary tensors: no answer in 0 s",
         "0.b did not send any boundary tensors: lost: connection reset",
-        "1.b did not send any boundary tensors: boundary tensors of step 8 are asked for, "
-        "of step 9 are kept",
+        "1.b did not send any boundary tensors: boundary tensors of step 8 are requested, "
+        "those of step 9 are kept",
         "3.a did not send any boundary tensors: there is no link to it",
     ]
 

@@ -427,7 +427,7 @@ def test_the_deadline_names_who_was_waited_for() -> None:
     network.faults = {"a": frames_from(5, lambda frame: None)}
     network.states["b"] = None
     with pytest.raises(
-        ComplaintError, match=r"within 4 s: \d+ shards missing, waiting for a; b: there"
+        ComplaintError, match=r"within 4 s: \d+ shards missing, waiting for a; b: this node"
     ):
         network.fetch(["a", "b"], deadline=4.0)
 
