@@ -42,7 +42,7 @@ from planaria.node.state.feeding import (
     no_gradient,
     unsent,
 )
-from planaria.node.state.rebuild import Rebuilding
+from planaria.node.state.rebuild import Peers, Rebuilding
 from planaria.node.state.relearn import Relearning
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.transfer import WEIGHTS, StateClient, StateServer
@@ -124,7 +124,7 @@ class Agent:
         self.node, self.stage, self.run, self.config = node, stage, run, config
         self.net, self.exchanges, self.record = ports.net, ports.exchanges, ports.record
         self.arithmetic, self.tensors = ports.arithmetic, ports.tensors
-        self.chance = ports.chance
+        self.ports, self.chance = ports, ports.chance
         self.peers: dict[str, int] = {}  # all members, and their stages
         self.outbox = NodeOutbox(ports.net, self._undelivered, held_bytes(run, config))
         self.held: list[tuple[str, Frame]] = []  # frames of a coming attempt
@@ -196,18 +196,10 @@ class Agent:
         keeper = self.holdings.boundary
         self.crossing_server = BoundaryServer(keeper, tensors, send) if keeper else None
         self.relearning = Relearning(exchanges, tensors, send, self._relearning, crossing)
+        peers = Peers(self.states, self.crossings, self.relearning)
+        run, config, member, holdings = self.run, self.config, self.member, self.holdings
         self.rebuilding = Rebuilding(
-            exchanges,
-            self.arithmetic,
-            self.run,
-            self.config,
-            member=self.member,
-            holdings=self.holdings,
-            states=self.states,
-            boundary=self.crossings,
-            relearning=self.relearning,
-            own_state=self._in_place,
-            tell=self.record.tell,
+            self.ports, run, config, member, holdings, peers, self._in_place
         )
 
     # --- events

@@ -76,6 +76,7 @@ from planaria.node.report.wall_clock import WallClock
 from planaria.node.run_file import RunFile
 from planaria.node.seats import SeatCompute, SeatNet, Seats
 from planaria.node.stage.arithmetic import TorchStage, layout_of, make_twin
+from planaria.node.stage.initial import Beginning
 from planaria.node.stage.room import DeviceRoom
 from planaria.node.state.handover import FAREWELL
 from planaria.node.state.holdings import CLOSE, Holdings
@@ -432,8 +433,8 @@ class Node:
         place, began = self.place, self.loop.time()
 
         def rehearse() -> None:
-            node, run, config = self.node, self.run, self.config
-            TorchStage(node, 1, run, config, place.device, None, None, place.own, True).rehearse()
+            beginning = Beginning(self.run, self.config, own=place.own)
+            TorchStage(self.node, 1, beginning, place.device, begun=True).rehearse()
 
         try:
             await self.compute.run(rehearse, Priority.BACKGROUND)
@@ -484,10 +485,8 @@ class Node:
         def build() -> Agent:
             # One committed step may be made again from the beginning, if all are lost.
             begun = self.view.committed > 1
-            checkpoint, device = place.checkpoint, place.device
-            arithmetic = TorchStage(
-                own, stage, run, config, device, corpus, checkpoint, place.own, begun, self.room
-            )
+            beginning = Beginning(run, config, place.checkpoint, place.own)
+            arithmetic = TorchStage(own, stage, beginning, place.device, corpus, begun, self.room)
             net, compute = SeatNet(self.seats, name), SeatCompute(self.seats, name, self.compute)
             chance, identity = SystemRandom(), place.identity
             ports = Ports(net, exchanges, compute, tensors, arithmetic, record, chance, identity)

@@ -22,6 +22,7 @@ from planaria.node.ports import Ports
 from planaria.node.report.events import Event
 from planaria.node.run_file import loads
 from planaria.node.stage.arithmetic import TorchStage
+from planaria.node.stage.initial import Beginning
 from planaria.node.state.holdings import Holdings
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.member import MemberPhase
@@ -106,7 +107,7 @@ class Seat:
         self.net, self.record = VirtualNet(set(NODES) - {node}), Memory()
         config = model_config(RUN.model, vocabulary=16)
         cpu, exchanges = torch.device("cpu"), self.nodes.new()
-        stage = TorchStage(node, NODES[node], RUN, config, cpu, corpus=None)
+        stage = TorchStage(node, NODES[node], Beginning(RUN, config), cpu)
         ports = Ports(
             self.net,
             exchanges,

@@ -150,14 +150,14 @@ def test_a_stage_goes_on_from_the_older_state_that_its_newcomer_has(seed: int) -
 def test_a_newcomer_whose_state_the_stage_never_had_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept = Rebuilding._kept
+    kept = Rebuilding._state_in_memory
 
     def other(self: Rebuilding, sync: pb.Sync) -> StageState:
         state = kept(self, sync)
         state.tensors["weights"][0] += 1.0
         return state
 
-    monkeypatch.setattr(Rebuilding, "_kept", other)
+    monkeypatch.setattr(Rebuilding, "_state_in_memory", other)
     with pytest.raises(ScenarioError, match=r"I5: .* by joiner, of weights that it never had"):
         for seed in BEREAVED:
             run(seed, kind=Bereaved)

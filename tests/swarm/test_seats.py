@@ -93,7 +93,7 @@ async def test_an_heir_that_has_got_no_more_than_the_weights_goes_on_with_these(
     run = small(stages=3, steps=ENDLESS)
     had: dict[int, torch.Tensor] = {}  # at the leaver, by step
     used: list[StageState] = []  # by the heir
-    serve, take, apply = StateServer.on_message, Rebuilding._arrived, TorchStage.apply
+    serve, take, apply = StateServer.on_message, Rebuilding._arrived_weights, TorchStage.apply
 
     def note_applied(stage: TorchStage, commit: pb.Commit, *how: Any) -> object:
         learned = apply(stage, commit, *how)
@@ -110,7 +110,7 @@ async def test_an_heir_that_has_got_no_more_than_the_weights_goes_on_with_these(
             serve(server, peer, message)
 
     monkeypatch.setattr(TorchStage, "apply", note_applied)
-    monkeypatch.setattr(Rebuilding, "_arrived", note_used)
+    monkeypatch.setattr(Rebuilding, "_arrived_weights", note_used)
     async with LocalSwarm(run, corpus, tmp_path, room=ROOMY) as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
         monkeypatch.setattr(StateServer, "on_message", serve_weights)

@@ -30,7 +30,7 @@ from planaria.bootstrap.registry_pb2 import Cause
 from planaria.node.machine.compute import ComputeThread
 from planaria.node.machine.processes import enter_network
 from planaria.node.state.stage_state import Age, StageState, StateId
-from planaria.node.state.transfer import WEIGHTS, StateClient, StateServer
+from planaria.node.state.transfer import WEIGHTS, StateClient, StateServer, WantedState
 from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
@@ -137,7 +137,7 @@ async def _fetch(
         began = time.monotonic()
         await asyncio.gather(*(_pour_in(host, port) for host, _, port in sources.values()))
         plain = time.monotonic() - began
-        work = node.client.fetch(1, AGE, list(sources), due, False, DEADLINE)
+        work = node.client.fetch(WantedState(1, AGE, due), list(sources), DEADLINE)
         delivery = await node.exchanges.outcome(work)
         found.append((plain, delivery.seconds, dict(delivery.served)))
         node.client.forget()

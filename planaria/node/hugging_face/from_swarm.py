@@ -26,7 +26,7 @@ from planaria.node.hugging_face.options import ExportOptions
 from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.ports import Priority
 from planaria.node.state.stage_state import Age
-from planaria.node.state.transfer import WEIGHTS, StateClient
+from planaria.node.state.transfer import WEIGHTS, StateClient, WantedState
 from planaria.node.state.weight_pins import PIN
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
@@ -87,16 +87,9 @@ class LivingModel(LivingRun):
     async def read(self, stage: int, first: int, count: int) -> Tensor:
         """A slice of the stage's flat weights, float32 [count]. Raises ExportError."""
         due = {WEIGHTS: self.config.trained[min(stage, 1)]}
-        fetch = self._states.fetch(
-            stage,
-            Age(self.lineage, self.step),
-            self.seats[stage],
-            due,
-            optimizer=False,
-            deadline=TRANSFER,
-            kind=PIN,
-            part=(first, count),
-        )
+        age = Age(self.lineage, self.step)
+        wanted = WantedState(stage, age, due, kind=PIN, part=(first, count))
+        fetch = self._states.fetch(wanted, self.seats[stage], TRANSFER)
         try:
             state = (await self._exchanges.outcome(fetch)).state
         except ComplaintError as error:

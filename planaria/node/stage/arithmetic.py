@@ -41,9 +41,8 @@ from planaria.recovery.snapshot import Layout
 
 
 class TorchStage:
-    """One stage on `device`, in its state before the first step. Stage 0 needs the `corpus`. A run
-    that begins from a checkpoint needs the `checkpoint`: without it the stage is `weightless`, as
-    it is once the run has `begun`. An `own` architecture is needed if the run has one.
+    """One stage on `device`, in its state before the first step. Stage 0 needs the `corpus`. It
+    is `weightless` once the run has `begun`, and if the run's checkpoint isn't on this machine.
 
     It is made and used in the compute thread, except the sizes of its tensors.
     """
@@ -52,21 +51,18 @@ class TorchStage:
         self,
         node: str,
         stage: int,
-        run: RunFile,
-        config: ModelConfig,
+        beginning: Beginning,
         device: torch.device,
-        corpus: Data | None,
-        checkpoint: Checkpoint | None = None,
-        own: Architecture | None = None,
+        corpus: Data | None = None,
         begun: bool = False,
         room: DeviceRoom | None = None,
     ) -> None:
         """`room`: shared by all stages of a node."""
+        run, config, checkpoint, _ = beginning
         self.stage, self.run, self.config = stage, run, config
-        self._device = device
-        self._folders = [one.path for one in (corpus,) if one is not None]
-        self._folders += [one.folder for one in (checkpoint,) if one is not None]
-        self._beginning = Beginning(run, config, checkpoint, own)
+        self._device, self._beginning = device, beginning
+        self._folders = [] if corpus is None else [corpus.path]
+        self._folders += [] if checkpoint is None else [checkpoint.folder]
         module, self.weightless = self._beginning.stage_or_zeros(stage, begun)
         self.origin = checkpoint is not None and not self.weightless
         self._module = module.to(device)
@@ -77,9 +73,7 @@ class TorchStage:
         self.optimizer = StageOptimizer.of_run(self._module, device, run)
         self.tensors = dict(self.optimizer.state(optimizer=True))
         self.gradient = self.optimizer.gradient
-        self.work = TorchWork(
-            node, self._module, self.optimizer, run, config, device, corpus, room=room
-        )
+        self.work = TorchWork(node, self._module, self.optimizer, run, config, corpus, room)
         self._reduced_norm = self._omega = 0.0
         self._other: tuple[weakref.ref[Tensor], Stage] | None = None  # cached
 
@@ -196,7 +190,7 @@ class TorchStage:
                 raise ValueError(f"a token outside the vocabulary of {self.config.vocabulary}")
         try:
             module = self._module if weights is None else self._with(weights)
-            x, *beside = (one.to(self._device) for one in shown)
+            x, *beside = (tensor.to(self._device) for tensor in shown)
             if not isinstance(module, EmbeddingStage):
                 y: Tensor = module(x)
                 return y

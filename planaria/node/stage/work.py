@@ -77,7 +77,7 @@ class _Begun:
 
 
 class TorchWork:
-    """`attempt.StageWork` for a stage's module on `device`. Stage 0 needs the `corpus`."""
+    """`attempt.StageWork` for a stage's module. Stage 0 needs the `corpus`."""
 
     def __init__(
         self,
@@ -86,13 +86,12 @@ class TorchWork:
         optimizer: StageOptimizer,
         run: RunFile,
         config: ModelConfig,
-        device: torch.device,
         corpus: Data | None = None,
         room: DeviceRoom | None = None,
     ) -> None:
         """`room`: shared by all users of the device."""
         self.node, self.optimizer = node, optimizer
-        self.run, self.config, self.device = run, config, device
+        self.run, self.config, self.device = run, config, optimizer.weights.device
         self.corpus = corpus
         codecs = {"activation": run.wire.activations, "gradient": run.wire.gradients}
         self._forms = {
@@ -100,7 +99,7 @@ class TorchWork:
             for kind, codec in codecs.items()
         }
         self._begun = _Begun(NEVER, pb.Begin())
-        self._room = room or DeviceRoom(device)
+        self._room = room or DeviceRoom(self.device)
         stage = 0 if isinstance(module, EmbeddingStage) else 1
         self._needs = saved(run, config, stage) + (working(run, config, stage) if stage else 0)
         compiled: Callable[..., Any] = torch.compile if run.training.compile else _as_it_is

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from planaria.node.model.shape import ModelConfig
-from planaria.node.ports import Arithmetic
-from planaria.node.report.events import Event, Fetching, Origin
+from planaria.node.ports import Ports
+from planaria.node.report.events import Fetching, Origin
 from planaria.node.run_file import RunFile
 from planaria.node.state.background_relearning import BackgroundRelearning
 from planaria.node.state.boundary import BoundaryClient, Wanted
 from planaria.node.state.relearn import Course, Relearning, RelearningBlock, Terms
 from planaria.node.state.stage_state import Age, StageState, StateId
-from planaria.node.state.transfer import WEIGHTS, Delivery, StateClient
+from planaria.node.state.transfer import WEIGHTS, Delivery, StateClient, WantedState
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.exchange import ComplaintError, Exchanges
+from planaria.node.wire.exchange import ComplaintError
 from planaria.recovery.decide import ANEW, INEXACT, ORIGIN, PRETRAINED
 from planaria.recovery.relearning import at_a_time, passes, peak
 
@@ -50,29 +50,33 @@ class Rebuilt(NamedTuple):
     relearning_task: BackgroundRelearning | None = None  # the rest of the relearning
 
 
+class Peers(NamedTuple):
+    """What a rebuild gets from other nodes: states, boundary tensors, and relearning with them."""
+
+    states: StateClient
+    boundary: BoundaryClient
+    relearning: Relearning
+
+
 class Rebuilding:
     """Gets this node's seat, or its twin, a state."""
 
     def __init__(
         self,
-        exchanges: Exchanges,
-        arithmetic: Arithmetic,
+        ports: Ports,
         run: RunFile,
         config: ModelConfig,
-        *,
         member: MemberSide,
         holdings: Holdings,
-        states: StateClient,
-        boundary: BoundaryClient,
-        relearning: Relearning,
+        peers: Peers,
         own_state: Callable[[], StageState],
-        tell: Callable[[Event], None],
     ) -> None:
-        self.exchanges, self.arithmetic = exchanges, arithmetic
+        self.exchanges, self.arithmetic = ports.exchanges, ports.arithmetic
+        self.tell = ports.record.tell
         self.run, self.config = run, config
         self.member, self.stage, self.holdings = member, member.stage, holdings
-        self.states, self.boundary, self.relearning = states, boundary, relearning
-        self.own_state, self.tell = own_state, tell
+        self.states, self.boundary, self.relearning = peers
+        self.own_state = own_state
 
     async def rebuild(self, ballot: Ballot, sync: pb.Sync) -> Rebuilt | None:
         """The new state, which is in place when this returns; None: it was no longer wanted.
@@ -138,20 +142,10 @@ class Rebuilding:
         lacking = self.arithmetic.lacking
         if not lacking:
             return 0
+        wanted = WantedState(self.stage, Age(0, 0), {WEIGHTS: lacking}, kind=ORIGIN, ballot=ballot)
+        deadline, report = self.run.swarm.progress, self._fetching(sync)
         (delivery,) = await self.exchanges.together(
-            [
-                self.states.fetch(
-                    self.stage,
-                    Age(0, 0),
-                    [sync.giver],
-                    {WEIGHTS: lacking},
-                    optimizer=False,
-                    deadline=self.run.swarm.progress,
-                    on_progress=self._fetching(sync),
-                    ballot=ballot,
-                    kind=ORIGIN,
-                )
-            ]
+            [self.states.fetch(wanted, [sync.giver], deadline, report)]
         )
         weights = delivery.state.tensors[WEIGHTS]
         await self.exchanges.compute(partial(self.arithmetic.take_in, weights, sync.giver))
@@ -215,21 +209,21 @@ class Rebuilding:
             received[stage] = size
             report(sum(received.values()))
 
+        def fetch(stage: int, sources: list[pb.Source]) -> Coroutine[Any, Any, Delivery]:
+            wanted = WantedState(
+                stage,
+                Age(sources[0].lineage, sources[0].step),
+                expected,
+                optimizer=sync.method not in (*INEXACT, ORIGIN),
+                kind=HELD.get(sync.method, ""),
+                ballot=ballot,
+            )
+            nodes = [source.node for source in sources]
+            deadline = self.run.swarm.progress
+            return self.states.fetch(wanted, nodes, deadline, partial(received_from, stage))
+
         return await self.exchanges.together(
-            [
-                self.states.fetch(
-                    stage,
-                    Age(sources[0].lineage, sources[0].step),
-                    [source.node for source in sources],
-                    expected,
-                    optimizer=sync.method not in (*INEXACT, ORIGIN),
-                    deadline=self.run.swarm.progress,
-                    on_progress=partial(received_from, stage),
-                    ballot=ballot,
-                    kind=HELD.get(sync.method, ""),
-                )
-                for stage, sources in sorted(by_stage.items())
-            ]
+            [fetch(stage, sources) for stage, sources in sorted(by_stage.items())]
         )
 
     def _fetching(self, sync: pb.Sync) -> Callable[[int], None]:

@@ -448,43 +448,31 @@ class StateClient:
 
     async def fetch(
         self,
-        stage: int,
-        age: Age,
+        wanted: WantedState,
         sources: Sequence[str],
-        due: Due,
-        optimizer: bool,
         deadline: float,
         on_progress: Callable[[int], None] | None = None,
-        ballot: tuple[int, int] = (0, 0),
-        kind: str = "",
-        part: tuple[int, int] | None = None,
     ) -> Delivery:
-        """Fetch the state of `stage`, of that age, from `sources`: its replicas or, with a `kind`
-        of Holding, its holders. `due`: the stage's tensors, all of which are fetched with
-        `optimizer`, else the weights alone. `deadline`: seconds for the whole fetch. `on_progress`
-        gets the number of bytes received so far. `ballot` goes with every request. `part`: (first,
-        count) of values of the weights; they are then all that the tensor has. Raises
-        ComplaintError, which names every source and what was wrong with it.
+        """Fetch a state from `sources`: its replicas or, if `wanted` has a kind, its holders.
+        `deadline`: seconds for the whole fetch. `on_progress` gets the number of bytes received so
+        far. Raises ComplaintError, which names every source and what was wrong with it.
         """
-        transfer = next(self._numbers)
-        request = _Request(transfer, stage, age, optimizer, ballot, kind, due)
+        number = next(self._numbers)
         fetch = _TransferFetch(
-            self, request, list(dict.fromkeys(sources)), deadline, on_progress, part
+            self, number, wanted, list(dict.fromkeys(sources)), deadline, on_progress
         )
-        with self._inboxes.open(transfer) as inbox:
+        with self._inboxes.open(number) as inbox:
             return await fetch.run(inbox)
 
-    def arriving(
-        self, request: _Request, manifest: Manifest, part: tuple[int, int] | None
-    ) -> Arriving:
+    def arriving(self, wanted: WantedState, manifest: Manifest) -> Arriving:
         """The state as far as it has arrived, or empty room for it. Raises MemoryError."""
-        whole = request.optimizer and part is None and manifest.digest
-        state = self._arriving.pop(request.stage, None) if whole else None
-        if state is None or (state.request.age, state.manifest) != (request.age, manifest):
+        whole = wanted.optimizer and wanted.part is None and manifest.digest
+        state = self._arriving.pop(wanted.stage, None) if whole else None
+        if state is None or (state.wanted.age, state.manifest) != (wanted.age, manifest):
             del state  # memory may not suffice for two
-            state = Arriving.none_of(request, manifest, part, self)
+            state = Arriving.none_of(wanted, manifest, self)
         if whole:
-            self._arriving[request.stage] = state
+            self._arriving[wanted.stage] = state
         return state
 
     def weights(self, stage: int) -> StageState | None:
@@ -516,16 +504,16 @@ class StateClient:
 
 
 @dataclass(frozen=True)
-class _Request:
-    """The common fields of all requests of a transfer."""
+class WantedState:
+    """The state that a transfer fetches."""
 
-    transfer: int
     stage: int
     age: Age  # only its step is sent: a source of that step has the newest lineage
-    optimizer: bool
-    ballot: tuple[int, int]
-    kind: str
-    due: Due
+    due: Due  # the stage's tensors
+    optimizer: bool = False  # all of these are fetched, else the weights alone
+    kind: str = ""  # of Holding; "": the stage's own state
+    ballot: tuple[int, int] = (0, 0)  # goes with every request
+    part: tuple[int, int] | None = None  # first value and number of values of the weights
 
     def allowed(self) -> list[Due]:
         """The tensors that a source may offer."""
@@ -534,9 +522,9 @@ class _Request:
             return [weights]
         return [self.due, weights] if self.kind in WITHOUT_MOMENTS else [self.due]
 
-    def manifest(self) -> pb.Message:
+    def manifest_request(self, transfer: int) -> pb.Message:
         request = pb.StateRequest(
-            transfer=self.transfer,
+            transfer=transfer,
             step=self.age.step,
             optimizer=self.optimizer,
             kind=self.kind,
@@ -544,9 +532,9 @@ class _Request:
         )
         return pb.Message(ballot=self._ballot(), state_request=request)
 
-    def shard(self, shard: StateShard) -> pb.Message:
+    def shard_request(self, transfer: int, shard: StateShard) -> pb.Message:
         request = pb.ShardRequest(
-            transfer=self.transfer,
+            transfer=transfer,
             step=self.age.step,
             optimizer=self.optimizer,
             offset=shard.offset,
@@ -565,7 +553,7 @@ class _Request:
 class Arriving:
     """A state as far as it has arrived."""
 
-    request: _Request
+    wanted: WantedState
     manifest: Manifest
     values: Tensor  # of all tensors, concatenated
     lengths: Sequence[int]  # of the tensors, in values
@@ -574,20 +562,15 @@ class Arriving:
     bytes: int = 0  # received
 
     @classmethod
-    def none_of(
-        cls,
-        request: _Request,
-        manifest: Manifest,
-        part: tuple[int, int] | None,
-        client: StateClient,
-    ) -> Arriving:
-        """An empty one; `part`: (first, count) of the weights' values. Raises MemoryError."""
+    def none_of(cls, wanted: WantedState, manifest: Manifest, client: StateClient) -> Arriving:
+        """An empty one. Raises MemoryError."""
+        part = wanted.part
         first = VALUE * part[0] if part else 0
         lengths = [part[1]] if part else [values for _, values in manifest.tensors]
         values = client.tensors.empty(sum(lengths))
         shards = cut([VALUE * length for length in lengths], client.shard_size, first)
         missing = {shard.offset: shard for shard in shards}
-        return cls(request, manifest, values, lengths, first, missing)
+        return cls(wanted, manifest, values, lengths, first, missing)
 
     def arrived(self, offset: int) -> None:
         """Record a shard in its place. It may come twice, once for a cancelled fetch."""
@@ -608,10 +591,10 @@ class Arriving:
         lengths = self.lengths[:1] if self.missing else self.lengths
         names = [name for name, _ in self.manifest.tensors][: len(lengths)]
         parts = [self.values[a:b] for a, b in pairwise(accumulate(lengths, initial=0))]
-        request, message = self.request, self.manifest.message
-        adam_restarts = request.optimizer and len(lengths) == 1
+        wanted, message = self.wanted, self.manifest.message
+        adam_restarts = wanted.optimizer and len(lengths) == 1
         return StageState(
-            id=StateId.after(message.last, request.stage, *request.age),
+            id=StateId.after(message.last, wanted.stage, *wanted.age),
             tensors=dict(zip(names, parts, strict=True)),
             omega=message.omega,
             boosted_at=message.boosted_at,
@@ -632,14 +615,13 @@ class _TransferFetch:
     def __init__(
         self,
         client: StateClient,
-        request: _Request,
+        number: int,
+        wanted: WantedState,
         sources: Sequence[str],
         deadline: float,
         on_progress: Callable[[int], None] | None,
-        part: tuple[int, int] | None,
     ) -> None:
-        self.client, self.part = client, part
-        self.request = request
+        self.client, self.number, self.wanted = client, number, wanted
         self.deadline = deadline
         self.on_progress = on_progress
         self.started = client.exchanges.now
@@ -676,7 +658,7 @@ class _TransferFetch:
         return self.client.exchanges.now
 
     def _name_of_state(self) -> str:
-        return f"the state of step {self.request.age.step}"
+        return f"the state of step {self.wanted.age.step}"
 
     def _complaints(self) -> str:
         reasons = self.given_up | self.plan.dropped
@@ -721,13 +703,13 @@ class _TransferFetch:
         while self.unused and len(self.silent) + len(self.plan.sources) < SOURCES:
             source = self.unused.popleft()
             self.silent[source] = self._now
-            if not self.client.send(source, self.request.manifest()):
+            if not self.client.send(source, self.wanted.manifest_request(self.number)):
                 self._give_up(source, "there is no link to it")
 
     def _ask_shards(self) -> None:
         while requests := self.plan.ask(self._now):
             for source, shard in requests:
-                if not self.client.send(source, self.request.shard(shard)):
+                if not self.client.send(source, self.wanted.shard_request(self.number, shard)):
                     self._give_up(source, "there is no link to it")
 
     async def _take(self, peer: str, answer: _Answer | Lost) -> None:
@@ -744,9 +726,9 @@ class _TransferFetch:
                 await self._take_shard(peer, answer)
 
     def _take_manifest(self, peer: str, message: pb.StateManifest) -> None:
-        request, client = self.request, self.client
+        wanted, client = self.wanted, self.client
         try:
-            manifest = Manifest.parse(message, request.age.step, request.allowed())
+            manifest = Manifest.parse(message, wanted.age.step, wanted.allowed())
         except ValueError as error:
             self._give_up(peer, str(error))
             if isinstance(error, WireError):
@@ -754,7 +736,7 @@ class _TransferFetch:
             return
         if self.arriving is None:
             try:
-                self.arriving = client.arriving(request, manifest, self.part)
+                self.arriving = client.arriving(wanted, manifest)
             except MemoryError as error:
                 raise ComplaintError(
                     f"not enough memory for {self._name_of_state()}, {manifest.size} bytes"

@@ -17,6 +17,7 @@ from planaria.node.hugging_face.options import EvaluateOptions
 from planaria.node.hugging_face.whole_model import WholeModel
 from planaria.node.run_file import RunFile, override
 from planaria.node.stage.arithmetic import TorchStage
+from planaria.node.stage.initial import Beginning
 from tests.node.hugging_face.test_folders import exported
 from tests.node.stage.shapes import GROUPED
 
@@ -87,7 +88,7 @@ def test_documents_are_kept_apart_for_a_model_that_was_trained_so(
     assert losses["block_causal"] == pytest.approx(wanted, abs=1e-4)
     assert abs(losses["causal"] - wanted) > 1e-3
     stages = [
-        TorchStage("a", stage, run, apart, CPU, corpus=None) for stage in range(apart.stages + 1)
+        TorchStage("a", stage, Beginning(run, apart), CPU) for stage in range(apart.stages + 1)
     ]
     x = stages[0].look([inputs, begins], head=False, weights=flat[0])
     for stage in stages[1:]:

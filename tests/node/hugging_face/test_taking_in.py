@@ -88,13 +88,14 @@ def test_weights_that_a_peer_gives_are_those_of_the_checkpoint(tmp_path) -> None
     exported(tmp_path, GROUPED)
     run = take_in(run_from(tmp_path, stages=3, context=24))
     cpu = torch.device("cpu")
-    giver = TorchStage("a", 0, run, of(run), cpu, None, Checkpoint.open(tmp_path))
-    taker = TorchStage("b", 2, run, of(run), cpu, None)
+    beginning = Beginning(run, of(run), Checkpoint.open(tmp_path))
+    giver = TorchStage("a", 0, beginning, cpu)
+    taker = TorchStage("b", 2, Beginning(run, of(run)), cpu)
     assert (giver.origin, giver.weightless, taker.origin, taker.weightless) == (1, 0, 0, 1)
     state = giver.initial(2, 0)
     sync = pb.Sync(method="origin", sources=[pb.Source(node="a", stage=2)])
     taker.put_in_place(sync, [state])
-    there = TorchStage("c", 2, run, of(run), cpu, None, Checkpoint.open(tmp_path))
+    there = TorchStage("c", 2, beginning, cpu)
     assert taker.digest() == there.digest()
     state.tensors["weights"][7] += 1e-3
     with pytest.raises(

@@ -59,7 +59,7 @@ def make_work(corpus: Corpus, node: str, stage: int, kind: type[TorchWork] = Tor
     config = model_config(SECTION, corpus.vocabulary)
     module = build_stage(config, stage, 0)
     optimizer = StageOptimizer(module, CPU)
-    return kind(node, module, optimizer, RUN, config, CPU, None if stage else corpus)
+    return kind(node, module, optimizer, RUN, config, None if stage else corpus)
 
 
 def check_gradients(swarm: Swarm, other: Swarm) -> None:
@@ -167,9 +167,7 @@ def test_where_documents_begin_is_said_and_checked(conversations):
     for stage in (0, 1):
         module = build_stage(config, stage, 0)
         data = None if stage else chat
-        works.append(
-            TorchWork("n", module, StageOptimizer(module, CPU), run, config, CPU, corpus=data)
-        )
+        works.append(TorchWork("n", module, StageOptimizer(module, CPU), run, config, corpus=data))
         works[-1].begin(BEGAN, pb.Begin(step=step))
     first, second = works
     route = Route(("0.0", "1.0", "2.0", "0.0"), (0, 1, 2, 0))

@@ -20,7 +20,7 @@ from planaria.node.run_file import SnapshotSection
 from planaria.node.state import copies
 from planaria.node.state.copies import Allowance, Holder, Kind, Outgoing, Sender
 from planaria.node.state.stage_state import Age, StageState, StateId
-from planaria.node.state.transfer import StateClient, StateServer
+from planaria.node.state.transfer import StateClient, StateServer, WantedState
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.frames import Frame
@@ -814,7 +814,7 @@ def test_a_joiner_fetches_what_is_held_bit_for_bit() -> None:
     state = holder.state("snapshot", 2)
     assert state is not None
     due = {name: len(tensor) for name, tensor in state.tensors.items()}
-    fetch = client.fetch(2, Age(0, 2), ["h"], due, True, 60.0, kind="snapshot")
+    fetch = client.fetch(WantedState(2, Age(0, 2), due, True, "snapshot"), ["h"], 60.0)
     fetched = world.nodes.run(exchanges, fetch)
     assert accused == []
     for name, tensor in state.tensors.items():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,10 @@ from planaria.node.ports import Learned
 from planaria.node.report.events import Event, Fetching
 from planaria.node.run_file import loads, override
 from planaria.node.state.boundary import Fetched, Wanted
-from planaria.node.state.rebuild import Rebuilding, Rebuilt
+from planaria.node.state.rebuild import Peers, Rebuilding, Rebuilt
 from planaria.node.state.relearn import RelearningBlock, Terms
 from planaria.node.state.stage_state import Age, StageState, StateId
-from planaria.node.state.transfer import Delivery
+from planaria.node.state.transfer import Delivery, WantedState
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
@@ -72,18 +73,14 @@ class World:
         self.pauses = [0.0]  # seconds between two signs of a fetch's progress
         config = model_config(RUN.model, vocabulary=16)
         everything: Any = self
+        record = SimpleNamespace(tell=self.events.append)
+        ports: Any = SimpleNamespace(
+            exchanges=self.nodes.new(), arithmetic=everything, record=record
+        )
+        boundary: Any = Boundary(self.asked)
+        peers = Peers(everything, boundary, everything)
         self.rebuilding = Rebuilding(
-            self.nodes.new(),
-            everything,
-            RUN,
-            config,
-            member=self.member,
-            holdings=everything,
-            states=everything,
-            boundary=Boundary(self.asked),  # type: ignore[arg-type]
-            relearning=everything,
-            own_state=lambda: self.own,
-            tell=self.events.append,
+            ports, RUN, config, self.member, everything, peers, lambda: self.own
         )
 
     def rebuilds(self, sync: pb.Sync) -> Rebuilt | None:
@@ -95,20 +92,16 @@ class World:
 
     async def fetch(
         self,
-        stage: int,
-        age: Age,
+        wanted: WantedState,
         sources: Sequence[str],
-        due: Mapping[str, int],
-        optimizer: bool,
         deadline: float,
         on_progress: Callable[[int], None],
-        ballot: Ballot,
-        kind: str,
     ) -> Delivery:
-        self.asked.append((stage, age, sources, optimizer, kind))
-        assert (deadline, ballot) == (RUN.swarm.progress, BALLOT)
+        stage = wanted.stage
+        self.asked.append((stage, wanted.age, sources, wanted.optimizer, wanted.kind))
+        assert (deadline, wanted.ballot) == (RUN.swarm.progress, BALLOT)
         size = self.lacking or (3 if self.twin is None else 5)
-        assert due == {"weights": size}, "what the stage has, no more"
+        assert wanted.due == {"weights": size}, "what the stage has, no more"
         for count, pause in enumerate(self.pauses):
             await self.rebuilding.exchanges.sleep(pause)
             on_progress(count)

@@ -25,6 +25,7 @@ from planaria.node.state.transfer import (
     StateClient,
     StateServer,
     StateShard,
+    WantedState,
     cut,
 )
 from planaria.node.wire import stage_pb2 as pb
@@ -130,10 +131,9 @@ class Network:
         on_progress: Callable[[int], None] | None = None,
         **options: Any,
     ) -> Exchange[Delivery]:
+        wanted = WantedState(STAGE, AGE, self.due, optimizer, **options)
         return self.client.exchanges.start(
-            self.client.fetch(
-                STAGE, AGE, sources, self.due, optimizer, deadline, on_progress, **options
-            )
+            self.client.fetch(wanted, sources, deadline, on_progress)
         )
 
     def fetch(self, *arguments: Any, **options: Any) -> Delivery:
