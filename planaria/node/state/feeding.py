@@ -38,7 +38,7 @@ def unsent(gradient: Tensor) -> int:
 
 
 class StatePins:
-    """Copies of this stage's past states, for joiners that still fetch them."""
+    """Copies of this stage's past states, by step, for nodes that still fetch them."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
@@ -51,7 +51,7 @@ class StatePins:
         """Pin `state`, which is about to change, if its step is in `steps`, and forget pins of
         other steps. The returned function copies the state to the CPU. Run it in the compute
         thread, before the change and before anything of the pin is sent."""
-        self._states = {step: pin for step, pin in self._states.items() if step in steps}
+        self.forget_others(steps)
         if state.id.step not in steps:
             return lambda: None
         copies = {name: self._tensors.empty(t.numel()) for name, t in state.tensors.items()}
@@ -59,9 +59,13 @@ class StatePins:
 
         def copy() -> None:
             for name, tensor in state.tensors.items():
-                copies[name].copy_(tensor)
+                copies[name].copy_(tensor.detach())
 
         return copy
+
+    def forget_others(self, steps: Collection[int]) -> None:
+        """Forget the pins of all steps but these."""
+        self._states = {step: pin for step, pin in self._states.items() if step in steps}
 
 
 def gradient_frame(ballot: Ballot, gradient: Tensor, tensors: Tensors) -> Frame:

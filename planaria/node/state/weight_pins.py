@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from planaria.node.ports import Tensors
+from planaria.node.state.feeding import StatePins
 from planaria.node.state.stage_state import StageState
 from planaria.node.state.transfer import WEIGHTS
 
@@ -35,9 +36,8 @@ class WeightPins:
     one clock."""
 
     def __init__(self, tensors: Tensors) -> None:
-        self._tensors = tensors
         self._wishes: dict[str, _Wish] = {}  # by observer: each has one
-        self._states: dict[int, StageState] = {}  # by step
+        self._pins = StatePins(tensors)
 
     def want(self, observer: str, step: int, now: float) -> str:
         """Replace the observer's request. Returns why that fails; "": the step will be kept."""
@@ -50,7 +50,7 @@ class WeightPins:
 
     def renew(self, observer: str, step: int, now: float) -> None:
         """Extend the pin of a step that the observer still reads."""
-        if step in self._states:
+        if self._pins.get(step) is not None:
             self.want(observer, step, now)
 
     def forget(self, observer: str) -> None:
@@ -60,32 +60,29 @@ class WeightPins:
     def expire(self, now: float) -> None:
         """Forget requests that weren't renewed in time, and their pins."""
         self._wishes = {name: wish for name, wish in self._wishes.items() if now < wish.until}
-        wanted = {wish.step for wish in self._wishes.values()}
-        self._states = {step: state for step, state in self._states.items() if step in wanted}
+        self._pins.forget_others(self._steps())
+
+    def _steps(self) -> set[int]:
+        """The requested steps."""
+        return {wish.step for wish in self._wishes.values()}
 
     def keep(self, state: StageState, next_step: int, now: float) -> Callable[[], None]:
-        """Pin `state`, which is about to become that of `next_step`, if requested. The returned
-        function copies its weights to the CPU: run it in the compute thread, before the change."""
+        """Pin the weights of `state`, which is about to become that of `next_step`, if requested.
+        The returned function copies them to the CPU: run it in the compute thread, before the
+        change."""
         self.expire(now)
         step = state.id.step
         # A joiner that follows may have a state of an older step.
-        if step + 1 != next_step or step not in {wish.step for wish in self._wishes.values()}:
-            return lambda: None
-        weights = state.tensors[WEIGHTS]
-        try:
-            copy = self._tensors.empty(weights.numel())
-        except MemoryError as error:
-            log.warning("step %d is not pinned for observers: %s", step, error)
-            return lambda: None
-        self._states[step] = replace(state, tensors={WEIGHTS: copy})
-
-        def copy_weights() -> None:
-            copy.copy_(weights.detach())
-
-        return copy_weights
+        if step + 1 == next_step:
+            weights = replace(state, tensors={WEIGHTS: state.tensors[WEIGHTS]})
+            try:
+                return self._pins.keep(self._steps(), weights)
+            except MemoryError as error:
+                log.warning("step %d is not pinned for observers: %s", step, error)
+        return lambda: None
 
     def get(self, step: int, own: StageState | None) -> StageState | None:
         """The state of that step, with reliable weights; `own`: the stage's."""
         if own is not None and own.id.step == step:
             return own
-        return self._states.get(step)
+        return self._pins.get(step)
