@@ -125,7 +125,7 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
         return begin.step if begin.kind == pb.Begin.TRAIN else 0
 
     def computed(work: Any, *_: Any) -> int:
-        return trained(work._begun.begin)
+        return trained(work._attempt.begin)
 
     def counted(attempt: Attempt, *_: Any) -> int:
         return trained(attempt.begin)

@@ -25,7 +25,7 @@ def shrink(node: OneSeat, room: int) -> TorchWork:
     blocks = work._blocks
 
     def blocks_if_there_is_room(x: torch.Tensor) -> torch.Tensor:
-        if len(work._begun.saved) >= room:
+        if len(work._attempt.saved) >= room:
             torch.empty(1 << 48)  # more than there are addresses
         return blocks(x)
 

@@ -133,10 +133,10 @@ class Checkpoint:
         import numpy as np
 
         values = np.empty(self.places[name].size, np.float32)
-        at = 0
+        offset = 0
         for piece in _pieces(self.places[name]):
-            values[at : at + len(piece)] = piece
-            at += len(piece)
+            values[offset : offset + len(piece)] = piece
+            offset += len(piece)
         return values
 
     def digest(self, config: ModelConfig, stage: int) -> str:
@@ -183,7 +183,7 @@ def _same(first: TensorPlace, second: TensorPlace) -> bool:
     if first.shape != second.shape or not {first.kind, second.kind} <= SIZES.keys():
         return False
     pairs = zip(_pieces(first), _pieces(second), strict=True)
-    return all(np.array_equal(a, b) for a, b in pairs)
+    return all(np.array_equal(values, others) for values, others in pairs)
 
 
 def _pieces(place: TensorPlace) -> Iterator[NDArray[np.float32]]:
@@ -193,13 +193,13 @@ def _pieces(place: TensorPlace) -> Iterator[NDArray[np.float32]]:
     kind = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[place.kind]
     with place.file.open("rb") as file:
         file.seek(place.first)
-        left = place.size
-        while left:
-            size = min(left, CHUNK)
+        remaining = place.size
+        while remaining:
+            size = min(remaining, CHUNK)
             piece = np.fromfile(file, kind, size)
             if len(piece) < size:
                 raise OSError(f"{place.file} ends before its tensors do")
-            left -= size
+            remaining -= size
             if place.kind == "BF16":  # the upper half of a float32
                 yield (piece.astype(np.uint32) << 16).view(np.float32)
             else:

@@ -285,4 +285,4 @@ def _eos_ids(file: Path) -> list[int]:
         ids = read_json(file).get("eos_token_id")
     except (OSError, *NO_SENSE) as error:
         raise UnsupportedModelError(f"{file} can't be read: {error}") from error
-    return [each for each in (ids if isinstance(ids, list) else [ids]) if type(each) is int]
+    return [token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int]

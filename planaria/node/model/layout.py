@@ -38,8 +38,8 @@ def adapters(config: ModelConfig) -> list[Weight]:
 
 
 def _laid(stage: int, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Weight]:
-    at = 0
+    offset = 0
     for name, shape in shapes.items():
-        weight = Weight(name, stage, at, shape)
+        weight = Weight(name, stage, offset, shape)
         yield weight
-        at += weight.size
+        offset += weight.size

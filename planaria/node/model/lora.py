@@ -57,11 +57,11 @@ def adapt(module: Stage, config: ModelConfig, stage: int, weights: Tensor) -> St
 
 def _give(module: nn.Module, weights: Tensor) -> None:
     """Make its adapters views of these weights."""
-    at = 0
+    offset = 0
     for parameter in module.parameters():
         if parameter.requires_grad:
-            parameter.data = weights[at : at + parameter.numel()].view_as(parameter)
-            at += parameter.numel()
+            parameter.data = weights[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
 
 
 def initial_adapters(config: ModelConfig, stage: int, seed: int) -> Tensor:

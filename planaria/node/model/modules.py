@@ -436,12 +436,12 @@ def with_weights(
         return module.requires_grad_(False)
     with torch.device("meta"):
         module = _stage(config, stage, None)
-    at = 0
+    offset = 0
     for name, parameter in list(module.named_parameters()):
         owner, _, local = name.rpartition(".")
-        part = weights[at : at + parameter.numel()].view(parameter.shape)
+        part = weights[offset : offset + parameter.numel()].view(parameter.shape)
         setattr(module.get_submodule(owner), local, nn.Parameter(part, requires_grad=False))
-        at += parameter.numel()
+        offset += parameter.numel()
     assert isinstance(module, LlamaBody | LlamaEnds)
     module.fix(config)
     return module.to(weights.device)

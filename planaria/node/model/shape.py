@@ -165,10 +165,10 @@ class ModelConfig:
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
                 raise ValueError(f"model: {name} = {value} must be greater than 0")
-        wide = self.width_of_head is not None
+        has_width = self.width_of_head is not None
         wholes = [("layers", "stages")]
         if self.own is None:
-            wholes += [("heads", "kv_heads"), *([] if wide else [("dim", "heads")])]
+            wholes += [("heads", "kv_heads"), *([] if has_width else [("dim", "heads")])]
         for whole, part in wholes:
             a, b = getattr(self, whole), getattr(self, part)
             if a % b:
@@ -178,7 +178,7 @@ class ModelConfig:
                     f"of {fit}, or other {whole}"
                 )
         if self.own is None and self.head_dim % 2:
-            name_of_width = "head_dim" if wide else "dim / heads"
+            name_of_width = "head_dim" if has_width else "dim / heads"
             raise ValueError(
                 f"model: {name_of_width} = {self.head_dim} must be even: RoPE rotates pairs"
             )
@@ -194,11 +194,11 @@ class ModelConfig:
             self._check_subspace(self.subspace)
         if self.rope_scaling is not None:
             self._check_rope(self.rope_scaling)
-        most = min(self.window or self.context, self.reach or self.context)
-        if self.context > most:
+        longest = min(self.window or self.context, self.reach or self.context)
+        if self.context > longest:
             raise ValueError(
-                f"model: context = {self.context}, and the model looks back over {most} tokens: "
-                f"give context = {most} or less"
+                f"model: context = {self.context}, and the model looks back over {longest} tokens: "
+                f"give context = {longest} or less"
             )
 
     def _check_subspace(self, rank: int) -> None:
@@ -228,10 +228,12 @@ class ModelConfig:
     def reach(self) -> int | None:
         """Number of positions that the model supports, with RoPE scaling; None: no more than the
         context."""
-        rope, known = self.rope_scaling, self.positions
-        if known is None or rope is None or rope.rope_type == "llama3":
-            return known
-        return max(known, int(rope.factor * (rope.original_max_position_embeddings or known)))
+        rope, positions = self.rope_scaling, self.positions
+        if positions is None or rope is None or rope.rope_type == "llama3":
+            return positions
+        return max(
+            positions, int(rope.factor * (rope.original_max_position_embeddings or positions))
+        )
 
     @property
     def layers_per_stage(self) -> int:
@@ -275,7 +277,7 @@ class ModelConfig:
     def parameters(self) -> tuple[int, int]:
         """Number of parameters of stage 0, and of a body stage."""
         if self.own is not None:
-            own = (sum(math.prod(shape) for _, shape in of) for of in self.own[2:])
+            own = (sum(math.prod(shape) for _, shape in shapes) for shapes in self.own[2:])
             ends, block = own
             return ends, self.layers_per_stage * block
         q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -293,8 +295,8 @@ class ModelConfig:
         """Number of trained parameters of stage 0, and of a body stage."""
         if self.lora is None:
             return self.parameters
-        of = [trained_shapes(self, stage).values() for stage in (0, 1)]
-        first, body = (sum(map(math.prod, shapes)) for shapes in of)
+        shapes_of_stages = [trained_shapes(self, stage).values() for stage in (0, 1)]
+        first, body = (sum(map(math.prod, shapes)) for shapes in shapes_of_stages)
         return first, body
 
     @property

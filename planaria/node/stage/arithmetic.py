@@ -175,8 +175,8 @@ class TorchStage:
     def look(self, shown: Sequence[Tensor], head: bool, weights: Tensor | None = None) -> Tensor:
         forms = self._forms(head, len(shown))
         if [(x.dtype, x.shape[2:]) for x in shown] != forms or any(x.dim() < 2 for x in shown):
-            given = " and ".join(f"{x.dtype} {list(x.shape)}" for x in shown)
-            raise ValueError(f"stage {self.stage} can't evaluate {given}")
+            shapes = " and ".join(f"{x.dtype} {list(x.shape)}" for x in shown)
+            raise ValueError(f"stage {self.stage} can't evaluate {shapes}")
         rows, length = shown[0].shape[:2]
         if not 0 < rows <= self.run.training.microbatch:
             raise ValueError(f"{rows} rows, not 1 to {self.run.training.microbatch}")
@@ -263,8 +263,8 @@ def make_twin(
 ) -> Twin:
     """A twin of the next stage, in its state at step 0. Called in the compute thread. Raises
     NotHereError."""
-    behind = next_stage(seat.stage, seat.config.stages)
-    module = Beginning(seat.run, seat.config, checkpoint, own).stage(behind).to(device)
+    twin_stage = next_stage(seat.stage, seat.config.stages)
+    module = Beginning(seat.run, seat.config, checkpoint, own).stage(twin_stage).to(device)
     return Twin(
         node=seat.node,
         stage=seat.stage,

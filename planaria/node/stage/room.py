@@ -36,7 +36,7 @@ class DeviceRoom:
         self.most = math.inf  # microbatches that a seat keeps
         self._highest = 0  # maximum kept so far
 
-    def look(self, kept: int, needs: int) -> None:
+    def check(self, kept: int, needs: int) -> None:
         """Check the memory for a forward pass of `needs` bytes, while `kept` microbatches wait for
         their backward pass. Raises NoRoomError."""
         if kept >= self.most:
@@ -50,7 +50,7 @@ class DeviceRoom:
             raise NoRoomError(reason, waits=True)
 
     @contextmanager
-    def taken(self, kept: int, waits: bool) -> Iterator[None]:
+    def guarding(self, kept: int, waits: bool) -> Iterator[None]:
         """Guard a pass, beside `kept` others; `waits`: it has no effect before its end. Raises
         NoRoomError where the device is out of memory."""
         try:
@@ -65,13 +65,13 @@ class DeviceRoom:
         # Not earlier: the traceback keeps the failed pass's memory.
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        raise self._lacking(kept, waits, reason)
+        raise self._no_room(kept, waits, reason)
 
-    def _lacking(self, kept: int, waits: bool, reason: str) -> NoRoomError:
+    def _no_room(self, kept: int, waits: bool, reason: str) -> NoRoomError:
         waits = waits and kept > 0
-        before = min(self.most, self._highest)
-        self.most = kept if waits else max(1, before // 2)
-        if not waits and before <= 1:
+        highest = min(self.most, self._highest)
+        self.most = kept if waits else max(1, highest // 2)
+        if not waits and highest <= 1:
             return NoRoomError(
                 f"{self._device} has no room for one microbatch: {reason}. Set training.microbatch "
                 "lower or training.recompute = true in the run file, or serve this stage on a "

@@ -48,7 +48,7 @@ AHEAD = 2
 
 
 @dataclass
-class _Begun:
+class _AttemptState:
     """State of the latest attempt."""
 
     ballot: Ballot
@@ -60,7 +60,7 @@ class _Begun:
     """Microbatches whose loss isn't known yet."""
     spent: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds, by microbatch."""
-    ahead: dict[str, Tensor] = field(default_factory=dict)
+    for_others: dict[str, Tensor] = field(default_factory=dict)
     """Gradients computed in another node's place, by that node."""
     inherited: set[str] = field(default_factory=set)
     """Nodes that this one replaces."""
@@ -98,7 +98,7 @@ class TorchWork:
             kind: forms(config, run.training.microbatch, codec, kind)
             for kind, codec in codecs.items()
         }
-        self._begun = _Begun(NEVER, pb.Begin())
+        self._attempt = _AttemptState(NEVER, pb.Begin())
         self._room = room or DeviceRoom(self.device)
         stage = 0 if isinstance(module, EmbeddingStage) else 1
         self._needs = saved(run, config, stage) + (working(run, config, stage) if stage else 0)
@@ -111,7 +111,7 @@ class TorchWork:
             self._windows = windows(corpus, run.seed, config.context, run.training.batch)
 
     def begin(self, ballot: Ballot, begin: pb.Begin) -> None:
-        self._begun = _Begun(ballot, begin)
+        self._attempt = _AttemptState(ballot, begin)
         self.optimizer.zero_gradient()
         if self.corpus is not None and self.corpus.elsewhere and begin.step:
             self._expect_samples(self.corpus, begin.step)
@@ -129,10 +129,10 @@ class TorchWork:
         self.begin(NEVER, pb.Begin())
 
     def give_up(self, ballot: Ballot, microbatches: Collection[int]) -> list[int]:
-        if ballot != self._begun.ballot:
+        if ballot != self._attempt.ballot:
             return []
-        given_up = sorted(set(microbatches) - self._begun.touched)
-        self._begun.given_up.update(given_up)
+        given_up = sorted(set(microbatches) - self._attempt.touched)
+        self._attempt.given_up.update(given_up)
         return given_up
 
     def rehearse(self) -> None:
@@ -146,22 +146,22 @@ class TorchWork:
 
     def _takes_up(self, ballot: Ballot, visit: Visit) -> bool:
         """Whether this pass is still wanted."""
-        if ballot != self._begun.ballot or visit.microbatch in self._begun.given_up:
+        if ballot != self._attempt.ballot or visit.microbatch in self._attempt.given_up:
             return False
-        self._begun.touched.add(visit.microbatch)
+        self._attempt.touched.add(visit.microbatch)
         return True
 
     @contextmanager
     def _room_for(self, visit: Visit) -> Iterator[None]:
         """Guard a pass that keeps something. Raises NoRoomError."""
-        kept = len(self._begun.saved)
+        kept = len(self._attempt.saved)
         try:
             if visit.waits:
-                self._room.look(kept, self._needs)
-            with self._room.taken(kept, visit.waits):
+                self._room.check(kept, self._needs)
+            with self._room.guarding(kept, visit.waits):
                 yield
         except NoRoomError:
-            self._begun.touched.discard(visit.microbatch)  # another node may take it
+            self._attempt.touched.discard(visit.microbatch)  # another node may take it
             raise
 
     def embed(self, ballot: Ballot, visit: Visit) -> Done | None:
@@ -170,7 +170,7 @@ class TorchWork:
         with self._room_for(visit):
             started = time.perf_counter()
             ids, targets, inputs = self._samples(visit.microbatch)
-            self._begun.homes[visit.microbatch] = pb.Home(
+            self._attempt.homes[visit.microbatch] = pb.Home(
                 microbatch=visit.microbatch, samples=len(ids), samples_hash=samples_hash(ids)
             )
             with self._mode():
@@ -183,7 +183,7 @@ class TorchWork:
         if not self._takes_up(ballot, visit):
             return None
         if visit.at_head:
-            with self._room.taken(len(self._begun.saved), waits=False):
+            with self._room.guarding(len(self._attempt.saved), waits=False):
                 return self._head(visit, self._decoded(visit, peer, frame))
         with self._room_for(visit):
             x = self._decoded(visit, peer, frame)
@@ -197,27 +197,27 @@ class TorchWork:
     def backward(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
         if not self._takes_up(ballot, visit):
             return None
-        with self._room.taken(len(self._begun.saved), waits=False):
+        with self._room.guarding(len(self._attempt.saved), waits=False):
             return self._backward(visit, self._decoded(visit, peer, frame))
 
     def _backward(self, visit: Visit, gradient: Tensor) -> Done:
         started = time.perf_counter()
-        into, out = self._begun.saved.pop((visit.microbatch, visit.position))
+        into, out = self._attempt.saved.pop((visit.microbatch, visit.position))
         with self._into_gradient_of(visit):
             if out.requires_grad:  # else the embedding is frozen
                 out.backward(gradient)  # type: ignore[no-untyped-call]
         if visit.position == 0:
             self._spend(visit, started)
-            done = Done(kept=self._kept)
+            done = Done(kept=self._kept_gradients)
         else:
             assert into.grad is not None
             done = self._onward("gradient", visit, into.grad, started)
-        return done._replace(seconds=self._begun.spent.pop(visit.microbatch))
+        return done._replace(seconds=self._attempt.spent.pop(visit.microbatch))
 
     def double(self, ballot: Ballot, visit: Visit, peer: str, frame: Frame) -> Done | None:
-        if ballot != self._begun.ballot:
+        if ballot != self._attempt.ballot:
             return None
-        tensor, doubles = self._decoded(visit, peer, frame), self._begun.doubles
+        tensor, doubles = self._decoded(visit, peer, frame), self._attempt.doubles
         if frame.kind == "activation":
             with self._mode():
                 y = self._blocks(tensor.requires_grad_())
@@ -242,13 +242,13 @@ class TorchWork:
     def _head(self, visit: Visit, x: Tensor) -> Done:
         scored = 0 if self._evaluating else self._scored_in_window()
         started = time.perf_counter()
-        targets, _ = self._begun.saved[visit.microbatch, 0]
+        targets, _ = self._attempt.saved[visit.microbatch, 0]
         with self._mode():
             loss = self._loss(x.requires_grad_(not self._evaluating), targets)
-        home = self._begun.homes.pop(visit.microbatch)
+        home = self._attempt.homes.pop(visit.microbatch)
         home.loss, home.tokens = loss.item(), int((targets != UNSCORED).sum())
         if self._evaluating:
-            del self._begun.saved[visit.microbatch, 0]
+            del self._attempt.saved[visit.microbatch, 0]
             return Done(home=home)
         # Each scored token weighs the same in the window, on any node: gradients simply add up.
         with self._into_gradient_of(visit):
@@ -259,11 +259,11 @@ class TorchWork:
     def _scored_in_window(self) -> int:
         """Scored tokens of the window, a function of the step and the data."""
         assert self.corpus is not None
-        if self._begun.scored is None:
-            ids = self._windows.ids(self._begun.begin.step)
+        if self._attempt.scored is None:
+            ids = self._windows.ids(self._attempt.begin.step)
             with waiting_for_disk():
-                self._begun.scored = count_scored(self.corpus, TRAIN, self.config.context, ids)
-        return self._begun.scored
+                self._attempt.scored = count_scored(self.corpus, TRAIN, self.config.context, ids)
+        return self._attempt.scored
 
     def _samples(self, microbatch: int) -> tuple[np.ndarray[Any, Any], Tensor, list[Tensor]]:
         """Ids, targets and inputs; for block-causal attention also where documents begin."""
@@ -274,20 +274,20 @@ class TorchWork:
             ids = self.corpus.held_out(self.config.context, positions)
         else:
             split = TRAIN
-            ids = microbatch_ids(self._windows.ids(self._begun.begin.step), microbatch, size)
+            ids = microbatch_ids(self._windows.ids(self._attempt.begin.step), microbatch, size)
         with waiting_for_disk():
             inputs, targets = inputs_and_targets(self.corpus, split, self.config.context, ids)
             arrays: list[np.ndarray[Any, Any]] = [targets, inputs]
             if self.config.block_causal:
                 arrays.append(beginnings(self.corpus, split, self.config.context, ids))
-        y, *x = (torch.from_numpy(each).to(self.device) for each in arrays)
+        y, *x = (torch.from_numpy(array).to(self.device) for array in arrays)
         return ids, y, x
 
     def _decoded(self, visit: Visit, peer: str, frame: Frame) -> Tensor:
         """Tensor of a frame, validated. Raises ComplaintError."""
         try:
             figures, *beside = self._parts(frame)
-            if not (self._begun.begin.non_finite or finite(figures)):
+            if not (self._attempt.begin.non_finite or finite(figures)):
                 raise NonFiniteError("it is not finite")
             if self.config.block_causal and beside and (beside[0][..., -1] > 1).any():
                 raise FiguresError("a mark of a document's beginning is neither 0 nor 1")
@@ -307,20 +307,20 @@ class TorchWork:
         descriptors, buffers = encode(parts, figures.codec)
         onward = visit.after(kind)
         fields = {"microbatch": onward.microbatch, "position": onward.position}
-        frame = Frame(kind, self._begun.ballot, fields, descriptors, buffers)
+        frame = Frame(kind, self._attempt.ballot, fields, descriptors, buffers)
         self._spend(visit, started)
-        return Done(frame, kept=self._kept)
+        return Done(frame, kept=self._kept_gradients)
 
     def _spend(self, visit: Visit, since: float) -> None:
-        self._begun.spent[visit.microbatch] += time.perf_counter() - since
+        self._attempt.spent[visit.microbatch] += time.perf_counter() - since
 
     def _save(self, visit: Visit, into: Tensor, out: Tensor) -> None:
         if not self._evaluating or visit.position == 0:
-            self._begun.saved[visit.microbatch, visit.position] = (into, out)
+            self._attempt.saved[visit.microbatch, visit.position] = (into, out)
 
     @property
     def _evaluating(self) -> bool:
-        return self._begun.begin.kind == pb.Begin.EVALUATE
+        return self._attempt.begin.kind == pb.Begin.EVALUATE
 
     def _mode(self) -> AbstractContextManager[Any]:
         if self._evaluating:
@@ -331,35 +331,35 @@ class TorchWork:
     # --- gradients
 
     @property
-    def _kept(self) -> int:
-        gradients = [*self._begun.ahead.values()]
-        gradients += [] if self._begun.own is None else [self._begun.own]
+    def _kept_gradients(self) -> int:
+        gradients = [*self._attempt.for_others.values()]
+        gradients += [] if self._attempt.own is None else [self._attempt.own]
         return sum(flat.nbytes for flat in gradients)
 
     @contextmanager
     def _into_gradient_of(self, visit: Visit) -> Iterator[None]:
-        owner, begun = visit.node, self._begun
-        if owner == self.node or owner in begun.inherited:
+        owner, attempt = visit.node, self._attempt
+        if owner == self.node or owner in attempt.inherited:
             yield
             return
-        if owner not in begun.ahead:
-            begun.ahead[owner] = torch.zeros_like(self.optimizer.gradient)
-        with self.optimizer.accumulating_into(begun.ahead[owner]):
+        if owner not in attempt.for_others:
+            attempt.for_others[owner] = torch.zeros_like(self.optimizer.gradient)
+        with self.optimizer.accumulating_into(attempt.for_others[owner]):
             yield
 
     def keep_gradient(self) -> int:
-        self._begun.own = self.optimizer.gradient.clone()
-        return self._kept
+        self._attempt.own = self.optimizer.gradient.clone()
+        return self._kept_gradients
 
     def inherit(self, lost: frozenset[str]) -> int:
-        begun = self._begun
-        if begun.own is not None:
-            self.optimizer.gradient.copy_(begun.own)
-            begun.own = None
-        for node in lost & begun.ahead.keys():
-            self.optimizer.gradient.add_(begun.ahead.pop(node))
-        begun.inherited |= lost
-        return self._kept
+        attempt = self._attempt
+        if attempt.own is not None:
+            self.optimizer.gradient.copy_(attempt.own)
+            attempt.own = None
+        for node in lost & attempt.for_others.keys():
+            self.optimizer.gradient.add_(attempt.for_others.pop(node))
+        attempt.inherited |= lost
+        return self._kept_gradients
 
 
 def _as_it_is(call: Callable[..., Any]) -> Callable[..., Any]:

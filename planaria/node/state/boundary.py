@@ -113,7 +113,7 @@ class BoundaryKeeper:
         self._exchanges, self._tensors = exchanges, tensors
         self._attempt = _Step(NEVER, 0)
         self._committed: deque[_Step] = deque(maxlen=steps)
-        self._at = (0, 0)  # lineage and number of the newest committed step
+        self._newest = (0, 0)  # lineage and number of the newest committed step
         self._narrowings = 0
 
     @property
@@ -129,7 +129,7 @@ class BoundaryKeeper:
         `step`. `lineage`: how often the run has gone back to files."""
         attempt, self._attempt = self._attempt, _Step(NEVER, 0)
         self.stand_at(step - 1, lineage)
-        self._at = lineage, step
+        self._newest = lineage, step
         if attempt.step == step:
             self._committed.append(attempt)
         else:
@@ -137,9 +137,9 @@ class BoundaryKeeper:
 
     def stand_at(self, step: int, lineage: int) -> None:
         """Set the step of this node's state; tensors that lead to another one are dropped."""
-        if self._at != (lineage, step):
+        if self._newest != (lineage, step):
             self._committed.clear()
-            self._at = lineage, step
+            self._newest = lineage, step
 
     def drop(self) -> None:
         """Drop a failed attempt."""
@@ -186,7 +186,7 @@ class BoundaryKeeper:
         """Tensors for a joiner of `stage`, of the steps up to `step`, as (pair, side, tensor):
         newest step first, each in order. Raises ValueError if there is nothing; the message says
         why."""
-        _, newest = self._at
+        _, newest = self._newest
         if newest != step:
             raise ValueError(
                 f"boundary tensors of step {step} are requested, those of step {newest} are kept"
@@ -419,9 +419,9 @@ class _BoundaryFetch:
             case Frame():
                 state.received += 1
                 if state.received > state.requested:
-                    why = f"it sent {state.received}, more than requested"
-                    self._give_up(peer, why)
-                    self._accuse(peer, f"boundary tensors from {peer}: {why}", NUMBERS)
+                    excess = f"it sent {state.received}, more than requested"
+                    self._give_up(peer, excess)
+                    self._accuse(peer, f"boundary tensors from {peer}: {excess}", NUMBERS)
                     return
                 await self._take_frame(peer, answer)
         if state.count is None:

@@ -598,8 +598,8 @@ class Holder:
         layout = self._layouts.get(key)
         if layout is None:
             raise UpdateError(f"no {header.kind} of stage {header.stage} is held here")
-        most = snapshot.largest_update(layout, header.tensors) + COMMIT_LIMIT
-        if not 0 < header.size <= most or header.commit > min(header.size, COMMIT_LIMIT):
+        limit = snapshot.largest_update(layout, header.tensors) + COMMIT_LIMIT
+        if not 0 < header.size <= limit or header.commit > min(header.size, COMMIT_LIMIT):
             raise FiguresError(
                 f"it has {header.size} bytes, {header.commit} of them for its commit"
             )
@@ -634,8 +634,8 @@ class Holder:
         if lineage < newest:
             self._refuse(update, f"it is of lineage {lineage}, the run is at {newest}")
             return
-        made = [own.made for own in self._own if own.age == update.header.age]
-        if (made and made[-1] != Ballot.of(update.last.ballot)) or (waited and not made):
+        commits = [own.made for own in self._own if own.age == update.header.age]
+        if (commits and commits[-1] != Ballot.of(update.last.ballot)) or (waited and not commits):
             self._refuse(update, f"step {step} was made by another commit here")
             return
         self._exchanges.start(self._count_in(key, update))

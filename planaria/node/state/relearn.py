@@ -64,7 +64,7 @@ class PairSlice(NamedTuple):
 class PairSliceResult(NamedTuple):
     """The result of a piece at the end of its run of stages."""
 
-    back: list[Tensor]  # the gradient; empty when measuring
+    gradient: list[Tensor]  # one tensor; empty when measuring
     norm: float  # the residual's denominator
     error: float | None  # squared, when measuring; else None
 
@@ -142,12 +142,12 @@ class Course:
         self.updates = terms.passes * len(self.pieces)
         self._order: tuple[int, list[int]] = (-1, [])  # a pass and its order
 
-    def at(self, update: int) -> tuple[int, int]:
+    def pass_and_place(self, update: int) -> tuple[int, int]:
         """The pass of an update, and its place there."""
         return divmod(update, len(self.pieces))
 
     def piece(self, update: int) -> PairSlice:
-        pass_number, place = self.at(update)
+        pass_number, place = self.pass_and_place(update)
         if self._order[0] != pass_number:
             self._order = pass_number, shuffled(len(self.pieces), pass_number)
         return self.pieces[self._order[1][place]]
@@ -319,7 +319,8 @@ class _Joiner:
                 after = await self._measure(pb.Relearn(work=pb.Relearn.MEASURE))
             result.residual_before, result.residual_after = before, after
             result.undone = not (math.isfinite(after) and after <= before)
-            result.updates, result.passes = self.updates, self.course.at(self.updates)[0]
+            result.updates = self.updates
+            result.passes, _ = self.course.pass_and_place(self.updates)
             if self.terms.enough and not result.undone:
                 result.left = self.course.updates - self.updates
         work = pb.Relearn.UNDO if result.undone else pb.Relearn.KEEP
@@ -402,7 +403,7 @@ class _Joiner:
             )
             raise ComplaintError(reason, [leader], NUMBERS)
         for _ in range(order.count):
-            pass_number, place = course.at(self.updates)
+            pass_number, place = course.pass_and_place(self.updates)
             lr = course.rate(self.updates, order.time_gone)
             # The first pass, too, passes the run's input along: not all of it has been measured.
             await self._visit(course.piece(self.updates), place, lr, with_start=pass_number == 0)
@@ -426,13 +427,13 @@ class _Joiner:
     def _take_pairs(self, pairs: Sequence[BoundaryPair]) -> None:
         """Set the pairs that the leader wants measured and trained on."""
         for pair in pairs:
-            ends = pair.stages[:1], pair.stages[-1:]
+            first_and_last = pair.stages[:1], pair.stages[-1:]
             this_stage = (self.block.stage,)
             if (
                 not pair.stages
                 or not self.block.joiners.keys() >= set(pair.stages)
-                or (ends[0] == this_stage and pair not in self.fetched.inputs)
-                or (ends[1] == this_stage and pair not in self.fetched.outputs)
+                or (first_and_last[0] == this_stage and pair not in self.fetched.inputs)
+                or (first_and_last[1] == this_stage and pair not in self.fetched.outputs)
             ):
                 leader = self.block.joiners[self.block.leader]
                 shown = str(pair)[:REASON_LIMIT]
@@ -463,7 +464,7 @@ class _Joiner:
             result = await self.compute(
                 partial(lesson.end, piece, inputs, self.norms.get(piece), lr)
             )
-            self.norms[piece], gradient = result.norm, result.back
+            self.norms[piece], gradient = result.norm, result.gradient
             if result.error is not None:
                 self.errors[piece] = result.error
         else:

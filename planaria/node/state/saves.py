@@ -308,9 +308,9 @@ class SaveFile:
         """`count` values of the tensor, from the `first` one on, in chunks. Raises SaveError,
         OSError."""
         before = takewhile(lambda item: item[0] != tensor, self.tensors.items())
-        at = self.begin + VALUE * (first + sum(values for _, values in before))
+        offset = self.begin + VALUE * (first + sum(values for _, values in before))
         with self.path.open("rb", buffering=0) as file:
-            file.seek(at)
+            file.seek(offset)
             for done in range(0, VALUE * count, CHUNK):
                 chunk = np.empty(min(CHUNK, VALUE * count - done), np.uint8)
                 _fill(self.path, file, chunk)
@@ -658,11 +658,11 @@ def _listed(fields: Fields) -> list[Listed]:
 
 def _encode(fields: Fields) -> Bytes:
     header: dict[str, object] = {METADATA: {**fields, "xxh3": _checksum(fields)}}
-    at = 0
+    offset = 0
     for name, shape in _entries(fields):
-        end = at + VALUE * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, end]}
-        at = end
+        end = offset + VALUE * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
     return _as_bytes(len(text).to_bytes(8, "little") + text)
@@ -733,8 +733,8 @@ def _tensors(
         size = VALUE * values
         tensor = torch.empty(values if keep else 0)
         digest = xxh3_64()
-        for at in range(0, size, CHUNK):
-            chunk = _bytes(tensor)[at : at + CHUNK] if keep else scratch[: size - at]
+        for offset in range(0, size, CHUNK):
+            chunk = _bytes(tensor)[offset : offset + CHUNK] if keep else scratch[: size - offset]
             _fill(path, file, chunk)
             digest.update(chunk.data)
         if digest.hexdigest() != checksum:

@@ -49,17 +49,17 @@ def next_stage(stage: int, stages: int) -> int:
     return (stage + 1) % (stages + 1)
 
 
-def servers(of: int, stages: int, members: Iterable[pb.Place]) -> dict[str, str]:
+def servers(stage: int, stages: int, members: Iterable[pb.Place]) -> dict[str, str]:
     """Map from each holder of a twin of stage `of` to the replica that sends it the gradient.
 
     Replica j of R, in the order of the ids, serves the holders k with k mod R = j.
     Raises ValueError when the stage has no member.
     """
     members = list(members)
-    replicas = sorted(place.node for place in members if place.stage == of)
-    holders = sorted(place.node for place in members if next_stage(place.stage, stages) == of)
+    replicas = sorted(place.node for place in members if place.stage == stage)
+    holders = sorted(place.node for place in members if next_stage(place.stage, stages) == stage)
     if not replicas:
-        raise ValueError(f"stage {of} has no member to send its gradient to {holders}")
+        raise ValueError(f"stage {stage} has no member to send its gradient to {holders}")
     return {holder: replicas[k % len(replicas)] for k, holder in enumerate(holders)}
 
 

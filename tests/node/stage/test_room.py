@@ -24,15 +24,15 @@ def room(monkeypatch: pytest.MonkeyPatch) -> DeviceRoom:
 
 
 def runs_out(room: DeviceRoom, kept: int, waits: bool) -> NoRoomError:
-    with pytest.raises(NoRoomError) as failure, room.taken(kept, waits):
+    with pytest.raises(NoRoomError) as failure, room.guarding(kept, waits):
         torch.empty(1 << 48)  # more than there are addresses
     return failure.value
 
 
 def goes_well(room: DeviceRoom, *kept: int) -> None:
     for count in kept:
-        room.look(count, SMALL)
-        with room.taken(count, waits=True):
+        room.check(count, SMALL)
+        with room.guarding(count, waits=True):
             pass
 
 
@@ -43,7 +43,7 @@ def test_a_pass_that_may_be_made_later_waits_and_no_more_are_begun(room: DeviceR
     assert room.most == 3
     goes_well(room, 2)
     with pytest.raises(NoRoomError, match="room for only 3 microbatches at a time") as failure:
-        room.look(3, 0)
+        room.check(3, 0)
     assert failure.value.waits
 
 
@@ -70,9 +70,9 @@ def test_alone_there_is_nothing_to_wait_for(room: DeviceRoom) -> None:
 
 
 def test_a_gpu_says_it_by_an_error_of_its_own_and_other_errors_are_others(room: DeviceRoom) -> None:
-    with pytest.raises(NoRoomError, match="Tried to allocate"), room.taken(2, waits=True):
+    with pytest.raises(NoRoomError, match="Tried to allocate"), room.guarding(2, waits=True):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
-    with pytest.raises(RuntimeError, match="shapes"), room.taken(2, waits=True):
+    with pytest.raises(RuntimeError, match="shapes"), room.guarding(2, waits=True):
         raise RuntimeError("shapes don't match")
 
 
@@ -81,14 +81,14 @@ def test_a_machine_is_asked_before_its_memory_is_used_up(monkeypatch: pytest.Mon
     there: Any = 2.5 * SMALL
     monkeypatch.setattr(module, "available_memory", lambda: there)
     room = DeviceRoom(CPU)
-    room.look(1, 2 * SMALL)
-    room.look(0, 3 * SMALL)
+    room.check(1, 2 * SMALL)
+    room.check(0, 3 * SMALL)
     with pytest.raises(NoRoomError, match=r"takes 50,331,648 bytes, and ") as failure:
-        room.look(1, 3 * SMALL)
+        room.check(1, 3 * SMALL)
     assert failure.value.waits
     assert room.most == math.inf
     there = 0.0
-    room.look(1, SMALL - 1)
+    room.check(1, SMALL - 1)
 
 
 def test_what_a_machine_has_left_is_what_its_kernel_and_its_container_say(tmp_path: Path) -> None:

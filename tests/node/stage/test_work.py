@@ -223,7 +223,7 @@ class Small(TorchWork):
         super().__init__(*given)
         if self.corpus is None:
             blocks = self._blocks
-            self._blocks = lambda x: blocks(x if len(self._begun.saved) < 2 else _too_large())
+            self._blocks = lambda x: blocks(x if len(self._attempt.saved) < 2 else _too_large())
 
 
 def _too_large() -> torch.Tensor:
