@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from planaria.bootstrap.etcd import Etcd, EtcdAway, EtcdPlace, look, values, written
+from planaria.bootstrap.etcd import Etcd, EtcdAway, EtcdPlace, get, values, written
 
 DEADLINE = 60.0  # seconds; only a hanging test gets there
 TLS = Path(__file__).parent / "bootstrap" / "tls"
@@ -87,7 +87,7 @@ def _until_it_answers(server: EtcdServer) -> None:
     end = time.monotonic() + DEADLINE
     while True:
         try:
-            server.etcd.ask("kv/txn", {"success": [look("any")]}, DEADLINE)
+            server.etcd.ask("kv/txn", {"success": [get("any")]}, DEADLINE)
             return
         except EtcdAway:
             assert server.process.poll() is None, "etcd has ended"

@@ -33,7 +33,7 @@ def beside(listen: Address) -> Address:
     return listen._replace(port=listen.port - 1 if listen.port > 1 else 0)
 
 
-def told(listen: Address, port: int, advertise: Address | None) -> Address:
+def advertised(listen: Address, port: int, advertise: Address | None) -> Address:
     """The address that invites name: the advertised one, the listening one, or, for a wildcard,
     this machine's outward address."""
     if advertise is not None:
@@ -55,14 +55,14 @@ class Admitting:
         certified: Certified,
         run: str,
         enrol: Address,
-        told_by: Callable[[int], tuple[Address, Address]],
+        addresses_for: Callable[[int], tuple[Address, Address]],
         on_invites: Callable[[dict[Role, str]], None],
         others: Sequence[Address] = (),
     ) -> None:
-        """`told_by`: maps the enrolment port to the invites' addresses of registry and enrolment.
-        `others`: the run's other registries; their enrolment is at the default address."""
+        """`addresses_for`: maps the enrolment port to the addresses of registry and enrolment that
+        invites name. `others`: the run's other registries, with the default enrolment port."""
         self._admission, self._certified, self._run = admission, certified, run
-        self._enrol, self._told_by, self._on_invites = enrol, told_by, on_invites
+        self._enrol, self._told_by, self._on_invites = enrol, addresses_for, on_invites
         self._others = others
 
     @asynccontextmanager

@@ -367,7 +367,7 @@ class RegistryClient:
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
             self._channels[address] = channel(
-                address, self._credentials, OPTIONS, whom=Role.REGISTRY
+                address, self._credentials, OPTIONS, holder=Role.REGISTRY
             )
         return self._channels[address]
 

@@ -56,7 +56,7 @@ class Certified:
         _ = self.pair  # may renew
         return self._channel
 
-    def server(self, asks: bool = True) -> grpc.ServerCredentials:
+    def server(self, mutual: bool = True) -> grpc.ServerCredentials:
         """`asks`: whether clients must show a certificate."""
         shown = self.pair
 
@@ -70,7 +70,7 @@ class Certified:
             shown = pair
             return _configuration(pair)
 
-        return grpc.dynamic_ssl_server_credentials(_configuration(shown), newest, asks)  # type: ignore[arg-type]
+        return grpc.dynamic_ssl_server_credentials(_configuration(shown), newest, mutual)  # type: ignore[arg-type]
 
 
 def _configuration(pair: CertifiedKey) -> grpc.ServerCertificateConfiguration:
@@ -89,7 +89,7 @@ class Credentials:
 
     def __post_init__(self) -> None:
         if not (self.token.isascii() and self.token.isprintable()):
-            raise CredentialsError("the join token may hold printable ASCII characters only")
+            raise CredentialsError("the join token may contain printable ASCII characters only")
 
     @classmethod
     def load(
@@ -131,7 +131,7 @@ class Credentials:
         if not self.token or hmac.compare_digest(shown.encode(), self.token.encode()):
             return None
         if not shown:
-            return "this run asks for a join token; give it with --token"
+            return "this run requires a join token; give it with --token"
         return "the join token is not this run's; check --token on both sides"
 
 
@@ -142,23 +142,23 @@ def channel(
     address: str,
     credentials: Credentials,
     options: Sequence[tuple[str, str | int]] = (),
-    whom: str = Role.NODE,
+    holder: str = Role.NODE,
 ) -> grpc.aio.Channel:
     """A channel to HOST:PORT, with TLS if the credentials have it. The dns scheme keeps gRPC from
     taking `unix:80` for a file. `whom`: the role or instance that the server's certificate must
     name; certificates of another authority must name the host instead."""
     target = f"dns:///{address}"
     if credentials.certified is not None:
-        named = (*options, ("grpc.ssl_target_name_override", whom + DOMAIN))
+        named = (*options, ("grpc.ssl_target_name_override", holder + DOMAIN))
         return grpc.aio.secure_channel(target, credentials.certified.channel, options=named)
     if credentials.channel is None:
         return grpc.aio.insecure_channel(target, options=options)
     return grpc.aio.secure_channel(target, credentials.channel, options=options)
 
 
-def about_time(said: str) -> str:
+def about_time(error: str) -> str:
     """A hint to append to a gRPC error about an expired or future certificate; else empty."""
-    if "certificate has expired" not in said and "certificate is not yet valid" not in said:
+    if "certificate has expired" not in error and "certificate is not yet valid" not in error:
         return ""
     now = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
     return f". This machine's clock says {now} UTC: set it if that is wrong"
@@ -176,8 +176,8 @@ def add_port(
     check_port(address, credentials, insecure)
     if credentials.server is None and not address.is_loopback:
         log.warning(
-            "INSECURE: %s is open to other machines in plain text; anyone on the way can read and "
-            "change what is sent",
+            "INSECURE: %s is open to other machines in plain text; anyone on the network path "
+            "can read and change messages",
             listen,
         )
     shows = credentials.server
@@ -206,8 +206,8 @@ def check_port(listen: Address, credentials: Credentials, insecure: bool = False
         )
     except (socket.gaierror, UnicodeError) as error:
         raise OSError(
-            f"can't listen on {listen}: there is no host {listen.host!r}; 0.0.0.0:PORT listens to "
-            "all of this machine's addresses"
+            f"can't listen on {listen}: the host {listen.host!r} is unknown; 0.0.0.0:PORT listens "
+            "on all of this machine's addresses"
         ) from error
     if not any(_is_free(family, place) for family, _, _, _, place in places):
         raise OSError(not_ours(listen))
@@ -230,11 +230,11 @@ def not_ours(listen: Address) -> str:
     )
 
 
-def _read(what: str, path: Path) -> bytes:
+def _read(kind: str, path: Path) -> bytes:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise CredentialsError(f"can't read the {what} file {path}: {error.strerror}") from error
+        raise CredentialsError(f"can't read the {kind} file {path}: {error.strerror}") from error
     if b"-----BEGIN" not in content:
-        raise CredentialsError(f"the {what} file {path} is not in PEM format")
+        raise CredentialsError(f"the {kind} file {path} is not in PEM format")
     return content

@@ -59,7 +59,7 @@ class EnrolmentServer(EnrolmentServicer):
         self._now = asyncio.get_running_loop().time
         options = (*_OPTIONS, *server_options(open_descriptors()))
         self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=AT_ONCE)
-        credentials = Credentials(server=certified.server(asks=False))
+        credentials = Credentials(server=certified.server(mutual=False))
         port = add_port(self._server, listen, credentials)
         add_EnrolmentServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         await self._server.start()
@@ -80,8 +80,8 @@ class EnrolmentServer(EnrolmentServicer):
             log.info("%s gets no certificate: %s", host, refused)
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(refused))
         except AdmissionError as error:
-            log.error("nobody can be let in: %s", error)
-            why = "the registry can't write down whom it lets in; its operator has to see to it"
+            log.error("can't enrol nodes: %s", error)
+            why = "the registry can't store its decision; its operator has to repair its storage"
             await context.abort(grpc.StatusCode.UNAVAILABLE, why)
         again = "" if request.secret else ", again"
         log.info("%s %s, at %s, has its certificate%s", who.role, who.instance, host, again)
@@ -113,8 +113,8 @@ class OperatorServer(OperatorServicer):
     async def Invite(self, request: InviteRequest, context: Context) -> Invited:  # noqa: N802
         if not self._admission.certifies:
             why = (
-                "this registry gives out no certificates, so there is nothing to invite to: start "
-                "it without --insecure and without certificates of your own"
+                "this registry issues no certificates, so it has no invites: start it without "
+                "--insecure and without certificates of your own"
             )
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
         stage = request.stage if request.HasField("stage") else None
@@ -129,43 +129,48 @@ class OperatorServer(OperatorServicer):
     async def ListInvites(  # noqa: N802
         self, request: ListInvitesRequest, context: Context
     ) -> Invites:
-        known, listed = self._admission.invites, Invites()
-        for one in known.invites.values():
+        records, listed = self._admission.invites, Invites()
+        for invite in records.invites.values():
             listed.invites.add(
-                id=one.id,
-                role=one.role,
-                uses=one.uses,
-                used=known.used[one.id],
-                ends=one.ends,
-                stage=one.stage,
-                revoked=one.id in known.revoked,
+                id=invite.id,
+                role=invite.role,
+                uses=invite.uses,
+                used=records.used[invite.id],
+                ends=invite.ends,
+                stage=invite.stage,
+                revoked=invite.id in records.revoked,
             )
         return listed
 
     async def Revoke(self, request: RevokeRequest, context: Context) -> Done:  # noqa: N802
         def decide() -> Done:
             self._admission.revoke(request.id)
-            return Done(what=f"nobody comes by invite {request.id} any more; who came by it stays")
+            return Done(
+                what=f"invite {request.id} is revoked; nodes that have used it stay enrolled"
+            )
 
         return await _decided(context, decide)
 
     async def ListEnrolled(  # noqa: N802
         self, request: ListEnrolledRequest, context: Context
     ) -> EnrolledReply:
-        known = self._admission.invites
-        reply = EnrolledReply(banned=sorted(known.banned))
-        for instance, one in known.enrolled.items():
+        records = self._admission.invites
+        reply = EnrolledReply(banned=sorted(records.banned))
+        for instance, enrolled in records.enrolled.items():
             reply.enrolled.add(
-                instance=instance, role=one.who.role, invite=one.invite, stage=one.who.stage
+                instance=instance,
+                role=enrolled.who.role,
+                invite=enrolled.invite,
+                stage=enrolled.who.stage,
             )
         return reply
 
     async def Evict(self, request: EvictRequest, context: Context) -> Done:  # noqa: N802
         if self._members.instance_of(request.node) is None:
-            why = f"{readable(request.node[:80])} is no member: `planaria members` lists them"
+            why = f"{readable(request.node[:80])} is no member; `planaria members` lists members"
             await context.abort(grpc.StatusCode.NOT_FOUND, why)
         self._members.evict(request.node, "evicted by the run's operator")
-        return Done(what=f"{request.node} is evicted; it may come back as another one")
+        return Done(what=f"{request.node} is evicted; it may join again under a new node id")
 
     async def Ban(self, request: BanRequest, context: Context) -> Done:  # noqa: N802
         instance = self._members.instance_of(request.who) or request.who
@@ -174,7 +179,7 @@ class OperatorServer(OperatorServicer):
             self._admission.ban(instance)
             self._members.tell_bans()
             self._members.cut(instance, "banned by the run's operator")
-            return Done(what=f"{instance} is banned: `planaria allow {instance}` ends that")
+            return Done(what=f"{instance} is banned; `planaria allow {instance}` lifts the ban")
 
         return await _decided(context, decide)
 
@@ -182,7 +187,7 @@ class OperatorServer(OperatorServicer):
         def decide() -> Done:
             self._admission.allow(request.instance)
             self._members.tell_bans()
-            return Done(what=f"{request.instance} may come back")
+            return Done(what=f"{request.instance} may join again")
 
         return await _decided(context, decide)
 

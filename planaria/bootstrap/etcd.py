@@ -153,7 +153,7 @@ def read(text: str) -> bytes:
     return b64decode(text)
 
 
-def is_said(key: str, value: bytes) -> Body:
+def has_value(key: str, value: bytes) -> Body:
     """A transaction condition: the key has this value."""
     return {"key": written(key), "target": "VALUE", "result": "EQUAL", "value": written(value)}
 
@@ -167,7 +167,7 @@ def put(key: str, value: bytes, lease: str = "0") -> Body:
     return {"request_put": {"key": written(key), "value": written(value), "lease": lease}}
 
 
-def look(key: str) -> Body:
+def get(key: str) -> Body:
     return {"request_range": {"key": written(key)}}
 
 

@@ -92,30 +92,30 @@ class Gate(grpc.aio.ServerInterceptor):
                 del request
                 raise _alone(aborted) from None
 
-        async def streaming(said: object, context: Context) -> AsyncIterator[object]:
-            """`said`: a request, or an iterator of requests."""
+        async def streaming(requests: object, context: Context) -> AsyncIterator[object]:
+            """`requests`: one request, or an iterator."""
             try:
-                with self._open(await check(context, said)):
-                    async with aclosing(call(said, context)) as answers:
+                with self._open(await check(context, requests)):
+                    async with aclosing(call(requests, context)) as answers:
                         async for answer in answers:
                             yield answer
             except grpc.aio.AbortError as aborted:
-                del said
+                del requests
                 raise _alone(aborted) from None
 
         def content(answer: Any) -> bytes:
             """Serializes a reply; bytes pass through, since broadcasts are serialized once."""
             if isinstance(answer, bytes):
                 return answer
-            made: bytes = answer.SerializeToString()
-            return made
+            content_bytes: bytes = answer.SerializeToString()
+            return content_bytes
 
-        how = handler.request_deserializer, content
+        serializers = handler.request_deserializer, content
         if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(unary, *how)
+            return grpc.unary_unary_rpc_method_handler(unary, *serializers)
         if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(streaming, *how)
-        return grpc.stream_stream_rpc_method_handler(streaming, *how)
+            return grpc.unary_stream_rpc_method_handler(streaming, *serializers)
+        return grpc.stream_stream_rpc_method_handler(streaming, *serializers)
 
     def _refusal(self, who: Who, rights: set[Role], service: str, context: Context) -> str:
         """Why the call is refused; empty: it is allowed."""
@@ -126,13 +126,13 @@ class Gate(grpc.aio.ServerInterceptor):
         if self._credentials.channel is None:  # plain text: no identity
             if is_of_this_machine(context.peer()):
                 return ""
-            return "a registry in plain text takes commands only from its own machine"
+            return "a registry without TLS accepts commands only from its own machine"
         if who.role in rights:
             return ""
         needed = " or ".join(sorted(rights))
         return (
-            f"this needs the certificate of {needed}, and yours is of "
-            f"{who.role or 'another kind'}: ask the run's operator for an invite for it"
+            f"this call needs a certificate of role {needed}, and yours has "
+            f"{who.role or 'no role of this run'}: ask the run's operator for an invite"
         )
 
     def _banned(self, instance: str) -> str:
@@ -168,7 +168,7 @@ def who_calls(context: Context) -> Who:
     return Who.of(name.decode(errors="replace") for name in shown)
 
 
-def place_of(peer: str) -> Address | None:
+def address_of(peer: str) -> Address | None:
     """The address in a gRPC peer, ipv4:1.2.3.4:567 or ipv6:[::1]:567; None for other kinds. An
     IPv4 address that IPv6 carries is one of IPv4."""
     kind, _, place = unquote(peer).partition(":")
@@ -180,7 +180,7 @@ def place_of(peer: str) -> Address | None:
 
 def host_of(peer: str) -> str:
     """The host in a gRPC peer; empty for other kinds."""
-    place = place_of(peer)
+    place = address_of(peer)
     return place.host if place is not None else ""
 
 
@@ -194,7 +194,7 @@ def _other(who: Who, request: JoinRequest) -> str:
     if who.stage is not None and not (request.HasField("stage") and request.stage == who.stage):
         return f"you were invited for stage {who.stage}: join with --stage {who.stage}"
     if who.instance and instance_of(request.key) != who.instance:
-        return "the certificate is of another node's key than the join; name the folder of its own"
+        return "the certificate belongs to another key than the join; name this node's own folder"
     return ""
 
 

@@ -56,7 +56,7 @@ async def lead_in_turn(
                 except NotLeading:
                     pass  # already logged
                 except EtcdAway as error:
-                    log.warning("it doesn't after all: %s", error)
+                    log.warning("this registry lost the lead at once: %s", error)
 
 
 @asynccontextmanager
@@ -80,7 +80,7 @@ async def ending_with(term: asyncio.Task[None], registry: RegistryServer) -> Asy
     """Deposes the registry when the term ends."""
 
     def over(ended: asyncio.Task[None]) -> None:
-        registry.depose(NotLeading("its lease is over"))
+        registry.depose(NotLeading("its lease has expired"))
 
     term.add_done_callback(over)
     try:
@@ -94,7 +94,7 @@ class Follower:
 
     def __init__(self, store: Store, credentials: Credentials) -> None:
         self._store, self._credentials = store, credentials
-        self._leader, self._away = "", ""
+        self._leader, self._etcd_error = "", ""
 
     @asynccontextmanager
     async def serving(self, listen: str, insecure: bool) -> AsyncIterator[None]:
@@ -116,37 +116,37 @@ class Follower:
                 leader = await asyncio.to_thread(self._store.leader)
                 if not leader and await asyncio.to_thread(self._store.campaign):
                     return
-                self._saw(leader)
+                self._followed(leader)
             except EtcdAway as error:
-                self._missed(error)
+                self._lost_etcd(error)
             with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), LOOK)
 
-    def _saw(self, leader: str) -> None:
-        if self._away:
+    def _followed(self, leader: str) -> None:
+        if self._etcd_error:
             log.info("etcd is back")
         if leader and leader != self._leader:
             log.info("this registry follows; %s leads", readable(leader))
-        self._leader, self._away = leader, ""
+        self._leader, self._etcd_error = leader, ""
 
-    def _missed(self, error: EtcdAway) -> None:
-        if not self._away:
-            log.error("%s. No views are issued meanwhile; nodes train on in their last one", error)
-        self._leader, self._away = "", str(error)
+    def _lost_etcd(self, error: EtcdAway) -> None:
+        if not self._etcd_error:
+            log.error("%s. No views are issued meanwhile; nodes train on in their last view", error)
+        self._leader, self._etcd_error = "", str(error)
 
     async def _refuse(self, requests: AsyncIterator[bytes], context: Context) -> None:
         metadata = context.invocation_metadata() or ()
         why = self._credentials.check({k: v for k, v in metadata if isinstance(v, str)})
         if why is not None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
-        await context.abort(grpc.StatusCode.UNAVAILABLE, self._said())
+        await context.abort(grpc.StatusCode.UNAVAILABLE, self._refusal())
 
-    def _said(self) -> str:
-        if self._away:
-            return f"{self._away}: no registry leads meanwhile, and nodes train on in their view"
+    def _refusal(self) -> str:
+        if self._etcd_error:
+            return f"{self._etcd_error}: no registry leads, and nodes train on in their last view"
         if self._leader:
-            return f"this registry follows, and {readable(self._leader)} leads: name that, too"
-        return "this registry follows, and none leads yet; ask again"
+            return f"this registry follows, and {readable(self._leader)} leads: name that one, too"
+        return "this registry follows, and none leads yet; try again"
 
 
 class _Everything(grpc.GenericRpcHandler):

@@ -25,7 +25,7 @@ async def is_alive(
     credentials: Credentials,
     seconds: float,
     reach: Reach = EVERYWHERE,
-    whom: str = Role.NODE,
+    holder: str = Role.NODE,
 ) -> bool | None:
     """Whether the node answers at HOST:PORT with a health service named after it. `whom`: the role
     or instance that its certificate must name, see `channel`.
@@ -37,37 +37,37 @@ async def is_alive(
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
-    ended = 0
-    while (left := end - loop.time()) > 0:
+    unanswered = 0
+    while (seconds_left := end - loop.time()) > 0:
         try:
-            async with asyncio.timeout(left):
+            async with asyncio.timeout(seconds_left):
                 if why := await resolved_not_to_dial(address, reach):
                     log.warning("%s is not dialled: %s", node, why)
                     return None
-                await _knock(address)
-                return await _serves(node, address, credentials, whom)
+                await _connect(address)
+                return await _serves(node, address, credentials, holder)
         except ConnectionRefusedError:
             return False
         except grpc.aio.AioRpcError as error:
-            ended += 1
-            if error.code() in _ANOTHER or ended == 2:
+            unanswered += 1
+            if error.code() in _ANOTHER or unanswered == 2:
                 return False
         except OSError:  # includes TimeoutError: no route at the moment
-            ended = 0
+            unanswered = 0
         await asyncio.sleep(min(PAUSE, max(0.0, end - loop.time())))
     return None
 
 
-async def _knock(address: str) -> None:
+async def _connect(address: str) -> None:
     """A reachability probe, since gRPC does not report a refused connection."""
     host, port = Address.parse(address)
     _, writer = await asyncio.open_connection(host, port)
     writer.close()
 
 
-async def _serves(node: str, address: str, credentials: Credentials, whom: str) -> bool:
+async def _serves(node: str, address: str, credentials: Credentials, holder: str) -> bool:
     options = (("grpc.enable_http_proxy", 0),)
-    async with channel(address, credentials, options, whom) as open_channel:
+    async with channel(address, credentials, options, holder) as open_channel:
         stub = health_pb2_grpc.HealthStub(open_channel)
         request = health_pb2.HealthCheckRequest(service=node)
         answer = await stub.Check(request)  # type: ignore[attr-defined]

@@ -46,8 +46,8 @@ def proxies(environment: Mapping[str, str]) -> str:
 class Endpoints(NamedTuple):
     """The IP addresses of both ends of a route."""
 
-    here: str  # of this machine
-    there: str
+    local: str  # of this machine
+    remote: str
 
 
 async def probe(address: Address, seconds: float) -> Reachability:

@@ -77,12 +77,12 @@ log = logging.getLogger(__name__)
 SERVICE = DESCRIPTOR.services_by_name["Registry"].full_name
 TICK = 0.05  # seconds
 GARBAGE = 100_000, 20, 10  # collection thresholds; a collection walks the state of every open call
-HELD_UP = 1.0  # seconds between two ticks above which the registry counts as paused
+PAUSED_ABOVE = 1.0  # seconds between two ticks above which the registry counts as paused
 JOURNAL_RETRY = 2.0  # seconds before a failed journal write is retried
 FAREWELL = 1.0  # seconds granted to open calls when the registry stops
-OF_WAITING = 0.9  # fraction of a joiner's deadline after which the registry asks it to join again
+WAIT_FRACTION = 0.9  # of a joiner's deadline, after which the registry asks it to join again
 LONGEST_WAIT = 60.0  # seconds, for a joiner without a deadline
-LONGEST_ANSWER = 20.0  # seconds; a slower reply no longer occupies the reply budget
+LONGEST_REPLY = 20.0  # seconds; a slower reply no longer occupies the reply budget
 FIRST_RENEWAL = 30.0  # seconds allowed for a stream's first renewal; all may come at once
 
 MESSAGE_BYTES = 16 * 2**20  # a view of 10,000 nodes with long names is smaller
@@ -143,9 +143,9 @@ class RegistryServer(RegistryServicer):
         self._admission = admission or Admission(None, certifies=False)
         self._machine = Membership(rules, self._admission.key)
         self._run_file, self._journal, self._limits = run_file, journal, limits
-        self._recent: dict[bytes, View] = {}  # by signature, the newest last
-        self._made: dict[tuple[bytes | None, bytes], bytes] = {}  # NewViews of the newest view
-        self._welcomed = b""  # the shared part of join replies, built once per view
+        self._recent_views: dict[bytes, View] = {}  # by signature, the newest last
+        self._encoded: dict[tuple[bytes | None, bytes], bytes] = {}  # NewViews of the newest view
+        self._welcome_bytes = b""  # the shared part of join replies, built once per view
         self._joining: list[_Joining] = []
         self._answers = ReplyBudget(limits.answers)
         self._turns: dict[int, asyncio.Future[None]] = {}  # of calls that wait for the reply budget
@@ -271,14 +271,14 @@ class RegistryServer(RegistryServicer):
             await _check_length(context, name, getattr(request, name), NAME_BYTES)
         caller = context.peer()
         reach = Reach.of([host_of(caller)])
-        if request.address and (wrong := not_to_dial(request.address, reach)):
-            await _abort(context, "INVALID_ARGUMENT", wrong)
+        if request.address and (problem := not_to_dial(request.address, reach)):
+            await _abort(context, "INVALID_ARGUMENT", problem)
         if request.protocol == PROTOCOL:  # the machine refuses other protocol versions
             await _abort_if(context, self._unproved_join(request, caller))
         if len(self._joining) >= self._limits.joins:
-            await _abort(context, "RESOURCE_EXHAUSTED", "too many wait to be let in; join again")
-        asked = JoinAttempt(request, block_of(host_of(caller)), self._loop.time())
-        reply = await self._decided(_Joining(asked, self._loop))
+            await _abort(context, "RESOURCE_EXHAUSTED", "too many nodes wait to join; join again")
+        attempt = JoinAttempt(request, block_of(host_of(caller)), self._loop.time())
+        reply = await self._decided(_Joining(attempt, self._loop))
         if isinstance(reply, JoinReply) and reply.HasField("view"):
             await self._turn(request.node, context)
             reply = self._machine.reply_to(request.node)  # uses the newest view
@@ -297,12 +297,12 @@ class RegistryServer(RegistryServicer):
         context.add_done_callback(lambda _: self._answered(call))  # type: ignore[arg-type]
         self._answer_next()
         try:
-            async with asyncio.timeout(OF_WAITING * (context.time_remaining() or LONGEST_WAIT)):
+            async with asyncio.timeout(WAIT_FRACTION * (context.time_remaining() or LONGEST_WAIT)):
                 await turn
         except TimeoutError:
             reason = f"{self._answers.before(node)}: join again"
             await _abort(context, "RESOURCE_EXHAUSTED", reason)
-        self._loop.call_later(LONGEST_ANSWER, self._answered, call)
+        self._loop.call_later(LONGEST_REPLY, self._answered, call)
 
     def _answered(self, call: int) -> None:
         """Frees the reply budget of a call that is complete or abandoned."""
@@ -334,32 +334,34 @@ class RegistryServer(RegistryServicer):
             self._loop.call_later(TICK, self._let_in)
             return
         joining, self._joining = self._joining, []
-        there = [one for one in joining if not one.decided.done()]  # skips cancelled calls
+        waiting = [join for join in joining if not join.decided.done()]  # skips cancelled calls
         try:
-            asked = [one.asked for one in there]
-            answers, effects = self._machine.join_together(asked, self._loop.time())
+            attempts = [join.attempt for join in waiting]
+            answers, effects = self._machine.join_together(attempts, self._loop.time())
             self._carry_out(effects)
         except Exception as error:  # noqa: BLE001  every call of the batch raises it
-            for one in there:
-                one.decided.set_exception(error)
+            for join in waiting:
+                join.decided.set_exception(error)
             return
-        for one, answer in zip(there, answers, strict=True):
-            one.answer = answer
-        self._wake(one.decided for one in there)
+        for join, answer in zip(waiting, answers, strict=True):
+            join.answer = answer
+        self._wake(join.decided for join in waiting)
 
     def _welcome(self) -> bytes:
         """The part of a JoinReply that is equal for all members of the newest view, serialized."""
-        if not self._welcomed:
+        if not self._welcome_bytes:
             view = pack(self._machine.view.SerializeToString())
-            alike = JoinReply(packed=view, run_file=self._run_file)
-            self._welcomed = alike.SerializeToString()
-        return self._welcomed
+            common = JoinReply(packed=view, run_file=self._run_file)
+            self._welcome_bytes = common.SerializeToString()
+        return self._welcome_bytes
 
     async def KeepAlive(  # noqa: N802
         self, requests: AsyncIterator[Renewal], context: Context
     ) -> AsyncIterator[Notice]:
         if self._open_streams >= self._limits.streams:
-            await _abort(context, "RESOURCE_EXHAUSTED", "the registry has no stream to spare")
+            await _abort(
+                context, "RESOURCE_EXHAUSTED", "the registry has its maximum of streams; try again"
+            )
         self._open_streams += 1
         stream = _MemberStream()
         hearing = asyncio.create_task(self._hear(requests, stream, context))
@@ -386,15 +388,17 @@ class RegistryServer(RegistryServicer):
         if request.run and request.run != run:
             await _abort(context, "NOT_FOUND", not_served(run, request.run))
         if self._watchers >= self._limits.watchers:
-            await _abort(context, "RESOURCE_EXHAUSTED", "the registry has too many who watch it")
+            await _abort(
+                context, "RESOURCE_EXHAUSTED", "the registry has its maximum of watchers; try again"
+            )
         self._watchers += 1
         try:
-            told: bytes | None = request.known if request.known in self._recent else None
+            sent: bytes | None = request.known if request.known in self._recent_views else None
             while not (self._stopping or self._failed.done()):
                 view = self._machine.view
-                if view.signature != told:  # a slow watcher skips to the newest view
-                    yield self._news(told, view)
-                    told = view.signature
+                if view.signature != sent:  # a slow watcher skips to the newest view
+                    yield self._news(sent, view)
+                    sent = view.signature
                 else:
                     waiting = self._loop.create_future()
                     self._waiting.add(waiting)
@@ -405,30 +409,30 @@ class RegistryServer(RegistryServicer):
         finally:
             self._watchers -= 1
 
-    def _news(self, told: bytes | None, view: View) -> bytes:
-        """A serialized NewView from the view with signature `told`, cached per pair of views."""
-        found = self._made.get((told, view.signature))
-        if found is None:
-            found = packed(self._new_view(told, view)).SerializeToString()
-            self._made[told, view.signature] = found
-        return found
+    def _news(self, signature: bytes | None, view: View) -> bytes:
+        """A serialized NewView from the view with this signature, cached per pair of views."""
+        message = self._encoded.get((signature, view.signature))
+        if message is None:
+            message = packed(self._new_view(signature, view)).SerializeToString()
+            self._encoded[signature, view.signature] = message
+        return message
 
-    def _new_view(self, told: bytes | None, view: View) -> NewView:
-        former = self._recent.get(told or b"")
+    def _new_view(self, signature: bytes | None, view: View) -> NewView:
+        former = self._recent_views.get(signature or b"")
         if former is not None:
-            found = NewView(difference=difference(former, view))
-            if found.ByteSize() < view.ByteSize():
-                return found
+            message = NewView(difference=difference(former, view))
+            if message.ByteSize() < view.ByteSize():
+                return message
         return NewView(whole=view)
 
     def _remember(self, view: View) -> None:
         """Stores the newest view and invalidates the encodings derived from the previous one."""
-        self._made.clear()
-        self._welcomed = b""
+        self._encoded.clear()
+        self._welcome_bytes = b""
         if view.number:
-            self._recent[view.signature] = view
-        while len(self._recent) > MOST_RECENT:
-            del self._recent[next(iter(self._recent))]
+            self._recent_views[view.signature] = view
+        while len(self._recent_views) > MOST_RECENT:
+            del self._recent_views[next(iter(self._recent_views))]
 
     async def Suspect(self, request: Suspicion, context: Context) -> Verdict:  # noqa: N802
         await _check_length(context, "why", request.why, WHY_BYTES)
@@ -436,7 +440,9 @@ class RegistryServer(RegistryServicer):
             await _check_length(context, name, getattr(request, name), NAME_BYTES)
         await _abort_if(context, self._unproved(request, request.accuser, context.peer()))
         if sum(map(len, self._verdicts.values())) >= self._limits.suspicions:
-            await _abort(context, "RESOURCE_EXHAUSTED", "too many suspicions wait for an answer")
+            await _abort(
+                context, "RESOURCE_EXHAUSTED", "too many suspicions wait for an answer; try again"
+            )
         verdict: asyncio.Future[Verdict] = self._loop.create_future()
         waiting = self._verdicts.setdefault(request.accused, set())
         waiting.add(verdict)
@@ -463,8 +469,8 @@ class RegistryServer(RegistryServicer):
     ) -> MeasureReply:
         now = self._loop.time()
         if self._measurements and now - self._measured_at < BETWEEN_MEASUREMENTS:
-            left = BETWEEN_MEASUREMENTS - (now - self._measured_at)
-            reason = f"links are being measured already; ask again in {left:.0f} s"
+            seconds = BETWEEN_MEASUREMENTS - (now - self._measured_at)
+            reason = f"a measurement is in progress; try again in {seconds:.0f} s"
             await _abort(context, "FAILED_PRECONDITION", reason)
         self._measurements += 1
         self._measured_at = now
@@ -494,18 +500,18 @@ class RegistryServer(RegistryServicer):
             reason = f"a port is at most {PORTS}, a load at most {LOAD_BYTES} bytes"
             await _abort(context, "INVALID_ARGUMENT", reason)
         if self._examinations >= self._limits.examinations:
-            await _abort(context, "RESOURCE_EXHAUSTED", "too many are being examined; ask again")
+            await _abort(context, "RESOURCE_EXHAUSTED", "too many examinations at once; try again")
         reply = ExamineReply(time=time.time(), host=host_of(context.peer()))
         self._examinations += 1
         try:
             if request.port and reply.host:
                 address = str(Address(reply.host, request.port))
-                whom = who_calls(context).instance or Role.NODE
-                there = await is_alive(
-                    request.name, address, self._credentials, DIAL_BACK, whom=whom
+                holder = who_calls(context).instance or Role.NODE
+                alive = await is_alive(
+                    request.name, address, self._credentials, DIAL_BACK, holder=holder
                 )
-                if there is not None:
-                    reply.there = there
+                if alive is not None:
+                    reply.there = alive
         finally:
             self._examinations -= 1
         reply.load = bytes(request.wanted)
@@ -520,29 +526,31 @@ class RegistryServer(RegistryServicer):
         if is_message_signed(request.key, request, self.run):
             return None
         who = readable(request.node)
-        log.warning("a join of %s, from %s, is not signed by the key that it shows", who, caller)
+        log.warning("a join of %s, from %s, is not signed with its key", who, caller)
         return Refused(
             "PERMISSION_DENIED",
-            f"the join of {who} is not signed by the key that it shows; a node signs what it says "
-            "with the key of its folder",
+            f"the join of {who} is not signed with the key in it; a node signs with the key of its "
+            "folder",
         )
 
     def _unproved(
-        self, message: Renewal | Suspicion | LeaveRequest, who: str, caller: str
+        self, message: Renewal | Suspicion | LeaveRequest, node: str, caller: str
     ) -> Refused | None:
         """Why a message is refused; None: the key of node `who` has signed it. A message of a
         non-member passes, since it has no effect."""
-        key = self._machine.key_of(who)
+        key = self._machine.key_of(node)
         if key is None and isinstance(message, Renewal):  # a renewal may carry the node's view
-            key = next((m.key for m in message.view.members if m.node == who), None)
+            key = next((m.key for m in message.view.members if m.node == node), None)
         if key is None or is_message_signed(key, message, self.run):
             return None
-        what, name = message.DESCRIPTOR.name, readable(who)
-        log.warning("a %s in the name of %s, from %s, is not signed by its key", what, name, caller)
+        kind, name = message.DESCRIPTOR.name, readable(node)
+        log.warning(
+            "a %s in the name of %s, from %s, is not signed with its key", kind, name, caller
+        )
         return Refused(
             "PERMISSION_DENIED",
-            f"{caller} sends a {what} in the name of {name}, not signed with the key that {name} "
-            "joined with: a node speaks for itself alone",
+            f"{caller} sends a {kind} in the name of {name}, not signed with the key of {name}: a "
+            "node may send its own messages only",
         )
 
     async def _hear(
@@ -557,16 +565,16 @@ class RegistryServer(RegistryServicer):
             if first is None:
                 return None
             if len(first.node.encode()) > NAME_BYTES:
-                return Refused("INVALID_ARGUMENT", f"a node id of more than {NAME_BYTES} bytes")
+                return Refused("INVALID_ARGUMENT", f"the node id has more than {NAME_BYTES} bytes")
             if (size := first.report.ByteSize()) > RENEWAL_BYTES:
-                reason = f"a report of {size} bytes; {RENEWAL_BYTES} is allowed"
+                reason = f"the report has {size} bytes; the maximum is {RENEWAL_BYTES}"
                 return Refused("INVALID_ARGUMENT", reason)
             if (refused := self._unproved(first, first.node, caller)) is not None:
                 return refused
             try:
                 effects = self._machine.stream_opened(first, self._loop.time())
             except Refused as why:
-                log.warning("of %s: %s", caller, readable(why.reason))
+                log.warning("refused a stream of %s: %s", caller, readable(why.reason))
                 return Refused(why.code, why.reason)  # drops the traceback, which holds the renewal
             self._adopt(stream, first.node)
             self._carry_out(effects)
@@ -605,7 +613,7 @@ class RegistryServer(RegistryServicer):
         while True:
             await asyncio.sleep(TICK)
             now = self._loop.time()
-            if now - last > HELD_UP:
+            if now - last > PAUSED_ABOVE:
                 self._machine.paused(now - last, now)
             last = now
             if self._unwritten and now >= self._retry_at:
@@ -620,7 +628,7 @@ class RegistryServer(RegistryServicer):
     def _fail(self, error: BaseException) -> None:
         if not self._failed.done():
             level = logging.WARNING if isinstance(error, NotLeading) else logging.CRITICAL
-            log.log(level, "the registry can't go on: %s", error)
+            log.log(level, "the registry ends: %s", error)
             self._failed.set_exception(error)
             self._wake_watchers()
 
@@ -653,11 +661,11 @@ class RegistryServer(RegistryServicer):
     async def _dial(self, dial: Dial) -> None:
         # Allows addresses of this machine. Names are excluded, since their resolution may change.
         hosts = (self._listen.host, Address.parse(dial.address).host)
-        reach, whom = Reach.of(hosts), self.instance_of(dial.node) or Role.NODE
-        there = await is_alive(
-            dial.node, dial.address, self._credentials, dial.seconds, reach, whom
+        reach, holder = Reach.of(hosts), self.instance_of(dial.node) or Role.NODE
+        alive = await is_alive(
+            dial.node, dial.address, self._credentials, dial.seconds, reach, holder
         )
-        self._machine.dialled(dial.question, dial.node, there)
+        self._machine.dialled(dial.question, dial.node, alive)
 
     def _publish(self, view: View) -> None:
         try:
@@ -672,19 +680,19 @@ class RegistryServer(RegistryServicer):
         watchers, self._waiting = self._waiting, set()
         self._wake(watchers)
 
-    def _wake(self, those: Iterable[asyncio.Future[None]]) -> None:
+    def _wake(self, futures: Iterable[asyncio.Future[None]]) -> None:
         """Queues the futures behind those already due."""
         idle = not self._due
-        self._due.extend(those)
+        self._due.extend(futures)
         if idle:
             self._wake_some()
 
     def _wake_some(self) -> None:
         """Wakes AT_A_TIME futures per turn of the loop: gRPC accepts one incoming call per turn."""
         for _ in range(min(AT_A_TIME, len(self._due))):
-            one = self._due.popleft()
-            if not one.done():
-                one.set_result(None)
+            future = self._due.popleft()
+            if not future.done():
+                future.set_result(None)
         if self._due:
             self._loop.call_soon(self._wake_some)
 
@@ -697,16 +705,18 @@ class RegistryServer(RegistryServicer):
         try:
             self._journal.append(view)
         except JournalError as error:
-            self._unwritten = f"{error}. Until then the registry goes on from memory"
+            self._unwritten = f"{error}. Until then the registry continues from memory"
             self._retry_at = self._loop.time() + JOURNAL_RETRY
         if self._unwritten and not before:
             log.error("%s", self._unwritten)
         elif before and not self._unwritten:
-            log.info("the journal is written again, up to view %d", view.number)
+            log.info("the journal can be written again; it has view %d", view.number)
 
     async def _abort_if_over(self, context: Context) -> None:
         if self._failed.done() and not self._stopping:
-            await _abort(context, "UNAVAILABLE", "this registry leads no more; ask another one")
+            await _abort(
+                context, "UNAVAILABLE", "this registry does not lead any more; try another one"
+            )
 
     def _tell(self, node: str, notice: Notice) -> None:
         stream = self._streams.get(node)
@@ -722,8 +732,8 @@ class RegistryServer(RegistryServicer):
 class _Joining:
     """A join request that waits for its decision."""
 
-    def __init__(self, asked: JoinAttempt, loop: asyncio.AbstractEventLoop) -> None:
-        self.asked = asked
+    def __init__(self, attempt: JoinAttempt, loop: asyncio.AbstractEventLoop) -> None:
+        self.attempt = attempt
         self.answer: JoinReply | Refused = JoinReply()
         self.decided: asyncio.Future[None] = loop.create_future()
 

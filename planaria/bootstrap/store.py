@@ -25,9 +25,9 @@ from planaria.bootstrap.etcd import (
     EtcdAway,
     EtcdRefused,
     all_below,
+    get,
+    has_value,
     is_free,
-    is_said,
-    look,
     put,
     values,
     written,
@@ -164,7 +164,7 @@ class Store:
     def append(self, view: View) -> None:
         """Writes a view. Raises NotLeading: etcd may then have the view, unannounced."""
         key = self._top + "number"
-        follows = is_said(key, self._number) if self._number else is_free(key)
+        follows = has_value(key, self._number) if self._number else is_free(key)
         number, content = str(view.number).encode(), view.SerializeToString()
         if view.number <= int(self._number or b"0"):
             raise NotLeading(f"view {view.number} is not newer than view {self._number.decode()}")
@@ -194,9 +194,9 @@ class Store:
         if term is None or not term.lasts(now):
             raise NotLeading("its lease has expired")
         body = {
-            "compare": [is_said(self._top + "leader", term.value), follows],
+            "compare": [has_value(self._top + "leader", term.value), follows],
             "success": [*puts, put(key, content)],
-            "failure": [look(self._top + "leader"), look(key)],
+            "failure": [get(self._top + "leader"), get(key)],
         }
         try:
             answer = self._etcd.ask("kv/txn", body, term.until - now)
@@ -240,7 +240,7 @@ class Store:
 
     def _read_view(self) -> None:
         """Reads the newest view. Raises EtcdAway, EtcdRefused, StoreError."""
-        body = {"success": [look(self._top + "number"), look(self._top + "view")]}
+        body = {"success": [get(self._top + "number"), get(self._top + "view")]}
         answer = self._etcd.ask("kv/txn", body, ASKED)
         number, content = (values(response["response_range"]) for response in answer["responses"])
         self._number, self.view = b"", None

@@ -10,7 +10,7 @@ import pytest
 from planaria.bootstrap import admitting
 from planaria.bootstrap.address import Address, AddressError
 from planaria.bootstrap.admission import Admission
-from planaria.bootstrap.admitting import Admitting, beside, told
+from planaria.bootstrap.admitting import Admitting, advertised, beside
 from planaria.bootstrap.authority import Role
 from planaria.bootstrap.credentials import Certified
 from planaria.bootstrap.invites import decode
@@ -60,9 +60,9 @@ def test_enrolment_is_at_the_port_below() -> None:
 def test_what_invites_say_of_where_the_registry_is(monkeypatch: pytest.MonkeyPatch) -> None:
     anywhere = Address("0.0.0.0", 0)
     monkeypatch.setattr(admitting, "outward", lambda host, port: "192.0.2.7")
-    assert told(anywhere, 7400, None) == ("192.0.2.7", 7400)
-    assert told(Address("10.0.0.1", 0), 7400, None) == ("10.0.0.1", 7400)
-    assert told(anywhere, 7400, Address("r.example.org", 80)) == ("r.example.org", 80)
+    assert advertised(anywhere, 7400, None) == ("192.0.2.7", 7400)
+    assert advertised(Address("10.0.0.1", 0), 7400, None) == ("10.0.0.1", 7400)
+    assert advertised(anywhere, 7400, Address("r.example.org", 80)) == ("r.example.org", 80)
     parse = partial(Address.parse_host, port=7400)
     assert parse("r.example.org") == ("r.example.org", 7400)
     assert parse("r.example.org:80") == ("r.example.org", 80)

@@ -77,7 +77,7 @@ def test_tokens() -> None:
     assert secret.check(dict(Credentials(token="secret").metadata)) is None
     with pytest.raises(CredentialsError, match="printable ASCII"):
         Credentials(token="sécret")
-    assert "asks for a join token" in (secret.check({}) or "")
+    assert "requires a join token" in (secret.check({}) or "")
     assert "not this run's" in (secret.check({"planaria-token": "guess"}) or "")
 
 
@@ -88,7 +88,7 @@ async def test_servers_one_after_the_other_have_the_same_certificate() -> None:
         server = grpc.aio.server()
         port = add_port(server, "127.0.0.1:0", credentials)
         await server.start()
-        async with channel(f"127.0.0.1:{port}", credentials, whom=Role.REGISTRY) as dialled:
+        async with channel(f"127.0.0.1:{port}", credentials, holder=Role.REGISTRY) as dialled:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await dialled.unary_unary("/any.Service/Any")(b"")
         await server.stop(None)

@@ -80,7 +80,7 @@ class Run:
 
     @asynccontextmanager
     async def operator(self, credentials: Credentials) -> AsyncIterator[OperatorStub]:
-        async with channel(self.address, credentials, whom=Role.REGISTRY) as opened:
+        async with channel(self.address, credentials, holder=Role.REGISTRY) as opened:
             yield OperatorStub(opened)  # type: ignore[no-untyped-call]
 
 
@@ -206,7 +206,7 @@ async def test_who_looks_does_not_command_and_who_commands_does() -> None:
                 assert (await client.describe()).run == "r"
                 with pytest.raises(JoinRefused, match="has no page"):  # and may look, if it had
                     await client.show()
-                with pytest.raises(JoinRefused, match=rf"certificate of operator.* is of {role}"):
+                with pytest.raises(JoinRefused, match=rf"role operator.* has {role}"):
                     await client.measure()
             async with run.operator(credentials) as stub:
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -236,7 +236,7 @@ async def test_who_is_banned_is_gone_and_stays_away() -> None:
         async with run.client(node) as client, run.client(node) as thief:
             with pytest.raises(JoinRefused, match="invited for stage 1"):
                 await client.join(joining("a", stage=0), identity)
-            with pytest.raises(JoinRefused, match="of another node's key"):
+            with pytest.raises(JoinRefused, match="belongs to another key"):
                 await thief.join(joining("b", stage=1), other)
             reply = await client.join(joining("a", stage=1), identity)
             gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -263,7 +263,7 @@ async def test_in_plain_text_this_machine_commands_and_nobody_is_invited() -> No
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as opened:
             stub = OperatorStub(opened)  # type: ignore[no-untyped-call]
-            with pytest.raises(grpc.aio.AioRpcError, match="gives out no certificates"):
+            with pytest.raises(grpc.aio.AioRpcError, match="issues no certificates"):
                 await stub.Invite(InviteRequest(role="node"))
             with pytest.raises(grpc.aio.AioRpcError, match="x is no member"):
                 await stub.Evict(EvictRequest(node="x"))

@@ -13,9 +13,9 @@ from planaria.bootstrap.etcd import (
     EtcdPlace,
     EtcdRefused,
     all_below,
+    get,
+    has_value,
     is_free,
-    is_said,
-    look,
     put,
     values,
     written,
@@ -72,12 +72,12 @@ def test_an_error_names_all_that_were_asked() -> None:
 
 def test_etcd_does_what_it_is_told_over_tls(server: EtcdServer) -> None:
     etcd = server.etcd
-    body = {"compare": [is_free("a/1")], "success": [put("a/1", b"x")], "failure": [look("a/1")]}
+    body = {"compare": [is_free("a/1")], "success": [put("a/1", b"x")], "failure": [get("a/1")]}
     assert etcd.ask("kv/txn", body, DEADLINE)["succeeded"]
     again = etcd.ask("kv/txn", body, DEADLINE)
     assert not again.get("succeeded")
     assert values(again["responses"][0]["response_range"]) == [b"x"]
-    body = {"compare": [is_said("a/1", b"x")], "success": [put("a/2", b"\xff"), put("b", b"z")]}
+    body = {"compare": [has_value("a/1", b"x")], "success": [put("a/2", b"\xff"), put("b", b"z")]}
     assert etcd.ask("kv/txn", body, DEADLINE)["succeeded"]
     assert values(etcd.ask("kv/range", all_below("a/"), DEADLINE)) == [b"x", b"\xff"]
     with pytest.raises(EtcdRefused, match="key is not provided"):

@@ -385,7 +385,7 @@ async def test_no_more_joins_wait_than_there_is_room_for(
         channel, stub = raw(place)
         waiting = stub.Join(joining("a", "a:1"))
         await until(lambda: bool(place.registry._joining))
-        with pytest.raises(grpc.aio.AioRpcError, match="too many wait to be let in; join again"):
+        with pytest.raises(grpc.aio.AioRpcError, match="too many nodes wait to join; join again"):
             await stub.Join(joining("b", "b:1"))
         waiting.cancel()
         await channel.close()
@@ -515,7 +515,7 @@ async def test_a_join_that_is_not_signed_by_the_key_that_it_shows_is_refused(pla
     of_another.key = identity("y").public
     changed.address = "y:1"
     for request in (unsigned, of_another, changed):
-        with pytest.raises(grpc.aio.AioRpcError, match="join of x is not signed by the key"):
+        with pytest.raises(grpc.aio.AioRpcError, match="join of x is not signed with the key"):
             await stub.Join(request)
     with pytest.raises(grpc.aio.AioRpcError, match="serves run r, not another"):
         await stub.Join(signed(joining("x", run="another"), "x"))
@@ -575,9 +575,9 @@ async def test_streams_and_watchers_are_limited(serve: Serve) -> None:
         await watch.read()
         await keep_alive.write(signed(Renewal(node="a", run="r"), "a"))
         await keep_alive.read()
-        with pytest.raises(grpc.aio.AioRpcError, match="too many who watch"):
+        with pytest.raises(grpc.aio.AioRpcError, match="maximum of watchers"):
             await stub.Watch(WatchRequest()).read()
-        with pytest.raises(grpc.aio.AioRpcError, match="no stream to spare"):
+        with pytest.raises(grpc.aio.AioRpcError, match="maximum of streams"):
             await stub.KeepAlive().read()
         await channel.close()
 
@@ -804,7 +804,7 @@ async def test_insecure_is_said_loudly(caplog: pytest.LogCaptureFixture) -> None
 async def test_join_token(serve: Serve) -> None:
     async with serve(credentials=Credentials(token="secret")) as place:
         await place.node("a")
-        for token, message in (("", "asks for a join token"), ("wrong", "is not this run's")):
+        for token, message in (("", "requires a join token"), ("wrong", "is not this run's")):
             client = RegistryClient([place.address], Credentials(token=token))
             with pytest.raises(JoinRefused, match=message):
                 await client.join(joining("b", "b:1"), identity("b"))
@@ -859,7 +859,7 @@ async def test_every_node_is_asked_to_measure_and_what_it_found_is_described(pla
     )
     by_node = {m.member.node: m.report for m in description.members}
     assert by_node["a"].links[0].mbps == 90.0
-    with pytest.raises(JoinRefused, match="being measured already; ask again in"):
+    with pytest.raises(JoinRefused, match="a measurement is in progress; try again in"):
         await client.measure()
     await client.close()
 
@@ -869,7 +869,7 @@ async def test_who_is_examined_is_dialled_at_its_own_address_only(
 ) -> None:
     dialled: list[tuple[str, str]] = []
 
-    async def is_there(node: str, address: str, *_: object, whom: str) -> bool | None:
+    async def is_there(node: str, address: str, *_: object, holder: str) -> bool | None:
         dialled.append((node, address))
         return {"7401": True, "7402": False}.get(address.rpartition(":")[2])
 
@@ -889,7 +889,7 @@ async def test_who_is_examined_is_dialled_at_its_own_address_only(
 async def test_an_examination_is_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, answer = asyncio.Event(), asyncio.Event()
 
-    async def is_there(*_: object, whom: str) -> bool:
+    async def is_there(*_: object, holder: str) -> bool:
         asked.set()
         await answer.wait()
         return True

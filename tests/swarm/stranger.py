@@ -62,7 +62,7 @@ class Stranger:
         suspicion = Suspicion(accuser=driver, accused=other, why="it is mad", cause="NUMBERS")
         leave = LeaveRequest(node=other, why="it wants to")
         more = {"metadata": self.credentials.metadata}
-        async with channel(self.address, self.credentials, whom=Role.REGISTRY) as dialled:
+        async with channel(self.address, self.credentials, holder=Role.REGISTRY) as dialled:
             stub = RegistryStub(dialled)
             for sign in (lambda message: None, self.sign_for(view.run)):
                 for message in (own, suspicion, leave):
@@ -72,7 +72,7 @@ class Stranger:
                     lambda: stub.Suspect(suspicion, **more),
                     lambda: stub.Leave(leave, **more),
                 ):
-                    with pytest.raises(grpc.aio.AioRpcError, match="speaks for itself") as error:
+                    with pytest.raises(grpc.aio.AioRpcError, match="own messages only") as error:
                         await call()
                     assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
 

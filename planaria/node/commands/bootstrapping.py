@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.admission import Admission, folder_beside
-from planaria.bootstrap.admitting import Admitting, beside, told
+from planaria.bootstrap.admitting import Admitting, advertised, beside
 from planaria.bootstrap.authority import Role
 from planaria.bootstrap.credentials import Certified, Credentials
 from planaria.bootstrap.etcd import Etcd, EtcdPlace
@@ -76,7 +76,7 @@ class Bootstrapping:
         admission = Admission(authority, self._certifies)
         certified = self._certified(admission)
         credentials = self._credentials(certified)
-        at = told(self.listen, self.listen.port, self._known(self.listen.port))
+        at = advertised(self.listen, self.listen.port, self._known(self.listen.port))
         etcd = Etcd(EtcdPlace.parse(self.options.store))
         shared = Store(etcd, self.rules.run, admission.key, str(at))
         patient = replace(self, rules=replace(self.rules, restart_grace=self.rules.grace + GRACE))
@@ -133,14 +133,14 @@ class Bootstrapping:
         listen, enrol = self.listen, self.enrol
         at = enrol or beside(listen._replace(port=registry.port if listen.port else 0))
 
-        def told_by(port: int) -> tuple[Address, Address]:
-            place = told(listen, registry.port, self._known(registry.port))
+        def addresses_for(port: int) -> tuple[Address, Address]:
+            place = advertised(listen, registry.port, self._known(registry.port))
             if enrol is None or enrol.is_any:
                 return place, place._replace(port=port)
             return place, enrol._replace(port=port)
 
         show = partial(_show_invites, admission.folder)
-        named = admission, certified, registry.run, at, told_by, show, self.others
+        named = admission, certified, registry.run, at, addresses_for, show, self.others
         return Admitting(*named).serving()
 
     def _page_beside(

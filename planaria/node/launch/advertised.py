@@ -46,8 +46,8 @@ def own(listen: Address, way: Endpoints) -> Advertised:
     its connection to the registry."""
     if not listen.is_any:
         return Advertised(listen, "it listens there")
-    address = listen._replace(host=way.here)
-    return Advertised(address, f"that is what leads from here to the registry at {way.there}")
+    address = listen._replace(host=way.local)
+    return Advertised(address, f"that is what leads from here to the registry at {way.remote}")
 
 
 def forwarded(listen: Address, environment: Mapping[str, str]) -> Advertised | None:
@@ -80,10 +80,10 @@ def unforwarded(listen: Address, environment: Mapping[str, str]) -> str:
 def is_known_otherwise(listen: Address, way: Endpoints) -> bool:
     """Whether peers may know this machine by another address. False if it has a name or a global
     address, or if the registry is in a private network, as peers then are, too."""
-    host = way.here if listen.is_any else listen.host
+    host = way.local if listen.is_any else listen.host
     if listen.is_loopback or not _is_address(host) or _is_global(host):
         return False
-    return _is_global(way.there) or ipaddress.ip_address(way.there).is_loopback
+    return _is_global(way.remote) or ipaddress.ip_address(way.remote).is_loopback
 
 
 def _is_address(host: str) -> bool:

@@ -94,7 +94,7 @@ async def test_an_onlooker_asks_and_is_answered_by_messages_and_frames() -> None
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ({}, "asks for a join token"),
+        ({}, "requires a join token"),
         ({"token": "other"}, "token is not this run's"),
         ({"token": "secret", "run": "another"}, "node is in run run, not 'another'"),
     ],
