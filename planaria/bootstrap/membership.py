@@ -494,6 +494,11 @@ class Membership:
         self._evict(node, why, now)
         return self._finish(now)
 
+    def reported_step(self, name: str) -> int:
+        """The newest step that a member reports as committed; 0: it is no member."""
+        node = self._nodes.get(name)
+        return 0 if node is None else max((s.committed for s in node.report.seats), default=0)
+
     def bar(self, banned: Iterable[str]) -> None:
         """Sets the banned instances; the next view, issued by a tick, publishes them."""
         self._banned = sorted(banned)

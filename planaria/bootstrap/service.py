@@ -242,6 +242,16 @@ class RegistryServer(RegistryServicer):
         """The number of members."""
         return len(self._machine.view.members)
 
+    @property
+    def driver(self) -> str:
+        """The node that drives; empty: none yet."""
+        return self._machine.view.driver
+
+    @property
+    def driver_step(self) -> int:
+        """The newest step that the driver reports as committed."""
+        return self._machine.reported_step(self.driver)
+
     # -- operators' commands ---------------------------------------------------------------------
 
     def instance_of(self, node: str) -> str | None:

@@ -55,7 +55,8 @@ class Living:
 
     def _happened(self, node: str, lines: Sequence[str]) -> None:
         for line in lines:
-            self._history.hear_from(node, line, self._stages, time.time())
+            driver, committed = self._registry.driver, self._registry.driver_step
+            self._history.hear_from(node, line, self._stages, time.time(), driver, committed)
 
     def look(self) -> None:
         """Update the node-seconds."""

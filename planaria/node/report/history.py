@@ -11,6 +11,7 @@ from planaria.node.report.events import (
     Committed,
     Entry,
     Exited,
+    Finished,
     Killed,
     NodeLost,
     Resuming,
@@ -19,6 +20,7 @@ from planaria.node.report.events import (
     SeatTaken,
     Severity,
     StageRebuilt,
+    Stopped,
     Validated,
     is_for_all,
     parse,
@@ -28,6 +30,10 @@ from planaria.node.report.live_view import News, Story
 from planaria.node.wire.naming import node_of
 from planaria.recovery.decide import COPIED
 
+OF_THE_DRIVER = (Committed, Validated, Sampled, Stopped, Finished)
+"""Events about the whole run. Only the driver reports them."""
+LEAD = 100
+"""Steps that the driver's events may be ahead of its last report."""
 MOST_POINTS = 1000
 """Limit of a curve's points: at this number, every other one is dropped."""
 MOST_NEWS = 300
@@ -107,9 +113,11 @@ class History:
         self._commits: deque[tuple[float, int]] = deque(maxlen=RATE_OVER)  # time, step
         self._looked: float | None = None
 
-    def hear_from(self, node: str, text: str, stages: int, now: float) -> None:
+    def hear_from(
+        self, node: str, text: str, stages: int, now: float, driver: str, committed: int
+    ) -> None:
         """Handle a line of a member's event log; `now` in Unix seconds. The content is untrusted:
-        an invalid entry is dropped."""
+        an invalid entry is dropped. `committed`: the newest step of the driver's report."""
         line = _object(text)
         if line is None:
             return
@@ -119,6 +127,10 @@ class History:
             return
         if entry is None or not is_for_all(entry.event):
             return
+        if isinstance(entry.event, OF_THE_DRIVER):
+            step = getattr(entry.event, "step", 0)
+            if node != driver or step > committed + LEAD:
+                return
         if self._may_say(node, entry) and self._is_ours(entry, stages):
             when = entry.time if abs(entry.time - now) < SKEW else now
             self.hear(Entry(when, entry.node, entry.event))
@@ -202,6 +214,7 @@ def _mark(entry: Entry) -> str:
 def _object(text: str) -> dict[str, Any] | None:
     try:
         found = json.loads(text)
+        json.dumps(found, ensure_ascii=False).encode()  # ValueError for half a surrogate pair
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

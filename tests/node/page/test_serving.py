@@ -33,7 +33,9 @@ def get(url: str) -> str:
 
 
 async def test_what_a_node_tells_is_on_its_registrys_page() -> None:
-    registry = RegistryServer(MembershipRules(run="prose-1", stages=1, lease=0.5), "")
+    registry = RegistryServer(
+        MembershipRules(run="prose-1", stages=1, lease=0.5, start_grace=0.0), ""
+    )
     port = await registry.start("127.0.0.1:0")
     client = RegistryClient([f"127.0.0.1:{port}"])
     async with asyncio.timeout(DEADLINE), page_beside(registry, RUN, PageAddress(HERE), price=0.5):
@@ -41,6 +43,10 @@ async def test_what_a_node_tells_is_on_its_registrys_page() -> None:
         assert url.startswith("http://127.0.0.1:")
         request = JoinRequest(protocol=PROTOCOL, run="prose-1", node="00aa", stage=0, room=1)
         reply = await client.join(request, Identity.generate())
+        other = JoinRequest(
+            protocol=PROTOCOL, run="prose-1", node="00bb", stage=1, room=1, address="127.0.0.1:1"
+        )
+        await RegistryClient([f"127.0.0.1:{port}"]).join(other, Identity.generate())
         ignored = lambda told: None  # noqa: E731
         member = client.keep_membership("00aa", reply, ignored, ignored)
         keeping = asyncio.create_task(member)

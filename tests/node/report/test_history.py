@@ -28,7 +28,7 @@ def line(kind: str, **fields: Any) -> str:
 def told(*lines: str, steps: int = 100, stages: int = 4) -> History:
     history = History(steps)
     for one in lines:
-        history.hear_from(NODE, one, stages, NOW)
+        history.hear_from(NODE, one, stages, NOW, NODE, steps)
     return history
 
 
@@ -77,6 +77,29 @@ def test_steps_and_stages_that_the_run_has_not_are_left_out() -> None:
         line("waiting", stages="all", reason="?"),
     )
     assert not history.loss.points and not history.news
+
+
+def test_only_the_driver_reports_what_the_whole_run_does_and_only_as_far_as_its_report() -> None:
+    history = History(100_000)
+    of_the_run = (
+        line("committed", step=1, loss=1.0),
+        line("validated", step=1, loss=1.0),
+        line("sampled", step=1, prompt="Once", text=" upon"),
+        line("stopped", reason="update now: pip install ..."),
+        line("finished", step=1),
+    )
+    for text in of_the_run:
+        history.hear_from(NODE, text, 4, NOW, "another", 1)
+    history.hear_from(NODE, line("committed", step=99_999, loss=0.0001), 4, NOW, NODE, 1)
+    assert not (history.loss.points or history.validation.points or history.samples)
+    assert not history.news
+    history.hear_from(NODE, of_the_run[0], 4, NOW, NODE, 0)
+    assert history.loss.points == [(1, 1.0)]
+
+
+def test_text_that_no_page_can_encode_is_left_out() -> None:
+    history = told(line("rebuilt", **{**REBUILT, "method": "\ud83d"}))
+    assert not history.rebuilt and not history.news
 
 
 def test_where_all_stages_go_back_the_curve_has_a_gap() -> None:
@@ -159,7 +182,7 @@ FIELDS = st.sampled_from(
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.dictionaries(FIELDS, ANY)), max_size=8))
 def test_whatever_a_node_says_does_no_harm(said: list[tuple[str, dict[str, Any]]]) -> None:
     history = told(*(line(kind, **fields) for kind, fields in said))
-    history.hear_from(NODE, line("committed", step=7, loss=1.5), 4, NOW)
+    history.hear_from(NODE, line("committed", step=7, loss=1.5), 4, NOW, NODE, 7)
     assert 7 in {point[0] for point in history.loss.points if point}
     assert all(isinstance(news.severity, Severity) for news in history.news)
 
