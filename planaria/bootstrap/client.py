@@ -158,8 +158,8 @@ class RegistryClient:
     async def show(self, figures: bool = False, deadline: float = 30.0) -> bytes:
         """The state of the registry's page as JSON, or its Prometheus metrics. Call `describe`
         first. Raises JoinRefused (also if there is no page) and RegistryUnreachable."""
-        shown: Shown = await self._retry("Show", ShowRequest(figures=figures), deadline)
-        return shown.content
+        reply: Shown = await self._retry("Show", ShowRequest(figures=figures), deadline)
+        return reply.content
 
     async def measure(self, deadline: float = 30.0) -> MeasureReply:
         """Starts a link measurement on every node. Raises JoinRefused (also if the last one was
@@ -616,8 +616,8 @@ class _Membership:
 
     def _misspelt(self, view: View) -> str:
         """The spelling error of a new member's names or address; empty: none."""
-        known = {m.node: m.address for m in self.view.members}
-        return first_misspelt(m for m in view.members if known.get(m.node) != m.address)
+        addresses = {m.node: m.address for m in self.view.members}
+        return first_misspelt(m for m in view.members if addresses.get(m.node) != m.address)
 
     def _answered(self) -> None:
         if self.lost is not None:

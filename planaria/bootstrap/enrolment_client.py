@@ -63,17 +63,17 @@ class Enrolment:
     async def come(self, deadline: float = 30.0) -> Certified:
         """Returns the kept certificate if it fits run, role and identity, else enrols by the
         invite. Raises NotAdmitted, EnrolmentUnreachable after `deadline` seconds, and OSError."""
-        kept = self._read()
-        if kept is not None and not kept.is_due(self._now()):
-            return Certified(kept)
-        secrets = [b"", self._invitation.secret] if kept else [self._invitation.secret]
+        stored = self._read()
+        if stored is not None and not stored.is_due(self._now()):
+            return Certified(stored)
+        secrets = [b"", self._invitation.secret] if stored else [self._invitation.secret]
         for secret in secrets:
             try:
                 return Certified(await self._ask(secret, deadline))
             except (NotAdmitted, EnrolmentUnreachable) as error:
-                if kept is not None and not kept.is_over(self._now()):
+                if stored is not None and not stored.is_over(self._now()):
                     log.warning("the certificate is not renewed yet: %s", error)
-                    return Certified(kept)
+                    return Certified(stored)
                 if isinstance(error, EnrolmentUnreachable) or secret == secrets[-1]:
                     raise
         raise AssertionError("the last one raises")
@@ -104,21 +104,21 @@ class Enrolment:
         pair = CertifiedKey(*parts)
         try:
             who = pair.who
-            known = is_issued_by(pair.certificate, self._authority)
+            is_issued = is_issued_by(pair.certificate, self._authority)
         except ValueError:
             return None
         mine = (who.instance, who.role) == (self._identity.instance, self._invitation.role)
-        return pair if known and mine and pair.authority == self._authority else None
+        return pair if is_issued and mine and pair.authority == self._authority else None
 
     async def _ask(self, secret: bytes, deadline: float) -> CertifiedKey:
         """Requests a certificate, address by address, until one answers or refuses. Raises
         NotAdmitted, EnrolmentUnreachable, OSError."""
-        made = Request.of(self._identity)
+        pending = Request.of(self._identity)
         request = EnrolRequest(
             secret=secret,
             public_key=self._identity.public,
-            request=made.request,
-            signature=made.signature,
+            request=pending.request,
+            signature=pending.signature,
         )
         clock, pause = asyncio.get_running_loop().time, FIRST_PAUSE
         end, why = clock() + deadline, ""
@@ -131,7 +131,7 @@ class Enrolment:
                     if error.code() is grpc.StatusCode.PERMISSION_DENIED:
                         raise NotAdmitted(error.details() or "refused") from error
                 else:
-                    return self._take(CertifiedKey(made.key, reply.certificate, self._authority))
+                    return self._take(CertifiedKey(pending.key, reply.certificate, self._authority))
             if pause == FIRST_PAUSE:
                 log.warning("no certificate yet, trying for %.0f s: %s", end - clock(), why)
             if clock() + pause >= end:

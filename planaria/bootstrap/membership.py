@@ -1101,15 +1101,15 @@ class Membership:
     def _spare(self, node: _Node, now: float) -> bool:
         """Spares a silent node that is the last holder of a stage while another member reaches it;
         the check is repeated soon."""
-        known, name, before = _MembersNow(self, now), node.member.node, node.reached_by
-        node.reached_by = self._cuts.reached_by(known, name) if known.spared(name) else ""
+        context, name, former_helper = _MembersNow(self, now), node.member.node, node.reached_by
+        node.reached_by = self._cuts.reached_by(context, name) if context.spared(name) else ""
         if not node.reached_by:
             return False
         why = (
             f"{name} ({place_of(node.member)}) is not heard, but {node.reached_by} reaches it: "
             "it stays, as the only node with its stage's state"
         )
-        if not before:
+        if not former_helper:
             self._note(why)
         if node.accusers:
             self._effects.append(Settle(name, True, why))
@@ -1464,8 +1464,8 @@ class _MembersNow:
 
     def believed(self, node: str) -> bool:
         record, lease = self.machine._nodes[node], self.machine.rules.lease
-        lives = self.now < record.renewed + lease and not (record.gone or record.doomed)
-        return lives and self.now >= record.placed + lease / 2
+        alive = self.now < record.renewed + lease and not (record.gone or record.doomed)
+        return alive and self.now >= record.placed + lease / 2
 
     def spared(self, node: str) -> bool:
         record = self.machine._nodes[node]
@@ -1474,8 +1474,8 @@ class _MembersNow:
         reported = {seat.stage for seat in record.report.seats}
         if record.renewed >= record.placed + self.machine.rules.lease:
             reported.update(record.stages)  # it has had time to report them
-        lacks = reported - (record.holds or set())
-        with_state = (stage for stage in record.stages if stage not in lacks)
+        without_state = reported - (record.holds or set())
+        with_state = (stage for stage in record.stages if stage not in without_state)
         return any(all(other is record for other in self._holders(stage)) for stage in with_state)
 
     def drives(self, node: str) -> bool:
@@ -1503,8 +1503,8 @@ class _MembersNow:
 
     def may_drive(self, node: str) -> bool:
         record = self.machine._nodes[node]
-        lives = record.lost is None and self.now < record.renewed + self.machine.rules.lease
-        return lives and 0 in record.stages and not (record.doomed or record.leaving)
+        alive = record.lost is None and self.now < record.renewed + self.machine.rules.lease
+        return alive and 0 in record.stages and not (record.doomed or record.leaving)
 
     def _holders(self, stage: int) -> Iterable[_Node]:
         """The nodes with the stage's state that are heard."""
@@ -1519,13 +1519,13 @@ def _choose_among(fits: list[int], staff: Staffing, place: FailureDomain) -> tup
     nodes in the newcomer's domain."""
     in_one = [s for s in fits if staff.count[s] > 1 and staff.is_apart(place, s)]
     least = min(staff.capacity[s] for s in in_one or fits)
-    able = [s for s in in_one or fits if staff.capacity[s] <= 2 * least]
+    suitable = [s for s in in_one or fits if staff.capacity[s] <= 2 * least]
 
     def order(stage: int) -> tuple[bool, bool, float, int]:
         blocks, hosts = staff.shared(place, stage)
         return blocks > 0, hosts > 0, staff.capacity[stage], stage
 
-    stage = min(able, key=order)
+    stage = min(suitable, key=order)
     if in_one:
         return stage, f"stage {stage} had all its nodes in one failure domain"
     if staff.capacity[stage] > least:

@@ -154,7 +154,7 @@ def _twin(
 ) -> SeatAssigned | None:
     """The fastest node with a twin of the vacant stage and room; None: no such node."""
     preceding = (stage - 1) % (stages + 1)
-    able = [
+    suitable = [
         node
         for node in candidates
         if node.stays
@@ -162,9 +162,9 @@ def _twin(
         and preceding in node.holds
         and len(node.stages) < node.room
     ]
-    if not able:
+    if not suitable:
         return None
-    node = max(able, key=_share)
+    node = max(suitable, key=_share)
     return SeatAssigned(node.node, stage, f"has its twin, and room: {why}")
 
 
@@ -178,12 +178,12 @@ def _relief(nodes: dict[str, Candidate]) -> Iterator[SeatAssigned]:
             if len(alone) < 2 or stage not in alone or not crowded.stays:
                 continue
             why = f"stage {stage} is served only by {crowded.node}, which has other stages"
-            able = [
+            suitable = [
                 node
                 for node in current
                 if node.stays and stage in node.fits and _is_spared(node, current)
             ]
-            if (assigned := _idle(able, current, stage, why)) is not None:
+            if (assigned := _idle(suitable, current, stage, why)) is not None:
                 yield assigned
 
 
@@ -217,16 +217,16 @@ def _find(
 ) -> SeatAssigned | None:
     """Finds a node for a vacant stage. `keeper`: the stage whose nodes keep the data for a rebuild.
     Among nodes with room, one of these is preferred if it has at least half the best speed."""
-    able = [
+    suitable = [
         node
         for node in candidates
         if node.stays and stage in node.fits and stage not in node.stages
     ]
     if not begun:
-        able = [node for node in able if not node.stages]
-    if (assigned := _idle(able, candidates, stage, why)) is not None or not begun:
+        suitable = [node for node in suitable if not node.stages]
+    if (assigned := _idle(suitable, candidates, stage, why)) is not None or not begun:
         return assigned
-    free = [node for node in able if len(node.stages) < node.room]
+    free = [node for node in suitable if len(node.stages) < node.room]
     if not free:
         return None
     best = max(map(_share, free))

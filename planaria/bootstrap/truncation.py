@@ -98,11 +98,11 @@ def shorten(text: str, length: int) -> str:
 
 def _drop_last(whole: Message, listed: Any, most: int) -> int:
     """Drops items from the end until the message fits; returns their number."""
-    over = whole.ByteSize() - most
-    kept = len(listed)
-    while over > 0 and kept:
-        kept -= 1
-        over -= listed[kept].ByteSize() + 1
-    dropped = len(listed) - kept
-    del listed[kept:]
+    excess = whole.ByteSize() - most
+    count = len(listed)
+    while excess > 0 and count:
+        count -= 1
+        excess -= listed[count].ByteSize() + 1
+    dropped = len(listed) - count
+    del listed[count:]
     return dropped

@@ -84,8 +84,8 @@ def apply(former: View, difference: Difference) -> View:
     for field in View.DESCRIPTOR.fields:
         new = getattr(difference.view, field.name)
         if field.is_repeated:
-            kept, splices = getattr(former, field.name), getattr(difference, field.name)
-            _splice(getattr(view, field.name), kept, splices, new)
+            former_items, splices = getattr(former, field.name), getattr(difference, field.name)
+            _splice(getattr(view, field.name), former_items, splices, new)
         else:
             setattr(view, field.name, new)
     return view

@@ -361,10 +361,10 @@ def nearest(stage: int, left: Left) -> list[int]:
 
     A stage guessed at this step counts only if there is no other.
     """
-    alive = [of for of in range(1, left.stages + 1) if left.survivors.get(of)]
-    usable = [of for of in alive if of not in left.untrained] or alive
-    before = [of for of in usable if of < stage]
-    after = [of for of in usable if of > stage]
+    alive = [other for other in range(1, left.stages + 1) if left.survivors.get(other)]
+    usable = [other for other in alive if other not in left.untrained] or alive
+    before = [other for other in usable if other < stage]
+    after = [other for other in usable if other > stage]
     return before[-1:] + after[:1]
 
 
