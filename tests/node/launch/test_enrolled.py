@@ -20,7 +20,7 @@ from planaria.node.launch.supervisor import TRY_AGAIN
     [
         (None, "can't be read"),
         (" \n", "is empty"),
-        ("planaria1.xyz", "cut off"),
+        ("planaria1.xyz", "incomplete"),
         (
             "planaria node --join @node.invite",
             "has no invite, which begins with planaria1., and no HOST:PORT",
