@@ -44,7 +44,7 @@ from planaria.node.report.ledger import LedgerError, audit, check, merge
 from planaria.node.run_file import RunFileError, dumps, loads
 from planaria.node.state.saves import METADATA, SaveError, SaveFile, _checksum, _encode
 from planaria.node.state.transfer import _parse_tensors
-from planaria.node.transaction.bounds import told_to_driver, told_to_member
+from planaria.node.transaction.bounds import fault_to_driver, fault_to_member
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import lowrank
 from planaria.node.wire import stage_pb2 as pb
@@ -203,8 +203,8 @@ def messages(data: bytes) -> None:
         unseal(data)
     with suppress(DecodeError):
         message = pb.Message.FromString(unseal(seal(data)))
-        told_to_driver(message, RULES)
-        told_to_member(message, 2)
+        fault_to_driver(message, RULES)
+        fault_to_member(message, 2)
         if message.WhichOneof("body") == "carried":
             with suppress(WireError):
                 Frame.parse(message.carried.head, message.carried.payload)

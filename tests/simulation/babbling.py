@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError, Message
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.membership import PROTOCOL
-from planaria.node.transaction.bounds import told_to_driver, told_to_member
+from planaria.node.transaction.bounds import fault_to_driver, fault_to_member
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame, seal
 from simulation.byzantine import Drawing, Lying
@@ -153,7 +153,7 @@ class Babbling(Lying):
         if message.WhichOneof("body") in OF_CONNECTIONS:  # as good as all of which end a link
             return False
         rules = self.cluster.rules
-        return not (told_to_driver(message, rules) or told_to_member(message, rules.stages))
+        return not (fault_to_driver(message, rules) or fault_to_member(message, rules.stages))
 
     def _rave(self, link: Link, drawing: Drawing) -> None:
         """What is no message, no frame or not even a chunk."""

@@ -181,7 +181,7 @@ class StageWork(Protocol):
         stage's weights. Raises ComplaintError as `forward` does."""
         ...
 
-    def difference(self, one: Frame, other: Frame) -> float:
+    def difference(self, first: Frame, second: Frame) -> float:
         """The norm of the difference of two nodes' results, divided by the larger norm. At most 2,
         which also stands for an unreadable result."""
         ...
@@ -246,11 +246,11 @@ class AttemptPlan:
     ) -> None:
         """`before`: routes of an earlier plan of the attempt, which this one may omit."""
         self.ballot, self.begin = ballot, begin
-        told = routes(begin)
-        self.routes = {**before, **told}
-        self.mine = frozenset(m for m, route in told.items() if node in route.nodes)
+        planned = routes(begin)
+        self.routes = {**before, **planned}
+        self.mine = frozenset(m for m, route in planned.items() if node in route.nodes)
         self.sourced = [m.id for m in begin.plan if m.source == node]
-        self.microbatches = len(told) + begin.untold  # of the whole attempt
+        self.microbatches = len(planned) + begin.untold  # of the whole attempt
         training = self.trains = begin.kind == pb.Begin.TRAIN
         replicas = Counter(place.stage for place in begin.members)
         self.stages = {place.node: place.stage for place in begin.members}
@@ -382,26 +382,26 @@ class Attempt:
         """Passes done at this node."""
         return [
             pb.Pass(
-                microbatch=one.microbatch,
-                position=one.position,
-                backward=one.kind == "gradient",
+                microbatch=done.microbatch,
+                position=done.position,
+                backward=done.kind == "gradient",
             )
-            for one in self._done
+            for done in self._done
         ]
 
     def give_up(self, then: Callable[[list[int]], None]) -> None:
         """Gives up microbatches that this slow node hasn't begun. `then` gets those that will never
         be computed here, unless the attempt is over by then."""
-        begun = {one.microbatch for one in self._done}
+        begun = {done.microbatch for done in self._done}
         candidates = self._plan.mine - begun - self._given_up
 
-        def given(found: list[int] | Exception) -> None:
-            if isinstance(found, list) and not self.over:
-                self._given_up.update(found)
-                self._out.difference_update(found)
+        def given(skipped: list[int] | Exception) -> None:
+            if isinstance(skipped, list) and not self.over:
+                self._given_up.update(skipped)
+                self._out.difference_update(skipped)
                 self._waiting = deque(m for m in self._waiting if m not in self._given_up)
-                then(found)
-            self._raise_error(found)
+                then(skipped)
+            self._raise_error(skipped)
 
         work = partial(self.place.work.give_up, self.began, candidates)
         self.place.compute.post(work, given, Priority.CONTROL)
@@ -487,8 +487,8 @@ class Attempt:
         sourced, scored = self._plan.sourced, self._scored
         out = [m for m in sourced if m not in self.applied]
         if out and all(m in scored for m in out):
-            told = pb.Scored(microbatches=[scored[m] for m in out])
-            self.place.host.all_scored(self.ballot, told)
+            message = pb.Scored(microbatches=[scored[m] for m in out])
+            self.place.host.all_scored(self.ballot, message)
 
     def _came_home(self, microbatch: int) -> None:
         if self._is_timed(microbatch):
@@ -762,10 +762,10 @@ class Attempt:
     def _blame(self, peer: str, this: Pass, error: Exception) -> None:
         """Computing on a peer's valid frame raised an exception. The first time the peer is blamed,
         in the steps after that this node."""
-        what = f"can't compute on the {this.kind} of microbatch {this.microbatch} from {peer}"
-        log.error(what, exc_info=error)
+        failure = f"can't compute on the {this.kind} of microbatch {this.microbatch} from {peer}"
+        log.error(failure, exc_info=error)
         self.place.blameless_until = self.begin.step + BLAMELESS
-        reason = f"{what}: {type(error).__name__}: {error}"
+        reason = f"{failure}: {type(error).__name__}: {error}"
         self.place.host.attempt_failed(self.ballot, reason, [peer])
 
     def _tell_work(
@@ -783,5 +783,5 @@ class Attempt:
             self.place.host.crashed(result)
 
 
-def _bad_frame(peer: str, what: str) -> ComplaintError:
-    return ComplaintError(f"{peer} sent a bad frame: {what}", [peer], NUMBERS)
+def _bad_frame(peer: str, reason: str) -> ComplaintError:
+    return ComplaintError(f"{peer} sent a bad frame: {reason}", [peer], NUMBERS)

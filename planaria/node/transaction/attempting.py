@@ -18,7 +18,7 @@ from planaria.node.transaction.gathering import Standing, unrecorded
 from planaria.node.transaction.plan_encoding import in_order
 from planaria.node.transaction.routing import Pair, paces, plan, share_out
 from planaria.node.transaction.rules import TransactionRules
-from planaria.node.transaction.scales import told_once
+from planaria.node.transaction.scales import collapsed
 from planaria.node.transaction.stragglers import StragglerDetector
 from planaria.node.transaction.takeover import Takeover, holders, to_be_taken_over
 from planaria.node.transaction.voting import norm
@@ -57,10 +57,10 @@ class Vote:
 
     def replicas(self) -> dict[int, dict[str, ReplicaDigest]]:
         """Digests of each stage's replicas."""
-        found: dict[int, dict[str, ReplicaDigest]] = {}
+        digests: dict[int, dict[str, ReplicaDigest]] = {}
         for node, ready in self.ready.items():
-            found.setdefault(self.stages[node], {})[node] = ReplicaDigest.by(ready)
-        return found
+            digests.setdefault(self.stages[node], {})[node] = ReplicaDigest.by(ready)
+        return digests
 
     def unrecorded(self) -> str:
         """Why the step can't be committed: the previous step is in no ledger. Empty: it can."""
@@ -144,12 +144,12 @@ class Attempting:
 
     def waited_for(self) -> dict[str, str]:
         """The nodes that hold up the attempt, each with a sentence about why, as far as known."""
-        if found := self._held_up():
-            return found
+        if held_up := self._held_up():
+            return held_up
         if self.is_home():
             return {node: node for node in self.vote.awaited}
         awaited = self.inquest.awaited(self.begin, self.homes)
-        return {one.node: str(one) for one in reversed(awaited)}  # the first of each
+        return {visit.node: str(visit) for visit in reversed(awaited)}  # the first of each
 
     def missing(self) -> set[frozenset[str]]:
         """Pairs of nodes between which something was lost, as far as accounts show."""
@@ -172,8 +172,10 @@ class Attempting:
         plan, identity = self.begin.plan, home.microbatch
         if identity >= len(plan) or plan[identity].source != peer:
             return False
-        told = self.scored.setdefault(identity, home)
-        if told is not home and told.SerializeToString() != home.SerializeToString():  # NaN != NaN
+        first = self.scored.setdefault(identity, home)
+        if (
+            first is not home and first.SerializeToString() != home.SerializeToString()
+        ):  # NaN != NaN
             raise ValueError(f"two results of microbatch {identity} in one attempt")
         return True
 
@@ -231,7 +233,7 @@ class Attempting:
             ballot=ballot.message(),
             skipped=not finite,
             clip_scale=[scale],
-            lr_scale=told_once(self.begin.lr_scale),
+            lr_scale=collapsed(self.begin.lr_scale),
             loss=self.mean_loss(),
             tokens=len(self.homes) * rules.tokens,
             gradient_norm=total,
@@ -275,11 +277,15 @@ class Attempting:
         between which as few microbatches as possible go."""
         masked = self.masked.union(nodes)
         begin, moved = self._plan_without(masked, rules, seconds, apart)
-        there = [a.source == b.source for a, b in zip(begin.plan, self.begin.plan, strict=True)]
-        scored = {identity: home for identity, home in self.scored.items() if there[identity]}
-        homes = {identity: home for identity, home in self.homes.items() if there[identity]}
-        kept = replace(self, begin=begin, masked=masked, scored=scored, homes=homes, progressed=now)
-        return kept, moved
+        same_source = [
+            a.source == b.source for a, b in zip(begin.plan, self.begin.plan, strict=True)
+        ]
+        scored = {identity: home for identity, home in self.scored.items() if same_source[identity]}
+        homes = {identity: home for identity, home in self.homes.items() if same_source[identity]}
+        attempt = replace(
+            self, begin=begin, masked=masked, scored=scored, homes=homes, progressed=now
+        )
+        return attempt, moved
 
     def to_be_taken_over(self, nodes: Collection[str], rules: TransactionRules) -> str | None:
         """The lost node whose seat another node must take so that the attempt can go on without all
@@ -333,8 +339,8 @@ class Attempting:
         assert self.takeover is not None
         entering = {self.takeover.seat: self.takeover.stage}
         begin, moved = self._plan_without(self.lost, rules, seconds, apart, entering=entering)
-        kept = replace(self, begin=begin, masked=self.lost, progressed=now, takeover=None)
-        return kept, moved
+        attempt = replace(self, begin=begin, masked=self.lost, progressed=now, takeover=None)
+        return attempt, moved
 
     def may_relieve(self, rules: TransactionRules) -> bool:
         """Whether others may do what a slow node hasn't begun. Not with stand-ins: they may have
@@ -353,11 +359,11 @@ class Attempting:
         stage, and their number. None: one has no node left, since those others were lost before the
         slow node answered."""
         of_node = self._given_up_by(node).union(given_up)
-        kept = replace(self, given_up={**self.given_up, node: of_node})
-        if not kept.can_do_without([], rules):
+        attempt = replace(self, given_up={**self.given_up, node: of_node})
+        if not attempt.can_do_without([], rules):
             return None
-        kept.begin, moved = kept._plan_without(self.masked, rules, seconds, apart)
-        return kept, moved
+        attempt.begin, moved = attempt._plan_without(self.masked, rules, seconds, apart)
+        return attempt, moved
 
     def _given_up_by(self, node: str) -> frozenset[int]:
         return self.given_up.get(node, frozenset())
@@ -473,7 +479,7 @@ def planned(
 
 
 def _by_stage(members: Mapping[str, int]) -> defaultdict[int, list[str]]:
-    found = defaultdict[int, list[str]](list)
+    by_stage = defaultdict[int, list[str]](list)
     for node, stage in members.items():
-        found[stage].append(node)
-    return found
+        by_stage[stage].append(node)
+    return by_stage

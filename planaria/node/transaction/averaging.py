@@ -175,7 +175,7 @@ def parts(replicas: int) -> int:
 def check_ids(
     shares: Mapping[str, Collection[int]],
     window: int,
-    tellers: Mapping[str, str] | None = None,
+    reported_by: Mapping[str, str] | None = None,
     whole: bool = True,
 ) -> None:
     """Checks that each microbatch 0..window-1 is in exactly one replica's share, once. If the
@@ -199,8 +199,8 @@ def check_ids(
     if missing:
         faults.append(f"in nobody's gradient: {_name_ids(missing, holders)}")
     if faults:
-        told = tellers or {}
-        accused = {told.get(node, node) for i in unknown + twice for node in holders[i]}
+        reporters = reported_by or {}
+        accused = {reporters.get(node, node) for i in unknown + twice for node in holders[i]}
         raise ComplaintError(
             f"the stage's gradient is not that of the window's {window} microbatches; "
             + "; ".join(faults),
@@ -453,11 +453,13 @@ class Reduction:
     def _await_all(self) -> None:
         """Lists the expected pieces: numbers, by node."""
         mates, owners = self._others(self.row), self._others(self.column)
-        made_here = {number for number, one in enumerate(self.own) if one.home == self.home}
+        made_here = {number for number, piece in enumerate(self.own) if piece.home == self.home}
         self.contributions = {node: set(range(len(self.own))) for node in mates}
         self.row_sums = {node: set(made_here) for node in owners}
         self.to_pass_on = {  # sums of this node's parts, by the owners that make them
-            node: {number for number, one in enumerate(self.pieces_of[node]) if one.home == home}
+            node: {
+                number for number, piece in enumerate(self.pieces_of[node]) if piece.home == home
+            }
             for home, node in enumerate(self.column)
             if node in owners
         }
@@ -529,8 +531,8 @@ class Reduction:
         due = {"contribution": self.contributions, "row sum": self.row_sums, "sum": sums}
         missing = due.get(str(phase), {}).get(peer, set())
         if type(number) is not int or number not in missing:
-            what = f"piece {str(number)[:NAMED]} of phase {str(phase)[:NAMED]}"
-            raise ComplaintError(f"{peer} sent {what} unasked", [peer], NUMBERS)
+            unexpected = f"piece {str(number)[:NAMED]} of phase {str(phase)[:NAMED]}"
+            raise ComplaintError(f"{peer} sent {unexpected} unasked", [peer], NUMBERS)
         missing.discard(number)
         if phase == "sum":
             return self._take_sum(peer, self.pieces_of[peer][number], frame)
@@ -618,23 +620,23 @@ class Reduction:
 
     def _note_ids(self, peer: str, ids: Any) -> None:
         if not _are_ids(ids):
-            what = f"a {type(ids).__name__}, no list of numbers"
-            raise ComplaintError(f"{peer} names its microbatches by {what}", [peer], NUMBERS)
+            value = f"a {type(ids).__name__}, no list of numbers"
+            raise ComplaintError(f"{peer} names its microbatches by {value}", [peer], NUMBERS)
         self._note(peer, {peer: ids})
 
-    def _note_row(self, peer: str, row: Collection[str], told: Any) -> None:
-        named = isinstance(told, dict) and told.keys() == set(row)
-        if not named or not all(map(_are_ids, told.values())):
-            what = f"a {type(told).__name__}, no list of numbers for each of {', '.join(row)}"
-            raise ComplaintError(f"{peer} names a row's microbatches by {what}", [peer], NUMBERS)
-        self._note(peer, told)
+    def _note_row(self, peer: str, row: Collection[str], ids_of: Any) -> None:
+        named = isinstance(ids_of, dict) and ids_of.keys() == set(row)
+        if not named or not all(map(_are_ids, ids_of.values())):
+            value = f"a {type(ids_of).__name__}, no list of numbers for each of {', '.join(row)}"
+            raise ComplaintError(f"{peer} names a row's microbatches by {value}", [peer], NUMBERS)
+        self._note(peer, ids_of)
 
-    def _note(self, teller: str, told: Mapping[str, list[int]]) -> None:
-        for node, ids in told.items():
+    def _note(self, teller: str, ids_of: Mapping[str, list[int]]) -> None:
+        for node, ids in ids_of.items():
             if self.shares.setdefault(node, ids) != ids:
-                both = {teller, self.tellers[node]} - {self.node}
-                what = f"{' and '.join(sorted(both))} name other microbatches of {node}"
-                raise ComplaintError(f"{what}, where they are one node's", both, NUMBERS)
+                sources = {teller, self.tellers[node]} - {self.node}
+                reason = f"{' and '.join(sorted(sources))} name other microbatches of {node}"
+                raise ComplaintError(f"{reason}, where they are one node's", sources, NUMBERS)
             self.tellers.setdefault(node, teller)
         whole = len(self.shares) == len(self.nodes)
         if whole or len(self.rows) > 1:

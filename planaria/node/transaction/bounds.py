@@ -20,7 +20,7 @@ from planaria.node.wire.chain import hash_of_records
 
 MOST_STEPS: Final = 1 << 53
 """Limit of steps, lineages, attempts and bytes: integers that a double represents exactly."""
-MOST_TOLD: Final = 1 << 52
+MOST_SENT: Final = 1 << 52
 """Limit of these in messages to the driver. The driver sends the value plus one, which must stay
 below the other limit."""
 LARGEST: Final = 3.5e38
@@ -41,7 +41,7 @@ UNLIKE: Final = 2.0
 """Relative difference of unrelated results."""
 
 
-def told_to_driver(message: pb.Message, rules: TransactionRules) -> str:
+def fault_to_driver(message: pb.Message, rules: TransactionRules) -> str:
     """What is wrong with a member's message; empty: nothing."""
     match message.WhichOneof("body"):
         case "status":
@@ -51,10 +51,10 @@ def told_to_driver(message: pb.Message, rules: TransactionRules) -> str:
         case "home":
             return _home(message.home, rules)
         case "scored":
-            told = message.scored.microbatches
-            if len(told) > rules.microbatches:
-                return f"{len(told)} losses; a step has {rules.microbatches} microbatches"
-            return _first(_home(one, rules) for one in told)
+            losses = message.scored.microbatches
+            if len(losses) > rules.microbatches:
+                return f"{len(losses)} losses; a step has {rules.microbatches} microbatches"
+            return _first(_home(loss, rules) for loss in losses)
         case "ready":
             return _ready(message.ready)
         case "account":
@@ -73,22 +73,22 @@ def told_to_driver(message: pb.Message, rules: TransactionRules) -> str:
     return ""
 
 
-def told_to_member(message: pb.Message, stage: int) -> str:
+def fault_to_member(message: pb.Message, stage: int) -> str:
     """What is wrong with a driver's message to a member at `stage`; empty: nothing."""
-    wrong = _count("attempt", message.ballot.attempt) or _count("view", message.ballot.view)
+    fault = _count("attempt", message.ballot.attempt) or _count("view", message.ballot.view)
     match message.WhichOneof("body"):
         case "step":
             step = message.step
             if step.HasField("commit"):
-                wrong = wrong or _commit(step.commit) or _to_apply(step.commit, stage)
-            return wrong or _count("step", step.begin.step) or _hash("roll", step.begin.roll)
+                fault = fault or _commit(step.commit) or _to_apply(step.commit, stage)
+            return fault or _count("step", step.begin.step) or _hash("roll", step.begin.roll)
         case "sync":
             sync = message.sync
             relearning = _seconds("time for relearning", sync.relearning)
             return (
-                wrong or _count("step", sync.step) or _count("lineage", sync.lineage) or relearning
+                fault or _count("step", sync.step) or _count("lineage", sync.lineage) or relearning
             )
-    return wrong
+    return fault
 
 
 def _status(status: pb.Status, rules: TransactionRules) -> str:
@@ -107,22 +107,22 @@ def _status(status: pb.Status, rules: TransactionRules) -> str:
     if len(status.holdings) > LISTED:
         return f"it lists {len(status.holdings)} holdings; at most {LISTED}"
     return (
-        _first(_count(what, count, MOST_TOLD) for what, count in counts.items())
+        _first(_count(name, count, MOST_SENT) for name, count in counts.items())
         or _seconds("seconds per microbatch", status.seconds_per_microbatch)
         or _words("why it hangs", status.hang)
         or _hash("digest", status.digest)
         or _commit(status.last)
-        or _first(_holding(one, rules) for one in status.holdings)
+        or _first(_holding(holding, rules) for holding in status.holdings)
     )
 
 
-def _holding(held: pb.Holding, rules: TransactionRules) -> str:
-    if held.stage > rules.stages:
-        return f"it holds something of stage {held.stage}, and there are {rules.stages}"
-    counts = _count("held step", held.step) or _count("held lineage", held.lineage, MOST_TOLD)
-    oldest = _count("oldest step", held.oldest_step)
-    mean = _within("mean step", held.mean_step, MOST_STEPS)
-    return counts or oldest or mean or _hash("digest of a holding", held.digest)
+def _holding(holding: pb.Holding, rules: TransactionRules) -> str:
+    if holding.stage > rules.stages:
+        return f"it holds something of stage {holding.stage}, and there are {rules.stages}"
+    counts = _count("held step", holding.step) or _count("held lineage", holding.lineage, MOST_SENT)
+    oldest = _count("oldest step", holding.oldest_step)
+    mean = _within("mean step", holding.mean_step, MOST_STEPS)
+    return counts or oldest or mean or _hash("digest of a holding", holding.digest)
 
 
 def _synced(synced: pb.Synced) -> str:
@@ -164,8 +164,8 @@ def _account(account: pb.Account, rules: TransactionRules) -> str:
 
 def _ready(ready: pb.Ready) -> str:
     if ready.finite != math.isfinite(ready.squared_norm):
-        said = "finite" if ready.finite else "not finite"
-        return f"its gradient is {said}, with a squared norm of {ready.squared_norm}"
+        described = "finite" if ready.finite else "not finite"
+        return f"its gradient is {described}, with a squared norm of {ready.squared_norm}"
     return (
         _count("step", ready.step)
         or (_within("squared norm", ready.squared_norm, LARGEST_NORM) if ready.finite else "")
@@ -178,10 +178,14 @@ def _ready(ready: pb.Ready) -> str:
 
 
 def _standing_out(ready: pb.Ready) -> str:
-    told = ready.standing_out
-    if len(told) >= LOOKED_AT:
-        return f"{len(told)} replicas that stand out; it looks at {LOOKED_AT - 1}"
-    return _first(_words("why one stands out", one.reason) for one in told) if told else ""
+    outliers = ready.standing_out
+    if len(outliers) >= LOOKED_AT:
+        return f"{len(outliers)} replicas that stand out; it looks at {LOOKED_AT - 1}"
+    return (
+        _first(_words("why one stands out", outlier.reason) for outlier in outliers)
+        if outliers
+        else ""
+    )
 
 
 def _commit(commit: pb.Commit) -> str:
@@ -202,8 +206,8 @@ def _commit(commit: pb.Commit) -> str:
 
 
 def _records(commit: pb.Commit) -> str:
-    told = commit.records and commit.microbatches
-    if told and hash_of_records(commit.microbatches) != commit.records:
+    has_records = commit.records and commit.microbatches
+    if has_records and hash_of_records(commit.microbatches) != commit.records:
         return f"records of the commit of step {commit.step} that aren't those of its hash"
     return _hash("hash of records", commit.records)
 
@@ -221,29 +225,29 @@ def _to_apply(commit: pb.Commit, stage: int) -> str:
     return ""
 
 
-def _first(wrongs: Iterable[str]) -> str:
-    return next(filter(None, wrongs), "")
+def _first(faults: Iterable[str]) -> str:
+    return next(filter(None, faults), "")
 
 
-def _count(what: str, count: int, most: int = MOST_STEPS) -> str:
-    return f"{count} as its {what}" if count > most else ""
+def _count(name: str, count: int, most: int = MOST_STEPS) -> str:
+    return f"{count} as its {name}" if count > most else ""
 
 
-def _words(what: str, words: str) -> str:
-    return f"it takes {len(words)} characters to say {what}" if len(words) > LONGEST_WORDS else ""
+def _words(name: str, text: str) -> str:
+    return f"it takes {len(text)} characters to say {name}" if len(text) > LONGEST_WORDS else ""
 
 
 def _cause(cause: int) -> str:
     return "" if cause in Cause.values() else f"a cause of {cause}, and there is no such"
 
 
-def _seconds(what: str, seconds: float) -> str:
-    return _within(what, seconds, LONGEST)
+def _seconds(name: str, seconds: float) -> str:
+    return _within(name, seconds, LONGEST)
 
 
-def _within(what: str, value: float, most: float) -> str:
-    return "" if 0 <= value <= most else f"a {what} of {value}"
+def _within(name: str, value: float, most: float) -> str:
+    return "" if 0 <= value <= most else f"a {name} of {value}"
 
 
-def _hash(what: str, value: bytes) -> str:
-    return f"a {what} of {len(value)} bytes" if len(value) > HASH else ""
+def _hash(name: str, value: bytes) -> str:
+    return f"a {name} of {len(value)} bytes" if len(value) > HASH else ""

@@ -33,25 +33,31 @@ class ReplicaDigest(NamedTuple):
         return cls(ready.applied or ready.digest, ready.digest, norm)
 
 
-def changed(told: Mapping[str, ReplicaDigest], accepted: Mapping[str, bytes] = NOBODY) -> set[str]:
+def changed(
+    digests: Mapping[str, ReplicaDigest], accepted: Mapping[str, bytes] = NOBODY
+) -> set[str]:
     """Nodes whose weights or moments have changed since their last update. `accepted`: digests, by
     node, of changed ones with which the run goes on."""
-    return {node for node, one in told.items() if one.now not in (one.applied, accepted.get(node))}
+    return {
+        node
+        for node, digest in digests.items()
+        if digest.now not in (digest.applied, accepted.get(node))
+    }
 
 
-def undecided(told: Mapping[str, ReplicaDigest], accepted: Mapping[str, bytes] = NOBODY) -> bool:
+def undecided(digests: Mapping[str, ReplicaDigest], accepted: Mapping[str, bytes] = NOBODY) -> bool:
     """Whether the replicas' digests leave open which weights are right."""
-    if len(told) > 1 and len({one.now for one in told.values()}) == 1:
+    if len(digests) > 1 and len({digest.now for digest in digests.values()}) == 1:
         return False
-    wrong = changed(told, accepted)
-    if wrong == told.keys():
+    wrong = changed(digests, accepted)
+    if wrong == digests.keys():
         return True
-    votes = Counter(one.now for node, one in told.items() if node not in wrong)
+    votes = Counter(digest.now for node, digest in digests.items() if node not in wrong)
     return 2 * max(votes.values()) <= votes.total()
 
 
 def differing(
-    told: Mapping[str, ReplicaDigest],
+    digests: Mapping[str, ReplicaDigest],
     usual: float,
     strikes: Mapping[str, int],
     accepted: Mapping[str, bytes] = NOBODY,
@@ -68,63 +74,73 @@ def differing(
     gradient is nearest to the last, if gradients differ; then the one with fewer strikes; then the
     smallest id. That is a guess, and the reason says so.
     """
-    if len({(one.now, one.squared_norm) for one in told.values()}) < 2:
+    if len({(digest.now, digest.squared_norm) for digest in digests.values()}) < 2:
         return {}
-    since = changed(told, accepted)
+    changed_nodes = changed(digests, accepted)
     wrong: dict[str, str] = {}
-    left = dict(told)
-    if since < told.keys():
+    remaining = dict(digests)
+    if changed_nodes < digests.keys():
         reason = f"its {STATE} are not those that its last update has left"
-        wrong = dict.fromkeys(sorted(since), reason)
-        left = {node: one for node, one in told.items() if node not in since}
+        wrong = dict.fromkeys(sorted(changed_nodes), reason)
+        remaining = {node: digest for node, digest in digests.items() if node not in changed_nodes}
 
     def like_the_last(node: str) -> float:
-        return _distance(told[node].squared_norm, usual)
+        return _distance(digests[node].squared_norm, usual)
 
     def unattested(node: str) -> float:
-        return float(told[node].now not in witnesses.values())
+        return float(digests[node].now not in witnesses.values())
 
     def believed(node: str) -> tuple[int, str]:
         return strikes.get(node, 0), node
 
     def why(node: str) -> str:
-        found = sorted(other for other, digest in witnesses.items() if digest == told[node].now)
-        if found:
-            return f", since {found[0]}, which keeps a twin of them, has the same"
+        holders = sorted(
+            other for other, digest in witnesses.items() if digest == digests[node].now
+        )
+        if holders:
+            return f", since {holders[0]}, which keeps a twin of them, has the same"
         return ", which is a guess: nobody else can tell"
 
-    wrong |= _outvoted(left, lambda one: one.now, STATE, unattested, believed, why)
-    left = {node: one for node, one in left.items() if node not in wrong}
+    wrong |= _outvoted(remaining, lambda digest: digest.now, STATE, unattested, believed, why)
+    remaining = {node: digest for node, digest in remaining.items() if node not in wrong}
     norm = _outvoted(
-        left, lambda one: one.squared_norm, "gradient", like_the_last, believed, lambda _: ""
+        remaining,
+        lambda digest: digest.squared_norm,
+        "gradient",
+        like_the_last,
+        believed,
+        lambda _: "",
     )
     return wrong | norm
 
 
 def _outvoted(
-    told: Mapping[str, ReplicaDigest],
-    of: Callable[[ReplicaDigest], Hashable],
-    what: str,
-    unlikely: Callable[[str], float],
+    digests: Mapping[str, ReplicaDigest],
+    value_of: Callable[[ReplicaDigest], Hashable],
+    quantity: str,
+    implausibility: Callable[[str], float],
     believed: Callable[[str], tuple[int, str]],
     why: Callable[[str], str],
 ) -> dict[str, str]:
-    votes = Counter(of(one) for one in told.values())
+    votes = Counter(value_of(digest) for digest in digests.values())
     if len(votes) < 2:
         return {}
     (most, count), *_ = votes.most_common()
-    if 2 * count > len(told):
-        reason = f"its {what} differ from that of {count} of {len(told)} replicas"
+    if 2 * count > len(digests):
+        reason = f"its {quantity} differ from that of {count} of {len(digests)} replicas"
     else:
-        order = {node: (-votes[of(told[node])], unlikely(node), believed(node)) for node in told}
+        order = {
+            node: (-votes[value_of(digests[node])], implausibility(node), believed(node))
+            for node in digests
+        }
         right = min(order, key=lambda node: order[node])
-        most = of(told[right])
-        names = ", ".join(sorted(told))
+        most = value_of(digests[right])
+        names = ", ".join(sorted(digests))
         reason = (
-            f"the {what} of {names} differ, there is no majority, and {right} is believed"
+            f"the {quantity} of {names} differ, there is no majority, and {right} is believed"
             f"{why(right)}"
         )
-    return {node: reason for node, one in sorted(told.items()) if of(one) != most}
+    return {node: reason for node, digest in sorted(digests.items()) if value_of(digest) != most}
 
 
 def _distance(norm: float, usual: float) -> float:

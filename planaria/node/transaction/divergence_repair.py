@@ -61,14 +61,16 @@ class DivergenceRepair:
         """The node has copied its state, or knows that it needs one."""
         self.distrusted.discard(node)
         self.accepted.pop(node, None)
-        for told in self._open.values():
-            told.pop(node, None)
+        for digests in self._open.values():
+            digests.pop(node, None)
 
     def keep(self, members: Mapping[str, int]) -> None:
         """Drops nodes that are no longer members. Trusts a stage's last one: it beats a guess."""
         right = {stage for node, stage in members.items() if node not in self.distrusted}
         self.distrusted = {node for node in self.distrusted if members.get(node) in right}
-        self.accepted = {node: one for node, one in self.accepted.items() if node in members}
+        self.accepted = {
+            node: weights for node, weights in self.accepted.items() if node in members
+        }
 
     def went_back(self) -> None:
         """The run went back: all weights have changed."""
@@ -81,19 +83,21 @@ class DivergenceRepair:
         must copy its state, or which one is wrong is unknown. Empty: they agree."""
         effects: list[Effect] = []
         wrong: dict[str, str] = {}
-        for stage, told in sorted(vote.replicas().items()):
-            if undecided(told, self._digests()):
-                self._open[stage] = told
+        for stage, digests in sorted(vote.replicas().items()):
+            if undecided(digests, self._digests()):
+                self._open[stage] = digests
             else:
                 usual = self._norms.get(stage, 0.0)
-                of_stage = differing(told, usual, self.strikes, self._digests())
-                effects += self.differ(stage, told, of_stage, step)
+                of_stage = differing(digests, usual, self.strikes, self._digests())
+                effects += self.differ(stage, digests, of_stage, step)
                 wrong |= of_stage
-        whys = [f"{node} differs: {reason}" for node, reason in wrong.items()]
-        for stage, told in self._open.items():
-            whys.append(f"nobody knows whether stage {stage} is right at {', '.join(sorted(told))}")
+        reasons = [f"{node} differs: {reason}" for node, reason in wrong.items()]
+        for stage, digests in self._open.items():
+            reasons.append(
+                f"nobody knows whether stage {stage} is right at {', '.join(sorted(digests))}"
+            )
         self.distrusted |= wrong.keys()
-        return effects, "; ".join(whys)
+        return effects, "; ".join(reasons)
 
     def committed(self, vote: Vote) -> None:
         self._norms = {vote.stages[node]: ready.squared_norm for node, ready in vote.ready.items()}
@@ -115,7 +119,7 @@ class DivergenceRepair:
         return effects
 
     def _digests(self) -> dict[str, bytes]:
-        return {node: one.digest for node, one in self.accepted.items()}
+        return {node: weights.digest for node, weights in self.accepted.items()}
 
     # --- once the holdings are known
 
@@ -124,24 +128,26 @@ class DivergenceRepair:
         effects: list[Effect] = []
         doubted, self._open = self._open, {}
         for stage, before in sorted(doubted.items()):
-            told = {n: one for n, one in before.items() if gathering.members.get(n) == stage}
-            if not told:
+            digests = {
+                n: digest for n, digest in before.items() if gathering.members.get(n) == stage
+            }
+            if not digests:
                 continue
-            if changed(told, self._digests()) == told.keys() and (
-                how := self._restorable(gathering, stage, told, rules)
+            if changed(digests, self._digests()) == digests.keys() and (
+                rebuild := self._restorable(gathering, stage, digests, rules)
             ):
-                self._open[stage] = told  # a holding may turn out to be damaged
-                if not told.keys() <= self.distrusted:
-                    effects += self._restore(stage, told, how, step)
+                self._open[stage] = digests  # a holding may turn out to be damaged
+                if not digests.keys() <= self.distrusted:
+                    effects += self._restore(stage, digests, rebuild, step)
             else:
-                effects += self._believe(stage, told, gathering.twins(stage), step)
+                effects += self._believe(stage, digests, gathering.twins(stage), step)
         return effects
 
     def _restorable(
-        self, gathering: Gathering, stage: int, told: Collection[str], rules: TransactionRules
+        self, gathering: Gathering, stage: int, nodes: Collection[str], rules: TransactionRules
     ) -> Rebuild | None:
         """How to restore the stage's right weights without these nodes' state; None: impossible."""
-        distrusted = {*self.distrusted, *told}
+        distrusted = {*self.distrusted, *nodes}
         if not gathering.statuses.keys() - distrusted:
             return None
         without = replace(gathering, distrusted=distrusted)
@@ -149,31 +155,33 @@ class DivergenceRepair:
         return decision if isinstance(decision, Rebuild) and decision.same_weights else None
 
     def _restore(
-        self, stage: int, told: Mapping[str, ReplicaDigest], how: Rebuild, step: int
+        self, stage: int, digests: Mapping[str, ReplicaDigest], rebuild: Rebuild, step: int
     ) -> list[Effect]:
-        self.distrusted |= told.keys()
-        if len(told) > 1:
-            reason = f"its {STATE} are not those that its last update has left; {how.reason}"
-            return self.differ(stage, told, dict.fromkeys(sorted(told), reason), step)
-        (node,) = told
+        self.distrusted |= digests.keys()
+        if len(digests) > 1:
+            reason = f"its {STATE} are not those that its last update has left; {rebuild.reason}"
+            return self.differ(stage, digests, dict.fromkeys(sorted(digests), reason), step)
+        (node,) = digests
         self.strikes[node] += 1
-        return [WeightsChanged(node=node, stage=stage, step=step, restored=True, reason=how.reason)]
+        return [
+            WeightsChanged(node=node, stage=stage, step=step, restored=True, reason=rebuild.reason)
+        ]
 
     def _believe(
         self,
         stage: int,
-        told: Mapping[str, ReplicaDigest],
+        replicas: Mapping[str, ReplicaDigest],
         witnesses: Mapping[str, bytes],
         step: int,
     ) -> list[Effect]:
         """Believes one replica or, if all have changed, goes on with what is left."""
         usual, digests = self._norms.get(stage, 0.0), self._digests()
-        wrong = differing(told, usual, self.strikes, digests, witnesses)
-        effects = self.differ(stage, told, wrong, step)
+        wrong = differing(replicas, usual, self.strikes, digests, witnesses)
+        effects = self.differ(stage, replicas, wrong, step)
         self.distrusted |= wrong.keys()
-        for node in sorted(changed(told, digests) - wrong.keys()):
+        for node in sorted(changed(replicas, digests) - wrong.keys()):
             self.distrusted.discard(node)
-            self.accepted[node] = Accepted(node, stage, step, told[node].now)
+            self.accepted[node] = Accepted(node, stage, step, replicas[node].now)
             if not wrong:
                 self.strikes[node] += 1
                 effects.append(WeightsChanged(node=node, stage=stage, step=step, restored=False))

@@ -47,7 +47,7 @@ from planaria.node.report.events import (
     Waiting,
 )
 from planaria.node.transaction.attempting import Attempting, Vote, planned
-from planaria.node.transaction.bounds import told_to_driver
+from planaria.node.transaction.bounds import fault_to_driver
 from planaria.node.transaction.divergence_repair import DivergenceRepair
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.fault_attribution import (
@@ -161,7 +161,7 @@ class Driver:
         self.doubts = DivergenceRepair()
         self.spoiling = NonFiniteSources()
         self.cuts: set[Pair] = set()  # pairs of members without a link at one end
-        self.told_again = (0, 0)  # step sent to joiners once more before going back
+        self.resent = (0, 0)  # step sent to joiners once more before going back
         self.ledgers: dict[str, pb.Recording] = {}  # of stage 0, as last reported
         self.noted_again = (0, 0)  # step sent once more to be recorded
         self.pause_until = 0.0
@@ -212,7 +212,7 @@ class Driver:
             return []
         if peer in self._lost() and body != "stale":
             return []
-        if wrong := told_to_driver(message, self.rules):
+        if wrong := fault_to_driver(message, self.rules):
             return self._nonsense(peer, f"it tells of {wrong}", now)
         if body == "stale":
             return self._superseded(peer, ballot, now)
@@ -220,11 +220,11 @@ class Driver:
         joiner = self.joining.joiners.get(peer)
         match body, self.current:
             case "scored", Attempting() as attempt if attempt.since <= ballot:
-                told = self._scored(attempt, peer, message.scored.microbatches, now)
-                return self._if_all_scored(attempt) if told is None else told
+                effects = self._scored(attempt, peer, message.scored.microbatches, now)
+                return self._if_all_scored(attempt) if effects is None else effects
             case "home", Attempting() as attempt if attempt.since <= ballot:
-                if (told := self._scored(attempt, peer, [message.home], now)) is not None:
-                    return told
+                if (effects := self._scored(attempt, peer, [message.home], now)) is not None:
+                    return effects
                 attempt.came_home(message.home, now)
                 return self._if_all_home(attempt, now)
             case "ready", Attempting(vote=vote) as attempt if is_current:
@@ -331,10 +331,10 @@ class Driver:
     def explain(self) -> str:
         """A description of what goes on, or is awaited."""
         slow = slow_and_alone(self.members, self.seconds)
-        changed = [str(one) for one in self.doubts.accepted.values()]
+        changed = [str(weights) for weights in self.doubts.accepted.values()]
         waiting = [
-            f"{node} waits until stage {one.stage} has relearned"
-            for node, one in self.joining.waiting.items()
+            f"{node} waits until stage {waiting.stage} has relearned"
+            for node, waiting in self.joining.waiting.items()
         ]
         return "; ".join([self.current.explain(), *slow, *waiting, *changed])
 
@@ -443,8 +443,8 @@ class Driver:
             effects.append(self._aborted(standing.committed + 1, "its driver is gone"))
         behind, all_lost = gathering.behind(), gathering.all_lost(self.view)
         at = standing.lineage, standing.committed
-        if all_lost and self.told_again != at:
-            self.told_again, behind = at, behind + gathering.missing_one()
+        if all_lost and self.resent != at:
+            self.resent, behind = at, behind + gathering.missing_one()
         self.ledgers = gathering.ledgers()
         if behind:
             effects += self._tell_commit(behind)
@@ -457,9 +457,9 @@ class Driver:
         if without and not self.finished:
             return effects + self._wait_for_origin(without)
         if all_lost or at == (0, 0):
-            found = resume(gathering.held(), self.rules.stages)
-            if found is not None:
-                return effects + self._resume(gathering, found, all_lost, now)
+            saved = resume(gathering.held(), self.rules.stages)
+            if saved is not None:
+                return effects + self._resume(gathering, saved, all_lost, now)
         if all_lost and self.rules.policy == "checkpoint":
             if vacant := gathering.vacant():
                 return effects + self._wait_for_nodes(vacant)
@@ -527,10 +527,10 @@ class Driver:
         syncs = rebuild(gathering, rebuilds, lacking, self.rules, follow, relearning)
         if follow:
             self.joining.begin(syncs, gathering, now)
-            told = {effect.to for effect in syncs if isinstance(effect, Send)}
+            fetching = {effect.to for effect in syncs if isinstance(effect, Send)}
             effects, syncs = effects + syncs, []
             # They must know it before anything is committed without them.
-            if anew := self.doubts.distrusted.union(filter(self.idle.has_no_part, told)):
+            if anew := self.doubts.distrusted.union(filter(self.idle.has_no_part, fetching)):
                 names = ", ".join(sorted(anew))
                 return effects + self._gather(f"{names} copies its state anew", now)
         if not (vacant or self.finished):
@@ -602,18 +602,18 @@ class Driver:
             effects.append(self.ballot.send(node, sync=sync))
         return self._wait_for_state(gathering, self._with_checkpoint(effects, gathering), now)
 
-    def _resume(self, gathering: Gathering, found: Resume, why: str, now: float) -> list[Effect]:
+    def _resume(self, gathering: Gathering, saved: Resume, why: str, now: float) -> list[Effect]:
         """Resumes from files, the only state left to go on from: nodes with a fitting one go back
         to it, the others copy later."""
         if vacant := gathering.vacant():
             return self._wait_for_nodes(vacant)
-        reason = "; ".join(filter(None, (why, found.reason)))
-        effects: list[Effect] = [Resuming(step=found.step, exact=found.exact, reason=reason)]
-        self._open_lineage(gathering, found.step)
-        for held in chain.from_iterable(found.held.values()):
-            method = "save" if held.kind == "checkpoint" else held.kind
-            sync = self.standing.sync(method, reason, [held.source])
-            effects.append(self.ballot.send(held.source.node, sync=sync))
+        reason = "; ".join(filter(None, (why, saved.reason)))
+        effects: list[Effect] = [Resuming(step=saved.step, exact=saved.exact, reason=reason)]
+        self._open_lineage(gathering, saved.step)
+        for holding in chain.from_iterable(saved.held.values()):
+            method = "save" if holding.kind == "checkpoint" else holding.kind
+            sync = self.standing.sync(method, reason, [holding.source])
+            effects.append(self.ballot.send(holding.source.node, sync=sync))
         return self._wait_for_state(gathering, self._with_checkpoint(effects, gathering), now)
 
     def _with_checkpoint(self, effects: list[Effect], gathering: Gathering) -> list[Effect]:
@@ -621,8 +621,8 @@ class Driver:
 
     def _open_lineage(self, gathering: Gathering, step: int) -> None:
         """Opens a lineage: commits after `step` differ from earlier ones."""
-        held = [one.source.lineage for one in gathering.held()]
-        lineage = 1 + max(self.standing.lineage, self.view.lineage, *held)
+        lineages = [holding.source.lineage for holding in gathering.held()]
+        lineage = 1 + max(self.standing.lineage, self.view.lineage, *lineages)
         self.standing = replace(self.standing, lineage=lineage, committed=step)
         self.doubts.went_back()
 
@@ -655,7 +655,9 @@ class Driver:
 
     def _far_ahead(self, gathering: Gathering) -> set[str]:
         """Nodes that are to be removed and claim a state that no other node has."""
-        ages = {node: (one.lineage, one.committed) for node, one in gathering.statuses.items()}
+        ages = {
+            node: (status.lineage, status.committed) for node, status in gathering.statuses.items()
+        }
         others = [age for node, age in ages.items() if not self.idle.is_to_go(node)]
         return {
             n for n, age in ages.items() if self.idle.is_to_go(n) and age > max(others, default=age)
@@ -753,7 +755,7 @@ class Driver:
         rebuilds, self.rebuilds = self.rebuilds, Rebuilds()
         if self.trains_since is None or rebuilds.stages():
             self.trains_since = now
-        return rebuilds.told(now)
+        return rebuilds.events(now)
 
     def _scored(
         self, attempt: Attempting, peer: str, scored: Iterable[pb.Home], now: float
@@ -777,9 +779,9 @@ class Driver:
         if not training or attempt.takeover is not None or vote.records or not attempt.is_scored():
             return []
         vote.records = attempt.records()
-        told = pb.Records(microbatches=vote.records)
+        records = pb.Records(microbatches=vote.records)
         return [
-            *self.ballot.send_all(sorted(vote.keepers), records=told),
+            *self.ballot.send_all(sorted(vote.keepers), records=records),
             *self.ballot.send_all(sorted(self.joining.caught_up()), reduce=pb.Reduce()),
         ]
 
@@ -837,7 +839,7 @@ class Driver:
         effects = self._let_in(vote, now)
         self.doubts.committed(vote)
         commit = attempt.commit(vote, self.ballot, self.rules, self.standing, now)
-        commit.doubted.extend(self.checks.told())
+        commit.doubted.extend(self.checks.take_doubted())
         if self.identity is not None:
             seal(commit, self.identity, self.view.run)
         self.votes, commit = commit.votes, without_votes(commit)
@@ -872,8 +874,8 @@ class Driver:
         effects: list[Effect] = []
         for node, why in self.standing_out.heard(vote.stages, vote.ready).items():
             stage = vote.stages[node]
-            told = GradientStandsOut(step=commit.step, node=node, stage=stage, reason=why)
-            effects.append(told)
+            event = GradientStandsOut(step=commit.step, node=node, stage=stage, reason=why)
+            effects.append(event)
             if self.rules.exclude:
                 failed = pb.Failed(reason=f"its gradients: {why}", accused=[node], cause=NUMBERS)
                 effects += self._accuse(self.node, failed)
@@ -907,17 +909,17 @@ class Driver:
     def _let_copy(self, attempt: Attempting, vote: Vote, now: float) -> None:
         """Regathers for members that waited for relearning until its end, or for long enough."""
         seconds = self.rules.relearn_seconds
-        found = self.joining.no_longer_wait(vote.relearning(), seconds, now)
-        if found:
-            attempt.regather = f"{', '.join(found)} may have a state now"
+        copying = self.joining.no_longer_wait(vote.relearning(), seconds, now)
+        if copying:
+            attempt.regather = f"{', '.join(copying)} may have a state now"
 
     # --- replicas that differ
 
     def _diverging(self, vote: Vote, now: float) -> list[Effect] | None:
         """Tries the step again after wrong replicas have copied their state. If it isn't known
         which are wrong, the holdings decide, once all members are queried. None: replicas agree."""
-        told, why = self.doubts.look(vote, self.standing.committed)
-        return told + self._gather(why, now) if why else None
+        effects, why = self.doubts.look(vote, self.standing.committed)
+        return effects + self._gather(why, now) if why else None
 
     def _after_step(self, attempt: Attempting, step: pb.Step, now: float) -> list[Effect]:
         """A step boundary: adopts a newer view, if there is one."""
@@ -981,8 +983,8 @@ class Driver:
         """Goes on by a plan that gives these nodes' microbatches to others."""
         attempt, moved = attempt.without(nodes, self.rules, self.seconds, self._apart(), now)
         step, names = attempt.begin.step, tuple(sorted(nodes))
-        told = AttemptMasked(step=step, nodes=names, microbatches=moved, reason=why)
-        return [told, *self._goes_on(attempt, now)]
+        event = AttemptMasked(step=step, nodes=names, microbatches=moved, reason=why)
+        return [event, *self._goes_on(attempt, now)]
 
     def _goes_on(self, attempt: Attempting, now: float) -> list[Effect]:
         """Goes on by a new plan, which has no votes yet."""
@@ -1030,8 +1032,8 @@ class Driver:
                 return self._hand_over(attempt, takeover)
             case "synced" if takeover.ordered and message.synced.step == at.committed:
                 seconds, stall = now - takeover.asked, now - takeover.since
-                told = rebuilt(takeover.seat, takeover.stage, message.synced, seconds, stall)
-                return [told, *self._taken_over(attempt, now)]
+                event = rebuilt(takeover.seat, takeover.stage, message.synced, seconds, stall)
+                return [event, *self._taken_over(attempt, now)]
             case "failed":
                 failed = RebuildFailed(node=takeover.seat, reason=message.failed.reason)
                 return [failed, *self._failed(takeover.seat, message.failed, now)]
@@ -1048,7 +1050,7 @@ class Driver:
         )
         sources = [Source(node, takeover.stage, at.committed, at.lineage) for node in holders]
         sync = at.sync("redundant", reason, sources, last=at.last)
-        told = RebuildOrdered(
+        event = RebuildOrdered(
             node=takeover.seat,
             stage=takeover.stage,
             method="redundant",
@@ -1057,14 +1059,14 @@ class Driver:
             fallback=False,
             reason=reason,
         )
-        return [told, self.ballot.send(takeover.seat, sync=sync)]
+        return [event, self.ballot.send(takeover.seat, sync=sync)]
 
     def _taken_over(self, attempt: Attempting, now: float) -> list[Effect]:
         """Goes on by a plan that gives the new seat the lost node's microbatches."""
         assert attempt.takeover is not None
         takeover = attempt.takeover
         attempt, moved = attempt.taken_over(self.rules, self.seconds, self._apart(), now)
-        told = SeatTaken(
+        event = SeatTaken(
             step=attempt.begin.step,
             stage=takeover.stage,
             lost=takeover.lost,
@@ -1073,7 +1075,7 @@ class Driver:
             seconds=now - takeover.since,
             reason=takeover.why,
         )
-        return [told, *self._goes_on(attempt, now)]
+        return [event, *self._goes_on(attempt, now)]
 
     # --- accusations beside the attempt
 
@@ -1108,10 +1110,10 @@ class Driver:
         effects: list[Effect] = []
         if account.given_up and attempt.may_relieve(self.rules):
             effects += self._relieve(attempt, peer, account.given_up, now)
-        found = self.hanging.still_for_too_long(attempt.inquest.standing_still())
+        hanging = self.hanging.still_for_too_long(attempt.inquest.standing_still())
         if account.hang:
-            found[peer] = account.hang
-        for node, why in found.items():
+            hanging[peer] = account.hang
+        for node, why in hanging.items():
             effects += self._held_up(node, why, now)
         return effects
 
@@ -1126,8 +1128,8 @@ class Driver:
             why = f"{node} of stage {stage} is slow, and nobody is left to do what it has given up"
             return self._gather(why, now)
         relieved, moved = others
-        told = Relieved(step=step, node=node, stage=stage, microbatches=moved)
-        return [told, *self._goes_on(relieved, now)]
+        event = Relieved(step=step, node=node, stage=stage, microbatches=moved)
+        return [event, *self._goes_on(relieved, now)]
 
     def _held_up(self, node: str, why: str, now: float) -> list[Effect]:
         """Goes on, or begins again, without a hanging node. A node that alone has its stage's state
@@ -1137,16 +1139,16 @@ class Driver:
             return []
         attempt.held_up[node] = why
         stage, step = stages[node], attempt.begin.step
-        told: list[Effect] = [HeldUp(step=step, node=node, stage=stage, reason=why)]
+        effects: list[Effect] = [HeldUp(step=step, node=node, stage=stage, reason=why)]
         others = [n for n, of in stages.items() if of == stage and n not in attempt.held_up]
         if is_last(node, stages, stages.keys() - attempt.held_up.keys()):
-            return told
+            return effects
         if node == self.node:
-            return [*told, Rejoin(f"{why}; {others[0]} can drive")]
-        told.append(Suspect(node, why, HANG))
+            return [*effects, Rejoin(f"{why}; {others[0]} can drive")]
+        effects.append(Suspect(node, why, HANG))
         if (can_mask := self._can_mask([node])) is not None:
-            return told + self._mask(can_mask, [node], why, now)
-        return told + self._gather(f"{node} of stage {stage} hangs: {why}", now)
+            return effects + self._mask(can_mask, [node], why, now)
+        return effects + self._gather(f"{node} of stage {stage} hangs: {why}", now)
 
     def _replace(self, node: str, now: float) -> list[Effect]:
         """Lets an heir copy the state of a stage's last node, if possible; then that node goes."""
@@ -1187,8 +1189,8 @@ class Driver:
                 return [ResultsDiffer(step=step, nodes=nodes, stage=at, difference=off)]
             case WrongResult(node, by, step, off, times):
                 stage = self.members[node]
-                told = ComputedWrong(step=step, node=node, stage=stage, by=by, difference=off)
-                return [told, *(self._miscomputes(node, off, now) if times >= WRONG else [])]
+                event = ComputedWrong(step=step, node=node, stage=stage, by=by, difference=off)
+                return [event, *(self._miscomputes(node, off, now) if times >= WRONG else [])]
         return []
 
     def _miscomputes(self, node: str, off: float, now: float) -> list[Effect]:
@@ -1209,22 +1211,22 @@ class Driver:
             return self._wronged(by, failed, now)
         self.spoiling.heard(node, by, reason)
         self.failures.count += 1
-        told = NonFinite(
+        event = NonFinite(
             step=attempt.begin.step, node=node, stage=self.members[node], reason=reason
         )
-        return [told, *self._gather(f"{node} made what is not finite: {reason}", now)]
+        return [event, *self._gather(f"{node} made what is not finite: {reason}", now)]
 
     def _spoilt(self, begin: pb.Begin) -> list[Effect]:
         """Accuses repeated sources of non-finite values at the end of a step. If only one member
         reported a source, others are to find out."""
         effects: list[Effect] = []
         for node, reason in self.spoiling.over(begin).items():
-            told_by = self.spoiling.by.get(node, set())
-            several = len({*map(node_of, told_by)}) > 1
-            by = self.node if several else min(told_by, default=node)
+            reporters = self.spoiling.by.get(node, set())
+            several = len({*map(node_of, reporters)}) > 1
+            by = self.node if several else min(reporters, default=node)
             if by not in self.members:  # it has left, and was the only one to report
                 continue
-            self.cuts |= {frozenset((one, node)) for one in told_by if one != node}
+            self.cuts |= {frozenset((reporter, node)) for reporter in reporters if reporter != node}
             failed = pb.Failed(reason=reason, accused=[node], cause=NONFINITE)
             effects += self._accuse(by, failed)
         return effects
@@ -1285,12 +1287,12 @@ class Driver:
         if not self.charges.in_vain(peer):
             return []
         why = f"it has accused others {VAIN} times, {node} the last time, and {NOBODY_ELSE}"
-        told = Accused(node=peer, stage=self.members[peer], by=self.node, reason=why)
+        event = Accused(node=peer, stage=self.members[peer], by=self.node, reason=why)
         self.idle.stop([peer])
-        return [told, *([Suspect(peer, why, NUMBERS)] if peer != self.node else [])]
+        return [event, *([Suspect(peer, why, NUMBERS)] if peer != self.node else [])]
 
     def _failed(self, peer: str, failed: pb.Failed, now: float) -> list[Effect]:
-        told = self._fails(peer, failed.reason, now)
+        accusations = self._fails(peer, failed.reason, now)
         effects = self._accuse(peer, failed)
         pair = frozenset({peer, *failed.accused})
         match self.current:
@@ -1303,7 +1305,7 @@ class Driver:
                 effects += self._lost_between([pair], failed.reason)
         if isinstance(self.current, Syncing):
             effects.append(RebuildFailed(node=peer, reason=failed.reason))
-        return effects + told + self._gather(f"{peer} says: {failed.reason}", now)
+        return effects + accusations + self._gather(f"{peer} says: {failed.reason}", now)
 
     def _fails(self, peer: str, why: str, now: float) -> list[Effect]:
         """Counts a failure that `peer` reported."""
@@ -1319,8 +1321,8 @@ class Driver:
             return []
         why = f"it holds the run up again and again, as {NOBODY_ELSE}: {why}"
         self.idle.stop([peer])
-        told = Accused(node=peer, stage=self.members[peer], by=self.node, reason=why)
-        return [told, Suspect(peer, why, NUMBERS)]
+        event = Accused(node=peer, stage=self.members[peer], by=self.node, reason=why)
+        return [event, Suspect(peer, why, NUMBERS)]
 
     def _out_of_patience(self, current: Attempting | Syncing, now: float) -> list[Effect]:
         seconds = now - current.progressed
@@ -1332,8 +1334,8 @@ class Driver:
         missing: set[frozenset[str]] = set()
         if isinstance(current, Attempting):
             held_up, missing = current.held_up, current.missing()
-        what = "held up" if held_up else "no progress"
-        waited = f"{what} for {seconds:.0f} s: {current.explain()}"
+        problem = "held up" if held_up else "no progress"
+        waited = f"{problem} for {seconds:.0f} s: {current.explain()}"
         effects: list[Effect] = []
         for node in sorted({*current.awaited, *held_up} - {self.node}):
             if node not in held_up:
@@ -1359,11 +1361,11 @@ class Driver:
     def _let_one_rest(self, pair: frozenset[str]) -> None:
         training, common = self._training(), self.failures.lost_at
         working = Counter(stage for node, stage in training.items() if node not in self.idle)
-        there = sorted(pair & training.keys() - {self.node})
-        able = [n for n in there if working[training[n]] > (n not in self.idle)]
+        candidates = sorted(pair & training.keys() - {self.node})
+        able = [n for n in candidates if working[training[n]] > (n not in self.idle)]
         if able:
-            node = min(able, key=lambda one: one not in common)
-            by_replica = {training.get(one) for one in pair} == {training[node]}
+            node = min(able, key=lambda node: node not in common)
+            by_replica = {training.get(node) for node in pair} == {training[node]}
             self.idle.rest(node, by_replica)
 
     def _superseded(self, peer: str, newer: Ballot, now: float) -> list[Effect]:
@@ -1431,23 +1433,23 @@ class Driver:
         return [*self._send_commit(nodes)]
 
     def _send_commit(self, nodes: Iterable[str]) -> list[Send]:
-        said: dict[int, pb.Message] = {}  # by commit
+        messages: dict[int, pb.Message] = {}  # by commit
         sends = []
         for node, commit in self._commit_for(nodes).items():
-            if id(commit) not in said:
-                said[id(commit)] = self.ballot.says(step=pb.Step(commit=commit))
-            sends.append(Send.copy(node, said[id(commit)]))
+            if id(commit) not in messages:
+                messages[id(commit)] = self.ballot.says(step=pb.Step(commit=commit))
+            sends.append(Send.copy(node, messages[id(commit)]))
         return sends
 
     def _commit_for(self, nodes: Iterable[str]) -> dict[str, pb.Commit]:
         """The last commit, in the form for each of these nodes."""
         whole, bare = self.standing.last, without_records(self.standing.last)
         keep = record_holders(self._rest(), self.ledgers) - self.recorded
-        told = {node: whole if node in keep else bare for node in nodes}
+        commits = {node: whole if node in keep else bare for node in nodes}
         if hash_of_votes(self.votes) == whole.voted:
-            for node in self.witnesses & told.keys():
-                told[node] = with_votes(told[node], self.votes)
-        return told
+            for node in self.witnesses & commits.keys():
+                commits[node] = with_votes(commits[node], self.votes)
+        return commits
 
     def _to_note(self) -> list[str]:
         """Nodes that are sent the last step's records once more."""

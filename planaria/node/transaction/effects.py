@@ -36,8 +36,8 @@ class Ballot(NamedTuple):
 
     def send_all(self, to: Iterable[str], **body: Any) -> list[Send]:
         """Sends the same message to each of these nodes."""
-        said = self.says(**body)
-        return [Send.copy(node, said) for node in to]
+        message = self.says(**body)
+        return [Send.copy(node, message) for node in to]
 
 
 NEVER = Ballot(0, 0)
@@ -51,10 +51,10 @@ class Send:
     message: pb.Message
 
     @classmethod
-    def copy(cls, to: str, said: pb.Message) -> Send:
+    def copy(cls, to: str, original: pb.Message) -> Send:
         """Sends a copy of a message to several nodes: each copy will name its receiver."""
         message = pb.Message()
-        message.CopyFrom(said)
+        message.CopyFrom(original)
         return cls(to, message)
 
 

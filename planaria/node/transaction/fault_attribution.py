@@ -68,13 +68,13 @@ class FailedAttempts:
         self.lost += 1
         for pair in sorted(pairs, key=sorted):
             self.lost_at = (self.lost_at & pair) or pair
-        *others, one = sorted(self.lost_at)
-        return "" if others or self.lost < 2 else one
+        *others, node = sorted(self.lost_at)
+        return "" if others or self.lost < 2 else node
 
     def keep(self, members: Collection[str]) -> None:
         """Drops failures of nodes that are no longer members."""
-        there = {node_of(one) for one in members}
-        self.words = Counter({node: n for node, n in self.words.items() if node in there})
+        nodes = {node_of(member) for member in members}
+        self.words = Counter({node: n for node, n in self.words.items() if node in nodes})
         if not self.lost_at <= set(members):
             self.lost_at, self.lost = frozenset(), 0
 
@@ -114,8 +114,8 @@ class Charges:
         by.add(accuser)
         if not self.are_several(accused):
             return False
-        for one in by:
-            self._vain.pop(one, None)
+        for other in by:
+            self._vain.pop(other, None)
         return True
 
     def keeps(self, accuser: str, accused: str) -> bool:
@@ -124,7 +124,7 @@ class Charges:
 
     def are_several(self, accused: str) -> bool:
         """Whether several nodes accuse it."""
-        return len({node_of(one) for one in self._by.get(accused, ())}) > 1
+        return len({node_of(by) for by in self._by.get(accused, ())}) > 1
 
     def in_vain(self, accuser: str) -> bool:
         """Adds an uncorroborated accusation; whether it reached the limit."""
@@ -136,10 +136,10 @@ class Charges:
 
     def keep(self, members: Collection[str]) -> None:
         """Drops nodes that are no longer members."""
-        there = set(members)
-        self._by = {accused: by & there for accused, by in self._by.items() if accused in there}
-        self._kept = {by: accused for by, accused in self._kept.items() if {by, accused} <= there}
-        self._vain = Counter({by: times for by, times in self._vain.items() if by in there})
+        present = set(members)
+        self._by = {accused: by & present for accused, by in self._by.items() if accused in present}
+        self._kept = {by: accused for by, accused in self._kept.items() if {by, accused} <= present}
+        self._vain = Counter({by: times for by, times in self._vain.items() if by in present})
 
 
 class RestingMembers:
@@ -211,7 +211,7 @@ class NonFiniteSources:
     def over(self, begin: pb.Begin) -> dict[str, str]:
         """Ends the step. A node with non-finite values whose replicas had none was wrong. Returns
         the nodes that were often enough, and why."""
-        found: dict[str, str] = {}
+        accused: dict[str, str] = {}
         why, self.why = self.why, {}
         for node, reason in why.items():
             if begin.non_finite:
@@ -219,8 +219,8 @@ class NonFiniteSources:
                 continue
             self.steps[node] += 1
             if self.steps[node] >= SPOILT:
-                found[node] = f"{reason}, as in {SPOILT} steps; its replicas do better"
-        return found
+                accused[node] = f"{reason}, as in {SPOILT} steps; its replicas do better"
+        return accused
 
     def keep(self, members: Collection[str]) -> None:
         """Drops nodes that are no longer members."""

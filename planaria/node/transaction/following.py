@@ -19,13 +19,13 @@ NOBODY = ""
 
 def feeders(begin: pb.Begin) -> dict[str, str]:
     """The feeders of the attempt's reduced gradient: joiner -> replica of its stage."""
-    found: dict[str, str] = {}
+    feeder_of: dict[str, str] = {}
     for stage in {joiner.stage for joiner in begin.joining}:
         replicas = sorted(place.node for place in begin.members if place.stage == stage)
         joiners = sorted(joiner.node for joiner in begin.joining if joiner.stage == stage)
         for i, joiner in enumerate(joiners):
-            found[joiner] = replicas[i % len(replicas)] if replicas else NOBODY
-    return found
+            feeder_of[joiner] = replicas[i % len(replicas)] if replicas else NOBODY
+    return feeder_of
 
 
 @dataclass
@@ -36,7 +36,7 @@ class FollowingJoiner:
     step: int
     heard: int  # step of the newest commit received: no earlier one is missing
     state: pb.Synced | None = None  # how the state came, once it is in place
-    told: bool = False  # whether the driver knows that it has caught up
+    caught_up: bool = False  # whether the driver knows that it has caught up
     attempt: tuple[Ballot, int] = (NEVER, 0)  # the newest attempt begun, and its step
     vote: Ballot = NEVER  # the attempt after which the driver would let it enter
     commits: deque[pb.Commit] = field(default_factory=deque)  # not applied yet

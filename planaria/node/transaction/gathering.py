@@ -118,10 +118,10 @@ class Gathering:
     def having(self) -> dict[str, pb.Status]:
         """The answers with the newest state. A joiner's state doesn't count if no training member
         of its stage has it: the stage was rebuilt while it followed."""
-        age, there = _age(self.newest), self.statuses.items()
+        age, statuses = _age(self.newest), self.statuses.items()
         newest = {
             n: s
-            for n, s in there
+            for n, s in statuses
             if _age(s) == age and n not in self.distrusted and not s.weightless
         }
         trained: dict[int, set[bytes]] = {}
@@ -142,8 +142,10 @@ class Gathering:
     def _with_records(self) -> pb.Commit:
         """The newest commit, with its records if any member has them."""
         newest = self.newest
-        alike = (s.last for s in self.having().values() if has_records(s.last))
-        return next((one for one in alike if hash_of(one) == hash_of(newest.last)), newest.last)
+        commits = (s.last for s in self.having().values() if has_records(s.last))
+        return next(
+            (commit for commit in commits if hash_of(commit) == hash_of(newest.last)), newest.last
+        )
 
     def all_lost(self, view: registry.View) -> str:
         """Why the run can't go on from the newest state; empty: it can."""
@@ -202,13 +204,13 @@ class Gathering:
         ]
         return own + [
             Held(
-                one.kind,  # type: ignore[arg-type]
-                Source(node, one.stage, one.step, one.lineage),
-                (one.made.view, one.made.attempt),
+                holding.kind,  # type: ignore[arg-type]
+                Source(node, holding.stage, holding.step, holding.lineage),
+                (holding.made.view, holding.made.attempt),
             )
             for node, status in sorted(self.statuses.items())
-            for one in status.holdings
-            if one.kind != "weights" or one.stage in {self.members[node]} - doubted
+            for holding in status.holdings
+            if holding.kind != "weights" or holding.stage in {self.members[node]} - doubted
         ]
 
     def left(self) -> Left:
@@ -243,11 +245,11 @@ class Gathering:
         """Nodes without the run's initial weights, by stage; only before the first step."""
         if _age(self.newest) != (0, 0):
             return {}
-        found: dict[int, list[str]] = {}
+        nodes: dict[int, list[str]] = {}
         for node, status in sorted(self.statuses.items()):
             if status.weightless:
-                found.setdefault(self.members[node], []).append(node)
-        return found
+                nodes.setdefault(self.members[node], []).append(node)
+        return nodes
 
     def checkpoint(self, stage: int) -> list[str]:
         """Nodes with the stage's checkpoint weights, where those aren't trained."""
@@ -266,12 +268,12 @@ class Gathering:
         """Digests of the stage's twins of the newest step, by the node that keeps them."""
         newest = _age(self.newest)
         return {
-            node: one.digest
+            node: holding.digest
             for node, status in self.statuses.items()
-            for one in status.holdings
-            if (one.kind, one.stage) == ("redundant", stage)
-            and (one.lineage, one.step) == newest
-            and one.digest
+            for holding in status.holdings
+            if (holding.kind, holding.stage) == ("redundant", stage)
+            and (holding.lineage, holding.step) == newest
+            and holding.digest
         }
 
     def unrecorded(self) -> str:

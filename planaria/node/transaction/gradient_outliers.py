@@ -97,18 +97,25 @@ class ReplicaGradients:
         self._node = node
         self._seen: dict[str, ReplicaStatistics] = {}
 
-    def note(self, told: Iterable[Contribution], replicas: Collection[str]) -> None:
+    def note(self, contributions: Iterable[Contribution], replicas: Collection[str]) -> None:
         """Adds the contributions to a committed step; `replicas`: its members at the stage."""
         row = row_of(self._node, rows({*replicas, self._node}))
         self._seen = {node: seen for node, seen in self._seen.items() if node in row}
-        told = [one for one in told if one.tells]
-        if len(told) < COMPARABLE:
+        contributions = [contribution for contribution in contributions if contribution.tells]
+        if len(contributions) < COMPARABLE:
             return
-        projections = [one.projection / (one.microbatches * one.others) for one in told]
+        projections = [
+            contribution.projection / (contribution.microbatches * contribution.others)
+            for contribution in contributions
+        ]
         usual = median(projections)
-        for one, projection, norm in zip(told, projections, _lengths(told), strict=True):
-            if one.node != self._node:
-                self._seen.setdefault(one.node, ReplicaStatistics()).add(projection, usual, norm)
+        for contribution, projection, norm in zip(
+            contributions, projections, _lengths(contributions), strict=True
+        ):
+            if contribution.node != self._node:
+                self._seen.setdefault(contribution.node, ReplicaStatistics()).add(
+                    projection, usual, norm
+                )
 
     def standing_out(self) -> list[pb.StandsOut]:
         whys = {node: seen.why() for node, seen in sorted(self._seen.items())}
@@ -124,43 +131,48 @@ class GradientOutliers:
     def heard(self, stages: Mapping[str, int], ready: Mapping[str, pb.Ready]) -> dict[str, str]:
         """New outliers by the reports in votes, and why: more than half of a replica's examiners
         report it."""
-        said: dict[str, dict[str, str]] = {}
-        for by, one in ready.items():
-            for told in one.standing_out:
-                if stages.get(told.node) == stages[by]:
-                    said.setdefault(told.node, {})[by] = told.reason
-        found = {}
-        for node, reasons in sorted(said.items()):
+        reasons_of: dict[str, dict[str, str]] = {}
+        for by, vote in ready.items():
+            for report in vote.standing_out:
+                if stages.get(report.node) == stages[by]:
+                    reasons_of.setdefault(report.node, {})[by] = report.reason
+        outliers = {}
+        for node, reasons in sorted(reasons_of.items()):
             replicas = [other for other, stage in stages.items() if stage == stages[node]]
-            looking = who_looks_at(node, replicas)
-            whys = [reasons[by] for by in looking if by in reasons]
-            if 2 * len(whys) > len(looking):
-                found[node] = whys[0]
-        new = {node: why for node, why in found.items() if node not in self._named}
-        self._named = set(found)
+            examiners = who_looks_at(node, replicas)
+            reports = [reasons[by] for by in examiners if by in reasons]
+            if 2 * len(reports) > len(examiners):
+                outliers[node] = reports[0]
+        new = {node: why for node, why in outliers.items() if node not in self._named}
+        self._named = set(outliers)
         return new
 
 
 def looked_at(node: str, replicas: Iterable[str]) -> list[str]:
     """The replicas that this node examines: itself and the next ones in the ring of names. They are
     the same in each step; otherwise statistics would take many more steps."""
-    return sorted(replicas, key=lambda one: (one < node, one))[:LOOKED_AT]
+    return sorted(replicas, key=lambda replica: (replica < node, replica))[:LOOKED_AT]
 
 
 def who_looks_at(node: str, replicas: Iterable[str]) -> list[str]:
     """The examiners of a replica: the nodes before it in its row's ring that own a part."""
-    some = rows([*replicas])
-    row = row_of(node, some)
-    others = [one for one in row if one != node]
-    before = sorted(others, key=lambda one: (one < node, one), reverse=True)[: LOOKED_AT - 1]
-    return [one for one in before if one in row[: places(some)]]
+    all_rows = rows([*replicas])
+    row = row_of(node, all_rows)
+    others = [other for other in row if other != node]
+    examiners = sorted(others, key=lambda other: (other < node, other), reverse=True)[
+        : LOOKED_AT - 1
+    ]
+    return [other for other in examiners if other in row[: places(all_rows)]]
 
 
-def _lengths(told: Sequence[Contribution]) -> list[float]:
+def _lengths(contributions: Sequence[Contribution]) -> list[float]:
     """Logarithms of squared norms, above the median's. With k microbatches a squared norm grows
     with k for noise, and with k squared otherwise; anything in between proves nothing."""
-    above = []
+    logarithms = []
     for power in (1, 2):
-        logs = [math.log(one.squared_norm) - power * math.log(one.microbatches) for one in told]
-        above.append([log - median(logs) for log in logs])
-    return [min(a, b, key=abs) if a * b > 0 else 0.0 for a, b in zip(*above, strict=True)]
+        logs = [
+            math.log(each.squared_norm) - power * math.log(each.microbatches)
+            for each in contributions
+        ]
+        logarithms.append([log - median(logs) for log in logs])
+    return [min(a, b, key=abs) if a * b > 0 else 0.0 for a, b in zip(*logarithms, strict=True)]

@@ -121,9 +121,9 @@ class Joining:
         stages: set[int] = set()
         for stage in relearning:
             new = WaitingForLesson(stage, now)
-            found = {node: before.get(node, new) for node in lacking[stage]}
-            if found and all(now - one.since < patience for one in found.values()):
-                self.waiting |= found
+            waiting = {node: before.get(node, new) for node in lacking[stage]}
+            if waiting and all(now - member.since < patience for member in waiting.values()):
+                self.waiting |= waiting
                 stages.add(stage)
         return stages
 
@@ -162,15 +162,15 @@ class Joining:
 
     def hopeless(self, now: float, limit: float) -> dict[str, str]:
         """Tries that take longer than `limit` seconds or are awaited in vain; and why."""
-        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for node, joiner in self.joiners.items():
             if joiner.vain >= IN_VAIN:
-                found[node] = f"{IN_VAIN} times its vote was waited for in vain"
+                reasons[node] = f"{IN_VAIN} times its vote was waited for in vain"
             elif now - joiner.began >= limit and not (
                 joiner.caught_up is not None and self.stays_out(node)
             ):
-                found[node] = f"not even in {limit:.0f} s"
-        return found
+                reasons[node] = f"not even in {limit:.0f} s"
+        return reasons
 
     def hold_up(self, vote: Vote, began: float, now: float) -> bool:
         """Whether the commit waits for joiners' votes; if not, counts the wait as theirs. `began`:

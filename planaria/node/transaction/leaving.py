@@ -30,7 +30,7 @@ class Leaving:
     """A node that was asked to leave at `now`, in `view`, and has reported it to the registry."""
 
     def __init__(self, node: str, view: registry.View, now: float) -> None:
-        self._node, self._told = node, now
+        self._node, self._reported_at = node, now
         own = next((member for member in view.members if member.node == node), registry.Member())
         self._replicas = {stage: _staying(view, node, stage) for stage in stages_of(own)}
         self._appointed: dict[int, float] = {}  # when a successor was last appointed, by stage
@@ -46,7 +46,7 @@ class Leaving:
         mark.
         """
         if not self._is_known(view):
-            return now < self._told + APPOINTMENT
+            return now < self._reported_at + APPOINTMENT
         if self.lives_on(stage, view) or self.heir(stage, view, trains):
             return False
         since = self._appointed.setdefault(stage, now)
@@ -64,9 +64,9 @@ class Leaving:
 
     def heir(self, stage: int, view: registry.View, trains: Iterable[pb.Place]) -> str:
         """The seat that has received the stage's state since then; empty: none has, or needs to."""
-        there = _staying(view, self._node, stage) - self._replicas.get(stage, set())
+        newcomers = _staying(view, self._node, stage) - self._replicas.get(stage, set())
         seats = (place.node for place in trains if place.stage == stage)
-        return next((seat for seat in seats if node_of(seat) in there), "")
+        return next((seat for seat in seats if node_of(seat) in newcomers), "")
 
 
 def _staying(view: registry.View, node: str, stage: int) -> set[str]:

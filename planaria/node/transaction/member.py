@@ -25,7 +25,7 @@ from planaria.bootstrap.registry_pb2 import (
     Votes,
 )
 from planaria.node.report.events import MessageRefused
-from planaria.node.transaction.bounds import HASH, LONGEST_WORDS, told_to_member
+from planaria.node.transaction.bounds import HASH, LONGEST_WORDS, fault_to_member
 from planaria.node.transaction.comparing import UNHEARD, Comparing, same_attempt
 from planaria.node.transaction.effects import (
     NEVER,
@@ -161,7 +161,7 @@ class MemberSide:
         self.accused.clear()
         if all(member.node != self.node for member in view.members):
             return [Rejoin(f"view {view.number} is without this node: {view.reason}")]
-        self.decisions = {n: one for n, one in self.decisions.items() if n in self.beside}
+        self.decisions = {n: commit for n, commit in self.decisions.items() if n in self.beside}
         self.mute &= self.beside
         if view.driver != self.driver:  # the next one finds out what others have applied
             self.comparing = None
@@ -179,7 +179,7 @@ class MemberSide:
                 self.shows_votes = message.query.votes
                 return self._answer(peer, ballot)
             return [Send(peer, pb.Message(ballot=self.promised.message(), stale=pb.Stale()))]
-        if wrong := told_to_member(message, self.stage):
+        if wrong := fault_to_member(message, self.stage):
             refused = MessageRefused(peer=peer, body=body, why=f"it tells of {wrong}")
             return [refused, Suspect(peer, f"{peer}, which drives, tells of {wrong}", NUMBERS)]
         if self.comparing is not None and body in ("step", "records", "reduce", "halt"):
@@ -306,16 +306,18 @@ class MemberSide:
     ) -> list[Effect]:
         """Reports that this node can't do its part of what runs under `ballot`."""
         failed = pb.Failed(reason=reason[:LONGEST_WORDS], accused=accused, cause=cause)
-        told = [one for node in accused for one in self._tell_registry(node, reason, cause)]
+        reports = [
+            report for node in accused for report in self._tell_registry(node, reason, cause)
+        ]
         if self.following is not None:
-            return told + self._unfollow(failed) if ballot == self.following.ballot else []
+            return reports + self._unfollow(failed) if ballot == self.following.ballot else []
         running = self._is_voting() and self._is_of_attempt(ballot)
         syncing = self.phase is MemberPhase.SYNCING and ballot == self.promised
         if not running and not syncing:
             return []
         self.phase = MemberPhase.IDLE
         drop: list[Effect] = [DropAttempt(self.attempt)] if running else []
-        return [*drop, *told, self._to_driver(pb.Message(failed=failed))]
+        return [*drop, *reports, self._to_driver(pb.Message(failed=failed))]
 
     def cut_off(
         self, ballot: Ballot, node: str, reason: str, cause: Cause = SILENT
@@ -326,16 +328,16 @@ class MemberSide:
         over = not self._attempting() or self.comparing is not None
         if over or not self._is_of_attempt(ballot):
             return []
-        told = self._tell_registry(node, reason, cause)
-        return [*told, self._to_driver(pb.Message(cut=_cut(node, reason, cause)))]
+        reports = self._tell_registry(node, reason, cause)
+        return [*reports, self._to_driver(pb.Message(cut=_cut(node, reason, cause)))]
 
     def accuse(self, node: str, reason: str, cause: Cause) -> list[Effect]:
         """Accuses `node` for an invalid state, boundary tensor or copy. No attempt depends on
         it."""
-        told = self._tell_registry(node, reason, cause)
+        reports = self._tell_registry(node, reason, cause)
         if self.driver in ("", node):
-            return told
-        return [*told, NEVER.send(self.driver, cut=_cut(node, reason, cause))]
+            return reports
+        return [*reports, NEVER.send(self.driver, cut=_cut(node, reason, cause))]
 
     def _tell_registry(self, node: str, reason: str, cause: Cause) -> list[Effect]:
         """Accuses a node to the registry, once in a step, for what this member saw itself: one
@@ -358,8 +360,8 @@ class MemberSide:
         """A replica's message for a gradient is unusable."""
         if self.following is None:
             return []
-        told = self._tell_registry(feeder, reason, cause)
-        return told + self._unfollow(
+        reports = self._tell_registry(feeder, reason, cause)
+        return reports + self._unfollow(
             pb.Failed(reason=reason[:LONGEST_WORDS], accused=[feeder], cause=cause)
         )
 
@@ -376,7 +378,7 @@ class MemberSide:
         if self.following is None:
             return effects
         self.following.lost(peer)
-        self.following.told = self.following.told and peer != self.driver
+        self.following.caught_up = self.following.caught_up and peer != self.driver
         return effects + self._follow_on()
 
     def told(self, peer: str, heard: pb.Heard) -> list[Effect]:
@@ -439,7 +441,7 @@ class MemberSide:
             self.phase = MemberPhase.FOLLOWING if self.following is not None else MemberPhase.IDLE
         if self.following is not None:
             self.following.doubt()
-            self.following.told = False
+            self.following.caught_up = False
         return effects + self._answer(peer, ballot, attempting)
 
     def _changed(self, digest: bytes) -> list[Effect]:
@@ -603,16 +605,16 @@ class MemberSide:
         """Checks the records. As with votes, a wrong one is no reason to stay behind."""
         if not self.records or has_records(commit):
             return []
-        what = f"step {commit.step} of other microbatches than it had told before"
-        told = MessageRefused(peer=self.decider, body="step", why=what)
-        return [told, Suspect(self.decider, f"{self.decider} has committed {what}", NUMBERS)]
+        difference = f"step {commit.step} of other microbatches than it had told before"
+        event = MessageRefused(peer=self.decider, body="step", why=difference)
+        return [event, Suspect(self.decider, f"{self.decider} has committed {difference}", NUMBERS)]
 
     def _is_last(self, commit: pb.Commit) -> bool:
         return commit.step == self.committed and hash_of(commit) == hash_of(self.last)
 
-    def _refuse_commit(self, what: str) -> list[Effect]:
-        why = f"{self.driver}, which drives, tells of a commit of {what}"
-        refused = MessageRefused(peer=self.driver, body="step", why=f"a commit of {what}")
+    def _refuse_commit(self, fault: str) -> list[Effect]:
+        why = f"{self.driver}, which drives, tells of a commit of {fault}"
+        refused = MessageRefused(peer=self.driver, body="step", why=f"a commit of {fault}")
         return [refused, Suspect(self.driver, why, NUMBERS)]
 
     def _has_signed(self, told: Decision) -> bool:
@@ -711,10 +713,10 @@ class MemberSide:
         self.stages = {place.node: place.stage for place in begin.members}
         self.roll = roll_of(self.stages, ballot, begin.roll)
         self.keeps, self.records, self.ready = begin.keeps, (), None
-        there = {place.node for place in begin.members if place.stage == self.stage}
-        taking_part = self.node in there
-        self.replicas = frozenset(there - {self.node} if taking_part else ())
-        self.partners = frozenset(partners(self.node, there) if taking_part else ())
+        stage_members = {place.node for place in begin.members if place.stage == self.stage}
+        taking_part = self.node in stage_members
+        self.replicas = frozenset(stage_members - {self.node} if taking_part else ())
+        self.partners = frozenset(partners(self.node, stage_members) if taking_part else ())
 
     def _tell(self, peer: str, own: Decision, answer: bool = False) -> Send:
         return self.attempt.send(peer, heard=pb.Heard(decision=own, answer=answer))
@@ -837,9 +839,9 @@ class MemberSide:
             self.attempt, self.step = following.attempt
             self.began = self.attempt
             return [Adopt(self.attempt)]
-        if following.commits or following.told:
+        if following.commits or following.caught_up:
             return []
-        following.told = True
+        following.caught_up = True
         synced = pb.Synced()
         synced.CopyFrom(following.state)
         synced.digest = self.digest

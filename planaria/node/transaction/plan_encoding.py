@@ -39,13 +39,13 @@ class PlanEncoder:
         """The last plan may not have arrived. `members`: of this view, which the members in
         `having` know; they get the differences from it."""
         self._last, self._members = Ballot(view, 0), members
-        self._told = frozenset(having)
+        self._informed = frozenset(having)
 
     def tell(
         self,
         ballot: Ballot,
         begin: pb.Begin,
-        to: Mapping[str, pb.Begin],
+        parts: Mapping[str, pb.Begin],
         stages: Members,
         spare: bool,
     ) -> None:
@@ -59,14 +59,16 @@ class PlanEncoder:
         new.members.extend(begin.members)
         members = {place.node: place.stage for place in begin.members}
         self._tell_changes(rest, members)
-        to_new, to_told = new.SerializeToString(), rest.SerializeToString()
-        for node, part in to.items():
+        to_new, to_informed = new.SerializeToString(), rest.SerializeToString()
+        for node, part in parts.items():
             mine = visits.get(node, ())
             # Concatenated messages are the serialised form of their merge.
-            part.MergeFromString(b"".join((to_told if node in self._told else to_new, *mine)))
+            part.MergeFromString(
+                b"".join((to_informed if node in self._informed else to_new, *mine))
+            )
             part.untold = len(begin.plan) - len(mine)
             part.joining.extend(joiners[stages[node]])
-        self._last, self._told, self._members = ballot, frozenset(stages), members
+        self._last, self._informed, self._members = ballot, frozenset(stages), members
 
     def _tell_changes(self, part: pb.Begin, members: Members) -> None:
         part.members_of.CopyFrom(self._last.message())
@@ -88,17 +90,17 @@ def _without_lists(begin: pb.Begin) -> pb.Begin:
 def _visits(begin: pb.Begin, spare: bool) -> dict[str, list[bytes]]:
     """The microbatches that visit a node, once each, or that it computes ahead, by node. Each is a
     `Begin`, serialised once for all its receivers."""
-    found: dict[str, list[bytes]] = {place.node: [] for place in begin.members}
-    number = {node: number for number, node in enumerate(found)}
-    by_number = [*found.values()]
+    visits: dict[str, list[bytes]] = {place.node: [] for place in begin.members}
+    number = {node: number for number, node in enumerate(visits)}
+    by_number = [*visits.values()]
     pairs = stand_ins(begin.members) if spare else {}
     ahead = {number[node]: number[stand_in] for node, stand_in in pairs.items()}
     for microbatch in begin.plan:
-        told = _in_numbers(microbatch, number[microbatch.source])
-        alone = pb.Begin(plan=[told]).SerializeToString()
-        for place in chain(told.places, (ahead[one] for one in told.places if one in ahead)):
+        numbered = _in_numbers(microbatch, number[microbatch.source])
+        alone = pb.Begin(plan=[numbered]).SerializeToString()
+        for place in chain(numbered.places, (ahead[at] for at in numbered.places if at in ahead)):
             by_number[place].append(alone)
-    return found
+    return visits
 
 
 def _in_numbers(microbatch: pb.Microbatch, source: int) -> pb.Microbatch:
@@ -153,20 +155,20 @@ class PlanDecoder:
 
 
 def _with_members(begin: pb.Begin, stages: Members) -> pb.Begin:
-    found = pb.Begin()
-    found.CopyFrom(begin)
+    restored = pb.Begin()
+    restored.CopyFrom(begin)
     for name in ("members_of", "left", "members"):
-        found.ClearField(name)
-    found.members.extend(in_order([pb.Place(node=n, stage=at) for n, at in stages.items()]))
-    return found
+        restored.ClearField(name)
+    restored.members.extend(in_order([pb.Place(node=n, stage=at) for n, at in stages.items()]))
+    return restored
 
 
 def _with_sources(begin: pb.Begin) -> pb.Begin:
-    found = pb.Begin()
-    found.CopyFrom(begin)
-    del found.plan[:]
-    found.plan.extend(_in_names(microbatch, begin.members) for microbatch in begin.plan)
-    return found
+    restored = pb.Begin()
+    restored.CopyFrom(begin)
+    del restored.plan[:]
+    restored.plan.extend(_in_names(microbatch, begin.members) for microbatch in begin.plan)
+    return restored
 
 
 def in_order(members: Collection[pb.Place]) -> list[pb.Place]:

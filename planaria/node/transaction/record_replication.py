@@ -64,4 +64,6 @@ def to_replicate(ledgers: Mapping[str, pb.Recording]) -> list[str]:
     has it, or no node keeps one."""
     if {pb.LEDGER_WRITTEN, pb.LEDGER_WRITING} & set(ledgers.values()):
         return []
-    return sorted(node for node, one in ledgers.items() if one == pb.LEDGER_SPARE)[:LEDGERS]
+    return sorted(node for node, recording in ledgers.items() if recording == pb.LEDGER_SPARE)[
+        :LEDGERS
+    ]

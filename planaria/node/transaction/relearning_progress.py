@@ -68,9 +68,9 @@ class RelearningProgress:
 
 def company(begin: pb.Begin, node: str, stage: int) -> str:
     """Another node that has, or is to have, the stage's weights; empty: none."""
-    there = [place.node for place in begin.members if place.stage == stage]
-    there += [joiner.node for joiner in begin.joining if joiner.stage == stage]
-    return next((other for other in there if other != node), "")
+    nodes = [place.node for place in begin.members if place.stage == stage]
+    nodes += [joiner.node for joiner in begin.joining if joiner.stage == stage]
+    return next((other for other in nodes if other != node), "")
 
 
 def entering(commit: pb.Commit, stage: int) -> int:

@@ -74,8 +74,8 @@ def share_out(
     given: Counter[str] = Counter()
     chosen = []
     for identity in ids:
-        ways = {seat: detours(identity, seat) for seat in seats}
-        nearest = [seat for seat in seats if ways[seat] == min(ways.values())]
+        detours_of = {seat: detours(identity, seat) for seat in seats}
+        nearest = [seat for seat in seats if detours_of[seat] == min(detours_of.values())]
         seat = earliest_finish(nearest, given, pace, busy)
         given[seat] += 1
         chosen.append(seat)
@@ -180,11 +180,11 @@ def _along_lanes(served: Sequence[Sequence[str]]) -> list[list[str]]:
 
     place = {seat: scattered(node_of(seat)) for seat in set(chain.from_iterable(served))}
     line = sorted(range(len(served[0])), key=lambda number: place[served[0][number]])
-    found = [[""] * len(line) for _ in served]
-    for seats, chosen in zip(served, found, strict=True):
+    regrouped = [[""] * len(line) for _ in served]
+    for seats, chosen in zip(served, regrouped, strict=True):
         for number, seat in zip(line, sorted(seats, key=place.__getitem__), strict=True):
             chosen[number] = seat
-    return found
+    return regrouped
 
 
 def _untangle(
@@ -206,18 +206,18 @@ def _untangle(
 
     hopeless = set[tuple[str, tuple[str, ...]]]()
     changed = False
-    for one in range(len(nodes)):
-        here = nodes[one]
-        if not hops(one, here) or (here, beside[one]) in hopeless:
+    for number in range(len(nodes)):
+        node = nodes[number]
+        if not hops(number, node) or (node, beside[number]) in hopeless:
             continue
-        for other, there in enumerate(nodes):
-            now = hops(one, here) + hops(other, there)
-            if there != here and hops(one, there) + hops(other, here) < now:
-                nodes[one], nodes[other] = there, here
+        for swapped, successor in enumerate(nodes):
+            now = hops(number, node) + hops(swapped, successor)
+            if successor != node and hops(number, successor) + hops(swapped, node) < now:
+                nodes[number], nodes[swapped] = successor, node
                 changed = True
                 break
         else:
-            hopeless.add((here, beside[one]))
+            hopeless.add((node, beside[number]))
     return changed
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def told_once(by_stage: Sequence[float]) -> Sequence[float]:
+def collapsed(by_stage: Sequence[float]) -> Sequence[float]:
     return by_stage[:1] if len(set(by_stage)) == 1 else by_stage
 
 

@@ -85,9 +85,9 @@ class SpotChecks:
     def draw(self, begin: pb.Begin) -> dict[str, list[pb.Check]]:
         """Draws the checks of an attempt: by node, those that it gets. None in an evaluation."""
         self.step, self.checked = begin.step, {}
-        told: defaultdict[str, list[pb.Check]] = defaultdict(list)
+        checks_of: defaultdict[str, list[pb.Check]] = defaultdict(list)
         if not self.share or begin.kind != pb.Begin.TRAIN:
-            return told
+            return checks_of
         replicas: defaultdict[int, list[str]] = defaultdict(list)
         for place in begin.members:
             replicas[place.stage].append(place.node)
@@ -96,25 +96,25 @@ class SpotChecks:
         for microbatch in begin.plan:
             for position, stage in enumerate(microbatch.order, 1):
                 if stage in may and chance() < share:
-                    way = route(begin, microbatch)
-                    self._check(microbatch.id, position, replicas[stage], way, told)
-        return told
+                    path = route(begin, microbatch)
+                    self._check(microbatch.id, position, replicas[stage], path, checks_of)
+        return checks_of
 
     def _check(
         self,
         microbatch: int,
         position: int,
         replicas: Sequence[str],
-        way: Route,
-        told: Mapping[str, list[pb.Check]],
+        path: Route,
+        checks_of: Mapping[str, list[pb.Check]],
     ) -> None:
-        before, node, behind = way.nodes[position - 1 : position + 2]
-        drawn = self._chance.randrange(len(replicas) - 1)  # of the others
-        double = replicas[drawn + (drawn >= replicas.index(node))]
+        before, node, behind = path.nodes[position - 1 : position + 2]
+        index = self._chance.randrange(len(replicas) - 1)  # of the others
+        double = replicas[index + (index >= replicas.index(node))]
         checked = CheckedVisit(microbatch, position, before, node, behind, [double], replicas)
         self.checked[microbatch, position] = checked
         for neighbour in {before, behind}:
-            told[neighbour].append(checked.message())
+            checks_of[neighbour].append(checked.message())
 
     def over(self) -> None:
         """Drops pending checks: the attempt is over or replanned."""
@@ -129,28 +129,28 @@ class SpotChecks:
             del self.apart[pair]
 
     def compared(
-        self, peer: str, told: pb.Compared
+        self, peer: str, comparison: pb.Compared
     ) -> WrongResult | UndecidedCheck | CheckedVisit | None:
         """The outcome of a comparison: a wrong node, a check by a third node (both neighbours get
         its `message`), an undecided check, or none."""
-        checked = self.checked.get((told.microbatch, told.position))
-        if checked is None or peer != checked.comparer(told.backward):
+        checked = self.checked.get((comparison.microbatch, comparison.position))
+        if checked is None or peer != checked.comparer(comparison.backward):
             return None  # of an attempt that is over
-        pair = frozenset((told.node, told.other))
+        pair = frozenset((comparison.node, comparison.other))
         if len(pair) < 2 or not pair <= {checked.node, *checked.doubles}:
             return None
-        found = checked.backward if told.backward else checked.forward
-        found[pair] = told.difference
+        differences = checked.backward if comparison.backward else checked.forward
+        differences[pair] = comparison.difference
         if len(checked.doubles) == 1:
-            return self._of_two(checked, pair, told)
-        if len(found) == 3:
-            return self._of_three(checked, peer, found)
+            return self._of_two(checked, pair, comparison)
+        if len(differences) == 3:
+            return self._of_three(checked, peer, differences)
         return None
 
     def _of_two(
-        self, checked: CheckedVisit, pair: frozenset[str], told: pb.Compared
+        self, checked: CheckedVisit, pair: frozenset[str], comparison: pb.Compared
     ) -> CheckedVisit | UndecidedCheck | None:
-        if told.difference <= self.tolerance:
+        if comparison.difference <= self.tolerance:
             self.right |= dict.fromkeys(pair, self.step)
             self.apart.pop(pair, None)
             return None
@@ -160,28 +160,28 @@ class SpotChecks:
         self.apart[pair] += 1
         if self.apart[pair] % UNDECIDED:
             return None
-        one, other = sorted(pair)
-        return UndecidedCheck((one, other), self.step, told.difference)
+        first, other = sorted(pair)
+        return UndecidedCheck((first, other), self.step, comparison.difference)
 
     def _of_three(
-        self, checked: CheckedVisit, by: str, found: Mapping[frozenset[str], float]
+        self, checked: CheckedVisit, by: str, differences: Mapping[frozenset[str], float]
     ) -> WrongResult | None:
         """The node that is far from both others, when those are near each other."""
-        near = [pair for pair, difference in found.items() if difference <= self.tolerance]
+        near = [pair for pair, difference in differences.items() if difference <= self.tolerance]
         if len(near) != 1:
             return None
         (alone,) = {checked.node, *checked.doubles} - near[0]
         self.right |= dict.fromkeys(near[0], self.step)
         self.wrong[alone][self.step, checked.microbatch, checked.position].add(by)
-        far = max(difference for pair, difference in found.items() if alone in pair)
+        far = max(difference for pair, difference in differences.items() if alone in pair)
         return WrongResult(alone, by, self.step, far, len(self.wrong[alone]))
 
     def accusers(self, node: str) -> list[str]:
         """The members that found it wrong, one of each machine."""
-        found = sorted(set().union(*self.wrong[node].values()))
-        return list({node_of(by): by for by in found}.values())
+        accusers = sorted(set().union(*self.wrong[node].values()))
+        return list({node_of(by): by for by in accusers}.values())
 
-    def told(self) -> list[pb.Doubted]:
+    def take_doubted(self) -> list[pb.Doubted]:
         """The nodes doubted since the last commit, for its record."""
         doubted, self.doubted = self.doubted, []
         return doubted

@@ -33,8 +33,8 @@ class OverdueVisit(NamedTuple):
     backward: bool
 
     def __str__(self) -> str:
-        way = "backward" if self.backward else "forward"
-        return f"microbatch {self.microbatch}, {way} at {self.node} of stage {self.stage}"
+        direction = "backward" if self.backward else "forward"
+        return f"microbatch {self.microbatch}, {direction} at {self.node} of stage {self.stage}"
 
 
 @dataclass(frozen=True)
@@ -49,31 +49,31 @@ class StragglerDetector:
     """The accounts of one attempt; `now` is the driver's clock."""
 
     def __init__(self) -> None:
-        self._asked = -math.inf
-        self._heard: dict[str, _MemberAccount] = {}
-        self._told: set[str] = set()  # stragglers already returned
+        self._inquired_at = -math.inf
+        self._accounts: dict[str, _MemberAccount] = {}
+        self._reported: set[str] = set()  # stragglers already returned
 
     def is_due(self, now: float) -> bool:
         """Whether an inquiry is due; counts it as sent."""
-        due = now - self._asked >= ASK
+        due = now - self._inquired_at >= ASK
         if due:
-            self._asked = now
+            self._inquired_at = now
         return due
 
     def heard(self, peer: str, account: pb.Account, now: float) -> None:
-        before, still, busy = self._heard.get(peer), now, now
+        before, still, busy = self._accounts.get(peer), now, now
         if before is not None and now - before.at < LAPSE and before.account.computing:
             busy = before.busy
             if account.computed == before.account.computed:
                 still = before.still
-        self._heard[peer] = _MemberAccount(account, now, still, busy)
+        self._accounts[peer] = _MemberAccount(account, now, still, busy)
 
     def standing_still(self) -> dict[str, float]:
         """Seconds for which nodes with work have computed nothing."""
         return {
-            node: one.at - one.still
-            for node, one in sorted(self._heard.items())
-            if one.account.computing
+            node: member.at - member.still
+            for node, member in sorted(self._accounts.items())
+            if member.account.computing
         }
 
     def slow(self, members: Iterable[pb.Place]) -> list[str]:
@@ -82,24 +82,26 @@ class StragglerDetector:
         stages: dict[int, list[str]] = {}
         for place in members:
             stages.setdefault(place.stage, []).append(place.node)
-        found = []
+        slow_nodes = []
         for nodes in stages.values():
             busy = [node for node in nodes if self._is_computing(node)]
-            if 1 == len(busy) < len(nodes) and self._heard.keys() >= set(nodes):
-                found += [n for n in busy if self._heard[n].at - self._heard[n].busy >= ASK]
-        found = [node for node in found if node not in self._told]
-        self._told.update(found)
-        return found
+            if 1 == len(busy) < len(nodes) and self._accounts.keys() >= set(nodes):
+                slow_nodes += [
+                    n for n in busy if self._accounts[n].at - self._accounts[n].busy >= ASK
+                ]
+        slow_nodes = [node for node in slow_nodes if node not in self._reported]
+        self._reported.update(slow_nodes)
+        return slow_nodes
 
     def _is_computing(self, node: str) -> bool:
-        one = self._heard.get(node)
-        return one is not None and one.account.computing
+        member = self._accounts.get(node)
+        return member is not None and member.account.computing
 
     def missing(self, begin: pb.Begin, home: Collection[int]) -> set[frozenset[str]]:
         """Pairs of nodes between which a microbatch's next frame was lost: one has done its part,
         and the other has no work. A single node if it hasn't reported that a microbatch is home."""
         done = self._done()
-        found: set[frozenset[str]] = set()
+        pairs: set[frozenset[str]] = set()
         for microbatch, route in routes(begin).items():
             passes = _passes(route, begin.kind == pb.Begin.TRAIN)
             newest = max((i for i, p in enumerate(passes) if (microbatch, *p) in done), default=-1)
@@ -107,14 +109,14 @@ class StragglerDetector:
                 continue
             before, after = (route.nodes[at] for at, _ in (passes[newest:] + passes[-1:])[:2])
             if not self._is_computing(after):
-                found.add(frozenset({before, after}))
-        return found
+                pairs.add(frozenset({before, after}))
+        return pairs
 
     def _done(self) -> set[tuple[int, int, bool]]:
         return {
-            (one.microbatch, one.position, one.backward)
-            for heard in self._heard.values()
-            for one in heard.account.done
+            (visit.microbatch, visit.position, visit.backward)
+            for member in self._accounts.values()
+            for visit in member.account.done
         }
 
     def awaited(self, begin: pb.Begin, home: Collection[int]) -> list[OverdueVisit]:
@@ -122,8 +124,8 @@ class StragglerDetector:
         until others are home."""
         done = self._done()
         training = begin.kind == pb.Begin.TRAIN
-        found: list[OverdueVisit] = []
-        held_back: list[OverdueVisit] = []
+        overdue: list[OverdueVisit] = []
+        not_begun: list[OverdueVisit] = []
         for microbatch, route in routes(begin).items():
             if microbatch in home:
                 continue
@@ -131,9 +133,9 @@ class StragglerDetector:
             newest = max((i for i, p in enumerate(passes) if (microbatch, *p) in done), default=-1)
             position, backward = passes[min(newest + 1, len(passes) - 1)]
             node, stage = route.nodes[position], route.stages[position]
-            one = OverdueVisit(microbatch, node, stage, backward)
-            (held_back if newest < 0 else found).append(one)
-        return found or held_back
+            visit = OverdueVisit(microbatch, node, stage, backward)
+            (not_begun if newest < 0 else overdue).append(visit)
+        return overdue or not_begun
 
 
 def _passes(route: Route, training: bool) -> list[tuple[int, bool]]:

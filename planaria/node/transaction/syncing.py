@@ -45,27 +45,27 @@ class Syncing:
         if synced.method == "twin":
             return []
         stage = self.gathering.members[peer]
-        told = rebuilt(peer, stage, synced, now - self.began, math.nan)
+        event = rebuilt(peer, stage, synced, now - self.began, math.nan)
         if synced.method in ARRIVED and synced.sources:
             step = synced.sources[0].step
-            return [replace(told, oldest_step=step, mean_step=step)]
-        return [self._with_staleness(told, synced) if synced.method == "snapshot" else told]
+            return [replace(event, oldest_step=step, mean_step=step)]
+        return [self._with_staleness(event, synced) if synced.method == "snapshot" else event]
 
-    def _with_staleness(self, told: StageRebuilt, synced: pb.Synced) -> StageRebuilt:
+    def _with_staleness(self, event: StageRebuilt, synced: pb.Synced) -> StageRebuilt:
         """Adds the staleness of the snapshot used, as its holder reported it."""
-        held = [
-            one
+        snapshots = [
+            holding
             for source in synced.sources[:1]
-            for one in self.gathering.statuses.get(source.node, pb.Status()).holdings
-            if (one.kind, one.stage) == ("snapshot", source.stage)
+            for holding in self.gathering.statuses.get(source.node, pb.Status()).holdings
+            if (holding.kind, holding.stage) == ("snapshot", source.stage)
         ]
-        if not held:
-            return told  # another snapshot than planned was used
+        if not snapshots:
+            return event  # another snapshot than planned was used
         return replace(
-            told,
-            oldest_step=held[0].oldest_step,
-            mean_step=held[0].mean_step,
-            perturbation=held[0].perturbation,
+            event,
+            oldest_step=snapshots[0].oldest_step,
+            mean_step=snapshots[0].mean_step,
+            perturbation=snapshots[0].perturbation,
         )
 
 
@@ -79,13 +79,13 @@ class Rebuilds:
 
     def stages(self) -> set[int]:
         """Stages whose state no node had any more."""
-        return {one.stage for one in self.rebuilt if one.method not in COPIED}
+        return {event.stage for event in self.rebuilt if event.method not in COPIED}
 
-    def told(self, now: float) -> list[Effect]:
+    def events(self, now: float) -> list[Effect]:
         stall = 0.0 if self.stalled is None else now - self.stalled
         return [
-            replace(one, stall_seconds=stall) if math.isnan(one.stall_seconds) else one
-            for one in self.rebuilt
+            replace(event, stall_seconds=stall) if math.isnan(event.stall_seconds) else event
+            for event in self.rebuilt
         ]
 
 
@@ -150,7 +150,7 @@ def rebuild(
     """One node rebuilds a lost stage; its replicas copy from it later, so that they are identical.
     `lacking`: nodes without the state, by stage; `follow`: no node waits for them; `relearning`:
     seconds that it may take."""
-    to, joiners = gathering.standing(), {}
+    standing, joiners = gathering.standing(), {}
     for stage, decision in rebuilds.items():
         nodes = lacking[stage]
         if decision.method in (*OWN, *ARRIVED):
@@ -161,20 +161,22 @@ def rebuild(
     together = {stage: block for block in blocks(orders, guessed) for stage in block}
     effects: list[Effect] = []
     for stage, decision in rebuilds.items():
-        said = decision.method, decision.reason, decision.sources
-        sync = to.sync(*said, last=to.last, follow=follow)
+        what_and_whence = decision.method, decision.reason, decision.sources
+        sync = standing.sync(*what_and_whence, last=standing.last, follow=follow)
         if rules.relearn and stage in together:
             block = together[stage]
             having = sorted(gathering.having())
             sync.relearning = relearning
             alone = len(block) == 1 and len(gathering.nodes_of(stage)) == 1
             sync.goes_on = alone and rules.policy != "redundant"  # else others need what it learns
-            sync.lost.extend(pb.Place(node=joiners[of][0], stage=of) for of in block)
+            sync.lost.extend(
+                pb.Place(node=joiners[lost_stage][0], stage=lost_stage) for lost_stage in block
+            )
             sync.neighbours.extend(  # where microbatches come from and go to
-                pb.Place(node=node, stage=of)
-                for of in adjoining(orders, block)
+                pb.Place(node=node, stage=lost_stage)
+                for lost_stage in adjoining(orders, block)
                 for node in having
-                if gathering.members[node] == of
+                if gathering.members[node] == lost_stage
             )
         for node in joiners[stage]:
             effects.append(_ordered(node, decision))
@@ -194,18 +196,23 @@ def name_checkpoint(effects: list[Effect], gathering: Gathering) -> list[Effect]
 
 def copy_twins(gathering: Gathering, rules: TransactionRules) -> list[Effect]:
     """Copies the next stage, with redundant computation, to nodes without a twin of this step."""
-    to = gathering.standing()
-    if rules.policy != "redundant" or (to.lineage, to.committed) == (0, 0):
+    standing = gathering.standing()
+    if rules.policy != "redundant" or (standing.lineage, standing.committed) == (0, 0):
         return []
     effects: list[Effect] = []
     for node, stage in sorted(gathering.members.items()):
-        of = (stage + 1) % (rules.stages + 1)
-        wanted = ("redundant", of, to.committed, to.lineage)
-        held = gathering.statuses[node].holdings
-        if wanted not in [(one.kind, one.stage, one.step, one.lineage) for one in held]:
-            sources = [Source(n, of, to.committed, to.lineage) for n in gathering.nodes_of(of)]
-            reason = f"{node} lacks a twin of stage {of}"
-            sync = to.sync("twin", reason, sources, last=to.last)
+        next_stage = (stage + 1) % (rules.stages + 1)
+        wanted = ("redundant", next_stage, standing.committed, standing.lineage)
+        holdings = gathering.statuses[node].holdings
+        if wanted not in [
+            (holding.kind, holding.stage, holding.step, holding.lineage) for holding in holdings
+        ]:
+            sources = [
+                Source(n, next_stage, standing.committed, standing.lineage)
+                for n in gathering.nodes_of(next_stage)
+            ]
+            reason = f"{node} lacks a twin of stage {next_stage}"
+            sync = standing.sync("twin", reason, sources, last=standing.last)
             effects.append(gathering.ballot.send(node, sync=sync))
     return effects
 

@@ -34,8 +34,8 @@ class Takeover:
     ordered: bool = False  # whether the `Sync` to the seat was sent
 
     def __str__(self) -> str:
-        what = self.seat or f"somebody who takes the seat of {self.lost} at stage {self.stage}"
-        return f"{what}, for {self.why}"
+        successor = self.seat or f"somebody who takes the seat of {self.lost} at stage {self.stage}"
+        return f"{successor}, for {self.why}"
 
     def may_ask(self, now: float) -> bool:
         return bool(self.seat) and not self.ordered and now - self.asked >= ASK_AGAIN

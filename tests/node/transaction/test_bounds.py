@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import NUMBERS
-from planaria.node.transaction.bounds import told_to_driver, told_to_member
+from planaria.node.transaction.bounds import fault_to_driver, fault_to_member
 from planaria.node.transaction.driver import EVICTED
 from planaria.node.transaction.effects import Ballot, Effect, Suspect
 from planaria.node.transaction.member import MemberSide
@@ -167,7 +167,7 @@ def test_no_message_of_any_content_is_too_much_for_a_member(
 def test_nonsense_changes_nothing_but_its_senders_fate(message: pb.Message) -> None:
     told, other = running(), running()
     message.ballot.CopyFrom(told.driver.ballot.message())
-    if not told_to_driver(message, PAIRED):
+    if not fault_to_driver(message, PAIRED):
         return
     effects = told.driver.received("c", message, told.now)
     assert charges(effects) == [("c", NUMBERS)]
@@ -208,7 +208,7 @@ def test_nonsense_changes_nothing_but_its_senders_fate(message: pb.Message) -> N
     ],
 )
 def test_figures_that_cannot_be(body: dict[str, Any]) -> None:
-    assert told_to_driver(pb.Message(**body), PAIRED)
+    assert fault_to_driver(pb.Message(**body), PAIRED)
 
 
 def test_what_is_usual_is_no_nonsense() -> None:
@@ -219,7 +219,7 @@ def test_what_is_usual_is_no_nonsense() -> None:
         pb.Message(home=pb.Home(microbatch=1, loss=0.0, tokens=0, samples=1)),
         pb.Message(synced=pb.Synced(relearned=pb.Relearned(residual_before=math.nan))),
     ):
-        assert told_to_driver(message, PAIRED) == ""
+        assert fault_to_driver(message, PAIRED) == ""
 
 
 def test_a_wild_norm_is_its_senders_failure_and_sets_nobodys_clip_scale() -> None:
@@ -251,8 +251,8 @@ def test_a_driver_whose_commit_cannot_be_applied_is_accused_by_its_members() -> 
     member.viewed(registry.View(number=1, members=members, driver="a"))
     commit = pb.Commit(step=1, clip_scale=[1.0], lr_scale=[1.0, 1.1])
     message = pb.Message(ballot=pb.Ballot(view=1, attempt=1), step=pb.Step(commit=commit))
-    assert told_to_member(message, 0) == ""
-    assert told_to_member(message, 1) == ""
+    assert fault_to_member(message, 0) == ""
+    assert fault_to_member(message, 1) == ""
     effects: list[Effect] = member.received("a", message)
     (suspect,) = [effect for effect in effects if isinstance(effect, Suspect)]
     assert (suspect.node, suspect.cause) == ("a", NUMBERS)

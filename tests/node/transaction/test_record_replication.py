@@ -12,7 +12,7 @@ from planaria.bootstrap.registry_pb2 import NUMBERS
 from planaria.node.report.events import MessageRefused
 from planaria.node.transaction import record_replication
 from planaria.node.transaction.attempting import Attempting
-from planaria.node.transaction.bounds import told_to_member
+from planaria.node.transaction.bounds import fault_to_member
 from planaria.node.transaction.effects import Apply, Effect, Note, Suspect
 from planaria.node.transaction.gathering import Gathering
 from planaria.node.transaction.record_replication import (
@@ -74,11 +74,11 @@ def test_records_that_are_not_those_of_the_hash_are_refused() -> None:
     made = recorded()
     made.microbatches[0].loss = 5.0
     message = pb.Message(ballot=pb.Ballot(view=1, attempt=1), step=pb.Step(commit=made))
-    assert told_to_member(message, 1) == (
+    assert fault_to_member(message, 1) == (
         "records of the commit of step 1 that aren't those of its hash"
     )
     message.step.commit.CopyFrom(without_records(made))
-    assert told_to_member(message, 1) == ""
+    assert fault_to_member(message, 1) == ""
 
 
 # --- who

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.node.transaction.scales import has_for, of_stage, told_once
+from planaria.node.transaction.scales import collapsed, has_for, of_stage
 
 
 @given(st.lists(st.sampled_from([0.5, 1.0, 1.1]), min_size=2, max_size=12))
 def test_each_stage_finds_its_own(by_stage: list[float]) -> None:
-    told = told_once(by_stage)
+    told = collapsed(by_stage)
     assert len(told) == (1 if len(set(by_stage)) == 1 else len(by_stage))
     assert [of_stage(told, stage) for stage in range(len(by_stage))] == by_stage
     assert all(has_for(told, stage) for stage in range(len(by_stage)))

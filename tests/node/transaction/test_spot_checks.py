@@ -117,8 +117,8 @@ def test_of_three_the_one_that_differs_is_wrong_once_a_visit_and_has_to_go_after
     assert checks.right.keys() == {other, third}
     assert set(checks.accusers("1a")) <= {"0a", "0b", "0c", "2a", "2b", "2c"}
     checks.doubt("1a", 1)
-    assert checks.told() == [pb.Doubted(node="1a", stage=1, since=0)]
-    assert not checks.told()
+    assert checks.take_doubted() == [pb.Doubted(node="1a", stage=1, since=0)]
+    assert not checks.take_doubted()
 
 
 def test_three_that_all_differ_decide_nothing() -> None:

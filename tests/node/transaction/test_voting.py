@@ -13,7 +13,7 @@ from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import NUMBERS, Proof
 from planaria.bootstrap.votes import gathered, is_cast, is_without_vote
 from planaria.bootstrap.votes import hash_of as hash_of_votes
-from planaria.node.transaction.bounds import told_to_member
+from planaria.node.transaction.bounds import fault_to_member
 from planaria.node.transaction.effects import Apply, Ballot, Effect, Send, Suspect
 from planaria.node.transaction.member import MemberSide
 from planaria.node.transaction.record_replication import WITNESSES, witnesses
@@ -120,10 +120,10 @@ def test_a_commit_has_the_same_hash_without_its_votes_which_its_signature_is_ove
 def test_votes_that_are_not_those_of_the_hash_are_refused() -> None:
     commit = decided(votes())
     message = pb.Message(ballot=pb.Ballot(view=1, attempt=5), step=pb.Step(commit=commit))
-    assert told_to_member(message, 1) == ""
+    assert fault_to_member(message, 1) == ""
     message.step.commit.votes.alike[0].nodes[0] = "somebody"
     what = "votes for the commit of step 1 that aren't those of its hash"
-    assert told_to_member(message, 1) == what
+    assert fault_to_member(message, 1) == what
 
 
 # --- what is found in them

@@ -8,7 +8,7 @@ from random import Random
 from drawn_messages import BODIES, HUGE, Drawing
 from google.protobuf.message import DecodeError
 
-from planaria.node.transaction.bounds import told_to_driver, told_to_member
+from planaria.node.transaction.bounds import fault_to_driver, fault_to_member
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame, WireError, parse_chunk, seal, unseal
@@ -44,7 +44,7 @@ def test_figures_of_any_message_are_looked_at() -> None:
             message = drawing.envelope(body)
             assert message.WhichOneof("body") == body
             again = pb.Message.FromString(unseal(seal(message.SerializeToString())))
-            refused += bool(told_to_driver(again, RULES)) + bool(told_to_member(again, 2))
+            refused += bool(fault_to_driver(again, RULES)) + bool(fault_to_member(again, 2))
     assert refused
 
 
