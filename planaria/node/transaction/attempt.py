@@ -435,8 +435,8 @@ class Attempt:
             try:
                 await self._completed.within(self._until)
             except TimeoutError:
-                what = f"microbatches {sorted(missing)} are not computed, and all are home"
-                raise ComplaintError(what) from None
+                reason = f"microbatches {sorted(missing)} are not computed, and all are home"
+                raise ComplaintError(reason) from None
         if self.node in self._plan.maskable:
             self._gradients_kept = await exchanges.compute(self.place.work.keep_gradient)
 

@@ -296,7 +296,7 @@ class Averaging:
                     except TimeoutError:
                         whose = ", ".join(nodes)
                         raise ComplaintError(
-                            f"after {seconds:g} s the {phase} of {whose} is not there", nodes
+                            f"waited {seconds:g} s in vain for the {phase} of {whose}", nodes
                         ) from None
                     await self._absorb(reduction, peer, item)
         finally:
@@ -532,7 +532,9 @@ class Reduction:
         missing = due.get(str(phase), {}).get(peer, set())
         if type(number) is not int or number not in missing:
             unexpected = f"piece {str(number)[:NAMED]} of phase {str(phase)[:NAMED]}"
-            raise ComplaintError(f"{peer} sent {unexpected} unasked", [peer], NUMBERS)
+            raise ComplaintError(
+                f"{peer} sent {unexpected}, which was not expected", [peer], NUMBERS
+            )
         missing.discard(number)
         if phase == "sum":
             return self._take_sum(peer, self.pieces_of[peer][number], frame)

@@ -140,13 +140,13 @@ def _synced(synced: pb.Synced) -> str:
 def _home(home: pb.Home, rules: TransactionRules) -> str:
     most = max(rules.microbatches, rules.validation_microbatches)
     if home.microbatch >= most:
-        return f"microbatch {home.microbatch} of {most} came home"
+        return f"microbatch {home.microbatch}, of {most} in a step, came home"
     if home.tokens > rules.tokens:
         return f"{home.tokens} tokens came home in a microbatch of {rules.tokens}"
     if home.samples > rules.tokens:
         return f"{home.samples} samples came home in a microbatch of {rules.tokens} tokens"
     if home.loss and not home.tokens:
-        return f"a loss of {home.loss} of no tokens"
+        return f"a loss of {home.loss} without tokens"
     loss = (
         ""
         if math.isnan(home.loss) or home.loss == math.inf
@@ -234,11 +234,15 @@ def _count(name: str, count: int, most: int = MOST_STEPS) -> str:
 
 
 def _words(name: str, text: str) -> str:
-    return f"it takes {len(text)} characters to say {name}" if len(text) > LONGEST_WORDS else ""
+    return (
+        f"{len(text)} characters on {name}; at most {LONGEST_WORDS}"
+        if len(text) > LONGEST_WORDS
+        else ""
+    )
 
 
 def _cause(cause: int) -> str:
-    return "" if cause in Cause.values() else f"a cause of {cause}, and there is no such"
+    return "" if cause in Cause.values() else f"an unknown cause {cause}"
 
 
 def _seconds(name: str, seconds: float) -> str:

@@ -303,8 +303,8 @@ class Gathering:
 def unrecorded(ledgers: Iterable[pb.Recording]) -> str:
     """Why no step may begin, given the ledgers of stage 0; empty: one is written, or none is
     wanted."""
-    found = set(ledgers)
-    if pb.LEDGER_FAILING not in found or found & {pb.LEDGER_WRITTEN, pb.LEDGER_WRITING}:
+    states = set(ledgers)
+    if pb.LEDGER_FAILING not in states or states & {pb.LEDGER_WRITTEN, pb.LEDGER_WRITING}:
         return ""
     return (
         "no node of stage 0 can write its ledger (--out): free space on its disk, or let another "

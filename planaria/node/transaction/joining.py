@@ -137,10 +137,10 @@ class Joining:
 
     def begin(self, syncs: list[Effect], gathering: Gathering, now: float) -> None:
         """Begins tries of members that are sent a `Sync` to follow; all have waited for them."""
-        for told in [effect for effect in syncs if isinstance(effect, Send)]:
-            stage, sync = gathering.members[told.to], told.message.sync
+        for send in [effect for effect in syncs if isinstance(effect, Send)]:
+            stage, sync = gathering.members[send.to], send.message.sync
             waited = now - gathering.began
-            self.joiners[told.to] = FollowingTry(stage, sync.step, now, sync.method, waited)
+            self.joiners[send.to] = FollowingTry(stage, sync.step, now, sync.method, waited)
 
     # --- while the others train
 

@@ -115,7 +115,7 @@ def _in_names(microbatch: pb.Microbatch, members: Sequence[pb.Place]) -> pb.Micr
         return microbatch
     source, *places = microbatch.places
     if source >= len(members):
-        raise ValueError(f"told of a source that is number {source} of {len(members)} members")
+        raise ValueError(f"the plan names member {source} as a source, of {len(members)} members")
     name = members[source].node
     return pb.Microbatch(id=microbatch.id, source=name, order=microbatch.order, places=places)
 
@@ -144,7 +144,9 @@ class PlanDecoder:
             since = Ballot.of(begin.members_of)
             of_view = since.attempt == 0 and self.has(since.view)
             if since != self._last and not of_view:
-                raise ValueError(f"told who has come and gone since {since}, after {self._last}")
+                raise ValueError(
+                    f"the plan lists changes since {since}, but {self._last} came last"
+                )
             before, left = self._view if of_view else self._members, set(begin.left)
             stages = {n: at for n, at in before.items() if n not in left}
             stages |= {place.node: place.stage for place in begin.members}

@@ -34,7 +34,7 @@ class Takeover:
     ordered: bool = False  # whether the `Sync` to the seat was sent
 
     def __str__(self) -> str:
-        successor = self.seat or f"somebody who takes the seat of {self.lost} at stage {self.stage}"
+        successor = self.seat or f"a successor of {self.lost} at stage {self.stage}"
         return f"{successor}, for {self.why}"
 
     def may_ask(self, now: float) -> bool:
@@ -45,7 +45,7 @@ class Takeover:
         the way."""
         if self.seat or now - self.since < VACANT:
             return ""
-        return f"nobody has taken the seat of {self.lost} in {VACANT:g} s: {self.why}"
+        return f"no node has taken the seat of {self.lost} in {VACANT:g} s: {self.why}"
 
     def choose(
         self, view: Mapping[str, int], known: Collection[str], holders: Collection[str]

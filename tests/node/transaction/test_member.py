@@ -136,7 +136,7 @@ def test_who_has_only_a_newer_view_than_it_is_asked_in_says_so(told: Told):
     others = pb.Begin(step=1, members_of=pb.Ballot(view=2))
     (send,) = told.hears(Ballot(2, 2), step=pb.Step(begin=others))
     assert isinstance(send, Send)
-    assert "told who has come and gone since" in send.message.failed.reason
+    assert "the plan lists changes since" in send.message.failed.reason
     assert not status(told.hears(Ballot(3, 1), query=pb.Query())).viewless
 
 
@@ -328,7 +328,7 @@ def test_who_cannot_know_who_takes_part_says_so_and_begins_nothing(told: Told):
     since = Ballot(1, 3).message()
     (send,) = told.hears(Ballot(1, 4), step=begin(1, members_of=since, left=["other"]))
     assert isinstance(send, Send)
-    assert "told who has come and gone since" in send.message.failed.reason
+    assert "the plan lists changes since" in send.message.failed.reason
     assert told.member.attempt == Ballot(1, 2)
 
 

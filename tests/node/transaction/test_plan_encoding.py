@@ -125,5 +125,5 @@ def test_what_came_since_an_attempt_that_was_not_heard_of_is_of_no_use() -> None
     part = parts(telling, Ballot(1, 2), begun(members), members)["n0.0"]
     heard = PlanDecoder()
     heard.whole(Ballot(1, 0), begun(members))
-    with pytest.raises(ValueError, match=r"since Ballot.*attempt=1.*, after Ballot"):
+    with pytest.raises(ValueError, match=r"since Ballot.*attempt=1.*, but Ballot"):
         heard.whole(Ballot(1, 2), part)

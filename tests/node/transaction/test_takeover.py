@@ -141,7 +141,7 @@ def test_a_seat_that_nobody_takes_is_waited_for_no_longer() -> None:
     told.driver.link_lost("c/2", "silent", told.now)
     assert events(told.waits(VACANT - 0.1), Aborted) == []
     (aborted,) = events(told.waits(0.2), Aborted)
-    assert aborted.reason.startswith("nobody has taken the seat of c/2 in 3 s")
+    assert aborted.reason.startswith("no node has taken the seat of c/2 in 3 s")
 
 
 @pytest.mark.parametrize(
