@@ -370,7 +370,7 @@ def room_on(device: torch.device, config: ModelConfig) -> int:
 
 
 async def find_place(setup: Setup, device: torch.device) -> NodePlace:
-    """Raises OSError: no route leads to the registry."""
+    """Raises RegistryUnreachable: no route leads to it."""
     options, addresses = setup.options, setup.addresses
     stage, saved = options.stage, False
     if stage is None and options.saves is not None:
@@ -403,10 +403,13 @@ async def find_place(setup: Setup, device: torch.device) -> NodePlace:
 
 
 async def find_address(addresses: Addresses, cloud: str) -> Advertised:
-    """The address that peers dial, where none is given. Raises OSError: no route leads to the
-    registry."""
+    """The address that peers dial, where none is given. Raises RegistryUnreachable: no route leads
+    to it."""
     listen, found = addresses.listen, None
-    way = await way_out(addresses.registries, PATIENCE)
+    try:
+        way = await way_out(addresses.registries, PATIENCE)
+    except OSError as error:  # a name service may be away, as where containers are started
+        raise RegistryUnreachable(str(error)) from error
     if is_known_otherwise(listen, way):
         found = forwarded(listen, os.environ)
         if found is None and (trouble := unforwarded(listen, os.environ)):

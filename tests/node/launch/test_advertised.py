@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from planaria.bootstrap.address import Address
+from planaria.bootstrap.client import RegistryUnreachable
 from planaria.bootstrap.reachability import Endpoints
 from planaria.node import serve
 from planaria.node.launch.advertised import (
@@ -170,3 +171,15 @@ async def test_what_is_not_aws_is_not_taken_for_it(
     with metadata_service(service) as other:
         monkeypatch.setenv(ADDRESS_VARIABLE, other.address)
         assert await tell(monkeypatch, "auto") == "172.17.0.2:7401"
+
+
+async def test_without_a_route_to_the_registry_another_start_may_have_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def way_out(*_: object) -> Endpoints:
+        raise OSError("this machine found no route")
+
+    monkeypatch.setattr(serve, "way_out", way_out)
+    chosen = setup(join="registry.example.org:7400", listen="0.0.0.0:7401", cloud="none")
+    with pytest.raises(RegistryUnreachable, match="found no route"):
+        await serve.find_place(chosen, CPU)
