@@ -189,7 +189,7 @@ class Node:
         self.compute = ComputeThread(f"compute-{self.node}", self.loop, watch)
         self.hang: Hang | None = None
         self.abandoned = ""  # the task of a hanging compute thread
-        self.onlookers = Observers(self.on_asked, self.on_shown, self.on_gone)
+        self.observers = Observers(self.on_asked, self.on_shown, self.on_gone)
         self.links = Links(
             run_id,
             self.node,
@@ -202,7 +202,7 @@ class Node:
             ),
             credentials=place.credentials,
             insecure=place.insecure,
-            onlookers=self.onlookers,
+            observers=self.observers,
             reach=place.reach,
         )
         self.events = EventLog(place.out, self.node, BackgroundLineFile)
@@ -223,7 +223,7 @@ class Node:
         self.needed: list[str] = []  # members with which it needs a link
         self.missing = MissingLinks()
         self.carriers: dict[str, str] = {}  # relays of indirect links, by peer
-        self.seats: Seats[Agent] = Seats(self.node, self.links, self.onlookers.tell, self.read_log)
+        self.seats: Seats[Agent] = Seats(self.node, self.links, self.observers.tell, self.read_log)
         self.exchanges: dict[str, LoopedExchanges] = {}  # of each seat
         self.memory, self.room = memory_of(place.device), DeviceRoom(place.device)
         self.rehearsing: asyncio.Task[None] | None = None  # while it has no seat
@@ -407,7 +407,7 @@ class Node:
             return
         self.view = view
         log.info("view %d: %s", view.number, view.reason)
-        self.onlookers.bar(view.banned)
+        self.observers.bar(view.banned)
         own = next((member for member in view.members if member.node == self.node), None)
         if own is None:
             self.stop(f"rejoin: view {view.number} is without this node: {view.reason}")
@@ -538,7 +538,7 @@ class Node:
 
     def committed(self, step: int) -> None:
         if self.sampler is not None and self.view.driver == self.node:
-            access = from_inside(self.node, self.onlookers, self.run, self.view)
+            access = from_inside(self.node, self.observers, self.run, self.view)
             self.sampler.committed(step, access)
 
     def sampled(self, sample: Sampled) -> None:

@@ -24,9 +24,9 @@ def beside(shard: str) -> str:
 
 def write_beside(file: Path) -> str:
     """Write the list of a shard's checksums. Returns its own, xxh3_128 in hex. Raises OSError."""
-    found = b"".join(_sums(file))
-    file.with_name(beside(file.name)).write_bytes(found)
-    return xxhash.xxh3_128_hexdigest(found)
+    checksums = b"".join(_sums(file))
+    file.with_name(beside(file.name)).write_bytes(checksums)
+    return xxhash.xxh3_128_hexdigest(checksums)
 
 
 def is_right(block: bytes, number: int, sums: bytes) -> bool:

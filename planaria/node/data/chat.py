@@ -79,8 +79,10 @@ class ChatTemplate:
         self, source: str, name: str, special_tokens: Mapping[str, str], ends: Sequence[str] = ()
     ) -> None:
         self._name, self._special = name, special_tokens
-        known = sorted({*ends, *special_tokens.values()} - {""}, key=len, reverse=True)
-        self._end = re.compile(rf"\s*(?:{'|'.join(map(re.escape, known))})" if known else r"(?!)")
+        ends_and_special = sorted({*ends, *special_tokens.values()} - {""}, key=len, reverse=True)
+        self._end = re.compile(
+            rf"\s*(?:{'|'.join(map(re.escape, ends_and_special))})" if ends_and_special else r"(?!)"
+        )
         self._marked = MARKED.search(source) is not None
         try:
             self._template = _environment().from_string(source)
@@ -96,7 +98,7 @@ class ChatTemplate:
         if conversation.unanswered:
             return _unmarked(text)
         if not self._marked:
-            return self._found(conversation, messages, text)
+            return self._spans(conversation, messages, text)
         rendered = _unmarked(text)
         left_out = [
             self._span(conversation, messages, rendered.text, at) for at in conversation.unscored
@@ -109,7 +111,7 @@ class ChatTemplate:
             ]
         )
 
-    def _found(
+    def _spans(
         self, conversation: Conversation, messages: list[dict[str, Any]], text: str
     ) -> Rendered:
         """The text, with the assistant's spans and the tokens that end its turns."""
@@ -201,12 +203,12 @@ def _marked_call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "name": MARK, "arguments": {}}
 
 
-def _common(one: str, other: str) -> int:
+def _common(text: str, other: str) -> int:
     """Length of the common prefix."""
-    least, most = 0, min(len(one), len(other))
+    least, most = 0, min(len(text), len(other))
     while least < most:
         middle = (least + most + 1) // 2
-        same = one.startswith(other[least:middle], least)
+        same = text.startswith(other[least:middle], least)
         least, most = (middle, most) if same else (least, middle - 1)
     return least
 
@@ -225,15 +227,15 @@ def template_of(
         file = beside
     if file is not None:
         return Template(_read(file), str(file), special, ends)
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several, by their names
-        found = {one["name"]: one["template"] for one in found}.get("default")
-    if not isinstance(found, str):
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by their names
+        template = {named["name"]: named["template"] for named in template}.get("default")
+    if not isinstance(template, str):
         raise CorpusError(
             f"{folder} has no chat template, by which messages become text: neither {TEMPLATE} "
             f"nor chat_template in {CONFIG}; {remedy}"
         )
-    return Template(found, f"the chat template in {folder / CONFIG}", special, ends)
+    return Template(template, f"the chat template in {folder / CONFIG}", special, ends)
 
 
 def _read(file: Path) -> str:

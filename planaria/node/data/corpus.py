@@ -226,10 +226,10 @@ class _ShardFile:
                 digest.update(block)
                 tokens = np.frombuffer(block, self._dtype, len(block) // self._dtype.itemsize)
                 highest, at = max(highest, int(tokens.max(initial=0))), at + len(block)
-            found = digest.hexdigest()
-            if found != self.shard.checksum:
+            checksum = digest.hexdigest()
+            if checksum != self.shard.checksum:
                 raise CorpusError(
-                    f"{self.file} is damaged: its checksum is {found}, the index says "
+                    f"{self.file} is damaged: its checksum is {checksum}, the index says "
                     f"{self.shard.checksum}: {self._remedy}"
                 )
             if highest >= self._vocabulary:
@@ -245,11 +245,11 @@ class _ShardFile:
             raise CorpusError(f"{self.file} is missing: {self._remedy}")
         self._check_size(self.file.stat().st_size)
 
-    def _check_size(self, found: int) -> None:
+    def _check_size(self, size: int) -> None:
         expected = self.shard.tokens * self._dtype.itemsize
-        if found != expected:
+        if size != expected:
             raise CorpusError(
-                f"{self.file} has {found} bytes where the index says {expected}: {self._remedy}"
+                f"{self.file} has {size} bytes where the index says {expected}: {self._remedy}"
             )
 
     @property
@@ -299,7 +299,7 @@ class Corpus:
         make = self._maker()
 
         def each(shards: list[TokenShard], dtype: str, vocabulary: int) -> list[_Shard]:
-            return [make(one, dtype, vocabulary) for one in shards]
+            return [make(shard, dtype, vocabulary) for shard in shards]
 
         self._shards = {
             name: each(split.shards, index.dtype, index.vocabulary)
@@ -506,7 +506,7 @@ def read_index(path: Path) -> Index:
 def _has_its_masks(split: Split, masked: bool) -> bool:
     if not masked:
         return split.masks is None
-    return [mask.tokens for mask in split.masks or []] == [one.tokens for one in split.shards]
+    return [mask.tokens for mask in split.masks or []] == [shard.tokens for shard in split.shards]
 
 
 def _remedy(path: Path) -> str:

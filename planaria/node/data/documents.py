@@ -201,13 +201,13 @@ def _text(place: str, record: Any, text_field: str) -> str:
     return text
 
 
-def _check_text(what: str, text: str) -> None:
+def _check_text(place: str, text: str) -> None:
     """Raises CorpusError for a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise CorpusError(
-            f"{what} is not valid Unicode, half a surrogate pair at character {error.start}"
+            f"{place} is not valid Unicode, half a surrogate pair at character {error.start}"
         ) from error
 
 

@@ -83,15 +83,15 @@ class RemoteFolder:
     def _read(self, name: str, first: int, end: int) -> bytes:
         where = f"bytes {first} to {end} of {self.url}/{name}"
         try:
-            found: bytes = self._system.cat_file(f"{self._path}/{name}", start=first, end=end)
+            data: bytes = self._system.cat_file(f"{self._path}/{name}", start=first, end=end)
         except Exception as error:
             raise CorpusError(f"can't read {where}: {said(error)}") from error
-        if len(found) != end - first:
+        if len(data) != end - first:
             raise CorpusError(
-                f"can't read {where}: there came {len(found)}. Either that file is another one, or "
+                f"can't read {where}: there came {len(data)}. Either that file is another one, or "
                 "its server doesn't serve ranges of bytes"
             )
-        return found
+        return data
 
 
 class Blocks:
@@ -101,24 +101,24 @@ class Blocks:
         """`most`: bytes."""
         self._most, self._used = most, 0
         self._lock = threading.Lock()
-        self._found: OrderedDict[tuple[str, int], tuple[int, Future[bytes]]] = OrderedDict()
+        self._blocks: OrderedDict[tuple[str, int], tuple[int, Future[bytes]]] = OrderedDict()
         self._reading = ThreadPoolExecutor(AT_ONCE, "reading-data")
 
     def ask(self, name: str, number: int, size: int, read: Callable[[], bytes]) -> Future[bytes]:
         """The block of this name and number, of `size` bytes, by `read` on a miss."""
         with self._lock:
-            found = self._found.pop((name, number), None)
-            if found is not None and _has_failed(found[1]):
-                self._used -= found[0]
-                found = None
-            if found is None:
-                found = size, self._reading.submit(read)
+            block = self._blocks.pop((name, number), None)
+            if block is not None and _has_failed(block[1]):
+                self._used -= block[0]
+                block = None
+            if block is None:
+                block = size, self._reading.submit(read)
                 self._used += size
-            self._found[name, number] = found
-            while self._used > self._most and len(self._found) > 1:
-                _, (gone, _) = self._found.popitem(last=False)
-                self._used -= gone
-        return found[1]
+            self._blocks[name, number] = block
+            while self._used > self._most and len(self._blocks) > 1:
+                _, (freed, _) = self._blocks.popitem(last=False)
+                self._used -= freed
+        return block[1]
 
 
 def _has_failed(read: Future[bytes]) -> bool:
@@ -213,28 +213,28 @@ class ShardElsewhere:
     def _sums(self) -> bytes:
         """Checksums of the shard's blocks, cached beside the index. Raises CorpusError."""
         name, length = blocks.beside(self.shard.name), blocks.length_of_list(self._size)
-        kept = self._folder / name
+        cached = self._folder / name
         with self._listing:
-            if not kept.is_file() or not self._is_list(found := kept.read_bytes()):
-                found = self._place.read(name, 0, length)
-                if not self._is_list(found):
+            if not cached.is_file() or not self._is_list(checksums := cached.read_bytes()):
+                checksums = self._place.read(name, 0, length)
+                if not self._is_list(checksums):
                     raise CorpusError(
                         f"{self._place.url}/{name} is damaged, its checksum is wrong: copy it "
                         "there anew"
                     )
-                replace_with(kept, found)
-            return found
+                replace_with(cached, checksums)
+            return checksums
 
-    def _is_list(self, found: bytes) -> bool:
-        return xxhash.xxh3_128_hexdigest(found) == self.shard.blocks
+    def _is_list(self, checksums: bytes) -> bool:
+        return xxhash.xxh3_128_hexdigest(checksums) == self.shard.blocks
 
 
-def folder_of(place: str, kept: Path) -> Path:
-    """Folder of the prepared data at `place`: `place` itself or, for a URL, a stand-in in `kept`.
+def folder_of(place: str, cache: Path) -> Path:
+    """Folder of the prepared data at `place`: `place` itself or, for a URL, a stand-in in `cache`.
     Raises CorpusError."""
     if not is_remote(place):
         return Path(place)
-    folder = kept / xxhash.xxh3_64_hexdigest(place.rstrip("/").encode())
+    folder = cache / xxhash.xxh3_64_hexdigest(place.rstrip("/").encode())
     stand_in(place, folder)
     return folder
 
@@ -253,8 +253,8 @@ def shards_of(folder: Path) -> Callable[[TokenShard, str, int], ShardElsewhere]:
         raise CorpusError(f"{file} is damaged ({error}): remove {folder}, and try again") from error
     place, cache = RemoteFolder(str(url)), Blocks()
 
-    def shard(one: TokenShard, dtype: str, vocabulary: int) -> ShardElsewhere:
-        return ShardElsewhere(place, folder, one, dtype, vocabulary, cache)
+    def shard(index_entry: TokenShard, dtype: str, vocabulary: int) -> ShardElsewhere:
+        return ShardElsewhere(place, folder, index_entry, dtype, vocabulary, cache)
 
     return shard
 

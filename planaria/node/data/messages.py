@@ -60,10 +60,10 @@ def conversation(
     """The conversation of a record of this form. `place`: for errors. Raises CorpusError."""
     for field in FORMS[form]:
         if record.get(field) is None:
-            known = ", ".join(record) or "none"
+            fields = ", ".join(record) or "none"
             raise CorpusError(
                 f"{place} has no field {field!r}, as records of --format {form} have: its fields "
-                f"are {known}"
+                f"are {fields}"
             )
     prompted = 0  # messages of the prompt
     match form:
@@ -85,7 +85,7 @@ def conversation(
                 messages = [{"role": "system", "content": record["system"]}, *messages]
         case _:
             messages = _list(place, "messages", record["messages"])
-    read = [_message(f"{place}: message {at}", one) for at, one in enumerate(messages)]
+    read = [_message(f"{place}: message {at}", message) for at, message in enumerate(messages)]
     unscored = [at for at, (_, scored) in enumerate(read) if not scored or at < prompted]
     tools = _tools(place, record.get("tools"))
     return Conversation(place, [message for message, _ in read], tools, unscored=unscored)
@@ -109,12 +109,12 @@ def _alpaca(place: str, record: Mapping[str, Any]) -> list[Any]:
                 f"{place}: 'history' is no list of questions with answers but has {shortened(pair)}"
             )
         messages += _turn(*pair)
-    asked = "\n".join(filter(None, (record["instruction"], record.get("input"))))
-    return [*messages, *_turn(asked, record["output"])]
+    question = "\n".join(filter(None, (record["instruction"], record.get("input"))))
+    return [*messages, *_turn(question, record["output"])]
 
 
-def _turn(asked: object, answered: object) -> list[dict[str, object]]:
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+def _turn(question: object, answer: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def _message(place: str, message: object) -> tuple[dict[str, Any], bool]:
@@ -237,14 +237,16 @@ def _tools(place: str, tools: object) -> list[Any] | None:
         return None
     if not isinstance(tools, list):
         raise CorpusError(f"{place}: 'tools' is no list of objects but {shortened(tools)}")
-    read = [_parsed(f"{place}: a tool", one) if isinstance(one, str) else one for one in tools]
-    if strange := [one for one in read if not isinstance(one, dict)]:
-        raise CorpusError(f"{place}: 'tools' has no object but {shortened(strange[0])}")
-    return [_without_nulls(one) for one in read]
+    parsed = [
+        _parsed(f"{place}: a tool", tool) if isinstance(tool, str) else tool for tool in tools
+    ]
+    if not_objects := [tool for tool in parsed if not isinstance(tool, dict)]:
+        raise CorpusError(f"{place}: 'tools' has no object but {shortened(not_objects[0])}")
+    return [_without_nulls(tool) for tool in parsed]
 
 
-def _parsed(what: str, text: str) -> Any:
+def _parsed(place: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CorpusError(f"{what}: {shortened(text)} is not JSON: {error}") from error
+        raise CorpusError(f"{place}: {shortened(text)} is not JSON: {error}") from error

@@ -188,13 +188,13 @@ def joint_content(contents: Sequence[str], turns: Sequence[int]) -> str:
 
 def check_tokenizers(indexes: Sequence[tuple[Path, Index]]) -> None:
     """Check that all folders were prepared with the same tokenizer. Raises CorpusError."""
-    (first, one), *others = indexes
+    (first_path, first_index), *others = indexes
     for path, index in others:
-        files = first / TOKENIZER, path / TOKENIZER
-        if index.tokenizer != one.tokenizer and not same_tokenizer(*files):
+        files = first_path / TOKENIZER, path / TOKENIZER
+        if index.tokenizer != first_index.tokenizer and not same_tokenizer(*files):
             raise CorpusError(
-                f"{path} was prepared with another tokenizer than {first}: prepare it with "
-                f"--tokenizer {first / TOKENIZER}"
+                f"{path} was prepared with another tokenizer than {first_path}: prepare it with "
+                f"--tokenizer {first_path / TOKENIZER}"
             )
 
 
@@ -208,16 +208,16 @@ def folders_of(section: DataSection, given: Sequence[Path] = ()) -> list[Path]:
             raise CorpusError(f"the run has one corpus, and {_named(given)} are several folders")
         return list(given)
     inside = (sorted(folder.iterdir()) if folder.is_dir() else () for folder in given)
-    found = [one for one in chain(given, *inside) if (one / "index.json").is_file()]
-    there = {read_index(one).content: one for one in found}
-    missing = [one for one in section.corpora if one.content not in there]
+    prepared = [folder for folder in chain(given, *inside) if (folder / "index.json").is_file()]
+    by_content = {read_index(folder).content: folder for folder in prepared}
+    missing = [corpus for corpus in section.corpora if corpus.content not in by_content]
     if missing:
         raise CorpusError(
             f"{_named(given)} has not all the data of the run: a copy of {missing[0].path} "
             f"(content {missing[0].content}) is missing; each corpus is a folder of its own in "
             "there, or is named itself"
         )
-    return [there[one.content] for one in section.corpora]
+    return [by_content[corpus.content] for corpus in section.corpora]
 
 
 def _named(folders: Sequence[Path]) -> str:

@@ -153,7 +153,9 @@ class Tokenizing:
                 for name in SPLITS
             }
             for batch in _batches(rows.good()):
-                encodings = encode([one.text for _, one in batch], add_special_tokens=False)
+                encodings = encode(
+                    [document.text for _, document in batch], add_special_tokens=False
+                )
                 for (ordinal, document), encoding in zip(batch, encodings, strict=True):
                     tokens, mask = self._tokens(document, encoding)
                     if mask is not None and len(tokens) > (recipe.context or len(tokens)):

@@ -170,11 +170,11 @@ def _remote_files(place: str, suffixes: Collection[str]) -> Listing:
         return Listing([place])
     system, path = system_of(place)
     try:
-        found = sorted(system.find(path))
+        files = sorted(system.find(path))
     except Exception as error:
         raise CorpusError(f"can't list {place}: {said(error)}") from error
     listing = Listing()
-    for file in found:
+    for file in files:
         if any(part.startswith(".") for part in file.removeprefix(path).split("/")):
             listing.leave_out("hidden files", 1, 0)
         elif not file.lower().endswith(ends):

@@ -171,7 +171,7 @@ def _source(key: str, recipe: Recipe, listing: Listing, parts: Parts) -> CorpusS
         files=len(listing.files),
         bytes=sum(map(size, listing.files)),
         rows=sum(part.rows for _, part in parts),
-        left_out=listing.left_out | {what: (count, 0) for what, count in rows.items() if count},
+        left_out=listing.left_out | {reason: (count, 0) for reason, count in rows.items() if count},
         context=recipe.context,
         cut=cut,
     )

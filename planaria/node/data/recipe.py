@@ -71,8 +71,8 @@ class Recipe(PrepareOptions):
     def documents(self, file: str) -> Iterator[Row | RowError]:
         """Documents of one file. Raises CorpusError, also when most rows are bad."""
         separator = None if self.document_separator is None else re.compile(self.document_separator)
-        found = documents(file, self.text_field, separator, self.longest_record, self.format)
-        return mostly_good(found, self.skip_bad)
+        rows = documents(file, self.text_field, separator, self.longest_record, self.format)
+        return mostly_good(rows, self.skip_bad)
 
     def check(self, bad: int, rows: int, reasons: Iterable[str]) -> None:
         """Raises CorpusError when there are more bad rows than may be left out."""

@@ -65,7 +65,7 @@ class Renderer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, question: dict[str, Any], what: str) -> dict[str, Any]:
+    def _ask(self, question: dict[str, Any], place: str) -> dict[str, Any]:
         """Send one line, and read the answer. Raises CorpusError."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
@@ -76,11 +76,11 @@ class Renderer:
         except BrokenPipeError:
             line = ""
         if not line.endswith("\n"):
-            raise CorpusError(f"{self._template.name} can't be used for {what}: {self._why(line)}")
-        said: dict[str, Any] = json.loads(line)
-        if refused := said.get("refused"):
+            raise CorpusError(f"{self._template.name} can't be used for {place}: {self._why(line)}")
+        answer: dict[str, Any] = json.loads(line)
+        if refused := answer.get("refused"):
             raise RowError(readable(refused))  # a template may raise any text
-        return said
+        return answer
 
     def _why(self, line: str) -> str:
         """Reason for an incomplete answer."""
@@ -100,11 +100,11 @@ def main() -> None:
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, patience)  # SIGPROF ends the process
         try:
-            said = json.loads(line)
+            request = json.loads(line)
             if template is None:
-                template, answer = ChatTemplate(**said), {}
+                template, answer = ChatTemplate(**request), {}
             else:
-                answer = template.render(Conversation(**said))._asdict()
+                answer = template.render(Conversation(**request))._asdict()
             text = json.dumps(answer)
         except CorpusError as error:
             text = json.dumps({"refused": str(error)})

@@ -120,8 +120,12 @@ def context_of(folder: Path) -> int | None:
         read_object(folder / CONFIG).get("model_max_length"),
         read_object(folder / "config.json").get("max_position_embeddings"),
     )
-    known = [int(one) for one in figures if isinstance(one, int | float) and 0 < one < UNBOUNDED]
-    return min(*known, LONGEST) if known else None
+    lengths = [
+        int(figure)
+        for figure in figures
+        if isinstance(figure, int | float) and 0 < figure < UNBOUNDED
+    ]
+    return min(*lengths, LONGEST) if lengths else None
 
 
 def special_tokens_in(tokenizer: Tokenizer) -> str:
@@ -155,9 +159,9 @@ def write_tokenizer(
     named["eos_token"] = str(tokenizer.id_to_token(end))
     if begin:
         named.setdefault("bos_token", str(tokenizer.id_to_token(begin[0])))
-    said = PLAIN | defaults | read_object(folder / CONFIG) | read_object(out / CONFIG) | named
+    config = PLAIN | defaults | read_object(folder / CONFIG) | read_object(out / CONFIG) | named
     (out / SPECIAL).unlink(missing_ok=True)  # it would override the config below
-    written = json.dumps(said, indent=2, ensure_ascii=False)
+    written = json.dumps(config, indent=2, ensure_ascii=False)
     (out / CONFIG).write_text(written + "\n", encoding="utf-8")
     if template is not None:
         (out / TEMPLATE).write_text(template, encoding="utf-8")
@@ -181,13 +185,13 @@ def part_of(folders: Iterable[Path], name: object, first: object) -> bytes:
         raise CorpusError(f"can't read {name}: {error.strerror}") from error
 
 
-def same_tokenizer(one: Path, other: Path) -> bool:
+def same_tokenizer(file: Path, other: Path) -> bool:
     """Whether two tokenizer.json give the same tokens for a text. Format, truncation, padding,
     decoder and bounds don't matter: `--bos` may have changed the bounds. Raises CorpusError."""
-    if file_checksum(one) == file_checksum(other):
+    if file_checksum(file) == file_checksum(other):
         return True
     try:
-        return _deciding(one) == _deciding(other)
+        return _deciding(file) == _deciding(other)
     except ModuleNotFoundError:  # a registry's image has no tokenizers; nodes check again
         return True
 

@@ -24,7 +24,7 @@ def turns_of(shares: Sequence[float]) -> list[int]:
     if not all(share > 0 for share in shares):
         raise ValueError(f"the shares {_listed(shares)} must all be greater than 0")
     exact = [Fraction(str(share)) for share in shares]
-    whole = [int(share * lcm(*(one.denominator for one in exact))) for share in exact]
+    whole = [int(share * lcm(*(fraction.denominator for fraction in exact))) for share in exact]
     turns = [number // gcd(*whole) for number in whole]
     if sum(turns) > MOST_TURNS:
         raise ValueError(

@@ -117,7 +117,7 @@ def _merged(
     lora = config.lora
     assert lora is not None
     at = {(weight.stage, weight.first): weight for weight in weights(config)}
-    there = {weight.name: weight for weight in adapters(config)}
+    adapter_weights = {weight.name: weight for weight in adapters(config)}
 
     seen = [xxh3_128() for _ in content]  # of each stage, in the order of its tensors
     left = Counter(weight.stage for weight in at.values())
@@ -131,7 +131,7 @@ def _merged(
             raise ExportError(f"--merged: {checkpoint.folder} {ANOTHER}")
         values = torch.from_numpy(read_in)
         module = weight.name.removesuffix(".weight")
-        parts = [there.get(f"{module}.lora_{which}.weight") for which in "AB"]
+        parts = [adapter_weights.get(f"{module}.lora_{which}.weight") for which in "AB"]
         a, b = (p and read(p.stage, p.first, p.size).view(p.shape) for p in parts)
         if a is None or b is None:
             return values
@@ -144,16 +144,16 @@ def _apart(base: str, out: Path, model: ModelParts, dtype: str, track: Track) ->
     """Write the adapters, for the model that `base` names."""
     config, read, vocabulary, card = model
     assert config.lora is not None
-    those = adapters(config)
+    adapter_weights = adapters(config)
     with whole_or_not(out) as folder:
         write_json(folder / ADAPTER_CONFIG, adapter_config(config.lora, base))
         write_vocabulary(folder, vocabulary, config.context)
         (folder / "README.md").write_text(card, encoding="utf-8")
         tensors = {
-            f"{PREFIX}{one.name}": read(one.stage, one.first, one.size)
+            f"{PREFIX}{weight.name}": read(weight.stage, weight.first, weight.size)
             .to(DTYPES[dtype])
-            .reshape(one.shape)
-            for one in track(those, "exporting", len(those))
+            .reshape(weight.shape)
+            for weight in track(adapter_weights, "exporting", len(adapter_weights))
         }
         write_tensors(folder / TENSORS, tensors)
 

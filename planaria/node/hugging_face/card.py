@@ -98,9 +98,9 @@ def model_card(
             f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)}"
         )
     losses = summary.get("loss", {})
-    for name, what in (("last", "loss, last step"), ("validation", "loss, validation")):
+    for name, label in (("last", "loss, last step"), ("validation", "loss, validation")):
         if losses.get(name) is not None:
-            rows[what] = f"{losses[name]:.4f} nats a token"
+            rows[label] = f"{losses[name]:.4f} nats a token"
     head, counted = HEAD if config.own is None else OWN_HEAD, (first, body)
     if lora is not None and not merged:
         head, counted = ADAPTERS, config.trained

@@ -58,12 +58,12 @@ class Portion:
             raise CorpusError(f"--split {split}: there are {' and '.join(SPLITS)}")
         self.corpus, self._split, self._context = Corpus.open(data), split, context
         self._apart = apart
-        there = self.corpus.count(split, context)
-        if not there:
+        available = self.corpus.count(split, context)
+        if not available:
             raise CorpusError(
                 f"--split {split} of {data} has no {context} tokens, which a sample is"
             )
-        self.count = min(samples or there, there)
+        self.count = min(samples or available, available)
         self._scored = 0
 
     def rows(self, first: int, most: int) -> tuple[Tensor, ...]:
@@ -72,11 +72,11 @@ class Portion:
         rows = range(first, min(first + most, self.count))
         inputs, targets = inputs_and_targets(self.corpus, self._split, self._context, rows)
         self._scored += int((targets != UNSCORED).sum())
-        found = [inputs, targets]
+        arrays = [inputs, targets]
         if self._apart:
             begins = beginnings(self.corpus, self._split, self._context, rows)
-            found.append(begins.astype(np.int64))
-        return tuple(torch.from_numpy(each) for each in found)
+            arrays.append(begins.astype(np.int64))
+        return tuple(torch.from_numpy(each) for each in arrays)
 
     def evaluation(self, total: float) -> Evaluation:
         """The evaluation; `total`: sum of the scored losses of all `rows`. Raises CorpusError."""
@@ -85,8 +85,8 @@ class Portion:
                 f"none of the tokens in {self.count} samples of {self.corpus.path} is scored: name "
                 "more --samples"
             )
-        told = self.corpus.index.splits[self._split]
-        whole = None if self.corpus.masked else told.text_bytes / told.tokens
+        split = self.corpus.index.splits[self._split]
+        whole = None if self.corpus.masked else split.text_bytes / split.tokens
         return Evaluation(total / self._scored, self._scored, whole)
 
 

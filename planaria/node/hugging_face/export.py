@@ -78,14 +78,14 @@ def export(
     with whole_or_not(out) as folder:
         end = vocabulary.end_of_document if vocabulary else None
         origin = vocabulary.origin if vocabulary else None
-        said = to_config(config, _name(dtype), end) | (special_tokens(origin) if origin else {})
-        write_json(folder / CONFIG, said | _ending(said, end))
+        fields = to_config(config, _name(dtype), end) | (special_tokens(origin) if origin else {})
+        write_json(folder / CONFIG, fields | _ending(fields, end))
         write_vocabulary(folder, vocabulary, config.context)
-        said = read_object(folder / GENERATION_CONFIG) or {"do_sample": True}
-        write_json(folder / GENERATION_CONFIG, said | _ending(said, end))
+        fields = read_object(folder / GENERATION_CONFIG) or {"do_sample": True}
+        write_json(folder / GENERATION_CONFIG, fields | _ending(fields, end))
         (folder / "README.md").write_text(card, encoding="utf-8")
-        those = weights(replace(config, subspace=None))
-        _write_weights(folder, those, _tensors(config, read), dtype, track, most)
+        in_order = weights(replace(config, subspace=None))
+        _write_weights(folder, in_order, _tensors(config, read), dtype, track, most)
 
 
 @contextmanager
@@ -107,17 +107,17 @@ def whole_or_not(out: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def shards(those: Sequence[Weight], size: int, most: int) -> list[list[Weight]]:
+def shards(in_order: Sequence[Weight], size: int, most: int) -> list[list[Weight]]:
     """Files of at most `most` bytes, in this order; a value has `size` bytes."""
-    found: list[list[Weight]] = [[]]
+    files: list[list[Weight]] = [[]]
     used = 0
-    for weight in those:
-        if found[-1] and used + size * weight.size > most:
-            found.append([])
+    for weight in in_order:
+        if files[-1] and used + size * weight.size > most:
+            files.append([])
             used = 0
-        found[-1].append(weight)
+        files[-1].append(weight)
         used += size * weight.size
-    return found
+    return files
 
 
 def _tensors(config: ModelConfig, read: Read) -> Callable[[Weight], Tensor]:
@@ -126,8 +126,8 @@ def _tensors(config: ModelConfig, read: Read) -> Callable[[Weight], Tensor]:
 
     def tensor(weight: Weight) -> Tensor:
         at = stored[weight.name]
-        found = read(at.stage, at.first, at.size).reshape(at.shape)
-        return found if subspace is None else subspace.folded(weight.name, found)
+        values = read(at.stage, at.first, at.size).reshape(at.shape)
+        return values if subspace is None else subspace.folded(weight.name, values)
 
     return tensor
 
@@ -175,12 +175,12 @@ def write_vocabulary(folder: Path, vocabulary: Vocabulary | None, context: int) 
     write_tokenizer(vocabulary.file, folder, vocabulary.end_of_document, model_max_length=context)
 
 
-def _ending(said: dict[str, Any], end: int | None) -> dict[str, Any]:
+def _ending(config: dict[str, Any], end: int | None) -> dict[str, Any]:
     """The key of the end tokens: the present ones and `end`."""
-    known = said.get("eos_token_id")
-    ids = known if isinstance(known, list) else [] if known is None else [known]
+    ends = config.get("eos_token_id")
+    ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if end is None or end in ids:
-        return {"eos_token_id": known}
+        return {"eos_token_id": ends}
     return {"eos_token_id": [end, *ids] if ids else end}
 
 

@@ -50,7 +50,7 @@ def saved_model(run: RunFile, saves: Sequence[SaveFile]) -> SavedModel:
     try:
         saves = of_one_run(saves)
         stages = stages_of(saves, config)
-        found, chosen = choose(saves, stages)
+        point, chosen = choose(saves, stages)
     except RegroupError as error:
         raise ExportError(str(error)) from error
     missing = [stage for stage in range(stages + 1) if stage not in chosen]
@@ -62,8 +62,8 @@ def saved_model(run: RunFile, saves: Sequence[SaveFile]) -> SavedModel:
         )
     return SavedModel(
         replace(config, stages=stages),
-        found.step,
-        "" if found.exact else found.reason,
+        point.step,
+        "" if point.exact else point.reason,
         {stage: files[0] for stage, files in chosen.items()},
     )
 

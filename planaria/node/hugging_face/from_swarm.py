@@ -164,9 +164,14 @@ async def card_of(
         await asyncio.sleep(LOOK)
         description = await describe()
     rebuilds = [
-        {"stage": one.stage, "step": one.step, "method": one.method, "exact": one.exact}
-        for one in description.rebuilds
-        if one.step <= model.step
+        {
+            "stage": rebuild.stage,
+            "step": rebuild.step,
+            "method": rebuild.method,
+            "exact": rebuild.exact,
+        }
+        for rebuild in description.rebuilds
+        if rebuild.step <= model.step
     ]
     summary = {"loss": {"last": model.loss or None}, "rebuilds": rebuilds}
     return model_card(model.run, model.config, model.step, "", summary, merged, base)
@@ -176,7 +181,7 @@ def gone_beyond(description: Description, step: int) -> bool:
     """Whether the driver has reported a later step, or the end: and so earlier rebuilds."""
     return any(
         seat.committed > step or seat.finished
-        for one in description.members
-        if one.member.node == description.view.driver
-        for seat in one.report.seats
+        for status in description.members
+        if status.member.node == description.view.driver
+        for seat in status.report.seats
     )

@@ -97,11 +97,13 @@ def texts(speaker: Speaker, prompt: str, tokens: int, sampling: Sampling) -> Ite
     """Yield the continuation of the prompt in pieces; after an empty one, a new document. The
     prompt begins with the tokenizer's begin tokens. Raises ValueError."""
     end = speaker.end
-    known = encoded(speaker, prompt, added(speaker.tokenizer)[0])
-    if not known and end is not None:
-        known = [end]
-    following = generate(speaker.next_logits, known, tokens, speaker.context, sampling, ends=(end,))
-    return decoded(speaker.tokenizer, list(known), following)
+    context_tokens = encoded(speaker, prompt, added(speaker.tokenizer)[0])
+    if not context_tokens and end is not None:
+        context_tokens = [end]
+    following = generate(
+        speaker.next_logits, context_tokens, tokens, speaker.context, sampling, ends=(end,)
+    )
+    return decoded(speaker.tokenizer, list(context_tokens), following)
 
 
 def encoded(speaker: Speaker, text: str, begin: Sequence[int] = ()) -> list[int]:
@@ -123,10 +125,10 @@ def encoded(speaker: Speaker, text: str, begin: Sequence[int] = ()) -> list[int]
 def decoded(tokenizer: Tokenizer, written: list[int], tokens: Iterable[int]) -> Iterator[str]:
     """Yield the text of these tokens, in whole characters. They are appended to `written`, the
     earlier tokens."""
-    said = tokenizer.decode(written)
+    earlier = tokenizer.decode(written)
     for token in tokens:
         written.append(token)
         text = tokenizer.decode(written)
         if not text.endswith("\ufffd"):  # a character may take several tokens
-            yield text[len(said) :]
-            said = text
+            yield text[len(earlier) :]
+            earlier = text

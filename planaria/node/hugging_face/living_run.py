@@ -49,10 +49,10 @@ def ways_to(stage: int, view: View) -> list[SeatRoute]:
     """Routes to try: first to seats of nodes that can be dialled, then to the others. These go
     through nodes that can be, those of neighbouring stages first."""
     dialled = [m for m in view.members if m.address and m.seats]
-    there = [m for m in view.members if stage in stages_of(m)]
+    holders = [m for m in view.members if stage in stages_of(m)]
     direct = [
         SeatRoute(_seat(member, stage), member.node, member.address)
-        for member in there
+        for member in holders
         if member.address
     ]
 
@@ -63,7 +63,7 @@ def ways_to(stage: int, view: View) -> list[SeatRoute]:
     through = [
         SeatRoute(_seat(member, stage), by.node, by.address)
         for by in near
-        for member in there
+        for member in holders
         if not member.address
     ]
     return direct[:TRIED] + through[:TRIED]
@@ -100,17 +100,17 @@ async def from_outside(
     return Access(run, view, converse, ways_to)
 
 
-def from_inside(node: str, onlookers: Observers, run: RunFile, view: View) -> Access:
+def from_inside(node: str, observers: Observers, run: RunFile, view: View) -> Access:
     """Access of a member, over its own links."""
 
     async def newest() -> View:
         return view
 
     def ways(stage: int, view: View) -> list[SeatRoute]:
-        there = [member for member in view.members if stage in stages_of(member)]
-        return [SeatRoute(_seat(member, stage), node, "its own links") for member in there]
+        holders = [member for member in view.members if stage in stages_of(member)]
+        return [SeatRoute(_seat(member, stage), node, "its own links") for member in holders]
 
-    return Access(run, newest, partial(Inside, onlookers), ways)
+    return Access(run, newest, partial(Inside, observers), ways)
 
 
 class StageGoneError(ExportError):
@@ -175,41 +175,41 @@ class LivingRun:
         """Find seats of all stages. Raises ExportError, and exceptions of `Access.view`."""
         view = await self._view()
         stages = range(self.config.stages + 1)
-        found = await asyncio.gather(*(self._find(stage, view) for stage in stages))
-        self.seats = dict(zip(stages, found, strict=True))
+        seats = await asyncio.gather(*(self._find(stage, view) for stage in stages))
+        self.seats = dict(zip(stages, seats, strict=True))
 
     async def _find(self, stage: int, view: View) -> list[str]:
         """Seats of the stage that answer. Raises ExportError when none does."""
-        ways = self._ways(stage, view)
+        routes = self._ways(stage, view)
         if not any(stage in stages_of(member) for member in view.members):
             raise ExportError(
                 f"stage {stage} has nobody at the moment: try again when it has been rebuilt, "
                 "which `planaria status` tells, or take what was saved"
             )
-        found: list[str] = []
-        why: list[str] = []
-        for way in ways:
-            if len(found) == REPLICAS:
+        seats: list[str] = []
+        failures: list[str] = []
+        for route in routes:
+            if len(seats) == REPLICAS:
                 break
-            if way.seat in found:
+            if route.seat in seats:
                 continue
-            self.asking.reach(*way)
+            self.asking.reach(*route)
             try:
-                told = await self.asking.pin(way.seat, 0)
+                pinned = await self.asking.pin(route.seat, 0)
             except NoAnswerError as error:
-                why.append(str(error))
+                failures.append(str(error))
                 continue
-            if told.unheard:
-                why.append(f"{way.node} at {way.address}: {told.error}")
+            if pinned.unheard:
+                failures.append(f"{route.node} at {route.address}: {pinned.error}")
             else:
-                found.append(way.seat)
-        if not found:
-            said = "; ".join(dict.fromkeys(why)) or "no node of this run can be dialled"
+                seats.append(route.seat)
+        if not seats:
+            reasons = "; ".join(dict.fromkeys(failures)) or "no node of this run can be dialled"
             raise ExportError(
-                f"stage {stage} can't be reached from here: {said}. Ask from a machine that "
+                f"stage {stage} can't be reached from here: {reasons}. Ask from a machine that "
                 "reaches the nodes, or take what was saved"
             )
-        return found
+        return seats
 
     # --- which step
 
@@ -219,8 +219,8 @@ class LivingRun:
         ahead = 0
         while self.loop.time() < end:
             try:
-                told = await self._ask(0)
-                newest = max(one.committed for one in told.values())
+                answers = await self._ask(0)
+                newest = max(answer.committed for answer in answers.values())
                 if newest == 0:
                     raise ExportError("no step is committed yet: there is no model to take")
                 step = min(newest + ahead, max(self.run.steps, newest))
@@ -230,9 +230,9 @@ class LivingRun:
             except StageGoneError as gone:
                 log.info("%s", gone)
                 await self._find_seats()
-        told = await self._ask(0)
+        answers = await self._ask(0)
         stand = ", ".join(
-            f"stage {stage}: {told[seats[0]].error or told[seats[0]].committed}"
+            f"stage {stage}: {answers[seats[0]].error or answers[seats[0]].committed}"
             for stage, seats in self.seats.items()
         )
         raise ExportError(
@@ -243,34 +243,34 @@ class LivingRun:
     async def _all_keep(self, step: int, until: float) -> bool:
         """Wait for pins of a step. False: a seat is beyond it, or the time is over."""
         while True:
-            told = await self._ask(step)
-            if all(one.kept for one in told.values()):
-                lineages = {one.lineage for one in told.values()}
+            answers = await self._ask(step)
+            if all(answer.kept for answer in answers.values()):
+                lineages = {answer.lineage for answer in answers.values()}
                 self.step, self.lineage = step, max(lineages)
                 return len(lineages) == 1
-            gone = any(one.committed > step and not one.kept for one in told.values())
-            if gone or self.loop.time() > until:
+            passed = any(answer.committed > step and not answer.kept for answer in answers.values())
+            if passed or self.loop.time() > until:
                 return False
             await asyncio.sleep(LOOK)
 
     async def _ask(self, step: int) -> Mapping[str, pb.Pinned]:
         """Ask all seats to pin; drops one that doesn't answer, if its stage has another. Raises
         ExportError."""
-        seats = [seat for those in self.seats.values() for seat in those]
-        told = await asyncio.gather(
+        seats = [seat for of_stage in self.seats.values() for seat in of_stage]
+        results = await asyncio.gather(
             *(self.asking.pin(seat, step) for seat in seats), return_exceptions=True
         )
-        found: dict[str, pb.Pinned] = {}
-        for seat, one in zip(seats, told, strict=True):
-            if isinstance(one, pb.Pinned) and not one.unheard:
-                found[seat] = one
-            elif isinstance(one, pb.Pinned):
-                self.give_up(seat, f"{seat}: {one.error}")
-            elif isinstance(one, NoAnswerError):
-                self.give_up(seat, str(one))
+        answers: dict[str, pb.Pinned] = {}
+        for seat, result in zip(seats, results, strict=True):
+            if isinstance(result, pb.Pinned) and not result.unheard:
+                answers[seat] = result
+            elif isinstance(result, pb.Pinned):
+                self.give_up(seat, f"{seat}: {result.error}")
+            elif isinstance(result, NoAnswerError):
+                self.give_up(seat, str(result))
             else:
-                raise one
-        return found
+                raise result
+        return answers
 
     async def _renew(self) -> None:
         """Renew the pins until cancelled."""

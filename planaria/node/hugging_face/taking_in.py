@@ -57,12 +57,12 @@ def take_in(run: RunFile) -> RunFile:
         _check(run.model, figures, folder)
         context = run.model.context or min(config.context, config.positions or LONGEST, LONGEST)
         fields = {"from": str(folder), "stages": stages, "context": context, **figures}
-        known = run.model.content if len(run.model.content or ()) == stages + 1 else None
+        content = run.model.content if len(run.model.content or ()) == stages + 1 else None
         run = override(run, **{f"model__{key}": value for key, value in fields.items()})
-        if known is None:
+        if content is None:
             log.info("reading %s, from which the run begins", folder)
-            known = contents(checkpoint, model_config(run.model, config.vocabulary))
-        return override(run, model__content=known)
+            content = contents(checkpoint, model_config(run.model, config.vocabulary))
+        return override(run, model__content=content)
     except (UnsupportedModelError, OSError) as error:
         raise RunFileError(f"model.from = {run.model.origin}: {error}") from error
     except ValueError as error:
@@ -165,14 +165,14 @@ def figures_of(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _check(said: ModelSection, figures: dict[str, Any], folder: Path) -> None:
+def _check(section: ModelSection, figures: dict[str, Any], folder: Path) -> None:
     """Check that the run file agrees with these figures. Raises RunFileError."""
-    told = said.model_dump()
+    values = section.model_dump()
     for key in sorted(ModelSection.model_fields.keys() - OWN):
-        if told[key] not in (ModelSection.model_fields[key].default, figures.get(key)):
+        if values[key] not in (ModelSection.model_fields[key].default, figures.get(key)):
             raise RunFileError(
-                f"model.{key} = {told[key]}: the model in {folder}, from which the run begins, has "
-                f"{figures.get(key)}; leave model.{key} out"
+                f"model.{key} = {values[key]}: the model in {folder}, from which the run begins, "
+                f"has {figures.get(key)}; leave model.{key} out"
             )
 
 

@@ -82,8 +82,8 @@ class LivingStages(LivingRun):
     async def loss(self, inputs: Tensor, targets: Tensor, *begins: Tensor) -> float:
         """Like `WholeModel.loss`, B at most `rows`. Raises ExportError."""
         x = await self._body(inputs, *begins)
-        found = await self._look(0, [x, targets.contiguous()], head=True)
-        return float(_of(found, (1,), "the head"))
+        loss = await self._look(0, [x, targets.contiguous()], head=True)
+        return float(_of(loss, (1,), "the head"))
 
     async def _body(self, *inputs: Tensor) -> Tensor:
         """Output of the last stage: int64 [B, T] each to float32 [B, T, crossing]."""
@@ -134,22 +134,22 @@ class LivingStages(LivingRun):
 
         return Speaker(next_logits, tokenizer, end, self.config.vocabulary, self.context, folder)
 
-    async def _look(self, stage: int, shown: list[Tensor], **asked: Any) -> Tensor:
-        """Result of the first of the stage's seats that answers; `asked`: fields of the frame.
+    async def _look(self, stage: int, shown: list[Tensor], **fields: Any) -> Tensor:
+        """Result of the first of the stage's seats that answers; `fields`: those of the frame.
         Raises ExportError."""
         async with self._turns[stage]:
             while True:
                 seat = self.seats[stage][0]
                 try:
-                    return await self._shown(seat, shown, asked)
+                    return await self._shown(seat, shown, fields)
                 except NoAnswerError as error:
                     self.give_up(seat, str(error))
 
-    async def _shown(self, seat: str, shown: list[Tensor], asked: dict[str, Any]) -> Tensor:
+    async def _shown(self, seat: str, shown: list[Tensor], request: dict[str, Any]) -> Tensor:
         """Send one request, and wait for the answer. Raises NoAnswerError."""
         number, progress = next(self._numbers), self.run.swarm.progress
         answer: asyncio.Future[Frame] = self.loop.create_future()
-        fields = {**asked, "transfer": number, "step": self.step}
+        fields = {**request, "transfer": number, "step": self.step}
         self._waiting[number] = seat, answer
         try:
             if not self.asking.send(seat, Frame("state", NEVER, fields, *encode(shown, "none"))):
@@ -183,13 +183,15 @@ class LivingStages(LivingRun):
         if not isinstance(item, Frame):
             return
         number: Any = item.fields.get("transfer")
-        asked, answer = self._waiting.get(number, ("", None)) if type(number) is int else ("", None)
-        if answer is not None and asked == seat and not answer.done():
+        awaited, answer = (
+            self._waiting.get(number, ("", None)) if type(number) is int else ("", None)
+        )
+        if answer is not None and awaited == seat and not answer.done():
             answer.set_result(item)
 
     def lost(self, seat: str, why: str) -> None:
-        for asked, answer in self._waiting.values():
-            if asked == seat and not answer.done():
+        for awaited, answer in self._waiting.values():
+            if awaited == seat and not answer.done():
                 answer.set_exception(NoAnswerError(why))
 
 

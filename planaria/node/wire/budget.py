@@ -31,7 +31,7 @@ class Budget:
         if self._used[peer] + size + ITEM > self.each:
             return peer
         if self.used + size + ITEM > PEERS * self.each:
-            return max(self._used, key=lambda one: self._used[one])
+            return max(self._used, key=lambda other: self._used[other])
         self._used[peer] += size + ITEM
         return ""
 

@@ -93,11 +93,11 @@ def seal(commit: pb.Commit, identity: Identity, run: str) -> None:
     commit.signature = signed.signature
 
 
-def is_sealed(told: Decision, key: bytes, run: str) -> bool:
-    return _is_sealed(told.SerializeToString(deterministic=True), key, run)
+def is_sealed(decision: Decision, key: bytes, run: str) -> bool:
+    return _is_sealed(decision.SerializeToString(deterministic=True), key, run)
 
 
 @lru_cache(maxsize=64)
-def _is_sealed(told: bytes, key: bytes, run: str) -> bool:
+def _is_sealed(decision: bytes, key: bytes, run: str) -> bool:
     """Cached: all seats of a node receive the same decision."""
-    return is_message_signed(key, Decision.FromString(told), run)
+    return is_message_signed(key, Decision.FromString(decision), run)

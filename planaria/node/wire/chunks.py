@@ -180,13 +180,13 @@ class Outbox:
         """Resume after a reconnect: the peer has the first `begun` frames, of those in `partial`
         only so many bytes; the rest in flight is lost. Raises WireError when that can't be."""
         unbegun = [sending for number, sending in self._started.items() if number > begun]
-        kept = [sending for number, sending in self._started.items() if number <= begun]
-        known = partial.keys() <= {sending.number for sending in kept}
-        if not known or begun + len(unbegun) != self._last or any(s.acknowledged for s in unbegun):
+        received = [sending for number, sending in self._started.items() if number <= begun]
+        valid = partial.keys() <= {sending.number for sending in received}
+        if not valid or begun + len(unbegun) != self._last or any(s.acknowledged for s in unbegun):
             raise WireError(
                 f"{begun} frames begun, of which {sorted(partial)} aren't whole, which can't be"
             )
-        for sending in kept:
+        for sending in received:
             self._acknowledge(sending.number, partial.get(sending.number, sending.size))
         waiting = {k: [s for s in queue if not s.number] for k, queue in self._queues.items()}
         for sending in unbegun:
@@ -224,15 +224,15 @@ def _rest_of(frame: Frame, sent: int) -> deque[memoryview]:
 
 def _take(buffers: deque[memoryview], length: int) -> list[memoryview]:
     """Remove the first `length` bytes from `buffers`."""
-    taken = []
+    parts = []
     while length:
         if buffers[0].nbytes <= length:
-            taken.append(buffers.popleft())
+            parts.append(buffers.popleft())
         else:
-            taken.append(buffers[0][:length])
+            parts.append(buffers[0][:length])
             buffers[0] = buffers[0][length:]
-        length -= taken[-1].nbytes
-    return taken
+        length -= parts[-1].nbytes
+    return parts
 
 
 @dataclass(slots=True, eq=False)
@@ -250,7 +250,7 @@ class Inbox:
         self._partial: dict[int, _Receiving] = {}
         self._last = 0
         self._chunks = 0  # since the last acknowledgement
-        self._untold: dict[int, int] = {}  # bytes received but not acknowledged, by frame
+        self._unacknowledged: dict[int, int] = {}  # bytes received but not acknowledged, by frame
         self._due: dict[int, int] = {}
 
     def receive(self, chunk: Chunk) -> Frame | None:
@@ -279,13 +279,15 @@ class Inbox:
         due, self._due = self._due, {}
         return due
 
-    def told(self) -> tuple[int, dict[int, int]]:
+    def progress(self) -> tuple[int, dict[int, int]]:
         """The number of frames begun, and the bytes received of each incomplete one. It replaces
         the acknowledgements that were due."""
         self._due.clear()
-        self._untold.clear()
+        self._unacknowledged.clear()
         self._chunks = 0
-        return self._last, {number: one.received for number, one in self._partial.items()}
+        return self._last, {
+            number: receiving.received for number, receiving in self._partial.items()
+        }
 
     def _begin(self, chunk: Chunk) -> _Receiving:
         if chunk.frame != self._last + 1:
@@ -306,9 +308,9 @@ class Inbox:
         return receiving
 
     def _note_received(self, number: int, received: int, at_once: bool) -> None:
-        self._untold[number] = received
+        self._unacknowledged[number] = received
         self._chunks += 1
         if at_once or self._chunks >= ACKNOWLEDGE_EVERY:
-            self._due.update(self._untold)
-            self._untold.clear()
+            self._due.update(self._unacknowledged)
+            self._unacknowledged.clear()
             self._chunks = 0

@@ -249,8 +249,8 @@ class Exchanges:
             if parts:
                 await over
         finally:
-            for one in parts:
-                one.cancel()
+            for exchange in parts:
+                exchange.cancel()
         return [results[number] for number in range(len(works))]
 
     async def compute(self, work: Callable[[], T], priority: Priority = Priority.CONTROL) -> T:
@@ -351,11 +351,11 @@ class ExchangeInbox(Generic[T]):
     async def take(self, until: float = math.inf, patience: float = math.inf) -> Letter[T]:
         """The next item. Raises TimeoutError at the time `until`, or `patience` seconds after both
         this call and `hurry`."""
-        asked = self._exchanges.now
+        start = self._exchanges.now
         while not self._letters:  # woken by an item of a peer that is now ignored
             self._news = Outcome(self._exchanges)
             try:
-                await self._news.within(min(until, max(asked, self._hurried) + patience))
+                await self._news.within(min(until, max(start, self._hurried) + patience))
             finally:
                 self._news = None
         letter, size = self._letters.popleft()
@@ -421,7 +421,7 @@ class Inboxes(Generic[Key, T]):
             return
         if early is None or early.key < key:
             early = self._early[peer] = _EarlyFrames(key, [], [])
-        waiting = sum(sum(one.sizes) for one in self._early.values())
+        waiting = sum(sum(frames.sizes) for frames in self._early.values())
         if (
             sum(early.sizes) + size > self._early_limit
             or waiting + size > PEERS * self._early_limit

@@ -143,9 +143,9 @@ class Descriptor(NamedTuple):
 
 def check_forms(descriptors: Sequence[Descriptor], forms: Sequence[Form]) -> None:
     """Raises WireError unless the tensors have the required forms."""
-    found = [descriptor.form for descriptor in descriptors]
-    if found != list(forms):
-        raise WireError(f"{_name(found)}, where {_name(forms)} is due")
+    actual = [descriptor.form for descriptor in descriptors]
+    if actual != list(forms):
+        raise WireError(f"{_name(actual)}, where {_name(forms)} is due")
 
 
 def _name(forms: Sequence[Form]) -> str:
@@ -238,8 +238,8 @@ class Frame:
         parsed = [Descriptor.parse(raw) for raw in descriptors]
         frame = cls(kind, (view, attempt), fields, parsed, payload, *seats)
         check_payload_size(frame.size, limit)
-        if frame.descriptors and (told := sum(d.size for d in frame.descriptors)) != frame.size:
-            raise WireError(f"the descriptors say {told} bytes, the payload has {frame.size}")
+        if frame.descriptors and (size := sum(d.size for d in frame.descriptors)) != frame.size:
+            raise WireError(f"the descriptors say {size} bytes, the payload has {frame.size}")
         return frame
 
 

@@ -44,10 +44,10 @@ class IdleEnd:
             return NEEDED
         return AGREED if self._peers else SPARE
 
-    def hear(self, said: int, spare: bool, now: float) -> bool:
+    def hear(self, value: int, spare: bool, now: float) -> bool:
         """Record a heartbeat's value. Returns whether to close the connection, and rest."""
-        self._peers = said
-        return said == AGREED and self.is_spare(spare, now)
+        self._peers = value
+        return value == AGREED and self.is_spare(spare, now)
 
     def rests(self, spare: bool, now: float) -> bool:
         """Whether a closed or dead connection was meant to close."""

@@ -247,8 +247,8 @@ class _Link:
     def say_idle(self) -> int:
         return self._idle.say(self._is_spare(), self.now)
 
-    def hear_idle(self, said: int) -> None:
-        if self._idle.hear(said, self._is_spare(), self.now):
+    def hear_idle(self, value: int) -> None:
+        if self._idle.hear(value, self._is_spare(), self.now):
             self._rest("neither side needs it")
 
     def _is_spare(self) -> bool:
@@ -390,7 +390,7 @@ class _Connection:
         self._bulks = {0: _Bulk(0, bulk)} if bulk is not None else {}
         self._numbers: set[int] = set()  # of the newest streams added
         self._adding = 0
-        self._told_streams = self._peers_streams = 0  # wanted by this side and by the peer
+        self._own_streams = self._peers_streams = 0  # wanted by this side and by the peer
         self._other_streams = asyncio.Event()  # set when the number of streams is to change
         self._something_to_say, self._something_to_carry = asyncio.Event(), asyncio.Event()
         self._heartbeat = True  # a heartbeat is due
@@ -480,7 +480,7 @@ class _Connection:
         full = len(self._bulks) + self._adding >= MOST_STREAMS
         if full or number in self._numbers or number <= max(0, oldest):
             return False
-        self._numbers = {one for one in self._numbers if one > oldest} | {number}
+        self._numbers = {earlier for earlier in self._numbers if earlier > oldest} | {number}
         self._adding += 1
         return True
 
@@ -491,13 +491,13 @@ class _Connection:
         self._other_streams.clear()
         if self.over.is_set():
             return []
-        there = self._carrying()
-        wanted = min(max(self._told_streams, self._peers_streams), MOST_STREAMS)
-        for bulk in there[wanted:]:
+        carrying = self._carrying()
+        wanted = min(max(self._own_streams, self._peers_streams), MOST_STREAMS)
+        for bulk in carrying[wanted:]:
             bulk.closing = True
         self.wake()
         last = max(self._numbers, default=0)
-        new = [*range(last + 1, last + 1 + wanted - len(there) - self._adding)]
+        new = [*range(last + 1, last + 1 + wanted - len(carrying) - self._adding)]
         self._numbers = {last, *new}
         self._adding += len(new)
         return new
@@ -516,9 +516,9 @@ class _Connection:
 
     def note_streams(self) -> None:
         """Announce a change in the number of streams that this side wants."""
-        if self._told_streams != self._link.streams and not self.over.is_set():
-            self._told_streams = self._link.streams
-            log.info("%d streams for frames to %s", self._told_streams, self._link.peer)
+        if self._own_streams != self._link.streams and not self.over.is_set():
+            self._own_streams = self._link.streams
+            log.info("%d streams for frames to %s", self._own_streams, self._link.peer)
             self._other_streams.set()
             self.beat()
 
@@ -586,7 +586,8 @@ class _Connection:
                 await self._write(self._control, _sealed(heartbeat=self._say_heartbeat()))
             elif not over and (received := self._session.inbox.acknowledged()):
                 pairs = (
-                    stage_pb2.Received(frame=one, bytes=size) for one, size in received.items()
+                    stage_pb2.Received(frame=number, bytes=size)
+                    for number, size in received.items()
                 )
                 acknowledged = stage_pb2.Acknowledged(received=pairs)
                 await self._write(self._control, _sealed(acknowledged=acknowledged))
@@ -628,7 +629,7 @@ class _Connection:
         return stage_pb2.Heartbeat(
             view=self._links.view,
             received=self._session.acknowledgement(),
-            streams=self._told_streams,
+            streams=self._own_streams,
             sent=sent,
             echo=echo,
             idle=self._link.say_idle(),
@@ -644,8 +645,8 @@ class _Connection:
         self._link.hear_idle(heartbeat.idle)
 
     def _hear_acknowledged(self, acknowledged: stage_pb2.Acknowledged) -> None:
-        for one in acknowledged.received:
-            self._session.outbox.acknowledge(one.frame, one.bytes, self._link.now)
+        for frame in acknowledged.received:
+            self._session.outbox.acknowledge(frame.frame, frame.bytes, self._link.now)
         self.note_streams()
         self._something_to_carry.set()
 
@@ -668,9 +669,9 @@ class _Connection:
 
     def _next_chunk(self, bulk: _Bulk) -> bytes | None:
         """The stream's next chunk; streams beyond the number that this side wants get none."""
-        there, outbox = self._carrying(), self._session.outbox
-        streams = min(outbox.streams, len(there))
-        place = there.index(bulk) if bulk in there else streams
+        carrying, outbox = self._carrying(), self._session.outbox
+        streams = min(outbox.streams, len(carrying))
+        place = carrying.index(bulk) if bulk in carrying else streams
         chunk = outbox.next(self._link.now, streams, place) if place < streams else None
         self.note_streams()
         return chunk
@@ -707,7 +708,7 @@ class Links:
         settings: LinkSettings | None = None,
         credentials: Credentials = PLAIN,
         insecure: bool = False,
-        onlookers: Observers | None = None,
+        observers: Observers | None = None,
         reach: Reach = EVERYWHERE,
     ) -> None:
         """`reach`: addresses at which other nodes may be dialled."""
@@ -715,7 +716,7 @@ class Links:
         self._greetings = Greetings(run, node, identity)
         self.settings = settings or LinkSettings()
         self._credentials, self._insecure, self._reach = credentials, insecure, reach
-        self._onlookers = onlookers  # None: only members are answered
+        self._observers = observers  # None: only members are answered
         self.traffic: dict[str, Traffic] = {}  # by peer, of all its links so far
         self._server: Any = None
         self.view = 0
@@ -747,8 +748,8 @@ class Links:
             "Control": grpc.stream_stream_rpc_method_handler(self._accept_control),
             "Bulk": grpc.stream_stream_rpc_method_handler(self._accept_bulk),
         }
-        if self._onlookers is not None:
-            handlers["Ask"] = grpc.stream_stream_rpc_method_handler(self._accept_onlooker)
+        if self._observers is not None:
+            handlers["Ask"] = grpc.stream_stream_rpc_method_handler(self._accept_observer)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         port = add_port(server, listen, self._credentials, self._insecure)
         healthy = health.aio.HealthServicer()
@@ -763,8 +764,8 @@ class Links:
         """End all links, unreported, and leave nothing running."""
         self._stopping = True
         self._linked = frozenset()
-        if self._onlookers is not None:
-            self._onlookers.close(f"{self.node} stops")
+        if self._observers is not None:
+            self._observers.close(f"{self.node} stops")
         self._view_changed.set()
         connections = [link.connection for link in self._links.values() if link.connection]
         for link in list(self._links.values()):
@@ -911,8 +912,8 @@ class Links:
         `PEERS` times the limit of one; beyond that, the link that holds most is lost."""
         if why := link.session.overfull():
             link.end(f"{link.peer} {why}")
-        elif sum(one.session.held for one in self._links.values()) > PEERS * self.settings.held:
-            greedy = max(self._links.values(), key=lambda one: one.session.held)
+        elif sum(other.session.held for other in self._links.values()) > PEERS * self.settings.held:
+            greedy = max(self._links.values(), key=lambda other: other.session.held)
             greedy.end(f"{greedy.peer} has not taken the last {greedy.session.held} bytes")
 
     def dial_soon(self, node: str, first: bool = False) -> None:
@@ -952,7 +953,7 @@ class Links:
 
     async def _keep_dialling(self, node: str, wait: float) -> None:
         """Dial after `wait` seconds, until the link is up, by a dial of either side."""
-        pause, said = FIRST_PAUSE, ""
+        pause, logged = FIRST_PAUSE, ""
         try:
             await asyncio.sleep(wait)
             while self._is_to_dial(node):
@@ -966,9 +967,9 @@ class Links:
                     why = _describe(error)
                 except (_Refused, WireError) as error:
                     why = str(error)
-                if why and why != said and self._is_to_dial(node):
+                if why and why != logged and self._is_to_dial(node):
                     log.warning("can't link to %s: %s", node, why)
-                said = why
+                logged = why
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
         finally:
@@ -999,19 +1000,19 @@ class Links:
                     link.detach("it is dialled directly")
                 session = self._session(peer.node)
                 hello = session.hello()
-                said = self._greetings.to_dial(peer.node, hello.pack())
+                signed = self._greetings.to_dial(peer.node, hello.pack())
                 channel = self._channel(peer)
-                call = self._call("Control", peer, said, channel)
+                call = self._call("Control", peer, signed, channel)
                 try:
                     async with asyncio.timeout(patience):
                         text = await _accepted(call, peer.node)
-                    answer = self._answer(peer.node, said, text)
+                    answer = self._answer(peer.node, signed, text)
                 except (grpc.aio.AioRpcError, _Refused) as error:
                     self._dialled_in_vain(peer.node, session, error)
                     raise
                 connection = self._go_on(peer.node, session, hello, answer, call)
                 self._returning.discard(peer.node)
-            await self._keep_wide(peer, connection, said, text)
+            await self._keep_wide(peer, connection, signed, text)
         except TimeoutError:
             raise _Refused(
                 StatusCode.DEADLINE_EXCEEDED, f"no answer from {peer.address} in {patience} s"
@@ -1058,7 +1059,7 @@ class Links:
         self,
         node: str,
         session: Session,
-        said: Hello,
+        own_hello: Hello,
         answer: Hello,
         control: _LinkStream,
         bulk: _LinkStream | None = None,
@@ -1069,25 +1070,25 @@ class Links:
         if session is not self._session(node):
             raise _Refused(StatusCode.CANCELLED, "another link has come up")
         try:
-            session.resume(answer, said)
+            session.resume(answer, own_hello)
         except Outdated as why:
             raise _Refused(StatusCode.CANCELLED, str(why)) from None
         except (Begun, Forgotten) as why:
             raise WireError(f"{node} answers for another link: {why}") from None
         return self._adopt(node, session, control, bulk, via)
 
-    def _answer(self, node: str, said: str, text: str) -> Hello:
+    def _answer(self, node: str, signed: str, text: str) -> Hello:
         """Parse a node's signed answer to a hello. Raises _Refused if another node's key has signed
         it, and WireError."""
         peer = self._peers.get(node)
         if peer is None:
             raise self._is_no_member(node)
         try:
-            return Hello.parse(self._greetings.answered(node, peer.key, said, text))
+            return Hello.parse(self._greetings.answered(node, peer.key, signed, text))
         except ForgedError as why:
             raise _Refused(StatusCode.UNAUTHENTICATED, str(why)) from None
 
-    def _heard(self, dialler: str, text: str) -> str:
+    def _verified(self, dialler: str, text: str) -> str:
         """Verify the hello of a member that dials. Raises _Refused."""
         try:
             return self._greetings.dialled(dialler, self._peers[dialler].key, text)
@@ -1099,19 +1100,19 @@ class Links:
         own = self._credentials, self._options(), instance_of(peer.key)
         return open_channel(peer.address, *own)
 
-    def _call(self, name: str, peer: Peer, said: str, channel: grpc.aio.Channel) -> Any:
+    def _call(self, name: str, peer: Peer, signed: str, channel: grpc.aio.Channel) -> Any:
         metadata = (
             ("planaria-run", quote(self.run)),
             ("planaria-node", self.node),
             ("planaria-peer", peer.node),
             ("planaria-protocol", str(PROTOCOL)),
-            ("planaria-link", said),
+            ("planaria-link", signed),
             *self._credentials.metadata,
         )
         return channel.stream_stream(f"/{SERVICE}/{name}")(metadata=metadata)
 
     async def _keep_wide(
-        self, peer: Peer, connection: _Connection, said: str, answered: str
+        self, peer: Peer, connection: _Connection, signed: str, answered: str
     ) -> None:
         """Add the streams that either side wants, until the connection is over."""
         adding: list[asyncio.Task[None]] = []
@@ -1119,7 +1120,7 @@ class Links:
         try:
             while not connection.over.is_set():
                 for number in await connection.other_streams():
-                    work = self._add_stream(peer, connection, number, (said, answered), calls)
+                    work = self._add_stream(peer, connection, number, (signed, answered), calls)
                     adding.append(self.spawn(work, f"stream {number} on the link to {peer.node}"))
                 adding = [task for task in adding if not task.done()]
         finally:
@@ -1150,8 +1151,8 @@ class Links:
         try:
             try:
                 async with asyncio.timeout(self.settings.handshake):
-                    told = await _accepted(call, peer.node)
-                self._greetings.answered(peer.node, peer.key, text, told)
+                    answer = await _accepted(call, peer.node)
+                self._greetings.answered(peer.node, peer.key, text, answer)
             finally:
                 calls.remove(call)
                 connection.added()
@@ -1250,7 +1251,7 @@ class Links:
         return self.node < node and (link is None or link.connection is None)
 
     async def _keep_calling(self, node: str) -> None:
-        pause, said = FIRST_PAUSE, ""
+        pause, logged = FIRST_PAUSE, ""
         try:
             while self._is_to_call(node):
                 try:
@@ -1258,9 +1259,9 @@ class Links:
                     pause, why = FIRST_PAUSE, ""
                 except (_Refused, WireError, CallRefusedError) as error:
                     why = str(error)
-                if why and why != said and self._is_to_call(node):
+                if why and why != logged and self._is_to_call(node):
                     log.warning("no link to %s by %s: %s", node, self._relays.via(node), why)
-                said = why
+                logged = why
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
         finally:
@@ -1270,11 +1271,11 @@ class Links:
         """Like `_dial`, by a relay. Raises CallRefusedError, too."""
         session = self._session(node)
         hello, via = session.hello(), self._relays.via(node)
-        said = self._greetings.to_dial(node, hello.pack())
-        call = self._relays.call(node, said)
+        signed = self._greetings.to_dial(node, hello.pack())
+        call = self._relays.call(node, signed)
         try:
             async with asyncio.timeout(self.settings.handshake):
-                answer = self._answer(node, said, await call.answer)
+                answer = self._answer(node, signed, await call.answer)
             streams = call.streams["Control"], call.streams["Bulk"]
             connection = self._go_on(node, session, hello, answer, *streams, via)
             await connection.over.wait()
@@ -1289,12 +1290,12 @@ class Links:
         finally:
             self._relays.hang_up(call)
 
-    def _called(self, call: Call, said: str) -> None:
+    def _called(self, call: Call, signed: str) -> None:
         """Handle a peer's hello that came by its relay."""
         try:
             if self._stopping or call.peer not in self._peers:
                 raise self._stops() if self._stopping else self._is_no_member(call.peer)
-            hello = self._heard(call.peer, said)
+            hello = self._verified(call.peer, signed)
             if (link := self._links.get(call.peer)) is not None:
                 link.heard()
             if call.peer in self._returning:
@@ -1306,7 +1307,7 @@ class Links:
             self._relays.refuse(call, code.name, str(error))
             self._relays.hang_up(call)
             return
-        answer = self._greetings.to_answer(call.peer, said, session.hello().pack())
+        answer = self._greetings.to_answer(call.peer, signed, session.hello().pack())
         self._relays.answer(call, answer)
         streams, via = (call.streams["Control"], call.streams["Bulk"]), self._relays.via(call.peer)
         connection = self._adopt(call.peer, session, *streams, via)
@@ -1324,14 +1325,14 @@ class Links:
     async def _accept_bulk(self, _: Any, context: Any) -> None:
         await self._accept("Bulk", context)
 
-    async def _accept_onlooker(self, _: Any, context: Any) -> None:
-        assert self._onlookers is not None
+    async def _accept_observer(self, _: Any, context: Any) -> None:
+        assert self._observers is not None
         try:
             self._check({key: str(value) for key, value in context.invocation_metadata()})
         except _Refused as refused:
-            log.info("refused an onlooker at %s: %s", context.peer(), refused)
+            log.info("refused an observer at %s: %s", context.peer(), refused)
             await context.abort(refused.code, str(refused))
-        await self._onlookers.serve(context)
+        await self._observers.serve(context)
 
     async def _accept(self, name: str, context: Any) -> None:
         self._handshakes += 1
@@ -1361,14 +1362,14 @@ class Links:
 
     async def _shake_hands(self, context: Any) -> _Connection:
         """Accept a dialled connection. Raises _Refused."""
-        dialler, said = await self._said_by(context)
-        hello = self._heard(dialler, said)
+        dialler, signed = await self._hello_of(context)
+        hello = self._verified(dialler, signed)
         if (link := self._links.get(dialler)) is not None:
             link.heard()
         async with self._after_own_dial(dialler):
-            return await self._welcome(dialler, hello, said, context)
+            return await self._welcome(dialler, hello, signed, context)
 
-    async def _said_by(self, context: Any) -> tuple[str, str]:
+    async def _hello_of(self, context: Any) -> tuple[str, str]:
         """A dialler that may have a link, and its signed hello. Raises _Refused."""
         if self._handshakes > HANDSHAKE_LIMIT:
             raise _Refused(
@@ -1379,21 +1380,21 @@ class Links:
 
     async def _take_bulk(self, context: Any) -> tuple[_Connection, _Bulk]:
         """Accept a stream that the dialler adds to the connection. Raises _Refused."""
-        dialler, text = await self._said_by(context)
+        dialler, text = await self._hello_of(context)
         link, peer = self._links.get(dialler), self._peers[dialler]
         connection = link.connection if link is not None else None
         if connection is None or connection.heard is None:
             why = f"{self.node} has no connection that {dialler} has dialled"
             raise _Refused(StatusCode.FAILED_PRECONDITION, why)
         try:
-            said = self._greetings.added(dialler, peer.key, text, *connection.heard)
+            stream = self._greetings.added(dialler, peer.key, text, *connection.heard)
         except ForgedError as why:
             raise _Refused(StatusCode.UNAUTHENTICATED, str(why)) from None
-        number = int(said) if re.fullmatch("[0-9]{1,9}", said) else 0
+        number = int(stream) if re.fullmatch("[0-9]{1,9}", stream) else 0
         if not connection.may_add(number):
             raise _Refused(
                 StatusCode.RESOURCE_EXHAUSTED,
-                f"stream {said[:80]} was there before, or is one more than {MOST_STREAMS}",
+                f"stream {stream[:80]} was there before, or is one more than {MOST_STREAMS}",
             )
         answer = self._greetings.to_answer(dialler, text, "taken")
         metadata = (("planaria-node", self.node), ("planaria-link", answer))
@@ -1403,9 +1404,9 @@ class Links:
             connection.added()
         return connection, connection.add(number, context, ours=False)
 
-    async def _welcome(self, dialler: str, hello: str, said: str, control: Any) -> _Connection:
-        """Resume the session that the dialler names in its hello, or begin one; `said` is the hello
-        with its signature. Raises _Refused."""
+    async def _welcome(self, dialler: str, hello: str, signed: str, control: Any) -> _Connection:
+        """Resume the session that the dialler names in its hello, or begin one; `signed` is the
+        hello with its signature. Raises _Refused."""
         if self._stopping:
             raise self._stops()
         if dialler not in self._peers:
@@ -1415,12 +1416,12 @@ class Links:
         except WireError as error:
             raise _Refused(StatusCode.INVALID_ARGUMENT, str(error)) from None
         answer = session.hello()
-        text = self._greetings.to_answer(dialler, said, answer.pack())
+        text = self._greetings.to_answer(dialler, signed, answer.pack())
         metadata = (("planaria-node", self.node), ("planaria-link", text))
         await control.send_initial_metadata(metadata)
         if session is not self._session(dialler) or not session.is_newest(answer):
             raise _Refused(StatusCode.ALREADY_EXISTS, "another connection has come up")
-        return self._adopt(dialler, session, control, heard=(said, text))
+        return self._adopt(dialler, session, control, heard=(signed, text))
 
     def _resume(self, dialler: str, hello: Hello) -> Session:
         """Resume, or begin, a session by a dialler's hello. Raises _Refused, and WireError."""

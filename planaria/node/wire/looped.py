@@ -38,9 +38,9 @@ class LoopedExchanges(Exchanges):
         """None of them goes on, and who waits for one gets a ClosedError that says why."""
         super().close()
         self._why_closed = why
-        for found in self._awaited:
-            if not found.done():
-                found.set_exception(ClosedError(why))
+        for future in self._awaited:
+            if not future.done():
+                future.set_exception(ClosedError(why))
         for handle in (self._soon_handle, self._alarm):
             if handle is not None:
                 handle.cancel()
@@ -51,25 +51,25 @@ class LoopedExchanges(Exchanges):
         if self._closed:
             work.close()
             raise ClosedError(self._why_closed)
-        found: asyncio.Future[T] = self._loop.create_future()
+        future: asyncio.Future[T] = self._loop.create_future()
 
         async def converse() -> None:
             try:
                 result = await work
             except Exception as error:  # noqa: BLE001 (raised again at the task)
-                if not found.done():
-                    found.set_exception(error)
+                if not future.done():
+                    future.set_exception(error)
             else:
-                if not found.done():
-                    found.set_result(result)
+                if not future.done():
+                    future.set_result(result)
 
         self.at(self._loop.time())
         exchange = self.start(converse())
-        self._awaited.add(found)
+        self._awaited.add(future)
         try:
-            return await found
+            return await future
         finally:
-            self._awaited.remove(found)
+            self._awaited.remove(future)
             exchange.cancel()
 
     def _run_soon(self) -> None:

@@ -43,7 +43,7 @@ def row_start(shapes: Iterable[Shape], place: int) -> int:
 def cuts(shapes: Iterable[Shape], rank: int, start: int, size: int) -> list[Cut]:
     """Cuts of the values start..start + size of a gradient whose parameters have these shapes;
     values behind all of them count as no matrix."""
-    found: list[Cut] = []
+    pieces: list[Cut] = []
     end, first = start + size, 0
     for shape in shapes:
         last = first + math.prod(shape)
@@ -52,19 +52,19 @@ def cuts(shapes: Iterable[Shape], rank: int, start: int, size: int) -> list[Cut]
             columns = math.prod(shape[1:])
             top, bottom = -(-(low - first) // columns), (high - first) // columns
             rows = bottom - top
-            here, there = low, low  # of the matrix
+            matrix_start = matrix_end = low
             if len(shape) > 1 and rank * (rows + columns) < rows * columns:
-                here, there = first + top * columns, first + bottom * columns
-                found.append(Cut(here - start, there - start, rows, columns))
-            found += [
-                Cut(one - start, other - start)
-                for one, other in ((low, here), (there, high))
-                if one < other
+                matrix_start, matrix_end = first + top * columns, first + bottom * columns
+                pieces.append(Cut(matrix_start - start, matrix_end - start, rows, columns))
+            pieces += [
+                Cut(begin - start, stop - start)
+                for begin, stop in ((low, matrix_start), (matrix_end, high))
+                if begin < stop
             ]
         first = last
     if (behind := max(first, start)) < end:
-        found.append(Cut(behind - start, end - start))
-    return sorted(found, key=lambda cut: cut.start)
+        pieces.append(Cut(behind - start, end - start))
+    return sorted(pieces, key=lambda cut: cut.start)
 
 
 def counts(some: Iterable[Cut], rank: int) -> tuple[int, int]:

@@ -17,24 +17,24 @@ class MissingLinks:
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
-        self._told: dict[str, bool] = {}  # whether a relay carries the link
+        self._reported: dict[str, bool] = {}  # whether a relay carries the link
 
     def look(self, needed: Iterable[str], carrier: Callable[[str], str | None], now: float) -> bool:
         """Update from `needed`, the members that need a link, and `carrier`, which gives a link's
         relay: "" for a direct link, None if it is down. Returns whether `complaints` have
         changed."""
         self._since = {p: self._since.get(p, now) for p in needed if carrier(p) != ""}
-        before, ripe = self._told, [p for p, at in self._since.items() if now - at >= PATIENCE]
-        self._told = {peer: bool(carrier(peer)) for peer in ripe}
-        return self._told != before
+        before, ripe = self._reported, [p for p, at in self._since.items() if now - at >= PATIENCE]
+        self._reported = {peer: bool(carrier(peer)) for peer in ripe}
+        return self._reported != before
 
     def complaints(self) -> list[Complaint]:
         """Complaints for a report, the oldest first; at most MOST_COMPLAINTS, since more add
         nothing."""
-        longest = sorted(self._told, key=lambda peer: self._since[peer])[:MOST_COMPLAINTS]
-        return [Complaint(peer=peer, relayed=self._told[peer]) for peer in longest]
+        longest = sorted(self._reported, key=lambda peer: self._since[peer])[:MOST_COMPLAINTS]
+        return [Complaint(peer=peer, relayed=self._reported[peer]) for peer in longest]
 
     @property
     def unlisted(self) -> int:
         """Number of further complaints, beyond MOST_COMPLAINTS."""
-        return max(0, len(self._told) - MOST_COMPLAINTS)
+        return max(0, len(self._reported) - MOST_COMPLAINTS)

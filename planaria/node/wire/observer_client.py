@@ -170,8 +170,8 @@ class ObserverClient:
 
     def reach(self, seat: str, node: str, address: str) -> None:
         """Query this seat by way of `node`, which is dialled at `address`."""
-        if (there := self._conversations.get(node)) is None or there.lost:
-            self._over += [there] if there is not None else []
+        if (conversation := self._conversations.get(node)) is None or conversation.lost:
+            self._over += [conversation] if conversation is not None else []
             self._conversations[node] = self._converse(node, address)
             self._conversations[node].open(self._heard, self._ended)
         self._by[seat] = node
@@ -204,13 +204,13 @@ class ObserverClient:
                 return await answer
         except TimeoutError:
             conversation = self._conversations[self._by[seat]]
-            what = (
+            failure = (
                 "no answer"
                 if conversation.node == node_of(seat)
                 else f"no answer of {seat} through it"
             )
             raise NoAnswerError(
-                f"{conversation.node} at {conversation.address}: {what} in {PATIENCE:g} s"
+                f"{conversation.node} at {conversation.address}: {failure} in {PATIENCE:g} s"
             ) from None
         finally:
             del self._waiting[number]
@@ -238,4 +238,4 @@ class ObserverClient:
 
     async def close(self) -> None:
         conversations = (*self._over, *self._conversations.values())
-        await asyncio.gather(*(one.close() for one in conversations))
+        await asyncio.gather(*(conversation.close() for conversation in conversations))

@@ -66,7 +66,7 @@ class Observers:
             await context.abort(StatusCode.RESOURCE_EXHAUSTED, why)
         name = f"?{next(self._numbers)}"
         answers = self._open[name] = _Answers(instance)
-        log.info("onlooker %s comes from %s", name, context.peer())
+        log.info("observer %s connected from %s", name, context.peer())
         listening = asyncio.create_task(self._listen(name, answers, context))
         try:
             await context.send_initial_metadata(())  # accepts the call: the observer may send
@@ -133,13 +133,13 @@ class Observers:
 class Inside:
     """A node's conversation with itself (see observer_client.py)."""
 
-    def __init__(self, onlookers: Observers, node: str, address: str) -> None:
+    def __init__(self, observers: Observers, node: str, address: str) -> None:
         self.node, self.address = node, address
         self.lost = ""
-        self._onlookers, self._name = onlookers, ""
+        self._observers, self._name = observers, ""
 
     def open(self, heard: Callable[[pb.Message], None], _: object) -> None:
-        self._name = self._onlookers.enter(heard)
+        self._name = self._observers.enter(heard)
 
     def send(self, message: pb.Message) -> bool:
         if not self.lost:
@@ -148,11 +148,11 @@ class Inside:
 
     def _ask(self, message: pb.Message) -> None:
         if not self.lost:
-            self._onlookers.ask(self._name, message)
+            self._observers.ask(self._name, message)
 
     async def close(self) -> None:
         self.lost = "the conversation is over"
-        self._onlookers.leave(self._name)
+        self._observers.leave(self._name)
 
 
 class _Answers:

@@ -57,7 +57,7 @@ class NodeOutbox:
             if self._net.linked(peer):
                 self.linked(peer)
                 continue
-            late = [one for one in waiting if now - one.since > PATIENCE]
+            late = [letter for letter in waiting if now - letter.since > PATIENCE]
             del waiting[: len(late)]
             if not waiting:
                 del self._waiting[peer]

@@ -24,7 +24,10 @@ class RoundTrip:
     def __init__(self) -> None:
         self._shortest = 0.0
         self._answers = 0
-        self._said, self._came = 0, 0.0  # the peer's last `sent`, and when it came; 0: none
+        self._peer_sent, self._received_at = (
+            0,
+            0.0,
+        )  # the peer's last `sent`, and when it came; 0: none
 
     @property
     def seconds(self) -> float:
@@ -33,12 +36,12 @@ class RoundTrip:
 
     def say(self, now: float) -> tuple[int, int]:
         """Fields `sent` and `echo` of an outgoing heartbeat."""
-        waited = _microseconds(now - self._came) if self._said else 0
-        return _microseconds(now), min(self._said + waited, UINT64 - 1)
+        waited = _microseconds(now - self._received_at) if self._peer_sent else 0
+        return _microseconds(now), min(self._peer_sent + waited, UINT64 - 1)
 
     def hear(self, heartbeat: Heartbeat, now: float) -> None:
         """Record a received heartbeat. Impossible values are ignored."""
-        self._said, self._came = heartbeat.sent, now
+        self._peer_sent, self._received_at = heartbeat.sent, now
         took = (_microseconds(now) - heartbeat.echo) * 1e-6
         if heartbeat.echo and took > 0:
             self._shortest = min(self._shortest, took) if self._answers else took

@@ -70,10 +70,10 @@ class Hello:
         """Parse a received hello. Raises WireError."""
         if len(text) > 1000 or not _HELLO.fullmatch(text):
             raise WireError(f"{text[:80]!r} is no hello of a link")
-        said, _, checksum = text.rpartition(" ")
-        if xxh3_64_hexdigest(said.encode()) != checksum:
-            raise DamagedError(f"the checksum of the hello {said[:80]!r} is not that sent")
-        words = said.split(" ")
+        content, _, checksum = text.rpartition(" ")
+        if xxh3_64_hexdigest(content.encode()) != checksum:
+            raise DamagedError(f"the checksum of the hello {content[:80]!r} is not that sent")
+        words = content.split(" ")
         session, other, number, messages, frames = map(int, words[:5])
         pairs = [word.split(":") for word in words[5:]]
         partial = {int(frame): int(received) for frame, received in pairs}
@@ -138,8 +138,8 @@ class Session:
         self._waiting: deque[_SentMessage] = deque()
         self._acknowledged = 0  # messages
         self._message_bytes = 0
-        self._received = self._told = 0  # messages
-        self._said = self._heard = 0  # numbers of the newest hellos sent and received
+        self._received = self._reported = 0  # messages
+        self._hello_number = self._peers_hello = 0  # numbers of the newest hellos sent and received
 
     # --- sending
 
@@ -197,31 +197,33 @@ class Session:
 
     def acknowledgement(self) -> int:
         """Number of messages received, for the next heartbeat."""
-        self._told = self._received
+        self._reported = self._received
         return self._received
 
     @property
     def acknowledgement_due(self) -> bool:
-        return self._received - self._told >= ACKNOWLEDGE_EVERY
+        return self._received - self._reported >= ACKNOWLEDGE_EVERY
 
     # --- a new connection
 
     def hello(self) -> Hello:
         """The hello for a new connection. After it, data of an older connection must be dropped,
         and so must an answer to an older hello."""
-        self._said += 1
+        self._hello_number += 1
         self._ordering.begin_anew()
-        frames, partial = self.inbox.told()
-        return Hello(self.number, self.other, self._said, self.acknowledgement(), frames, partial)
+        frames, partial = self.inbox.progress()
+        return Hello(
+            self.number, self.other, self._hello_number, self.acknowledgement(), frames, partial
+        )
 
-    def is_newest(self, said: Hello) -> bool:
+    def is_newest(self, own_hello: Hello) -> bool:
         """Whether no other hello was made since."""
-        return said.number == self._said
+        return own_hello.number == self._hello_number
 
-    def check(self, hello: Hello, said: Hello | None = None) -> None:
-        """Check whether to resume as the peer's hello says; `said`: this side's hello that it
-        answers. Raises Outdated, Begun, Forgotten."""
-        if said is not None and not self.is_newest(said):
+    def check(self, hello: Hello, answered: Hello | None = None) -> None:
+        """Check whether to resume as the peer's hello says; `answered`: this side's hello
+        that it answers. Raises Outdated, Begun, Forgotten."""
+        if answered is not None and not self.is_newest(answered):
             raise Outdated("another connection has come up")
         if hello.other not in (0, self.number):
             raise Forgotten(f"its session {hello.other} is over")
@@ -229,14 +231,14 @@ class Session:
             raise Begun("the peer has begun anew")
         if self.other and hello.session != self.other:
             raise Outdated(f"a session {hello.session}, after {self.other}")
-        if hello.number <= self._heard:
-            raise Outdated(f"hello {hello.number} after {self._heard}")
+        if hello.number <= self._peers_hello:
+            raise Outdated(f"hello {hello.number} after {self._peers_hello}")
 
-    def resume(self, hello: Hello, said: Hello | None = None) -> None:
+    def resume(self, hello: Hello, answered: Hello | None = None) -> None:
         """Send again what the peer lacks. Raises as `check`, and WireError if that can't be."""
-        self.check(hello, said)
+        self.check(hello, answered)
         self.acknowledge_messages(hello.messages)
         self._waiting.extendleft(reversed(self._sent))
         self._sent.clear()
         self.outbox.rewind(hello.frames, hello.partial)
-        self.other, self._heard = hello.session, hello.number
+        self.other, self._peers_hello = hello.session, hello.number

@@ -108,11 +108,11 @@ def decode(
     parsed = [Descriptor.parse(raw) for raw in descriptors]
     tensors = []
     for index, (descriptor, part) in enumerate(zip(parsed, _split(parsed, payload), strict=True)):
-        found = xxh3_64_intdigest(part)
-        if found != descriptor.checksum:
+        checksum = xxh3_64_intdigest(part)
+        if checksum != descriptor.checksum:
             raise DamagedError(
                 f"tensor {index} ({descriptor.dtype} {descriptor.shape}) arrived damaged: its "
-                f"checksum is {found:016x}, not {descriptor.checksum:016x}"
+                f"checksum is {checksum:016x}, not {descriptor.checksum:016x}"
             )
         tensors.append(_decompress(descriptor, part, torch.device(device)))
     return tensors
@@ -295,9 +295,9 @@ def _decompress(descriptor: Descriptor, part: memoryview, device: torch.device) 
 def _split(descriptors: Sequence[Descriptor], payload: Payload) -> Iterator[memoryview]:
     """The payload's part for each descriptor. Raises WireError when the sizes don't add up."""
     parts = buffers_of(payload)
-    expected, found = sum(d.size for d in descriptors), sum(part.nbytes for part in parts)
-    if expected != found:
-        raise WireError(f"the descriptors say {expected} bytes, the payload has {found}")
+    expected, size = sum(d.size for d in descriptors), sum(part.nbytes for part in parts)
+    if expected != size:
+        raise WireError(f"the descriptors say {expected} bytes, the payload has {size}")
     if [part.nbytes for part in parts] == [d.size for d in descriptors]:
         yield from parts  # as `encode` made them
         return

@@ -211,7 +211,7 @@ def test_a_new_connection_begins_anew() -> None:
     assert link.background.window > LEAST
     outbox, made = link.outbox, link.background
     link.background = Background()
-    outbox.rewind(*link.inbox.told())
+    outbox.rewind(*link.inbox.progress())
     assert outbox.next(5.0) is not None
     assert outbox.next(5.0) is None
     assert made.window > LEAST, "it is another one that counts"

@@ -52,7 +52,7 @@ async def node(
         Identity.generate(),
         events,
         credentials=credentials or Credentials(token=token),
-        onlookers=here,
+        observers=here,
     )
     port = await links.start("127.0.0.1:0")
     try:
