@@ -294,7 +294,7 @@ def test_an_activation_that_was_lost_with_the_link_is_the_drivers_affair() -> No
 def test_who_sent_what_ended_a_link_is_accused_at_the_driver() -> None:
     seat = Seat("b")
     seat.hears("a", ATTEMPT, step=begin())
-    why = "c sent what can't be: the checksum of a chunk of frame 3 is not that sent"
+    why = "c sent an invalid message: the checksum of a chunk of frame 3 is not that sent"
     seat.agent.on_link_lost("c", why, [], 1.0, registry.CHECKSUM)
     to, cut = seat.net.sent[-1]
     assert to == "a"

@@ -177,7 +177,7 @@ class Link:
             if isinstance(error, SenselessError) and honest:
                 raise AssertionError(f"{self.node.name} can't deal with {self.peer}") from error
             cause = SILENT if self.via else error.cause  # who carries may have changed it
-            self.end(f"{self.peer} sent what can't be: {error}", cause=cause)
+            self.end(f"{self.peer} sent an invalid message: {error}", cause=cause)
 
     def _listen(self, data: bytes) -> None:
         message = parse_message(data)
@@ -605,7 +605,7 @@ class Links:
             session.resume(hello)
         except WireError as error:
             if link is not None:
-                link.end(f"{peer} sent what can't be: {error}", cause=error.cause)
+                link.end(f"{peer} sent an invalid message: {error}", cause=error.cause)
             raise Refused(over=False) from error
         return session
 

@@ -88,7 +88,7 @@ class RemoteFolder:
             raise CorpusError(f"can't read {where}: {said(error)}") from error
         if len(data) != end - first:
             raise CorpusError(
-                f"can't read {where}: there came {len(data)}. Either that file is another one, or "
+                f"can't read {where}: {len(data)} came. Either that file is another one, or "
                 "its server doesn't serve ranges of bytes"
             )
         return data
@@ -262,7 +262,7 @@ def shards_of(folder: Path) -> Callable[[TokenShard, str, int], ShardElsewhere]:
 def stand_in(url: str, folder: Path) -> Index:
     """Make `folder` a stand-in for the prepared data at `url`, as it is now. Raises CorpusError."""
     if folder.exists() and not is_stand_in(folder) and any(folder.iterdir()):
-        raise CorpusError(f"{folder} is there already, and stands for nothing: choose another one")
+        raise CorpusError(f"{folder} exists, and is no link to data: choose another folder")
     place = RemoteFolder(url)
     names = ["index.json", TOKENIZER, *(name for name in (CONFIG, TEMPLATE) if place.has(name))]
     contents = {name: place.file(name) for name in names}

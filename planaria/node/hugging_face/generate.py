@@ -61,7 +61,7 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     """Choose a token by float32 [vocabulary]: nucleus sampling (Holtzman et al., arXiv 1904.09751).
     Raises ValueError for logits that aren't finite."""
     if not logits.isfinite().all():
-        raise ValueError("what the model makes of it isn't finite: it has diverged")
+        raise ValueError("the model's output isn't finite: it has diverged")
     if sampling.temperature == 0:
         return int(logits.argmax())
     shares, tokens = torch.softmax(logits / sampling.temperature, 0).sort(descending=True)

@@ -183,7 +183,7 @@ class LivingRun:
         routes = self._ways(stage, view)
         if not any(stage in stages_of(member) for member in view.members):
             raise ExportError(
-                f"stage {stage} has nobody at the moment: try again when it has been rebuilt, "
+                f"stage {stage} has no node at the moment: try again when it has been rebuilt, "
                 "which `planaria status` tells, or take what was saved"
             )
         seats: list[str] = []

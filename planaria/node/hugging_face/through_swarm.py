@@ -163,7 +163,7 @@ class LivingStages(LivingRun):
         except TimeoutError:
             raise NoAnswerError(f"{node_of(seat)}: nothing in {progress:g} s") from None
         except (WireError, ValueError) as error:
-            raise NoAnswerError(f"{node_of(seat)} sent what can't be: {error}") from error
+            raise NoAnswerError(f"{node_of(seat)} sent an invalid message: {error}") from error
         finally:
             del self._waiting[number]
         return tensor
@@ -174,7 +174,7 @@ class LivingStages(LivingRun):
         if not self.step:
             return
         if made is None:
-            raise NoAnswerError(f"{node_of(seat)} can't tell of one step: its planaria is older")
+            raise NoAnswerError(f"{node_of(seat)} can't answer for one step: its planaria is older")
         self._made = self._made or made
         if made != self._made:
             raise ExportError(f"the run has gone back and made step {self.step} anew: try again")

@@ -161,7 +161,7 @@ class Outbox:
         from its streams."""
         sending = self._started.get(number)
         if sending is None or not sending.acknowledged <= received <= sending.sent:
-            raise WireError(f"{received} bytes of frame {number} acknowledged, which can't be")
+            raise WireError(f"{received} bytes of frame {number} acknowledged, which is impossible")
         more = received - sending.acknowledged
         sending.acknowledged = received
         self._in_flight -= more
@@ -184,7 +184,7 @@ class Outbox:
         valid = partial.keys() <= {sending.number for sending in received}
         if not valid or begun + len(unbegun) != self._last or any(s.acknowledged for s in unbegun):
             raise WireError(
-                f"{begun} frames begun, of which {sorted(partial)} aren't whole, which can't be"
+                f"{begun} frames begun, but incomplete are {sorted(partial)}, which is impossible"
             )
         for sending in received:
             self._acknowledge(sending.number, partial.get(sending.number, sending.size))

@@ -259,7 +259,7 @@ class _Link:
 
     def _rest(self, why: str) -> None:
         """Rest until this side has something to send, or the other one dials."""
-        log.info("the link to %s rests: %s", self.peer, why)
+        log.info("the link to %s is closed until it is needed: %s", self.peer, why)
         self.rests = True
         self._stirs.clear()
         self.detach(why)
@@ -294,7 +294,7 @@ class _Link:
         if self._idle.rests(self._is_spare(), self.now):
             self._rest(connection.reason)
             return
-        log.info("the link to %s sleeps: %s", self.peer, connection.reason)
+        log.info("the link to %s is down, and may resume: %s", self.peer, connection.reason)
         self._links.dial_soon(self.peer)
 
     @property
@@ -557,7 +557,7 @@ class _Connection:
 
     def _refuse(self, error: WireError) -> None:
         cause = SILENT if self.via else error.cause  # a relay may have changed it
-        self._link.end(f"{self._link.peer} sent what can't be: {error}", cause=cause)
+        self._link.end(f"{self._link.peer} sent an invalid message: {error}", cause=cause)
 
     async def _read(self, stream: _LinkStream) -> bytes | None:
         """The next item; None: the stream has ended."""
@@ -800,7 +800,9 @@ class Links:
                 link.end(f"{link.peer} is no member of view {view}", report=sleeps)
         for node in self._linked:
             if not self._dialable and not self._peers[node].address and node not in self._links:
-                log.info("neither this node nor %s can be dialled: somebody has to carry", node)
+                log.info(
+                    "neither this node nor %s can be dialled: another member has to relay", node
+                )
             if node in self._links:
                 self._links[node].wake()
             self.dial_soon(node)
@@ -1449,7 +1451,7 @@ class Links:
             session.resume(hello)
         except WireError as error:
             if link is not None:
-                link.end(f"{dialler} sent what can't be: {error}", cause=error.cause)
+                link.end(f"{dialler} sent an invalid message: {error}", cause=error.cause)
             raise
         return session
 

@@ -134,7 +134,7 @@ class ObserverStream:
             if await self._call.code() is not grpc.StatusCode.OK:
                 why = await self._call.details()
         except (WireError, DecodeError) as error:
-            why = f"it sent what can't be: {error}"
+            why = f"it sent an invalid message: {error}"
         except grpc.aio.AioRpcError as error:
             why = error.details() or error.code().name
         self.lost = f"{self.node} at {self.address}: {why}"

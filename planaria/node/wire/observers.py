@@ -62,7 +62,7 @@ class Observers:
         if instance in self._banned:
             await context.abort(StatusCode.PERMISSION_DENIED, BANNED)
         if len(self._open) >= MOST:
-            why = f"{MOST} others take something home from this node already: try again later"
+            why = f"{MOST} others already read from this node: try again later"
             await context.abort(StatusCode.RESOURCE_EXHAUSTED, why)
         name = f"?{next(self._numbers)}"
         answers = self._open[name] = _Answers(instance)
@@ -85,7 +85,7 @@ class Observers:
                 self.ask(name, pb.Message.FromString(unseal(data)))
             answers.end("")
         except (WireError, DecodeError) as error:
-            answers.end(f"what was sent makes no sense: {error}")
+            answers.end(f"invalid request: {error}")
         except (grpc.aio.BaseError, asyncio.InvalidStateError):
             answers.end("the stream broke")
 

@@ -24,10 +24,8 @@ class RoundTrip:
     def __init__(self) -> None:
         self._shortest = 0.0
         self._answers = 0
-        self._peer_sent, self._received_at = (
-            0,
-            0.0,
-        )  # the peer's last `sent`, and when it came; 0: none
+        self._peer_sent = 0  # the peer's last `sent`; 0: none
+        self._received_at = 0.0  # when it came
 
     @property
     def seconds(self) -> float:

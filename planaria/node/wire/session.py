@@ -69,7 +69,7 @@ class Hello:
     def parse(cls, text: str) -> Hello:
         """Parse a received hello. Raises WireError."""
         if len(text) > 1000 or not _HELLO.fullmatch(text):
-            raise WireError(f"{text[:80]!r} is no hello of a link")
+            raise WireError(f"{text[:80]!r} is not a link's hello")
         content, _, checksum = text.rpartition(" ")
         if xxh3_64_hexdigest(content.encode()) != checksum:
             raise DamagedError(f"the checksum of the hello {content[:80]!r} is not that sent")
@@ -187,7 +187,7 @@ class Session:
     def acknowledge_messages(self, count: int) -> None:
         """The peer has received `count` messages. Raises WireError when that can't be."""
         if not 0 <= count - self._acknowledged <= len(self._sent):
-            raise WireError(f"{count} messages acknowledged, which can't be")
+            raise WireError(f"{count} messages acknowledged, which is impossible")
         for _ in range(count - self._acknowledged):
             message, arrived = self._sent.popleft()
             self._message_bytes -= len(message) + ITEM

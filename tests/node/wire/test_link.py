@@ -349,7 +349,7 @@ async def farewell(call: Any) -> str:
         ({"run": "other"}, "PERMISSION_DENIED", "b is in run run, not 'other'"),
         ({"peer": "c"}, "NOT_FOUND", "this is node b, not 'c'"),
         ({"protocol": "2"}, "FAILED_PRECONDITION", "b speaks protocol 1, the dialler 2"),
-        ({"link": "x"}, "INVALID_ARGUMENT", "'x' is no hello of a link"),
+        ({"link": "x"}, "INVALID_ARGUMENT", "'x' is not a link's hello"),
         ({"link": hello(other=9)}, "DATA_LOSS", "b has no such link: its session 9 is over"),
         (
             {"link": hello(messages=5)},
@@ -484,7 +484,9 @@ async def test_a_dialler_says_what_was_malformed_too() -> None:
         a.links.set_peers(1, [peer_at("b", f"127.0.0.1:{port}")], ["b"])
         await a.events.next("up")
         _, reason, _ = await a.events.next("lost")
-        assert reason.startswith("b sent what can't be: a message that is not one of stage.proto's")
+        assert reason.startswith(
+            "b sent an invalid message: a message that is not one of stage.proto's"
+        )
         assert await said == reason
     await server.stop(None)
 

@@ -159,7 +159,7 @@ async def test_too_many_onlookers_are_refused(monkeypatch: pytest.MonkeyPatch) -
     async with node() as (_, address), asking(address) as one:
         await one.pin("node/1", 5)
         async with asking(address) as other:
-            with pytest.raises(NoAnswerError, match="1 others take something home"):
+            with pytest.raises(NoAnswerError, match="1 others already read"):
                 await other.pin("node/1", 5)
 
 
