@@ -356,7 +356,7 @@ async def farewell(call: Any) -> str:
             "INVALID_ARGUMENT",
             "5 messages acknowledged",
         ),
-        ({"link": hello(partial={3: 4})}, "INVALID_ARGUMENT", "0 frames begun, of which"),
+        ({"link": hello(partial={3: 4})}, "INVALID_ARGUMENT", "0 frames begun, but incomplete"),
         ({"key": "c"}, "UNAUTHENTICATED", "hello in the name of a is not signed by the key"),
         ({"token": "bad"}, "UNAUTHENTICATED", "the join token is not this run's"),
     ],
