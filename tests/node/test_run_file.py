@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from typer.testing import CliRunner
 
 from planaria.bootstrap.membership import MembershipRules
-from planaria.bootstrap.service import HELD_UP
+from planaria.bootstrap.service import PAUSED_ABOVE
 from planaria.node.cli import app
 from planaria.node.launch.resolve import registry_rules
 from planaria.node.model.learning_rate import boost, peak_of, scheduled, warmup_of
@@ -59,7 +59,7 @@ def test_short_times_that_go_together_are_taken() -> None:
 
 def test_the_times_are_those_of_links_and_registry() -> None:
     assert LinkSettings().heartbeat == HEARTBEAT
-    assert LEASE >= HELD_UP
+    assert LEASE >= PAUSED_ABOVE
     LinkSettings(silence=2 * HEARTBEAT)
 
 

@@ -19,6 +19,7 @@ from planaria.bootstrap.enrolment_client import Enrolment
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.invites import decode, encode
+from planaria.node.launch.supervisor import TRY_AGAIN
 from tests.swarm.machines import DEADLINE, TOKEN, Machines, machines
 from tests.swarm.stranger import Stranger
 
@@ -98,7 +99,7 @@ async def joined_by_invite_and_banned(machines: Machines) -> None:
         async with asyncio.timeout(DEADLINE):
             while not (ended := machines.processes.ended()):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        assert [(one.slot, one.status) for one in ended] == [(banned, 1)]
+        assert [(one.slot, one.status) for one in ended] == [(banned, TRY_AGAIN)]
         assert not await is_healthy(members[banned]["address"], machines.folder / banned)
         listed = await machines.command("members", join=operator)
         assert [line for line in listed.splitlines() if "banned" in line]

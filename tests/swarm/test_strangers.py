@@ -35,7 +35,7 @@ async def be_ahead_of_all(client: RegistryClient, stranger: Stranger, view: View
     keeping = asyncio.create_task(
         client.keep_membership("ahead", reply, lambda view: None, lambda why: None)
     )
-    while not any("what ahead " in told for told in (await client.describe()).decisions):
+    while not any("refused a report of ahead " in d for d in (await client.describe()).decisions):
         pass
     await client.leave("ahead", "it has said what it wanted to")
     keeping.cancel()
