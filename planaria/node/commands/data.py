@@ -34,14 +34,14 @@ def data_prepare(
     jobs: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Files to do at a time, each by a process. Default: as many as processors."
+            min=1, help="Files to prepare at a time, each in a process. Default: one a processor."
         ),
     ] = None,
     dask: Annotated[
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Scheduler of the Dask cluster that does it; its workers see the same files.",
+            help="Scheduler of a Dask cluster that prepares; its workers must see the same files.",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace other prepared data.")] = False,
@@ -76,11 +76,14 @@ def data_prepare(
 @data_app.command("link")
 def data_link(
     url: Annotated[
-        str, typer.Argument(metavar="URL", help="s3://, gs://, https://, ...: whatever fsspec has.")
+        str,
+        typer.Argument(
+            metavar="URL", help="s3://, gs://, https://, ...: any that fsspec supports."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
 ) -> None:
-    """Make a folder that stands for prepared data elsewhere, of which is read what is needed."""
+    """Make a folder that links to prepared data elsewhere; only what is needed is read."""
     from planaria.node.data.corpus import Corpus, CorpusError
     from planaria.node.data.elsewhere import stand_in
 
@@ -94,10 +97,12 @@ def data_inspect(
     path: Annotated[
         Path, typer.Argument(metavar="DIR|RUN.toml", help="Folder of prepared data, or a run file.")
     ],
-    verify: Annotated[bool, typer.Option("--verify", help="Read all, check checksums.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read everything and check the checksums.")
+    ] = False,
     context: Annotated[int, typer.Option(min=1, help="Tokens of a document to show.")] = 128,
 ) -> None:
-    """Show what prepared data holds, and its first documents; or what a run makes of its data."""
+    """Show the contents of prepared data, and its first documents; or how a run uses its data."""
     from planaria.node.data.corpus import Corpus, CorpusError
     from planaria.node.run_file import RunFileError
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def status_command(
     join: Join,
     security: Security,
-    watch: Annotated[bool, typer.Option("--watch", help="Until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Update until Ctrl-C.")] = False,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -55,14 +55,15 @@ def logs_command(
     node: Annotated[
         str,
         typer.Argument(
-            metavar="NODE", help="As status calls it, or its name or ending alone: node-2.0-7f3a1c."
+            metavar="NODE",
+            help="The node's name in status, or only its first or last part: node-2.0-7f3a1c.",
         ),
     ],
     join: Join,
     security: Security,
-    lines: Annotated[int, typer.Option(min=1, help="The last so many.")] = 100,
+    lines: Annotated[int, typer.Option(min=1, help="Number of last lines.")] = 100,
     follow: Annotated[
-        bool, typer.Option("--follow", help="And what comes next, until Ctrl-C.")
+        bool, typer.Option("--follow", help="Also show new lines, until Ctrl-C.")
     ] = False,
 ) -> None:
     """Show the last lines of a node's log."""
@@ -92,7 +93,7 @@ def probe_command(
     out: Annotated[
         Path | None, typer.Option(help="File to write, for planaria plan --probe.")
     ] = None,
-    wait: Annotated[float, typer.Option(help="Seconds that nodes have to measure.")] = 120.0,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for the measurements.")] = 120.0,
     as_json: Annotated[
         bool, typer.Option("--json", envvar="PLANARIA_PROBE_JSON", help="Print it as JSON.")
     ] = False,

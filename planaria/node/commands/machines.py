@@ -152,15 +152,19 @@ def saying_whether_another_would_do() -> Iterator[None]:
 class BootstrapOptions:
     """Of `planaria bootstrap`."""
 
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0: any.")]
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Address to listen on; port 0: any free one.")
+    ]
     run_file: Annotated[
         Path,
-        typer.Option("--run", envvar="PLANARIA_BOOTSTRAP_RUN", metavar="RUN.toml", help="The run."),
+        typer.Option(
+            "--run", envvar="PLANARIA_BOOTSTRAP_RUN", metavar="RUN.toml", help="The run file."
+        ),
     ]
     journal: Annotated[
         Path | None,
         typer.Option(
-            help="File that lets a restarted registry go on.",
+            help="File from which a restarted registry continues.",
             rich_help_panel=FILES,
         ),
     ] = None
@@ -168,14 +172,14 @@ class BootstrapOptions:
         Path | None,
         typer.Option(
             metavar="JOURNAL",
-            help="Of the run that this one goes on from, in other numbers: views go on counting.",
+            help="Journal of the run that this one continues with other settings.",
             rich_help_panel=FILES,
         ),
     ] = None
     address_file: Annotated[
         Path | None,
         typer.Option(
-            help="File that gets HOST:PORT once the registry listens.",
+            help="File to write HOST:PORT to once the registry listens.",
             rich_help_panel=FILES,
         ),
     ] = None
@@ -184,8 +188,8 @@ class BootstrapOptions:
         typer.Option(
             min=0,
             metavar="N",
-            help="Nodes that may be members from one block of addresses (/24, of IPv6 /64), this "
-            "machine's own aside. 0: any number.",
+            help="Maximum number of members from one block of addresses (/24, IPv6: /64); this "
+            "machine's don't count. 0: unlimited.",
             rich_help_panel=SECURITY,
         ),
     ] = 0
@@ -193,7 +197,7 @@ class BootstrapOptions:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Instances that alone may join, one a line. Default: all.",
+            help="File with the instances that may join, one a line. Default: all may.",
             rich_help_panel=SECURITY,
         ),
     ] = None
@@ -201,9 +205,9 @@ class BootstrapOptions:
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder of the run's certificate authority, for which invites are, and by whose "
-            "key views are signed; with it, TLS on loopback, too. Default: JOURNAL.authority; "
-            "without a journal, in memory.",
+            help="Folder of the run's certificate authority, which issues invites and signs views; "
+            "naming it turns on TLS on loopback, too. Default: JOURNAL.authority; without a "
+            "journal, in memory.",
             rich_help_panel=SECURITY,
         ),
     ] = None
@@ -212,7 +216,7 @@ class BootstrapOptions:
         typer.Option(
             metavar="HOST:PORT",
             show_default="the port below --listen",
-            help="Where who has an invite gets a certificate.",
+            help="Address at which invites are exchanged for certificates.",
             rich_help_panel=SECURITY,
         ),
     ] = None
@@ -220,7 +224,7 @@ class BootstrapOptions:
         str | None,
         typer.Option(
             metavar="HOST[:PORT]",
-            help="What invites say of where the registry is, if not --listen.",
+            help="The registry's address in invites, if not --listen.",
             rich_help_panel=NETWORK,
         ),
     ] = None
@@ -229,8 +233,8 @@ class BootstrapOptions:
         typer.Option(
             envvar="PLANARIA_STORE",
             metavar="etcds://HOST:PORT,...",
-            help="etcd, in which the run's registries have their views, instead of a journal; one "
-            "of them leads. ?ca=FILE&cert=FILE&key=FILE: what it is spoken to with.",
+            help="etcd that the run's registries share instead of a journal; one of them leads. "
+            "?ca=FILE&cert=FILE&key=FILE: TLS to etcd.",
             rich_help_panel=FILES,
         ),
     ] = ""
@@ -238,7 +242,7 @@ class BootstrapOptions:
         str,
         typer.Option(
             metavar="HOST:PORT,...",
-            help="The run's other registries, which invites name, too.",
+            help="The run's other registries, also named in invites.",
             rich_help_panel=NETWORK,
         ),
     ] = ""

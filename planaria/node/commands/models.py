@@ -47,7 +47,10 @@ def export_command(
     run_file: Annotated[
         Path | None,
         typer.Option(
-            "--run", envvar="PLANARIA_EXPORT_RUN", metavar="RUN.toml", help="Whose saves these are."
+            "--run",
+            envvar="PLANARIA_EXPORT_RUN",
+            metavar="RUN.toml",
+            help="The run file of these saves.",
         ),
     ] = None,
     security: Security,
@@ -133,30 +136,35 @@ class GenerateOptions:
         list[str] | None,
         typer.Argument(
             metavar="DIR [PROMPT]",
-            help="Folder that `planaria export` has written, and the beginning of the text. With "
-            "--join, the latter alone.",
+            help="Folder written by `planaria export`, and the beginning of the text. With --join, "
+            "only the text.",
         ),
     ] = None
     chat: Annotated[
         bool,
         typer.Option(
             "--chat",
-            help="The prompt is a question, answered by the model's chat template; without one, a "
-            "dialogue: a question a line, until Ctrl-D.",
+            help="Answer the prompt by the model's chat template; without a prompt, hold a "
+            "dialogue, one question a line, until Ctrl-D.",
         ),
     ] = False
-    system: Annotated[str, typer.Option(help="With --chat: the system's message.")] = ""
+    system: Annotated[str, typer.Option(help="With --chat: the system message.")] = ""
     join: Living = None
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, at most.")] = 100
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 100
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0: always the likeliest token.")
+    ] = 0.8
     top_p: Annotated[
-        float, typer.Option(help="Choose among the likeliest that have this share together.")
+        float,
+        typer.Option(
+            help="Nucleus sampling: sample from the likeliest tokens of this total probability."
+        ),
     ] = 0.95
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0
     device: OneDevice = "auto"
     data: Annotated[
         Path | None,
-        typer.Option(help="With --join: prepared data with the tokenizer, if not the run's."),
+        typer.Option(help="With --join: prepared data with the tokenizer. Default: the run's."),
     ] = None
     security: Security
 
@@ -266,7 +274,7 @@ def _show(text: str) -> None:
 def evaluate_command(
     folder: Annotated[
         Path | None,
-        typer.Argument(metavar="[DIR]", help="Folder that `planaria export` has written."),
+        typer.Argument(metavar="[DIR]", help="Folder written by `planaria export`."),
     ] = None,
     *,
     options: EvaluateOptions,
@@ -324,10 +332,10 @@ def evaluate_command(
 
 def presets_command(
     vocabulary: Annotated[
-        int, typer.Option(min=2, help="Tokens of the tokenizer; 2048: what `data prepare` makes.")
+        int, typer.Option(min=2, help="Vocabulary size; `data prepare` makes 2048 by default.")
     ] = 2048,
 ) -> None:
-    """List the sizes of models that model.preset names."""
+    """List the model sizes of model.preset."""
     from planaria.node.model.shape import PRESETS, divisors, model_config
     from planaria.node.run_file import ModelSection
 

@@ -27,25 +27,27 @@ class InviteOptions:
     """Of `planaria invite`."""
 
     join: Join
-    uses: Annotated[int, typer.Option(min=0, help="How many it is for; 0: any number.")] = 1
+    uses: Annotated[int, typer.Option(min=0, help="How often it can be used; 0: unlimited.")] = 1
     hours: Annotated[
         float,
-        typer.Option(min=0, show_default="24", help="How long it is good; 0: until it is revoked."),
+        typer.Option(
+            min=0, show_default="24", help="Hours for which it is valid; 0: until it is revoked."
+        ),
     ] = 24.0
     stage: Annotated[
-        int | None, typer.Option(min=0, help="The only one that who comes by it may serve.")
+        int | None, typer.Option(min=0, help="The only stage that its nodes may serve.")
     ] = None
     role: Annotated[
         Literal["node", "reader", "operator"],
-        typer.Option(help="node: serve a stage; reader: look on; operator: these commands, too."),
+        typer.Option(help="node: serve a stage; reader: watch; operator: also give commands."),
     ] = "node"
     listing: Annotated[
         bool,
-        typer.Option("--list", envvar="PLANARIA_INVITE_LIST", help="Show the invites there are."),
+        typer.Option("--list", envvar="PLANARIA_INVITE_LIST", help="List the invites."),
     ] = False
-    revoke: Annotated[
-        str | None, typer.Option(metavar="ID", help="Nobody comes by this invite any more.")
-    ] = None
+    revoke: Annotated[str | None, typer.Option(metavar="ID", help="Make this invite invalid.")] = (
+        None
+    )
     security: Security
 
 
@@ -129,7 +131,7 @@ def members_command(join: Join, security: Security) -> None:
 
 @flattened
 def evict_command(
-    node: Annotated[str, typer.Argument(metavar="NODE", help="As status calls it.")],
+    node: Annotated[str, typer.Argument(metavar="NODE", help="The node's name in status.")],
     join: Join,
     security: Security,
 ) -> None:
@@ -144,7 +146,7 @@ def evict_command(
 def ban_command(
     who: Annotated[
         str,
-        typer.Argument(metavar="NODE|INSTANCE", help="As status, or `planaria members`, has it."),
+        typer.Argument(metavar="NODE|INSTANCE", help="As in status or `planaria members`."),
     ],
     join: Join,
     security: Security,
@@ -159,7 +161,7 @@ def ban_command(
 @flattened
 def allow_command(
     instance: Annotated[
-        str, typer.Argument(metavar="INSTANCE", help="That is banned, as `planaria members` says.")
+        str, typer.Argument(metavar="INSTANCE", help="A banned instance, as in `planaria members`.")
     ],
     join: Join,
     security: Security,

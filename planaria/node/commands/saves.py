@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def regroup_command(
     folders: Annotated[
         list[Path],
-        typer.Argument(metavar="DIR...", help="What --save-dir was, of each of the run's nodes."),
+        typer.Argument(metavar="DIR...", help="The --save-dir of each of the run's nodes."),
     ],
     join: Join,
     security: Security,

@@ -30,51 +30,59 @@ from planaria.node.launch.options import (
 
 ENDING = "When it ends"
 
+Stage = Annotated[
+    int | None,
+    typer.Option(min=0, help="The stage to serve. Default: where a node is needed most."),
+]
+Listen = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        show_default="127.0.0.1:0; where the registry of an invite is elsewhere, 0.0.0.0:0",
+        help="Address to listen on for other nodes; port 0: any free one.",
+        rich_help_panel=NETWORK,
+    ),
+]
+Advertise = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT|none",
+        help="Address that other nodes dial, if not --listen; none: this node only dials out.",
+        rich_help_panel=NETWORK,
+    ),
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
     """The options of `planaria node`."""
 
     join: Join
-    stage: Annotated[
-        int | None, typer.Option(min=0, help="Default: where a node is needed most.")
-    ] = None
-    listen: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            show_default="127.0.0.1:0; where the registry of an invite is elsewhere, 0.0.0.0:0",
-            help="Where peers dial in; port 0: any.",
-            rich_help_panel=NETWORK,
-        ),
-    ] = None
-    advertise: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT|none",
-            help="What to tell peers, if not --listen; none: this node only dials out.",
-            rich_help_panel=NETWORK,
-        ),
-    ] = None
+    stage: Stage = None
+    listen: Listen = None
+    advertise: Advertise = None
     device: Annotated[
         str,
         typer.Option(
             parser=parse_devices,
             metavar="auto|cpu|cuda:N[,cuda:M]",
-            help="What to compute with; of several, a node on each: the next one has the next "
-            "port, and a folder of its own in --save-dir.",
+            help="Device to compute on. With several devices one node runs on each: each has the "
+            "next port, and a folder of its own in --save-dir.",
             rich_help_panel=MACHINE,
         ),
     ] = "auto"
     seats: Seats = None
     standby: Annotated[
-        bool, typer.Option("--standby", help="Wait until a stage has nobody, then take it.")
+        bool,
+        typer.Option(
+            "--standby", help="Wait without a stage until one has no node, then serve it."
+        ),
     ] = False
     data: DataPlaces = None
     model: Annotated[
         Path | None,
         typer.Option(
-            help="The checkpoint that the run begins from.",
+            help="Folder of the model that the run begins from.",
             rich_help_panel=FILES,
         ),
     ] = None
@@ -82,7 +90,7 @@ class NodeOptions:
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Where checkpoints are, which all nodes share, if the run's policy writes some.",
+            help="Folder of checkpoints, shared by all nodes, for the policy `checkpoint`.",
             rich_help_panel=FILES,
         ),
     ] = None
@@ -98,7 +106,7 @@ class NodeOptions:
         int | None,
         typer.Option(
             min=1,
-            help="That PyTorch computes with on CPUs. Default: its.",
+            help="CPU threads of PyTorch. Default: as many as PyTorch chooses.",
             rich_help_panel=MACHINE,
         ),
     ] = None
@@ -106,8 +114,8 @@ class NodeOptions:
         Path | None,
         typer.Option(
             metavar="DIR|none",
-            help="Folder for saves of this node's stages; it goes on from what is there. Default: "
-            "one of its own in out/RUN/saves; with --out DIR, in DIR/RUN/saves.",
+            help="Folder for saves of this node's stages; the node continues from saves in it. "
+            "Default: its own folder in out/RUN/saves, or with --out DIR in DIR/RUN/saves.",
             rich_help_panel=FILES,
         ),
     ] = None
@@ -122,15 +130,15 @@ class NodeOptions:
     cloud: Annotated[
         Literal["auto", "aws", "gcp", "azure", "none"],
         typer.Option(
-            help="Whose notices that this machine will be taken to listen to; auto: find out. What "
-            "they leave of time goes before --grace.",
+            help="Cloud whose notices of the machine's end the node follows; auto: detect it. The "
+            "time that a notice leaves takes the place of --grace.",
             rich_help_panel=ENDING,
         ),
     ] = "auto"
     restart: Annotated[
         Literal["no", "always"],
         typer.Option(
-            help="What to do when this node crashes; always: start another, after a pause.",
+            help="What to do after a crash; always: start the node again after a pause.",
             rich_help_panel=ENDING,
         ),
     ] = "always"
@@ -138,7 +146,7 @@ class NodeOptions:
         str,
         typer.Option(
             metavar="HOST:PORT|none",
-            help="Where Prometheus finds this node's figures; port 0: any.",
+            help="Address of this node's metrics for Prometheus; port 0: any free one.",
             rich_help_panel=NETWORK,
         ),
     ] = "none"
@@ -147,8 +155,7 @@ class NodeOptions:
         typer.Option(
             parser=parse_name,
             metavar="NAME",
-            help="With which all begins by which logs, status and page call this node. Default: "
-            "its host's.",
+            help="Prefix of this node's name in logs, status and page. Default: its host's name.",
         ),
     ] = None
     log: Log = field(default_factory=Log)
@@ -157,7 +164,7 @@ class NodeOptions:
         bool,
         typer.Option(
             "--share-log/--no-share-log",
-            help="Whether those of the run may read this node's log by `planaria logs`.",
+            help="Whether the run's members and readers may read this node's log.",
             rich_help_panel=LOG,
         ),
     ] = True
@@ -175,32 +182,15 @@ class DoctorOptions:
     """The options of `planaria doctor`: some of `planaria node`."""
 
     join: Join
-    stage: Annotated[
-        int | None, typer.Option(min=0, help="That a node here would serve. Default: any.")
-    ] = None
-    listen: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            show_default="as of planaria node",
-            help="Where a node here would listen.",
-            rich_help_panel=NETWORK,
-        ),
-    ] = None
-    advertise: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT|none",
-            help="What it would tell peers; none: it would only dial out.",
-            rich_help_panel=NETWORK,
-        ),
-    ] = None
+    stage: Stage = None
+    listen: Listen = None
+    advertise: Advertise = None
     device: OneDevice = "auto"
     data: DataPlaces = None
     allow_module: AllowModule = None
-    save_dir: Annotated[Path, typer.Option(help="Where it would save.", rich_help_panel=FILES)] = (
-        Path("out")
-    )
+    save_dir: Annotated[
+        Path, typer.Option(help="Folder that the node would save in.", rich_help_panel=FILES)
+    ] = Path("out")
     insecure: Insecure = False
     security: Security = field(default_factory=Security)
 

@@ -130,7 +130,7 @@ Insecure = Annotated[
     typer.Option(
         "--insecure",
         envvar="PLANARIA_INSECURE",
-        help="Plain text beyond this machine, without proof of who.",
+        help="Allow plain text beyond this machine: nobody's identity is checked.",
         rich_help_panel=SECURITY,
     ),
 ]
@@ -169,7 +169,7 @@ OneDevice = Annotated[
     typer.Option(
         parser=parse_device,
         metavar="auto|cpu|cuda:N",
-        help="What to compute with.",
+        help="Device to compute on.",
         rich_help_panel=MACHINE,
     ),
 ]
@@ -190,8 +190,8 @@ Seats = Annotated[
         parser=parse_seats,
         metavar="N|auto",
         show_default="auto",
-        help="Stages that a node serves at most, when others are missing; auto: as many as its "
-        "memory has room for.",
+        help="Maximum number of stages that a node serves while others are missing; auto: as many "
+        "as fit into its memory.",
         rich_help_panel=MACHINE,
     ),
 ]
@@ -202,18 +202,22 @@ Http = Annotated[
     typer.Option(
         "--http",
         metavar="HOST:PORT|none",
-        help="Where a browser shows the run; port 0: any.",
+        help="Address of the run's web page; port 0: any free one.",
     ),
 ]
 InsecureHttp = Annotated[
     bool,
     typer.Option(
-        "--insecure-http", help="The page in plain text beyond this machine; nodes keep their TLS."
+        "--insecure-http", help="Serve the page in plain text beyond this machine; nodes keep TLS."
     ),
 ]
 Price = Annotated[
     float | None,
-    typer.Option(min=0, metavar="AMOUNT", help="Of a node hour: the page says what it comes to."),
+    typer.Option(
+        min=0,
+        metavar="AMOUNT",
+        help="Price of a node hour, from which the page computes the run's cost.",
+    ),
 ]
 
 
@@ -222,8 +226,8 @@ Join = Annotated[
     typer.Option(
         metavar="INVITE|@FILE|HOST:PORT[,HOST:PORT]",
         envvar="PLANARIA_JOIN",
-        help="An invite, or a file that has it; or where the registry listens, several addresses "
-        "being of one.",
+        help="An invite, or @FILE with one, or the registry's address; several addresses belong to "
+        "one run.",
     ),
 ]
 
@@ -232,7 +236,7 @@ Living = Annotated[
     str | None,
     typer.Option(
         metavar="INVITE|@FILE|HOST:PORT[,HOST:PORT]",
-        help="Instead of a folder: an invite to a living run, or where its registry listens.",
+        help="An invite to a running swarm, or its registry's address, instead of a folder.",
     ),
 ]
 
@@ -249,7 +253,7 @@ class Log:
         typer.Option(
             "--log-level",
             envvar="PLANARIA_LOG_LEVEL",
-            help="What the log has: this, and what is graver.",
+            help="Least severe level that is logged.",
             rich_help_panel=LOG,
         ),
     ] = "info"
@@ -258,7 +262,7 @@ class Log:
         typer.Option(
             "--log-format",
             envvar="PLANARIA_LOG_FORMAT",
-            help="Lines for people, or JSON for what collects logs.",
+            help="text: lines for people; json: for log collectors.",
             rich_help_panel=LOG,
         ),
     ] = "text"
@@ -274,7 +278,7 @@ Tracked = Annotated[
     Literal["tensorboard", "wandb", "mlflow"] | None,
     typer.Option(
         "--track",
-        help="Keep the run there, too: losses, rates, recoveries, samples, the run file.",
+        help="Also record the run there: losses, rates, recoveries, samples, the run file.",
     ),
 ]
 
@@ -293,8 +297,8 @@ DataPlaces = Annotated[
     typer.Option(
         "--data",
         metavar="DIR|URL",
-        help="Prepared data; of several corpora once each, or a folder that has them all. Of a URL "
-        "(s3://, https://, ...) is read what is needed.",
+        help="Folder of prepared data; for several corpora repeat it, or name a folder that has "
+        "all. From a URL (s3://, https://, ...) only what is needed is read.",
         rich_help_panel=FILES,
     ),
 ]
@@ -302,7 +306,7 @@ AllowModule = Annotated[
     str | None,
     typer.Option(
         metavar="PACKAGE.MODULE:BUILD",
-        help="Code that a node here may load if the run's model is an architecture of its own.",
+        help="Code that this node may load if the run has its own architecture.",
         rich_help_panel=FILES,
     ),
 ]

@@ -31,13 +31,14 @@ class RunChanges:
     """What is another value than in the run file."""
 
     preset: Annotated[
-        str | None, typer.Option(help="Size of the model, as `planaria presets` lists them.")
+        str | None, typer.Option(help="Size of the model, one of `planaria presets`.")
     ] = None
     layers: Annotated[int | None, typer.Option(help="Blocks in the model.")] = None
     stages: Annotated[
-        int | None, typer.Option(help="Body stages; the model's layers are divided among them.")
+        int | None,
+        typer.Option(help="Number of body stages; the model's layers are divided among them."),
     ] = None
-    replicas: Annotated[int | None, typer.Option(help="Nodes a stage.")] = None
+    replicas: Annotated[int | None, typer.Option(help="Nodes for each stage.")] = None
     steps: Annotated[int | None, typer.Option(help="Steps to train.")] = None
     policy: Annotated[
         str | None,
@@ -48,16 +49,21 @@ class RunChanges:
     ] = None
     strict: Annotated[
         bool | None,
-        typer.Option("--strict", help="Stop where the policy can't serve, rather than guess."),
+        typer.Option(
+            "--strict",
+            help="Stop rather than estimate lost weights where the policy has no exact state.",
+        ),
     ] = None
     masking: Annotated[
         str | None,
         typer.Option(
-            help="When a node is lost in a step and its stage has others: reassign what was its "
-            "to them, spare: let one of them do it ahead, or abort and try the step again."
+            help="When a node with replicas is lost during a step: reassign its microbatches to "
+            "them, let one of them compute them ahead (spare), or abort and repeat the step."
         ),
     ] = None
-    seed: Annotated[int | None, typer.Option(help="Of weights and windows.")] = None
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of initial weights and of the data's order.")
+    ] = None
 
     def of(self, run: RunFile) -> RunFile:
         """Raises RunFileError."""
@@ -85,8 +91,8 @@ class LossOptions:
         list[str] | None,
         typer.Option(
             metavar="STAGE[.REPLICA]@STEP",
-            help="SIGKILL every node of a stage, or one of them, while this step is under way; "
-            "replacements are started at once. Repeatable.",
+            help="SIGKILL every node of a stage, or one of them, during this step; replacements "
+            "start at once. Repeatable.",
             rich_help_panel=LOSSES,
         ),
     ] = None
@@ -94,7 +100,7 @@ class LossOptions:
         bool,
         typer.Option(
             "--replace/--no-replace",
-            help="Start another node for each that is gone, killed or ended by itself.",
+            help="Start a replacement for each node that was killed or has ended.",
             rich_help_panel=LOSSES,
         ),
     ] = True
@@ -102,7 +108,7 @@ class LossOptions:
         str | None,
         typer.Option(
             metavar="10%/h",
-            help="SIGKILL nodes at random: of a hundred so many are lost within an hour.",
+            help="SIGKILL nodes at random: percent of the nodes lost per hour.",
             rich_help_panel=LOSSES,
         ),
     ] = None
@@ -110,14 +116,14 @@ class LossOptions:
         Path | None,
         typer.Option(
             metavar="CSV",
-            help="Kill and start nodes as a spot trace has it (milliseconds, add or remove, node).",
+            help="Kill and start nodes by a spot trace (milliseconds, add or remove, node).",
             rich_help_panel=LOSSES,
         ),
     ] = None
     speedup: Annotated[
         float | None,
         typer.Option(
-            help="Times as fast as --loss-rate or --trace says.",
+            help="Speed-up of --loss-rate or --trace.",
             rich_help_panel=LOSSES,
         ),
     ] = None
@@ -131,7 +137,7 @@ class SwarmOptions:
         float,
         typer.Option(
             min=0,
-            help="Seconds to keep the nodes at the end of the run while the model isn't saved.",
+            help="Seconds to keep the nodes after the run while the model isn't saved.",
             rich_help_panel=FILES,
         ),
     ] = 3600.0
@@ -155,7 +161,8 @@ class UpOptions:
     """The options of `planaria up`."""
 
     run_file: Annotated[
-        Path | None, typer.Argument(metavar="[RUN.toml]", help="Without one: the defaults.")
+        Path | None,
+        typer.Argument(metavar="[RUN.toml]", help="Run file. Default: the default settings."),
     ] = None
     changes: RunChanges
     losses: LossOptions
@@ -177,8 +184,8 @@ class UpOptions:
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Go on with a run that was stopped as a whole: the --out or --save-dir of it. "
-            "--stages and --replicas may be others than before.",
+            help="Continue a stopped run, given its --out or --save-dir. --stages and --replicas "
+            "may differ from before.",
             rich_help_panel=FILES,
         ),
     ] = None
