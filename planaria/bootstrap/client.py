@@ -206,12 +206,13 @@ class RegistryClient:
         clock, pause = asyncio.get_running_loop().time, FIRST_PAUSE
         while True:
             began = clock()
+            was_misled = membership.another_run
             why = await membership.connect()
             if membership.evicted:
                 if self._left != node:
                     on_evicted(membership.evicted)
                 return
-            if membership.lost is None or membership.misled:
+            if membership.lost is None or membership.another_run > was_misled:
                 log.warning(
                     "the registry at %s is away (%s); this node continues in view %d, and keeps "
                     "retrying",
@@ -473,40 +474,38 @@ class _Membership:
         self.pause = reply.lease / RENEWALS
         self.on_view, self.on_measure = on_view, on_measure
         self.evicted = ""  # the reason, once a view confirms it
-        self.absent = False  # whether a view of the run lacks this node
-        self.notice = ""  # the reason that the registry has sent, which is not signed
+        self.notice = ""  # the reason on this connection, which the registry doesn't sign
         self.lost: float | None = None  # time at which the registry was found unreachable
         self.another_run = False  # whether another run's registry has answered meanwhile
-        self.misled = False  # whether it did so for the first time
         self.shows = False  # whether the first renewal carries the view, on the registry's request
         self.probe = 0  # probe number for the next renewal
 
     async def connect(self) -> str:
         """Serves one connection until it breaks or the node is evicted; returns the reason."""
         stub, metadata = self.client._stub(), self.client._credentials.metadata
+        self.notice = ""
         tasks = {
             asyncio.create_task(self._keep_alive(stub, metadata)),
             asyncio.create_task(self._watch(stub, metadata)),
         }
         try:
             done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if others and any(task.exception() is None for task in done):
+            if others and (self.notice or self._is_absent()):
                 await asyncio.wait(others, timeout=CONFIRMED)  # for the view, or for the reason
                 done = {task for task in tasks if task.done()}
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        if self.absent:
+        if self._is_absent():
             self.evicted = self.notice or f"view {self.view.number} lacks this node"
-        whys, before = [], self.another_run
+        whys = []
         for task in done:
             try:
                 whys.append(task.result())
             except grpc.aio.AioRpcError as error:
                 whys.append(_what(error))
                 self.another_run |= error.code() is _ANOTHER_RUN
-        self.misled = self.another_run and not before
         return "; ".join(whys)
 
     async def _keep_alive(self, stub: RegistryStub, metadata: Metadata) -> str:
@@ -567,8 +566,8 @@ class _Membership:
             return str(misfit)
 
     async def _hear(self, stub: RegistryStub, metadata: Metadata, signature: bytes) -> str:
-        """Receives views. `known`: the signature of this node's view; empty requests a whole view.
-        Raises _Misfit."""
+        """Receives views. `signature`: of this node's view; empty requests a whole view. Raises
+        _Misfit."""
         request = WatchRequest(run=self.view.run, node=self.node, known=signature)
         call = stub.Watch(request, metadata=metadata)
         last = self.view  # base of the next difference
@@ -597,13 +596,16 @@ class _Membership:
                     )
                     return "evicted"
                 self.view = view
-                if all(member.node != self.node for member in view.members):
-                    self.absent = True
+                if self._is_absent():
                     return "evicted"
                 self.on_view(view)
         finally:
             call.cancel()
         return "it ended the stream of views"
+
+    def _is_absent(self) -> bool:
+        """Whether the newest view lacks this node."""
+        return all(member.node != self.node for member in self.view.members)
 
     def _unsigned(self, view: View) -> str:
         """Why the view's signature is invalid; empty: the run's key has signed it."""

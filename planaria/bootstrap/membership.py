@@ -254,8 +254,8 @@ class Membership:
         self.decisions: deque[str] = deque(maxlen=DECISIONS_KEPT)  # newest last
         self.decided = 0  # decisions ever taken
         self._nodes: dict[str, _Node] = {}  # in join order
-        self._by_address: dict[str, _Node] = {}  # by address
-        self._by_key: dict[bytes, list[_Node]] = {}  # by key
+        self._by_address: dict[str, _Node] = {}
+        self._by_key: dict[bytes, list[_Node]] = {}
         self._staffing: Staffing | None = None  # None: to be recounted
         self._neighbour_graph: Neighbours | None = None  # None: to be recomputed
         self._number = 0
@@ -377,7 +377,7 @@ class Membership:
 
     def _reported(self, node: _Node, report: Report, now: float) -> list[Effect]:
         name = node.member.node
-        committed = max((seat.committed for seat in report.seats), default=0)
+        committed = _committed(report)
         if problem := self._watermark.impossible(committed):
             return self._contradict(node, problem, now)
         node.report = report
@@ -497,7 +497,7 @@ class Membership:
     def reported_step(self, name: str) -> int:
         """The newest step that a member reports as committed; 0: it is no member."""
         node = self._nodes.get(name)
-        return 0 if node is None else max((s.committed for s in node.report.seats), default=0)
+        return 0 if node is None else _committed(node.report)
 
     def bar(self, banned: Iterable[str]) -> None:
         """Sets the banned instances; the next view, issued by a tick, publishes them."""
@@ -1555,6 +1555,11 @@ def _copy(member: Member) -> Member:
     copy = Member()
     copy.CopyFrom(member)
     return copy
+
+
+def _committed(report: Report) -> int:
+    """The newest step that a report has as committed."""
+    return max((seat.committed for seat in report.seats), default=0)
 
 
 def _age(seat: SeatReport) -> Age:

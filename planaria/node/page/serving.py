@@ -54,8 +54,8 @@ class Living:
         registry.on_happened = self._happened
 
     def _happened(self, node: str, lines: Sequence[str]) -> None:
+        driver, committed = self._registry.driver, self._registry.driver_step
         for line in lines:
-            driver, committed = self._registry.driver, self._registry.driver_step
             self._history.hear_from(node, line, self._stages, time.time(), driver, committed)
 
     def look(self) -> None:

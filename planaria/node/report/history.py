@@ -127,24 +127,24 @@ class History:
             return
         if entry is None or not is_for_all(entry.event):
             return
-        if isinstance(entry.event, OF_THE_DRIVER):
-            step = getattr(entry.event, "step", 0)
-            if node != driver or step > committed + LEAD:
-                return
-        if self._may_say(node, entry) and self._is_ours(entry, stages):
+        if self._may_say(node, entry, driver) and self._is_ours(entry, stages, committed):
             when = entry.time if abs(entry.time - now) < SKEW else now
             self.hear(Entry(when, entry.node, entry.event))
             self.story.forget(MOST_NODES)
 
     @staticmethod
-    def _may_say(node: str, entry: Entry) -> bool:
+    def _may_say(node: str, entry: Entry, driver: str) -> bool:
         """Whether the member may report it: its own events, or events that name a node."""
         own = node_of(str(entry.node)) == node
+        if isinstance(entry.event, OF_THE_DRIVER):
+            return own and node == driver
         return own or (hasattr(entry.event, "node") and isinstance(entry.node, str))
 
-    def _is_ours(self, entry: Entry, stages: int) -> bool:
+    def _is_ours(self, entry: Entry, stages: int, committed: int) -> bool:
+        of_the_driver = isinstance(entry.event, OF_THE_DRIVER)
+        most = min(self.steps, committed + LEAD) if of_the_driver else self.steps
         step, stage = (getattr(entry.event, name, 0) for name in ("step", "stage"))
-        return 0 <= step <= self.steps and 0 <= (stage or 0) <= stages
+        return 0 <= step <= most and 0 <= (stage or 0) <= stages
 
     def hear(self, entry: Entry) -> None:
         """Handle an event."""
