@@ -663,7 +663,7 @@ class Node:
         for file in self.files:
             if file.trouble and file not in self.failing:
                 self.failing.add(file)
-                self.tell(WriteFailed(reason=file.told()))
+                self.tell(WriteFailed(reason=file.report()))
             elif file in self.failing and not file.trouble:
                 self.failing.remove(file)
                 self.tell(WrittenAgain(path=str(file.path), dropped=file.waiting.dropped))
@@ -698,7 +698,7 @@ class Node:
             bytes_in=self.links.bytes_in,
             bytes_out=self.links.bytes_out,
             leaving=self.leaving,
-            trouble="; ".join(file.told() for file in self.files if file.trouble),
+            trouble="; ".join(file.report() for file in self.files if file.trouble),
             memory=self.memory,
             stalled_seconds=0.0 if self.hang is None else self.hang.seconds,
             measured=number,

@@ -709,7 +709,7 @@ class _Swarm:
             self.experiment.tell(line)
             if self.untold and self.experiment.trouble:
                 self.untold = False
-                self.screen.say(self.experiment.told(), Severity.ERROR)
+                self.screen.say(self.experiment.report(), Severity.ERROR)
 
     # --- processes
 

@@ -161,13 +161,13 @@ def _nodes(seats: Sequence[SeatState], driver: str) -> list[Any]:
             "leaving": one.member.leaving,
         }
         for seat in seats[:NODES_SHOWN]
-        for one in [seat.one]
+        for one in [seat.entry]
     ]
 
 
 def _links(state: RunState) -> list[Any]:
     """Measured links between present members, with the stages that they connect."""
-    stage = {seat.one.member.node: seat.stage for seat in reversed(state.seats)}  # its first one
+    stage = {seat.entry.member.node: seat.stage for seat in reversed(state.seats)}  # its first one
     found: list[dict[str, Any]] = [
         {
             "from": one.member.node,

@@ -189,7 +189,7 @@ def _told_by(message: str, seats: Sequence[SeatState], state: RunState) -> Text:
     if driving is not None and driving.message == message:
         still = driving.committed and driving.phase in STANDING_STILL
         return Text(message, styled(message, Severity.WARNING if still else Severity.NOTICE).style)
-    who = ", ".join(f"{seat.one.member.node} of stage {seat.stage}" for seat in seats)
+    who = ", ".join(f"{seat.entry.member.node} of stage {seat.stage}" for seat in seats)
     return styled(f"{who}: {message}", Severity.ERROR)
 
 
@@ -204,17 +204,17 @@ def _members(state: RunState) -> Table:
         header_style="bold",
         pad_edge=False,
     )
-    for seat in _by_stage(sorted(state.seats, key=lambda seat: seat.one.member.joined)):
-        member, report = seat.one.member, seat.one.report
+    for seat in _by_stage(sorted(state.seats, key=lambda seat: seat.entry.member.joined)):
+        member, report = seat.entry.member, seat.entry.report
         words = [state_words([seat])]
-        words += [Text(f"but by {seat.one.reached_by}")] if seat.one.reached_by else []
+        words += [Text(f"but by {seat.entry.reached_by}")] if seat.entry.reached_by else []
         words += [Text(f"{report.stalled_seconds:.0f} s")] if report.stalled_seconds else []
         table.add_row(
             "standby" if seat.stage is None else str(seat.stage),
             escape(member.node),
             Text(" ").join(words),
             str(seat.report.committed),
-            f"{seat.one.since_renewal:.1f} s",
+            f"{seat.entry.since_renewal:.1f} s",
             decimal(report.bytes_in, separator="").removesuffix("ytes"),
             decimal(report.bytes_out, separator="").removesuffix("ytes"),
             escape(f"{member.address or 'dials out'}, {member.device} on {member.host}"),
@@ -230,7 +230,7 @@ def _by_stage(seats: Iterable[SeatState]) -> list[SeatState]:
 def _reasons(state: RunState) -> list[Text]:
     """A line for each seat, and for each standby."""
     return [
-        Text(f"{seat.place}, {seat.one.member.node}: {seat.why}")
+        Text(f"{seat.place}, {seat.entry.member.node}: {seat.why}")
         for seat in _by_stage(state.seats)
         if seat.why
     ]
@@ -247,7 +247,7 @@ def _handovers(state: RunState, run: RunFile | None) -> list[Text]:
     heirs = []
     for stage in sorted({seat.stage for seat in state.seats if seat.stage is not None}):
         seats = state.at(stage)
-        links = seats[0].one.report.links
+        links = seats[0].entry.report.links
         if len(seats) == 1 and links:
             parameters = config.trained[min(stage, 1)]
             rtt = max(link.rtt_ms for link in links) / 1e3

@@ -535,10 +535,10 @@ class RebuildOrdered(Event, kind="rebuilding", severity=Severity.NOTICE):
         return Severity.WARNING if self.fallback else Severity.NOTICE
 
     def sentence(self, node: str | None) -> str:
-        told = f"rebuilding stage {self.stage} by {self.method}"
+        text = f"rebuilding stage {self.stage} by {self.method}"
         if self.sources:
-            told += f" from {', '.join(self.sources)}"
-        return f"fallback: {told}: {self.reason}" if self.fallback else told
+            text += f" from {', '.join(self.sources)}"
+        return f"fallback: {text}: {self.reason}" if self.fallback else text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -566,8 +566,8 @@ class Fetching(Event, kind="fetching", severity=Severity.DEBUG):
         return f"{decimal(self.bytes)} in {self.seconds:.1f} s, {rate}/s"
 
     def sentence(self, node: str | None) -> str:
-        whom = ", ".join(source.node for source in self.sources)
-        return f"stage {self.stage} fetches from {whom}: {self.so_far}"
+        sources = ", ".join(source.node for source in self.sources)
+        return f"stage {self.stage} fetches from {sources}: {self.so_far}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -626,8 +626,8 @@ class RelearnedBeside(Event, kind="relearned", severity=Severity.NOTICE):
     reason: str  # why some remain; or empty
 
     def sentence(self, node: str | None) -> str:
-        known = not math.isnan(self.residual)
-        residual = f", residual {self.residual:.3g}" if known else ""
+        measured = not math.isnan(self.residual)
+        residual = f", residual {self.residual:.3g}" if measured else ""
         ended = f"; {self.left} were left: {self.reason}" if self.left else ""
         return (
             f"stage {self.stage} has relearned while it trained: {self.updates} updates beside "
@@ -824,13 +824,13 @@ class SwarmEnding(Event, kind="ending", severity=Severity.INFO):
 
 
 def changed_by_themselves(node: str, stage: int, step: int) -> str:
-    what = f"weights or moments of {node} of stage {stage}"
-    return f"{what} have changed by themselves after step {step}"
+    subject = f"weights or moments of {node} of stage {stage}"
+    return f"{subject} have changed by themselves after step {step}"
 
 
-def counted(number: int, what: str) -> str:
+def counted(number: int, noun: str) -> str:
     """A number with a noun whose plural ends in -es, such as microbatch and pass."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}es"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}es"
 
 
 def figure(loss: float) -> str:
@@ -882,9 +882,9 @@ def line(event: Event, node: str, time: float) -> dict[str, Any]:
 
 def fields(event: Event) -> dict[str, Any]:
     """An event's fields, as JSON has them."""
-    found = _plain(event)
-    assert isinstance(found, dict)
-    return found
+    values = _plain(event)
+    assert isinstance(values, dict)
+    return values
 
 
 def _plain(value: Any) -> Any:
@@ -892,9 +892,9 @@ def _plain(value: Any) -> Any:
         return None  # JSON has no NaN
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
-            one.metadata.get("key", one.name): _plain(getattr(value, one.name))
-            for one in dataclasses.fields(value)
-            if not (one.default is None and getattr(value, one.name) is None)
+            attribute.metadata.get("key", attribute.name): _plain(getattr(value, attribute.name))
+            for attribute in dataclasses.fields(value)
+            if not (attribute.default is None and getattr(value, attribute.name) is None)
         }
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}

@@ -196,19 +196,19 @@ def _or_nan(value: float | None) -> float:
 
 def parameters(run_file: str) -> dict[str, str | int | float | bool]:
     """The run file's keys, joined by dots, and their values."""
-    found: dict[str, str | int | float | bool] = {}
+    flat: dict[str, str | int | float | bool] = {}
 
     def add(prefix: str, table: Mapping[str, Any]) -> None:
         for key, value in table.items():
             if isinstance(value, Mapping):
                 add(f"{prefix}{key}.", value)
             elif isinstance(value, str | int | float | bool):
-                found[prefix + key] = value[:LONGEST_PARAMETER] if isinstance(value, str) else value
+                flat[prefix + key] = value[:LONGEST_PARAMETER] if isinstance(value, str) else value
             else:
-                found[prefix + key] = str(value)[:LONGEST_PARAMETER]
+                flat[prefix + key] = str(value)[:LONGEST_PARAMETER]
 
     add("", tomllib.loads(run_file))
-    return found
+    return flat
 
 
 class TensorBoard:
@@ -220,8 +220,8 @@ class TensorBoard:
 
         folder = Path(opening.folder) / "tensorboard" / opening.name
         self._writer = SummaryWriter(str(folder), flush_secs=5)
-        own = parameters(opening.run_file)
-        for summary in hparams(own, {"loss/training": math.nan, "loss/validation": math.nan}):
+        keys = parameters(opening.run_file)
+        for summary in hparams(keys, {"loss/training": math.nan, "loss/validation": math.nan}):
             self._writer.file_writer.add_summary(summary)
         self._writer.add_text("run", f"    {opening.run_file.strip()}".replace("\n", "\n    "))
 
@@ -279,25 +279,25 @@ class MLflow:
         self._client = MlflowClient(tracking_uri=uri or f"sqlite:///{folder / 'mlflow.db'}")
         self._metric = Metric
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "planaria")
-        known = self._client.get_experiment_by_name(name)
+        existing = self._client.get_experiment_by_name(name)
         artifacts = None if uri else (folder / "mlflow").as_uri()
         experiment = (
-            known.experiment_id
-            if known
+            existing.experiment_id
+            if existing
             else self._client.create_experiment(name, artifact_location=artifacts)
         )
         tags = {"planaria.run": opening.run}
         run = self._client.create_run(experiment, run_name=opening.name, tags=tags)
         self._id = run.info.run_id
-        own = [Param(key, str(value)) for key, value in parameters(opening.run_file).items()]
-        for first in range(0, len(own), 100):  # limit of one call
-            self._client.log_batch(self._id, params=own[first : first + 100])
+        keys = [Param(key, str(value)) for key, value in parameters(opening.run_file).items()]
+        for first in range(0, len(keys), 100):  # limit of one call
+            self._client.log_batch(self._id, params=keys[first : first + 100])
         self._texts: dict[str, str] = {}
 
     def figures(self, step: int, figures: Mapping[str, float], time: float) -> None:
         when = int(1000 * time)
-        told = [self._metric(name, value, when, step) for name, value in figures.items()]
-        self._client.log_batch(self._id, metrics=told)
+        metrics = [self._metric(name, value, when, step) for name, value in figures.items()]
+        self._client.log_batch(self._id, metrics=metrics)
 
     def text(self, about: str, step: int, text: str, time: float) -> None:
         """Append to the texts with this key, in a file."""
@@ -317,13 +317,13 @@ KINDS: Final[Mapping[str, Callable[[Opening], Experiment]]] = {
 
 def keep(lines: Iterable[bytes]) -> None:
     """Handle lines until their end. Raises ModuleNotFoundError, and exceptions of the library."""
-    told = iter(lines)
-    opening = Opening(**json.loads(next(told)))
+    inputs = iter(lines)
+    opening = Opening(**json.loads(next(inputs)))
     experiment = KINDS[opening.kind](opening)
-    telling = TrackedRun(experiment, loads(opening.run_file))
+    tracked_run = TrackedRun(experiment, loads(opening.run_file))
     try:
-        for line in told:
-            telling.hear(json.loads(line))
+        for line in inputs:
+            tracked_run.hear(json.loads(line))
     finally:
         experiment.close()
 

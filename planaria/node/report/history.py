@@ -213,8 +213,8 @@ def _mark(entry: Entry) -> str:
 
 def _object(text: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(text)
-        json.dumps(found, ensure_ascii=False).encode()  # ValueError for half a surrogate pair
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # ValueError for half a surrogate pair
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None

@@ -144,7 +144,7 @@ def line(commit: stage_pb2.Commit, epoch: int, time: float) -> Line:
         time=time,
     )
     if commit.doubted:
-        written["doubted"] = [(one.node, one.stage, one.since) for one in commit.doubted]
+        written["doubted"] = [(node.node, node.stage, node.since) for node in commit.doubted]
     if commit.signature:
         written["lineage"] = commit.lineage
         written["hash"], written["previous"] = hash_of(commit).hex(), commit.previous.hex()
@@ -215,8 +215,8 @@ class Ledger:
 
 
 def _check_header(path: Path, written: bytes, header: LedgerHeader) -> None:
-    found = _parse(_HEADER, written[: written.index(b"\n")], path, 1)
-    if differs := _difference(found, header):
+    existing = _parse(_HEADER, written[: written.index(b"\n")], path, 1)
+    if differs := _difference(existing, header):
         raise LedgerError(f"{path} is the ledger of another run ({differs}): move it away")
 
 
@@ -238,12 +238,12 @@ def merge(paths: Iterable[Path]) -> Merged:
     """
     paths = list(paths)
     header = _common_header(paths)
-    found = _choose(paths, lambda line: line, math.inf)
-    standing = _standing(found.steps, BEFORE_ALL)
-    for chosen in standing:
+    choice = _choose(paths, lambda line: line, math.inf)
+    valid_steps = _not_rolled_back(choice.steps, BEFORE_ALL)
+    for chosen in valid_steps:
         chosen.kept["time"] = chosen.time
-    outdone = found.superseded + len(found.steps) - len(standing)
-    return Merged(header, [chosen.kept for chosen in standing], outdone)
+    superseded = choice.superseded + len(choice.steps) - len(valid_steps)
+    return Merged(header, [chosen.kept for chosen in valid_steps], superseded)
 
 
 def _common_header(paths: Sequence[Path]) -> LedgerHeader:
@@ -318,14 +318,16 @@ def _choose(
     return choice
 
 
-def _standing(steps: dict[int, _Chosen[Kept]], newest: tuple[int, int]) -> list[_Chosen[Kept]]:
+def _not_rolled_back(
+    steps: dict[int, _Chosen[Kept]], newest: tuple[int, int]
+) -> list[_Chosen[Kept]]:
     """The lines that no rollback has removed, by step. `newest`: maximum ballot before them."""
-    standing = []
+    remaining = []
     for _, chosen in sorted(steps.items()):
         if chosen.ballot >= newest:
             newest = chosen.ballot
-            standing.append(chosen)
-    return standing
+            remaining.append(chosen)
+    return remaining
 
 
 def _digest(line: Line) -> bytes:
@@ -338,7 +340,7 @@ def _difference(first: LedgerHeader, second: LedgerHeader) -> str:
     ours: dict[str, object] = {**first}
     theirs: dict[str, object] = {**second}
     pairs = [(key, ours.get(key), theirs.get(key)) for key in ours | theirs if key != "steps"]
-    return ", ".join(f"{key}: {one!r} and {two!r}" for key, one, two in pairs if one != two)
+    return ", ".join(f"{key}: {our!r} and {their!r}" for key, our, their in pairs if our != their)
 
 
 def _read_header(path: Path) -> LedgerHeader:
@@ -382,13 +384,13 @@ def _check_sums(line: Line, path: Path, number: int) -> None:
         )
 
 
-def _check_commit(told: Line, path: Path, number: int) -> None:
+def _check_commit(written: Line, path: Path, number: int) -> None:
     """Check a line against its signed commit, if it has one."""
-    if told.keys().isdisjoint(OF_COMMIT):
+    if written.keys().isdisjoint(OF_COMMIT):
         return
     try:
         commit = stage_pb2.Commit.FromString(
-            base64.b64decode(told.get("commit", ""), validate=True)
+            base64.b64decode(written.get("commit", ""), validate=True)
         )
     except (ValueError, DecodeError) as error:
         raise LedgerError(f"{path}, line {number} is damaged: commit: {error}") from error
@@ -397,19 +399,19 @@ def _check_commit(told: Line, path: Path, number: int) -> None:
             f"{path}, line {number} was changed: its microbatches aren't those of the commit of "
             f"step {commit.step}; {ELSEWHERE}"
         )
-    follows: dict[str, object] = {**line(commit, told["epoch"], told["time"])}
-    found: dict[str, object] = {**told}
-    for key in follows | found:
-        if found.get(key) != follows.get(key):
+    expected: dict[str, object] = {**line(commit, written["epoch"], written["time"])}
+    actual: dict[str, object] = {**written}
+    for key in expected | actual:
+        if actual.get(key) != expected.get(key):
             raise LedgerError(
-                f"{path}, line {number} was changed: {key} is {_shown(found.get(key))}, and "
-                f"{_shown(follows.get(key))} in the commit of step {commit.step}; {ELSEWHERE}"
+                f"{path}, line {number} was changed: {key} is {_shown(actual.get(key))}, and "
+                f"{_shown(expected.get(key))} in the commit of step {commit.step}; {ELSEWHERE}"
             )
 
 
 def _shown(value: object) -> str:
-    words = "nothing" if value is None else str(value)
-    return words if len(words) <= MOST_SHOWN else f"{words[:MOST_SHOWN]}..."
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def _parse(adapter: TypeAdapter[Fields], row: bytes, path: Path, number: int) -> Fields:
@@ -461,25 +463,25 @@ def audit(directory: Path) -> Audit:
         )
     header = _common_header(paths)
     compare, chain = _comparing(header), Chain()
-    wrong, steps, superseded, first, newest, there = SampleFaults(), 0, 0, 1, BEFORE_ALL, 0
+    faults, steps, superseded, first, newest, last_step = SampleFaults(), 0, 0, 1, BEFORE_ALL, 0
     while first:
         choice = _choose(paths, lambda line: (compare(line), _link(line)), STEPS_AT_ONCE, first)
-        standing = _standing(choice.steps, newest)
-        for chosen in standing:
-            wrong += chosen.kept[0]
+        remaining = _not_rolled_back(choice.steps, newest)
+        for chosen in remaining:
+            faults += chosen.kept[0]
             chain.follow(chosen.kept[1])
-            newest, there = chosen.ballot, chosen.kept[1].step
-        steps += len(standing)
-        superseded += choice.superseded + len(choice.steps) - len(standing)
+            newest, last_step = chosen.ballot, chosen.kept[1].step
+        steps += len(remaining)
+        superseded += choice.superseded + len(choice.steps) - len(remaining)
         first = choice.following
     cut = [*filter(None, map(_half_line, paths))]
     if choice.last < (summarized := _summarized(directory)):
-        there = summarized
+        last_step = summarized
         cut.append(
-            f"the ledger ends with step {choice.last}, and summary.json has {there} steps: its end "
-            "is cut off"
+            f"the ledger ends with step {choice.last}, and summary.json has {last_step} steps: "
+            "its end is missing"
         )
-    return _audit(header, wrong, steps, superseded, there, chain, tuple(cut))
+    return _audit(header, faults, steps, superseded, last_step, chain, tuple(cut))
 
 
 def _ledgers_in(directory: Path) -> list[Path]:
@@ -495,16 +497,16 @@ def _ledgers_in(directory: Path) -> list[Path]:
 def check(merged: Merged) -> Audit:
     """The audit of merged ledgers. Raises LedgerError for a header without windows."""
     compare = _comparing(merged.header)
-    wrong, chain = sum(map(compare, merged.lines), SampleFaults()), Chain()
+    faults, chain = sum(map(compare, merged.lines), SampleFaults()), Chain()
     for line in merged.lines:
         chain.follow(_link(line))
     last = max((line["step"] for line in merged.lines), default=0)
-    return _audit(merged.header, wrong, len(merged.lines), merged.superseded, last, chain, ())
+    return _audit(merged.header, faults, len(merged.lines), merged.superseded, last, chain, ())
 
 
 def _audit(
     header: LedgerHeader,
-    wrong: SampleFaults,
+    faults: SampleFaults,
     steps: int,
     superseded: int,
     last: int,
@@ -513,9 +515,9 @@ def _audit(
 ) -> Audit:
     return Audit(
         expected=last * header["batch"],
-        duplicates=wrong.duplicates,
-        missing=wrong.missing + (last - steps) * header["batch"],
-        extra=wrong.extra,
+        duplicates=faults.duplicates,
+        missing=faults.missing + (last - steps) * header["batch"],
+        extra=faults.extra,
         steps=steps,
         superseded=superseded,
         planned=header.get("steps", 0),
@@ -529,10 +531,10 @@ def _summarized(directory: Path) -> int:
     """Number of steps in the run's summary; 0: unknown."""
     try:
         with (directory / "summary.json").open("rb") as file:
-            found = json.loads(file.read(MOST_LINE))
+            summary = json.loads(file.read(MOST_LINE))
     except (OSError, ValueError, RecursionError):
         return 0
-    steps = found.get("steps") if isinstance(found, dict) else 0
+    steps = summary.get("steps") if isinstance(summary, dict) else 0
     return steps if isinstance(steps, int) and 0 < steps <= MOST_STEPS else 0
 
 
@@ -613,7 +615,7 @@ def windows_in(header: LedgerHeader) -> AnyWindows:
     """The windows of a ledger's run. Raises LedgerError for a header that has none."""
     from planaria.node.data.windows import windows_of  # with numpy
 
-    shares = [Share(*one) for one in header.get("mixture", [(header["samples"], 1)])]
+    shares = [Share(*share) for share in header.get("mixture", [(header["samples"], 1)])]
     try:
         if sum(share.samples for share in shares) != header["samples"]:
             raise ValueError(f"its corpora have not {header['samples']} samples together")
@@ -625,14 +627,14 @@ def windows_in(header: LedgerHeader) -> AnyWindows:
 def _compare(line: Line, planned: Sequence[tuple[int, str]]) -> SampleFaults:
     """Faults of one step against its planned microbatches: (samples, hash)."""
     expected = dict(enumerate(planned))
-    found: set[int] = set()
+    seen: set[int] = set()
     duplicates = extra = 0
     for number, count, digest in line["microbatches"]:
         if expected.get(number) != (count, digest):
             extra += count
-        elif number in found:
+        elif number in seen:
             duplicates += count
         else:
-            found.add(number)
-    missing = sum(count for number, (count, _) in expected.items() if number not in found)
+            seen.add(number)
+    missing = sum(count for number, (count, _) in expected.items() if number not in seen)
     return SampleFaults(duplicates, missing, extra)

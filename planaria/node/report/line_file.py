@@ -42,8 +42,8 @@ class WaitingLines:
         self._most = most
         self._lock = threading.Lock()
         self._lines: deque[tuple[bytes, float]] = deque()  # each with its arrival time
-        self._begun = True  # the first one waiting is the file's first, or partly written
-        self._taken = 0  # number of lines being written
+        self._first_stays = True  # the first one waiting is the file's first, or partly written
+        self._being_written = 0  # number of lines being written
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -57,7 +57,7 @@ class WaitingLines:
     def trim(self) -> None:
         """Drop lines beyond the limit."""
         with self._lock:
-            kept = max(self._taken, int(self._begun))
+            kept = max(self._being_written, int(self._first_stays))
             while self.bytes > self._most and len(self._lines) > kept + 1:
                 self.bytes -= len(self._lines[kept][0])
                 del self._lines[kept]
@@ -68,21 +68,21 @@ class WaitingLines:
         with self._lock:
             size = 0
             for line, _ in self._lines:
-                if self._taken and size + len(line) > PIECE:
+                if self._being_written and size + len(line) > PIECE:
                     break
                 size += len(line)
-                self._taken += 1
-            return b"".join(self._lines[number][0] for number in range(self._taken))
+                self._being_written += 1
+            return b"".join(self._lines[number][0] for number in range(self._being_written))
 
     def wrote(self, size: int) -> None:
         """Remove `size` written bytes."""
         with self._lock:
-            self._taken = 0
+            self._being_written = 0
             self.bytes -= size
             while size:
                 line, since = self._lines.popleft()
-                self._begun = size < len(line)
-                if self._begun:
+                self._first_stays = size < len(line)
+                if self._first_stays:
                     self._lines.appendleft((line[size:], since))
                     return
                 size -= len(line)
@@ -90,7 +90,7 @@ class WaitingLines:
     def refused(self) -> None:
         """Keep what was taken: the write failed."""
         with self._lock:
-            self._taken = 0
+            self._being_written = 0
 
     def waited(self, now: float) -> float:
         """Age of the oldest waiting line in seconds."""
@@ -151,7 +151,7 @@ class LineFile:
         else:
             self._error = ""
 
-    def told(self) -> str:
+    def report(self) -> str:
         """The trouble, with the number of waiting and lost lines."""
         dropped = self.waiting.dropped
         lost = f", {dropped} older ones are lost" if dropped else ""
@@ -166,7 +166,7 @@ class LineFile:
         self._let_go()
 
     def _lose(self) -> None:
-        log.error("%s, and are lost", self.told())
+        log.error("%s, and are lost", self.report())
 
     def _open(self) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)

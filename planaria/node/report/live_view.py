@@ -94,16 +94,16 @@ class Story:
         self.stopped: Stopped | None = None
         self.rebuilds: dict[str, UnderWay] = {}  # by seat
         self.samples: dict[str, Sampled] = {}  # the newest, by prompt
-        self._holds: dict[str | None, int] = {}  # seat -> newest step in its weights
+        self._steps_held: dict[str | None, int] = {}  # seat -> newest step in its weights
         self._serving: set[str | None] = set()  # seats
         self._nodes: dict[int, str] = {}  # process id -> its newest node
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=RATE_OVER)
         self._losses: list[Entry] = []  # for `noticed_at`
-        self._in_place: dict[str, float] = {}  # node -> time of its last rebuild, Unix seconds
-        self._missed: set[str] = set()  # lost nodes reported since the last commit
+        self._rebuilt_at: dict[str, float] = {}  # node -> time of its last rebuild, Unix seconds
+        self._lost: set[str] = set()  # lost nodes reported since the last commit
         self._noticed: float | None = None  # time of the first loss since the last commit
-        self._went_back = 0.0  # time of the last rollback, Unix seconds
-        self._going_back = False
+        self._rolled_back_at = 0.0  # time of the last rollback, Unix seconds
+        self._rolling_back = False
         self._unsaved: set[str | None] = set()  # nodes whose last save failed
 
     def hear(self, entry: Entry) -> News | None:
@@ -118,17 +118,17 @@ class Story:
                 self._serving.add(entry.node)
             case GivenBack():
                 self._serving.discard(entry.node)
-                self._holds.pop(entry.node, None)
+                self._steps_held.pop(entry.node, None)
                 self.rebuilds.pop(entry.node or "", None)
             case Applied(step=step):
-                self._holds[entry.node] = step
+                self._steps_held[entry.node] = step
             case Committed() as committed:
                 return self._committed(committed, entry.time)
             case NodeLost(node=node):
                 self.rebuilds.pop(node, None)
-                if node in self._missed:
+                if node in self._lost:
                     return None
-                self._missed.add(node)
+                self._lost.add(node)
             case Killed() | Exited():
                 self._drop_rebuilds(entry.node)
             case RebuildFailed():
@@ -143,7 +143,7 @@ class Story:
                 return self._rebuilt(rebuilt, entry)
             case RolledBack(step=step) | Resuming(step=step):
                 self.committed, self.loss = step, math.nan
-                self._went_back, self._going_back = entry.time, True
+                self._rolled_back_at, self._rolling_back = entry.time, True
                 self._recent.clear()
                 self.rebuilds.clear()
             case Sampled() as sample:
@@ -163,11 +163,11 @@ class Story:
         return _news(entry)
 
     def _committed(self, commit: Committed, at: float) -> News | None:
-        if at < self._went_back:
+        if at < self._rolled_back_at:
             return None
         self.committed = max(self.committed, commit.step)
         self.loss = commit.loss
-        self._missed.clear()
+        self._lost.clear()
         noticed, self._noticed = self._noticed, None
         if noticed is None:
             return None
@@ -176,7 +176,7 @@ class Story:
     def _rebuild_goes_on(self, entry: Entry) -> News | None:
         """Update a rebuild. A transfer is news after a second, then at doubling intervals."""
         node, event = entry.node or "", entry.event
-        if entry.time <= self._in_place.get(node, 0.0):
+        if entry.time <= self._rebuilt_at.get(node, 0.0):
             return None  # late, from another file
         match event:
             case Fetching(method="twin"):
@@ -195,33 +195,33 @@ class Story:
                 rebuild = self.rebuilds.setdefault(node, begun)
                 if math.isnan(residual):
                     return None
-                told, rebuild.round = rebuild.residual, event.round
-                rebuild.residual = (told[0] if told else residual), residual
-                return None if told else News(entry.sentence)
+                before, rebuild.round = rebuild.residual, event.round
+                rebuild.residual = (before[0] if before else residual), residual
+                return None if before else News(entry.sentence)
         return None
 
     def _rebuilt(self, rebuilt: StageRebuilt, entry: Entry) -> News | None:
         node, method = rebuilt.node, rebuilt.method
-        self._holds[node] = rebuilt.step
-        self._in_place[node] = entry.time
+        self._steps_held[node] = rebuilt.step
+        self._rebuilt_at[node] = entry.time
         rebuild = self.rebuilds.pop(node, None)
         if method in (*COPIED, ORIGIN):
             return _news(entry)
         losses = sorted(self._losses, key=lambda entry: entry.time)
         stall = stall_seconds(rebuilt, entry.time, losses)
-        alone = rebuild is not None and rebuild.ordered
-        if alone or not rebuilt.is_own:  # else it is the start of the run
+        ordered = rebuild is not None and rebuild.ordered
+        if ordered or not rebuilt.is_own:  # else it is the start of the run
             noticed = noticed_at(rebuilt, entry.time, losses)
             self._noticed = noticed if self._noticed is None else min(self._noticed, noticed)
-        if alone or not (rebuilt.is_own or method == "checkpoint"):
+        if ordered or not (rebuilt.is_own or method == "checkpoint"):
             return _news(replace(entry, event=replace(rebuilt, stall_seconds=stall)))
-        first, self._going_back = self._going_back, False
-        told = f"all stages are at step {rebuilt.step}, stalled {stall:.1f} s"
-        return News(told) if first else None
+        first, self._rolling_back = self._rolling_back, False
+        sentence = f"all stages are at step {rebuilt.step}, stalled {stall:.1f} s"
+        return News(sentence) if first else None
 
     def record(self, line: Mapping[str, Any]) -> None:
         """Handle a step's ledger line, unless another stage-0 node has already reported it."""
-        if line["time"] < self._went_back:
+        if line["time"] < self._rolled_back_at:
             return
         if not self._recent or line["step"] > self._recent[-1]["step"]:
             self._recent.append(line)
@@ -233,15 +233,15 @@ class Story:
     def forget(self, most: int) -> None:
         """Limit each table of per-node state to the newest `most` entries."""
         tables: list[dict[Any, Any]] = [
-            *(self._holds, self._in_place, self.rebuilds),
+            *(self._steps_held, self._rebuilt_at, self.rebuilds),
             self.samples,
         ]
         for table in tables:
             while len(table) > most:
                 del table[next(iter(table))]
-        for some in (self._missed, self._unsaved, self._serving):
-            if len(some) > most:
-                some.clear()
+        for nodes in (self._lost, self._unsaved, self._serving):
+            if len(nodes) > most:
+                nodes.clear()
         del self._losses[:-most]
 
     def serves(self, pid: int) -> bool:
@@ -251,7 +251,7 @@ class Story:
     def held_by(self, pid: int) -> set[int]:
         """The newest steps in the weights of the process's seats."""
         node = self.node_of(pid)
-        return {step for seat, step in self._holds.items() if node_of(seat or "") == node}
+        return {step for seat, step in self._steps_held.items() if node_of(seat or "") == node}
 
     def node_of(self, pid: int) -> str | None:
         """The newest node of the process."""
@@ -294,9 +294,9 @@ def stage_table(description: Description, stages: int) -> Table:
         pad_edge=False,
     )
     state = RunState(description)
-    known = {seat.stage for seat in state.seats if seat.stage is not None}
+    occupied = {seat.stage for seat in state.seats if seat.stage is not None}
     standbys = [None] if state.at(None) else []
-    for at in [*sorted({*range(stages + 1), *known}), *standbys]:
+    for at in [*sorted({*range(stages + 1), *occupied}), *standbys]:
         seats = state.at(at)
         table.add_row(
             "standby" if at is None else str(at),
@@ -304,8 +304,8 @@ def stage_table(description: Description, stages: int) -> Table:
             state_words(seats),
             _span([seat.report.committed for seat in seats]),
             f"{sum(seat.report.microbatches for seat in seats):,}",
-            decimal(sum(seat.one.report.bytes_in for seat in seats)),
-            decimal(sum(seat.one.report.bytes_out for seat in seats)),
+            decimal(sum(seat.entry.report.bytes_in for seat in seats)),
+            decimal(sum(seat.entry.report.bytes_out for seat in seats)),
         )
     return table
 
@@ -350,17 +350,17 @@ def under_way(story: Story, now: float) -> RenderableType:
     is unknown, so the bar only moves."""
     grid = Table.grid(padding=(0, 2))
     for rebuild in story.rebuilds.values():
-        what = f"rebuilding stage {rebuild.stage} by {rebuild.method}"
+        title = f"rebuilding stage {rebuild.stage} by {rebuild.method}"
         if rebuild.sources:
-            what += f" from {', '.join(rebuild.sources)}"
-        far = [f"{max(0.0, now - rebuild.since):.1f} s"]
+            title += f" from {', '.join(rebuild.sources)}"
+        progress = [f"{max(0.0, now - rebuild.since):.1f} s"]
         if rebuild.residual is not None:
             first, last = rebuild.residual
             now_at = f" -> {last:.3g} in round {rebuild.round}" if last != first else " at first"
-            far.append(f"relearning: residual {first:.3g}{now_at}")
+            progress.append(f"relearning: residual {first:.3g}{now_at}")
         elif rebuild.fetching is not None and rebuild.fetching.bytes:
-            far.append(rebuild.fetching.so_far)
-        grid.add_row(Text(what, "magenta"), ProgressBar(pulse=True, width=20), "; ".join(far))
+            progress.append(rebuild.fetching.so_far)
+        grid.add_row(Text(title, "magenta"), ProgressBar(pulse=True, width=20), "; ".join(progress))
     return grid
 
 
@@ -397,7 +397,7 @@ class Screen:
         self.interactive = console.is_terminal
         self._began = time.monotonic()
         self._news: deque[Text] = deque(maxlen=NEWS_SHOWN)
-        self._told = 0  # progress lines shown
+        self._lines_shown = 0  # progress lines shown
         self._samples: dict[str, Sampled] = {}  # shown so far
         self._drawn = 0.0
         self._page: RenderableType = Text()
@@ -433,8 +433,8 @@ class Screen:
                 self._samples[prompt] = sample
                 self.say(sample.sentence(None))
         share = story.committed // self._per_line
-        told, self._told = self._told, share
-        if share > told:
+        shown_before, self._lines_shown = self._lines_shown, share
+        if share > shown_before:
             self.say(
                 f"step {story.committed} of {story.steps}, loss {figure(story.loss)}, "
                 f"{story.tokens_per_second:,.0f} tokens/s"
@@ -447,7 +447,9 @@ class Screen:
             progress(story.committed, story.steps, story.loss, story.tokens_per_second),
             *([under_way(story, time.time())] if story.rebuilds else []),
             Text(),
-            *sampled((one.step, one.prompt, one.text) for one in story.samples.values()),
+            *sampled(
+                (sample.step, sample.prompt, sample.text) for sample in story.samples.values()
+            ),
             *([Text()] if story.samples else []),
             *self._news,
         )

@@ -45,8 +45,8 @@ class LastLines:
     def after(self, number: int, most: int) -> tuple[list[str], int]:
         """The newest `most` of the kept lines after that number, and the number of the last one."""
         with self._lock:
-            there = min(most, len(self._lines), max(0, self._last - number))
-            return [self._lines[at] for at in range(-there, 0)], self._last
+            count = min(most, len(self._lines), max(0, self._last - number))
+            return [self._lines[at] for at in range(-count, 0)], self._last
 
 
 def begin_log(level: str = "info", form: str = "text", name: str = "") -> LastLines:
@@ -56,11 +56,11 @@ def begin_log(level: str = "info", form: str = "text", name: str = "") -> LastLi
     if logging.root.handlers:
         return LastLines()
     stream = LogStream()
-    least = logging.getLevelNamesMapping()[level.upper()]
-    text = TextLines("%(asctime)s %(levelname)s %(message)s")
-    stream.setFormatter(text if form == "text" else JsonLines(name))
-    logging.basicConfig(level=max(least, logging.INFO), handlers=[stream])
-    logging.getLogger("planaria").setLevel(least)
+    lowest = logging.getLevelNamesMapping()[level.upper()]
+    formatter = TextLines("%(asctime)s %(levelname)s %(message)s")
+    stream.setFormatter(formatter if form == "text" else JsonLines(name))
+    logging.basicConfig(level=max(lowest, logging.INFO), handlers=[stream])
+    logging.getLogger("planaria").setLevel(lowest)
     return stream.last
 
 
@@ -103,16 +103,16 @@ class LogStream(logging.Handler):
         super().__init__()
         self.last = LastLines()
         self._file = _StandardError(Path("standard error"), MOST_LOGGED)
-        self._file.tell_lost = self._tell_lost
+        self._file.lost_lines = self._lost_lines
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
         self.last.add(text)
         self._file.append(_encoded(text))
 
-    def _tell_lost(self, lines: int) -> bytes:
-        told = f"{lines} lines of this log are lost: nobody took them"
-        record = logging.makeLogRecord({"levelname": "WARNING", "msg": told})
+    def _lost_lines(self, lines: int) -> bytes:
+        text = f"{lines} lines of this log are lost: nobody took them"
+        record = logging.makeLogRecord({"levelname": "WARNING", "msg": text})
         return _encoded(self.format(record))
 
     def close(self) -> None:
@@ -130,18 +130,18 @@ def _encoded(text: str) -> bytes:
 
 
 class _StandardError(BackgroundLineFile):
-    tell_lost: Callable[[int], bytes]
-    _told = 0  # lost lines that the log mentions
+    lost_lines: Callable[[int], bytes]
+    _lost_logged = 0  # lost lines that the log mentions
     _in_line = False
 
     def _open(self) -> int:
         return os.dup(STANDARD_ERROR)
 
     def _write(self, file: int, piece: bytes) -> int:
-        lost = self.waiting.dropped - self._told
-        if lost and not self._in_line:
-            os.write(file, self.tell_lost(lost))
-            self._told += lost
+        newly_lost = self.waiting.dropped - self._lost_logged
+        if newly_lost and not self._in_line:
+            os.write(file, self.lost_lines(newly_lost))
+            self._lost_logged += newly_lost
         size = super()._write(file, piece)
         self._in_line = not piece[:size].endswith(b"\n")
         return size

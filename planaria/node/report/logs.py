@@ -37,33 +37,33 @@ class NodeRoute(NamedTuple):
     address: str
 
 
-def called(said: str, description: Description) -> Member:
+def find_member(name: str, description: Description) -> Member:
     """The member that a name means: a full name, the part before or after the last hyphen, or a
     prefix. Raises LogsError."""
     members = description.members
-    meant: list[Callable[[str], bool]] = [
-        lambda node: node == said,
-        lambda node: node.rpartition("-")[0] == said,
-        lambda node: node.rpartition("-")[2] == said,
-        lambda node: node.startswith(said),
+    tests: list[Callable[[str], bool]] = [
+        lambda node: node == name,
+        lambda node: node.rpartition("-")[0] == name,
+        lambda node: node.rpartition("-")[2] == name,
+        lambda node: node.startswith(name),
     ]
-    matches = ([one.member for one in members if fits(one.member.node)] for fits in meant)
-    found = next(filter(None, matches), [])
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise LogsError(f"{said} may be any of {listed(found)}")
-    gone = [one for one in description.evictions if one.member.node.startswith(said)]
-    why = f" any more: {gone[-1].reason}" if gone else ""
-    there = listed([one.member for one in members]) or "none yet"
-    raise LogsError(f"there is no node {readable(said)}{why}. The nodes are {there}")
+    matches = ([entry.member for entry in members if fits(entry.member.node)] for fits in tests)
+    matching = next(filter(None, matches), [])
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        raise LogsError(f"{name} may be any of {listed(matching)}")
+    evicted = [entry for entry in description.evictions if entry.member.node.startswith(name)]
+    reason = f" any more: {evicted[-1].reason}" if evicted else ""
+    listing = listed([entry.member for entry in members]) or "none yet"
+    raise LogsError(f"there is no node {readable(name)}{reason}. The nodes are {listing}")
 
 
 def listed(members: Sequence[Member]) -> str:
     return ", ".join(f"{member.node} ({place_of(member)})" for member in members)
 
 
-def ways_to(member: Member, members: Sequence[Member]) -> list[NodeRoute]:
+def routes_to(member: Member, members: Sequence[Member]) -> list[NodeRoute]:
     """Routes to try: the member itself, if it can be dialled, else dialable nodes with a likely
     link to it, the likeliest first."""
     if member.address:
@@ -73,57 +73,59 @@ def ways_to(member: Member, members: Sequence[Member]) -> list[NodeRoute]:
         own, theirs = stages_of(member) or [0], stages_of(other)
         return min(abs(a - b) for a in own for b in theirs)
 
-    dialled = [one for one in members if one.address and one.seats]
-    return [NodeRoute(one.node, one.address) for one in sorted(dialled, key=distance)[:TRIED]]
+    dialable = [other for other in members if other.address and other.seats]
+    return [
+        NodeRoute(other.node, other.address) for other in sorted(dialable, key=distance)[:TRIED]
+    ]
 
 
 class Reading:
     """Reader of one node's log."""
 
-    def __init__(self, converse: Converse, member: Member, ways: Sequence[NodeRoute]) -> None:
-        self._seat, self._ways = seat_id(member.node, ""), list(ways)
+    def __init__(self, converse: Converse, member: Member, routes: Sequence[NodeRoute]) -> None:
+        self._seat, self._routes = seat_id(member.node, ""), list(routes)
         self._answers: asyncio.Queue[pb.LogLines] = asyncio.Queue()
-        self._asking = ObserverClient(converse, self._answered, self._lost)
-        self._way: NodeRoute | None = None
+        self._client = ObserverClient(converse, self._answered, self._lost)
+        self._route: NodeRoute | None = None
         self._last = 0  # number of the newest line read
 
     async def lines(self, most: int) -> list[str]:
         """The newest unread lines. Raises LogsError when the node can't be reached."""
-        why = f"{self._seat[:-1]} can't be dialled, nor anybody who has a link to it"
-        while self._way or self._ways:
-            if self._way is None:
-                self._way = self._ways.pop(0)
-                self._asking.reach(self._seat, *self._way)
+        reason = f"{self._seat[:-1]} can't be dialled, nor anybody who has a link to it"
+        while self._route or self._routes:
+            if self._route is None:
+                self._route = self._routes.pop(0)
+                self._client.reach(self._seat, *self._route)
             answer = await self._ask(most)
             if not answer.error:
                 self._last = answer.last
                 return cut(answer.lines, most)
-            why, self._way = readable(answer.error), None
-        raise LogsError(f"no log of {self._seat[:-1]}: {why}")
+            reason, self._route = readable(answer.error), None
+        raise LogsError(f"no log of {self._seat[:-1]}: {reason}")
 
     async def _ask(self, most: int) -> pb.LogLines:
-        assert self._way is not None
+        assert self._route is not None
         request = pb.LogRequest(lines=most, after=self._last)
         self._answers = asyncio.Queue()
-        if not self._asking.send(self._seat, pb.Message(log_request=request)):
-            return pb.LogLines(error=self._asking.why(self._seat))
+        if not self._client.send(self._seat, pb.Message(log_request=request)):
+            return pb.LogLines(error=self._client.why(self._seat))
         try:
             async with asyncio.timeout(PATIENCE):
                 return await self._answers.get()
         except TimeoutError:
-            node, address = self._way
-            why = f"no answer by {node} at {address} in {PATIENCE:g} s"
-            return pb.LogLines(error=why)
+            node, address = self._route
+            reason = f"no answer by {node} at {address} in {PATIENCE:g} s"
+            return pb.LogLines(error=reason)
 
     def _answered(self, seat: str, item: pb.Message | Frame) -> None:
         if seat == self._seat and isinstance(item, pb.Message) and item.HasField("log_lines"):
             self._answers.put_nowait(item.log_lines)
 
-    def _lost(self, seat: str, why: str) -> None:
-        self._answers.put_nowait(pb.LogLines(error=why))
+    def _lost(self, seat: str, reason: str) -> None:
+        self._answers.put_nowait(pb.LogLines(error=reason))
 
     async def close(self) -> None:
-        await self._asking.close()
+        await self._client.close()
 
 
 def cut(lines: Sequence[str], most: int) -> list[str]:
@@ -141,7 +143,7 @@ def cut(lines: Sequence[str], most: int) -> list[str]:
 async def logs(
     client: RegistryClient,
     converse: Callable[[str], Converse],
-    said: str,
+    name: str,
     most: int,
     follow: bool,
     say: Callable[[str], None],
@@ -149,9 +151,9 @@ async def logs(
     """Print the last lines of a node's log and, with `follow`, later ones until Ctrl-C. `converse`:
     connects to nodes of a run. Raises LogsError, RegistryUnreachable, JoinRefused."""
     description = await client.describe(PATIENCE)
-    member = called(said, description)
-    ways = ways_to(member, [one.member for one in description.members])
-    reading = Reading(converse(description.run), member, ways)
+    member = find_member(name, description)
+    routes = routes_to(member, [entry.member for entry in description.members])
+    reading = Reading(converse(description.run), member, routes)
     try:
         for line in await reading.lines(most):
             say(line)

@@ -27,46 +27,50 @@ async def probe(client: RegistryClient, wait: float, say: Callable[[str], None])
 
     Raises ProbeError without nodes, and exceptions of the client.
     """
-    asked = await client.measure()
-    if not asked.nodes:
+    request = await client.measure()
+    if not request.nodes:
         raise ProbeError("no node is connected to the registry: start some with planaria node")
     deadline = asyncio.get_running_loop().time() + wait
     while True:
         description = await client.describe()
-        late = [m.member.node for m in description.members if m.report.measured < asked.number]
-        if not late:
+        pending = [
+            entry.member.node
+            for entry in description.members
+            if entry.report.measured < request.number
+        ]
+        if not pending:
             break
         if asyncio.get_running_loop().time() >= deadline:
-            say(f"after {wait:g} s nothing is measured by {', '.join(late)}")
+            say(f"after {wait:g} s nothing is measured by {', '.join(pending)}")
             break
         await asyncio.sleep(LOOK)
-    return found(description, asked.number)
+    return results(description, request.number)
 
 
-def found(description: Description, number: int) -> dict[str, Any]:
+def results(description: Description, number: int) -> dict[str, Any]:
     """Results of the measurement with that number, and of later ones."""
-    members = {m.member.node for m in description.members}
+    members = {entry.member.node for entry in description.members}
     return {
         "nodes": [
             {
-                "node": m.member.node,
-                "stages": stages_of(m.member),
-                "device": m.member.device,
-                "memory": m.report.memory,
-                "tflops": m.member.speed / 1e3,
+                "node": entry.member.node,
+                "stages": stages_of(entry.member),
+                "device": entry.member.device,
+                "memory": entry.report.memory,
+                "tflops": entry.member.speed / 1e3,
             }
-            for m in description.members
+            for entry in description.members
         ],
         "links": [
             {
-                "a": m.member.node,
+                "a": entry.member.node,
                 "b": link.peer,
                 "rtt_ms": round(link.rtt_ms, 3),
                 "mbps": round(link.mbps, 3),
             }
-            for m in description.members
-            if m.report.measured >= number
-            for link in m.report.links
+            for entry in description.members
+            if entry.report.measured >= number
+            for link in entry.report.links
             if link.peer in members
         ],
     }

@@ -34,11 +34,11 @@ _STATES = {
 
 
 class SeatState(NamedTuple):
-    """A member's seat at `stage`; None: a standby. The report is empty until the member has sent
-    one; `why`: the reason of the placement."""
+    """A member's seat at `stage`; None: a standby. The report is empty until the member sends one;
+    `why`: the reason of the placement."""
 
     stage: int | None
-    one: MemberDescription
+    entry: MemberDescription
     report: SeatReport
     why: str
 
@@ -49,11 +49,11 @@ class SeatState(NamedTuple):
     @property
     def state(self) -> str:
         """The seat's state in a word."""
-        if self.one.suspected:
+        if self.entry.suspected:
             return "suspected"
-        if self.one.reached_by:
+        if self.entry.reached_by:
             return "not heard"
-        if self.one.report.stalled_seconds:
+        if self.entry.report.stalled_seconds:
             return "hangs"
         if self.stage is None:
             return "waiting"
@@ -76,11 +76,11 @@ class RunState:
 
     def __init__(self, description: Description, story: Story | None = None) -> None:
         self.description = description
-        self.seats = [seat for one in description.members for seat in _seats_of(one)]
+        self.seats = [seat for entry in description.members for seat in _seats_of(entry)]
         self._at: defaultdict[int | None, list[SeatState]] = defaultdict(list)
         for seat in self.seats:
             self._at[seat.stage].append(seat)
-        self.reports = [seat for one in description.members for seat in one.report.seats]
+        self.reports = [seat for entry in description.members for seat in entry.report.seats]
         self.newest = max(
             self.reports, key=lambda seat: (seat.lineage, seat.committed), default=None
         )
@@ -97,8 +97,8 @@ class RunState:
                 return 0, math.nan
             if not self.reports or (step, math.isfinite(story.loss)) == (story.committed, True):
                 return max(step, story.committed), story.loss
-        known = newest is not None and step == newest.committed > 0
-        return step, newest.loss if known and newest is not None else math.nan
+        has_loss = newest is not None and step == newest.committed > 0
+        return step, newest.loss if has_loss and newest is not None else math.nan
 
     @property
     def tokens_per_second(self) -> float:
@@ -114,44 +114,45 @@ class RunState:
         """The driver's seat at stage 0."""
         driver = self.description.view.driver
         return next(
-            (seat.report for seat in self.at(0) if seat.one.member.node == driver and driver), None
+            (seat.report for seat in self.at(0) if seat.entry.member.node == driver and driver),
+            None,
         )
 
     def troubles(self) -> Iterator[str]:
         """Problems that need a person, at the registry and at nodes."""
         if self.description.trouble:
             yield f"the registry: {self.description.trouble}"
-        for one in self.description.members:
-            if one.report.trouble:
-                yield f"{named(one.member)}: {one.report.trouble}"
+        for entry in self.description.members:
+            if entry.report.trouble:
+                yield f"{named(entry.member)}: {entry.report.trouble}"
 
     def omitted(self) -> list[str]:
         """Parts that the registry omitted from its answer."""
         return cut_from(self.description)
 
     def cuts(self) -> Iterator[CutLink]:
-        names = {one.member.node: named(one.member) for one in self.description.members}
+        names = {entry.member.node: named(entry.member) for entry in self.description.members}
         for cut in self.description.cuts:
             a, b, via = (names.get(node, node) for node in (cut.a, cut.b, cut.via))
             yield CutLink(a, b, via if cut.carried else "", cut.state, cut.seconds)
 
     def quarantined(self) -> list[Quarantined]:
         """Instances that were evicted for cause and are still excluded."""
-        return [one for one in self.description.quarantined if one.seconds > 0]
+        return [instance for instance in self.description.quarantined if instance.seconds > 0]
 
     def evictions(self) -> Iterator[tuple[Eviction, str]]:
         """Evictions, each with a sentence."""
-        for one in self.description.evictions:
-            yield one, f"{named(one.member)}: {one.reason}"
+        for eviction in self.description.evictions:
+            yield eviction, f"{named(eviction.member)}: {eviction.reason}"
 
 
-def _seats_of(one: MemberDescription) -> Iterator[SeatState]:
-    reports = {seat.stage: seat for seat in one.report.seats}
-    reasons = iter(one.why)
-    if not one.member.seats:
-        yield SeatState(None, one, SeatReport(), next(reasons, ""))
-    for stage in stages_of(one.member):
-        yield SeatState(stage, one, reports.get(stage, SeatReport()), next(reasons, ""))
+def _seats_of(entry: MemberDescription) -> Iterator[SeatState]:
+    reports = {seat.stage: seat for seat in entry.report.seats}
+    reasons = iter(entry.why)
+    if not entry.member.seats:
+        yield SeatState(None, entry, SeatReport(), next(reasons, ""))
+    for stage in stages_of(entry.member):
+        yield SeatState(stage, entry, reports.get(stage, SeatReport()), next(reasons, ""))
 
 
 def named(member: Member) -> str:

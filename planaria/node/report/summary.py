@@ -108,17 +108,17 @@ def summarize(
 def read_summary(folder: Path) -> dict[str, Any]:
     """The content of a folder's `summary.json`; empty while the run isn't over."""
     try:
-        found: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found
+    return content
 
 
 def parts(events: Iterable[Entry]) -> list[list[Entry]]:
     """The events of each start of the swarm, without events (except commits) after the swarm is
     being ended. A part begins with a start of the registry, unless this replaces one that has just
     exited."""
-    found: list[list[Entry]] = [[]]
+    runs: list[list[Entry]] = [[]]
     ended = False
     exited = False  # the registry, with no start since
     for entry in events:
@@ -126,26 +126,26 @@ def parts(events: Iterable[Entry]) -> list[list[Entry]]:
             case Started(slot=slot):
                 if slot == "registry" and not exited:
                     ended = False
-                    if found[-1]:
-                        found.append([])
+                    if runs[-1]:
+                        runs.append([])
                 exited = False
             case Exited(slot=slot):
                 exited = slot == "registry"
         if not ended or isinstance(entry.event, Committed):
-            found[-1].append(entry)
+            runs[-1].append(entry)
         ended = ended or isinstance(entry.event, SwarmEnding)
-    return found
+    return runs
 
 
 def seconds_of_training(lines: Sequence[Line], events: Iterable[Entry]) -> float:
     """Seconds from the first begin to the last commit, without pauses between parts of the run."""
     if not lines:
         return 0.0
-    ran = [part for part in parts(events) if part]
-    commits = [entry.time for part in ran for entry in part if isinstance(entry.event, Committed)]
+    runs = [part for part in parts(events) if part]
+    commits = [entry.time for part in runs for entry in part if isinstance(entry.event, Committed)]
     begun = min([lines[0]["time"] - lines[0]["seconds"], *commits])
     last = lines[-1]["time"]
-    gaps = [(before[-1].time, after[0].time) for before, after in pairwise(ran)]
+    gaps = [(before[-1].time, after[0].time) for before, after in pairwise(runs)]
     between = sum(max(0.0, min(to, last) - max(since, begun)) for since, to in gaps)
     return float(last - begun - between)
 
@@ -171,8 +171,8 @@ def goings_back(events: Iterable[Entry]) -> Iterator[GoingBack]:
 
 def last_validation(events: Iterable[Entry]) -> float | None:
     """The newest validation loss, nats a token."""
-    found = [entry.event.loss for entry in events if isinstance(entry.event, Validated)]
-    return found[-1] if found and math.isfinite(found[-1]) else None
+    losses = [entry.event.loss for entry in events if isinstance(entry.event, Validated)]
+    return losses[-1] if losses and math.isfinite(losses[-1]) else None
 
 
 class Back(NamedTuple):
@@ -193,65 +193,65 @@ def rebuilds(events: Iterable[Entry]) -> list[dict[str, Any]]:
     committed = 0
     for part in parts(events):
         ordered: dict[str, RebuildOrdered] = {}  # by node
-        holding: set[str | None] = set()  # nodes that have had a state
+        with_state: set[str | None] = set()  # nodes that have had a state
         back: Back | None = None
-        there: set[int] = set()  # stages with a row since then
+        stages_done: set[int] = set()  # stages with a row since then
         for entry in part:
             match entry.event:
                 case Committed(step=step):
                     committed, back = step, None
                 case Applied():
-                    holding.add(entry.node)
+                    with_state.add(entry.node)
                 case RebuildOrdered(node=node) as order:
                     ordered[node] = order
                 case RolledBack(step=to) | Resuming(step=to) as event:
                     exact = event.exact if isinstance(event, Resuming) else True
                     back = Back(back.lost if back else committed, to, exact)
-                    committed, there = to, set()
-                case RelearnedBeside() as told:
-                    _add_beside(rows, told)
+                    committed, stages_done = to, set()
+                case RelearnedBeside() as relearning:
+                    _add_beside(rows, relearning)
                 case StageRebuilt(node=node, method=method) if method == ORIGIN:
-                    holding.add(node)  # no loss: the run begins
+                    with_state.add(node)  # no loss: the run begins
                 case StageRebuilt(node=node, stage=stage) as rebuilt:
                     if node in ordered or back is None:
                         rows.append(_row(rebuilt, entry.time, ordered.pop(node, None), part))
-                    elif node not in holding and stage not in there:
-                        there.add(stage)
+                    elif node not in with_state and stage not in stages_done:
+                        stages_done.add(stage)
                         rows.append(_row(rebuilt, entry.time, back, part))
-                    holding.add(node)
+                    with_state.add(node)
     return rows
 
 
-def _add_beside(rows: Sequence[dict[str, Any]], told: RelearnedBeside) -> None:
+def _add_beside(rows: Sequence[dict[str, Any]], relearning: RelearnedBeside) -> None:
     """Add the background relearning of the stage to its last rebuild."""
     for row in reversed(rows):
-        if row["stage"] == told.stage and "relearned" in row:
-            figures = fields(told)
+        if row["stage"] == relearning.stage and "relearned" in row:
+            figures = fields(relearning)
             keys = ("residual", "updates", "left", "steps", "seconds")
             row["relearned"]["beside"] = {key: figures[key] for key in keys}
             return
 
 
 def _row(
-    rebuilt: StageRebuilt, at: float, why: RebuildOrdered | Back | None, events: Sequence[Entry]
+    rebuilt: StageRebuilt, at: float, cause: RebuildOrdered | Back | None, events: Sequence[Entry]
 ) -> dict[str, Any]:
-    """A rebuild's row in the summary. `at`: Unix seconds. `why`: the driver's order, or the
+    """A rebuild's row in the summary. `at`: Unix seconds. `cause`: the driver's order, or the
     rollback."""
-    loss = _replaced(rebuilt, at, events)
+    loss_entry = _replaced(rebuilt, at, events)
     noticed = noticed_at(rebuilt, at, events)
-    told = fields(rebuilt)
-    row = {key: told[key] for key in ("stage", "method", "step", "sources", "bytes")}
-    row["detect_seconds"] = max(0.0, noticed - loss.time) if loss else 0.0
+    figures = fields(rebuilt)
+    row = {key: figures[key] for key in ("stage", "method", "step", "sources", "bytes")}
+    row["detect_seconds"] = max(0.0, noticed - loss_entry.time) if loss_entry else 0.0
     row["rebuild_seconds"] = rebuilt.rebuild_seconds
     row["stall_seconds"] = stall_seconds(rebuilt, at, events)
-    if why is not None:
-        row["exact"] = why.exact
-    if isinstance(why, RebuildOrdered):
-        row["fallback"] = why.fallback
-    if isinstance(why, Back) and why.lost > why.to:
-        row["rolled_back"] = {"from": why.lost, "to": why.to}
+    if cause is not None:
+        row["exact"] = cause.exact
+    if isinstance(cause, RebuildOrdered):
+        row["fallback"] = cause.fallback
+    if isinstance(cause, Back) and cause.lost > cause.to:
+        row["rolled_back"] = {"from": cause.lost, "to": cause.to}
     optional = ("relearned", "oldest_step", "mean_step", "perturbation")
-    row |= {key: told[key] for key in optional if key in told}
+    row |= {key: figures[key] for key in optional if key in figures}
     commits = (entry.time for entry in events if isinstance(entry.event, Committed))
     first = next((time for time in commits if time >= at), None)
     if first is not None:
@@ -263,18 +263,18 @@ def noticed_at(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> flo
     """When any node first noticed the loss that the rebuild repairs, Unix seconds. Without a loss
     (an evicted node returned): when the driver began to wait. `at`: time of the rebuild, Unix
     seconds."""
-    loss, stage = _replaced(rebuilt, at, events), rebuilt.stage
-    if loss is not None:
-        late = NOTICED_LATE if isinstance(loss.event, Exited) else 0.0
+    loss_entry, stage = _replaced(rebuilt, at, events), rebuilt.stage
+    if loss_entry is not None:
+        late = NOTICED_LATE if isinstance(loss_entry.event, Exited) else 0.0
         for entry in events:
             match entry.event:
                 case LinkLost(peer=node) | NodeLost(node=node):
-                    noticed = node_of(node) == loss.node
-                case RebuildOrdered(stage=of):
-                    noticed = of == stage
+                    noticed = node_of(node) == loss_entry.node
+                case RebuildOrdered(stage=ordered_stage):
+                    noticed = ordered_stage == stage
                 case _:
                     noticed = False
-            if noticed and entry.time >= loss.time - late:
+            if noticed and entry.time >= loss_entry.time - late:
                 return entry.time
     return at - rebuilt.stall_seconds
 
@@ -303,7 +303,7 @@ def _replaced(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> Entr
                 nodes.setdefault(pid, []).append(entry.node)
             case Started(slot=slot, pid=pid):
                 starts.setdefault(pid, (slot, entry.time))
-    process = next((pid for pid, been in nodes.items() if node in been), None)
+    process = next((pid for pid, names in nodes.items() if node in names), None)
     if process is None or nodes[process][0] != node or process not in starts:
         return None
     slot, started = starts[process]
@@ -318,19 +318,19 @@ def _replaced(rebuilt: StageRebuilt, at: float, events: Sequence[Entry]) -> Entr
 def _lost_last(stage: int, at: float, events: Iterable[Entry]) -> Entry | None:
     """The newest loss of a node with a seat at the stage, unless rebuilt since."""
     seats: set[str | None] = set()
-    found = None
+    newest = None
     for entry in events:
         match entry.event:
-            case Serving(stage=of) if of == stage:
+            case Serving(stage=at_stage) if at_stage == stage:
                 seats.add(entry.node)
-            case GivenBack(stage=of) if of == stage:
+            case GivenBack(stage=at_stage) if at_stage == stage:
                 seats.discard(entry.node)
             case (Killed() | Exited()) as loss if entry.time <= at:
                 if loss.node in {node_of(seat or "") for seat in seats}:
-                    found = entry
-            case StageRebuilt(stage=of) if of == stage and entry.time < at:
-                found = None
-    return found
+                    newest = entry
+            case StageRebuilt(stage=at_stage) if at_stage == stage and entry.time < at:
+                newest = None
+    return newest
 
 
 def wall(events: Iterable[Entry], places: int) -> dict[str, float]:
@@ -349,34 +349,34 @@ def cost(events: Iterable[Entry], places: int) -> dict[str, Any]:
     are averaged over the places. `parts` has the same by kind of redundant state."""
     slots: dict[int, str] = {}  # process id -> slot
     place_of: dict[str | None, str] = {}  # node -> slot
-    ever: dict[str | None, CostSoFar] = {}  # node -> its last event
-    now: dict[str | None, CostSoFar] = {}  # place -> the last event of its newest node
+    by_node: dict[str | None, CostSoFar] = {}  # node -> its last event
+    by_place: dict[str | None, CostSoFar] = {}  # place -> the last event of its newest node
     for entry in events:
         match entry.event:
             case Started(slot=slot, pid=pid):
                 slots[pid] = slot
             case Joined(pid=pid) if pid in slots:
                 place_of[entry.node] = slots[pid]
-            case CostSoFar() as told:
-                ever[entry.node] = now[place_of.get(entry.node, entry.node)] = told
+            case CostSoFar() as event:
+                by_node[entry.node] = by_place[place_of.get(entry.node, entry.node)] = event
 
     def total(part: str = "") -> dict[str, Any]:
-        whole = sum((_share(told, part) for told in ever.values()), HoldingCost())
+        whole = sum((_share(event, part) for event in by_node.values()), HoldingCost())
         return {
             "extra_bytes": whole.extra_bytes,
-            "memory_bytes": sum(_share(told, part).memory_bytes for told in now.values()),
+            "memory_bytes": sum(_share(event, part).memory_bytes for event in by_place.values()),
             "critical_seconds": whole.critical_seconds / places,
         }
 
-    names = sorted({name for told in ever.values() for name in told.parts})
+    names = sorted({name for event in by_node.values() for name in event.parts})
     return {**total(), "parts": {name: total(name) for name in names}}
 
 
-def _share(told: CostSoFar, part: str) -> HoldingCost:
+def _share(event: CostSoFar, part: str) -> HoldingCost:
     """Cost of one part, or of all if it is empty."""
     if part:
-        return told.parts.get(part, HoldingCost())
-    return HoldingCost(told.extra_bytes, told.memory_bytes, told.critical_seconds)
+        return event.parts.get(part, HoldingCost())
+    return HoldingCost(event.extra_bytes, event.memory_bytes, event.critical_seconds)
 
 
 def replicas_identical(events: Iterable[Entry]) -> bool:
@@ -384,7 +384,7 @@ def replicas_identical(events: Iterable[Entry]) -> bool:
     repeated after a rollback, or after the loss of all its replicas, counts separately."""
     digests: dict[tuple[int, ...], set[str]] = {}
     stages: dict[str | None, int] = {}
-    lives: Counter[int] = Counter()  # stage -> number of losses
+    losses: Counter[int] = Counter()  # stage -> number of losses
     for entry in events:
         match entry.event:
             case Diverged():
@@ -392,11 +392,11 @@ def replicas_identical(events: Iterable[Entry]) -> bool:
             case Serving(stage=stage):
                 stages[entry.node] = stage
             case StageRebuilt(stage=stage, method=method) if method not in COPIED:
-                lives[stage] += 1
+                losses[stage] += 1
             case Applied(lineage=lineage, step=step, digest=digest):
                 stage = stages[entry.node]
-                digests.setdefault((lineage, lives[stage], stage, step), set()).add(digest)
-    return all(len(found) == 1 for found in digests.values())
+                digests.setdefault((lineage, losses[stage], stage, step), set()).add(digest)
+    return all(len(replicas) == 1 for replicas in digests.values())
 
 
 def tell(summary: dict[str, Any]) -> Iterator[str]:
@@ -511,24 +511,24 @@ _INK, _LOSS, _VALIDATION = "#1f4e79", "#b03a2e", "#2e8b57"
 def marks(events: Sequence[Entry]) -> list[tuple[int, str]]:
     """Annotations of the plot by step: rebuilds of stages with their methods, nodes killed at
     stages that survived, and rollbacks."""
-    found: dict[int, dict[int, Counter[str]]] = {}  # step -> stage -> methods
+    counts: dict[int, dict[int, Counter[str]]] = {}  # step -> stage -> methods
     rebuilt: set[tuple[int, int]] = set()  # stage, current step
     for row in rebuilds(events):
         step = row.get("rolled_back", {"from": row["step"]})["from"]
         rebuilt.add((row["stage"], step + 1))
         if not _resumed(row):
-            found.setdefault(step, {}).setdefault(row["stage"], Counter())[row["method"]] += 1
+            counts.setdefault(step, {}).setdefault(row["stage"], Counter())[row["method"]] += 1
     for entry in events:
         match entry.event:
             case Killed(stage=stage, step=step) if (stage, step) not in rebuilt:
-                found.setdefault(step, {}).setdefault(stage, Counter())["node killed"] += 1
+                counts.setdefault(step, {}).setdefault(stage, Counter())["node killed"] += 1
     texts = {
-        step: [f"stage {stage}: {_methods(of_step[stage])}" for stage in sorted(of_step)]
-        for step, of_step in found.items()
+        step: [f"stage {stage}: {_methods(by_stage[stage])}" for stage in sorted(by_stage)]
+        for step, by_stage in counts.items()
     }
     for back in goings_back(events):
-        what = f"rolled back to {back.to}" if back.lost > back.to else f"at step {back.to}"
-        text = f"resumed, {what}" if back.resumed else what
+        change = f"rolled back to {back.to}" if back.lost > back.to else f"at step {back.to}"
+        text = f"resumed, {change}" if back.resumed else change
         texts.setdefault(back.lost, []).append(text)
     return [(step, "\n".join(lines)) for step, lines in sorted(texts.items())]
 

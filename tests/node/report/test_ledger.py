@@ -398,7 +398,7 @@ def test_the_end_that_is_cut_off_is_said(tmp_path: Path) -> None:
     found = audit(tmp_path)
     assert (found.expected, found.missing, found.exact) == (60, 24, False)
     assert found.cut == (
-        "the ledger ends with step 3, and summary.json has 5 steps: its end is cut off",
+        "the ledger ends with step 3, and summary.json has 5 steps: its end is missing",
     )
     (tmp_path / "summary.json").write_text("[")
     path.write_bytes(path.read_bytes()[:-1])

@@ -53,7 +53,7 @@ def test_a_device_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
     file.append(line(1))
     file.append(line(2))
     assert file.trouble == "can't write /dev/full: No space left on device"
-    assert file.told() == file.trouble + "; 2 lines wait in memory"
+    assert file.report() == file.trouble + "; 2 lines wait in memory"
     file.close()
     assert "2 lines wait in memory, and are lost" in caplog.text
 
@@ -84,7 +84,7 @@ def test_of_too_many_the_oldest_are_dropped_and_counted(
     file = LineFile(path, most=4 * len(line(0)))
     for number in range(10):
         file.append(line(number))
-    assert "4 lines wait in memory, 6 older ones are lost" in file.told()
+    assert "4 lines wait in memory, 6 older ones are lost" in file.report()
     disk.room = 1000
     file.append(b"last\n")
     assert path.read_bytes() == b"line 0\nline 7\nline 8\nline 9\nlast\n", "the first one was begun"
@@ -160,7 +160,7 @@ def test_who_appends_does_not_wait_for_a_disk_that_stalls(
     clock.now += STALLED
     assert not file.writing
     assert file.trouble == f"can't write {path}: its disk has not taken a line for 3 s"
-    assert file.told() == file.trouble + "; 2 lines wait in memory"
+    assert file.report() == file.trouble + "; 2 lines wait in memory"
     disk.released.set()
     file.close()
     assert (file.writing, file.trouble) == (False, "")

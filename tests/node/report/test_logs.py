@@ -18,7 +18,7 @@ from planaria.bootstrap.registry_pb2 import (
     Seat,
 )
 from planaria.node.report.log_stream import LONGEST, MOST_KEPT, LastLines
-from planaria.node.report.logs import LogsError, NodeRoute, called, cut, logs, ways_to
+from planaria.node.report.logs import LogsError, NodeRoute, cut, find_member, logs, routes_to
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.observer_client import PATIENCE
 
@@ -41,7 +41,7 @@ DESCRIPTION = Description(
 
 
 @pytest.mark.parametrize(
-    ("said", "node"),
+    ("name", "node"),
     [
         ("node-2.0-cccccc", "node-2.0-cccccc"),
         ("node-2.0", "node-2.0-cccccc"),
@@ -51,26 +51,26 @@ DESCRIPTION = Description(
         ("box-a", "box-aaaaaa"),
     ],
 )
-def test_a_node_is_called_by_as_much_as_tells_it_from_others(said: str, node: str) -> None:
-    assert called(said, DESCRIPTION).node == node
+def test_a_node_is_called_by_as_much_as_tells_it_from_others(name: str, node: str) -> None:
+    assert find_member(name, DESCRIPTION).node == node
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("name", "why"),
     [
         ("box", r"^box may be any of box-aaaaaa \(stage 0\), box-bbbbbb \(stage 1\)$"),
         ("x\x1b[2J", r"^there is no node x\\x1b\[2J. The nodes are box-aaaaaa \(stage 0\), box-b"),
         ("old", r"^there is no node old any more: its lease ran out. The nodes are box-aaaaaa"),
     ],
 )
-def test_a_node_that_nobody_is_or_several_are_called_is_refused(said: str, why: str) -> None:
+def test_a_node_that_nobody_is_or_several_are_called_is_refused(name: str, why: str) -> None:
     with pytest.raises(LogsError, match=why):
-        called(said, DESCRIPTION)
+        find_member(name, DESCRIPTION)
 
 
 def test_who_can_not_be_dialled_is_asked_through_its_neighbours() -> None:
-    assert ways_to(SWARM[0], SWARM) == [NodeRoute("box-aaaaaa", "10.0.0.1:7401")]
-    assert [way.node for way in ways_to(SWARM[1], SWARM)] == [
+    assert routes_to(SWARM[0], SWARM) == [NodeRoute("box-aaaaaa", "10.0.0.1:7401")]
+    assert [route.node for route in routes_to(SWARM[1], SWARM)] == [
         "box-aaaaaa",
         "node-2.0-cccccc",
         "0123456789ab",

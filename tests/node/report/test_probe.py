@@ -12,7 +12,7 @@ from planaria.bootstrap.registry_pb2 import (
     Report,
     Seat,
 )
-from planaria.node.report.probe import ProbeError, found, probe, table
+from planaria.node.report.probe import ProbeError, probe, results, table
 from planaria.node.wire.link_speed import LARGEST, SMALLEST, MeasuredLink, measure
 
 
@@ -33,9 +33,9 @@ def measured_over(delay: float, rate: float) -> tuple[MeasuredLink, list[int]]:
 @pytest.mark.parametrize("delay", [0.0005, 0.2])
 @pytest.mark.parametrize("rate", [1e5, 12.5e6, 2e9])
 def test_a_link_is_measured_whatever_its_delay_and_bandwidth(delay: float, rate: float) -> None:
-    found, sizes = measured_over(delay, rate)
-    assert found.rtt == pytest.approx(delay, abs=2 / rate)
-    assert found.rate == pytest.approx(rate, rel=0.01)
+    results, sizes = measured_over(delay, rate)
+    assert results.rtt == pytest.approx(delay, abs=2 / rate)
+    assert results.rate == pytest.approx(rate, rel=0.01)
     assert max(sizes) <= LARGEST
 
 
@@ -59,7 +59,7 @@ def described(number: int, *late: str) -> Description:
 
 
 def test_what_is_found_is_the_members_and_the_links_between_them() -> None:
-    probed = found(described(3, "b"), 3)
+    probed = results(described(3, "b"), 3)
     assert probed["nodes"][0] == {
         "node": "a",
         "stages": [0],
