@@ -98,14 +98,14 @@ def main() -> None:
     spell = float(sys.argv[1]) if sys.argv[1:] else SPELL
     for replicas in (1, 2):
         with tempfile.TemporaryDirectory() as folder:
-            found = blinking(replicas, spell, Path(folder))
+            rates = blinking(replicas, spell, Path(folder))
         nodes = "one node" if replicas == 1 else f"{replicas} nodes"
-        print(f"{nodes} a stage, {found.usual:.1f} steps a second while nothing breaks:")
-        for kind, ratio in found.ratios.items():
+        print(f"{nodes} a stage, {rates.usual:.1f} steps a second while nothing breaks:")
+        for kind, ratio in rates.ratios.items():
             print(f"  ratio {kind} / nothing: {ratio:.2f} (goal {GOAL})")
-        counts = found.evicted, found.rebuilt, found.aborted
+        counts = rates.evicted, rates.rebuilt, rates.aborted
         print("  evicted {}, rebuilt {}, aborted {} (goals 0)".format(*counts), flush=True)
-        keep("blinking", replicas=replicas, spell=spell, **found._asdict())
+        keep("blinking", replicas=replicas, spell=spell, **rates._asdict())
 
 
 if __name__ == "__main__":

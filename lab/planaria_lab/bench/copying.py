@@ -137,13 +137,13 @@ async def _keep_sending(links: Links, kind: str, until: float) -> float:
 
 
 async def _urgent(links: Links, drawn: random.Random) -> list[float]:
-    found = []
+    waits = []
     for _ in range(COUNT):
         await asyncio.sleep(drawn.uniform(0.0, 2 * PAUSE))
         began = time.monotonic()
         await links.deliver("z", Frame("activation", (1, 1), {}, [], bytes(URGENT)))
-        found.append(time.monotonic() - began)
-    return found
+        waits.append(time.monotonic() - began)
+    return waits
 
 
 async def _turn(links: Links, figures: Figures, drawn: random.Random) -> None:
@@ -164,13 +164,13 @@ async def _send(address: str, rounds: int) -> dict[str, Figures]:
     for node in nodes.values():
         node.links.set_peers(1, [Peer("z", address, KEY.public)], ["z"])
         await asyncio.wait_for(node.up.wait(), 60)
-    found = {name: Figures() for name in nodes}
+    figures = {name: Figures() for name in nodes}
     for number in range(rounds):
         for name, node in nodes.items():
-            await _turn(node.links, found[name], random.Random(number))
+            await _turn(node.links, figures[name], random.Random(number))
     for node in nodes.values():
         await node.links.stop()
-    return found
+    return figures
 
 
 def _send_from(namespace: Path, address: str, rounds: int, pipe: Connection) -> None:
@@ -187,20 +187,20 @@ def measure(mbps: float, round_trip: float, rounds: int) -> dict[str, Figures]:
         receiver = context.Process(target=_receive, args=(z.namespace, z.host, other), daemon=True)
         receiver.start()
         other.close()
-        told, tell = context.Pipe(duplex=False)
+        results, to_results = context.Pipe(duplex=False)
         sender = None
         try:
             if not pipe.poll(60):
                 raise TimeoutError("the receiving process did not start in 60 s")
             sender = context.Process(
                 target=_send_from,
-                args=(a.namespace, f"{z.host}:{pipe.recv()}", rounds, tell),
+                args=(a.namespace, f"{z.host}:{pipe.recv()}", rounds, to_results),
                 daemon=True,
             )
             sender.start()
-            tell.close()
-            found: dict[str, Figures] = told.recv()
-            return found
+            to_results.close()
+            by_condition: dict[str, Figures] = results.recv()
+            return by_condition
         finally:
             pipe.send("stop")
             for process in filter(None, (receiver, sender)):
@@ -213,7 +213,7 @@ def main() -> None:
     given = [float(word) for word in sys.argv[1:]]
     mbps, milliseconds, rounds = (*given, *(20.0, 50.0, 3.0)[len(given) :])
     try:
-        found = measure(mbps, milliseconds / 1e3, int(rounds))
+        by_condition = measure(mbps, milliseconds / 1e3, int(rounds))
     except EmulationError as error:
         print(error)
         return
@@ -221,12 +221,12 @@ def main() -> None:
     print(
         "rule       urgent alone   beside a copy       ratio   95th of it   copy / others   Mbit/s"
     )
-    for name, of in found.items():
+    for name, of in by_condition.items():
         print(
             f"{name:<10} {fmean(of.alone) * 1e3:9.1f} ms {fmean(of.beside) * 1e3:11.1f} ms"
             f" {of.mean:7.2f} {of.tail:11.2f} {of.carried:14.2f} {fmean(of.copy) * 8e-6:7.1f}"
         )
-    rows = {name.replace(" ", "_"): vars(of) for name, of in found.items()}
+    rows = {name.replace(" ", "_"): vars(of) for name, of in by_condition.items()}
     keep("copying", mbps=mbps, round_trip_ms=milliseconds, **rows)
 
 

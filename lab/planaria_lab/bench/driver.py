@@ -103,20 +103,24 @@ class Drive:
             wired = [(send.to, _wired(send.message)) for send in self.waiting]
         self.sent += sum(len(data) for to, data in wired if to != self.driver.node)
         self.waiting = []
-        told = [(node, pb.Message.FromString(unseal(data))) for node, data in wired]
-        bodies = {message.WhichOneof("body") for _, message in told}
+        arrived = [(node, pb.Message.FromString(unseal(data))) for node, data in wired]
+        bodies = {message.WhichOneof("body") for _, message in arrived}
         answers = chain(
             self._scored() if "step" in bodies else (),
-            ((node, answer) for node, message in told for answer in self._answers(node, message)),
+            (
+                (node, answer)
+                for node, message in arrived
+                for answer in self._answers(node, message)
+            ),
             self._homeward() if "records" in bodies else (),
         )
         while lot := list(islice(answers, LOT)):
             self._check(lot)
-            said = [(node, _wired(answer)) for node, answer in lot]
-            self.received += sum(len(data) for _, data in said)
+            replies = [(node, _wired(answer)) for node, answer in lot]
+            self.received += sum(len(data) for _, data in replies)
             effects: list[Effect] = []
             with self._counted():
-                for node, data in said:
+                for node, data in replies:
                     message = pb.Message.FromString(unseal(data))
                     effects += self.driver.received(node, message, 0.0)
             self._note(effects)
@@ -140,13 +144,13 @@ class Drive:
     def _note(self, effects: Iterable[Effect]) -> None:
         self.waiting += [effect for effect in effects if isinstance(effect, Send)]
 
-    def _answers(self, node: str, told: pb.Message) -> Iterator[pb.Message]:
+    def _answers(self, node: str, message: pb.Message) -> Iterator[pb.Message]:
         """Who is no source votes, once it has the records, if it is to keep them."""
-        match told.WhichOneof("body"):
+        match message.WhichOneof("body"):
             case "query":
                 status = pb.Status(digest=DIGEST, seconds_per_microbatch=0.1, trained=True)
-                yield pb.Message(ballot=told.ballot, status=status)
-            case "step" if node not in self.ends and not told.step.begin.keeps:
+                yield pb.Message(ballot=message.ballot, status=status)
+            case "step" if node not in self.ends and not message.step.begin.keeps:
                 yield self._vote(node)
             case "records" if node not in self.ends:
                 yield self._vote(node)
@@ -167,10 +171,10 @@ class Drive:
     def _homes(self) -> Mapping[str, Sequence[pb.Home]]:
         """By source; as many microbatches of each are out at a time as it has."""
         assert isinstance(self.driver.current, Attempting)
-        found = defaultdict[str, list[pb.Home]](list)
+        homes = defaultdict[str, list[pb.Home]](list)
         for microbatch in self.driver.current.begin.plan:
-            found[microbatch.source].append(_home(microbatch.id, self.driver.rules.tokens))
-        return found
+            homes[microbatch.source].append(_home(microbatch.id, self.driver.rules.tokens))
+        return homes
 
     def _vote(self, node: str) -> pb.Message:
         ready, ballot = self._ready(node), self.driver.ballot
@@ -230,11 +234,11 @@ def main() -> None:
         seconds, checking, sent, received = map(statistics.median, zip(*steps, strict=True))
         a_node = [figure / nodes for figure in (seconds, checking, sent, received)]
         first = first or a_node
-        grows = [f"{one / other:.2f}" for one, other in zip(a_node, first, strict=True)]
+        grows = [f"{figure / smallest:.2f}" for figure, smallest in zip(a_node, first, strict=True)]
         goal = "" if nodes not in GOALS else "   goal {} s, {:g} MB sent".format(*GOALS[nodes])
-        told = f"{nodes:>6} {seconds:>8.4f} {checking:>8.4f}"
-        told += f" {sent / 1e6:>8.3f} {received / 1e6:>7.3f}"
-        print(f"{told}   {' '.join(grows)}{goal}", flush=True)
+        row = f"{nodes:>6} {seconds:>8.4f} {checking:>8.4f}"
+        row += f" {sent / 1e6:>8.3f} {received / 1e6:>7.3f}"
+        print(f"{row}   {' '.join(grows)}{goal}", flush=True)
         figures = {"seconds": seconds, "checking": checking, "sent": sent, "received": received}
         keep("driver", nodes=nodes, **figures)
 

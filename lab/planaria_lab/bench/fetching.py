@@ -132,16 +132,16 @@ async def _fetch(
             missing = set(sources) - set(node.links.peers)
             raise TimeoutError(f"no link to {missing} in {DEADLINE:g} s")
         await asyncio.sleep(0.05)
-    found, due = [], {WEIGHTS: size // VALUE}
+    turns, due = [], {WEIGHTS: size // VALUE}
     for _ in range(rounds):
         began = time.monotonic()
         await asyncio.gather(*(_pour_in(host, port) for host, _, port in sources.values()))
         plain = time.monotonic() - began
         work = node.client.fetch(WantedState(1, AGE, due), list(sources), DEADLINE)
         delivery = await node.exchanges.outcome(work)
-        found.append((plain, delivery.seconds, dict(delivery.served)))
+        turns.append((plain, delivery.seconds, dict(delivery.served)))
         node.client.forget()
-    pipe.send(found)
+    pipe.send(turns)
     await node.stop()
 
 
@@ -183,10 +183,10 @@ def measure(
                 if not pipe.poll(60):
                     raise TimeoutError(f"{name} did not start in 60 s")
                 sources[name] = (host, *pipe.recv())
-            told, tell = context.Pipe(duplex=False)
-            start(JOINER, _fetch, sources, size, rounds, tell)
-            found: Sequence[tuple[float, float, dict[str, int]]] = told.recv()
-            return found
+            results, sender = context.Pipe(duplex=False)
+            start(JOINER, _fetch, sources, size, rounds, sender)
+            turns: Sequence[tuple[float, float, dict[str, int]]] = results.recv()
+            return turns
         finally:
             for pipe in pipes:
                 pipe.send("stop")
@@ -199,20 +199,20 @@ def measure(
 def compare(mbps: float, round_trip_ms: float, sources: int, rounds: int, mib: int) -> None:
     """Raises EmulationError."""
     size = mib << 20
-    found = measure(mbps, round_trip_ms, sources, rounds, size)
-    for plain, copy, served in found:
+    turns = measure(mbps, round_trip_ms, sources, rounds, size)
+    for plain, copy, served in turns:
         shares = ", ".join(f"{part / size:.2f}" for part in served.values())
         rates = f"plain {size * 8e-6 / plain:.1f} Mbit/s   copy {size * 8e-6 / copy:.1f} Mbit/s"
         print(f"{rates}   shares {shares}")
-    ratio = median(plain / copy for plain, copy, _ in found)
-    of_link = median(size * 8e-6 / copy / mbps for _, copy, _ in found)
+    ratio = median(plain / copy for plain, copy, _ in turns)
+    of_link = median(size * 8e-6 / copy / mbps for _, copy, _ in turns)
     print(
         f"{sources} sources, {mbps:g} Mbit/s, {round_trip_ms:g} ms there and back, {mib} MiB: "
         f"ratio copy / plain: {ratio:.2f}, {of_link:.2f} of the link (goal {GOAL})",
         flush=True,
     )
-    said = {"mbps": mbps, "round_trip_ms": round_trip_ms, "sources": sources, "mib": mib}
-    keep("fetching", **said, turns=found)
+    settings = {"mbps": mbps, "round_trip_ms": round_trip_ms, "sources": sources, "mib": mib}
+    keep("fetching", **settings, turns=turns)
 
 
 def main() -> None:

@@ -2,20 +2,19 @@
 
 Between two processes, from the wish for a link until it is up: two connections, under mutual TLS,
 and signed hellos. The two are on machines of their own as network namespaces, 1 ms from each other
-and back; without the rights for that they are on loopback, which is said.
+and back; without the rights for that they are on loopback, which is printed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import resource
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import uvloop
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -29,6 +28,7 @@ from planaria.node.machine.processes import enter_network
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, Peer
 from planaria.node.wire.stage_pb2 import Message
+from planaria_lab.bench.processes import receive, start
 from planaria_lab.bench.rows import keep
 from planaria_lab.emulation.emulation import EmulationError, emulate
 from planaria_lab.emulation.links import all_alike
@@ -86,7 +86,7 @@ def _answer(
 def _dial(
     home: ProcessHome | None, pair: CertifiedKey | None, address: str, pipe: Connection
 ) -> None:
-    """Tells the seconds of a TCP connection, and of each handshake."""
+    """Sends the seconds of a TCP connection, and of each handshake."""
 
     async def dial() -> tuple[float, list[float]]:
         end = _End("a", _credentials(pair))
@@ -119,24 +119,15 @@ class Took(NamedTuple):
     links: list[float]  # a handshake each
 
 
-def _hear(pipe: Connection) -> Any:
-    if not pipe.poll(START + HANDSHAKES * PAUSE):
-        raise TimeoutError("a process of the benchmark says nothing")
-    return pipe.recv()
-
-
 @contextmanager
 def answering(
     home: ProcessHome | None, pair: CertifiedKey | None, descriptors: int | None = None
 ) -> Iterator[str]:
-    """A process that takes links; where. `descriptors` None: as many as this process may have."""
+    """The address of a process that accepts links. `descriptors` None: the hard limit."""
     allowed = descriptors or resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    context = multiprocessing.get_context("spawn")
-    pipe, other = context.Pipe()
-    process = context.Process(target=_answer, args=(home, pair, allowed, other), daemon=True)
-    process.start()
+    process, pipe = start(_answer, home, pair, allowed)
     try:
-        yield _hear(pipe)
+        yield receive(pipe)
         pipe.send("stop")
     finally:
         process.kill()
@@ -144,13 +135,10 @@ def answering(
 
 
 def handshakes(home: ProcessHome | None, pair: CertifiedKey | None, address: str) -> Took:
-    """With who answers there."""
-    context = multiprocessing.get_context("spawn")
-    pipe, other = context.Pipe()
-    process = context.Process(target=_dial, args=(home, pair, address, other), daemon=True)
-    process.start()
+    """Connections and handshakes with the process at `address`."""
+    process, pipe = start(_dial, home, pair, address)
     try:
-        return Took(*_hear(pipe))
+        return Took(*receive(pipe))
     finally:
         process.kill()
         process.join()
@@ -177,7 +165,7 @@ def main() -> None:
             homes = links.homes["a"], links.homes["b"]
         except EmulationError as error:
             where = "loopback, without delay"
-            print(f"handshakes are on loopback: {error}")
+            print(f"handshakes are measured on loopback: {error}")
         a, b = homes
         with answering(b, None) as address:
             plain = handshakes(a, None, address).links

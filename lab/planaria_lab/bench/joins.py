@@ -1,9 +1,9 @@
 """How long 10,000 nodes take to join a run that has none, as fast as its registry lets them, until
-each has been told of all; and what that takes of the registry: processor time, bytes, memory.
+each has the view with all; and what that takes of the registry: processor time, bytes, memory.
 
 A real registry process with a journal, over loopback. The nodes are coroutines of two other
 processes, many of them on a connection. Each joins by a key of its own, opens its two streams and
-renews. What it is told it counts and doesn't apply: that is another machine's work.
+renews. It counts the bytes of views and doesn't apply them: that is another machine's work.
 """
 
 from __future__ import annotations
@@ -37,25 +37,18 @@ from planaria.bootstrap.registry_pb2 import (
     WatchRequest,
 )
 from planaria.bootstrap.views import unpack, unpacked
-from planaria_lab.bench.registry import (
-    RULES,
-    STREAMS_A_CONNECTION,
-    _ask,
-    _hear,
-    _name,
-    _start,
-    serve,
-)
+from planaria_lab.bench.processes import ask, receive, start
+from planaria_lab.bench.registry import RULES, STREAMS_A_CONNECTION, _name, serve
 from planaria_lab.bench.rows import keep
 
 SIZES = (1_000, 10_000)
 GOAL = 60.0  # seconds, for the largest
 PROCESSES = 2
 LOOK = 0.1  # seconds between two looks whether all have joined
-AGAIN = 0.5  # seconds until who was refused asks again
+AGAIN = 0.5  # seconds until a refused node asks again
 LATEST = 600.0  # seconds; more means that it hangs
 LONG = replace(RULES, lease=60.0, max_replicas=1_000)
-"""With the default, 5 s, what 10,000 nodes renew takes most of a core: see bench/registry.py."""
+"""With the default lease, 5 s, renewals of 10,000 nodes take most of a core: bench/registry.py."""
 
 
 @dataclass(frozen=True)
@@ -79,30 +72,32 @@ class Joined:
 def join_all(nodes: int) -> Joined:
     """Raises RuntimeError when a process ends early, TimeoutError when one hangs."""
     with tempfile.TemporaryDirectory() as folder:
-        registry, to_registry = _start(_serve, Path(folder) / "journal")
+        registry, to_registry = start(_serve, Path(folder) / "journal")
         clients = []
         try:
-            port = int(_hear(to_registry))
+            port = int(receive(to_registry))
             shares = [range(first, nodes, PROCESSES) for first in range(PROCESSES)]
-            clients = [_start(_join, port, share) for share in shares]
+            clients = [start(_join, port, share) for share in shares]
             ends = [connection for _, connection in clients]
             for connection in ends:
-                _hear(connection)  # its requests are signed
-            cpu, began = float(_ask(to_registry)), time.monotonic()
-            told = [_told(one) for one in ends]
-            while not _all_have_joined(told, nodes):
+                receive(connection)  # its requests are signed
+            cpu, began = float(ask(to_registry)), time.monotonic()
+            counts = [_counts_of(end) for end in ends]
+            while not _all_have_joined(counts, nodes):
                 if time.monotonic() > began + LATEST:
-                    raise TimeoutError(f"{told}: not all {nodes} nodes, after {LATEST:g} s")
+                    raise TimeoutError(
+                        f"not all {nodes} nodes have joined after {LATEST:g} s: {counts}"
+                    )
                 time.sleep(LOOK)
-                told = [_told(one) for one in ends]
+                counts = [_counts_of(end) for end in ends]
             seconds = time.monotonic() - began
             return Joined(
                 nodes,
                 seconds,
-                max(one.newest for one in told),
-                float(_ask(to_registry)) - cpu,
-                sum(one.answered for one in told),
-                sum(one.told for one in told),
+                max(count.newest for count in counts),
+                float(ask(to_registry)) - cpu,
+                sum(count.answered for count in counts),
+                sum(count.view_bytes for count in counts),
                 _most_memory(registry.pid),
             )
         finally:
@@ -113,24 +108,26 @@ def join_all(nodes: int) -> Joined:
 
 def main() -> None:
     for nodes in SIZES:
-        found = join_all(nodes)
-        print(found, flush=True)
-        keep("joins", **asdict(found))
+        joined = join_all(nodes)
+        print(joined, flush=True)
+        keep("joins", **asdict(joined))
     print(f"goal: under {GOAL:g} s; {LONG.joins_per_second:g} a second may join")
 
 
-def _told(end: Connection) -> _Told:
-    return _Told(*map(int, _ask(end).split()))
+def _counts_of(end: Connection) -> _Counts:
+    return _Counts(*map(int, ask(end).split()))
 
 
-def _all_have_joined(told: Sequence[_Told], nodes: int) -> bool:
-    """And each has a view with all of them."""
-    newest = max(one.newest for one in told)
-    return sum(one.members for one in told) == nodes and all(one.oldest >= newest for one in told)
+def _all_have_joined(counts: Sequence[_Counts], nodes: int) -> bool:
+    """Whether each node has joined and has a view with all of them."""
+    newest = max(count.newest for count in counts)
+    return sum(count.members for count in counts) == nodes and all(
+        count.oldest >= newest for count in counts
+    )
 
 
 def _most_memory(process: int | None) -> int:
-    """Bytes."""
+    """The peak resident memory of a process in bytes."""
     status = Path(f"/proc/{process}/status").read_text()
     (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
@@ -146,22 +143,22 @@ def _serve(journal: Path, connection: Connection) -> None:
 
 
 @dataclass
-class _Told:
-    """Of the nodes of a process."""
+class _Counts:
+    """What the nodes of one process have received."""
 
     members: int = 0
     oldest: int = 0  # of the views that they have
     newest: int = 0  # with which one of them has joined
     answered: int = 0  # bytes
-    told: int = 0
+    view_bytes: int = 0
 
     def __str__(self) -> str:
         return " ".join(map(str, vars(self).values()))
 
 
 def _join(port: int, nodes: range, connection: Connection) -> None:
-    """These nodes, each in its turn; answers a question with what they were told."""
-    all_told = _Told()
+    """These nodes, each in its turn; answers each message with their counts."""
+    totals = _Counts()
     have = dict.fromkeys(nodes, 0)
 
     async def node(index: int, channel: grpc.aio.Channel, key: Identity, ask: JoinRequest) -> None:
@@ -184,9 +181,9 @@ def _join(port: int, nodes: range, connection: Connection) -> None:
                 await asyncio.sleep(AGAIN)
         reply = JoinReply.FromString(answer)
         have[index], signature = reply.view.number, _signature(reply.packed)
-        all_told.members += 1
-        all_told.newest = max(all_told.newest, have[index])
-        all_told.answered += len(answer)
+        totals.members += 1
+        totals.newest = max(totals.newest, have[index])
+        totals.answered += len(answer)
 
         async def renewals() -> AsyncIterator[Renewal]:
             first = Renewal(node=ask.node, run=LONG.run, shown=have[index])
@@ -200,13 +197,13 @@ def _join(port: int, nodes: range, connection: Connection) -> None:
         await heard.read()
         async for content in watch(WatchRequest(run=LONG.run, known=signature)):
             have[index] = _number(content)
-            all_told.told += len(content)
+            totals.view_bytes += len(content)
 
     async def join_in_turn() -> None:
-        for start in range(0, len(nodes), STREAMS_A_CONNECTION):
+        for first in range(0, len(nodes), STREAMS_A_CONNECTION):
             options = [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
             channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options)
-            for index in nodes[start : start + STREAMS_A_CONNECTION]:
+            for index in nodes[first : first + STREAMS_A_CONNECTION]:
                 key = Identity(
                     Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"%d" % index).digest())
                 )
@@ -229,23 +226,23 @@ def _join(port: int, nodes: range, connection: Connection) -> None:
     def answer() -> None:
         connection.recv()
         go.set()
-        all_told.oldest = min(have.values())
-        connection.send(str(all_told))
+        totals.oldest = min(have.values())
+        connection.send(str(totals))
 
     tasks: list[asyncio.Task[None]] = []
     go = asyncio.Event()
     uvloop.run(join_in_turn())
 
 
-@lru_cache(maxsize=2)  # many are told the same
+@lru_cache(maxsize=2)  # many nodes get the same
 def _signature(packed: bytes) -> bytes:
     return View.FromString(unpack(packed)).signature
 
 
-@lru_cache(maxsize=64)  # thousands are told the same
+@lru_cache(maxsize=64)  # thousands of nodes get the same
 def _number(content: bytes) -> int:
-    told = unpacked(NewView.FromString(content))
-    return told.difference.view.number if told.HasField("difference") else told.whole.number
+    news = unpacked(NewView.FromString(content))
+    return news.difference.view.number if news.HasField("difference") else news.whole.number
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """From the loss of a stage's only node to the next commit, while nobody joins, down to one node.
 
 In a swarm of a node for each stage, one of them with room for all, the others get SIGKILL in the
-middle of a step, one after the other, under each policy. What is told of a loss is by which method
-the stage came back, and the seconds from the kill to the next commit: in all, in usual steps (the
-median of the steps since the loss before), and where they went. Then such nodes are told 30 s ahead
+middle of a step, one after the other, under each policy. Printed of a loss are by which method the
+stage came back, and the seconds from the kill to the next commit: in all, in usual steps (the
+median of the steps since the loss before), and where they went. Then such nodes get 30 s notice
 (SIGTERM), one after the other. What that costs is the time of the steps from the notice to the
 first without the node, above that of as many usual steps; it is held against one step and the
 transfer of the state.
@@ -115,15 +115,15 @@ def lose(watched: Watched, stage: int) -> Loss:
     killed = time.time()
     os.kill(process, signal.SIGKILL)
     commit = watched.next_view(lines[-1]["view"])
-    told = [
+    events = [
         event
         for event in watched.events("link lost", "serving", "rebuilding", "rolled back", "rebuilt")
         if killed < event["time"] <= commit["time"]
     ]
-    (rebuilt,) = [e for e in told if e["kind"] == "rebuilt" and e["stage"] == stage]
-    noticed = next(e["time"] for e in told if e.get("peer") == node)
-    seated = next(e["time"] for e in told if e["node"] == rebuilt["node"])
-    ordered = next(e["time"] for e in told if e["kind"] in ("rebuilding", "rolled back"))
+    (rebuilt,) = [e for e in events if e["kind"] == "rebuilt" and e["stage"] == stage]
+    noticed = next(e["time"] for e in events if e.get("peer") == node)
+    seated = next(e["time"] for e in events if e["node"] == rebuilt["node"])
+    ordered = next(e["time"] for e in events if e["kind"] in ("rebuilding", "rolled back"))
     relearned = rebuilt.get("relearned", {}).get("seconds", 0.0)
     parts = {
         "until it is noticed": noticed - killed,
@@ -154,21 +154,21 @@ def measure_losses(run: RunFile, out: Path) -> None:
 
 
 def hand_over(watched: Watched, stage: int) -> Handover:
-    """The stage's only node is told to go."""
+    """The stage's only node gets a notice (SIGTERM)."""
     before = watched.train(BETWEEN)
     _, process = watched.serving(stage)
     time.sleep(usual_step(before) / 2)
-    told = time.time()
+    notified = time.time()
     os.kill(process, signal.SIGTERM)
 
     def since(kind: str) -> list[dict[str, Any]]:
-        return [event for event in watched.events(kind) if event["time"] > told]
+        return [event for event in watched.events(kind) if event["time"] > notified]
 
     while not since("handed over"):
         time.sleep(LOOK)
     after = watched.train(BETWEEN)
     (rebuilt,), lines = since("rebuilt"), watched.committed()
-    first = next(number for number, line in enumerate(lines) if line["time"] > told)
+    first = next(number for number, line in enumerate(lines) if line["time"] > notified)
     last = next(n for n, line in enumerate(lines) if line["view"] == after[-1]["view"])
     usual = max(usual_step(before), usual_step(after))
     took = lines[last]["time"] - lines[first - 1]["time"]

@@ -13,7 +13,6 @@ The clock runs from the first byte offered to the receiver's word that it has al
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -32,6 +31,7 @@ from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings, Peer
 from planaria.node.wire.stage_pb2 import Message
 from planaria.node.wire.tensors import decode, encode
+from planaria_lab.bench.processes import receive, start
 from planaria_lab.bench.rows import keep
 
 CHUNK: Final = 2 << 20
@@ -98,30 +98,30 @@ class _Receiver:
 class _Sender:
     def __init__(self) -> None:
         self.links = Links("bench", "a", KEY, self, LinkSettings())
-        self._told: asyncio.Queue[str] = asyncio.Queue()
+        self._events: asyncio.Queue[str] = asyncio.Queue()
 
     def on_message(self, _: str, __: Message) -> None:
-        self._told.put_nowait("answer")
+        self._events.put_nowait("answer")
 
     def on_frame(self, _: str, __: Frame) -> None: ...
 
     def on_link_up(self, _: str) -> None:
-        self._told.put_nowait("up")
+        self._events.put_nowait("up")
 
     def on_link_lost(self, _: str, reason: str, __: list[Frame], ___: Cause) -> None:
-        self._told.put_nowait(f"lost: {reason}")
+        self._events.put_nowait(f"lost: {reason}")
 
-    async def hear(self, expected: str) -> None:
+    async def expect(self, expected: str) -> None:
         async with asyncio.timeout(60):
-            told = await self._told.get()
-        assert told == expected, told
+            event = await self._events.get()
+        assert event == expected, event
 
 
 def _receive(pipe: Connection) -> None:
-    uvloop.run(_receive_until_told(pipe))
+    uvloop.run(_receive_until_stopped(pipe))
 
 
-async def _receive_until_told(pipe: Connection) -> None:
+async def _receive_until_stopped(pipe: Connection) -> None:
     async def swallow(_: Any, context: Any) -> None:
         received = 0
         while (data := await context.read()) is not grpc.aio.EOF:
@@ -162,7 +162,7 @@ async def _send_frames(
     count = total // FRAME
     encoded = [encode([tensor], "none") for tensor in tensors]
     sender.links.send("b", Message(ballot={"view": int(with_codec), "attempt": count}))
-    await sender.hear("answer")
+    await sender.expect("answer")
     start = perf_counter()
     for index in range(count):
         if with_codec:
@@ -171,7 +171,7 @@ async def _send_frames(
         else:
             descriptors, buffers = encoded[index % len(tensors)]
         sender.links.send("b", Frame("activation", (1, 1), {}, descriptors, buffers))
-    await sender.hear("answer")
+    await sender.expect("answer")
     return total / (perf_counter() - start) / 1e9
 
 
@@ -182,29 +182,24 @@ async def _measure(rounds: int, total: int, ports: tuple[int, int]) -> LinkFigur
     port, link_port = ports
     sender = _Sender()
     sender.links.set_peers(1, [Peer("b", f"127.0.0.1:{link_port}", KEY.public)], ["b"])
-    await sender.hear("up")
-    found = []
+    await sender.expect("up")
+    measured = []
     for _ in range(rounds + 1):  # the first one warms up
         bare = await _send_bare(port, pieces, total)
         frames = await _send_frames(sender, tensors, total, with_codec=False)
         encoded = await _send_frames(sender, tensors, total, with_codec=True)
-        found.append((bare, frames, encoded))
+        measured.append((bare, frames, encoded))
     await sender.links.stop()
-    found = found[1:]
-    bare, frames, encoded = (median(column) for column in zip(*found, strict=True))
-    return LinkFigures(bare, frames, encoded, found)
+    measured = measured[1:]
+    bare, frames, encoded = (median(column) for column in zip(*measured, strict=True))
+    return LinkFigures(bare, frames, encoded, measured)
 
 
 def measure(rounds: int = 7, total: int = 512 << 20) -> LinkFigures:
-    """`total`: bytes in each way of each round."""
-    context = multiprocessing.get_context("spawn")
-    pipe, other = context.Pipe()
-    receiver = context.Process(target=_receive, args=(other,), daemon=True)
-    receiver.start()
+    """`total`: bytes of each method in each round."""
+    receiver, pipe = start(_receive)
     try:
-        if not pipe.poll(60):
-            raise TimeoutError("the receiving process did not start in 60 s")
-        return uvloop.run(_measure(rounds, total, pipe.recv()))
+        return uvloop.run(_measure(rounds, total, receive(pipe)))
     finally:
         pipe.send("stop")
         receiver.join(10)

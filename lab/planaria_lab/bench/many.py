@@ -58,21 +58,21 @@ def nodes(replicas: int) -> dict[str, list[str]]:
 
 def memory(look: Living) -> float:
     """MB of all processes; of pages that several have each has its share (PSS)."""
-    told = [
+    summaries = [
         Path(f"/proc/{process}/smaps_rollup").read_text()
         for process in look.processes.running().values()
     ]
-    lines = [line.split() for text in told for line in text.splitlines()]
+    lines = [line.split() for text in summaries for line in text.splitlines()]
     return sum(int(words[1]) for words in lines if words[0] == "Pss:") / 1024
 
 
 def computed(look: Living) -> float:
     """Seconds of processor time that those which run have taken."""
-    told = [
+    statuses = [
         Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         for process in look.processes.running().values()
     ]
-    return sum(int(words[11]) + int(words[12]) for words in told) / os.sysconf("SC_CLK_TCK")
+    return sum(int(fields[11]) + int(fields[12]) for fields in statuses) / os.sysconf("SC_CLK_TCK")
 
 
 def seconds_alone(run: RunFile, out: Path) -> float:
@@ -110,20 +110,21 @@ def train(run: RunFile, out: Path, one_each: float) -> None:
         f"stage ({one_each:.2f} s): {usual / one_each:.2f}",
         flush=True,
     )
-    found = audit(out / "logs")
-    wrong = found.duplicates + found.missing + found.extra
+    samples = audit(out / "logs")
+    wrong = samples.duplicates + samples.missing + samples.extra
     since = [line["seconds"] for line in lines if line["step"] > at[0]]
     print(
         f"{LOSSES} losses within {sum(since):.0f} s: {statistics.mean(since):.2f} s a step on "
         f"average, {max(since):.1f} the longest, {aborted} attempts aborted; ratio average / "
-        f"before: {statistics.mean(since) / usual:.2f}; of {found.expected} samples {wrong} wrong",
+        f"before: {statistics.mean(since) / usual:.2f}; "
+        f"of {samples.expected} samples {wrong} wrong",
         flush=True,
     )
     figures = {"nodes": len(slots), "started": started, "megabytes": need, "since": since}
     figures |= {"usual": usual, "one_each": one_each, "of_processors": of_processors}
-    keep("many", **figures, aborted=aborted, expected=found.expected, wrong=wrong)
-    if not found.exact:
-        raise SystemExit(f"the ledger isn't exact: {found}")
+    keep("many", **figures, aborted=aborted, expected=samples.expected, wrong=wrong)
+    if not samples.exact:
+        raise SystemExit(f"the ledger isn't exact: {samples}")
 
 
 def main() -> None:

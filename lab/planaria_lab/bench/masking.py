@@ -30,9 +30,9 @@ def main() -> None:
     lost = endurable(start)
     ours, result = timed(lambda: reorder(start, lost), REPEATS)
     assert isinstance(result, Masked)
-    theirs, found = timed(lambda: by_networkx(start.without(lost)), 1)
-    if found != (result.stacks.depth, result.moves):
-        raise AssertionError(f"networkx: {found}, ours: {result.stacks.depth, result.moves}")
+    theirs, expected = timed(lambda: by_networkx(start.without(lost)), 1)
+    if expected != (result.stacks.depth, result.moves):
+        raise AssertionError(f"networkx: {expected}, ours: {result.stacks.depth, result.moves}")
     singly = one_by_one(start, lost)
     print(f"{LOST} of {GROUPS} groups lost at once, r = {REDUNDANCY}: {ours * 1e3:.1f} ms")
     print(f"networkx, the same depth and moves: {theirs * 1e3:.0f} ms, {theirs / ours:.0f} times")

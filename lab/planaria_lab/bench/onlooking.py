@@ -109,8 +109,8 @@ def rate(look: Callable[[], Lines]) -> float:
 
 
 def main() -> None:
-    found: dict[str, list[float]] = {"an export": [], "text being made": []}
-    took: dict[str, list[float]] = {what: [] for what in found}
+    relative: dict[str, list[float]] = {"an export": [], "text being made": []}
+    took: dict[str, list[float]] = {request: [] for request in relative}
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         prepare(Recipe([str(SHIPPED)]), folder / "data")
@@ -120,7 +120,7 @@ def main() -> None:
             f"{stage}.0": ["node", "--stage", str(stage), "--threads", "1", "--save-dir", "none"]
             for stage in range(STAGES + 1)
         }
-        asked: dict[str, Ask] = {
+        requests: dict[str, Ask] = {
             "an export": partial(export_once, folder / "exported"),
             "text being made": partial(speak_once, folder / "data"),
         }
@@ -130,16 +130,17 @@ def main() -> None:
                 time.sleep(0.2)
             for _ in range(ROUNDS):
                 alone = rate(look)
-                for what, ask in asked.items():
-                    with asking(address, ask, took[what]):
-                        found[what].append(rate(look) / alone)
-    for what, ratios in found.items():
+                for request, work in requests.items():
+                    with asking(address, work, took[request]):
+                        relative[request].append(rate(look) / alone)
+    for request, ratios in relative.items():
         low, middle, high = statistics.quantiles(ratios, n=4)
         print(
-            f"ratio of steps/s with {what} / without: {middle:.3f} (quartiles {low:.3f} to "
-            f"{high:.3f}; {len(took[what])} of them, {statistics.median(took[what]):.1f} s each)"
+            f"ratio of steps/s with {request} / without: {middle:.3f} (quartiles {low:.3f} to "
+            f"{high:.3f}; {len(took[request])} of them, "
+            f"{statistics.median(took[request]):.1f} s each)"
         )
-        keep("onlooking", what=what, ratios=ratios, seconds=took[what])
+        keep("onlooking", what=request, ratios=ratios, seconds=took[request])
     print(f"goal for an export: {GOAL}")
 
 

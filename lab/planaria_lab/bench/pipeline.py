@@ -71,8 +71,8 @@ class OneProcess:
 
 
 class Processes:
-    """Stand still but while a step is wanted of them. What they do after its commit, before they
-    are stopped, counts for the next one."""
+    """Processes that are stopped except while they make a step. What they do after its commit,
+    before they are stopped, counts for the next one."""
 
     def __init__(self, living: Living) -> None:
         self._living = living
@@ -91,24 +91,24 @@ class Processes:
         return float(seconds)
 
     def _await(self, steps: int) -> int:
-        """How many there are, when there are so many: at first they aren't waited for."""
-        while (there := len(self._living())) < steps:
+        """The number of steps committed, as soon as it is at least `steps`."""
+        while (steps_now := len(self._living())) < steps:
             time.sleep(LOOK)
-        return there
+        return steps_now
 
 
-def turns(those: dict[str, Trains]) -> Iterator[dict[str, float]]:
-    """Seconds of a step of each; whoever was last comes first the next time."""
-    order = list(those)
-    for one in those.values():
-        one.step()  # the first ones are slow
+def turns(trainers: dict[str, Trains]) -> Iterator[dict[str, float]]:
+    """Seconds of a step of each, in rounds; the last of a round is the first of the next."""
+    order = list(trainers)
+    for trainer in trainers.values():
+        trainer.step()  # the first ones are slow
     for _ in range(ROUNDS):
-        yield {name: those[name].step() for name in order}
+        yield {name: trainers[name].step() for name in order}
         order.reverse()
 
 
 def ratio(rounds: list[dict[str, float]], of: str, to: str) -> float:
-    """Of tokens per second, the median."""
+    """The median ratio of tokens per second."""
     return statistics.median(seconds[to] / seconds[of] for seconds in rounds)
 
 
@@ -125,22 +125,25 @@ def main() -> None:
             swarm(run, run_planaria, out / "swarm", nodes) as ours,
             torch_pipeline(run, out / "torch") as theirs,
         ):
-            those: dict[str, Callable[[], Trains]] = {
+            starters: dict[str, Callable[[], Trains]] = {
                 ONE: lambda: OneProcess(run, corpus),
                 SWARM: lambda: Processes(ours),
                 TORCH: lambda: Processes(theirs),
             }
-            rounds = measure(those)
+            rounds = measure(starters)
     tokens = run.training.batch * CONTEXT
-    keep("pipeline", tokens_per_second=[{n: tokens / s for n, s in one.items()} for one in rounds])
+    keep(
+        "pipeline",
+        tokens_per_second=[{n: tokens / s for n, s in seconds.items()} for seconds in rounds],
+    )
     print(f"ratio swarm / one process: {ratio(rounds, SWARM, ONE):.2f} (goal {GOAL})")
     print(f"ratio swarm / {TORCH}: {ratio(rounds, SWARM, TORCH):.2f} (goal {GOAL_OF_TORCH})")
 
 
-def measure(those: dict[str, Callable[[], Trains]]) -> list[dict[str, float]]:
+def measure(starters: dict[str, Callable[[], Trains]]) -> list[dict[str, float]]:
     """Each begins when the one before stands still."""
     rounds = []
-    for seconds in turns({name: begin() for name, begin in those.items()}):
+    for seconds in turns({name: begin() for name, begin in starters.items()}):
         rounds.append(seconds)
         print("   ".join(f"{name}: {s:.2f} s a step" for name, s in seconds.items()), flush=True)
     return rounds

@@ -116,7 +116,10 @@ def _datasets(folder: Path, out: Path, jobs: int) -> int:
 def _tokens_of(batch: dict[str, list[str]], tokenizer: Any) -> dict[str, list[Any]]:
     encodings = tokenizer.encode_batch_fast(batch["text"], add_special_tokens=False)
     ids = [encoding.ids for encoding in encodings]
-    return {"ids": ids, "count": [len(one) + 1 for one in ids]}  # with the end of the document
+    return {
+        "ids": ids,
+        "count": [len(document) + 1 for document in ids],
+    }  # with the end of the document
 
 
 if __name__ == "__main__":

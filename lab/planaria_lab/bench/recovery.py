@@ -91,13 +91,13 @@ def main() -> None:
         prepare(Recipe([str(SHIPPED)]), data)
         for number, (policy, goal) in enumerate(GOALS.items()):
             run = resolve(override(loads(RUN), data__path=str(data), recovery__policy=policy))
-            found = ratios(train(run, run_alternating, Path(directory) / str(number), {}))
-            low, middle, high = statistics.quantiles(found, n=4)
+            ready_to_off = ratios(train(run, run_alternating, Path(directory) / str(number), {}))
+            low, middle, high = statistics.quantiles(ready_to_off, n=4)
             print(
                 f"ratio {policy} ready / off: {middle:.3f} (quartiles {low:.3f} to {high:.3f}, "
-                f"{len(found)} pairs of blocks; goal {goal:.2f})"
+                f"{len(ready_to_off)} pairs of blocks; goal {goal:.2f})"
             )
-            keep("recovery", policy=policy, ready_to_off=found)
+            keep("recovery", policy=policy, ready_to_off=ready_to_off)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import multiprocessing
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -37,13 +36,13 @@ from planaria.bootstrap.registry_pb2 import (
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
 from planaria.bootstrap.service import RegistryServer
 from planaria.bootstrap.views import sign
+from planaria_lab.bench.processes import ask, receive, start
 from planaria_lab.bench.rows import keep
 
 NODES = 5_000
 PERIOD = 1.0  # seconds between a node's renewals
 SECONDS = 10.0  # measured
 STREAMS_A_CONNECTION = 250
-START = 120.0  # seconds; more means that it hangs
 
 KEY = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32)))  # of all nodes
 RULES = MembershipRules(run="bench", stages=49, lease=5.0, restart_grace=10.0)
@@ -78,20 +77,20 @@ def renewals_per_second_per_core() -> RegistryLoad:
         admission = Admission(folder_beside(journal), certifies=False)
         with Journal(journal, RULES.run, admission.key) as file:
             file.append(_members(admission.key))
-        registry, to_registry = _start(_serve, journal)
+        registry, to_registry = start(_serve, journal)
         clients = []
         try:
-            port = int(_hear(to_registry))
-            clients = [_start(_renew, port, half) for half in range(2)]
+            port = int(receive(to_registry))
+            clients = [start(_renew, port, half) for half in range(2)]
             for _, connection in clients:
-                _hear(connection)  # all its streams are open
-            time.sleep(RULES.grace)  # from now on, whoever doesn't renew is evicted
-            before = [float(_ask(connection)) for _, connection in clients]
-            cpu, began = float(_ask(to_registry)), time.monotonic()
+                receive(connection)  # all its streams are open
+            time.sleep(RULES.grace)  # from now on, a node that doesn't renew is evicted
+            before = [float(ask(connection)) for _, connection in clients]
+            cpu, began = float(ask(to_registry)), time.monotonic()
             time.sleep(SECONDS)
-            cpu = float(_ask(to_registry)) - cpu
+            cpu = float(ask(to_registry)) - cpu
             seconds = time.monotonic() - began
-            sent = sum(float(_ask(c)) for _, c in clients) - sum(before)
+            sent = sum(float(ask(c)) for _, c in clients) - sum(before)
             described = asyncio.run(_describe(port))
         finally:
             for process, _ in [*clients, (registry, to_registry)]:
@@ -107,9 +106,9 @@ def renewals_per_second_per_core() -> RegistryLoad:
 
 
 def main() -> None:
-    found = renewals_per_second_per_core()
-    print(found)
-    keep("registry", **asdict(found))
+    load = renewals_per_second_per_core()
+    print(load)
+    keep("registry", **asdict(load))
 
 
 def _members(key: Identity) -> View:
@@ -136,29 +135,6 @@ def _name(index: int) -> str:
 
 
 # -- processes -----------------------------------------------------------------------------------
-
-
-def _start(target: object, *arguments: object) -> tuple[multiprocessing.Process, Connection]:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=target, args=(*arguments, there), daemon=True)  # type: ignore[arg-type]
-    process.start()
-    there.close()
-    return process, here  # type: ignore[return-value]
-
-
-def _hear(connection: Connection) -> str:
-    if not connection.poll(START):
-        raise TimeoutError(f"a process of the benchmark said nothing for {START:g} s")
-    try:
-        return str(connection.recv())
-    except EOFError as error:
-        raise RuntimeError("a process of the benchmark ended early; see above") from error
-
-
-def _ask(connection: Connection) -> str:
-    connection.send("?")
-    return _hear(connection)
 
 
 def _serve(journal: Path, connection: Connection) -> None:
@@ -213,12 +189,12 @@ def _renew(port: int, half: int, connection: Connection) -> None:
             yield Renewal(node=_name(index), report=report)
 
     async def renew() -> None:
-        for start in range(half, NODES, 2 * STREAMS_A_CONNECTION):
+        for first in range(half, NODES, 2 * STREAMS_A_CONNECTION):
             options = [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
             channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options)
             stub = RegistryStub(channel)  # type: ignore[no-untyped-call]
-            last = min(NODES, start + 2 * STREAMS_A_CONNECTION)
-            opened = [stub.KeepAlive(renewals(index)) for index in range(start, last, 2)]
+            last = min(NODES, first + 2 * STREAMS_A_CONNECTION)
+            opened = [stub.KeepAlive(renewals(index)) for index in range(first, last, 2)]
             calls.extend(opened)
             await asyncio.gather(*(call.read() for call in opened))
         asyncio.get_running_loop().add_reader(

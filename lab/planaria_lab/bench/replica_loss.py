@@ -82,19 +82,19 @@ def cost(took: dict[int, float], lost_in: int) -> float:
 
 def main() -> None:
     share = 1 / REPLICAS
-    found = {}
+    steps_lost = {}
     with tempfile.TemporaryDirectory() as directory:
         data = Path(directory) / "data"
         prepare(Recipe([str(SHIPPED)]), data)
         for masking in ("abort", "reassign", "spare"):
             lost, aborted = costs(masking, data, Path(directory) / masking)
-            found[masking] = statistics.mean(lost)
+            steps_lost[masking] = statistics.mean(lost)
             each = ", ".join(f"{cost:.2f}" for cost in lost)
-            print(f"{masking}: {found[masking]:.2f} steps a loss ({each}), {aborted} aborted")
+            print(f"{masking}: {steps_lost[masking]:.2f} steps a loss ({each}), {aborted} aborted")
             keep("replica_loss", masking=masking, steps_a_loss=lost, aborted=aborted)
     for masking in ("reassign", "spare"):
-        ratio = found[masking] / share
-        print(f"ratio {masking} / abort: {found[masking] / found['abort']:.2f}")
+        ratio = steps_lost[masking] / share
+        print(f"ratio {masking} / abort: {steps_lost[masking] / steps_lost['abort']:.2f}")
         print(f"ratio {masking} / the lost replica's share of a step: {ratio:.2f} (goal {GOAL})")
 
 

@@ -149,14 +149,14 @@ def main() -> None:
             f"simulated): {took:.1f} s; goal {GOAL_SECONDS:.0f}"
         )
         keep("simulator", hourly=hourly, nodes=sum(swarm.counts), seconds=took)
-    one = lane()
+    single = lane()
     ours, theirs = [], []
     for _ in range(REPEATS):
         began = time.perf_counter()
-        step = simulate_step(one, steps=2)
+        step = simulate_step(single, steps=2)
         ours.append(step.events / (time.perf_counter() - began))
         began = time.perf_counter()
-        seconds, events = by_simpy(one)
+        seconds, events = by_simpy(single)
         theirs.append(events / (time.perf_counter() - began))
     if abs(seconds - step.pipeline) > 1e-6:
         raise AssertionError(f"simpy: {seconds} s, ours: {step.pipeline} s")

@@ -1,4 +1,4 @@
-"""What honest nodes notice of strangers who hold as many connections to the registry as they can:
+"""What honest nodes notice of strangers that hold as many connections to the registry as they can:
 how long a join takes, and how late a member's renewals are, against the same without strangers. And
 to a node: how long a link takes to come up. Both with 1,024 descriptors, and with as many as this
 machine allows.
@@ -10,7 +10,6 @@ loopback. They come back when they are let go, and every tenth says a byte at a 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import resource
 import socket
 import statistics
@@ -28,6 +27,7 @@ from planaria.bootstrap.membership import PROTOCOL, MembershipRules
 from planaria.bootstrap.registry_pb2 import JoinRequest
 from planaria.bootstrap.service import RegistryServer
 from planaria_lab.bench.handshakes import answering, handshakes
+from planaria_lab.bench.processes import receive, start
 from planaria_lab.bench.rows import keep
 
 STRANGERS = 10_000
@@ -36,7 +36,7 @@ JOINS = 200  # a phase
 GOAL = 1.0  # seconds, of 99 joins in 100
 AGAIN = 5.0  # seconds until a stranger that was let go is back
 FLOODED = 30.0  # seconds in which all strangers have come, or as many as can
-START = 60.0  # seconds; more means that it hangs
+START = 60.0  # seconds that a request may take
 RULES = MembershipRules("bench", stages=1, lease=5.0, max_replicas=64, joins_per_second=1e6)
 
 
@@ -87,8 +87,8 @@ def at_a_node(strangers: int, descriptors: int) -> None:
     with answering(None, None, descriptors) as address:
         alone = handshakes(None, None, address).links
         try:
-            flood, to_flood = _start(_flood, Address.parse(address).port, strangers)
-            there = int(_hear(to_flood))
+            flood, to_flood = start(_flood, Address.parse(address).port, strangers)
+            connections = int(receive(to_flood))
             flooded = handshakes(None, None, address).links
         finally:
             if flood is not None:
@@ -97,14 +97,15 @@ def at_a_node(strangers: int, descriptors: int) -> None:
     medians = [1e3 * statistics.median(took) for took in (alone, flooded)]
     print(
         f"a link to a node comes up in {medians[0]:.1f} ms, and in {medians[1]:.1f} ms "
-        f"({1e3 * max(flooded):.0f} ms at most) while strangers have {there:,} connections to it; "
+        f"({1e3 * max(flooded):.0f} ms at most) while strangers have "
+        f"{connections:,} connections to it; "
         f"ratio {medians[1] / medians[0]:.1f}"
     )
     keep(
         "strangers",
         at="node",
         descriptors=descriptors,
-        connections=there,
+        connections=connections,
         alone=alone,
         flooded=flooded,
     )
@@ -112,15 +113,15 @@ def at_a_node(strangers: int, descriptors: int) -> None:
 
 async def measure(strangers: int, descriptors: int) -> tuple[Joins, Joins]:
     """Raises RuntimeError when a process ends early, TimeoutError when one hangs."""
-    registry, to_registry = _start(_serve, descriptors)
+    registry, to_registry = start(_serve, descriptors)
     flood = None
     try:
-        port = int(_hear(to_registry))
+        port = int(receive(to_registry))
         members = [await _member(port, number) for number in range(4)]
         alone = await _joins(port, 0)
-        flood, to_flood = _start(_flood, port, strangers)
-        there = int(await asyncio.to_thread(_hear, to_flood))  # members renew meanwhile
-        flooded = await _joins(port, there)
+        flood, to_flood = start(_flood, port, strangers)
+        connections = int(await asyncio.to_thread(receive, to_flood))  # members renew meanwhile
+        flooded = await _joins(port, connections)
         for client, keeping in members:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
@@ -140,9 +141,11 @@ async def _joins(port: int, strangers: int) -> Joins:
         await client.join(_request(node), Identity.generate(), deadline=START)
         seconds.append(time.monotonic() - began)
         described = await client.describe(START)
-        members = [one for one in described.members if one.member.node.startswith("member")]
+        members = [
+            member for member in described.members if member.member.node.startswith("member")
+        ]
         assert len(members) == 4, "a member was evicted"
-        silence = max([silence, *(one.since_renewal for one in members)])
+        silence = max([silence, *(member.since_renewal for member in members)])
         await client.close()
     seconds.sort()
     return Joins(strangers, seconds[JOINS // 2], seconds[JOINS * 99 // 100], silence)
@@ -162,24 +165,6 @@ async def _member(port: int, number: int) -> tuple[RegistryClient, asyncio.Task[
 # -- processes -----------------------------------------------------------------------------------
 
 
-def _start(target: object, *arguments: object) -> tuple[multiprocessing.Process, Connection]:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=target, args=(*arguments, there), daemon=True)  # type: ignore[arg-type]
-    process.start()
-    there.close()
-    return process, here  # type: ignore[return-value]
-
-
-def _hear(connection: Connection) -> str:
-    if not connection.poll(START):
-        raise TimeoutError(f"a process of the benchmark said nothing for {START:g} s")
-    try:
-        return str(connection.recv())
-    except EOFError as error:
-        raise RuntimeError("a process of the benchmark ended early; see above") from error
-
-
 def _serve(descriptors: int, connection: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
 
@@ -192,7 +177,7 @@ def _serve(descriptors: int, connection: Connection) -> None:
 
 
 def _flood(port: int, count: int, connection: Connection) -> None:
-    """Tells how many it has open once it has tried them all, and goes on."""
+    """Sends the number of its open connections once it has tried them all, and goes on."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     uvloop.run(_stranger_by_stranger(port, count, connection))
@@ -200,10 +185,10 @@ def _flood(port: int, count: int, connection: Connection) -> None:
 
 async def _stranger_by_stranger(port: int, count: int, connection: Connection) -> None:
     tried = asyncio.Semaphore(0)
-    there = 0
+    connections = 0
 
     async def stranger(number: int) -> None:
-        nonlocal there
+        nonlocal connections
         first = True
         while True:
             try:
@@ -211,7 +196,7 @@ async def _stranger_by_stranger(port: int, count: int, connection: Connection) -
             except OSError:
                 await asyncio.sleep(1.0)
                 continue
-            there += 1
+            connections += 1
             if first:
                 tried.release()
                 first = False
@@ -220,7 +205,7 @@ async def _stranger_by_stranger(port: int, count: int, connection: Connection) -
                     writer.write(b"P")
                     await asyncio.sleep(1.0)
                 await reader.read()
-            there -= 1
+            connections -= 1
             writer.close()
             await asyncio.sleep(AGAIN)
 
@@ -233,7 +218,7 @@ async def _stranger_by_stranger(port: int, count: int, connection: Connection) -
         async with asyncio.timeout(FLOODED):
             for _ in range(count):
                 await tried.acquire()
-    connection.send(there)
+    connection.send(connections)
     await asyncio.gather(*strangers)
 
 

@@ -37,7 +37,9 @@ class Living:
 
     def __call__(self) -> Lines:
         logs, now = self.processes.logs, time.monotonic()
-        if ended := [one for one in self.processes.ended() if one.slot not in self.mortal]:
+        if ended := [
+            process for process in self.processes.ended() if process.slot not in self.mortal
+        ]:
             raise SystemExit(f"ended: {ended}; see {logs}")
         before, self._lines = self._lines, _ledger(logs)
         if len(self._lines) > len(before):
@@ -71,8 +73,8 @@ class Watched:
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         files = [path.read_text() for path in self._logs.glob("events-*.jsonl")]
         texts = [line for file in files for line in file.rpartition("\n")[0].splitlines()]
-        found = [event for event in map(json.loads, texts) if event["kind"] in kinds]
-        return sorted(found, key=lambda event: float(event["time"]))
+        chosen = [event for event in map(json.loads, texts) if event["kind"] in kinds]
+        return sorted(chosen, key=lambda event: float(event["time"]))
 
     def train(self, steps: int) -> Lines:
         """So many more; returns them. Their last one is under way when this returns."""
@@ -83,7 +85,7 @@ class Watched:
 
     def next_view(self, than: int) -> dict[str, Any]:
         """The first commit in a newer one."""
-        while not (newer := [one for one in self.committed() if one["view"] > than]):
+        while not (newer := [commit for commit in self.committed() if commit["view"] > than]):
             time.sleep(LOOK)
         return newer[0]
 

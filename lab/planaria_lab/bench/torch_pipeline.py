@@ -111,7 +111,7 @@ def train_part(arguments: list[str]) -> None:
             scale = min(1.0, training.clip / (math.sqrt(squared.item()) + 1e-6))
             optimizer.step(of_run(step, run), scale)
             optimizer.zero_gradient()
-            loss = math.fsum(one.item() for one in losses)
+            loss = math.fsum(loss.item() for loss in losses)
             line = {"step": step, "tokens": tokens, "loss": loss, "time": time.time()}
             file.write(json.dumps(line) + "\n")
             file.flush()

@@ -107,12 +107,12 @@ class Spent:
         ):
             setattr(place, name, counted)
 
-    def tell(self, file: Path) -> None:
-        """Twice a second, as long as the process lives."""
+    def write(self, file: Path) -> None:
+        """Appends the totals to the file twice a second, as long as the process lives."""
         with file.open("a") as lines:
             while True:
-                told = time.time(), time.process_time(), self.seconds, self.signed, self.checked
-                lines.write(json.dumps(told) + "\n")
+                totals = time.time(), time.process_time(), self.seconds, self.signed, self.checked
+                lines.write(json.dumps(totals) + "\n")
                 lines.flush()
                 time.sleep(0.5)
 
@@ -123,7 +123,7 @@ def run_counted(arguments: list[str]) -> None:
         spent = Spent()
         spent.count()
         file = Path(arguments[arguments.index("--out") + 1]) / f"{COUNTED}-{os.getpid()}"
-        threading.Thread(target=spent.tell, args=(file,), daemon=True).start()
+        threading.Thread(target=spent.write, args=(file,), daemon=True).start()
     run_planaria(arguments)
 
 
@@ -139,8 +139,8 @@ def signed_in(folder: Path, began: float, steps: int) -> Signed:
     sums = [0.0] * 4
     for file in folder.glob(f"{COUNTED}-*"):
         whole = file.read_text().rpartition("\n")[0]
-        told = [line for line in map(json.loads, whole.splitlines()) if line[0] >= began]
-        ends = told[0][1:], told[-1][1:]
+        totals = [line for line in map(json.loads, whole.splitlines()) if line[0] >= began]
+        ends = totals[0][1:], totals[-1][1:]
         sums = [a + last - first for a, first, last in zip(sums, *ends, strict=True)]
     processor, seconds, signed, checked = sums
     return Signed(seconds / processor, (signed + checked) / steps)

@@ -1,11 +1,11 @@
 """What one join costs the registry when it has 100, 1,000 or 10,000 members: bytes that it sends,
-and CPU seconds of its process, against the same when it tells everybody the whole view, and against
-a bare gRPC server that tells as many streams as many bytes. And what a view
-costs who makes it, and a member.
+and CPU seconds of its process, against the same when it sends all the whole view, and against
+a bare gRPC server that sends as many bytes to as many streams. And what a view
+costs the registry that makes it, and a member.
 
 A real registry process; its members are streams of two other processes, over loopback, each with
-its own connection, which count what comes. With thousands of members some of them are there, and
-what all would cost is reckoned from how the cost grows with those.
+its own connection, which count the bytes. Of thousands of members some have a stream; the cost of
+all is extrapolated from how the cost grows with those.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from multiprocessing import Process
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +44,20 @@ from planaria.bootstrap.registry_pb2 import (
     WatchRequest,
 )
 from planaria.bootstrap.views import apply, difference, follows, is_genuine, pack, sign, unpacked
-from planaria_lab.bench.registry import KEY, RULES, START, _ask, _hear, _name, _start, serve
+from planaria_lab.bench.processes import WAIT, ask, receive, start
+from planaria_lab.bench.registry import KEY, RULES, _name, serve
 from planaria_lab.bench.rows import keep
 
 MEMBERS = (100, 1_000, 10_000)
-JOINS = 5  # of which the mean is told
+JOINS = 5  # of which the mean is given
 TOGETHER = 20  # that come at a time
-THERE = 3_000  # members that are told differences
-TOLD = 400  # bytes of a difference by which one has joined
-THERE_FOR_WHOLE = 100  # members that are told whole views
+WATCHING = 3_000  # members that get differences
+DIFFERENCE = 400  # bytes of a difference that adds one member
+WATCHING_WHOLE = 100  # members that get whole views
 GOAL_BYTES, GOAL_SECONDS = 20e6, 0.5  # of a join at 10,000 members
 TIMES = 20  # that a view is made and checked
 OPENED = 200.0  # streams a second in each of two processes
-AGAIN = 1.0  # seconds until one that wasn't taken is tried again
+AGAIN = 1.0  # seconds until a refused stream is tried again
 LOOK = 0.02  # seconds between two looks whether all have it
 LONG = replace(
     RULES,
@@ -87,7 +88,7 @@ class JoinCost:
     alone: Cost
     together: Cost  # one of TOGETHER that come at a time
     whole: Cost  # alone, by whole views
-    bare: Cost  # of telling all, by a server that does nothing else
+    bare: Cost  # of sending to all, by a server that does nothing else
 
     def __str__(self) -> str:
         return (
@@ -95,25 +96,25 @@ class JoinCost:
             f"{self.together}; by whole views {self.whole}, "
             f"{self.whole.bytes / self.alone.bytes:,.0f} times the bytes and "
             f"{self.whole.seconds / self.alone.seconds:,.1f} times the CPU; a bare server takes "
-            f"{self.bare.seconds:.3f} CPU s to tell all, of which a join alone is "
+            f"{self.bare.seconds:.3f} CPU s to send to all, of which a join alone is "
             f"{self.alone.seconds / self.bare.seconds:.1f} times"
         )
 
 
 def cost_of_a_join(members: int) -> JoinCost:
     """Raises RuntimeError when a process ends early, TimeoutError when one hangs."""
-    there, few = min(members, THERE), min(members, THERE_FOR_WHOLE)
-    alone, together = reckoned(members, there, partial(measured, members))
+    watching, few = min(members, WATCHING), min(members, WATCHING_WHOLE)
+    alone, together = reckoned(members, watching, partial(measured, members))
     whole, _ = reckoned(members, few, partial(measured, members, whole=True))
-    (bare,) = reckoned(members, there, told_barely)
+    (bare,) = reckoned(members, watching, cost_of_bare_server)
     return JoinCost(members, alone, together, whole, bare)
 
 
-def reckoned(members: int, there: int, measure: Callable[[int], list[Cost]]) -> list[Cost]:
-    """What is measured by how many are there, for all members, of whom so many are there."""
-    few = there // 10
-    pairs = zip(measure(few), measure(there), strict=True)
-    more = (members - there) / (there - few)
+def reckoned(members: int, watching: int, measure: Callable[[int], list[Cost]]) -> list[Cost]:
+    """The costs with `members`, extrapolated from those with `watching` and a tenth of it."""
+    few = watching // 10
+    pairs = zip(measure(few), measure(watching), strict=True)
+    more = (members - watching) / (watching - few)
     return [
         Cost(b.bytes + more * (b.bytes - a.bytes), b.seconds + more * (b.seconds - a.seconds))
         for a, b in pairs
@@ -121,47 +122,47 @@ def reckoned(members: int, there: int, measure: Callable[[int], list[Cost]]) -> 
 
 
 def measured(members: int, watching: int, whole: bool = False) -> list[Cost]:
-    """With so many in the view, of whom so many are there to be told it: of a join alone, and of
-    one of many together."""
+    """The costs of a join alone, and of one of many together, with `members` in the view, of whom
+    `watching` have a stream."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder) / "journal"
         admission = Admission(folder_beside(journal), certifies=False)
         view = members_of(admission.key, members)
         with Journal(journal, LONG.run, admission.key) as file:
             file.append(view)
-        registry = _start(_serve, journal, whole)
+        registry = start(_serve, journal, whole)
         with _watching(registry, view.signature, watching) as (port, watchers):
             time.sleep(LONG.grace)
             return asyncio.run(_join_often(port, registry[1], watchers))
 
 
-def told_barely(watching: int) -> list[Cost]:
-    """By a server that has no more to do."""
-    server = _start(_tell)
+def cost_of_bare_server(watching: int) -> list[Cost]:
+    """The cost of sending to all, by a server that does nothing else."""
+    server = start(_broadcast)
     began = 0.0
     with _watching(server, b"", watching) as (_, watchers):
         for number in range(JOINS + 2):
-            cpu = float(_ask(server[1]))  # before it tells all
+            cpu = float(ask(server[1]))  # before it sends to all
             if number == 1:  # by the first one all streams are known to be open
                 began = cpu
-            while any(_told(one)[0] <= number for one in watchers):
+            while any(_received_by(watcher)[0] <= number for watcher in watchers):
                 time.sleep(LOOK)
-        sent = sum(_told(one)[1] for one in watchers) / (JOINS + 2)
+        sent = sum(_received_by(watcher)[1] for watcher in watchers) / (JOINS + 2)
         return [Cost(sent, (cpu - began) / JOINS)]
 
 
 @contextmanager
 def _watching(
-    server: tuple[Process, Connection], known: bytes, count: int
+    server: tuple[SpawnProcess, Connection], known: bytes, count: int
 ) -> Iterator[tuple[int, list[Connection]]]:
-    """Its port, and those who watch: so many, in two processes."""
+    """The server's port, and the pipes of two processes with `count` watchers in all."""
     watchers = []
     try:
-        port = int(_hear(server[1]))
+        port = int(receive(server[1]))
         for share in filter(None, (count // 2, (count + 1) // 2)):
-            watchers.append(_start(_watch, port, known, share))
+            watchers.append(start(_watch, port, known, share))
         for _, connection in watchers:
-            _hear(connection)
+            receive(connection)
         yield port, [connection for _, connection in watchers]
     finally:
         for process, _ in [*watchers, server]:
@@ -170,8 +171,8 @@ def _watching(
 
 
 async def _join_often(port: int, registry: Connection, watchers: list[Connection]) -> list[Cost]:
-    """Of a join that comes alone, and of one of many that come together. The first isn't counted:
-    by it all streams are known to be open."""
+    """The costs of a join that comes alone, and of one of many that come together. The first isn't
+    counted: it shows that all streams are open."""
     numbers = itertools.count(1)
 
     async def join() -> tuple[int, int]:
@@ -179,31 +180,35 @@ async def _join_often(port: int, registry: Connection, watchers: list[Connection
         request = JoinRequest(
             protocol=PROTOCOL, run=LONG.run, node=f"new-{number}", address=f"127.0.0.1:{number}"
         )
-        reply = await client.join(request, Identity.generate(), START)
+        reply = await client.join(request, Identity.generate(), WAIT)
         await client.close()
         number, came = reply.view.number, pack(reply.view.SerializeToString())
         reply.view.Clear()
         return number, len(came) + reply.ByteSize()
 
     async def cost(times: int, together: int) -> Cost:
-        cpu, sent, got = float(_ask(registry)), sum(_told(one)[1] for one in watchers), 0
+        cpu, sent, got = (
+            float(ask(registry)),
+            sum(_received_by(watcher)[1] for watcher in watchers),
+            0,
+        )
         for _ in range(times):
             joined = await asyncio.gather(*(join() for _ in range(together)))
             got += sum(size for _, size in joined)
             newest = max(number for number, _ in joined)
-            while any(_told(one)[0] < newest for one in watchers):  # noqa: ASYNC110  processes
+            while any(_received_by(watcher)[0] < newest for watcher in watchers):  # noqa: ASYNC110  processes
                 await asyncio.sleep(LOOK)
-        cpu = float(_ask(registry)) - cpu
-        sent = sum(_told(one)[1] for one in watchers) - sent
+        cpu = float(ask(registry)) - cpu
+        sent = sum(_received_by(watcher)[1] for watcher in watchers) - sent
         return Cost((sent + got) / times / together, cpu / times / together)
 
     await cost(1, 1)
     return [await cost(JOINS, 1), await cost(1, TOGETHER)]
 
 
-def _told(watcher: Connection) -> list[int]:
-    """The number of the oldest view that one of them has, and the bytes that have come."""
-    return [int(number) for number in _ask(watcher).split()]
+def _received_by(watcher: Connection) -> list[int]:
+    """The number of the oldest view that a member in this process has, and the bytes received."""
+    return [int(number) for number in ask(watcher).split()]
 
 
 @dataclass(frozen=True)
@@ -218,29 +223,29 @@ class ViewCost:
 
     def __str__(self) -> str:
         return (
-            f"a view of {self.nodes:,}: {self.signed:.1f} ms to sign, {self.differed:.1f} to see "
-            f"what is new in it; {self.applied:.1f} to make it of that, {self.checked:.1f} to check"
+            f"a view of {self.nodes:,}: {self.signed:.1f} ms to sign, {self.differed:.1f} to find "
+            f"the difference, {self.applied:.1f} to apply it, {self.checked:.1f} to check"
         )
 
 
 def cost_of_a_view(nodes: int) -> ViewCost:
     former, view = members_of(KEY, nodes), members_of(KEY, nodes + 1)
     signed = _shortest(lambda: sign(view, KEY, former))
-    told = difference(former, view)
+    change = difference(former, view)
     genuine = _shortest(lambda: is_genuine(view, KEY.public, RULES.run))
     return ViewCost(
         nodes,
         signed,
         _shortest(lambda: difference(former, view)),
-        _shortest(lambda: apply(former, told)),
+        _shortest(lambda: apply(former, change)),
         genuine + _shortest(lambda: follows(view, former)),
     )
 
 
-def _shortest(what: Callable[[], object]) -> float:
+def _shortest(action: Callable[[], object]) -> float:
     def once() -> float:
         began = time.perf_counter()
-        what()
+        action()
         return 1000 * (time.perf_counter() - began)
 
     return min(once() for _ in range(TIMES))
@@ -286,24 +291,24 @@ def members_of(key: Identity, nodes: int) -> View:
 
 def _serve(journal: Path, whole: bool, connection: Connection) -> None:
     """The registry's process; answers a question with the CPU seconds it has used. `whole`: it
-    tells no differences."""
+    sends no differences."""
     logging.basicConfig(level=logging.ERROR)
-    service._OPTIONS = tuple(one for one in service._OPTIONS if "keepalive" not in one[0])
+    service._OPTIONS = tuple(option for option in service._OPTIONS if "keepalive" not in option[0])
     if whole:
         service.MOST_RECENT = 0
     uvloop.run(serve(LONG, journal, connection))
 
 
-def _tell(connection: Connection) -> None:
-    """Answers a question with the CPU seconds it has used, and then tells all something new."""
+def _broadcast(connection: Connection) -> None:
+    """Answers a question with the CPU seconds it has used, and then sends all something new."""
     content, numbers = b"", itertools.count(1)
     waiting: list[asyncio.Future[None]] = []
 
     async def watch(request: bytes, context: object) -> AsyncIterator[bytes]:
-        told = b""
+        sent = b""
         while True:
-            if told != content:
-                yield (told := content)
+            if sent != content:
+                yield (sent := content)
             else:
                 waiting.append(asyncio.get_running_loop().create_future())
                 await waiting[-1]
@@ -312,10 +317,10 @@ def _tell(connection: Connection) -> None:
         nonlocal content
         connection.recv()
         connection.send(time.process_time())
-        view = View(number=next(numbers), reason=TOLD * "x")
+        view = View(number=next(numbers), reason=DIFFERENCE * "x")
         content = NewView(whole=view).SerializeToString()
-        for one in waiting:
-            one.set_result(None)
+        for waiter in waiting:
+            waiter.set_result(None)
         waiting.clear()
 
     async def serve() -> None:
@@ -333,8 +338,8 @@ def _tell(connection: Connection) -> None:
 
 
 def _watch(port: int, known: bytes, count: int, connection: Connection) -> None:
-    """So many members with a stream of views; answers a question with the oldest of those that they
-    have now, and with the bytes that have come."""
+    """So many members with a stream of views; answers a question with the number of the oldest view
+    that they have now, and with the bytes received."""
     have, size = [0] * count, 0
 
     async def member(index: int, method: grpc.aio.UnaryStreamMultiCallable[Any, bytes]) -> None:
@@ -343,8 +348,8 @@ def _watch(port: int, known: bytes, count: int, connection: Connection) -> None:
         while True:
             try:
                 async for content in method(request, wait_for_ready=True):
-                    told, size = unpacked(NewView.FromString(content)), size + len(content)
-                    view = told.difference.view if told.HasField("difference") else told.whole
+                    news, size = unpacked(NewView.FromString(content)), size + len(content)
+                    view = news.difference.view if news.HasField("difference") else news.whole
                     have[index], request.known = view.number, view.signature
             except grpc.aio.AioRpcError:  # more came at once than gRPC can take
                 await asyncio.sleep(AGAIN)
@@ -354,14 +359,14 @@ def _watch(port: int, known: bytes, count: int, connection: Connection) -> None:
         reading, channels = [], []
         for index in range(count):
             channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options)
-            channels.append(channel)  # who lets go of it ends its calls
+            channels.append(channel)  # garbage collection would end its calls
             method: Any = channel.unary_stream(
                 f"/{service.SERVICE}/Watch", request_serializer=WatchRequest.SerializeToString
             )
             reading.append(asyncio.create_task(member(index, method)))
             await asyncio.sleep(1 / OPENED)
         asyncio.get_running_loop().add_reader(connection.fileno(), answer)
-        connection.send("there")
+        connection.send("open")
         await asyncio.gather(*reading)
 
     def answer() -> None:

@@ -153,10 +153,10 @@ def compare(run: RunFile, how: Links, out: Path) -> Compared:
                 FAR: partial(begin, FAR, ours, far, first),
             }
         )
-        took = {name: one.emulating[-len(rounds) :] for name, one in begun.items()}
+        took = {name: trainer.emulating[-len(rounds) :] for name, trainer in begun.items()}
         alone = [
-            {name: seconds - took[name][turn] for name, seconds in one.items()}
-            for turn, one in enumerate(rounds)
+            {name: seconds - took[name][turn] for name, seconds in times.items()}
+            for turn, times in enumerate(rounds)
         ]
         return Compared(rounds, alone, median(begun[FAR].bytes), far.congestion)
 
@@ -181,8 +181,8 @@ def main() -> None:
                 return
             tokens = how.batch * how.context
             rates, rates_alone = (
-                [{name: tokens / seconds for name, seconds in one.items()} for one in those]
-                for those in (rounds, alone)
+                [{name: tokens / seconds for name, seconds in times.items()} for times in compared]
+                for compared in (rounds, alone)
             )
             rows = {"tokens_per_second": rates, "without_emulation": rates_alone}
             keep("wan", **how._asdict(), control=control, bytes=size, **rows)
