@@ -486,7 +486,7 @@ async def test_a_disk_that_stalls_costs_nobody_its_seat(corpus, tmp_path, monkey
             view, (node, _) = swarm.registry.membership.view, swarm.nodes[stage, 0]
             stalled.update(file.path for file in node.files)
             at = swarm.committed()
-            wanted = "its disk has not taken a line"
+            wanted = "its disk has accepted nothing"
             await swarm.until(lambda: wanted in node.client.reported.trouble)
             if stage == 0:
                 driver = node.seat.driver

@@ -74,4 +74,4 @@ def _drop_half_line(path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        log.warning("can't look for a half line at the end of %s: %s", path, error.strerror)
+        log.warning("can't check %s for an incomplete last line: %s", path, error.strerror)

@@ -104,7 +104,7 @@ class GivenBack(Event, kind="given back", severity=Severity.INFO):
     stage: Count
 
     def sentence(self, node: str | None) -> str:
-        return f"{node} serves stage {self.stage} no longer"
+        return f"{node} no longer serves stage {self.stage}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +136,8 @@ class ComputeHangs(Event, kind="hangs", severity=Severity.ERROR):
     usual: MaybeFigure = None  # median of such tasks, in seconds
 
     def sentence(self, node: str | None) -> str:
-        usual = f", which takes {self.usual:.2g} s" if self.usual else ""
-        return f"{node} hangs: {self.seconds:.0f} s at `{self.task}`{usual}"
+        usual = f", which usually takes {self.usual:.2g} s" if self.usual else ""
+        return f"{node} hangs: `{self.task}` has run for {self.seconds:.0f} s{usual}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ class ComputeGoesOn(Event, kind="goes on", severity=Severity.GOOD):
     task: str
 
     def sentence(self, node: str | None) -> str:
-        return f"{node} goes on after `{self.task}`"
+        return f"{node} no longer hangs: `{self.task}` has ended"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +183,7 @@ class MessageRefused(Event, kind="refused", severity=Severity.INFO):
     why: str
 
     def sentence(self, node: str | None) -> str:
-        return f"refused {self.body} of {self.peer}: {self.why}"
+        return f"refused {self.body} from {self.peer}: {self.why}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +237,7 @@ class CostSoFar(Event, kind="cost", severity=Severity.DEBUG):
         )
 
     def sentence(self, node: str | None) -> str:
-        return f"{node} keeps {decimal(self.memory_bytes)} in case of losses"
+        return f"{node} keeps {decimal(self.memory_bytes)} of redundant state"
 
 
 # --- steps
@@ -306,8 +306,9 @@ class AttemptMasked(Event, kind="masked", severity=Severity.NOTICE):
 
     def sentence(self, node: str | None) -> str:
         count = counted(self.microbatches, "microbatch")
-        others = f"others redo {count}" if self.microbatches else "nothing was its own"
-        return f"step {self.step} goes on without {', '.join(self.nodes)}: {others} ({self.reason})"
+        others = f"others recompute {count}" if self.microbatches else "no microbatch is lost"
+        nodes = ", ".join(self.nodes)
+        return f"step {self.step} continues without {nodes}: {others} ({self.reason})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,8 +326,8 @@ class SeatTaken(Event, kind="seat taken", severity=Severity.NOTICE):
 
     def sentence(self, node: str | None) -> str:
         return (
-            f"step {self.step} goes on: {self.by} has the seat of {self.lost} at stage "
-            f"{self.stage}, after {self.seconds:.1f} s, and redoes that stage's part of "
+            f"step {self.step} continues: after {self.seconds:.1f} s {self.by} takes the seat of "
+            f"{self.lost} at stage {self.stage}, and recomputes that stage's part of "
             f"{counted(self.microbatches, 'microbatch')}"
         )
 
@@ -355,8 +356,8 @@ class Relieved(Event, kind="relieved", severity=Severity.NOTICE):
 
     def sentence(self, node: str | None) -> str:
         return (
-            f"{self.node} of stage {self.stage} is slow: others do "
-            f"{counted(self.microbatches, 'microbatch')} of its in step {self.step}"
+            f"{self.node} of stage {self.stage} is slow: other replicas take over "
+            f"{counted(self.microbatches, 'microbatch')} in step {self.step}"
         )
 
 
@@ -370,7 +371,7 @@ class NonFinite(Event, kind="not finite", severity=Severity.WARNING):
     reason: str
 
     def sentence(self, node: str | None) -> str:
-        return f"{self.node} of stage {self.stage} made what is not finite: {self.reason}"
+        return f"{self.node} of stage {self.stage} computed a non-finite tensor: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,7 +384,7 @@ class Accused(Event, kind="accused", severity=Severity.WARNING):
     reason: str
 
     def sentence(self, node: str | None) -> str:
-        return f"{self.node} of stage {self.stage} has to go, says {self.by}: {self.reason}"
+        return f"{self.by} accuses {self.node} of stage {self.stage}: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,8 +399,8 @@ class ComputedWrong(Event, kind="computed wrong", severity=Severity.WARNING):
 
     def sentence(self, node: str | None) -> str:
         return (
-            f"{self.node} of stage {self.stage} computes otherwise than two others in step "
-            f"{self.step}: off by {self.difference:.2g}, says {self.by}"
+            f"{self.node} of stage {self.stage} computes another result than two other replicas in "
+            f"step {self.step}: relative difference {self.difference:.2g}, measured by {self.by}"
         )
 
 
@@ -414,9 +415,9 @@ class ResultsDiffer(Event, kind="results differ", severity=Severity.WARNING):
 
     def sentence(self, node: str | None) -> str:
         return (
-            f"{' and '.join(self.nodes)} of stage {self.stage} make different things of the same, "
-            f"off by {self.difference:.2g} in step {self.step}; a third node there would tell who "
-            "is wrong"
+            f"{' and '.join(self.nodes)} of stage {self.stage} compute different results in step "
+            f"{self.step}, relative difference {self.difference:.2g}: add a third replica, then "
+            "the faulty node can be identified"
         )
 
 
@@ -430,7 +431,7 @@ class GradientStandsOut(Event, kind="gradient stands out", severity=Severity.WAR
     reason: str
 
     def sentence(self, node: str | None) -> str:
-        return f"the gradients of {self.node} of stage {self.stage} stand out: {self.reason}"
+        return f"the gradients of {self.node} of stage {self.stage} are outliers: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -456,7 +457,7 @@ class WeightsChanged(Event, kind="weights changed", severity=Severity.ERROR):
     reason: str = ""  # its source
 
     def sentence(self, node: str | None) -> str:
-        how = f": {self.reason}" if self.restored else ", and nobody has them as they were"
+        how = f": {self.reason}" if self.restored else ", and no node has a correct copy"
         return f"{changed_by_themselves(self.node, self.stage, self.step)}{how}"
 
 
@@ -494,7 +495,7 @@ class NodeLost(Event, kind="lost", severity=Severity.NOTICE):
     reason: str
 
     def sentence(self, node: str | None) -> str:
-        return f"noticed: no link to {self.node} of stage {self.stage} any more"
+        return f"noticed: the link to {self.node} of stage {self.stage} is broken"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -598,9 +599,9 @@ class RelearningResult:
 
     def __str__(self) -> str:
         if math.isnan(self.residual_before):
-            return "not relearned: no boundary tensors were whole"
+            return "not relearned: no pair of boundary tensors was complete"
         after = "-" if math.isnan(self.residual_after) else f"{self.residual_after:.3g}"
-        undone = ", which is worse and undone" if self.undone else ""
+        undone = ", undone because it is worse" if self.undone else ""
         return (
             f"relearned: residual {self.residual_before:.3g} -> {after} in "
             f"{counted(self.passes, 'pass')}, "
@@ -609,7 +610,7 @@ class RelearningResult:
 
     @property
     def going_on(self) -> str:
-        return f"; the last {self.left} updates while it trains" if self.left else ""
+        return f"; {self.left} more updates in the background" if self.left else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -628,9 +629,9 @@ class RelearnedBeside(Event, kind="relearned", severity=Severity.NOTICE):
     def sentence(self, node: str | None) -> str:
         measured = not math.isnan(self.residual)
         residual = f", residual {self.residual:.3g}" if measured else ""
-        ended = f"; {self.left} were left: {self.reason}" if self.left else ""
+        ended = f"; {self.left} updates remain: {self.reason}" if self.left else ""
         return (
-            f"stage {self.stage} has relearned while it trained: {self.updates} updates beside "
+            f"stage {self.stage} has relearned in the background: {self.updates} updates during "
             f"{self.steps} steps, {self.seconds:.1f} s of computing{residual}{ended}"
         )
 
@@ -688,7 +689,7 @@ class RebuildFailed(Event, kind="rebuild failed", severity=Severity.WARNING):
     reason: str
 
     def sentence(self, node: str | None) -> str:
-        return f"a rebuild failed and is tried again: {self.reason}"
+        return f"a rebuild failed and is repeated: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -748,7 +749,7 @@ class WrittenAgain(Event, kind="written again", severity=Severity.GOOD):
 
     def sentence(self, node: str | None) -> str:
         lost = f"; {self.dropped} lines are lost" if self.dropped else ""
-        return f"{node}: {self.path} is written again{lost}"
+        return f"{node}: {self.path} can be written again{lost}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -808,7 +809,7 @@ class Exited(Event, kind="exited", severity=Severity.WARNING):
 
     def sentence(self, node: str | None) -> str:
         if self.stage is None:
-            return f"the registry {self.how}; training goes on, a new one starts from its journal"
+            return f"the registry {self.how}; training continues, and a new one starts"
         return f"node-{self.slot} {self.how}; {_rest(self.stage, self.left or 0)}"
 
 
@@ -817,7 +818,7 @@ class SwarmEnding(Event, kind="ending", severity=Severity.INFO):
     """`planaria up` is about to end its processes: later exits are no losses."""
 
     def sentence(self, node: str | None) -> str:
-        return "the swarm is being ended"
+        return "the swarm's processes are being stopped"
 
 
 # --- parts of sentences

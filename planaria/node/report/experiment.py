@@ -104,7 +104,11 @@ class ExperimentPipe(BackgroundLineFile):
         try:
             self._process.wait(LAST_WORDS)
         except subprocess.TimeoutExpired:
-            log.error("%s doesn't end, %g s after it was told all: killed", self.path, LAST_WORDS)
+            log.error(
+                "the process of %s is killed: it runs %g s after its last input",
+                self.path,
+                LAST_WORDS,
+            )
             self._process.kill()
             self._process.wait()
 

@@ -380,7 +380,7 @@ def _check_sums(line: Line, path: Path, number: int) -> None:
     samples = sum(count for _, count, _ in line["microbatches"])
     if (line["samples"], line["samples_hash"]) != (samples, _joint_hash(line["microbatches"])):
         raise LedgerError(
-            f"{path}, line {number} is damaged: samples or samples_hash don't fit its microbatches"
+            f"{path}, line {number} is damaged: samples or samples_hash contradict microbatches"
         )
 
 
@@ -580,8 +580,8 @@ class Chain:
             self.chained += 1
         elif len(self.broken) < MOST_BROKEN:
             self.broken.append(
-                f"step {link.step} comes after another commit of step {last.step} than the one in "
-                "the ledger, which was changed or isn't whole: compare it with those of other nodes"
+                f"the commit of step {link.step} names another predecessor than the ledger's "
+                f"step {last.step}: the ledger was changed, compare it with other nodes' ledgers"
             )
 
 
@@ -618,7 +618,7 @@ def windows_in(header: LedgerHeader) -> AnyWindows:
     shares = [Share(*share) for share in header.get("mixture", [(header["samples"], 1)])]
     try:
         if sum(share.samples for share in shares) != header["samples"]:
-            raise ValueError(f"its corpora have not {header['samples']} samples together")
+            raise ValueError(f"its corpora don't have {header['samples']} samples in total")
         return windows_of(header["seed"], shares, header["batch"])
     except ValueError as error:
         raise LedgerError(f"the ledger's header is damaged: {error}") from error

@@ -124,7 +124,7 @@ class LineFile:
         waited = self.waiting.waited(self._clock())
         if self._error or waited < STALLED:
             return self._error
-        return f"can't write {self.path}: {self.taker} has not taken a line for {waited:.0f} s"
+        return f"can't write {self.path}: {self.taker} has accepted nothing for {waited:.0f} s"
 
     @property
     def writing(self) -> bool:

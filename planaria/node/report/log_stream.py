@@ -111,7 +111,7 @@ class LogStream(logging.Handler):
         self._file.append(_encoded(text))
 
     def _lost_lines(self, lines: int) -> bytes:
-        text = f"{lines} lines of this log are lost: nobody took them"
+        text = f"{lines} lines of this log are lost: standard error accepted no writes"
         record = logging.makeLogRecord({"levelname": "WARNING", "msg": text})
         return _encoded(self.format(record))
 

@@ -52,11 +52,11 @@ def find_member(name: str, description: Description) -> Member:
     if len(matching) == 1:
         return matching[0]
     if matching:
-        raise LogsError(f"{name} may be any of {listed(matching)}")
+        raise LogsError(f"{name} matches several nodes, give more of the name: {listed(matching)}")
     evicted = [entry for entry in description.evictions if entry.member.node.startswith(name)]
-    reason = f" any more: {evicted[-1].reason}" if evicted else ""
+    reason = f" any more ({evicted[-1].reason})" if evicted else ""
     listing = listed([entry.member for entry in members]) or "none yet"
-    raise LogsError(f"there is no node {readable(name)}{reason}. The nodes are {listing}")
+    raise LogsError(f"there is no node {readable(name)}{reason}. Name one of: {listing}")
 
 
 def listed(members: Sequence[Member]) -> str:
@@ -91,7 +91,7 @@ class Reading:
 
     async def lines(self, most: int) -> list[str]:
         """The newest unread lines. Raises LogsError when the node can't be reached."""
-        reason = f"{self._seat[:-1]} can't be dialled, nor anybody who has a link to it"
+        reason = f"neither {self._seat[:-1]} nor a node with a link to it can be dialled"
         while self._route or self._routes:
             if self._route is None:
                 self._route = self._routes.pop(0)
@@ -114,7 +114,7 @@ class Reading:
                 return await self._answers.get()
         except TimeoutError:
             node, address = self._route
-            reason = f"no answer by {node} at {address} in {PATIENCE:g} s"
+            reason = f"no answer from {node} at {address} within {PATIENCE:g} s"
             return pb.LogLines(error=reason)
 
     def _answered(self, seat: str, item: pb.Message | Frame) -> None:

@@ -41,7 +41,7 @@ async def probe(client: RegistryClient, wait: float, say: Callable[[str], None])
         if not pending:
             break
         if asyncio.get_running_loop().time() >= deadline:
-            say(f"after {wait:g} s nothing is measured by {', '.join(pending)}")
+            say(f"no measurement within {wait:g} s by {', '.join(pending)}")
             break
         await asyncio.sleep(LOOK)
     return results(description, request.number)

@@ -414,16 +414,16 @@ def tell(summary: dict[str, Any]) -> Iterator[str]:
     if resumed:
         yield f"resumed at step {', '.join(map(str, resumed))}"
     if summary["rolled_back_steps"]:
-        yield f"committed steps that had to be made again: {summary['rolled_back_steps']}"
+        yield f"committed steps repeated after rollbacks: {summary['rolled_back_steps']}"
     cost = summary["cost"]
     if cost["extra_bytes"] or cost["memory_bytes"]:
         yield (
-            f"kept ready for losses, {cost['policy']}: {decimal(cost['extra_bytes'])} sent or "
+            f"redundant state for {cost['policy']}: {decimal(cost['extra_bytes'])} sent or "
             f"written, {decimal(cost['memory_bytes'])} of memory, "
             f"{cost['critical_seconds']:.2f} s of computing time at each node"
         )
     if summary["skipped_steps"]:
-        yield f"steps that changed nothing, of a gradient not finite: {summary['skipped_steps']}"
+        yield f"steps skipped since the gradient was not finite: {summary['skipped_steps']}"
     if summary["failed_saves"]:
         yield f"saves that failed: {summary['failed_saves']}; the nodes' logs say why"
     audit, attempts = summary["audit"], summary["attempts"]

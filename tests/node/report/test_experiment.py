@@ -99,7 +99,7 @@ def test_steps_rates_losses_recoveries_and_samples_are_told_once() -> None:
     }
     assert (second[1]["learning_rate"], second[1]["seconds_a_step"]) == (0.1, 2.0)
     assert second[1]["tokens_per_second"] == 500.0
-    assert lost[:2] == ("recovery", 2) and "no link to box-bb/1" in lost[2]
+    assert lost[:2] == ("recovery", 2) and "the link to box-bb/1" in lost[2]
     assert count == (2, {"rebuilds": 1.0}, 105.0)
     assert rebuilt[:2] == ("recovery", 2) and "rebuilt: stage 1 by checkfree" in rebuilt[2]
     assert validated == (2, {"loss/validation": 5.5}, 106.0)
@@ -151,7 +151,7 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
         told = found.Tensors(f"{about}/text_summary")
         return [one.tensor_proto.string_val[0].decode() for one in told]
 
-    assert ["no link" in text for text in texts("recovery")] == [True, False, False]
+    assert ["the link" in text for text in texts("recovery")] == [True, False, False]
     (sample,) = texts("samples/1")
     assert "<b>more</b>" in sample and "\x1b" not in sample
     assert "lr = 0.5" in texts("run")[0]
@@ -181,7 +181,7 @@ def test_mlflow_keeps_it_in_a_database(tmp_path: Path, monkeypatch: pytest.Monke
     assert run.data.params["training.lr"] == "0.5"
     losses = client.get_metric_history(run.info.run_id, "loss/training")
     assert sorted((at.step, at.value) for at in losses) == [(1, 6.0), (2, 4.5), (2, 5.0)]
-    assert "no link to box-bb/1" in next(tmp_path.rglob("recovery.md")).read_text()
+    assert "the link to box-bb/1" in next(tmp_path.rglob("recovery.md")).read_text()
 
 
 def test_who_tells_a_tracker_that_hangs_goes_on_and_it_is_killed_in_the_end(
@@ -197,7 +197,7 @@ def test_who_tells_a_tracker_that_hangs_goes_on_and_it_is_killed_in_the_end(
         pipe.tell(commit(step, float(step)))
     assert pipe.waiting.bytes <= experiments.MOST_UNREAD + 1000
     assert pipe.waiting.dropped > 0
-    assert "its process has not taken a line" in pipe.trouble
+    assert "its process has accepted nothing" in pipe.trouble
     pipe.close()
     assert pipe._process is not None and pipe._process.returncode == -9
 

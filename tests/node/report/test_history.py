@@ -57,7 +57,7 @@ def test_losses_validations_and_what_was_rebuilt_are_on_the_curve() -> None:
     assert history.validation.points == [(3, 7.0)]
     lost, rebuilt = history.marks
     assert [(mark.step, mark.kind) for mark in history.marks] == [(3, "lost"), (3, "rebuilt")]
-    assert lost.sentence == "noticed: no link to 77aa/2 of stage 2 any more"
+    assert lost.sentence == "noticed: the link to 77aa/2 of stage 2 is broken"
     assert rebuilt.sentence.startswith("rebuilt: stage 2 by checkfree at step 3")
     assert history.rebuilt == {(2, "checkfree"): 1}
 

@@ -194,7 +194,7 @@ def test_a_mixture_is_audited_by_its_shares(tmp_path: Path) -> None:
     path.write_text(text)
     assert audit(tmp_path).missing
     path.write_text(text.replace("[[20, 1], [30, 1]]", "[[20, 1], [31, 1]]"))
-    with pytest.raises(LedgerError, match="have not 50 samples together"):
+    with pytest.raises(LedgerError, match="don't have 50 samples in total"):
         audit(tmp_path)
 
 
@@ -342,7 +342,7 @@ def test_a_commit_that_was_made_up_is_found_by_the_next_one(tmp_path: Path) -> N
     found = audit(tmp_path)
     assert (found.chained, found.exact) == (1, False)
     (sentence,) = found.unchained
-    assert sentence.startswith("step 3 comes after another commit of step 2 than the one in the")
+    assert sentence.startswith("the commit of step 3 names another predecessor than")
     told = CliRunner().invoke(app, ["audit", str(tmp_path)])
     assert told.exit_code == 1 and sentence in told.output
 

@@ -159,7 +159,7 @@ def test_who_appends_does_not_wait_for_a_disk_that_stalls(
     assert (file.writing, file.trouble) == (True, "")
     clock.now += STALLED
     assert not file.writing
-    assert file.trouble == f"can't write {path}: its disk has not taken a line for 3 s"
+    assert file.trouble == f"can't write {path}: its disk has accepted nothing for 3 s"
     assert file.report() == file.trouble + "; 2 lines wait in memory"
     disk.released.set()
     file.close()

@@ -104,9 +104,12 @@ def text_of(renderable: Any) -> str:
         ),
         (
             event("masked", step=7, nodes=[OLD], microbatches=4, reason="x"),
-            f"step 7 goes on without {OLD}: others redo 4 microbatches (x)",
+            f"step 7 continues without {OLD}: others recompute 4 microbatches (x)",
         ),
-        (event("lost", OLD, stage=2, reason="x"), f"noticed: no link to {OLD} of stage 2 any more"),
+        (
+            event("lost", OLD, stage=2, reason="x"),
+            f"noticed: the link to {OLD} of stage 2 is broken",
+        ),
         (
             event("rolled back", **{"from": 37}, step=30, reason="stage 2 has no replica left"),
             "rolled back from step 37 to 30: stage 2 has no replica left",
@@ -165,8 +168,8 @@ def rebuilt(time: float, node: str, stage: int = 2, method: str = "checkfree") -
                     **{"passes": 0, "seconds": 0.5, "bytes": 10},
                 }
             },
-            "relearned: residual 0.62 -> 0.11 in 0 passes, 0.5 s; the last 24 updates while it "
-            "trains",
+            "relearned: residual 0.62 -> 0.11 in 0 passes, 0.5 s; 24 more updates in the "
+            "background",
         ),
         (
             {
@@ -175,7 +178,7 @@ def rebuilt(time: float, node: str, stage: int = 2, method: str = "checkfree") -
                     **{"passes": 3, "seconds": 0.5, "bytes": 10},
                 }
             },
-            "relearned: residual 0.5 -> - in 3 passes, 0.5 s, which is worse and undone",
+            "relearned: residual 0.5 -> - in 3 passes, 0.5 s, undone because it is worse",
         ),
         (
             {
@@ -184,7 +187,7 @@ def rebuilt(time: float, node: str, stage: int = 2, method: str = "checkfree") -
                     **{"passes": 0, "seconds": 0.0, "bytes": 0},
                 }
             },
-            "not relearned: no boundary tensors were whole",
+            "not relearned: no pair of boundary tensors was complete",
         ),
     ],
 )
@@ -349,9 +352,9 @@ def test_grave_news_are_coloured_and_shown_whole(told, style):
 def test_a_loss_is_noticed_once_until_the_run_has_gone_on():
     story = swarm_that_lost_stage_2()
     lost = at(100.3, "lost", OLD, stage=2, reason="reset")
-    noticed = f"noticed: no link to {OLD} of stage 2 any more"
+    noticed = f"noticed: the link to {OLD} of stage 2 is broken"
     assert [hear(story, lost), hear(story, lost)] == [noticed, None]
-    other = "noticed: no link to aaa1 of stage 1 any more"
+    other = "noticed: the link to aaa1 of stage 1 is broken"
     assert hear(story, at(100.4, "lost", "aaa1", stage=1, reason="reset")) == other
     hear(story, at(105.0, "committed", step=15, loss=2.0))
     assert hear(story, lost | {"time": 200.0}) == noticed, "it was back in between"
@@ -359,7 +362,7 @@ def test_a_loss_is_noticed_once_until_the_run_has_gone_on():
 
 def test_the_registrys_end_is_no_drama():
     told = event("exited", None, slot="registry", how="was ended by SIGKILL")
-    assert "training goes on" in (hear(Story(steps=40), told) or "")
+    assert "training continues" in (hear(Story(steps=40), told) or "")
 
 
 def test_a_process_is_the_node_that_joined_last():

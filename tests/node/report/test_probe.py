@@ -95,7 +95,7 @@ def test_who_is_late_is_named_and_left_out() -> None:
     told: list[str] = []
     registry = Registry([described(3, "b")])
     probed = virtual_time.run(probe(registry, 10.0, told.append))  # type: ignore[arg-type]
-    assert told == ["after 10 s nothing is measured by b"]
+    assert told == ["no measurement within 10 s by b"]
     assert len(probed["links"]) == 1
 
 

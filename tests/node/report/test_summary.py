@@ -133,10 +133,10 @@ def test_a_run_that_paused_after_skipped_steps_says_so():
     why = "paused: 3 steps in a row were skipped"
     summary = summarize(RUN, lines, AUDIT, [], why)
     assert (summary["stopped"], summary["skipped_steps"]) == (why, 3)
-    assert "steps that changed nothing, of a gradient not finite: 3" in list(tell(summary))
+    assert "steps skipped since the gradient was not finite: 3" in list(tell(summary))
     whole = summarize(RUN, lines[:1], AUDIT, [])
     assert (whole["stopped"], whole["skipped_steps"]) == (None, 0)
-    assert not any("changed nothing" in sentence for sentence in tell(whole))
+    assert not any("steps skipped" in sentence for sentence in tell(whole))
 
 
 def test_a_run_that_never_began_has_a_summary():
@@ -462,8 +462,8 @@ def test_the_essence_says_what_a_loss_and_the_policy_cost():
     ]
     assert sentences[2].endswith("stalled 1.50 s; oldest block of step 4")
     assert sentences[3:6] == [
-        "committed steps that had to be made again: 2",
-        "kept ready for losses, checkfree: 2.0 MB sent or written, 3.0 MB of memory, 2500.00 s of "
+        "committed steps repeated after rollbacks: 2",
+        "redundant state for checkfree: 2.0 MB sent or written, 3.0 MB of memory, 2500.00 s of "
         "computing time at each node",
         "saves that failed: 1; the nodes' logs say why",
     ]
@@ -473,7 +473,7 @@ def test_a_resume_is_one_sentence_of_the_essence():
     sentences = list(tell(summarize(RUN, [line(1, 10.0)], AUDIT, RESUMED)))
     assert sentences[1:3] == [
         "resumed at step 2",
-        "committed steps that had to be made again: 1",
+        "committed steps repeated after rollbacks: 1",
     ]
 
 
