@@ -61,7 +61,9 @@ class Bootstrapping:
             if after is not None and log.view is None:
                 last, damage = read_view(after)
                 log.go_on_from(last, damage, f"the run {last.run} goes on in other numbers")
-            kept = self.page and replace(self.page, kept=journal.with_name(f"{journal.name}.page"))
+            kept = self.page and replace(
+                self.page, port_file=journal.with_name(f"{journal.name}.page")
+            )
             serving = replace(self, page=kept)
             run_on_loop(serving._serve(admission, self._certified(admission), log))
 

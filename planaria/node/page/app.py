@@ -112,7 +112,7 @@ def make_app(
         try:
             moment = float(at)
         except ValueError:
-            return PlainTextResponse(f"at={at[:40]!r} is no number of seconds", 400)
+            return PlainTextResponse(f"at={at[:40]!r} is not a number of seconds", 400)
         if not span[0] <= moment <= span[1]:
             return PlainTextResponse(f"at={moment:g} is not between {span[0]} and {span[1]}", 400)
         return _json(joined(as_json(shown.at(moment))))
@@ -136,13 +136,13 @@ def metrics_app(figures: Figures, token: str = "", local: bool = True) -> Starle
 
 
 def _metrics(figures: Figures) -> Route:
-    async def told(request: Request) -> Response:
+    async def metrics(request: Request) -> Response:
         try:
             return Response(await figures(), headers={"Content-Type": CONTENT_TYPE})
         except UnheardError as error:
             return PlainTextResponse(f"{error}\n", 502)
 
-    return Route("/metrics", told)
+    return Route("/metrics", metrics)
 
 
 def _guarded(routes: list[Route], token: str, local: bool) -> Starlette:
@@ -157,10 +157,10 @@ def _guarded(routes: list[Route], token: str, local: bool) -> Starlette:
 def _file(name: str, kind: str) -> Callable[[Request], Any]:
     content = (STATIC / name).read_bytes()
 
-    async def give(request: Request) -> Response:
+    async def answer(request: Request) -> Response:
         return Response(content, media_type=kind)
 
-    return give
+    return answer
 
 
 def _json(text: str) -> Response:
@@ -172,17 +172,17 @@ async def _changes(parts: Parts, over: asyncio.Event) -> AsyncIterator[str]:
     events: nothing is queued."""
     sent: dict[str, str] = {}
     clock = asyncio.get_running_loop().time
-    spoke = clock()
+    last_sent = clock()
     while not over.is_set():
         now = parts.now()
         changed = {key: text for key, text in now.items() if sent.get(key) != text}
         sent = now
         if changed:
             yield f"data: {joined(changed)}\n\n"
-            spoke = clock()
-        elif clock() - spoke > QUIET:
+            last_sent = clock()
+        elif clock() - last_sent > QUIET:
             yield ": nothing new\n\n"
-            spoke = clock()
+            last_sent = clock()
         with suppress(TimeoutError):
             await asyncio.wait_for(over.wait(), REFRESH)
 
@@ -196,8 +196,8 @@ class _Headers:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
-                told = [(k.lower().encode(), v.encode()) for k, v in HEADERS.items()]
-                message = {**message, "headers": [*message.get("headers", ()), *told]}
+                added = [(k.lower().encode(), v.encode()) for k, v in HEADERS.items()]
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
 
         await self._app(scope, receive, with_headers)
@@ -214,9 +214,9 @@ class _Gate:
         if scope["type"] != "http" or self._may(scope):
             await self._app(scope, receive, send)
             return
-        why = "this page asks for the run's join token: it is the password, the user is anybody\n"
-        asks = {"WWW-Authenticate": 'Basic realm="planaria: the join token is the password"'}
-        await PlainTextResponse(why, 401, asks)(scope, receive, send)
+        refusal = "this page requires the run's join token as password, with any user name\n"
+        headers = {"WWW-Authenticate": 'Basic realm="planaria: the join token is the password"'}
+        await PlainTextResponse(refusal, 401, headers)(scope, receive, send)
 
     def _may(self, scope: Scope) -> bool:
         kind, _, shown = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")

@@ -31,8 +31,8 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._asking: asyncio.TimerHandle | None = None
-        self._reading: asyncio.TimerHandle | None = None
+        self._request_timer: asyncio.TimerHandle | None = None
+        self._reading_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -52,25 +52,25 @@ class Connection(H11Protocol):
     def _expect_request(self) -> None:
         """Start the timer of a request, unless an answer is in progress."""
         answering = self.cycle is not None and not self.cycle.response_complete
-        if answering and self._asking is not None:
-            self._asking.cancel()
-            self._asking = None
-        elif not answering and self._asking is None:
-            self._asking = self.loop.call_later(REQUEST, self.transport.abort)
+        if answering and self._request_timer is not None:
+            self._request_timer.cancel()
+            self._request_timer = None
+        elif not answering and self._request_timer is None:
+            self._request_timer = self.loop.call_later(REQUEST, self.transport.abort)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._reading = self.loop.call_later(UNREAD, self.transport.abort)
+        self._reading_timer = self.loop.call_later(UNREAD, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
+        if self._reading_timer is not None:
+            self._reading_timer.cancel()
+            self._reading_timer = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        for timer in (self._asking, self._reading):
+        for timer in (self._request_timer, self._reading_timer):
             if timer is not None:
                 timer.cancel()
 

@@ -28,7 +28,7 @@ class PageAddress:
     keys: Keys | None = None  # None: in plain text
     insecure: bool = False
     option: str = "--http"  # its option, for errors
-    kept: Path | None = None  # the file that keeps the port where `listen` leaves it open
+    port_file: Path | None = None  # stores the chosen port, where `listen` has port 0
 
     def check(self) -> None:
         """Raises CredentialsError for a page that anybody could read, unless `insecure`, and
@@ -43,19 +43,19 @@ class PageAddress:
     def bind(self) -> socket.socket:
         """A listening socket. For port 0 of `listen` it tries the kept port, then any. Raises
         OSError, which says what to do about it."""
-        if self.kept is None or self.listen.port:
+        if self.port_file is None or self.listen.port:
             return bind(self.listen, self.option)
         try:
-            kept = self.listen._replace(port=int(self.kept.read_bytes()))
-            return bind(kept, self.option)
+            previous = self.listen._replace(port=int(self.port_file.read_bytes()))
+            return bind(previous, self.option)
         except (OSError, OverflowError, ValueError):  # missing, or in use
             bound = bind(self.listen, self.option)
         with suppress(OSError):
-            self.kept.write_text(f"{bound.getsockname()[1]}\n")
+            self.port_file.write_text(f"{bound.getsockname()[1]}\n")
         return bound
 
     @property
-    def asked_for(self) -> str:
+    def required_token(self) -> str:
         """The token that a browser must send; empty: none."""
         return "" if self.listen.is_loopback else self.token
 
@@ -72,7 +72,7 @@ def bind(listen: Address, option: str) -> socket.socket:
     except OSError as error:
         bound.close()
         raise OSError(
-            f"can't serve HTTP at {listen}: {error.strerror or error}; choose another place with "
+            f"can't serve HTTP at {listen}: {error.strerror or error}; choose another address with "
             f"{option} HOST:PORT, or {option} none"
         ) from error
     return bound

@@ -64,10 +64,10 @@ class Replay:
         """`events` from logs, `lines` from ledgers, both by time; `price` of a node hour. Raises
         ReplayError for a run without any."""
         self.run, self.name, self.price = run, name, price
-        timed = [(float(at["time"]), at) for at in (*events, *lines)]
-        self._all = sorted(timed, key=lambda one: one[0])
+        timed = [(float(record["time"]), record) for record in (*events, *lines)]
+        self._all = sorted(timed, key=lambda pair: pair[0])
         if not self._all:
-            raise ReplayError(f"nothing has happened in {name}: no event and no step is there")
+            raise ReplayError(f"{name} has no records yet: neither an event nor a committed step")
         self.began, self.ended = self._all[0][0], self._all[-1][0]
         self._begin()
 
@@ -164,16 +164,16 @@ class Scene:
         }
         members = []
         for name, node in self.nodes.items():
-            own = {seat: at for seat, at in self._seats.items() if node_of(seat) == name}
+            own = {seat: stage for seat, stage in self._seats.items() if node_of(seat) == name}
             member = Member(node=name, host=node.host, device=node.device)
-            member.seats.extend(Seat(stage=at) for at in sorted(set(own.values())))
+            member.seats.extend(Seat(stage=stage) for stage in sorted(set(own.values())))
             reports = [
                 SeatReport(
-                    stage=at,
+                    stage=stage,
                     committed=self._steps.get(seat, 0),
                     phase=self._phase(seat, seat in rebuilt),
                 )
-                for seat, at in own.items()
+                for seat, stage in own.items()
             ]
             members.append(MemberDescription(member=member, report=Report(seats=reports)))
         return Description(
@@ -186,10 +186,10 @@ class Scene:
 def replay_of(folder: Path, price: float | None = None) -> Replay:
     """Replay of the run that wrote `folder`: the --out of `planaria up`, also during the run, or
     out/RUN of nodes. Raises ReplayError, RunFileError, LedgerError, OSError."""
-    found = [path for path in (folder / RUN_FILE, folder / "saves" / RUN_FILE) if path.is_file()]
-    if not found:
+    present = [path for path in (folder / RUN_FILE, folder / "saves" / RUN_FILE) if path.is_file()]
+    if not present:
         raise ReplayError(
-            f"there is no run in {folder}: {RUN_FILE} isn't there. Name the folder that "
+            f"there is no run in {folder}: it has no {RUN_FILE}. Name the folder that "
             "`planaria up` wrote (--out), or out/RUN of a machine's nodes"
         )
     files = _files(folder, "events-*.jsonl", "events.jsonl")
@@ -200,14 +200,14 @@ def replay_of(folder: Path, price: float | None = None) -> Replay:
     except ValueError as error:
         raise ReplayError(f"an event log in {folder} is damaged: {error}") from error
     lines = merge(ledgers).lines if ledgers else []
-    return Replay(load(found[0]), events, lines, folder.resolve().name, price)
+    return Replay(load(present[0]), events, lines, folder.resolve().name, price)
 
 
 def _files(folder: Path, each: str, merged: str) -> list[Path]:
     """Files of each node, or else the merged one of the run's end."""
-    for where, which in ((folder / "logs", each), (folder, each), (folder, merged)):
-        if found := sorted(where.glob(which)):
-            return found
+    for directory, pattern in ((folder / "logs", each), (folder, each), (folder, merged)):
+        if files := sorted(directory.glob(pattern)):
+            return files
     return []
 
 

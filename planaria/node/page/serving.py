@@ -80,8 +80,8 @@ class Living:
 
     def _exposed(self) -> bytes:
         self.look()
-        found = of_registry(self._registry.describe(), self._history, self._run)
-        return exposition(self._registry.run, found)
+        samples = of_registry(self._registry.describe(), self._history, self._run)
+        return exposition(self._registry.run, samples)
 
 
 class RemoteRun:
@@ -91,7 +91,7 @@ class RemoteRun:
 
     def __init__(self, client: RegistryClient, state: dict[str, Any]) -> None:
         self._client, self._state = client, state
-        self._asking = asyncio.Lock()
+        self._request_lock = asyncio.Lock()
 
     @classmethod
     async def by(cls, client: RegistryClient) -> RemoteRun:
@@ -111,7 +111,7 @@ class RemoteRun:
             try:
                 self._state = read(await self._ask())
             except (RegistryUnreachable, UnheardError) as error:
-                troubles = [f"the registry is away, and this is as it was then: {error}"]
+                troubles = [f"no answer from the registry, this is its last state: {error}"]
                 self._state = {**self._state, "troubles": troubles}
 
     async def figures(self) -> bytes:
@@ -123,7 +123,7 @@ class RemoteRun:
 
     async def _ask(self, figures: bool = False) -> bytes:
         """One request at a time: a client that changes its address cancels the others."""
-        async with self._asking:
+        async with self._request_lock:
             return await self._client.show(figures, ANSWER)
 
 
@@ -132,10 +132,10 @@ def read(content: bytes) -> dict[str, Any]:
     try:
         state = json.loads(content)
         if not isinstance(state, dict) or not all(key.isidentifier() for key in state):
-            raise ValueError("it is no page's state")
+            raise ValueError("it is not the state of a page")
         as_json(state)
     except (ValueError, RecursionError) as error:
-        raise UnheardError(f"what the registry shows can't be read: {error}") from error
+        raise UnheardError(f"the registry's answer can't be read: {error}") from error
     return state
 
 
@@ -198,10 +198,10 @@ async def show_living(
 ) -> None:
     """Serve the page of a remote registry's run, as long as `client` is admitted. Raises
     JoinRefused, RegistryUnreachable, UnheardError, OSError."""
-    told = await RemoteRun.by(client)
-    async with _served(partial(make_app, told, figures=told.figures), place) as url:
+    remote = await RemoteRun.by(client)
+    async with _served(partial(make_app, remote, figures=remote.figures), place) as url:
         say(url)
-        await told.keep_looking()
+        await remote.keep_looking()
 
 
 @asynccontextmanager
@@ -212,7 +212,7 @@ async def metrics_beside(place: PageAddress, figures: Figures) -> AsyncIterator[
         return metrics_app(figures, token, local)
 
     async with _served(app, place) as url:
-        log.info("Prometheus finds this node's figures at %smetrics", url)
+        log.info("this node's metrics for Prometheus are at %smetrics", url)
         yield
 
 
@@ -222,7 +222,7 @@ async def _served(
 ) -> AsyncIterator[str]:
     """Serve in this block. Yields the URL."""
     over = asyncio.Event()
-    app = make(over, place.asked_for, place.listen.is_loopback)
+    app = make(over, place.required_token, place.listen.is_loopback)
     bound = place.bind()
     port = bound.getsockname()[1]
     async with listening(app, bound, over, place.keys):

@@ -63,16 +63,16 @@ def page_state(
             "marks": [mark._asdict() for mark in history.marks],
         },
         "news": [
-            {"time": told.time, "severity": told.severity.name.lower(), "sentence": told.sentence}
-            for told in list(history.news)[-NEWS_SHOWN:]
+            {"time": item.time, "severity": item.severity.name.lower(), "sentence": item.sentence}
+            for item in list(history.news)[-NEWS_SHOWN:]
         ],
         "samples": [sample._asdict() for sample in history.samples],
         "troubles": [*state.troubles(), *state.omitted()][:LINES_SHOWN],
         "cuts": _cuts(state),
         "quarantine": _quarantine(state, moment.now),
         "evictions": [
-            {"time": moment.now - one.seconds, "sentence": sentence}
-            for one, sentence in state.evictions()
+            {"time": moment.now - eviction.seconds, "sentence": sentence}
+            for eviction, sentence in state.evictions()
         ],
         "decisions": list(description.decisions)[-LINES_SHOWN:],
     }
@@ -115,9 +115,9 @@ def _condition(
     if not state.seats:
         return "waiting", reason or "no node has joined yet"
     if vacant:
-        what = "stages" if len(vacant) > 1 else "stage"
+        noun = "stages" if len(vacant) > 1 else "stage"
         why = f": {reason}" if reason else ""
-        return "waiting", f"nobody serves {what} {', '.join(vacant)}{why}"
+        return "waiting", f"no node serves {noun} {', '.join(vacant)}{why}"
     if story.rebuilds or any(stage["state"] == "rebuilding" for stage in stages):
         return "rebuilding", reason
     return ("training" if view.driver else "waiting"), reason
@@ -145,42 +145,42 @@ _WORST = (
 def _nodes(seats: Sequence[SeatState], driver: str) -> list[Any]:
     return [
         {
-            "node": one.member.node,
+            "node": entry.member.node,
             "state": seat.state,
             "step": seat.report.committed,
             "microbatches": seat.report.microbatches,
-            "speed": round(one.member.speed, 1) if math.isfinite(one.member.speed) else None,
-            "memory": one.report.memory,
-            "bytes_in": one.report.bytes_in,
-            "bytes_out": one.report.bytes_out,
-            "host": one.member.host,
-            "device": one.member.device,
-            "address": one.member.address,
-            "silence": round(one.since_renewal, 1),
-            "driver": bool(driver) and one.member.node == driver,
-            "leaving": one.member.leaving,
+            "speed": round(entry.member.speed, 1) if math.isfinite(entry.member.speed) else None,
+            "memory": entry.report.memory,
+            "bytes_in": entry.report.bytes_in,
+            "bytes_out": entry.report.bytes_out,
+            "host": entry.member.host,
+            "device": entry.member.device,
+            "address": entry.member.address,
+            "silence": round(entry.since_renewal, 1),
+            "driver": bool(driver) and entry.member.node == driver,
+            "leaving": entry.member.leaving,
         }
         for seat in seats[:NODES_SHOWN]
-        for one in [seat.entry]
+        for entry in [seat.entry]
     ]
 
 
 def _links(state: RunState) -> list[Any]:
     """Measured links between present members, with the stages that they connect."""
-    stage = {seat.entry.member.node: seat.stage for seat in reversed(state.seats)}  # its first one
-    found: list[dict[str, Any]] = [
+    stage_of = {seat.entry.member.node: seat.stage for seat in reversed(state.seats)}
+    links: list[dict[str, Any]] = [
         {
-            "from": one.member.node,
+            "from": entry.member.node,
             "to": link.peer,
-            "stages": [stage[one.member.node], stage[link.peer]],
+            "stages": [stage_of[entry.member.node], stage_of[link.peer]],
             "rtt_ms": round(link.rtt_ms, 2),
             "mbps": round(link.mbps, 1),
         }
-        for one in state.description.members
-        for link in one.report.links
-        if link.peer in stage and math.isfinite(link.rtt_ms) and math.isfinite(link.mbps)
+        for entry in state.description.members
+        for link in entry.report.links
+        if link.peer in stage_of and math.isfinite(link.rtt_ms) and math.isfinite(link.mbps)
     ]
-    return sorted(found, key=lambda link: link["mbps"])[:LINKS_SHOWN]
+    return sorted(links, key=lambda link: link["mbps"])[:LINKS_SHOWN]
 
 
 def _rounded(curve: Curve) -> list[list[float] | None]:
@@ -193,23 +193,24 @@ def _figure(loss: float) -> float | None:
 
 def _cuts(state: RunState) -> list[dict[str, Any]]:
     """Pairs of members that can't reach each other."""
-    found = []
+    cuts = []
     for cut, _ in zip(state.cuts(), range(LINES_SHOWN), strict=False):
-        how = f"by way of {cut.via}" if cut.via else f"not at all: {cut.state}"
         severity = Severity.WARNING if cut.via else Severity.ERROR
-        sentence = f"{cut.a} reaches {cut.b} {how}"
-        found.append({"sentence": sentence, "severity": severity.name.lower()})
-    return found
+        sentence = f"{cut.a} reaches {cut.b} through {cut.via}"
+        if not cut.via:
+            sentence = f"{cut.a} and {cut.b} can't reach each other: {cut.state}"
+        cuts.append({"sentence": sentence, "severity": severity.name.lower()})
+    return cuts
 
 
 def _quarantine(state: RunState, now: float) -> list[dict[str, Any]]:
     """Instances evicted for cause and still excluded, and until when; null: permanently."""
     return [
         {
-            "node": one.node,
-            "until": None if math.isinf(one.seconds) else round(now + one.seconds),
-            "times": one.times,
-            "why": one.why,
+            "node": instance.node,
+            "until": None if math.isinf(instance.seconds) else round(now + instance.seconds),
+            "times": instance.times,
+            "why": instance.why,
         }
-        for one in state.quarantined()[:LINES_SHOWN]
+        for instance in state.quarantined()[:LINES_SHOWN]
     ]

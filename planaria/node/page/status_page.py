@@ -57,7 +57,7 @@ async def status(client: RegistryClient, console: Console, watch: bool, as_json:
                 description = await client.describe(PATIENCE)
                 live.update(page(description), refresh=True)
             except RegistryUnreachable as error:
-                stale = Text(f"as last heard; {error}", style="bold red")
+                stale = Text(f"last known state; {error}", style="bold red")
                 live.update(Group(page(description), stale), refresh=True)
 
 
@@ -65,22 +65,22 @@ async def _watch_by_lines(
     client: RegistryClient, console: Console, as_json: bool, description: Description
 ) -> NoReturn:
     """Watch without a terminal, or as JSON."""
-    told, away = set(news_of(description)), ""
+    printed, trouble = set(news_of(description)), ""
     while True:
         await asyncio.sleep(REFRESH)
         try:
             description = await client.describe(PATIENCE)
-            lines, away = news_of(description), ""
+            lines, trouble = news_of(description), ""
         except RegistryUnreachable as error:
-            lines, away = ([] if away else [str(error)]), str(error)
-        if as_json and not away:
+            lines, trouble = ([] if trouble else [str(error)]), str(error)
+        if as_json and not trouble:
             console.out(as_text(description, indent=None), highlight=False)
         elif not as_json:
             for line in lines:
-                if line not in told:
+                if line not in printed:
                     console.out(f"{datetime.now():%H:%M:%S}  {line}", highlight=False)
-        if not away:
-            told = set(lines)
+        if not trouble:
+            printed = set(lines)
 
 
 def news_of(description: Description) -> list[str]:
@@ -88,8 +88,8 @@ def news_of(description: Description) -> list[str]:
     progress."""
     state, run = RunState(description), _run_file(description)
     lines = [*description.decisions, *state.troubles()]
-    heard = (_told_by(message, seats, state) for message, seats in _news(state).items())
-    lines += [str(text) for text in heard if text.style]  # else progress within a step
+    messages = (_styled(message, seats, state) for message, seats in _news(state).items())
+    lines += [str(text) for text in messages if text.style]  # else progress within a step
     lines += map(str, _samples(description))
     if run is not None and state.newest is not None and state.committed:
         rate, loss = state.tokens_per_second, figure(state.loss)
@@ -120,10 +120,10 @@ def page(description: Description) -> RenderableType:
     parts += [Rule(style="dim"), _members(state)]
     for title, lines in (
         ("samples", _samples(description)),
-        ("when a stage's only node is told to go", _handovers(state, run)),
-        ("who sits where, and why", _reasons(state)),
-        ("without a link", _cuts(state)),
-        ("in quarantine", _quarantine(state)),
+        ("handover when a stage's only node gets a notice", _handovers(state, run)),
+        ("seats, and why", _reasons(state)),
+        ("missing links", _cuts(state)),
+        ("quarantined", _quarantine(state)),
         ("evicted", _evictions(state)),
     ):
         if lines:
@@ -153,8 +153,8 @@ def _head(state: RunState) -> RenderableType:
         *([("in flight", flying)] if (flying := _in_flight(state)) else []),
         *([("page", escape(description.page))] if description.page else []),
         *(("trouble", styled(trouble, Severity.ERROR)) for trouble in state.troubles()),
-        *(("here", Text(omitted)) for omitted in state.omitted()),
-        *(("news", _told_by(message, seats, state)) for message, seats in _news(state).items()),
+        *(("omitted", Text(omitted)) for omitted in state.omitted()),
+        *(("news", _styled(message, seats, state)) for message, seats in _news(state).items()),
     ]
     for name, text in rows:
         grid.add_row(Text(name, style="dim"), text)
@@ -163,11 +163,11 @@ def _head(state: RunState) -> RenderableType:
 
 def _in_flight(state: RunState) -> str:
     """In-flight windows of the sources, in microbatches; empty: none."""
-    out = sorted(seat.in_flight for seat in state.reports if seat.in_flight)
-    if not out:
+    windows = sorted(seat.in_flight for seat in state.reports if seat.in_flight)
+    if not windows:
         return ""
-    count = str(out[0]) if out[0] == out[-1] else f"{out[0]} to {out[-1]}"
-    each = f" of each of {len(out)} sources" if len(out) > 1 else ""
+    count = str(windows[0]) if windows[0] == windows[-1] else f"{windows[0]} to {windows[-1]}"
+    each = f" of each of {len(windows)} sources" if len(windows) > 1 else ""
     return f"{count} microbatches{each}"
 
 
@@ -180,17 +180,17 @@ def _news(state: RunState) -> dict[str, list[SeatState]]:
     return dict(sorted(news.items()))
 
 
-def _told_by(message: str, seats: Sequence[SeatState], state: RunState) -> Text:
+def _styled(message: str, seats: Sequence[SeatState], state: RunState) -> Text:
     """Style of a message. The driver's describes the run, and all report a stop; a message of any
     other seat is an error."""
     if any(seat.report.stopped for seat in seats):
         return styled(message, Severity.ERROR)
     driving = state.driving
     if driving is not None and driving.message == message:
-        still = driving.committed and driving.phase in STANDING_STILL
-        return Text(message, styled(message, Severity.WARNING if still else Severity.NOTICE).style)
-    who = ", ".join(f"{seat.entry.member.node} of stage {seat.stage}" for seat in seats)
-    return styled(f"{who}: {message}", Severity.ERROR)
+        idle = driving.committed and driving.phase in STANDING_STILL
+        return Text(message, styled(message, Severity.WARNING if idle else Severity.NOTICE).style)
+    senders = ", ".join(f"{seat.entry.member.node} of stage {seat.stage}" for seat in seats)
+    return styled(f"{senders}: {message}", Severity.ERROR)
 
 
 def _members(state: RunState) -> Table:
@@ -207,7 +207,7 @@ def _members(state: RunState) -> Table:
     for seat in _by_stage(sorted(state.seats, key=lambda seat: seat.entry.member.joined)):
         member, report = seat.entry.member, seat.entry.report
         words = [state_words([seat])]
-        words += [Text(f"but by {seat.entry.reached_by}")] if seat.entry.reached_by else []
+        words += [Text(f"except by {seat.entry.reached_by}")] if seat.entry.reached_by else []
         words += [Text(f"{report.stalled_seconds:.0f} s")] if report.stalled_seconds else []
         table.add_row(
             "standby" if seat.stage is None else str(seat.stage),
@@ -254,7 +254,7 @@ def _handovers(state: RunState, run: RunFile | None) -> list[Text]:
             mbps = min(link.mbps for link in links)
             heirs.append(Handover(stage, parameters, step, rtt, mbps))
     return [
-        Text(f"{notice:.0f} s ahead: {notice_summary(heirs, notice)}")
+        Text(f"{notice:.0f} s of notice: {notice_summary(heirs, notice)}")
         for notice in NOTICES
         if heirs
     ]
@@ -262,9 +262,9 @@ def _handovers(state: RunState, run: RunFile | None) -> list[Text]:
 
 def _samples(description: Description) -> list[Text]:
     """The newest sample of each prompt."""
-    told = [sample for one in description.members for sample in one.report.samples]
-    newest = {one.prompt: one for one in sorted(told, key=lambda one: one.step)}
-    return sampled((one.step, one.prompt, one.text) for one in newest.values())
+    samples = [sample for entry in description.members for sample in entry.report.samples]
+    newest = {sample.prompt: sample for sample in sorted(samples, key=lambda sample: sample.step)}
+    return sampled((sample.step, sample.prompt, sample.text) for sample in newest.values())
 
 
 def _cuts(state: RunState) -> list[Text]:
@@ -273,8 +273,8 @@ def _cuts(state: RunState) -> list[Text]:
     for cut in state.cuts():
         since = _ago(cut.seconds)
         if cut.via:
-            way = f"{cut.a} reaches {cut.b} by way of {cut.via}, since {since}"
-            lines.append(styled(way, Severity.WARNING))
+            sentence = f"{cut.a} reaches {cut.b} through {cut.via}, since {since}"
+            lines.append(styled(sentence, Severity.WARNING))
         else:
             lines.append(styled(f"{cut.a} and {cut.b}, since {since}: {cut.state}", Severity.ERROR))
     return lines
@@ -283,16 +283,16 @@ def _cuts(state: RunState) -> list[Text]:
 def _quarantine(state: RunState) -> list[Text]:
     """A line for each instance that was evicted for cause and is still excluded."""
     lines = []
-    for one in state.quarantined():
-        until = "for good" if one.seconds == math.inf else f"until {_ago(-one.seconds)}"
-        times = "" if one.times == 1 else f", the {one.times}. time"
-        lines.append(styled(f"{one.node}, {until}{times}: {one.why}", Severity.WARNING))
+    for entry in state.quarantined():
+        until = "permanently" if entry.seconds == math.inf else f"until {_ago(-entry.seconds)}"
+        times = "" if entry.times == 1 else f", {entry.times} times"
+        lines.append(styled(f"{entry.node}, {until}{times}: {entry.why}", Severity.WARNING))
     return lines
 
 
 def _evictions(state: RunState) -> list[Text]:
     newest = list(state.evictions())[-EVICTIONS_SHOWN:]
-    return [Text(f"{_ago(one.seconds)} {sentence}") for one, sentence in newest]
+    return [Text(f"{_ago(eviction.seconds)} {sentence}") for eviction, sentence in newest]
 
 
 def _ago(seconds: float) -> str:

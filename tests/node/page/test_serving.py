@@ -68,7 +68,7 @@ async def test_what_a_node_tells_is_on_its_registrys_page() -> None:
 
 
 async def test_a_registry_that_is_started_again_has_its_page_where_it_was(tmp_path) -> None:
-    place = PageAddress(HERE, kept=tmp_path / "journal.page")
+    place = PageAddress(HERE, port_file=tmp_path / "journal.page")
 
     async def url() -> str:
         async with page_beside(RegistryServer(MembershipRules(run="r", stages=1), ""), RUN, place):
@@ -119,7 +119,7 @@ async def test_who_may_look_at_a_run_has_its_page_and_figures_elsewhere(
             await registry.stop()
             while not shown["troubles"]:
                 shown = json.loads(await asyncio.to_thread(get, f"{here}state"))
-            assert "the registry is away, and this is as it was then" in shown["troubles"][0]
+            assert "no answer from the registry, this is its last state" in shown["troubles"][0]
             assert shown["run"]["id"] == "prose-1"
             with pytest.raises(HTTPError, match="502"):
                 await asyncio.to_thread(get, f"{here}metrics")
@@ -132,5 +132,5 @@ async def test_who_may_look_at_a_run_has_its_page_and_figures_elsewhere(
     "content", [b"", b"[]", b'{"a": NaN}', b'{"a": 1e999}', b'{"a\\"b": 1}', b"[" * 10**5, b"\xff"]
 )
 def test_what_a_registry_shows_is_a_pages_state_or_refused(content: bytes) -> None:
-    with pytest.raises(UnheardError, match="what the registry shows can't be read"):
+    with pytest.raises(UnheardError, match="the registry's answer can't be read"):
         read(content)

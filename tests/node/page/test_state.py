@@ -94,7 +94,7 @@ def test_a_stage_that_nobody_serves_is_vacant_and_awaited() -> None:
     assert shown["stages"][2]["state"] == "vacant"
     assert shown["condition"] == {
         "word": "waiting",
-        "sentence": "nobody serves stage 2: somebody joined",
+        "sentence": "no node serves stage 2: somebody joined",
     }
 
 
@@ -182,7 +182,7 @@ def test_who_is_out_and_who_is_cut_off() -> None:
         )
     )
     assert [one["until"] for one in shown["quarantine"]] == [1030, None]
-    assert "by way of 22cc (stage 2)" in shown["cuts"][0]["sentence"]
+    assert "through 22cc (stage 2)" in shown["cuts"][0]["sentence"]
     assert shown["cuts"][1]["severity"] == "error"
     assert shown["evictions"] == [{"time": 995.0, "sentence": "99ff (standby): it sent NaN"}]
     assert shown["troubles"] == ["the registry: the journal can't be written"]

@@ -499,7 +499,7 @@ def test_the_status_says_how_many_microbatches_are_out():
 def test_who_is_not_heard_and_stays_is_told_with_who_reaches_it():
     unheard = member(NEW, 2, committed=4, phase="running")
     unheard.reached_by = OLD
-    assert f"not heard but by {OLD}" in text_of(page(described(member(OLD, 0), unheard)))
+    assert f"not heard except by {OLD}" in text_of(page(described(member(OLD, 0), unheard)))
 
 
 def test_who_has_trouble_is_named_in_red():
@@ -579,10 +579,10 @@ def test_the_status_page_tells_who_has_no_link_who_is_out_and_who_was_evicted():
         member=Member(node="bad", seats=[Seat(stage=1)]), reason=hang, seconds=17
     )
     text = text_of(page(description))
-    assert re.search(rf"{a} \(stage \d\) reaches {b} \(stage \d\) by way of {c}", text)
+    assert re.search(rf"{a} \(stage \d\) reaches {b} \(stage \d\) through {c}", text)
     assert re.search(rf"{b} .* and {c} .*, since [\d:]+: no member can relay for them", text)
-    assert re.search(rf"bad, until [\d:]+, the 2. time: {hang}", text)
-    assert "worse, for good, the 3. time: divergence" in text
+    assert re.search(rf"bad, until [\d:]+, 2 times: {hang}", text)
+    assert "worse, permanently, 3 times: divergence" in text
     assert "free" not in text
     assert re.search(rf"[\d:]+ bad \(stage 1\): {hang}", text)
 
@@ -601,9 +601,11 @@ def test_the_status_page_tells_what_a_notice_is_good_for():
         member("d", 2, standby=True, links=[slow]),
     ]
     text = text_of(page(described(*members, run_file=run)))
-    assert "when a stage's only node is told to go" in text
-    assert "120 s ahead: exact: stages 0-1 (within 42 s)" in text
-    assert "30 s ahead: exact: stage 0 (within 8 s); weights without moments: stage 1 (all" in text
+    assert "handover when a stage's only node gets a notice" in text
+    assert "120 s of notice: exact: stages 0-1 (within 42 s)" in text
+    assert (
+        "30 s of notice: exact: stage 0 (within 8 s); weights without moments: stage 1 (all" in text
+    )
     unmeasured = text_of(page(described(member(OLD, 0), run_file=run)))
     assert "ahead" not in unmeasured
 

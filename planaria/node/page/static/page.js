@@ -1,6 +1,6 @@
 "use strict";
-// Shows the state that the server sends, part by part. What comes from nodes is text and never
-// markup: elements are made here, and filled by textContent alone.
+// Shows the state that the server sends, part by part. Data from nodes is text and never markup:
+// elements are made here, and filled by textContent alone.
 
 const state = {};
 let span = null; // [began, ended] of a run that is over, in Unix seconds
@@ -126,16 +126,16 @@ function showNode(node) {
   const traffic = node.bytes_in || node.bytes_out ? `${bytes(node.bytes_in)} in, ${bytes(node.bytes_out)} out` : "";
   return el("div", { class: "node" },
     el("b", {}, el("code", { title: node.node }, node.node), node.driver ? el("i", { class: "tag" }, "driver") : null,
-      node.leaving ? el("i", { class: "tag" }, "leaves") : null, el("span", {}, node.step ? `step ${count(node.step)}` : node.state)),
+      node.leaving ? el("i", { class: "tag" }, "leaving") : null, el("span", {}, node.step ? `step ${count(node.step)}` : node.state)),
     el("p", {}, facts.join(", ")), figures.length ? el("p", {}, figures.join(", ")) : null, traffic ? el("p", {}, traffic) : null);
 }
 
 function showStandbys(standbys) {
-  $("standbys").textContent = standbys.length ? `Standing by: ${standbys.map((node) => `${node.node} (${node.device || node.host})`).join(", ")}` : "";
+  $("standbys").textContent = standbys.length ? `Standbys: ${standbys.map((node) => `${node.node} (${node.device || node.host})`).join(", ")}` : "";
 }
 
-function timed(one) {
-  return [el("time", {}, clock(one.time)), one.sentence];
+function timed(item) {
+  return [el("time", {}, clock(item.time)), item.sentence];
 }
 
 function showLines(name, lines) {
@@ -146,27 +146,27 @@ function showLines(name, lines) {
 
 function showNews(news) {
   const box = $("news"), at = box.scrollTop;
-  const lines = news.map((one) => el("li", { class: one.severity }, timed(one))).reverse();
-  box.replaceChildren(...(lines.length ? lines : [el("li", {}, "Nothing yet that is worth a line.")]));
+  const lines = news.map((item) => el("li", { class: item.severity }, timed(item))).reverse();
+  box.replaceChildren(...(lines.length ? lines : [el("li", {}, "No events yet.")]));
   box.scrollTop = at;
 }
 
 function showSamples(samples) {
-  showLines("samples", samples.slice(-8).reverse().map((one) => el("div", { class: "sample" },
-    el("small", {}, `step ${count(one.step)}`), el("b", {}, one.prompt), one.text)));
+  showLines("samples", samples.slice(-8).reverse().map((item) => el("div", { class: "sample" },
+    el("small", {}, `step ${count(item.step)}`), el("b", {}, item.prompt), item.text)));
 }
 
 function showLinks(links) {
   const head = el("tr", {}, el("th", {}, "from"), el("th", {}, "to"), el("th", { class: "figure" }, "Mbit/s"), el("th", { class: "figure" }, "ms"));
   const place = (node, stage) => `${node} (${stage === null ? "standby" : `stage ${stage}`})`;
-  const rows = links.slice(0, 40).map((one) => el("tr", {}, el("td", {}, place(one.from, one.stages[0])), el("td", {}, place(one.to, one.stages[1])),
-    el("td", { class: "figure" }, one.mbps), el("td", { class: "figure" }, one.rtt_ms)));
+  const rows = links.slice(0, 40).map((item) => el("tr", {}, el("td", {}, place(item.from, item.stages[0])), el("td", {}, place(item.to, item.stages[1])),
+    el("td", { class: "figure" }, item.mbps), el("td", { class: "figure" }, item.rtt_ms)));
   showLines("links", rows.length ? [head, ...rows] : []);
 }
 
-function showQuarantine(found) {
-  showLines("quarantine", found.map((one) => el("li", { class: "warning" },
-    `${one.node}, ${one.until === null ? "for good" : `until ${clock(one.until)}`}${one.times > 1 ? `, ${one.times} times by now` : ""}: ${one.why}`)));
+function showQuarantine(instances) {
+  showLines("quarantine", instances.map((item) => el("li", { class: "warning" },
+    `${item.node}, ${item.until === null ? "permanently" : `until ${clock(item.until)}`}${item.times > 1 ? `, ${item.times} times` : ""}: ${item.why}`)));
 }
 
 // --- the curve
@@ -175,12 +175,12 @@ function ticks(low, high, most) {
   const raw = (high - low) / Math.max(1, most) || 1;
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw);
-  const found = [];
-  for (let at = Math.ceil(low / step); at * step <= high + step * 1e-9; at += 1) found.push(Number((at * step).toPrecision(12)));
-  return found;
+  const values = [];
+  for (let at = Math.ceil(low / step); at * step <= high + step * 1e-9; at += 1) values.push(Number((at * step).toPrecision(12)));
+  return values;
 }
 
-// An exponential moving average over about a 25th of the points. It begins anew where the run has gone back.
+// An exponential moving average over about a 25th of the points. It restarts where the run was rolled back.
 function smoothed(curve) {
   const decay = 1 - 1 / Math.max(2, curve.length / 25);
   let sum = 0, weight = 0;
@@ -238,12 +238,12 @@ function showLoss() {
   drawn.append(cross);
   drawn.addEventListener("pointermove", (event) => {
     const step = ((event.clientX - drawn.getBoundingClientRect().left - left) / (width - left - right)) * end;
-    const near = (list) => list.reduce((best, one) => (Math.abs(one[0] - step) < Math.abs(best[0] - step) ? one : best), list[0]);
+    const near = (list) => list.reduce((best, item) => (Math.abs(item[0] - step) < Math.abs(best[0] - step) ? item : best), list[0]);
     const point = near(points.length ? points : checks);
     const close = (at) => Math.abs(x(at) - x(point[0])) < 7;
-    const said = [`step ${count(point[0])}: ${loss(point[1])}`, ...checks.filter((one) => close(one[0])).map((one) => `validation ${loss(one[1])}`),
-      ...marks.filter((one) => close(one.step)).map((one) => one.sentence)];
-    tip.replaceChildren(...said.slice(0, 6).map((line) => el("div", {}, line)));
+    const lines = [`step ${count(point[0])}: ${loss(point[1])}`, ...checks.filter((item) => close(item[0])).map((item) => `validation ${loss(item[1])}`),
+      ...marks.filter((item) => close(item.step)).map((item) => item.sentence)];
+    tip.replaceChildren(...lines.slice(0, 6).map((line) => el("div", {}, line)));
     cross.setAttribute("x1", x(point[0]));
     cross.setAttribute("x2", x(point[0]));
     cross.style.visibility = tip.style.visibility = "visible";
@@ -255,7 +255,7 @@ function showLoss() {
   box.replaceChildren(drawn, tip);
 }
 
-// --- what came
+// --- updates
 
 const SHOW = {
   run: () => showRun(state.run),
@@ -268,9 +268,9 @@ const SHOW = {
   loss: showLoss,
   news: () => showNews(state.news),
   samples: () => showSamples(state.samples),
-  cuts: () => showLines("cuts", state.cuts.map((one) => el("li", { class: one.severity }, one.sentence))),
+  cuts: () => showLines("cuts", state.cuts.map((item) => el("li", { class: item.severity }, item.sentence))),
   quarantine: () => showQuarantine(state.quarantine),
-  evictions: () => showLines("evictions", state.evictions.map((one) => el("li", {}, timed(one))).reverse()),
+  evictions: () => showLines("evictions", state.evictions.map((item) => el("li", {}, timed(item))).reverse()),
   decisions: () => showLines("decisions", state.decisions.map((line) => el("li", {}, line)).reverse()),
 };
 
@@ -279,16 +279,16 @@ function take(parts) {
   for (const name of Object.keys(SHOW)) if (name in parts) SHOW[name]();
 }
 
-function connected(kind, words) {
+function connected(kind, text) {
   $("connection").className = kind;
-  $("connection").textContent = words;
+  $("connection").textContent = text;
 }
 
 function watch() {
   const source = new EventSource("events");
   source.onopen = () => connected("live", "live");
   source.onmessage = (event) => take(JSON.parse(event.data));
-  source.onerror = () => connected("lost", "no word from the registry; this is as last heard");
+  source.onerror = () => connected("lost", "no connection to the registry; this is its last known state");
 }
 
 // --- a run that is over
@@ -329,8 +329,8 @@ function replay() {
     }
     $("play").textContent = playing === null ? "▶" : "❚❚";
   });
-  const asked = Number(new URLSearchParams(location.search).get("at"));
-  if (asked >= 0 && asked <= 1 && location.search.includes("at=")) slider.value = asked * slider.max;
+  const start = Number(new URLSearchParams(location.search).get("at"));
+  if (start >= 0 && start <= 1 && location.search.includes("at=")) slider.value = start * slider.max;
   showMoment(at());
 }
 
