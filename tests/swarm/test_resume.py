@@ -50,7 +50,7 @@ def test_in_other_stages_and_nodes_it_goes_on_as_if_nothing_had_happened(up, dat
     swarm = up(out, "--stages", "1", "--replicas", "2")
     status, output = swarm.finish()
     assert status == 0, output
-    assert "of 4 stages with 1 node each is written anew for 1 with 2" in output
+    assert "is converted from 4x1 to 1x2 (stages x replicas)" in output
     went = swarm.events("resuming")
     assert len({(event["step"], event["reason"]) for event in went}) == 2
     assert all(event["exact"] and event["step"] >= 4 for event in went)

@@ -95,7 +95,7 @@ def test_with_no_replace_a_run_goes_from_ten_nodes_down_to_two_and_on_to_its_end
     killed = swarm.lines.events("killed", "events.jsonl")
     slots = [event["slot"] for event in killed]
     assert slots == ["2.0", "2.1", "3.1", "0.0", "4.0", "4.1", "1.1", "3.0"]
-    assert "nobody is left to kill in node-2.0 at step 24" in output
+    assert "node-2.0 has no process to kill at step 24" in output
     for event in killed:
         assert event["stage"] in seats_of(swarm, event["node"], event["time"])
     left = {event["node"] for event in swarm.lines.events("joined", "events.jsonl")}
@@ -120,7 +120,7 @@ def test_a_swarm_of_which_nobody_is_left_ends_at_once(up):
     swarm = up(small(stages=1, steps=100_000), "--no-replace", "--kill", "0@4", "--kill", "1@4")
     status, output = swarm.finish()
     assert status == 1
-    assert "no node is left, and no other one comes" in output
+    assert "no node is left, and none will be started" in output
     assert [swarm.summary()["audit"][k] for k in ("duplicates", "extra")] == [0, 0]
 
 
@@ -148,7 +148,7 @@ def test_a_trace_without_replacements_ends_with_its_last_node(up, tmp_path):
     swarm = up(run, "--trace", str(trace), "--speedup", "5", "--no-replace")
     status, output = swarm.finish()
     assert status == 1
-    assert "no node is left, and no other one comes" in output
+    assert "no node is left, and none will be started" in output
     started = swarm.lines.events("started", "events.jsonl")
     assert [event["slot"] for event in started] == ["registry", "0.0", "1.0"]
 

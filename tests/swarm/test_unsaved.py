@@ -42,4 +42,4 @@ def test_nodes_are_kept_until_the_model_is_safe_or_given_up(
     else:
         swarm.process.send_signal(signal.SIGINT)
     ended, said = swarm.finish()
-    assert (ended, "stage 1 wasn't on disk by then" in said) == (status, status != 0), said
+    assert (ended, "stage 1 was not saved" in said) == (status, status != 0), said

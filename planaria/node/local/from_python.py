@@ -97,9 +97,9 @@ class Result:
         from planaria.node.hugging_face.options import ExportOptions
 
         plan = read_plan(self.folder)
-        found, folder = plan.kept.find(), None if data is None else Path(data)
+        saves, folder = plan.kept.find(), None if data is None else Path(data)
         options = ExportOptions(out=Path(out), data=folder, dtype=dtype, merged=merged)
-        export_saves(plan.run, found, self.summary, options, untracked)
+        export_saves(plan.run, saves, self.summary, options, untracked)
         return Path(out)
 
     def _lines(self) -> list[str]:
@@ -162,41 +162,41 @@ def up(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,  # an interrupt is for the caller
-    ) as between:
-        assert between.stdin is not None
-        assert between.stdout is not None
-        assert between.stderr is not None
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         try:
-            with between.stdin as stdin:
+            with process.stdin as stdin:
                 pickle.dump(order, stdin)
-            interrupted = follow(between, between.stderr)
-            answer = between.stdout.read()
+            interrupted = follow(process, process.stderr)
+            answer = process.stdout.read()
         finally:
-            between.terminate()  # if still running
+            process.terminate()  # if still running
     if interrupted and not answer:
         raise KeyboardInterrupt
     if not answer:
-        raise SwarmError(f"the process that runs the swarm {describe_status(between.returncode)}")
-    told = pickle.loads(answer)
-    if isinstance(told, Exception):
-        raise told
-    written, ending = told
+        raise SwarmError(f"the process that runs the swarm {describe_status(process.returncode)}")
+    outcome = pickle.loads(answer)
+    if isinstance(outcome, Exception):
+        raise outcome
+    out_folder, ending = outcome
     if interrupted:
         raise KeyboardInterrupt(ending.reason)
     if ending.status:
         raise SwarmError(ending.reason)
-    return Result(written)
+    return Result(out_folder)
 
 
-def follow(between: subprocess.Popen[bytes], said: IO[bytes]) -> bool:
+def follow(process: subprocess.Popen[bytes], output: IO[bytes]) -> bool:
     """Print its output until it ends. Returns whether it was interrupted."""
     interrupted = False
     while True:
         try:
-            for line in said:
+            for line in output:
                 print(line.decode(errors="replace"), end="", flush=True)
         except KeyboardInterrupt:
-            between.send_signal(signal.SIGKILL if interrupted else signal.SIGTERM)
+            process.send_signal(signal.SIGKILL if interrupted else signal.SIGTERM)
             interrupted = True
         else:
             return interrupted
@@ -209,11 +209,11 @@ def main() -> None:
     with os.fdopen(os.dup(1), "wb") as answer:
         os.dup2(2, 1)
         order: _Order = pickle.load(sys.stdin.buffer)
-        told: object
+        outcome: object
         try:
             # A notebook's environment claims colours, but it is no terminal.
             lines = ReadableConsole(file=sys.stderr, force_terminal=False)
-            told = asyncio.run(order.carry_out(lines))
+            outcome = asyncio.run(order.carry_out(lines))
         except (SwarmError, ValueError) as error:
-            told = error
-        pickle.dump(told, answer)
+            outcome = error
+        pickle.dump(outcome, answer)

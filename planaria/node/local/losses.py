@@ -98,10 +98,10 @@ class DrawnLosses:
         self._ends[place] = now + (drawn.expovariate(self._rate) if self._rate else math.inf)
 
     def due(self, now: float) -> list[Change]:
-        over = sorted((end, place) for place, end in self._ends.items() if end <= now)
-        for _, place in over:
+        ended = sorted((end, place) for place, end in self._ends.items() if end <= now)
+        for _, place in ended:
             del self._ends[place]
-        return [Change(place, taken) for taken in (False, True) for _, place in over]
+        return [Change(place, taken) for taken in (False, True) for _, place in ended]
 
     def more_to_come(self) -> bool:
         return False
@@ -117,10 +117,10 @@ class TracedLosses:
 
     def __init__(self, places: Sequence[str], rows: Sequence[TraceRow], speedup: float) -> None:
         self._places, self._rows, self._speedup = places, list(rows), speedup
-        self._there: dict[str, str] = {}  # node of the trace -> place
+        self._places_of: dict[str, str] = {}  # node of the trace -> place
         self._next, self._start, self._began = 0, 0.0, math.inf
         stages = {stage_of(place) for place in places}
-        while {stage_of(place) for place in self._there.values()} != stages:
+        while {stage_of(place) for place in self._places_of.values()} != stages:
             if self._next == len(rows):
                 raise TraceError(
                     f"the trace never has {len(stages)} nodes at a time, one for each stage: take "
@@ -130,7 +130,7 @@ class TracedLosses:
             self._play(self._start)
 
     def first(self) -> list[str]:
-        return sorted(self._there.values(), key=self._places.index)
+        return sorted(self._places_of.values(), key=self._places.index)
 
     def begin(self, now: float) -> None:
         self._began = now
@@ -151,15 +151,15 @@ class TracedLosses:
             row = self._rows[self._next]
             self._next += 1
             if not row.added:
-                if (place := self._there.pop(row.node, None)) is not None:
+                if (place := self._places_of.pop(row.node, None)) is not None:
                     changes.append(Change(place, False))
-            elif row.node not in self._there and (place := self._free()) is not None:
-                self._there[row.node] = place
+            elif row.node not in self._places_of and (place := self._free()) is not None:
+                self._places_of[row.node] = place
                 changes.append(Change(place, True))
         return changes
 
     def _free(self) -> str | None:
-        taken = set(self._there.values())
+        taken = set(self._places_of.values())
         counts = Counter(stage_of(place) for place in taken)
         free = [place for place in self._places if place not in taken]
         return min(free, key=lambda place: (counts[stage_of(place)], stage_of(place)), default=None)
@@ -167,12 +167,12 @@ class TracedLosses:
 
 def parse_rate(text: str) -> float:
     """Parse `10%/h`, the probability that a node is lost within an hour. Raises ValueError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)%/h", text)
-    hourly = float(found[1]) / 100 if found else math.nan
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)%/h", text)
+    hourly = float(match[1]) / 100 if match else math.nan
     if not 0 <= hourly < 1:
         raise ValueError(
-            f"{text!r} is no rate of losses: write how many of a hundred nodes are lost within an "
-            "hour, as in 10%/h; less than 100"
+            f"{text!r} is not a rate of losses: give the percentage of nodes lost per hour, as in "
+            "10%/h, below 100%"
         )
     return hourly
 
@@ -183,15 +183,15 @@ def read_trace(path: Path) -> tuple[TraceRow, ...]:
         rows = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"can't read the trace {path}: {error}") from error
-    found: list[TraceRow] = []
+    trace: list[TraceRow] = []
     for line, row in enumerate(rows, 1):
         if len(row) != 3 or row[1] not in ("add", "remove") or not row[0].isdecimal():
             raise TraceError(
                 f"{path}, line {line}: {','.join(row)!r} is not MILLISECONDS,add|remove,NODE"
             )
-        found.append(TraceRow(int(row[0]) / 1000, row[1] == "add", row[2]))
-        if len(found) > 1 and found[-1].time < found[-2].time:
-            raise TraceError(f"{path}, line {line}: its time is before that of the line before")
-    if not any(row.added for row in found):
-        raise TraceError(f"{path} adds no node, so there would be none")
-    return tuple(found)
+        trace.append(TraceRow(int(row[0]) / 1000, row[1] == "add", row[2]))
+        if len(trace) > 1 and trace[-1].time < trace[-2].time:
+            raise TraceError(f"{path}, line {line}: its time is before that of the previous line")
+    if not any(row.added for row in trace):
+        raise TraceError(f"{path} adds no node: choose another trace")
+    return tuple(trace)

@@ -75,21 +75,20 @@ class KeptRun(NamedTuple):
         from planaria.node.state.saves import find_saves
 
         folders = [folder for folder in (self.saves, self.checkpoints) if folder is not None]
-        there = any(any((*f.glob("stage-*"), *f.glob("*/stage-*"))) for f in folders)
-        if not there and self._has_trained():
+        any_stage = any(any((*f.glob("stage-*"), *f.glob("*/stage-*"))) for f in folders)
+        if not any_stage and self._has_trained():
             where = " and ".join(map(str, folders))
             raise ResumeError(
-                f"there is nothing under {where}, where nodes make folders for their saves as soon "
-                "as they start: mount the disk, or move back what was there. Without it the run "
-                "can only begin anew, in another folder"
+                f"there are no saves under {where}, but the run has trained: mount the disk, or "
+                "move the saves back. Without them, start a new run in another folder"
             )
-        found = find_saves(*folders)
-        own = [save for save in found if save.run == self.id]
-        if found and not own:
+        saves = find_saves(*folders)
+        own = [save for save in saves if save.run == self.id]
+        if saves and not own:
             raise ResumeError(
-                f"{found[0].path} is of the run {found[0].run}, and {self.out / RUN_FILE} is that "
-                f"of {self.id}: put back the run file that the saves' run had, and say by --stages "
-                "and --replicas what is to be another number"
+                f"{saves[0].path} belongs to the run {saves[0].run}, and {self.out / RUN_FILE} to "
+                f"{self.id}: restore the run file of the saves, and change numbers of stages and "
+                "replicas only by --stages and --replicas"
             )
         return own
 
@@ -111,24 +110,24 @@ def changed(run: RunFile, stages: int | None, replicas: int | None) -> RunFile:
     config = run.config
     stages = None if stages == config.stages else stages
     if stages is not None and (stages < 1 or config.layers % stages):
-        fit = map(str, divisors(config.layers))
+        choices = map(str, divisors(config.layers))
         raise ResumeError(
             f"--stages {stages}: the model has {config.layers} layers, and each stage has the same "
-            f"number of them: choose {', '.join(fit)}"
+            f"number of them: choose {', '.join(choices)}"
         )
-    new = override(
+    changed_run = override(
         run,
         model__stages=stages,
         model__layers=None if stages is None else config.layers,
         swarm__replicas=replicas,
     )
-    if new == run:
+    if changed_run == run:
         return run
     shared = run.recovery.checkpoint.dir
     if shared:  # nodes of another run ignore those files
-        numbers = f"-{new.config.stages}x{new.swarm.replicas}"
+        numbers = f"-{changed_run.config.stages}x{changed_run.swarm.replicas}"
         shared = re.sub(r"(-\d+x\d+)?$", numbers, shared, count=1)
-    return resolve(override(new, recovery__checkpoint__dir=shared))
+    return resolve(override(changed_run, recovery__checkpoint__dir=shared))
 
 
 def put_in_place(kept: KeptRun, slots: Sequence[str]) -> list[str]:
@@ -136,18 +135,18 @@ def put_in_place(kept: KeptRun, slots: Sequence[str]) -> list[str]:
     it. Returns the copies, in sentences. Raises ResumeError."""
     from planaria.node.state.regroup import choose
 
-    found = kept.find()
-    if not found:
-        return ["nothing was saved before the run ended: it begins anew"]
-    told = []
+    all_saves = kept.find()
+    if not all_saves:
+        return ["the run has no saves: it starts from the beginning"]
+    copies = []
     with _refusing(), kept.open_journal():  # exclusive use
-        _, chosen = choose(found, kept.run.config.stages)
+        _, chosen = choose(all_saves, kept.run.config.stages)
         for stage, saves in sorted(chosen.items()):
             homes = _homes(kept, kept.saves, stage, slots)
             if all(save.path.parent.parent not in homes for save in saves):
                 saves[0].copy(_open(kept, homes[0], stage))
-                told.append(f"{saves[0].path} is copied to {homes[0]}")
-    return told
+                copies.append(f"{saves[0].path} is copied to {homes[0]}")
+    return copies
 
 
 def take_over(before: KeptRun, kept: KeptRun, slots: Sequence[str]) -> Resume:
@@ -155,11 +154,11 @@ def take_over(before: KeptRun, kept: KeptRun, slots: Sequence[str]) -> Resume:
     ResumeError, the folder is still that of `before`."""
     from planaria.node.state.regroup import regroup
 
-    found = before.find()
-    if not found:
+    saves = before.find()
+    if not saves:
         raise ResumeError(
-            f"there is no save of the run under {before.checkpoints or before.saves}: it can't go "
-            "on in other numbers, only begin anew"
+            f"there is no save of the run under {before.checkpoints or before.saves}: without one, "
+            "continue with the same --stages and --replicas"
         )
     with _refusing(), before.open_journal() as journal:
         folder = None if kept.save_dir is None else kept.save_dir / kept.id
@@ -169,13 +168,13 @@ def take_over(before: KeptRun, kept: KeptRun, slots: Sequence[str]) -> Resume:
         def open_folder(stage: int) -> Saves:
             return _open(kept, _homes(kept, folder, stage, slots)[0], stage)
 
-        at = regroup(found, kept.run.config, open_folder, kept.run.training.betas)
+        state = regroup(saves, kept.run.config, open_folder, kept.run.training.betas)
         own = kept.out / "logs" / f"{kept.id}.journal"
         with Journal(own, kept.id, key_beside(own)) as views:
-            reason = f"the run {before.id} goes on in other numbers"
+            reason = f"the run {before.id} continues with other numbers of stages or replicas"
             views.go_on_from(journal.view or View(), journal.damage, reason)
         _replace(kept.out / RUN_FILE, dumps(kept.run))
-    return at
+    return state
 
 
 def _open(kept: KeptRun, folder: Path, stage: int) -> Saves:

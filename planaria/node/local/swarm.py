@@ -117,8 +117,8 @@ class Kill:
     step: int
 
     def slots(self, replicas: int) -> list[str]:
-        found = range(replicas) if self.replica is None else [self.replica]
-        return [f"{self.stage}.{replica}" for replica in found]
+        replica_numbers = range(replicas) if self.replica is None else [self.replica]
+        return [f"{self.stage}.{replica}" for replica in replica_numbers]
 
 
 def parse_kill(text: str, run: RunFile) -> Kill:
@@ -139,9 +139,9 @@ def parse_kill(text: str, run: RunFile) -> Kill:
     return kill
 
 
-def _within(kill: str, what: str, value: int, low: int, high: int) -> None:
+def _within(kill: str, noun: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
-        raise SwarmError(f"--kill {kill}: there is no {what} {value}, choose {low} to {high}")
+        raise SwarmError(f"--kill {kill}: there is no {noun} {value}, choose {low} to {high}")
 
 
 def choose_losses(
@@ -153,14 +153,14 @@ def choose_losses(
         raise SwarmError("--loss-rate and --trace are two sources of losses: choose one")
     if speedup is not None and ((rate is None and trace is None) or not 0 < speedup < math.inf):
         raise SwarmError(
-            f"--speedup {speedup:g}: say how many times as fast the losses of --loss-rate or "
-            "--trace are to come, as in --speedup 100"
+            f"--speedup {speedup:g}: give a positive factor, as in --speedup 100, together with "
+            "--loss-rate or --trace"
         )
-    where, fast = places(run.model.stages or 0, run.swarm.replicas), speedup or 1.0
+    all_places, factor = places(run.model.stages or 0, run.swarm.replicas), speedup or 1.0
     try:
         if trace is not None:
-            return TracedLosses(where, read_trace(trace), fast)
-        return DrawnLosses(where, parse_rate(rate) if rate else 0.0, fast, run.seed)
+            return TracedLosses(all_places, read_trace(trace), factor)
+        return DrawnLosses(all_places, parse_rate(rate) if rate else 0.0, factor, run.seed)
     except TraceError as error:
         raise SwarmError(f"--trace {trace}: {error}") from error
     except ValueError as error:
@@ -286,18 +286,18 @@ def check_processes(plan: SwarmPlan, machine: Machine) -> None:
     """Check that the machine has cores and memory for all nodes, with weights, gradients and
     moments where they compute on its processors. Raises SwarmError."""
     stages, replicas, load = plan.run.config.stages + 1, plan.run.swarm.replicas, Load.of(plan)
-    what = f"{stages} stages with swarm.replicas = {replicas} are {load.nodes} nodes"
-    remedy = "choose fewer --stages or --replicas, or try all the same with --oversubscribe"
+    size = f"{stages} stages with swarm.replicas = {replicas} are {load.nodes} nodes"
+    remedy = "choose fewer --stages or --replicas, or skip this check with --oversubscribe"
     if load.nodes > NODES_A_CORE * machine.cores:
         raise SwarmError(
-            f"{what}, and with {machine.cores} core{'s' * (machine.cores > 1)} this machine can "
-            f"keep some {NODES_A_CORE * machine.cores} in time, {NODES_A_CORE} a core: {remedy}"
+            f"{size}, but {machine.cores} core{'s' * (machine.cores > 1)} can run only "
+            f"{NODES_A_CORE * machine.cores} in time, {NODES_A_CORE} a core: {remedy}"
         )
     if load.least_memory > machine.memory:
         raise SwarmError(
-            f"{what}, which take {load.least_memory / 2**30:.1f} GiB, {load.states / 2**30:.1f} "
-            f"GiB of it for weights, gradients and moments alone, and this machine has "
-            f"{machine.memory / 2**30:.1f} GiB: choose a smaller model, or more machines; {remedy}"
+            f"{size}, which need {_gib(load.least_memory)}, {_gib(load.states)} of it for weights, "
+            f"gradients and moments, but this machine has {_gib(machine.memory)}: choose a smaller "
+            f"model, or more machines; {remedy}"
         )
 
 
@@ -319,17 +319,17 @@ def outlook(plan: SwarmPlan, machine: Machine, speed: Callable[[], float]) -> It
         seconds = load.operations / (machine.cores * speed())
         least = f"{seconds / 60:,.0f} min" if seconds >= 120 else f"{seconds:.2g} s"
         tokens = run.training.batch * config.context
-        yield f"a step of {tokens:,} tokens takes at least {least} here; there are {run.steps:,}"
+        yield f"a step of {tokens:,} tokens takes at least {least} here; the run has {run.steps:,}"
 
 
 def speed_of_a_core() -> float:
     """Floating-point operations per second of small matrix products in one thread. It is the
     maximum, since other processes may use the core meanwhile."""
-    matrix, took, end = np.ones((64, 64), np.float32), math.inf, time.perf_counter() + 0.05
+    matrix, shortest, end = np.ones((64, 64), np.float32), math.inf, time.perf_counter() + 0.05
     while (began := time.perf_counter()) < end:
         np.matmul(matrix, matrix)
-        took = min(took, time.perf_counter() - began)
-    return 2 * 64**3 / took
+        shortest = min(shortest, time.perf_counter() - began)
+    return 2 * 64**3 / shortest
 
 
 def _gib(size: float) -> str:
@@ -341,9 +341,9 @@ def check_gpu(device: str, count: Callable[[], int]) -> None:
     SwarmError."""
     if not device.startswith("cuda"):
         return
-    number, there = int(device.partition(":")[2] or 0), count()
-    if number >= there:
-        numbers = "none" if not there else "cuda:0" if there == 1 else f"cuda:0 to cuda:{there - 1}"
+    number, gpus = int(device.partition(":")[2] or 0), count()
+    if number >= gpus:
+        numbers = "none" if not gpus else "cuda:0" if gpus == 1 else f"cuda:0 to cuda:{gpus - 1}"
         raise SwarmError(
             f"--device {device}: this machine has {numbers}, as far as NVIDIA's driver says; "
             "check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu"
@@ -367,19 +367,19 @@ def claim(plan: SwarmPlan) -> None:
     depths = "*/stage-*/step-*", "*/*/stage-*/step-*"
     if save_dir is not None and any(any(save_dir.glob(depth)) for depth in depths):
         raise SwarmError(
-            f"{save_dir} holds saves of a run already: go on with that run by --resume {save_dir}, "
+            f"{save_dir} already holds saves of a run: continue it with --resume {save_dir}, "
             "or choose another --save-dir"
         )
     for name in ("summary.json", MERGED, "logs"):
         if (out / name).exists():
             raise SwarmError(
-                f"{out} holds a run already ({name}): go on with it by --resume {out}, choose "
+                f"{out} already holds a run ({name}): continue it with --resume {out}, choose "
                 "another folder with --out, or remove this one"
             )
     try:
         (out / "logs").mkdir(parents=True)
     except OSError as error:
-        raise SwarmError(f"can't make the folder {out}: {error.strerror}") from error
+        raise SwarmError(f"can't create the folder {out}: {error.strerror}") from error
 
 
 def write_plan(plan: SwarmPlan) -> None:
@@ -435,19 +435,19 @@ def read_plan(folder: Path) -> SwarmPlan:
         run = load(out / RUN_FILE)
     except RunFileError as error:
         raise SwarmError(
-            f"the run in {folder} can't be used: {error}\nA run goes on with the very run file "
+            f"the run in {folder} can't be used: {error}\nA run continues only with the run file "
             "that it began with"
         ) from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise SwarmError(
-            f"there is no run in {folder}: {PLAN} there, or the run file that it names, can't be "
+            f"there is no run in {folder}: {PLAN}, or the run file that it names, can't be "
             f"read ({error}). Name the folder that `planaria up` wrote (--out), or its --save-dir"
         ) from error
     plan = SwarmPlan(run, out, None if saves is None else Path(saves), device)
     if saves is None and not run.recovery.checkpoint.dir:
         raise SwarmError(
-            f"the run in {folder} has kept nothing: it was started without a folder for saves, and "
-            "its policy writes no checkpoints"
+            f"the run in {folder} has no saves: it was started without a folder for them, and its "
+            "policy writes no checkpoints; start a new run"
         )
     return plan
 
@@ -457,17 +457,17 @@ def go_on(plan: SwarmPlan, before: SwarmPlan, slots: Sequence[str]) -> list[str]
     that. Raises SwarmError."""
     try:
         if plan.run == before.run:
-            told = put_in_place(plan.kept, slots)
+            copies = put_in_place(plan.kept, slots)
             empty_registry(plan)
-            return told
-        at = take_over(before.kept, plan.kept, slots)
+            return copies
+        state = take_over(before.kept, plan.kept, slots)
         empty_registry(plan)
     except ResumeError as error:
         raise SwarmError(str(error)) from error
-    (had, nodes), (has, now) = ((p.run.model.stages, p.run.swarm.replicas) for p in (before, plan))
+    old, new = (f"{p.run.model.stages}x{p.run.swarm.replicas}" for p in (before, plan))
     return [
-        f"step {at.step} of {had} stages with {nodes} node{'s' * (nodes > 1)} each is written anew "
-        f"for {has} with {now}; what those have saved stays in {before.kept.saves or 'its folder'}"
+        f"step {state.step} is converted from {old} to {new} (stages x replicas); earlier saves "
+        f"stay in {before.kept.saves or 'their folder'}"
     ]
 
 
@@ -509,7 +509,7 @@ class _Swarm:
         if (track := plan.options.track) is not None:
             opening = Opening(track, run.name, plan.out.name, dumps(run), str(self.out))
             self.experiment = ExperimentPipe(opening)
-        self.untold = True  # the experiment's trouble isn't reported yet
+        self.experiment_works = True  # its trouble isn't reported yet
         self.story = Story(run.steps)
         self.tails: dict[Path, Tail] = {}
         for path in self.logs.glob("*.jsonl"):  # of the resumed run
@@ -537,7 +537,7 @@ class _Swarm:
         self.address = await self._registry_address(stop)
         if not stop.done():
             self._start_nodes()
-        progressed, committed, kept = time.monotonic(), 0, False
+        progressed, committed, announced = time.monotonic(), 0, False
         patience = PATIENCE * self.run.swarm.progress
         while not stop.done():
             self._read()
@@ -553,9 +553,9 @@ class _Swarm:
             if self.story.stopped is not None:
                 if not self.screen.interactive:
                     return Ending(1, self.story.stopped.reason)
-                if not kept:
+                if not announced:
                     self.screen.say("the nodes keep their weights; Ctrl-C ends them")
-                kept = True
+                announced = True
             elif time.monotonic() - progressed > patience:
                 raise SwarmError(
                     f"no step was committed for {patience:.0f} s (step {committed} was the last); "
@@ -566,7 +566,7 @@ class _Swarm:
             return Ending(1, f"the run was stopped: {self.story.stopped.reason}")
         name = signal.Signals(stop.result()).name
         saving = self.save_dir is not None or self.run.recovery.policy == "checkpoint"
-        saved = f"; planaria up --resume {self.out} goes on from there" if saving else ""
+        saved = f"; planaria up --resume {self.out} continues from there" if saving else ""
         reason = f"ended by {name} at step {self.story.committed}{saved}"
         return Ending(128 + stop.result(), reason)
 
@@ -596,7 +596,7 @@ class _Swarm:
             if time.monotonic() > deadline:
                 log = self.processes.log("registry")
                 raise SwarmError(
-                    f"the registry doesn't listen after {REGISTRY_START:.0f} s; its log {log} ends:"
+                    f"the registry isn't listening after {REGISTRY_START:g} s; its log {log} ends:"
                     f"\n{end_of(log)}"
                 )
             await _pause(stop, POLL)
@@ -622,9 +622,9 @@ class _Swarm:
             self.screen.say(f"watch it at {url}")
 
     def _awaited(self) -> str:
-        reports = [one.report for one in self.description.members] if self.description else []
+        reports = [entry.report for entry in self.description.members] if self.description else []
         messages = {seat.message for report in reports for seat in report.seats if seat.message}
-        return "; ".join(sorted(messages)) or "no node says what it waits for"
+        return "; ".join(sorted(messages)) or "no node reports what it waits for"
 
     async def _last_nodes(self, stop: asyncio.Future[int]) -> None:
         """Wait until every node has the state of the last step: so the swarm ends complete, and
@@ -635,40 +635,38 @@ class _Swarm:
             self.screen.show(self.story, self.description, self.stages)
             for ended in self.processes.ended():
                 self.screen.say(self._failure(ended))
-            behind = [
+            late = [
                 slot
                 for slot, pid in self.processes.running().items()
                 if slot != "registry" and self.story.held_by(pid) != {self.run.steps}
             ]
-            if not behind and not self._samples_due():
+            if not late and not self._samples_due():
                 return
             if time.monotonic() > deadline:
-                names = ", ".join(f"node-{slot}" for slot in behind) or "samples"
-                what = "to get the last state" if behind else "of the last step"
-                self.screen.say(f"not waiting any longer for {names} {what}")
+                names = ", ".join(f"node-{slot}" for slot in late) or "samples"
+                purpose = "to get the last state" if late else "of the last step"
+                self.screen.say(f"no longer waiting for {names} {purpose}")
                 return
             await _pause(stop, POLL)
 
     async def _until_saved(self, stop: asyncio.Future[int]) -> Ending:
         """Keep the nodes while the last step of any stage is in memory only."""
-        began, told = time.monotonic(), False
-        while missing := self._unsaved():
+        began, reported = time.monotonic(), False
+        while stages := self._unsaved():
             self._read()
             self.screen.show(self.story, self.description, self.stages)
-            what, waited = f"the last step of {named(missing)}", time.monotonic() - began
+            state, waited = f"the last step of {named(stages)}", time.monotonic() - began
             if stop.done():
                 name = signal.Signals(stop.result()).name
-                return Ending(
-                    128 + stop.result(), f"ended by {name}; {what} wasn't on disk by then"
-                )
+                return Ending(128 + stop.result(), f"ended by {name}; {state} was not saved")
             if waited > SLOW_SAVE + self.options.hold:
-                return Ending(1, f"{what} was neither saved nor exported")
-            if not told and waited > SLOW_SAVE:
-                told = True
+                return Ending(1, f"{state} was neither saved nor exported")
+            if not reported and waited > SLOW_SAVE:
+                reported = True
                 self.screen.say(
-                    f"{what} is in memory only. The nodes are kept for {self.options.hold:g} s, "
-                    f"and try again to save it: free space in {self.save_dir}, or take the model "
-                    f"away by planaria export --join {self.address} --out DIR. Ctrl-C gives it up",
+                    f"{state} is in memory only. The nodes run for {self.options.hold:g} s more, "
+                    f"and retry to save it: free space in {self.save_dir}, or export the model by "
+                    f"planaria export --join {self.address} --out DIR. Ctrl-C discards it",
                     Severity.ERROR,
                 )
             self._replace_ended()
@@ -707,8 +705,8 @@ class _Swarm:
         """Pass a line on to the experiment."""
         if self.experiment is not None:
             self.experiment.tell(line)
-            if self.untold and self.experiment.trouble:
-                self.untold = False
+            if self.experiment_works and self.experiment.trouble:
+                self.experiment_works = False
                 self.screen.say(self.experiment.report(), Severity.ERROR)
 
     # --- processes
@@ -776,7 +774,7 @@ class _Swarm:
         slots = kill.slots(self.replicas)
         for slot in slots:
             if not self._kill(slot, kill.step):
-                self.screen.say(f"nobody is left to kill in node-{slot} at step {kill.step}")
+                self.screen.say(f"node-{slot} has no process to kill at step {kill.step}")
         for slot in slots if self.replacing else ():
             self._start(slot)
         self._check_somebody_is_left()
@@ -798,11 +796,11 @@ class _Swarm:
             self.training = True
             self.losses.begin(time.monotonic())
         changes = self.losses.due(time.monotonic())
-        for place, taken in changes:
-            if taken and self.replacing:
+        for place, starts in changes:
+            if starts and self.replacing:
                 self.at_large |= {place} if self.losses.at_large else set()
                 self._start(place)
-            elif not taken:
+            elif not starts:
                 self._kill(place, self.story.committed + 1)
         if changes:
             self._check_somebody_is_left()
@@ -811,7 +809,7 @@ class _Swarm:
         """Raises SwarmError when no node is left."""
         more = self.replacing and self.losses.more_to_come()
         if not more and not any(slot != "registry" for slot in self.processes.running()):
-            raise SwarmError("no node is left, and no other one comes")
+            raise SwarmError("no node is left, and none will be started")
 
     def _victim(self, slot: str, pid: int) -> dict[str, Any]:
         node, stage = self.story.node_of(pid), stage_of(slot)
@@ -852,10 +850,11 @@ class _Swarm:
             self._start(slot)
 
     def _failure(self, ended: EndedProcess) -> str:
-        who = "the registry" if ended.slot == "registry" else f"node-{ended.slot}"
+        process = "the registry" if ended.slot == "registry" else f"node-{ended.slot}"
         log = self.processes.log(ended.slot)
-        often = f", {self.restarts[ended.slot]} times by now" if self.restarts[ended.slot] else ""
-        return f"{who} {describe_status(ended.status)}{often}; its log {log} ends:\n{end_of(log)}"
+        repeated = f", {self.restarts[ended.slot]} times" if self.restarts[ended.slot] else ""
+        status = describe_status(ended.status) + repeated
+        return f"{process} {status}; its log {log} ends:\n{end_of(log)}"
 
 
 async def _pause(stop: asyncio.Future[int], seconds: float) -> None:
@@ -869,9 +868,9 @@ def wrap_up(run: RunFile, out: Path, console: Console, ending: Ending) -> Ending
     """Write the merged files, the summary and the plot; print the essence. Returns the ending, with
     all problems, a line each."""
     problems = [ending.reason] if ending.reason else []
-    told = list(read_events(out / "logs"))
-    _write(out / "events.jsonl", "".join(json.dumps(event) + "\n" for event in told), problems)
-    events = entries(told)
+    records = list(read_events(out / "logs"))
+    _write(out / "events.jsonl", "".join(json.dumps(event) + "\n" for event in records), problems)
+    events = entries(records)
     lines, audit = _merge_ledgers(out, problems)
     summary = summarize(run, lines, audit, events, ending.reason)
     _write(out / "summary.json", json.dumps(summary, indent=1) + "\n", problems)
@@ -935,12 +934,12 @@ def _merge_ledgers(out: Path, problems: list[str]) -> tuple[list[Line], Audit]:
 
 def shortcomings(run: RunFile, summary: dict[str, Any]) -> list[str]:
     """Failures of a finished run, in sentences."""
-    found = []
+    problems = []
     if summary["steps"] != run.steps:
-        found.append(f"{summary['steps']} of {run.steps} steps are in the ledger")
+        problems.append(f"only {summary['steps']} of {run.steps} steps are in the ledger")
     audit = {k: v for k, v in summary["audit"].items() if k != "expected" and v}
     if audit:
-        found.append(f"the audit found samples that should not be so: {audit}")
+        problems.append(f"the audit found wrong samples: {audit}")
     if not summary["replicas_identical"]:
-        found.append("the replicas of a stage are not identical; don't trust these weights")
-    return found
+        problems.append("the replicas of a stage are not identical; don't trust these weights")
+    return problems

@@ -153,7 +153,7 @@ def test_a_rate_in_words(text: str, hourly: float) -> None:
 
 @pytest.mark.parametrize("text", ["10", "10%", "10/h", "-1%/h", "100%/h", "10%/d", "ten%/h", ""])
 def test_what_is_no_rate_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"write how many of a hundred.*as in 10%/h"):
+    with pytest.raises(ValueError, match=r"give the percentage.*as in 10%/h"):
         parse_rate(text)
 
 
@@ -162,11 +162,11 @@ def test_what_can_not_be_asked_of_up_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SwarmError, match="two sources of losses"):
         choose_losses(run, "10%/h", tmp_path)
     for how in ({}, {"rate": "1%/h"}):
-        with pytest.raises(SwarmError, match="--speedup 0: say how many times"):
+        with pytest.raises(SwarmError, match="--speedup 0: give a positive factor"):
             choose_losses(run, **how, speedup=0.0)
-    with pytest.raises(SwarmError, match="--speedup 100: say"):
+    with pytest.raises(SwarmError, match="--speedup 100: give"):
         choose_losses(run, speedup=100.0)
-    with pytest.raises(SwarmError, match="--loss-rate '10' is no rate"):
+    with pytest.raises(SwarmError, match="--loss-rate '10' is not a rate"):
         choose_losses(run, "10")
     with pytest.raises(SwarmError, match="can't read the trace"):
         choose_losses(run, trace=tmp_path / "none.csv")

@@ -128,7 +128,7 @@ def test_before_anything_was_saved_it_begins_anew_and_says_so(tmp_path: Path) ->
     kept = begun(tmp_path)
     save(kept, "0.0", 0)
     (told,) = put_in_place(kept, slots_of(kept))
-    assert "begins anew" in told
+    assert "starts from the beginning" in told
 
 
 def test_a_folder_for_saves_that_has_gone_is_missed(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_folder_for_saves_that_has_gone_is_missed(tmp_path: Path) -> None:
     ledger.write_text('{"ledger": 1}\n')
     assert kept.find() == []
     ledger.write_text('{"ledger": 1}\n{"step": 1}\n')
-    with pytest.raises(ResumeError, match=r"nothing under .*/saves, .* mount the disk"):
+    with pytest.raises(ResumeError, match=r"no saves under .*/saves, .* mount the disk"):
         put_in_place(kept, slots_of(kept))
 
 
@@ -147,7 +147,7 @@ def test_a_run_file_that_was_changed_by_hand_is_told(tmp_path: Path) -> None:
     kept = begun(tmp_path)
     save(kept, "0.0", 0, 4)
     other = kept._replace(run=override(RUN, model__stages=4))
-    with pytest.raises(ResumeError, match=f"of the run {kept.id}, .* put back .* --stages"):
+    with pytest.raises(ResumeError, match=f"to the run {kept.id}, .* restore .* --stages"):
         put_in_place(other, slots_of(other))
 
 

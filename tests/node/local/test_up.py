@@ -78,13 +78,13 @@ def test_a_bad_kill_is_refused_with_what_is_valid(text, says):
 @pytest.mark.parametrize("name", ["summary.json", "ledger.jsonl", "logs"])
 def test_a_folder_with_a_run_in_it_is_refused(tmp_path, name):
     (tmp_path / name).touch()
-    with pytest.raises(SwarmError, match=f"holds a run already.*{name}.*--out"):
+    with pytest.raises(SwarmError, match=f"already holds a run.*{name}.*--out"):
         claim(SwarmPlan(RUN, tmp_path, None, "cpu"))
 
 
 def test_a_model_larger_than_this_machine_is_refused(tmp_path):
     run = loads("[model]\npreset = 'large'\nvocabulary = 65000")
-    says = r"7 stages with .* take 23.\d GiB, 22.\d GiB .* this machine has 16.0 GiB: .*--oversub"
+    says = r"7 stages with .* need 23.\d GiB, 22.\d GiB .* this machine has 16.0 GiB: .*--oversub"
     with pytest.raises(SwarmError, match=says):
         check_processes(SwarmPlan(run, tmp_path, None, "cpu"), Machine(16 * 2**30, 2))
     check_processes(SwarmPlan(run, tmp_path, None, "cpu"), Machine(24 * 2**30, 2))
@@ -99,7 +99,7 @@ def test_size_memory_and_time_are_said_before_a_swarm_starts(tmp_path):
     assert size.startswith(f"{parameters:,} parameters at 7 nodes, which take about 28.6 GiB of")
     assert warning.startswith("WARNING: that is more than this machine has")
     minutes = 6 * parameters * 65536 / 2e11 / 60
-    assert time == f"a step of 65,536 tokens takes at least {minutes:.0f} min here; there are 9"
+    assert time == f"a step of 65,536 tokens takes at least {minutes:.0f} min here; the run has 9"
     assert len(list(outlook(plan, Machine(32 * 2**30, 2), lambda: 1e11))) == 2
     on_gpu = list(outlook(plan._replace(device="cuda:0"), Machine(2**33, 2), lambda: 1 / 0))
     assert on_gpu == [
@@ -112,9 +112,9 @@ def test_size_memory_and_time_are_said_before_a_swarm_starts(tmp_path):
 def test_more_nodes_than_a_machine_can_have_are_refused(tmp_path):
     run = loads("[model]\nstages = 100\nlayers = 100\nvocabulary = 512")
     plan = SwarmPlan(run, tmp_path, None, "cpu")
-    with pytest.raises(SwarmError, match=r"are 101 nodes, .* 2 cores .* some 32 .*--oversubscribe"):
+    with pytest.raises(SwarmError, match=r"are 101 nodes, .* 2 cores .* only 32 .*--oversubscribe"):
         check_processes(plan, Machine(2**40, 2))
-    with pytest.raises(SwarmError, match=r"101 nodes, which take 1\d.\d GiB, .* has 8.0 GiB"):
+    with pytest.raises(SwarmError, match=r"101 nodes, which need 1\d.\d GiB, .* has 8.0 GiB"):
         check_processes(plan, Machine(2**33, 8))
     check_processes(plan, Machine(2**34, 8))
 
@@ -150,7 +150,7 @@ def test_what_cannot_be_resumed_says_why(tmp_path):
     plan = SwarmPlan(RUN, tmp_path / "out", None, "cpu")
     claim(plan)
     write_plan(plan)
-    with pytest.raises(SwarmError, match="has kept nothing: it was started without"):
+    with pytest.raises(SwarmError, match="has no saves: it was started without"):
         read_plan(tmp_path / "out")
 
 
