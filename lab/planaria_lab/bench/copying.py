@@ -110,10 +110,10 @@ class _Node:
 
 def _receive(namespace: Path, host: str, pipe: Connection) -> None:
     enter_network(namespace)
-    uvloop.run(_receive_until_told(host, pipe))
+    uvloop.run(_receive_until_stopped(host, pipe))
 
 
-async def _receive_until_told(host: str, pipe: Connection) -> None:
+async def _receive_until_stopped(host: str, pipe: Connection) -> None:
     node = _Node("z")
     port = await node.links.start(f"{host}:0")
     node.links.set_peers(1, [Peer(name, "", KEY.public) for name in RULES], list(RULES))

@@ -108,7 +108,7 @@ def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _told(event: dict[str, Any]) -> str:
+def _summary(event: dict[str, Any]) -> str:
     sources = ", ".join(f"stage {source['stage']}" for source in event["sources"])
     return (
         f"stage {event['stage']} by {event['method']} from {sources}: {event['bytes'] / MB:.0f} MB "
@@ -164,7 +164,7 @@ def whole_model(run: RunFile, out: Path, base: int) -> None:
         trained.until(look, steps)
         lines = look()
         for event in watched.events("rebuilt"):
-            print(f"{name}, {_told(event)}", flush=True)
+            print(f"{name}, {_summary(event)}", flush=True)
             keep("large", model=name, rebuilt=event)
     seconds = statistics.median(line["seconds"] for line in lines)
     print(
@@ -204,7 +204,7 @@ def large_stage(run: RunFile, out: Path, base: int) -> None:
             trained.until(look, look()[-1]["step"] + 1)
         trained.until(look, look()[-1]["step"] + 1)
     for event in joined:
-        print(f"{name}, {_told(event)}", flush=True)
+        print(f"{name}, {_summary(event)}", flush=True)
         keep("large", model=name, rebuilt=event)
     print(f"{name}: {_size(trained.saves) / MB:.0f} MB of saves", flush=True)
     compare(name, trained, {0: 1, 1: 3}, base, dict.fromkeys(("1.0", "1.1"), "a newcomer"))

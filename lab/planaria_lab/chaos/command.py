@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from planaria.node.run_file import RunFile
     from planaria_lab.chaos.schedule import Shape
 
-app = typer.Typer(help="Make a live swarm sick, and see what it costs.")
+app = typer.Typer(help="Inject faults into a live swarm, and measure what they cost.")
 PLACE = Path("out/chaos")
 
 
@@ -23,30 +23,34 @@ PLACE = Path("out/chaos")
 class ChaosOptions:
     """The options of `planaria lab chaos`."""
 
-    minutes: Annotated[float, typer.Option(min=0.1, help="Of training under faults.")] = 2.0
-    seed: Annotated[int, typer.Option(help="Of the schedule and of the run.")] = 0
+    minutes: Annotated[float, typer.Option(min=0.1, help="Minutes of training under faults.")] = 2.0
+    seed: Annotated[int, typer.Option(help="Seed of the schedule and of the run.")] = 0
     pieces: Annotated[
-        int, typer.Option(min=1, help="Runs, one after the other, with seeds from --seed on.")
+        int,
+        typer.Option(min=1, help="Number of runs, one after the other, with seeds from --seed on."),
     ] = 1
-    out: Annotated[Path, typer.Option(help="Gets a JSON file for each run.")] = PLACE
-    logs: Annotated[Path, typer.Option(help="Gets a folder of logs for each run.")] = PLACE
-    stages: Annotated[int, typer.Option(min=1, help="Of the body; a layer each.")] = 2
+    out: Annotated[Path, typer.Option(help="Folder to write a JSON file to for each run.")] = PLACE
+    logs: Annotated[
+        Path, typer.Option(help="Folder to write a folder of logs to for each run.")
+    ] = PLACE
+    stages: Annotated[int, typer.Option(min=1, help="Body stages; of one layer each.")] = 2
     replicas: Annotated[int, typer.Option(min=1, help="Nodes a stage.")] = 2
-    kind: Annotated[list[str] | None, typer.Option(help="Of fault; repeatable. Default: all.")] = (
-        None
-    )
+    kind: Annotated[
+        list[str] | None, typer.Option(help="Kind of fault to inject; repeatable. Default: all.")
+    ] = None
     rate: Annotated[float, typer.Option(min=0, help="Faults a minute; 0: none.")] = 6.0
     run_file: Annotated[
-        Path | None, typer.Option("--run", metavar="RUN.toml", help="Default: a small model.")
+        Path | None,
+        typer.Option("--run", metavar="RUN.toml", help="Run file. Default: a small model."),
     ] = None
 
 
 @app.callback(invoke_without_command=True)
 @flattened
 def chaos(context: typer.Context, options: ChaosOptions) -> None:
-    """Train with a swarm on this machine under a drawn schedule of faults: what is killed, stopped,
-    cut off, hung, slowed, filled or wrong is healed after a while. Ends with a table; exit status 1
-    says that a promise was broken. Runs whose result is in --out already are not run again."""
+    """Train with a swarm on this machine under a random schedule of faults, each of which ends
+    after a while: nodes are killed, stopped, cut off, hung, slowed, or compute wrong results.
+    Prints a table; exit status 1: a promise was broken. Runs with a result in --out are skipped."""
     from planaria.node.data.corpus import CorpusError
     from planaria.node.run_file import RunFileError
     from planaria_lab.chaos.schedule import Shape, schedule
@@ -60,14 +64,14 @@ def chaos(context: typer.Context, options: ChaosOptions) -> None:
         run, minutes = _small_run(options.run_file, shape, options.out), options.minutes
         failed = False
         for piece in range(options.seed, options.seed + options.pieces):
-            schedule(piece, minutes, shape)  # what is wrong with it is said before anything else
-            failed |= not _one(run, shape, minutes, piece, options.out, options.logs)
+            schedule(piece, minutes, shape)  # raises before the first run begins
+            failed |= not _run_one(run, shape, minutes, piece, options.out, options.logs)
     raise typer.Exit(1 if failed else 0)
 
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The --out of runs.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The --out of the runs.")],
 ) -> None:
     """Write table.md of all the runs in a folder."""
     from planaria_lab.chaos.report import TABLE, read_outcomes, table
@@ -118,7 +122,7 @@ def _small_run(run_file: Path | None, shape: Shape, out: Path) -> RunFile:
     return resolve(run)
 
 
-def _one(run: RunFile, shape: Shape, minutes: float, seed: int, out: Path, logs: Path) -> bool:
+def _run_one(run: RunFile, shape: Shape, minutes: float, seed: int, out: Path, logs: Path) -> bool:
     """Whether all promises were kept."""
     import asyncio
     import json
@@ -134,7 +138,7 @@ def _one(run: RunFile, shape: Shape, minutes: float, seed: int, out: Path, logs:
     name = f"{shape.stages}x{shape.replicas}-seed-{seed}"
     result = out / f"{name}.json"
     if result.exists():
-        console.print(f"{result} is there already", soft_wrap=True)
+        console.print(f"{result} exists already: this run is skipped", soft_wrap=True)
         return not json.loads(result.read_text(encoding="utf-8"))["broken"]
     faults = schedule(seed, minutes, shape)
     folder = logs / name
@@ -158,5 +162,5 @@ def _one(run: RunFile, shape: Shape, minutes: float, seed: int, out: Path, logs:
         again = f"planaria lab chaos --minutes {minutes:g} --seed {seed} --stages {shape.stages} "
         again += f"--replicas {shape.replicas} --rate {shape.rate:g}"
         again += "".join(f" --kind {kind!r}" for kind in shape.kinds)
-        errors.print(f"again: {again}", markup=False, highlight=False, soft_wrap=True)
+        errors.print(f"to repeat this run: {again}", markup=False, highlight=False, soft_wrap=True)
     return not outcome["broken"]

@@ -93,20 +93,28 @@ class RunRecord:
     @staticmethod
     def read(out: Path) -> RunRecord:
         faults = [
-            Began(one["kind"], one["slot"], one["time"], one["time"] + one["seconds"], one["pid"])
-            for one in _lines(out / FAULTS)
+            Began(
+                line["kind"],
+                line["slot"],
+                line["time"],
+                line["time"] + line["seconds"],
+                line["pid"],
+            )
+            for line in _lines(out / FAULTS)
         ]
         views = [
-            Change(one["time"], one["number"], one["reason"], dict(one["members"]))
-            for one in _lines(out / VIEWS)
+            Change(line["time"], line["number"], line["reason"], dict(line["members"]))
+            for line in _lines(out / VIEWS)
         ]
         logs = sorted((out / "logs").glob("registry*.log"))
         text = "\n".join(log.read_text(errors="replace") for log in logs)
         gone = {node: why for line in text.splitlines() for node, why in GONE.findall(line)}
         events = entries(read_events(out / "logs"))
-        ending = [n for n, one in enumerate(events) if isinstance(one.event, SwarmEnding)]
+        ending = [n for n, entry in enumerate(events) if isinstance(entry.event, SwarmEnding)]
         events = events[: ending[-1] if ending else None]
-        return RunRecord(faults, views, events, [Taken(**one) for one in _lines(out / TAKEN)], gone)
+        return RunRecord(
+            faults, views, events, [Taken(**line) for line in _lines(out / TAKEN)], gone
+        )
 
     def slots(self) -> dict[str | None, str]:
         """Node -> slot."""
@@ -155,9 +163,9 @@ def steps_lost(commits: Sequence[float], faults: Sequence[Began]) -> dict[str, f
     for earlier, later in pairwise(commits):
         if later - earlier <= LATE * usual:
             continue
-        there = [f.kind for f in faults if f.time <= later and f.end + AFTERMATH >= earlier]
-        for kind in there or [NOBODYS]:
-            lost[kind] += ((later - earlier) / usual - 1) / len(there or [NOBODYS])
+        kinds = [f.kind for f in faults if f.time <= later and f.end + AFTERMATH >= earlier]
+        for kind in kinds or [NOBODYS]:
+            lost[kind] += ((later - earlier) / usual - 1) / len(kinds or [NOBODYS])
     return dict(lost)
 
 
@@ -172,14 +180,14 @@ class Toll(NamedTuple):
 
 def tolls(record: RunRecord, commits: Sequence[float]) -> list[Toll]:
     """Of every fault, in the order in which they began. `commits`: as in `steps_lost`."""
-    found = []
+    measured = []
     for fault in record.faults:
         until = fault.end + AFTERMATH
         near = [(a, b) for a, b in pairwise(commits) if b >= fault.time and a <= until]
         stop = max((b - a for a, b in near), default=0.0)
         noticed = _noticed(record, fault)
-        found.append(Toll(fault.kind, noticed and round(noticed, 3), round(stop, 3)))
-    return found
+        measured.append(Toll(fault.kind, noticed and round(noticed, 3), round(stop, 3)))
+    return measured
 
 
 def _noticed(record: RunRecord, fault: Began) -> float | None:
@@ -237,7 +245,7 @@ def evictions(record: RunRecord) -> list[Eviction]:
     for entry in record.events:
         if isinstance(entry.event, Applied):
             first_had.setdefault(entry.node, entry.time)
-    found = []
+    evicted = []
     for before, after in pairwise(record.views):
         if after.time >= record.events[-1].time:  # the swarm is being ended
             break
@@ -259,8 +267,8 @@ def evictions(record: RunRecord) -> list[Eviction]:
             )
             since = after.time - record.views[0].time
             fault = blame or record.wrong_at(slot, after.time)
-            found.append(Eviction(node, slot, stage, reason, blame, fault, last, round(since, 1)))
-    return found
+            evicted.append(Eviction(node, slot, stage, reason, blame, fault, last, round(since, 1)))
+    return evicted
 
 
 class Exit(NamedTuple):
@@ -273,10 +281,10 @@ class Exit(NamedTuple):
 
 
 def exits(record: RunRecord) -> list[Exit]:
-    told = [entry for entry in record.events if isinstance(entry.event, Exited)]
+    exited = [entry for entry in record.events if isinstance(entry.event, Exited)]
     return [
         Exit(e.event.slot, e.event.how, record.guilty_of(e.event.slot, e.time), e.event.log)
-        for e in told
+        for e in exited
         if isinstance(e.event, Exited)
     ]
 
@@ -310,7 +318,7 @@ def differing(events: Iterable[Entry]) -> Differing:
         common = [age for age in by_age if len(nodes[stage, *age]) > 1]
         if common and len(by_age[max(common)]) > 1:
             at_last.append(stage)
-    steps = sum(len(found) > 1 for by_age in digests.values() for found in by_age.values())
+    steps = sum(len(different) > 1 for by_age in digests.values() for different in by_age.values())
     return Differing(sorted(at_last), steps)
 
 
@@ -322,7 +330,7 @@ def guesses(record: RunRecord) -> list[tuple[int, str, str]]:
         for entry in record.events
         if isinstance(entry.event, RebuildOrdered) and not entry.event.exact
     }
-    found = []
+    guessed = []
     for entry in record.events:
         match entry.event:
             case StageRebuilt(node=node, stage=stage, method=method) if node in inexact:
@@ -334,8 +342,8 @@ def guesses(record: RunRecord) -> list[tuple[int, str, str]]:
                     and fault.time <= entry.time <= fault.end + 2 * REMEMBERED
                 }
                 del inexact[node]
-                found.append((stage, method, ", ".join(sorted(blame))))
-    return found
+                guessed.append((stage, method, ", ".join(sorted(blame))))
+    return guessed
 
 
 # --- what processes take
@@ -355,26 +363,26 @@ class Appetite(NamedTuple):
 
 
 SETTLED: Final = 20.0
-"""Seconds after which a process has what it starts with."""
+"""Seconds after which a process has started up."""
 
 
 def appetites(taken: Sequence[Taken]) -> list[Appetite]:
     """Of every process that lived long enough to settle."""
     by_pid: defaultdict[int, list[Taken]] = defaultdict(list)
-    for one in taken:
-        by_pid[one.pid].append(one)
-    found = []
+    for sample in taken:
+        by_pid[sample.pid].append(sample)
+    results = []
     for samples in by_pid.values():
         begun, last = samples[0].time, samples[-1]
-        settled = [one for one in samples if one.time >= begun + SETTLED]
+        settled = [sample for sample in samples if sample.time >= begun + SETTLED]
         if not settled:
             continue
-        first, warm = settled[0], [one for one in samples if one.time >= begun + WARM]
+        first, warm = settled[0], [sample for sample in samples if sample.time >= begun + WARM]
         slope = None
         if last.time - begun >= 2 * WARM:
             fit = statistics.linear_regression([w.time for w in warm], [w.rss for w in warm])
             slope = fit.slope * 60 / 2**20
-        found.append(
+        results.append(
             Appetite(
                 last.slot,
                 last.time - begun,
@@ -384,7 +392,7 @@ def appetites(taken: Sequence[Taken]) -> list[Appetite]:
                 slope,
             )
         )
-    return sorted(found)
+    return sorted(results)
 
 
 # --- all of it
@@ -401,9 +409,9 @@ def judge(out: Path, setting: Mapping[str, Any], stuck: str) -> dict[str, Any]:
     gaps = [later - earlier for earlier, later in pairwise(times)]
     counts = Counter(entry.event.kind for entry in record.events)
     try:
-        found = audit(out / "logs")
+        samples = audit(out / "logs")
         audited: dict[str, Any] = {
-            key: getattr(found, key)
+            key: getattr(samples, key)
             for key in ("expected", "duplicates", "missing", "extra", "steps")
         }
     except LedgerError as error:
@@ -420,8 +428,8 @@ def judge(out: Path, setting: Mapping[str, Any], stuck: str) -> dict[str, Any]:
         "skipped": len(skipped(out / "logs")),
         "aborted": counts[Aborted.kind],
         "masked": counts[AttemptMasked.kind],
-        "evictions": [one._asdict() for one in evictions(record)],
-        "exits": [one._asdict() for one in exits(record)],
+        "evictions": [eviction._asdict() for eviction in evictions(record)],
+        "exits": [process._asdict() for process in exits(record)],
         "guesses": [
             dict(zip(("stage", "method", "blame"), g, strict=True)) for g in guesses(record)
         ],
@@ -430,7 +438,7 @@ def judge(out: Path, setting: Mapping[str, Any], stuck: str) -> dict[str, Any]:
         ),
         "audit": audited,
         "differing": differing(record.events)._asdict(),
-        "appetites": [one._asdict() for one in appetites(record.taken)],
+        "appetites": [appetite._asdict() for appetite in appetites(record.taken)],
     }
     return {**outcome, "broken": broken(outcome)}
 
@@ -443,30 +451,30 @@ def skipped(logs: Path) -> set[int]:
 
 def broken(outcome: Mapping[str, Any]) -> list[str]:
     """Promises that were not kept, in sentences."""
-    found = []
+    sentences = []
     if outcome["stuck"]:
-        found.append(f"the swarm does not go on: {outcome['stuck']}")
+        sentences.append(f"the swarm stopped training: {outcome['stuck']}")
     audited = outcome["audit"]
     if "error" in audited:
-        found.append(f"there is no audit: {audited['error']}")
+        sentences.append(f"the ledger can't be audited: {audited['error']}")
     elif any(audited[key] for key in ("duplicates", "missing", "extra")):
-        found.append(f"the audit is not zero: {audited}")
+        sentences.append(f"samples were lost or trained twice: {audited}")
     if stages := outcome["differing"]["at_last"]:
-        found.append(f"replicas differ at the end in stages {stages}")
-    for one in outcome["evictions"]:
-        if one["last"] and not one["blame"]:
-            found.append(
-                f"{one['node']}, the last holder of stage {one['stage']}, was evicted though it "
-                f"had done nothing wrong: {one['reason']}"
+        sentences.append(f"replicas differ at the end in stages {stages}")
+    for eviction in outcome["evictions"]:
+        if eviction["last"] and not eviction["blame"]:
+            sentences.append(
+                f"{eviction['node']}, the last holder of stage {eviction['stage']}, was evicted "
+                f"though it had done nothing wrong: {eviction['reason']}"
             )
-    for one in outcome["guesses"]:
-        if not one["blame"]:
-            found.append(
-                f"stage {one['stage']} was guessed by {one['method']} though none of its nodes had "
-                "died"
+    for guess in outcome["guesses"]:
+        if not guess["blame"]:
+            sentences.append(
+                f"stage {guess['stage']} was guessed by {guess['method']} though none of "
+                "its nodes had died"
             )
-    for one in outcome["exits"]:
-        if not one["blame"] and one["slot"] != REGISTRY:
-            innocent = f"{one['slot']} {one['how']} though it had done nothing wrong"
-            found.append(f"{innocent}; its log is {one['log']}")
-    return found
+    for ended in outcome["exits"]:
+        if not ended["blame"] and ended["slot"] != REGISTRY:
+            innocent = f"{ended['slot']} {ended['how']} though it had done nothing wrong"
+            sentences.append(f"{innocent}; its log is {ended['log']}")
+    return sentences

@@ -45,14 +45,14 @@ def diallers(processes: Mapping[str, int]) -> dict[int, str]:
         for line in table.read_text().splitlines()[1:]:
             fields = line.split()
             ports[f"socket:[{fields[9]}]"] = int(fields[1].rpartition(":")[2], 16)
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for name, pid in processes.items():
         with suppress(OSError):  # it has ended
             for descriptor in Path(f"/proc/{pid}/fd").iterdir():
                 with suppress(FileNotFoundError):  # it was closed meanwhile
                     if port := ports.get(str(descriptor.readlink())):
-                        found[port] = name
-    return found
+                        names[port] = name
+    return names
 
 
 class Proxy:

@@ -19,14 +19,14 @@ Outcome = Mapping[str, Any]
 
 def read_outcomes(folder: Path) -> list[Outcome]:
     """All that are in a folder, by name. Raises ValueError for a file that is none."""
-    found = []
+    outcomes = []
     for path in sorted(folder.glob("*.json")):
         try:
-            found.append(json.loads(path.read_text(encoding="utf-8")))
-            found[-1]["setting"]["seed"]
+            outcomes.append(json.loads(path.read_text(encoding="utf-8")))
+            outcomes[-1]["setting"]["seed"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is no outcome of `planaria lab chaos`: {error}") from error
-    return found
+    return outcomes
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -36,38 +36,38 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def _runs(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    steps = sum(one["steps"] for one in outcomes)
-    minutes = sum(one["seconds"] for one in outcomes) / 60
+    steps = sum(run["steps"] for run in outcomes)
+    minutes = sum(run["seconds"] for run in outcomes) / 60
     yield f"{len(outcomes)} runs, {minutes:.0f} minutes, {steps:,} steps committed."
-    audits = [one["audit"] for one in outcomes]
+    audits = [run["audit"] for run in outcomes]
     yield ""
     yield "| | |"
     yield "| --- | ---: |"
     for key in ("expected", "duplicates", "missing", "extra"):
         yield f"| audit: {key} | {sum(audit.get(key, 0) for audit in audits):,} |"
     yield f"| runs that can't be audited | {sum('error' in audit for audit in audits)} |"
-    at_last = sum(bool(one["differing"]["at_last"]) for one in outcomes)
-    differed = sum(one["differing"]["steps"] for one in outcomes)
+    at_last = sum(bool(run["differing"]["at_last"]) for run in outcomes)
+    differed = sum(run["differing"]["steps"] for run in outcomes)
     yield f"| runs whose replicas differ at the end | {at_last} |"
     yield f"| steps after which replicas of a stage differed | {differed} |"
-    yield f"| runs that did not go on | {sum(bool(one['stuck']) for one in outcomes)} |"
-    yield f"| steps committed as skipped | {sum(one['skipped'] for one in outcomes)} |"
-    yield f"| attempts aborted | {sum(one['aborted'] for one in outcomes)} |"
-    yield f"| attempts that went on without a node | {sum(one['masked'] for one in outcomes)} |"
-    ended = Counter(e["blame"] or "none: it was well" for one in outcomes for e in one["exits"])
+    yield f"| runs that did not go on | {sum(bool(run['stuck']) for run in outcomes)} |"
+    yield f"| steps committed as skipped | {sum(run['skipped'] for run in outcomes)} |"
+    yield f"| attempts aborted | {sum(run['aborted'] for run in outcomes)} |"
+    yield f"| attempts that went on without a node | {sum(run['masked'] for run in outcomes)} |"
+    ended = Counter(e["blame"] or "none" for run in outcomes for e in run["exits"])
     for blame, count in sorted(ended.items()):
         yield f"| processes that ended by themselves, fault: {blame} | {count} |"
-    rebuilds = sum((Counter(one["rebuilds"]) for one in outcomes), Counter[str]())
+    rebuilds = sum((Counter(run["rebuilds"]) for run in outcomes), Counter[str]())
     for method, count in sorted(rebuilds.items()):
         yield f"| rebuilt by {method} | {count} |"
 
 
 def _faults(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    times = sum((Counter(one["faults"]) for one in outcomes), Counter[str]())
+    times = sum((Counter(run["faults"]) for run in outcomes), Counter[str]())
     lost: defaultdict[str, float] = defaultdict(float)
     evicted = Counter((e["fault"], not e["blame"]) for o in outcomes for e in o["evictions"])
-    for one in outcomes:
-        for kind, steps in one["steps_lost"].items():
+    for run in outcomes:
+        for kind, steps in run["steps_lost"].items():
             lost[kind] += steps
     columns = ("times", "noticed, s", "longest stop, s", "steps lost", "for each")
     yield f"| fault | {' | '.join((*columns, 'evicted for it', 'innocent'))} |"
@@ -76,7 +76,7 @@ def _faults(outcomes: Sequence[Outcome]) -> Iterator[str]:
         each = f"{lost[kind] / times[kind]:.1f}" if times[kind] else "-"
         count = times[kind] or "-"
         gone = f"{evicted[kind, False]} | {evicted[kind, True]}"
-        tolls = [toll for one in outcomes for toll in one["tolls"] if toll["kind"] == kind]
+        tolls = [toll for run in outcomes for toll in run["tolls"] if toll["kind"] == kind]
         noticed = _spread([toll["noticed"] for toll in tolls if toll["noticed"] is not None])
         stop = _spread([toll["stop"] for toll in tolls])
         yield f"| {kind} | {count} | {noticed} | {stop} | {lost[kind]:.1f} | {each} | {gone} |"
@@ -90,17 +90,17 @@ def _spread(seconds: Sequence[float]) -> str:
 
 def _evictions(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """By fault and by reason; what names or counts something is left out of reasons."""
-    found = Counter(
+    counts = Counter(
         (e["fault"], "innocent" * (not e["blame"]), "last" * e["last"], _gist(e["reason"]))
-        for one in outcomes
-        for e in one["evictions"]
+        for run in outcomes
+        for e in run["evictions"]
     )
-    if not found:
-        yield "Nobody was evicted."
+    if not counts:
+        yield "No node was evicted."
         return
     yield "| evictions: fault | innocent | last holder | reason | times |"
     yield "| --- | --- | --- | --- | ---: |"
-    for (fault, innocent, last, reason), count in sorted(found.items()):
+    for (fault, innocent, last, reason), count in sorted(counts.items()):
         yield f"| {fault} | {innocent} | {last} | {reason} | {count} |"
 
 
@@ -113,7 +113,7 @@ def _gist(reason: str) -> str:
 
 def _appetites(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """Of the processes that lived longest, for those that have a slope; else of all."""
-    rows = [(one["setting"]["seed"], a) for one in outcomes for a in one["appetites"]]
+    rows = [(run["setting"]["seed"], a) for run in outcomes for a in run["appetites"]]
     long = [row for row in rows if row[1]["slope"] is not None]
     yield "| process | minutes | RSS, MiB | slope, MiB a minute | descriptors | threads |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: |"

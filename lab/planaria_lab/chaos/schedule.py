@@ -109,13 +109,13 @@ class Fault:
 
 def schedule(seed: int, minutes: float, shape: Shape) -> list[Fault]:
     """By the time at which they begin. The same for the same arguments, on any machine. Raises
-    ValueError for a kind that there isn't."""
+    ValueError for an unknown kind."""
     if unknown := set(shape.kinds) - KINDS.keys():
-        raise ValueError(f"{min(unknown)!r} is no kind of fault; there are {', '.join(KINDS)}")
+        raise ValueError(f"{min(unknown)!r} is no kind of fault: choose of {', '.join(KINDS)}")
     chance = random.Random(seed)
     kinds = [k for k in KINDS if k in shape.kinds]
     kinds = [k for k in kinds if shape.replicas > 1 or not KINDS[k].needs_replica]
-    found: list[Fault] = []
+    faults: list[Fault] = []
     at = QUIET_AT_FIRST
     last = 60 * minutes - QUIET_AT_LAST
     while kinds and shape.rate > 0 and at < last:
@@ -132,10 +132,10 @@ def schedule(seed: int, minutes: float, shape: Shape) -> list[Fault]:
             if kind == "cut":
                 figures = {"from": next(other for other in slots if _needs(slot, other, shape))}
             fault = Fault(round(at, 3), kind, slot, round(seconds, 3), figures)
-            if _bearable(fault, found, shape):
-                found.append(fault)
+            if _bearable(fault, faults, shape):
+                faults.append(fault)
                 break
-    return found
+    return faults
 
 
 def _figures(kind: str, chance: random.Random) -> dict[str, float | str]:
@@ -153,7 +153,7 @@ def _figures(kind: str, chance: random.Random) -> dict[str, float | str]:
 
 def _needs(slot: str, other: str, shape: Shape) -> bool:
     """Whether they talk to each other in every step."""
-    a, b = (int(one.partition(".")[0]) for one in (slot, other))
+    a, b = (int(name.partition(".")[0]) for name in (slot, other))
     return slot != other and related(a, b, shape.stages, swapped=False)
 
 

@@ -56,13 +56,13 @@ LOOK: Final = 0.02
 """Seconds between two looks at the file by whoever waits for a change."""
 
 
-def tell(file: Path, faults: Mapping[str, Figures]) -> None:
-    """From now on the node that obeys `file` has these faults and no others; {} heals it. Raises
-    ValueError for what is no fault."""
+def set_faults(file: Path, faults: Mapping[str, Figures]) -> None:
+    """Gives the node that obeys `file` these faults and no others; {} heals it. Raises ValueError
+    for an unknown fault."""
     for kind, figures in faults.items():
         known = {"of", "times", *KINDS.get(kind, ())}
         if kind not in KINDS or figures.keys() - known:
-            raise ValueError(f"{kind!r} with {dict(figures)} is no fault; faults: {dict(KINDS)}")
+            raise ValueError(f"{kind!r} with {dict(figures)} is no fault: choose of {dict(KINDS)}")
     unfinished = file.with_name(f"{file.name}.unfinished")
     unfinished.write_text(json.dumps([secrets.token_hex(8), faults]), encoding="utf-8")
     unfinished.replace(file)
@@ -74,7 +74,7 @@ class Faults:
     def __init__(self, file: Path) -> None:
         self.file = file
         self._lock = threading.Lock()
-        self._told = ""  # which telling this was
+        self._stamp = ""  # of the version of the file that was read last
         self._faults: dict[str, dict[str, Any]] = {}
 
     def active(self, kind: str) -> Figures | None:
@@ -104,13 +104,13 @@ class Faults:
 
     def _look(self) -> None:
         try:
-            told, faults = json.loads(self.file.read_text(encoding="utf-8"))
+            stamp, faults = json.loads(self.file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return
-        if told == self._told:
+        if stamp == self._stamp:
             return
         was_full = "full disk" in self._faults
-        self._told = told
+        self._stamp = stamp
         self._faults = {kind: {**KINDS[kind], **figures} for kind, figures in faults.items()}
         if ("full disk" in self._faults) != was_full:
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -165,7 +165,7 @@ def arm(faults: Faults, wrap: Callable[[Any, str, Any], None] = setattr) -> None
             tensor = tensor.to(torch.int32)
         return onward(work, kind, visit, tensor, *arguments)
 
-    def told(stage: TorchStage) -> float:
+    def wild(stage: TorchStage) -> float:
         norm = reduced(stage)
         wild = faults.take("wild norm")
         return norm if wild is None else float(wild["value"])
@@ -183,7 +183,7 @@ def arm(faults: Faults, wrap: Callable[[Any, str, Any], None] = setattr) -> None
     wrap(TorchStage, "__init__", made)
     wrap(ComputeThread, "post", posted)
     wrap(TorchWork, "_onward", sent)
-    wrap(TorchStage, "reduced", told)
+    wrap(TorchStage, "reduced", wild)
     wrap(LineFile, "_write", slowly(LineFile._write))
     wrap(os, "fsync", slowly(os.fsync))
 

@@ -39,7 +39,7 @@ from planaria.node.wire.naming import node_of, seated
 from planaria_lab.chaos.proxy import Proxy, Way
 from planaria_lab.chaos.schedule import BLINKS, REGISTRY, Fault, Shape
 from planaria_lab.chaos.sick_node import KINDS as SICK
-from planaria_lab.chaos.sick_node import run_sick, tell
+from planaria_lab.chaos.sick_node import run_sick, set_faults
 
 LOOK: Final = 0.05
 """Seconds between two looks at what there is to do."""
@@ -165,13 +165,17 @@ class SickSwarm:
                 return self._stuck(f"no {STEPS_AT_THE_END} steps were committed in {END:.0f} s")
             await self._until(lambda: {*self._behind(wanted)} <= {*self._kept_out()}, END, clock)
             missing = sorted({*self._behind(wanted)} - {*self._kept_out()})
-            return f"{END:.0f} s after the last fault {missing} are not back" if missing else ""
+            return (
+                f"{END:.0f} s after the last fault {missing} have not joined again"
+                if missing
+                else ""
+            )
         finally:
             watching.cancel()
 
-    def _stuck(self, what: str) -> str:
+    def _stuck(self, failure: str) -> str:
         stopped = self.story.stopped
-        return f"the run was stopped: {stopped.reason}" if stopped else what
+        return f"the run was stopped: {stopped.reason}" if stopped else failure
 
     def _behind(self, step: int) -> list[str]:
         """Slots whose node does not take part, or has not applied this step yet."""
@@ -237,14 +241,13 @@ class SickSwarm:
             self.due.remove(fault)
             pid = self.processes.running().get(fault.slot)
             self.say(f"{passed:6.1f} s: {fault.kind} at {fault.slot} for {fault.seconds:.1f} s")
-            self._tell(FAULTS, {**asdict(fault), "time": time.time(), "pid": pid})
+            self._append(FAULTS, {**asdict(fault), "time": time.time(), "pid": pid})
             self._begin(fault, pid)
             self.healing.append((now + fault.seconds, fault, pid))
 
     def _bears(self, fault: Fault) -> bool:
-        """Whether nothing else is wrong there. Who is guilty, besides, takes part in steps, as does
-        another node of the stage that is well; where no stage has two, all the others. How soon
-        that is depends on the machine."""
+        """Whether the slots have no other fault. For a fault that is a node's own, the node must
+        also take part in steps, and a healthy replica of it; without replicas, all others."""
         if any(not other.slots.isdisjoint(fault.slots) for _, other, _ in self.healing):
             return False
         if fault.blame == "innocent":
@@ -253,7 +256,7 @@ class SickSwarm:
         others = [slot for slot in self.shape.slots if slot != fault.slot]
         asked = [s for s in others if alone or s.partition(".")[0] == fault.stage]
         behind = self._behind(self.story.committed - 1)
-        sick = {one.slot for _, one, _ in self.healing if one.blame == "guilty"}
+        sick = {current.slot for _, current, _ in self.healing if current.blame == "guilty"}
         well = [slot not in behind and slot not in sick for slot in asked]
         return fault.slot not in behind and (all(well) if alone else any(well))
 
@@ -273,16 +276,16 @@ class SickSwarm:
             case "one way":
                 self.proxies[fault.slot].hold(Way(fault.figures["way"]))
             case "cut":
-                one, other = fault.slots
-                self.proxies[one].cut(other)
-                self.proxies[other].cut(one)
+                slot, other = fault.slots
+                self.proxies[slot].cut(other)
+                self.proxies[other].cut(slot)
             case kind if kind in SICK:
-                tell(self._sick_file(fault.slot), {kind: fault.figures})
+                set_faults(self._sick_file(fault.slot), {kind: fault.figures})
 
     def _heal(self, now: float) -> None:
-        for one in [one for one in self.healing if one[0] <= now]:
-            self.healing.remove(one)
-            _, fault, pid = one
+        for sick in [sick for sick in self.healing if sick[0] <= now]:
+            self.healing.remove(sick)
+            _, fault, pid = sick
             match fault.kind:
                 case "kill" | "registry kill":
                     self.starting.setdefault(fault.slot, now)
@@ -294,7 +297,7 @@ class SickSwarm:
                     for slot in fault.slots:
                         self.proxies[slot].cut()
                 case kind if kind in SICK:
-                    tell(self._sick_file(fault.slot), {})
+                    set_faults(self._sick_file(fault.slot), {})
 
     def _sick_file(self, slot: str) -> Path:
         return self.sick / f"{slot}.json"
@@ -347,33 +350,33 @@ class SickSwarm:
         while not file.exists():
             if self.processes.ended() or clock() > deadline:
                 log = self.processes.log(REGISTRY)
-                raise ChaosError(f"the registry doesn't listen; its log is {log}")
+                raise ChaosError(f"the registry didn't start to listen; its log is {log}")
             await asyncio.sleep(LOOK)
         return file.read_text().strip()
 
     # --- what is written for later
 
     async def _watch(self, address: str) -> None:
-        """Every view that the registry tells of, until cancelled."""
+        """Writes down every view that the registry issues, until cancelled."""
         while True:
             with suppress(grpc.aio.AioRpcError):  # it was killed: soon there is another
                 async with grpc.aio.insecure_channel(address) as channel:
                     stub = RegistryStub(channel)  # type: ignore[no-untyped-call]
                     view = View()
-                    async for told in stub.Watch(WatchRequest(), wait_for_ready=True):
-                        view = view_in(unpacked(told), view)
-                        self.quarantined = {one.instance for one in view.quarantined}
+                    async for news in stub.Watch(WatchRequest(), wait_for_ready=True):
+                        view = view_in(unpacked(news), view)
+                        self.quarantined = {member.instance for member in view.quarantined}
                         members = list(active(seated(view)).items())
                         fields = {"number": view.number, "reason": view.reason, "members": members}
-                        self._tell(VIEWS, {"time": time.time(), **fields})
+                        self._append(VIEWS, {"time": time.time(), **fields})
             await asyncio.sleep(LOOK)
 
     def _sample(self) -> None:
         for slot, pid in self.processes.running().items():
             with suppress(OSError):  # it has just ended
-                self._tell(TAKEN, take(slot, pid)._asdict())
+                self._append(TAKEN, take(slot, pid)._asdict())
 
-    def _tell(self, name: str, fields: dict[str, Any]) -> None:
+    def _append(self, name: str, fields: dict[str, Any]) -> None:
         self._written[name].write(json.dumps(fields) + "\n")
         self._written[name].flush()
 

@@ -52,15 +52,16 @@ class Replicas:
     def state(self) -> tuple[int, list[list[torch.Tensor | None]]]:
         """What `put` takes."""
         rows = [
-            [None if one.row is None else one.row.clone() for one in of] for of in self._held_back
+            [None if feedback.row is None else feedback.row.clone() for feedback in of]
+            for of in self._held_back
         ]
         return self.sent, rows
 
     def put(self, state: tuple[int, list[list[torch.Tensor | None]]]) -> None:
         self.sent, rows = state
         for of, kept in zip(self._held_back, rows, strict=True):
-            for one, row in zip(of, kept, strict=True):
-                one.row = row
+            for feedback, row in zip(of, kept, strict=True):
+                feedback.row = row
 
     def forget(self, stage: int) -> None:
         """Its nodes are lost, or went back, and what they held back with that."""
@@ -120,10 +121,10 @@ class Replicas:
             )
         }
         sent: deque[tuple[str, str, Frame]] = deque()
-        for name, one in reductions.items():
-            sent += [(name, *item) for item in one.start()]
-            for piece in range(one.pieces):
-                sent += [(name, *item) for item in one.contribute(piece)]
+        for name, reduction in reductions.items():
+            sent += [(name, *item) for item in reduction.start()]
+            for piece in range(reduction.pieces):
+                sent += [(name, *item) for item in reduction.contribute(piece)]
         while sent:
             source, target, frame = sent.popleft()
             self.sent += frame.size

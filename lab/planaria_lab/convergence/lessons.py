@@ -117,7 +117,7 @@ class Lesson:
 
     def look(self) -> float:
         """The residual over the newest step's pairs, of whose computing is told."""
-        self.line["stage_tokens"] += MEASURING * sum(one.stage_tokens for one in self.measured)
+        self.line["stage_tokens"] += MEASURING * sum(piece.stage_tokens for piece in self.measured)
         return self.residual()
 
     @property
@@ -157,7 +157,7 @@ def fit_scales(stage: BodyStage, pieces: Iterable[BlockSamples]) -> None:
         added.clear()
         x = piece.x.float()
         stage(x)
-        each = torch.stack([one.flatten() for one in added]).double()
+        each = torch.stack([tensor.flatten() for tensor in added]).double()
         gram += (each @ each.T).cpu()
         wanted += (each @ (piece.y.float() - x).flatten().double()).cpu()
     for hook in hooks:

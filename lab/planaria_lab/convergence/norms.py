@@ -38,9 +38,13 @@ def measure(job: Job) -> Norms:
             squared.append([float(f"{stage.omega:.4g}") for stage in swarm.stages])
     sizes = []
     for stage in swarm.stages:
-        matrices = [one.detach().double() for one in stage.module.parameters() if one.dim() == 2]
-        values = sum(one.numel() for one in matrices)
-        sizes.append(math.sqrt(math.fsum(float(one.square().sum()) for one in matrices) / values))
+        matrices = [
+            matrix.detach().double() for matrix in stage.module.parameters() if matrix.dim() == 2
+        ]
+        values = sum(matrix.numel() for matrix in matrices)
+        sizes.append(
+            math.sqrt(math.fsum(float(matrix.square().sum()) for matrix in matrices) / values)
+        )
     return Norms(job.seed, machine("cpu"), squared, [round(size, 4) for size in sizes])
 
 
@@ -63,20 +67,20 @@ def table(study: Study, lines: Iterable[Norms]) -> str:
         "stages 1, 2, .. |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for one in lines:
-        there = one.squared[first - 1 : last] if first else one.squared[:last]
-        body = range(1, len(one.sizes))
-        over = [median(at[1] / at[stage] for at in there) for stage in body[1:]]
+    for norms in lines:
+        measured = norms.squared[first - 1 : last] if first else norms.squared[:last]
+        body = range(1, len(norms.sizes))
+        over = [median(at[1] / at[stage] for at in measured) for stage in body[1:]]
         shares = [
-            median(weights_of(at[stage - 1], at[stage + 1])[0] for at in there)
+            median(weights_of(at[stage - 1], at[stage + 1])[0] for at in measured)
             for stage in body[1:-1]
         ]
         cells = [
-            str(one.seed),
-            one.machine,
+            str(norms.seed),
+            norms.machine,
             ", ".join(f"{x:.0f}" for x in over),
             ", ".join(f"{x:.2f}" for x in shares),
-            ", ".join(f"{one.sizes[stage]:.3f}" for stage in body),
+            ", ".join(f"{norms.sizes[stage]:.3f}" for stage in body),
         ]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows) + "\n"

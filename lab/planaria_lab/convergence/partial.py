@@ -42,9 +42,9 @@ class PartialRun:
             return None
         try:
             with torch.serialization.safe_globals([Progress, *STATE_CLASSES]):
-                found = torch.load(self._path, map_location=swarm.device, weights_only=True)
-            swarm.put(found["swarm"])
-            progress: Progress = found["progress"]
+                saved = torch.load(self._path, map_location=swarm.device, weights_only=True)
+            swarm.put(saved["swarm"])
+            progress: Progress = saved["progress"]
         except (UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
             raise StudyError(
                 f"{self._path} is no run that goes on from here ({type(error).__name__}): delete it"

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from planaria_lab.convergence.compare import CostOfLosses, Spread, cost, curve_of, loss_at
 from planaria_lab.convergence.study import Study
-from planaria_lab.lines import COLORS, name_at_the_ends, told_apart
+from planaria_lab.lines import COLORS, distinct_style, name_at_the_ends
 
 matplotlib.use("agg")
 
@@ -38,13 +38,13 @@ class VariantRow:
         return sum(len(run["rebuilds"]) for run in self.runs) / max(1, len(self.runs))
 
 
-def rows(study: Study, found: Mapping[tuple[str, int], Line]) -> list[VariantRow]:
+def rows(study: Study, lines: Mapping[tuple[str, int], Line]) -> list[VariantRow]:
     """By variant, with the seeds that have both their run and the one to compare it with."""
     made = []
     for variant in study.variants:
-        seeds = [s for s in study.seeds if {(variant.name, s), (study.baseline, s)} <= found.keys()]
-        runs = [found[variant.name, seed] for seed in seeds]
-        others = [found[study.baseline, seed] for seed in seeds]
+        seeds = [s for s in study.seeds if {(variant.name, s), (study.baseline, s)} <= lines.keys()]
+        runs = [lines[variant.name, seed] for seed in seeds]
+        others = [lines[study.baseline, seed] for seed in seeds]
         costs = [cost(run, other, study.target) for run, other in zip(runs, others, strict=True)]
         made.append(VariantRow(variant.name, runs, others, costs))
     return made
@@ -142,8 +142,8 @@ def _reached(row: VariantRow) -> str:
     if not finite:
         return "not reached"
     missed = len(row.costs) - len(finite)
-    said = _plain(Spread.of(finite), 0, sign=True)
-    return f"{said} ({missed} of {len(row.costs)} seeds never)" if missed else said
+    mean = _plain(Spread.of(finite), 0, sign=True)
+    return f"{mean} ({missed} of {len(row.costs)} seeds never)" if missed else mean
 
 
 # --- plots
@@ -163,7 +163,7 @@ def plot_curves(study: Study, made: Sequence[VariantRow], path: Path) -> None:
         above = [
             [a - b for a, b in zip(*pair, strict=True)] for pair in zip(losses, others, strict=True)
         ]
-        style = told_apart(place, len(shown), len(at))
+        style = distinct_style(place, len(shown), len(at))
         label = study.labels.get(row.name, row.name)
         upper.plot(at, [sum(v) / len(v) for v in losses], label=label, **style)
         _draw(lower, at, above, style, label)

@@ -38,15 +38,15 @@ SAMPLES = 256  # of another text, at most
 
 def resolved(jobs: Sequence[Job]) -> list[tuple[str, Job]]:
     """Each with its key and with what follows from the data. Raises RunFileError, CorpusError."""
-    found = []
+    keyed = []
     for job in jobs:
         run = job.run
         if run.recovery.policy == "checkpoint":  # kept in memory here
             run = override(run, recovery__checkpoint__dir="memory")
         run = resolve(run)
         whole = Job(job.variant, job.seed, run, job.losses, job.ablation, job.texts)
-        found.append((whole.key(run.data.content), whole))
-    return found
+        keyed.append((whole.key(run.data.content), whole))
+    return keyed
 
 
 def counted(line: Mapping[str, Any], job: Job) -> dict[str, Any]:
@@ -164,8 +164,8 @@ def run_one(
     run = job.run
     corpus = open_data(run.data)
     swarm = TrainingSwarm(run, corpus, job.ablation, torch.device(device))
-    found = kept.load(swarm) if kept else None
-    progress = found or Progress([(0, 0, swarm.validate())])
+    saved = kept.load(swarm) if kept else None
+    progress = saved or Progress([(0, 0, swarm.validate())])
     started -= progress.seconds
     curve, rebuilds = progress.curve, progress.rebuilds
     try:
@@ -217,7 +217,7 @@ def _other(swarm: TrainingSwarm, folder: Path) -> float:
     """Mean loss, nats a token, on the text files of `folder`. Raises StudyError."""
     files = sorted(folder.glob("*.txt"))
     if not files:
-        raise StudyError(f"there is no text (*.txt) in {folder}")
+        raise StudyError(f"{folder} has no text files (*.txt)")
     text = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
     ids = np.array(swarm.corpus.tokenizer().encode(text).ids, np.int64)
     context = swarm.config.context

@@ -61,15 +61,15 @@ def schedule(losses: Losses, seed: int, iterations: int, stages: int) -> Schedul
 
 
 def _listed(entries: Iterable[str], stages: int) -> Schedule:
-    found: dict[int, list[int]] = {}
+    losses: dict[int, list[int]] = {}
     for entry in entries:
         stage, _, iteration = entry.partition("@")
         if not (stage.isdecimal() and iteration.isdecimal() and int(iteration) > 0):
             raise ScheduleError(f"{entry!r} is not STAGE@ITERATION, as 2@100")
         if int(stage) > stages:
             raise ScheduleError(f"{entry!r}: the model has stages 0 to {stages}")
-        found.setdefault(int(iteration), []).append(int(stage))
-    return {iteration: tuple(sorted(set(lost))) for iteration, lost in found.items()}
+        losses.setdefault(int(iteration), []).append(int(stage))
+    return {iteration: tuple(sorted(set(lost))) for iteration, lost in losses.items()}
 
 
 def stages_of(losses: Losses, stages: int) -> Sequence[int]:
@@ -85,7 +85,7 @@ def stages_of(losses: Losses, stages: int) -> Sequence[int]:
 
 def _at_rate(losses: Losses, seed: int, iterations: int, stages: int) -> Schedule:
     """Each iteration and stage has a number of its own, which a change of the others leaves."""
-    found: dict[int, tuple[int, ...]] = {}
+    losses_at: dict[int, tuple[int, ...]] = {}
     for iteration in range(losses.after + 1, iterations + 1):
         lost: list[int] = []
         for stage in stages_of(losses, stages):
@@ -93,8 +93,8 @@ def _at_rate(losses: Losses, seed: int, iterations: int, stages: int) -> Schedul
             if drawn < losses.rate and not (losses.apart and stage - 1 in lost):
                 lost.append(stage)
         if lost:
-            found[iteration] = tuple(lost)
-    return found
+            losses_at[iteration] = tuple(lost)
+    return losses_at
 
 
 def from_trace(
@@ -108,7 +108,7 @@ def from_trace(
     node, nothing is lost.
     """
     serves: dict[str, int] = {}
-    found: dict[int, list[int]] = {}
+    losses_at: dict[int, list[int]] = {}
     trained, since, running = 0.0, 0.0, False  # iterations, and since when more of them pass
 
     def fewest() -> int:
@@ -124,13 +124,13 @@ def from_trace(
         elif (stage := serves.pop(node, None)) is not None:
             spared = _spare(serves, stage, stages)
             if running and stage not in serves.values():
-                found.setdefault(int(trained), []).append(stage)
+                losses_at.setdefault(int(trained), []).append(stage)
             if stage not in serves.values() and spared is not None:
                 serves[spared] = stage
         running = len(set(serves.values())) == stages + 1
     return {
         iteration: tuple(sorted(set(lost)))
-        for iteration, lost in found.items()
+        for iteration, lost in losses_at.items()
         if 0 < iteration <= iterations
     }
 

@@ -83,12 +83,12 @@ class Job:
         What is at its default is left out, so that a new setting leaves old results their keys. So
         is the folder of a checkpoint: `model.content` has its digests.
         """
-        said = self.run.said("data", "name", "swarm", "saves")
-        said.get("model", {}).pop("from", None)
+        keys = self.run.said("data", "name", "swarm", "saves")
+        keys.get("model", {}).pop("from", None)
         fields = [
             FORMAT,
             content,
-            said,
+            keys,
             self.losses.model_dump(mode="json", exclude_defaults=True),
             self.ablation.model_dump(mode="json", exclude_defaults=True),
             dict(self.texts),
@@ -116,7 +116,7 @@ def load(path: Path) -> Study:
     named = [study.baseline, study.reference, *study.plotted, *study.labels]
     for wanted in filter(None, [*named, *(variant.reference for variant in study.variants)]):
         if wanted not in names:
-            raise StudyError(f"{path}: no variant is named {wanted!r}; there are {names}")
+            raise StudyError(f"{path}: no variant is named {wanted!r}: choose of {names}")
     if len(set(names)) < len(names):
         raise StudyError(f"{path}: two variants have the same name, of {names}")
     return study
@@ -124,7 +124,7 @@ def load(path: Path) -> Study:
 
 def jobs(study: Study) -> list[Job]:
     """Seed by seed, so that a study that is cut short can be compared. Raises StudyError."""
-    found = []
+    listed = []
     for seed in study.seeds:
         for variant in study.variants:
             try:
@@ -133,8 +133,8 @@ def jobs(study: Study) -> list[Job]:
             except RunFileError as error:
                 raise StudyError(f"variant {variant.name!r}: {error}") from error
             losses = variant.losses if variant.losses is not None else study.losses
-            found.append(Job(variant.name, seed, run, losses, variant.ablation, study.texts))
-    return found
+            listed.append(Job(variant.name, seed, run, losses, variant.ablation, study.texts))
+    return listed
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,17 +149,17 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
     """The results in a file, by key; a last line that was cut off counts as not there. Raises
     StudyError."""
-    found: dict[str, dict[str, Any]] = {}
+    by_key: dict[str, dict[str, Any]] = {}
     if not path.exists():
-        return found
+        return by_key
     lines = path.read_text(encoding="utf-8").split("\n")
     for number, line in enumerate(lines[:-1], 1):
         try:
             result = json.loads(line)
-            found[result["key"]] = result
+            by_key[result["key"]] = result
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise StudyError(f"line {number} of {path} is damaged: {error}; delete it") from error
-    return found
+    return by_key
 
 
 def append_result(path: Path, result: Mapping[str, Any]) -> None:

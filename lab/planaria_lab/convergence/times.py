@@ -40,10 +40,10 @@ class PolicyRow(NamedTuple):
 
 def read_runs(path: Path) -> Runs:
     """The runs of a study, by variant and seed. Raises StudyError."""
-    found = {(line["variant"], line["seed"]): line for line in read_results(path).values()}
-    if not found:
-        raise StudyError(f"{path} has no runs: planaria lab run the study first")
-    return found
+    lines = {(line["variant"], line["seed"]): line for line in read_results(path).values()}
+    if not lines:
+        raise StudyError(f"{path} has no runs: run the study with `planaria lab run` first")
+    return lines
 
 
 def more_iterations(by_run: Runs, variant: str) -> float:
@@ -70,7 +70,7 @@ def losses_per_iteration(by_run: Runs, rate: str) -> float:
 def times(by_run: Runs, live: Mapping[str, Any]) -> dict[str, PolicyRow]:
     """A row for each policy. `live`: live.json's `policies`. Redundant computation loses
     nothing."""
-    found = {}
+    rows = {}
     for variant, policy in ROWS.items():
         step = live[policy]["step_seconds"]["mean"]
         stall = live[policy]["stall_seconds"]["median"]
@@ -85,8 +85,8 @@ def times(by_run: Runs, live: Mapping[str, Any]) -> dict[str, PolicyRow]:
             / 60
             for factor, rate in zip(more, RATES, strict=True)
         )
-        found[variant] = PolicyRow(step, stall, more, minutes)
-    return found
+        rows[variant] = PolicyRow(step, stall, more, minutes)
+    return rows
 
 
 def table(by_run: Runs, live: Mapping[str, Any]) -> str:
@@ -114,7 +114,7 @@ def read_live(path: Path) -> Mapping[str, Any]:
     try:
         policies: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))["policies"]
     except (OSError, ValueError, KeyError) as error:
-        raise StudyError(f"can't read {path}: {error}; `planaria lab live` makes it") from error
+        raise StudyError(f"can't read {path}: {error}; make it with `planaria lab live`") from error
     if missing := {*ROWS.values(), "plain"} - {*policies}:
         raise StudyError(f"{path} lacks {', '.join(sorted(missing))}: measure all policies")
     return policies

@@ -290,7 +290,7 @@ class TrainingSwarm:
         """What `put` takes; it changes with the swarm."""
         kept = {name: getattr(self, name) for name in KEPT}
         stages = [State.of(stage) for stage in self.stages]
-        lessons = [one.state() for one in self.lessons]
+        lessons = [lesson.state() for lesson in self.lessons]
         replicas = None if self.replicas is None else self.replicas.state()
         held = {"stages": stages, "boundary": list(self.boundary), "replicas": replicas}
         return {**kept, **held, "lessons": lessons}
@@ -439,7 +439,7 @@ class TrainingSwarm:
         else:
             given = [samples[:, :-1].to(self.device), samples[:, 1:].to(self.device)]
         natural = order(0, self.config.stages, swapped=False)
-        parts = zip(*(torch.split(one, 64) for one in given), strict=True)
+        parts = zip(*(torch.split(tensor, 64) for tensor in given), strict=True)
         losses = [self._forward(natural, *part)[0].item() for part in parts]
         return math.fsum(losses) / max(1, int((given[1] != UNSCORED).sum()))
 
@@ -487,23 +487,23 @@ class TrainingSwarm:
             return Held(kind, Source(str(at), stage, step, lineage))
 
         now = self.committed, self.lineage
-        last, found = self.config.stages, []
+        last, states = self.config.stages, []
         for stage in range(last + 1):
             if (
                 stage in lost
                 and self.policy == "redundant"
                 and (stage - 1) % (last + 1) not in lost
             ):
-                found.append(held("redundant", (stage - 1) % (last + 1), stage, *now))
+                states.append(held("redundant", (stage - 1) % (last + 1), stage, *now))
             running, holder = self.snapshots.get(stage), holder_stage(stage, last)
             if running is not None and holder not in lost and not running.held.missing:
                 step = running.held.staleness().newest
-                found.append(held("snapshot", holder, stage, step, self.lineage))
+                states.append(held("snapshot", holder, stage, step, self.lineage))
             for lineage, step in self.checkpoints:
-                found.append(held("checkpoint", stage, stage, step, lineage))
+                states.append(held("checkpoint", stage, stage, step, lineage))
         if self.policy in ("checkfree", "checkfree+"):
-            found += [held("copy", at, 0, *now) for at in (1, last) if at not in lost]
-        return found
+            states += [held("copy", at, 0, *now) for at in (1, last) if at not in lost]
+        return states
 
     # --- losses
 
@@ -514,7 +514,7 @@ class TrainingSwarm:
             return [self._lose_share(self.ablation.lost_share)]
         lost = frozenset(stages)
         before = {stage: self.stages[stage].optimizer.weights.clone() for stage in lost}
-        self.lessons = [one for one in self.lessons if not lost & one.learners.keys()]
+        self.lessons = [lesson for lesson in self.lessons if not lost & lesson.learners.keys()]
         guessed = {of for of, s in enumerate(self.stages) if s.boosted_at == self.committed}
         survivors = {of: [str(of)] for of in range(len(self.stages)) if of not in lost}
         left = Left(
@@ -743,11 +743,11 @@ class TrainingSwarm:
                 *(self.stages[of].optimizer for of in sides),
                 self._new(number).optimizer,
             ]
-            found = []
+            tried = []
             for weights in [start.weights.clone() for start in starts]:
                 optimizer.load([("weights", weights)], 0)
-                found.append((residual(learners, newest), weights))
-            _, best = min(found, key=lambda one: one[0])
+                tried.append((residual(learners, newest), weights))
+            _, best = min(tried, key=lambda start: start[0])
             optimizer.load([("weights", best)], 0)
         if self.ablation.relearn_scales:
             for of in block:
@@ -775,7 +775,7 @@ class TrainingSwarm:
     def _pieces(self, block: Sequence[int]) -> list[BlockSamples]:
         """What the block learns from, the oldest step's first. Both ends of a pair were kept by the
         nodes before and behind, unless these are lost too, or came later."""
-        found = []
+        samples = []
         relearn = self.run.recovery.relearn
         at_most = relearning.at_a_time(relearn.tokens, self.config.context)
         longer = self.ablation.relearn_first_steps and 1 in block
@@ -789,13 +789,13 @@ class TrainingSwarm:
                 for run in runs(visits, block):
                     if step <= max(self.since[route[run.start]], self.since[route[run.end + 1]]):
                         continue
-                    found += [
+                    samples += [
                         BlockSamples(
                             step, run.stages, tensors[run.start][part], tensors[run.end][part]
                         )
                         for part in parts(some, at_most)
                     ]
-        return found
+        return samples
 
 
 def train(run: RunFile, corpus: Data) -> Iterator[float]:

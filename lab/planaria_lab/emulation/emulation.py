@@ -75,14 +75,14 @@ class Emulation:
             questions.flush()
         if not select.select([answers], [], [], ANSWER)[0]:
             raise EmulationError(f"the relay of the links has not answered for {ANSWER:.0f} s")
-        said = answers.readline()
-        if not said:
+        reply = answers.readline()
+        if not reply:
             status = self.relay.wait()
             raise EmulationError(f"the relay of the links has ended with status {status}")
-        answer = json.loads(said)
+        answer = json.loads(reply)
         if isinstance(answer, dict) and "error" in answer:
             raise EmulationError(
-                f"links can't be emulated: {answer['error']}. It takes root with the capabilities "
+                f"links can't be emulated: {answer['error']}. It needs root with the capabilities "
                 "NET_ADMIN and SYS_ADMIN and the device /dev/net/tun; in a container, start that "
                 "with --cap-add NET_ADMIN,SYS_ADMIN --device /dev/net/tun"
             )
@@ -113,7 +113,7 @@ def check_possible() -> None:
     if sys.platform != "linux":
         raise EmulationError("links are emulated with network namespaces, which only Linux has")
     if os.geteuid() != 0:
-        raise EmulationError("emulating links takes root, for network namespaces: use sudo")
+        raise EmulationError("emulating links needs root, for network namespaces: use sudo")
     if not Path("/dev/net/tun").exists():
         raise EmulationError("there is no /dev/net/tun: load the kernel module with `modprobe tun`")
     if shutil.which("ip") is None:

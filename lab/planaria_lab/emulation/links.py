@@ -51,8 +51,8 @@ class Link(NamedTuple):
         """Raises LinkError."""
         if not (0 <= self.delay_ms < math.inf and 0 < self.mbps < math.inf):
             raise LinkError(
-                f"{where}a delay of {self.delay_ms:g} ms and {self.mbps:g} Mbit/s are no figures "
-                "of a link"
+                f"{where}a delay of {self.delay_ms:g} ms and {self.mbps:g} Mbit/s are impossible "
+                "for a link"
             )
         if not 0 <= self.loss < 1:
             raise LinkError(f"{where}a loss of {self.loss:g}: it is a share, from 0 to less than 1")
@@ -94,10 +94,10 @@ def _link(row: Mapping[str, str], where: str) -> Link:
     except (TypeError, ValueError) as error:
         columns = [column for column in (*COLUMNS[2:], *MAY_SAY) if column in row]
         raise LinkError(
-            f"{where}: {', '.join(columns[:-1])} and {columns[-1]} are to be numbers"
+            f"{where}: {', '.join(columns[:-1])} and {columns[-1]} must be numbers"
         ) from error
     if not 0 < bandwidth < math.inf:
-        raise LinkError(f"{where}: a bandwidth of {bandwidth:g} GiB/s is none of a link")
+        raise LinkError(f"{where}: a bandwidth of {bandwidth:g} GiB/s is impossible for a link")
     link = Link(row[COLUMNS[0]], row[COLUMNS[1]], delay, bandwidth * MBPS_PER_GIB, loss, jitter)
     return link.check(f"{where}: ")
 
@@ -124,34 +124,34 @@ class Network:
 
     def between(self, a: str, b: str) -> Link:
         """The link from node `a` to node `b`."""
-        here, there = self.sites[a], self.sites[b]
-        link = self._by_sites.get(frozenset((here, there)))
+        own, other = self.sites[a], self.sites[b]
+        link = self._by_sites.get(frozenset((own, other)))
         if link is not None:
             return link
-        if here == there:
-            return Link(here, there, *WITHIN)
+        if own == other:
+            return Link(own, other, *WITHIN)
         known = sorted(set().union(*self._by_sites))
         raise LinkError(
-            f"the site table has no link between {here} and {there}; it has links between "
+            f"the site table has no link between {own} and {other}; it has links between "
             f"{', '.join(known)}"
         )
 
     def pipes(self) -> dict[tuple[str, str], Pipe]:
         """A pipe from each node to each other, with queues that are empty."""
         uplinks = {site: TokenBucket(mbps) for site, mbps in self.uplinks.items()}
-        found = {}
+        pipes = {}
         for a, b in permutations(self.sites, 2):
             here, link = self.sites[a], self.between(a, b)
             leaves = here in uplinks and here != self.sites[b]
             shared = [uplinks[here]] if leaves else []
-            found[a, b] = Pipe(
+            pipes[a, b] = Pipe(
                 [*shared, TokenBucket(link.mbps)],
                 link.delay_ms / 1e3,
                 link.loss,
                 link.jitter_ms / 1e3,
                 seed=f"{a} to {b}",
             )
-        return found
+        return pipes
 
 
 def all_alike(
@@ -225,12 +225,12 @@ class Pipe:
 
     def lost(self, segments: int) -> list[int]:
         """Which of the next `segments` are lost, counted from 0."""
-        found = []
+        losses = []
         while self.loss and self._until_loss < segments:
-            found.append(self._until_loss)
+            losses.append(self._until_loss)
             self._until_loss += 1 + self._draw()
         self._until_loss -= segments
-        return found
+        return losses
 
     def _draw(self) -> int:
         """Segments that pass before the next that doesn't."""

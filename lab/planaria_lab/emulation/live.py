@@ -18,43 +18,50 @@ app = typer.Typer(help="Measure what each policy costs a real swarm behind emula
 class LiveOptions:
     """The options of `planaria lab live`."""
 
-    out: Annotated[Path, typer.Option(help="Folder of the results.")]
+    out: Annotated[Path, typer.Option(help="Folder for the results.")]
     run_file: Annotated[
-        Path | None, typer.Option("--run", metavar="RUN.toml", help="Default: a small model.")
+        Path | None,
+        typer.Option("--run", metavar="RUN.toml", help="Run file. Default: a small model."),
     ] = None
-    policy: Annotated[list[str] | None, typer.Option(help="Repeatable. Default: all.")] = None
-    blocks: Annotated[int, typer.Option(min=1, help="Times that each policy has its turn.")] = 5
-    delay: Annotated[float, typer.Option(help="Of all links, ms one way.")] = 40.0
-    mbps: Annotated[float, typer.Option(help="Of all links, Mbit/s each way.")] = 100.0
-    jitter: Annotated[float, typer.Option(help="Of all links, ms that the delay varies by.")] = 0.0
-    loss: Annotated[float, typer.Option(help="Of all links, share of the packets.")] = 0.0
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Policy to measure; repeatable. Default: all.")
+    ] = None
+    blocks: Annotated[int, typer.Option(min=1, help="Number of swarms of each policy.")] = 5
+    delay: Annotated[float, typer.Option(help="Delay of all links, ms one way.")] = 40.0
+    mbps: Annotated[float, typer.Option(help="Bandwidth of all links, Mbit/s each way.")] = 100.0
+    jitter: Annotated[float, typer.Option(help="Variation of the delay of all links, ms.")] = 0.0
+    loss: Annotated[float, typer.Option(help="Share of packets that all links lose.")] = 0.0
     site: Annotated[
         list[str] | None,
-        typer.Option(help="Repeatable: nodes are at these sites in turn; links by --table."),
+        typer.Option(help="Site; repeatable. Nodes are at these in turn; --table has the links."),
     ] = None
     table: Annotated[
         Path | None,
-        typer.Option(metavar="CSV", help="Links between sites. Default: twelve cloud sites."),
+        typer.Option(
+            metavar="CSV", help="Table of links between sites. Default: twelve cloud sites."
+        ),
     ] = None
     uplink: Annotated[
         float | None,
         typer.Option(
-            help="Mbit/s that the nodes of a site together send to other sites; without --site "
-            "each is at a site of its own."
+            help="Bandwidth from a site to all others, Mbit/s; without --site each node has a site "
+            "of its own."
         ),
     ] = None
     kill: Annotated[
         list[str] | None,
-        typer.Option(metavar="STAGE@STEP", help="Repeatable. Default: stage 2 at step 25."),
+        typer.Option(
+            metavar="STAGE@STEP", help="Loss to inject; repeatable. Default: stage 2 at step 25."
+        ),
     ] = None
-    device: Annotated[str, typer.Option(help="Of every node: auto, cpu or cuda:N.")] = "cpu"
+    device: Annotated[str, typer.Option(help="Device of every node: auto, cpu or cuda:N.")] = "cpu"
 
 
 @app.callback(invoke_without_command=True)
 @flattened
 def live(options: LiveOptions) -> None:
     """Measure what each policy costs a real swarm behind emulated links: seconds per step, bytes,
-    and the stall after a loss. Takes root. It can be stopped, and goes on from there."""
+    and the stall after a loss. Needs root. It can be stopped and started again."""
     from planaria.node.data.corpus import CorpusError
     from planaria.node.local.swarm import SwarmError
     from planaria.node.run_file import RunFileError, load, loads

@@ -151,13 +151,14 @@ def open_samples(path: Path, setting: Setting) -> list[Sample]:
         if lines[0] != header:
             differ = ", ".join(key for key in header if lines[0].get(key) != header[key])
             raise LiveError(
-                f"{path} was measured otherwise ({differ}): choose another --out, or remove it"
+                f"{path} has results of other settings ({differ}): choose another --out, or "
+                "remove it"
             )
         if whole != text or not text:
             path.write_text(whole or json.dumps(header) + "\n", encoding="utf-8")
         return [SAMPLE.validate_python(line) for line in lines[1:]]
     except (OSError, ValueError, AttributeError) as error:
-        raise LiveError(f"{path} can't be used: {error}; remove it to begin anew") from error
+        raise LiveError(f"{path} can't be used: {error}; remove it to start again") from error
 
 
 def schedule(policies: Sequence[str], blocks: int) -> Iterator[tuple[int, str]]:
@@ -174,9 +175,7 @@ def measure_all(
     """Measure what is missing in `out`, and return all. Raises LiveError, EmulationError,
     RunFileError, CorpusError, SwarmError."""
     if unknown := set(policies) - POLICIES.keys():
-        raise LiveError(
-            f"--policy {min(unknown)}: there is none such; choose of {', '.join(POLICIES)}"
-        )
+        raise LiveError(f"--policy {min(unknown)}: unknown; choose of {', '.join(POLICIES)}")
     path = out / SAMPLES
     samples = open_samples(path, setting)
     done = {(sample.block, sample.policy) for sample in samples}
@@ -251,7 +250,8 @@ def figures(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
     for sample in sorted(samples, key=lambda sample: sample.block):
         by_policy.setdefault(sample.policy, []).append(sample)
     plain = {
-        one.block: statistics.median(one.measured.step_seconds) for one in by_policy.get(PLAIN, ())
+        sample.block: statistics.median(sample.measured.step_seconds)
+        for sample in by_policy.get(PLAIN, ())
     }
     return {name: _figures(by_policy[name], plain) for name in POLICIES if name in by_policy}
 
@@ -264,7 +264,7 @@ def _figures(samples: Sequence[Sample], plain: Mapping[int, float]) -> dict[str,
         if sample.block in plain
     ]
     lost = [loss for sample in samples for loss in sample.measured.losses]
-    found: dict[str, Any] = {
+    row: dict[str, Any] = {
         "swarms": len(samples),
         "steps": len(steps),
         "step_seconds": {**quartiles(steps), "mean": statistics.fmean(steps)},
@@ -273,33 +273,33 @@ def _figures(samples: Sequence[Sample], plain: Mapping[int, float]) -> dict[str,
         "late": max(sample.measured.late for sample in samples),
     }
     if ratios:
-        found["against_plain"] = quartiles(ratios)
+        row["against_plain"] = quartiles(ratios)
     if lost:
-        found["methods"] = sorted({loss.method for loss in lost})
-        found["stall_seconds"] = quartiles([loss.stall for loss in lost])
-        found["caught_up_seconds"] = quartiles([loss.caught_up for loss in lost])
-    return found
+        row["methods"] = sorted({loss.method for loss in lost})
+        row["stall_seconds"] = quartiles([loss.stall for loss in lost])
+        row["caught_up_seconds"] = quartiles([loss.caught_up for loss in lost])
+    return row
 
 
-def table(found: Mapping[str, Mapping[str, Any]]) -> str:
+def table(figures_of: Mapping[str, Mapping[str, Any]]) -> str:
     """The figures as Markdown; a range is from quartile to quartile."""
     rows = [
         "| policy | swarms | seconds a step | mean | of plain | bytes a step | rebuilt by "
         "| stall, s | caught up, s |",
         "| --- | ---: | ---: | ---: | ---: | ---: | --- | ---: | ---: |",
     ]
-    for name, one in found.items():
-        steps = one["step_seconds"]
+    for name, row in figures_of.items():
+        steps = row["step_seconds"]
         cells = [
             name,
-            str(one["swarms"]),
+            str(row["swarms"]),
             _spread(steps, 3),
             f"{steps['mean']:.3f}",
-            _spread(one.get("against_plain"), 3),
-            decimal(round(one["step_bytes"]["median"])),
-            ", ".join(one.get("methods", ())) or "-",
-            _spread(one.get("stall_seconds"), 1),
-            _spread(one.get("caught_up_seconds"), 1),
+            _spread(row.get("against_plain"), 3),
+            decimal(round(row["step_bytes"]["median"])),
+            ", ".join(row.get("methods", ())) or "-",
+            _spread(row.get("stall_seconds"), 1),
+            _spread(row.get("caught_up_seconds"), 1),
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
@@ -320,8 +320,8 @@ def machine() -> str:
 
 def write_results(setting: Setting, samples: Sequence[Sample], out: Path) -> str:
     """The figures, as JSON and as the table that is returned."""
-    found = figures(samples)
-    content = {"machine": machine(), "setting": setting.header(), "policies": found}
+    measured = figures(samples)
+    content = {"machine": machine(), "setting": setting.header(), "policies": measured}
     (out / FIGURES).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (out / TABLE).write_text(table(found), encoding="utf-8")
-    return table(found)
+    (out / TABLE).write_text(table(measured), encoding="utf-8")
+    return table(measured)

@@ -72,7 +72,7 @@ async def train(
                 on_step(line.get("step", 0))
         status, why = training.result()
     if status >= 128:
-        raise LiveError("stopped; the same command goes on from here")
+        raise LiveError("stopped; the same command continues from here")
     if status:
         raise LiveError(f"a swarm in {plan.out} failed: {why}")
     return carried
@@ -158,9 +158,12 @@ def losses(events: Sequence[Entry]) -> list[KilledStage]:
                 commits.append((entry.time, step))
             case StageRebuilt() as told:
                 rebuilds.append((entry.time, told))
-    found = []
-    for (stage, step), killed in sorted(first.items(), key=lambda one: one[1]):
-        done = next((one for one in rebuilds if one[1].stage == stage and one[0] > killed), None)
+    stages = []
+    for (stage, step), killed in sorted(first.items(), key=lambda item: item[1]):
+        done = next(
+            (rebuild for rebuild in rebuilds if rebuild[1].stage == stage and rebuild[0] > killed),
+            None,
+        )
         if done is None:
             raise LiveError(f"stage {stage}, killed at step {step}, was never rebuilt")
         at, rebuilt = done
@@ -168,7 +171,7 @@ def losses(events: Sequence[Entry]) -> list[KilledStage]:
         after = [commit for commit in commits if commit[0] > at]
         new = next((time for time, step in after if step > newest), None)
         if new is None:
-            raise LiveError(f"nothing new was committed after stage {stage} had been rebuilt")
+            raise LiveError(f"no step was committed after stage {stage} had been rebuilt")
         stall, caught_up = after[0][0] - killed, new - killed
-        found.append(KilledStage(stage, rebuilt.method, stall, caught_up, rebuilt.bytes))
-    return found
+        stages.append(KilledStage(stage, rebuilt.method, stall, caught_up, rebuilt.bytes))
+    return stages

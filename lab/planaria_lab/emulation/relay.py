@@ -197,8 +197,18 @@ class PacketRelay:
 
     def traffic(self) -> list[tuple[int, int, RelayedTraffic]]:
         return [
-            (a, b, RelayedTraffic(one.packets, one.bytes, one.dropped, one.late, one.lost))
-            for (a, b), one in self.directions.items()
+            (
+                a,
+                b,
+                RelayedTraffic(
+                    direction.packets,
+                    direction.bytes,
+                    direction.dropped,
+                    direction.late,
+                    direction.lost,
+                ),
+            )
+            for (a, b), direction in self.directions.items()
         ]
 
 
@@ -229,8 +239,8 @@ def congestion(number: int) -> str:
     `CONGESTION`, unless this kernel hasn't got it. By route, since what a namespace has by default
     has to be one that the machine allows everybody."""
     way = f"{SUBNET} dev {DEVICE} proto kernel scope link src {address(number)}"
-    said = ["ip", "route", "replace", *way.split(), "congctl", CONGESTION]
-    done = subprocess.run(said, check=False, capture_output=True).returncode == 0
+    command = ["ip", "route", "replace", *way.split(), "congctl", CONGESTION]
+    done = subprocess.run(command, check=False, capture_output=True).returncode == 0
     return CONGESTION if done else _CONGESTION.read_text().strip()
 
 
@@ -262,8 +272,8 @@ def main() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
         machines = [make_machine(i) for i in range(len(nodes))]
     except (OSError, subprocess.CalledProcessError) as error:
-        said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else ""
-        print(json.dumps({"error": f"{error} {said}".strip()}), flush=True)
+        detail = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else ""
+        print(json.dumps({"error": f"{error} {detail}".strip()}), flush=True)
         return
     pipes = {(number[a], number[b]): pipe for (a, b), pipe in network.pipes().items()}
     namespaces, devices, controls = zip(*machines, strict=True)

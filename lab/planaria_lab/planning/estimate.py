@@ -121,12 +121,12 @@ class Reach:
         return cls(between, tuple(_worst((*to, *fro)) for to, fro in both))
 
 
-def _alone_on(network: Network, here: str, there: str) -> Link:
-    """What a frame from one site to another finds, if nothing else leaves."""
-    link = network.between(here, there)
-    if here == there:
+def _alone_on(network: Network, a: str, b: str) -> Link:
+    """The link from site `a` to site `b` for a frame that has the uplink to itself."""
+    link = network.between(a, b)
+    if a == b:
         return link
-    return link._replace(mbps=min(link.mbps, network.uplinks.get(here, math.inf)))
+    return link._replace(mbps=min(link.mbps, network.uplinks.get(a, math.inf)))
 
 
 def _worst(links: Iterable[Link]) -> Link:
@@ -221,9 +221,9 @@ def _uplinks(swarm: Swarm, count: int) -> Iterator[float]:
         size = 0.0
         for stage in range(ring):
             onward = (stage + 1) % ring
-            here, there = (_share_at(swarm, of, site) for of in (stage, onward))
-            size += _twice(swarm, onward) * sizes[0] * here * (1 - there)
-            size += _twice(swarm, stage) * sizes[1] * there * (1 - here)
+            own_share, onward_share = (_share_at(swarm, of, site) for of in (stage, onward))
+            size += _twice(swarm, onward) * sizes[0] * own_share * (1 - onward_share)
+            size += _twice(swarm, stage) * sizes[1] * onward_share * (1 - own_share)
         chunk = chunk_in_simulation(mbps / BITS, 0.0)
         copies = min(_copied(swarm, site), count * size * chunk / sum(sizes))
         yield (count * size + copies) * ON_WIRE * BITS / mbps
@@ -353,13 +353,13 @@ def usual_seconds(swarm: Swarm, reach: Reach, away: Sequence[float], step: float
 
 def _levels(swarm: Swarm, reach: Reach, stage: int, step: float) -> list[float]:
     """Seconds of a step when the stage lacks 0, 1, .. nodes, but for one."""
-    found = [step]
+    seconds = [step]
     for gone in range(1, LEVELS + 1):
         if gone < swarm.replicas(stage):
-            found.append(max(found[-1], step_seconds(_without(swarm, stage, gone), reach)))
+            seconds.append(max(seconds[-1], step_seconds(_without(swarm, stage, gone), reach)))
         else:
-            found.append(found[-1])
-    return found
+            seconds.append(seconds[-1])
+    return seconds
 
 
 def _chances(counts: Sequence[int], away: Sequence[float]) -> list[float]:
@@ -402,11 +402,11 @@ def handovers(swarm: Swarm, step: float) -> list[Handover]:
         {group.site for group in swarm.groups if group.stage == stage}
         for stage in range(swarm.config.stages + 1)
     ]
-    found = []
+    stages = []
     for stage, link in enumerate(Reach.of(network, sites).farthest):
         count = parameters(swarm.config, stage)
-        found.append(Handover(stage, count, step, 2 * link.delay_ms / 1e3, link.mbps / ON_WIRE))
-    return found
+        stages.append(Handover(stage, count, step, 2 * link.delay_ms / 1e3, link.mbps / ON_WIRE))
+    return stages
 
 
 def _rounds(reach: Reach) -> float:

@@ -50,7 +50,7 @@ class Hardware(NamedTuple):
     cpu: bool
 
 
-def told(
+def alike(
     hardware: Hardware,
     sites: list[str],
     table: Path | None,
@@ -58,8 +58,8 @@ def told(
     mbps: float,
     uplink: float | None,
 ) -> tuple[tuple[Machine, ...], Network]:
-    """Nodes that are alike, at sites in turn; or without sites, each at home if that has an uplink.
-    Raises PlanError, LinkError."""
+    """Machines that are alike, at the sites in turn; without sites but with an uplink each has a
+    site of its own. Raises PlanError, LinkError."""
     counts = _counts(hardware.nodes, sites)
     if sites:
         uplinks = {} if uplink is None else dict.fromkeys(counts, uplink)
@@ -87,10 +87,10 @@ def _counts(nodes: int | None, sites: list[str]) -> dict[str, int]:
         open_sites += [] if colon else [name]
     given = sum(counts.values())
     if nodes is None and (open_sites or not sites):
-        raise PlanError("how many nodes there are isn't said: give --nodes, or --site NAME:NODES")
+        raise PlanError("the number of nodes is missing: give --nodes, or --site NAME:NODES")
     left = (given if nodes is None else nodes) - given
     if left < len(open_sites) or (left and sites and not open_sites):
-        raise PlanError(f"--nodes {nodes} don't go with the {given} of --site NAME:NODES")
+        raise PlanError(f"--nodes {nodes} contradicts the {given} nodes of --site NAME:NODES")
     for i, name in enumerate(open_sites):
         counts[name] = left // len(open_sites) + (i < left % len(open_sites))
     return counts or {"anywhere": left}
@@ -107,14 +107,16 @@ def _machine(
     """A machine as it is said to be, else as it was measured. Raises PlanError."""
     if hardware.kind is not None and hardware.kind not in KINDS:
         raise PlanError(
-            f"--kind {hardware.kind} isn't known: there are {', '.join(KINDS)}; for another one "
+            f"--kind {hardware.kind} is unknown: choose of {', '.join(KINDS)}; for another "
             "give --tflops and --memory"
         )
     kind = KINDS[hardware.kind] if hardware.kind else None
     flops = hardware.tflops or tflops or (SUSTAINED * kind.tflops if kind else 0.0)
     size = hardware.memory or memory or (kind.memory if kind else 0.0)
     if not (flops > 0 and size > 0):
-        raise PlanError(f"what {name} can do isn't said: give --kind, or --tflops and --memory")
+        raise PlanError(
+            f"the speed and memory of {name} are missing: give --kind, or --tflops and --memory"
+        )
     moves = hardware.bandwidth or (kind.bandwidth if kind else 500.0)
     host = math.inf if hardware.host is None else 1e9 * hardware.host
     shared = cpu or hardware.cpu
@@ -137,26 +139,31 @@ def probed(path: Path, hardware: Hardware) -> tuple[tuple[Machine, ...], Network
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         nodes = [
-            (str(one["node"]), str(one["device"]), float(one["memory"]), float(one["tflops"]))
-            for one in data["nodes"]
+            (str(row["node"]), str(row["device"]), float(row["memory"]), float(row["tflops"]))
+            for row in data["nodes"]
         ]
         links: dict[frozenset[str], tuple[float, float]] = {}
-        for one in data["links"]:
-            pair, delay, rate = frozenset((one["a"], one["b"])), one["rtt_ms"] / 2, one["mbps"]
+        for row in data["links"]:
+            pair, delay, rate = frozenset((row["a"], row["b"])), row["rtt_ms"] / 2, row["mbps"]
             other = links.get(pair, (delay, rate))
             links[pair] = max(delay, other[0]), min(rate, other[1])
     except (OSError, ValueError) as error:
         raise PlanError(f"can't read the probe {path}: {error}") from error
     except (KeyError, TypeError) as error:
-        raise PlanError(f"{path} is no probe: {error!r} in it is missing or of no use") from error
+        raise PlanError(
+            f"{path} is no probe: {error!r} is missing or invalid in it; `planaria probe` makes one"
+        ) from error
     if len(nodes) < 2 or not links:
-        raise PlanError(f"{path} has {len(nodes)} nodes and {len(links)} links: too few to plan")
+        raise PlanError(
+            f"{path} has {len(nodes)} nodes and {len(links)} links: planning needs at least two "
+            "nodes and a link"
+        )
     bad = [pair for pair, (delay, rate) in links.items() if not (delay >= 0 and rate > 0)]
     if bad:
         delay, rate = links[bad[0]]
         raise PlanError(
             f"{path}: {2 * delay:g} ms and {rate:g} Mbit/s between {' and '.join(sorted(bad[0]))} "
-            "are no figures of a link"
+            "are impossible for a link: measure again"
         )
     worst = max(d for d, _ in links.values()), min(m for _, m in links.values())
     names = _in_a_row([name for name, *_ in nodes], links, worst)

@@ -67,28 +67,28 @@ def needed(
     gradient = VALUE * parameters(config, stage)
     stand_in = run.recovery.masking == "spare" and replicas[stage] > 1
     under_way_here = under_way(run, config, stage, replicas) * (2 if stand_in else 1)
-    found = {
+    parts = {
         "model": Bytes(gradient + STATE * parameters(config, stage)),
         "activations": Bytes(under_way_here * saved(run, config, stage)),
         "working space": Bytes(working(run, config, stage)),
     }
     if replicas[stage] > 1:
-        found["averaging"] = Bytes(host=2 * gradient)
+        parts["averaging"] = Bytes(host=2 * gradient)
         if feeds_back(run.wire.averaging):  # what is held back, and what is to be
-            found["held back"] = Bytes(2 * gradient)
+            parts["held back"] = Bytes(2 * gradient)
         if run.recovery.masking != "abort":
-            found["masking"] = Bytes(2 * gradient if stand_in else gradient)
+            parts["masking"] = Bytes(2 * gradient if stand_in else gradient)
     if run.recovery.masking != "abort":
         frames = _frames_kept(run, config, stage, replicas)
         if stand_in:
             frames += _share(run, replicas[stage]) * sum(_crossing(run, config))
-        found["masking"] = found.get("masking", Bytes()) + Bytes(host=frames)
+        parts["masking"] = parts.get("masking", Bytes()) + Bytes(host=frames)
     if run.recovery.relearn.passes and run.recovery.policy != "checkpoint":
-        found["boundary"] = Bytes(host=_boundary(run, config, _share(run, replicas[stage])))
-    found |= _policy(run, config, stage)
+        parts["boundary"] = Bytes(host=_boundary(run, config, _share(run, replicas[stage])))
+    parts |= _policy(run, config, stage)
     if saves:
-        found["saves"] = Bytes(host=_writes(run, config, stage))
-    return {name: size for name, size in found.items() if size.both}
+        parts["saves"] = Bytes(host=_writes(run, config, stage))
+    return {name: size for name, size in parts.items() if size.both}
 
 
 def at_a_loss(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
@@ -96,12 +96,12 @@ def at_a_loss(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]
     (node/state/feeding.py), and while it relearns its stage, which it has guessed."""
     gradient = VALUE * parameters(config, stage)
     copied = STATE * parameters(config, stage) + FOLLOWED * gradient
-    found = {"a newcomer": Bytes(host=copied)}
+    parts = {"a newcomer": Bytes(host=copied)}
     if stage and run.recovery.relearn.passes and run.recovery.policy in ("checkfree", "checkfree+"):
         weights = 4 if stage == 1 else 3  # of a copy, its gradient and momentum, and its guess
         learned = _boundary(run, config, run.training.microbatches)
-        found["relearning"] = Bytes(weights * gradient, SOURCES * gradient + learned)
-    return found
+        parts["relearning"] = Bytes(weights * gradient, SOURCES * gradient + learned)
+    return parts
 
 
 def whole(parts: Mapping[str, Bytes]) -> Bytes:

@@ -31,55 +31,68 @@ class PlanOptions:
     """The options of `planaria plan`."""
 
     run_file: Annotated[
-        Path | None, typer.Argument(metavar="RUN.toml", help="What is to be trained.")
+        Path | None, typer.Argument(metavar="RUN.toml", help="Run file to plan for.")
     ] = None
     preset: Annotated[
-        str | None, typer.Option(help="Instead of a run file: tiny, .., small, medium, large.")
+        str | None,
+        typer.Option(help="Model size instead of a run file: tiny, .., small, medium, large."),
     ] = None
     batch: Annotated[int | None, typer.Option(min=1, help="Samples a step.")] = None
     tokens: Annotated[
-        float | None, typer.Option(help="To train on. Default: the run file's steps.")
+        float | None, typer.Option(help="Tokens to train on. Default: the run file's steps.")
     ] = None
-    vocabulary: Annotated[int, typer.Option(help="If the run file names none.")] = 50_257
-    nodes: Annotated[int | None, typer.Option(min=2, help="That are to be had.")] = None
+    vocabulary: Annotated[int, typer.Option(help="Vocabulary size if the run file names none.")] = (
+        50_257
+    )
+    nodes: Annotated[int | None, typer.Option(min=2, help="Nodes available.")] = None
     kind: Annotated[
         str | None,
-        typer.Option(help="Of GPU, as a100 or rtx4090; 40 % of its peak is sustained."),
+        typer.Option(help="GPU model, as a100 or rtx4090; a node sustains 40 % of its peak."),
     ] = None
     tflops: Annotated[
         float | None, typer.Option(help="TFLOP/s that a node sustains in the model.")
     ] = None
-    memory: Annotated[float | None, typer.Option(help="GB of a node's device.")] = None
+    memory: Annotated[float | None, typer.Option(help="Device memory of a node, GB.")] = None
     host_memory: Annotated[
-        float | None, typer.Option(help="GB of a node's machine. Default: enough.")
+        float | None, typer.Option(help="Host memory of a node, GB. Default: enough.")
     ] = None
     bandwidth: Annotated[
-        float | None, typer.Option(help="GB/s that a node's device moves in its memory.")
+        float | None, typer.Option(help="Memory bandwidth of a node's device, GB/s.")
     ] = None
     cpu: Annotated[
-        bool, typer.Option("--cpu", help="Nodes compute on CPUs: both memories are one.")
+        bool, typer.Option("--cpu", help="Nodes compute on CPUs: device and host memory are one.")
     ] = False
-    price: Annotated[float, typer.Option(min=0, help="Of a node, an hour.")] = 0.0
+    price: Annotated[float, typer.Option(min=0, help="Price of a node for an hour.")] = 0.0
     site: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME[:NODES]", help="Repeatable: where nodes are; links by --table."),
+        typer.Option(
+            metavar="NAME[:NODES]", help="Where nodes are; repeatable. --table has the links."
+        ),
     ] = None
     table: Annotated[
         Path | None,
-        typer.Option(metavar="CSV", help="Links between sites. Default: twelve cloud sites."),
+        typer.Option(
+            metavar="CSV", help="Table of links between sites. Default: twelve cloud sites."
+        ),
     ] = None
-    delay: Annotated[float, typer.Option(help="Without --site: of all links, ms one way.")] = 40.0
-    mbps: Annotated[float, typer.Option(help="Without --site: of all links, Mbit/s.")] = 100.0
+    delay: Annotated[float, typer.Option(help="Delay of all links without --site, ms one way.")] = (
+        40.0
+    )
+    mbps: Annotated[float, typer.Option(help="Bandwidth of all links without --site, Mbit/s.")] = (
+        100.0
+    )
     uplink: Annotated[
         float | None,
         typer.Option(
-            help="Mbit/s that a site's nodes together send to others; without --site each is at "
-            "a site of its own."
+            help="Bandwidth from a site to all others, Mbit/s; without --site each node has a site "
+            "of its own."
         ),
     ] = None
     probe: Annotated[
         Path | None,
-        typer.Option(metavar="JSON", help="Nodes and links as measured, instead of all these."),
+        typer.Option(
+            metavar="JSON", help="Measured nodes and links, instead of the options above."
+        ),
     ] = None
     hourly: Annotated[
         float, typer.Option(help="Probability that a node is lost within an hour: 0.1 is 10 %.")
@@ -87,29 +100,36 @@ class PlanOptions:
     trace: Annotated[
         Path | None,
         typer.Option(
-            metavar="CSV", help="A spot trace (milliseconds, add or remove, node), to be replayed."
+            metavar="CSV", help="Spot trace to replay (milliseconds, add or remove, node)."
         ),
     ] = None
     replacement: Annotated[
-        float, typer.Option(help="Seconds until a machine is there in a lost one's place.")
+        float, typer.Option(help="Seconds from a loss until a new machine is available.")
     ] = 120.0
-    start: Annotated[
-        float, typer.Option(help="Seconds until the node on a machine asks to join.")
-    ] = 30.0
-    storage: Annotated[float, typer.Option(help="Mbit/s to the folder of checkpoints.")] = 1000.0
+    start: Annotated[float, typer.Option(help="Seconds from then until its node asks to join.")] = (
+        30.0
+    )
+    storage: Annotated[
+        float, typer.Option(help="Bandwidth to the folder of checkpoints, Mbit/s.")
+    ] = 1000.0
     deadline: Annotated[
-        float | None, typer.Option(help="Hours: the cheapest plan that meets it.")
+        float | None, typer.Option(help="Hours; chooses the cheapest plan that meets them.")
     ] = None
-    budget: Annotated[float | None, typer.Option(help="Money: the fastest plan within it.")] = None
+    budget: Annotated[
+        float | None, typer.Option(help="Money; chooses the fastest plan within it.")
+    ] = None
     policy: Annotated[
-        list[str] | None, typer.Option(help="Repeatable: choose among these. Default: all.")
+        list[str] | None,
+        typer.Option(help="Recovery policy to consider; repeatable. Default: all."),
     ] = None
     out: Annotated[
-        Path | None, typer.Option(metavar="PLAN.toml", help="Gets the plan as a run file.")
+        Path | None, typer.Option(metavar="PLAN.toml", help="Run file to write with the plan.")
     ] = None
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="PNG", help="Gets time and cost by failure rate and policy."),
+        typer.Option(
+            metavar="PNG", help="Picture to write of time and cost by failure rate and policy."
+        ),
     ] = None
     as_json: Annotated[
         bool, typer.Option("--json", envvar="PLANARIA_PLAN_JSON", help="Print JSON.")
@@ -118,13 +138,13 @@ class PlanOptions:
 
 @flattened
 def plan(options: PlanOptions) -> None:
-    """Which stages, replicas and policy for these nodes, and what it will take and cost."""
+    """Choose stages, replicas and policy for these nodes; estimate time, memory and cost."""
     import math
 
     from planaria.node.local.losses import read_trace
     from planaria.node.run_file import RunFileError, dumps
     from planaria_lab.emulation.links import LinkError
-    from planaria_lab.planning.machines import Hardware, probed, told
+    from planaria_lab.planning.machines import Hardware, alike, probed
     from planaria_lab.planning.planner import (
         PlanError,
         Question,
@@ -155,7 +175,7 @@ def plan(options: PlanOptions) -> None:
             machines, network = probed(options.probe, hardware)
         else:
             links = options.table, options.delay, options.mbps, options.uplink
-            machines, network = told(hardware, options.site or [], *links)
+            machines, network = alike(hardware, options.site or [], *links)
         deadline, budget = options.deadline, options.budget
         question = Question(
             run=run,
@@ -172,24 +192,24 @@ def plan(options: PlanOptions) -> None:
             policies=_policies(options.policy),
         )
         question, wider = with_codecs(question, free)
-        found = answer(question)
-        narrow = narrower(question, found.best)
+        result = answer(question)
+        narrow = narrower(question, result.best)
         replayed = replay(question, rows) if rows else {}
         out = options.out
         if options.plot is not None:
             draw(question, options.plot)
         if out is not None:
-            out.write_text(dumps(found.best.run), encoding="utf-8")
+            out.write_text(dumps(result.best.run), encoding="utf-8")
     if options.as_json:
-        console.print_json(data=as_data(found, wider, narrow, replayed))
+        console.print_json(data=as_data(result, wider, narrow, replayed))
         return
-    _print_plan(question, found.best, wider, narrow)
-    _print_others(found)
+    _print_plan(question, result.best, wider, narrow)
+    _print_others(result)
     if replayed:
         _print_replayed(replayed)
     if out is not None:
-        said = f"{out}: planaria up {out}, or planaria bootstrap --run {out} ..."
-        console.print(said, soft_wrap=True, markup=False, emoji=False)
+        hint = f"{out}: planaria up {out}, or planaria bootstrap --run {out} ..."
+        console.print(hint, soft_wrap=True, markup=False, emoji=False)
 
 
 # --- what is asked
@@ -205,7 +225,7 @@ def _asked(options: PlanOptions) -> tuple[RunFile, float, set[str]]:
 
     run_file, preset, tokens = options.run_file, options.preset, options.tokens
     if (run_file is None) == (preset is None):
-        raise PlanError("give a run file or else a --preset: that is what is planned for")
+        raise PlanError("give either a run file or --preset: one of them says what to train")
     free = {*CODECS}
     if run_file is not None:
         given = load(run_file)
@@ -214,7 +234,7 @@ def _asked(options: PlanOptions) -> tuple[RunFile, float, set[str]]:
     else:
         assert preset is not None
         if preset not in PRESETS:
-            raise PlanError(f"there is no preset {preset}; there are {', '.join(sorted(PRESETS))}")
+            raise PlanError(f"--preset {preset}: unknown; choose of {', '.join(sorted(PRESETS))}")
         size = options.batch or max(1, TOKENS_A_STEP // PRESETS[preset].context)
         run = override(
             RunFile(),
@@ -224,7 +244,7 @@ def _asked(options: PlanOptions) -> tuple[RunFile, float, set[str]]:
             training__precision="bf16",
         )
         if tokens is None:
-            raise PlanError("a preset says nothing of how much to train: give --tokens")
+            raise PlanError("a preset has no number of steps: give --tokens")
     config = model_config(run.model, run.model.vocabulary or options.vocabulary)
     return run, tokens or float(run.steps * run.training.batch * config.context), free
 
@@ -234,7 +254,7 @@ def _policies(names: list[str] | None) -> Any:
     from planaria_lab.planning.planner import POLICIES, PlanError
 
     if unknown := set(names or ()) - {*POLICIES}:
-        raise PlanError(f"--policy {min(unknown)}: there are {', '.join(POLICIES)}")
+        raise PlanError(f"--policy {min(unknown)}: unknown; choose of {', '.join(POLICIES)}")
     return tuple(names) if names else POLICIES
 
 
@@ -245,15 +265,15 @@ def figures(rows: Iterable[TraceRow]) -> tuple[float, float]:
     """Nodes on average, and the probability that one is lost within an hour, of a trace."""
     import math
 
-    nodes, seconds, lost, there, last = 0.0, 0.0, 0, 0, 0.0
+    nodes, seconds, lost, present, last = 0.0, 0.0, 0, 0, 0.0
     for row in rows:
-        nodes += there * (row.time - last)
+        nodes += present * (row.time - last)
         seconds += row.time - last
         last = row.time
-        there += 1 if row.added else -1
+        present += 1 if row.added else -1
         lost += not row.added
     if not nodes:
-        return float(there), 0.0
+        return float(present), 0.0
     return nodes / seconds, -math.expm1(-lost * HOUR / nodes)
 
 
@@ -271,7 +291,7 @@ def replay(
     from planaria_lab.simulator.churn import Churn
     from planaria_lab.simulator.run import simulate_run
 
-    found: dict[str, tuple[Candidate, RunOutcome]] = {}
+    replayed: dict[str, tuple[Candidate, RunOutcome]] = {}
     for policy in track(question.policies, "policies", console=errors, transient=True):
         try:
             best = answer(replace(question, policies=(policy,))).best
@@ -280,31 +300,31 @@ def replay(
         run = override(best.run, steps=max(best.run.steps, 10**7))
         churn = Churn(trace=rows, start=question.start)
         swarm = replace(best.swarm, run=run)
-        found[policy] = best, simulate_run(swarm, churn, limit=rows[-1].time - rows[0].time)
-    return found
+        replayed[policy] = best, simulate_run(swarm, churn, limit=rows[-1].time - rows[0].time)
+    return replayed
 
 
 # --- what is printed
 
 
 def as_data(
-    found: Answer,
+    result: Answer,
     wider: Candidate | None,
     narrow: Candidate | None,
     replayed: Mapping[str, tuple[Candidate, RunOutcome]],
 ) -> dict[str, Any]:
-    """The answer for machines to read: seconds, bytes; null: never. `wider`: what it would be with
-    the codecs of [wire] that hold if nothing is said, where others were chosen; `narrow`: what
-    narrower ones than the run file's would make of it."""
+    """The answer as JSON: seconds, bytes; null: never. `wider`: the plan with the default codecs of
+    [wire], where others were chosen; `narrow`: the plan with narrower codecs than the run
+    file's."""
     data: dict[str, Any] = {
-        "plan": {**plan_data(found.best), "handover": handover_data(found.best)},
+        "plan": {**plan_data(result.best), "handover": handover_data(result.best)},
         "wider": None if wider is None else plan_data(wider),
         "narrow": None if narrow is None else plan_data(narrow),
-        "others": [{**plan_data(plan), "why": why} for plan, why in found.others],
-        "refused": list(found.refused),
+        "others": [{**plan_data(plan), "why": why} for plan, why in result.others],
+        "refused": list(result.refused),
     }
     if replayed:
-        data["trace"] = {name: replay_data(*one) for name, one in replayed.items()}
+        data["trace"] = {name: replay_data(*replay) for name, replay in replayed.items()}
     return data
 
 
@@ -348,12 +368,12 @@ def handover_data(plan: Candidate) -> list[dict[str, Any]]:
 
     return [
         {
-            "stage": one.stage,
-            "weights": {"bytes": one.weights, "seconds": one.seconds(one.weights)},
-            "state": {"bytes": one.state, "seconds": one.seconds(one.state)},
-            "possible": {f"{notice:.0f}": one.possible(notice) for notice in NOTICES},
+            "stage": stage.stage,
+            "weights": {"bytes": stage.weights, "seconds": stage.seconds(stage.weights)},
+            "state": {"bytes": stage.state, "seconds": stage.seconds(stage.state)},
+            "possible": {f"{notice:.0f}": stage.possible(notice) for notice in NOTICES},
         }
-        for one in handovers(plan.swarm, plan.estimate.step)
+        for stage in handovers(plan.swarm, plan.estimate.step)
     ]
 
 
@@ -382,7 +402,7 @@ def behind(plan: Candidate, outcome: RunOutcome) -> float:
     from planaria_lab.planning.estimate import LEARNING, lesson
 
     cost = LEARNING[lesson(plan.run)]
-    guessed = sum(not one.same_weights for loss in outcome.losses for one in loss.rebuilt)
+    guessed = sum(not rebuild.same_weights for loss in outcome.losses for rebuild in loss.rebuilt)
     return min(cost.behind * guessed, cost.most * outcome.steps)
 
 
@@ -406,7 +426,7 @@ def _print_plan(
     )
     most = "" if training.in_flight else "at most "
     sheet.add_row("in flight", f"{most}{plan.swarm.in_flight} a source")
-    sheet.add_row("on the wire", _told_codecs(plan, wider))
+    sheet.add_row("on the wire", _codecs_and_why(plan, wider))
     sheet.add_row("recomputation", "yes" if training.recompute else "no")
     simulated = simulate_step(plan.swarm, steps=2).seconds
     sheet.add_row("a step", f"{plan.estimate.step:.3g} s (simulated: {simulated:.3g} s)")
@@ -427,17 +447,17 @@ def _print_plan(
         places = ", ".join(dict.fromkeys(machine.site for machine in of))
         memory = f"{need.device / 1e9:,.2f} GB on the device, {need.host / 1e9:,.2f} GB beside it"
         after = f"{more.device / 1e9:,.2f} and {more.host / 1e9:,.2f} GB more"
-        told = f"a node needs {memory}; for a while after a loss {after}"
-        sheet.add_row(f"stage {stage}", f"{len(of)} at {places}; {told}")
+        needs = f"a node needs {memory}; for a while after a loss {after}"
+        sheet.add_row(f"stage {stage}", f"{len(of)} at {places}; {needs}")
     if narrow is not None:
-        sheet.add_row("narrower links", _told_narrow(narrow))
+        sheet.add_row("narrower links", _with_narrower_links(narrow))
     for notice in NOTICES:
         sheet.add_row(f"handover in {notice:.0f} s", in_words(heirs, notice))
     console.print(sheet)
 
 
-def _told_codecs(plan: Candidate, wider: Candidate | None) -> str:
-    """Those of the plan, and why they were chosen, if they were."""
+def _codecs_and_why(plan: Candidate, wider: Candidate | None) -> str:
+    """The codecs of the plan, and why they were chosen, if they were."""
     from planaria_lab.planning.planner import described
 
     codecs = _codecs(plan)
@@ -451,7 +471,7 @@ def _told_codecs(plan: Candidate, wider: Candidate | None) -> str:
     )
 
 
-def _told_narrow(plan: Candidate) -> str:
+def _with_narrower_links(plan: Candidate) -> str:
     from rich.markup import escape
 
     from planaria_lab.planning.planner import described
@@ -466,24 +486,24 @@ def _codecs(plan: Candidate) -> str:
     return ", ".join(f'{name} = "{getattr(plan.run.wire, name)}"' for name in CODECS)
 
 
-def _print_others(found: Answer) -> None:
+def _print_others(result: Answer) -> None:
     from rich.table import Table
 
     from planaria_lab.planning.planner import described
 
-    sheet = Table(title="What loses, and why")
+    sheet = Table(title="Rejected plans")
     for column in ("plan", "a step", "time", "money", "why"):
         sheet.add_column(column, justify="left" if column in ("plan", "why") else "right")
-    for plan, why in found.others:
+    for plan, why in result.others:
         money = f"{plan.money:,.2f}" if plan.price else "-"
         sheet.add_row(
             described(plan), f"{plan.estimate.step:.3g} s", _duration(plan.seconds), money, why
         )
     console.print(sheet)
-    for line in found.refused[:3]:
+    for line in result.refused[:3]:
         console.print(f"doesn't fit: {line}", soft_wrap=True, markup=False, emoji=False)
-    if len(found.refused) > 3:
-        console.print(f"nor do {len(found.refused) - 3} more")
+    if len(result.refused) > 3:
+        console.print(f"nor do {len(result.refused) - 3} more")
 
 
 def _print_replayed(replayed: Mapping[str, tuple[Candidate, RunOutcome]]) -> None:
@@ -527,7 +547,7 @@ def draw(question: Question, path: Path) -> None:
 
     from matplotlib.figure import Figure
 
-    from planaria_lab.lines import name_at_the_ends, told_apart
+    from planaria_lab.lines import distinct_style, name_at_the_ends
 
     drawn = curves(question)
     figure = Figure(figsize=(12, 4.6))
@@ -538,7 +558,7 @@ def draw(question: Question, path: Path) -> None:
         for column, axes in enumerate(sheets, 1):
             values = [point[column] for point in points]
             known = [value if math.isfinite(value) else math.nan for value in values]
-            axes.plot(rates, known, label=policy, **told_apart(place, len(drawn), len(points)))
+            axes.plot(rates, known, label=policy, **distinct_style(place, len(drawn), len(points)))
     titles = ("Hours until the fastest plan is done", "Money that the cheapest plan takes")
     for axes, title in zip(sheets, titles, strict=True):
         axes.set_title(title, loc="left", fontsize=11)
@@ -564,7 +584,7 @@ def curves(question: Question) -> dict[str, list[tuple[float, float, float]]]:
 
     from planaria_lab.planning.planner import Candidate, candidates
 
-    found: dict[str, list[tuple[float, float, float]]] = {}
+    points: dict[str, list[tuple[float, float, float]]] = {}
     rates = sorted({*RATES, question.hourly})
     for rate in track(rates, "failure rates", console=errors, transient=True):
         plans = [p for p in candidates(replace(question, hourly=rate)) if isinstance(p, Candidate)]
@@ -573,5 +593,5 @@ def curves(question: Question) -> dict[str, list[tuple[float, float, float]]]:
             if of:
                 fastest = min(plan.seconds for plan in of) / HOUR
                 cheapest = min(plan.money for plan in of)
-                found.setdefault(policy, []).append((rate, fastest, cheapest))
-    return found
+                points.setdefault(policy, []).append((rate, fastest, cheapest))
+    return points

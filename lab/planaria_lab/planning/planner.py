@@ -111,10 +111,10 @@ class Question:
 
     def __post_init__(self) -> None:
         if not self.machines:
-            raise PlanError("there are no nodes: say how many with --nodes, or give --probe")
+            raise PlanError("there are no nodes: give --nodes or --probe")
         if not 0 <= self.hourly < 1:
             raise PlanError(
-                f"hourly = {self.hourly:g} is no probability from 0 to below 1; 10 % are 0.1"
+                f"hourly = {self.hourly:g} must be a probability from 0 to less than 1; 10 % is 0.1"
             )
         for name in ("tokens", "deadline", "budget", "storage_mbps"):
             if not getattr(self, name) > 0:
@@ -122,7 +122,7 @@ class Question:
         if not (0 <= self.replacement < math.inf and 0 <= self.start < math.inf):
             raise PlanError(
                 f"replacement = {self.replacement:g} s and start = {self.start:g} s must be 0 or "
-                "more: a run that gets no machines in place of lost ones can't be planned"
+                "more: a run whose lost machines are never replaced can't be planned"
             )
 
     @property
@@ -207,10 +207,10 @@ def spreads(nodes: int, stages: int) -> list[tuple[int, ...]]:
     over at stage 0 (the head) and then at the others in turn."""
     most, rest = divmod(nodes, stages)
     equal = [r for r in range(1, most + 1) if r <= 4 or r % 4 == 0 or r == most]
-    found = [(replicas,) * stages for replicas in equal]
+    counts = [(replicas,) * stages for replicas in equal]
     if most and rest:
-        found.append(tuple(most + (stage < rest) for stage in range(stages)))
-    return found
+        counts.append(tuple(most + (stage < rest) for stage in range(stages)))
+    return counts
 
 
 class _Shape:
@@ -344,20 +344,21 @@ class Answer:
 def answer(question: Question) -> Answer:
     """The fastest plan within the budget; with a deadline the cheapest that meets it. Beside it the
     best of each other policy, and of other numbers of stages and replicas. Raises PlanError."""
-    found = [*candidates(question)]
-    plans = [plan for plan in found if isinstance(plan, Candidate)]
-    refused = tuple(dict.fromkeys(one for one in found if isinstance(one, str)))
+    results = [*candidates(question)]
+    plans = [plan for plan in results if isinstance(plan, Candidate)]
+    refused = tuple(dict.fromkeys(result for result in results if isinstance(result, str)))
     if not plans:
         raise PlanError(_nothing_fits(question, refused))
     best = _best(question, plans)
     if best is None:
         nearest = min(plans, key=lambda plan: _worth(question, plan))
         raise PlanError(
-            f"no plan does it: the nearest, {described(nearest)}, {_why_not(question, nearest)}"
+            f"no plan meets the deadline and the budget: the nearest, "
+            f"{described(nearest)}, {_why_not(question, nearest)}"
         )
     others = [plan for plan in _shown(question, plans, best) if plan is not best]
-    told = tuple((plan, _why_not(question, plan) or _why(plan, best)) for plan in others)
-    return Answer(best, told, refused)
+    explained = tuple((plan, _why_not(question, plan) or _why(plan, best)) for plan in others)
+    return Answer(best, explained, refused)
 
 
 def with_codecs(question: Question, free: Collection[str]) -> tuple[Question, Candidate | None]:
@@ -368,27 +369,29 @@ def with_codecs(question: Question, free: Collection[str]) -> tuple[Question, Ca
     tried: list[tuple[Question, Candidate]] = []
     own: Candidate | None = None
     for kept in ((*NARROW,), BOUNDARIES, AVERAGING, ()):
-        few = {what: codec for what, codec in codecs.items() if what not in kept}
+        few = {link: codec for link, codec in codecs.items() if link not in kept}
         if few or kept == (*NARROW,):
             wire = question.run.wire.model_copy(update=few)
             asked = replace(question, run=question.run.model_copy(update={"wire": wire}))
-            plans = (one for one in candidates(asked) if isinstance(one, Candidate))
+            plans = (plan for plan in candidates(asked) if isinstance(plan, Candidate))
             if (best := _best(asked, plans)) is not None:
                 tried.append((asked, best))
                 own = own if few else best
     if not tried:
         return question, None
     least = min(_worth(question, best)[0] for _, best in tried)
-    asked, best = next(one for one in tried if (1 - WORTH) * _worth(question, one[1])[0] <= least)
+    asked, best = next(
+        attempt for attempt in tried if (1 - WORTH) * _worth(question, attempt[1])[0] <= least
+    )
     return (question, None) if best is own else (asked, own)
 
 
 def _narrowed(run: RunFile, free: Collection[str]) -> dict[str, str]:
     """Of these codecs, those of `NARROW` that leave less than the run's."""
     return {
-        what: codec
-        for what, codec in NARROW.items()
-        if what in free and BYTES.index(codec) > BYTES.index(getattr(run.wire, what))
+        link: codec
+        for link, codec in NARROW.items()
+        if link in free and BYTES.index(codec) > BYTES.index(getattr(run.wire, link))
     }
 
 
@@ -397,8 +400,8 @@ def narrower(question: Question, best: Candidate) -> Candidate | None:
     None: it is hardly quicker."""
     wire = question.run.wire.model_copy(update=_narrowed(question.run, NARROW))
     run = question.run.model_copy(update={"wire": wire})
-    found = candidates(replace(question, run=run, policies=(best.policy,)))
-    plan = _best(question, (one for one in found if isinstance(one, Candidate)))
+    results = candidates(replace(question, run=run, policies=(best.policy,)))
+    plan = _best(question, (result for result in results if isinstance(result, Candidate)))
     return plan if plan and plan.seconds < (1 - WORTH) * best.seconds else None
 
 
@@ -418,14 +421,14 @@ def _worth(question: Question, plan: Candidate) -> tuple[float, float]:
 def _why_not(question: Question, plan: Candidate) -> str:
     hours = plan.seconds / HOUR
     if hours == math.inf:
-        return "never gets there: losses come faster than it gets on"
+        return "never ends: losses come faster than it recovers"
     if hours > question.deadline:
         return f"takes {hours:,.1f} h of {question.deadline:,.1f} h"
     if plan.money > question.budget:
         return f"costs {plan.money:,.2f} of {question.budget:,.2f}"
     homeless = plan.policy == "checkpoint" and not plan.run.recovery.checkpoint.dir
     if homeless and question.policies != ("checkpoint",):
-        return "takes a folder that all nodes share: name it in recovery.checkpoint.dir"
+        return "needs a folder that all nodes share: name it in recovery.checkpoint.dir"
     return ""
 
 
@@ -451,15 +454,15 @@ def _why(plan: Candidate, best: Candidate) -> str:
     name = max(spent, key=lambda of: spent[of])
     more = plan.seconds / best.seconds - 1
     if more < ALIKE:
-        return f"as good as that: {more:+.2%} of the time"
+        return f"nearly as good: {more:+.2%} of the time"
     if name == "training":
         return f"a step takes {its.step:.3g} s instead of {ours.step:.3g} s"
     reasons = {
         "replicas missing": "steps are slower while replicas are missing",
-        "learning again": "what was lost is to be learned again",
+        "learning again": "lost progress must be relearned",
         "rolled back": "steps are rolled back and made again",
-        "replicas lost": "losses of replicas hold it up",
-        "stages lost": "losses of stages hold it up",
+        "replicas lost": "losses of replicas delay it",
+        "stages lost": "losses of stages delay it",
     }
     return f"{reasons[name]}: {spent[name] / best.seconds:+.1%} of the time"
 

@@ -16,11 +16,11 @@ app = typer.Typer(help="Measure what blocking and overlapped saves cost a real s
 def saves(
     out: Annotated[Path, typer.Option(help="Folder of the results.")],
     blocks: Annotated[
-        int, typer.Option(min=0, help="Times that each swarm has its turn; 0: only the table.")
+        int, typer.Option(min=0, help="Number of swarms of each kind; 0: only the table.")
     ] = 3,
 ) -> None:
     """Measure what saves cost a real swarm, blocking and overlapped, with and without a failure of
-    all its processes. It can be stopped, and goes on from there."""
+    all its processes. It can be stopped and started again."""
     from planaria.node.data.corpus import CorpusError
     from planaria.node.local.swarm import SwarmError
     from planaria.node.run_file import RunFileError, loads

@@ -40,7 +40,7 @@ def arm(
     waited = 0.0  # there is one compute thread, and no other waits
     file = (timed / f"{os.getpid()}.jsonl").open("a", encoding="utf-8")
 
-    def tell(state: StageState, **seconds: float) -> None:
+    def log(state: StageState, **seconds: float) -> None:
         line = {"stage": state.id.stage, "step": state.id.step, **seconds}
         file.write(json.dumps(line) + "\n")
         file.flush()
@@ -62,7 +62,7 @@ def arm(
             handed = True
         else:
             handed = hand_over(writer, taken, state)
-        tell(state, critical=time.perf_counter() - began, waited=waited)
+        log(state, critical=time.perf_counter() - began, waited=waited)
         return handed
 
     def slowly(parts: Iterable[saves.Bytes]) -> Iterator[saves.Bytes]:
@@ -76,7 +76,7 @@ def arm(
     def written(of: saves.Saves, state: StageState) -> None:
         began = time.perf_counter()
         write(of, state)
-        tell(state, write=time.perf_counter() - began)
+        log(state, write=time.perf_counter() - began)
 
     wrap(saves, "waiting_for_disk", waiting)
     wrap(saves.Writer, "_hand_over", handed_over)

@@ -106,12 +106,12 @@ def measure_all(run: RunFile, blocks: int, out: Path, say: Callable[[str], None]
     """Measure what is missing in `out`, and return all. Raises SavesError, SwarmError,
     StudyError."""
     out.mkdir(parents=True, exist_ok=True)
-    there = read_results(out / ROWS)
-    todo = [turn for turn in turns(blocks) if turn.key(run) not in there]
+    lines = read_results(out / ROWS)
+    todo = [turn for turn in turns(blocks) if turn.key(run) not in lines]
     for number, turn in enumerate(todo):
         rmtree(SCRATCH, ignore_errors=True)
         load = os.getloadavg()[0]
-        found = measure(run, turn.saving, SCRATCH)
+        outcome = measure(run, turn.saving, SCRATCH)
         row = {
             "key": turn.key(run),
             "block": turn.block,
@@ -119,13 +119,13 @@ def measure_all(run: RunFile, blocks: int, out: Path, say: Callable[[str], None]
             "variant": turn.variant,
             "load": round(load, 1),
             "machine": machine("cpu"),
-            **asdict(found),
+            **asdict(outcome),
         }
         append_result(out / ROWS, row)
-        there[row["key"]] = row
-        goodput = f"{found.steps / found.wall:.2f} steps/s, load {load:.1f}"
+        lines[row["key"]] = row
+        goodput = f"{outcome.steps / outcome.wall:.2f} steps/s, load {load:.1f}"
         say(f"{number + 1} of {len(todo)}: {turn.suite}, {turn.variant}: {goodput}")
-    return [there[turn.key(run)] for turn in turns(_blocks(there)) if turn.key(run) in there]
+    return [lines[turn.key(run)] for turn in turns(_blocks(lines)) if turn.key(run) in lines]
 
 
 def _blocks(rows: Mapping[str, Row]) -> int:
@@ -160,7 +160,7 @@ def compared(rows: Sequence[Row]) -> list[Compared]:
     if not plain:
         raise SavesError("no swarm without saves has been measured yet")
     losses = next(iter(plain.values()))["losses"]
-    found = []
+    results = []
     for suite in SUITES:
         for variant in VARIANTS:
             own = [
@@ -170,8 +170,8 @@ def compared(rows: Sequence[Row]) -> list[Compared]:
                 and (row["block"], suite) in plain
             ]
             if own:
-                found.append(_compared(suite, variant, own, losses))
-    return found
+                results.append(_compared(suite, variant, own, losses))
+    return results
 
 
 def _suite(row: Row) -> Suite:
@@ -206,8 +206,8 @@ def _compared(
 def table(rows: Sequence[Row]) -> str:
     """As Markdown: medians over the blocks, with the least and the most; of the parts of the wall
     clock, which add up, means."""
-    found = compared(rows)
-    by_name = {(one.suite, one.variant): one for one in found}
+    results = compared(rows)
+    by_name = {(result.suite, result.variant): result for result in results}
     loads = [row["load"] for row in rows]
     machines = ", ".join(sorted({row["machine"] for row in rows}))
     lines = [
@@ -219,16 +219,16 @@ def table(rows: Sequence[Row]) -> str:
         + " | down, s | steps made again | losses equal |",
         "| --- | --- | ---: | ---: |" + " ---: |" * (len(PARTS) + 3),
     ]
-    for one in found:
-        parts = " | ".join(f"{100 * statistics.fmean(one.parts[part]):.1f}" for part in PARTS)
+    for result in results:
+        parts = " | ".join(f"{100 * statistics.fmean(result.parts[part]):.1f}" for part in PARTS)
         down, lost = "-", "-"
-        if VARIANTS[one.variant][2]:
-            down, lost = _range(one.down, 1), _range(one.lost, 0)
-        apart = f", others {one.apart:.0e} at most" if one.apart else ""
-        equal = f"{one.equal} of {len(one.lost)}{apart}"
+        if VARIANTS[result.variant][2]:
+            down, lost = _range(result.down, 1), _range(result.lost, 0)
+        apart = f", others {result.apart:.0e} at most" if result.apart else ""
+        equal = f"{result.equal} of {len(result.lost)}{apart}"
         lines.append(
-            f"| {one.suite} | {one.variant} | {_range(one.goodput)} | {_range(one.own)} | {parts} "
-            f"| {down} | {lost} | {equal} |"
+            f"| {result.suite} | {result.variant} | {_range(result.goodput)} "
+            f"| {_range(result.own)} | {parts} | {down} | {lost} | {equal} |"
         )
     lines += ["", "| suite | " + " | ".join(f"{a} / {b}" for a, b in PAIRS) + " |"]
     lines += ["| --- |" + " ---: |" * len(PAIRS)]
@@ -254,19 +254,22 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib.figure import Figure
 
-    found = compared(rows)
-    figure = Figure(figsize=(11, 1.6 + 0.3 * len(found)), layout="constrained")
+    results = compared(rows)
+    figure = Figure(figsize=(11, 1.6 + 0.3 * len(results)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    places = [place + SUITES.index(one.suite) for place, one in enumerate(found)]
-    for place, one in zip(places, found, strict=True):
-        left.barh(place, statistics.median(one.goodput), color=COLORS[0], alpha=0.3, height=0.7)
-        left.plot(one.goodput, [place] * len(one.goodput), "o", color=COLORS[0], markersize=4)
-    begun = [0.0] * len(found)
+    places = [place + SUITES.index(result.suite) for place, result in enumerate(results)]
+    for place, result in zip(places, results, strict=True):
+        left.barh(place, statistics.median(result.goodput), color=COLORS[0], alpha=0.3, height=0.7)
+        left.plot(result.goodput, [place] * len(result.goodput), "o", color=COLORS[0], markersize=4)
+    begun = [0.0] * len(results)
     for color, part in zip(COLORS, PARTS, strict=False):
-        shares = [statistics.fmean(one.parts[part]) for one in found]
+        shares = [statistics.fmean(result.parts[part]) for result in results]
         right.barh(places, shares, left=begun, color=color, height=0.7, label=part)
         begun = [a + b for a, b in zip(begun, shares, strict=True)]
-    names = [f"{one.suite}: {NONE}" if one.variant == NONE else one.variant for one in found]
+    names = [
+        f"{result.suite}: {NONE}" if result.variant == NONE else result.variant
+        for result in results
+    ]
     left.set_yticks(places, names)
     left.invert_yaxis()
     left.set_xlabel("steps by the wall clock, of those without saves")

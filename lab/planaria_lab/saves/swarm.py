@@ -139,7 +139,7 @@ def _life(plan: SwarmPlan, slots: Sequence[str], saving: Saving) -> Iterator[Pro
         deadline = time.monotonic() + DEADLINE
         while not address.exists():
             if processes.ended() or time.monotonic() > deadline:
-                raise SavesError(f"the registry doesn't listen; its log is in {logs}")
+                raise SavesError(f"the registry didn't start to listen; its log is in {logs}")
             time.sleep(LOOK)
         for slot in slots:
             saves = "none" if plan.save_dir is None else str(plan.save_dir / slot)
@@ -162,20 +162,22 @@ def _until(plan: SwarmPlan, step: int, processes: Processes) -> None:
     while max((line["step"] for line in _commits(plan)), default=0) < step:
         ended = processes.ended()
         if ended or time.monotonic() > deadline:
-            why = f"{ended} ended" if ended else f"step {step} isn't there after {DEADLINE:.0f} s"
+            why = (
+                f"{ended} ended" if ended else f"step {step} was not committed in {DEADLINE:.0f} s"
+            )
             raise SavesError(f"{why}; logs are in {plan.out / 'logs'}")
         time.sleep(LOOK)
 
 
 def _commits(plan: SwarmPlan) -> list[dict[str, Any]]:
     """The ledgers' lines in the order of time, those of steps that were made again too."""
-    found = [
+    lines = [
         line
         for path in (plan.out / "logs").glob("ledger-*.jsonl")
         for line in _lines(path)
         if "step" in line
     ]
-    return sorted(found, key=lambda line: float(line["time"]))
+    return sorted(lines, key=lambda line: float(line["time"]))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -11,15 +11,18 @@ import typer
 RESULTS: Final = "convex.jsonl"
 TABLES: Final = "convex.md"
 
-app = typer.Typer(no_args_is_help=True, help="SCAR's experiments on convex problems.")
-Out = Annotated[Path, typer.Option(help="The folder of the results.")]
+app = typer.Typer(no_args_is_help=True, help="Repeat SCAR's experiments on convex problems.")
+Out = Annotated[Path, typer.Option(help="Folder for the results.")]
 
 
 @app.command()
 def run(
     out: Out,
     trials: Annotated[
-        int, typer.Option(help="Of logistic regression; a quadratic has ten times as many.", min=2)
+        int,
+        typer.Option(
+            help="Trials of logistic regression; a quadratic has ten times as many.", min=2
+        ),
     ] = 100,
 ) -> None:
     """Run everything (three minutes on one core), store it, and report."""
@@ -42,7 +45,7 @@ def report(out: Out) -> None:
 
     stored = out / RESULTS
     if not stored.exists():
-        raise typer.BadParameter(f"{stored} doesn't exist; `scar run` makes it")
+        raise typer.BadParameter(f"{stored} doesn't exist: run `planaria lab scar run` first")
     results = [json.loads(line) for line in stored.read_text().splitlines()]
     (out / TABLES).write_text(tables(results))
     plot(results, out)

@@ -69,8 +69,8 @@ def runs(data: Digits, trials: int, seed: int = 7) -> Runs:
     path = [np.repeat(untrained(data)[None], trials, axis=0)]
     unperturbed = np.full(trials, LIMIT)
     for k in range(LIMIT):
-        there = cross_entropy(data, path[-1]) <= TARGET
-        unperturbed = np.where(there, np.minimum(unperturbed, k), unperturbed)
+        reached = cross_entropy(data, path[-1]) <= TARGET
+        unperturbed = np.where(reached, np.minimum(unperturbed, k), unperturbed)
         if (unperturbed < LIMIT).all():
             break
         path.append(_descend(data, path[-1], batches[:, k]))

@@ -184,17 +184,17 @@ def _regression_table(results: Sequence[Record]) -> str:
     rows = []
     for record in pick(results, figure="regression"):
         for name, of in RATES.items():
-            one = record[name]
+            figures = record[name]
             rows.append(
                 [
                     f"{record['kind']}, until the {record['criterion']}",
                     of,
-                    f"{one['c']:.4f}",
-                    f"{one['above']:.0%}",
-                    f"{one['worst']:.1f}",
-                    f"{one['share']:.2f}",
+                    f"{figures['c']:.4f}",
+                    f"{figures['above']:.0%}",
+                    f"{figures['worst']:.1f}",
+                    f"{figures['share']:.2f}",
                     # The last column is of distances, which is what the theorem is about.
-                    f"{one['needed_above']:.0%}" if record["criterion"] == "distance" else "",
+                    f"{figures['needed_above']:.0%}" if record["criterion"] == "distance" else "",
                 ]
             )
     return _table(["perturbation", *BOUND_COLUMNS], rows)
@@ -207,7 +207,7 @@ def _recovery_table(of: Iterable[Record], recoveries: Sequence[Record]) -> str:
         (full,) = pick(recoveries, margin=record["margin"], period=record["period"], restored=1.0)
         mean, half = confidence(record["iterations"])
         share, low, high = saved(np.array(record["iterations"]), np.array(full["iterations"]))
-        squares, of_full = (np.square(one["perturbation"]).mean() for one in (record, full))
+        squares, of_full = (np.square(which["perturbation"]).mean() for which in (record, full))
         rows.append(
             [
                 data_name(record["margin"]),
@@ -280,14 +280,14 @@ def plot(results: Sequence[Record], out: Path) -> None:
 
 
 def _plot_quadratic(results: Sequence[Record], axes: Sequence[Axes]) -> None:
-    (one,), (many,) = (
+    (single,), (several,) = (
         pick(results, figure="quadratic", kind=kind, problem=0) for kind in ("one", "any")
     )
-    _plot_bound(axes[0], one, "norms", "‖δ‖")
+    _plot_bound(axes[0], single, "norms", "‖δ‖")
     axes[0].set_title("one perturbation, at iteration 500")
-    _plot_bound(axes[1], one, "discounted", "Δ (time-discounted)")
+    _plot_bound(axes[1], single, "discounted", "Δ (time-discounted)")
     axes[1].set_title("one perturbation, at iteration 500")
-    _plot_bound(axes[2], many, "discounted", "Δ (time-discounted)")
+    _plot_bound(axes[2], several, "discounted", "Δ (time-discounted)")
     axes[2].set_title("perturbations with p = 0.001 at each iteration")
     axes[0].legend(frameon=False)
 

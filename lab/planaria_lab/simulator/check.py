@@ -197,13 +197,13 @@ def read_samples(path: Path) -> list[Live]:
         lines = [json.loads(line) for line in whole.splitlines()] or [header]
         if lines[0] != header:
             raise LiveError(
-                f"{path} was measured otherwise, or on another machine: choose another --out, or "
-                "remove it"
+                f"{path} has results of other settings or of another machine: choose another "
+                "--out, or remove it"
             )
         path.write_text(whole or json.dumps(header) + "\n", encoding="utf-8")
         return [LIVE.validate_python(line) for line in lines[1:]]
     except (OSError, ValueError) as error:
-        raise LiveError(f"{path} can't be used: {error}; remove it to begin anew") from error
+        raise LiveError(f"{path} can't be used: {error}; remove it to start again") from error
 
 
 def missing(samples: Sequence[Live], blocks: int) -> list[LiveCase]:
@@ -341,9 +341,9 @@ def calibrate(samples: Sequence[Live], vocabulary: int, timed: Timed = time_task
     return Calibration(
         Transport(low, low),
         cores,
-        {policy: statistics.median(one.start for one in of) for policy, of in known.items()},
+        {policy: statistics.median(sample.start for sample in of) for policy, of in known.items()},
         {
-            policy: max(0.0, statistics.median(one.after - one.step for one in of))
+            policy: max(0.0, statistics.median(sample.after - sample.step for sample in of))
             for policy, of in known.items()
         },
     )
@@ -374,14 +374,14 @@ def compare(
     """Every case that was measured, and its policy without delays; medians over the swarms. Raises
     LiveError."""
     known = calibrate(samples, vocabulary, timed)
-    found = []
+    compared = []
     for case in CASES:
         of = [sample for sample in samples if sample.case == case.name]
         if not of or case.policy not in known.start:
             continue
         swarm = swarm_of(case, vocabulary, known.transport, known.cores, timed)
         kill = parse_kill(case.kill, swarm.run)
-        found.append(
+        compared.append(
             Compared(
                 case,
                 live_step=statistics.median(sample.step for sample in of),
@@ -392,7 +392,7 @@ def compare(
                 ),
             )
         )
-    return known, found
+    return known, compared
 
 
 def predicted_stall(swarm: Swarm, kill: Kill, start: float, warm_up: float) -> float:
@@ -407,29 +407,32 @@ def predicted_stall(swarm: Swarm, kill: Kill, start: float, warm_up: float) -> f
     return simulate_run(swarm, churn).losses[0].stall
 
 
-def table(known: Calibration, found: Sequence[Compared]) -> str:
+def table(known: Calibration, compared: Sequence[Compared]) -> str:
     """The comparison as a table in Markdown."""
     lines = [
         "| swarm | s a step, live | simulated | error | stall, live | simulated | error |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for one in found:
+    for row in compared:
         cells = (
-            f"{one.case.name} ({one.case.policy})",
-            f"{one.live_step:.3f}",
-            f"{one.step:.3f}",
-            f"{one.step_error:.1%}",
-            f"{one.live_stall:.2f}",
-            f"{one.stall:.2f}",
-            f"{one.stall_error:.1%}",
+            f"{row.case.name} ({row.case.policy})",
+            f"{row.live_step:.3f}",
+            f"{row.step:.3f}",
+            f"{row.step_error:.1%}",
+            f"{row.live_stall:.2f}",
+            f"{row.stall:.2f}",
+            f"{row.stall_error:.1%}",
         )
         lines.append(f"| {' | '.join(cells)} |")
-    for what, goal in GOALS.items():
-        errors = [one.step_error if what == "step" else one.stall_error for one in found]
+    for figure, goal in GOALS.items():
+        errors = [row.step_error if figure == "step" else row.stall_error for row in compared]
         if errors:
             median = statistics.median(errors)
             verdict = "met" if median <= goal else "missed"
-            lines += ["", f"Median error of the {what}: {median:.1%} (goal {goal:.0%}: {verdict})."]
+            lines += [
+                "",
+                f"Median error of the {figure}: {median:.1%} (goal {goal:.0%}: {verdict}).",
+            ]
     newcomers = ", ".join(
         f"{policy} {known.start[policy]:.2f} and {known.warm_up[policy]:.2f}"
         for policy in known.start

@@ -179,8 +179,8 @@ class Wire:
             chunks = max(1, -(-size // self._chunk))
         for chunk in range(chunks):
             self._asked += 1
-            told: Any = then if chunk == chunks - 1 else None
-            heapq.heappush(self._queue, (urgency, self._asked, size / chunks * ON_WIRE, told))
+            arrived: Any = then if chunk == chunks - 1 else None
+            heapq.heappush(self._queue, (urgency, self._asked, size / chunks * ON_WIRE, arrived))
         if not self._busy:
             self._next()
 

@@ -73,7 +73,7 @@ def noticed(swarm: Swarm, churn: Churn, stage: int) -> float:
     return wait + to_registry(swarm, stage) + to_registry(swarm, 0)
 
 
-def told(swarm: Swarm, churn: Churn, stage: int) -> float:
+def notified(swarm: Swarm, churn: Churn, stage: int) -> float:
     """From a replica's loss until all have the plan of a step that goes on without it: the driver's
     link to it is silent, or the registry's view is without it."""
     silent = delay(swarm, 0, stage) + swarm.run.swarm.silence

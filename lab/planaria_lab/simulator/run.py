@@ -97,7 +97,7 @@ def simulate_run(
     """
     if churn.stages is not None and (bad := set(churn.stages) - {*range(swarm.config.stages + 1)}):
         raise SwarmFiguresError(
-            f"stage {min(bad)} can't be lost: there are 0 to {swarm.config.stages}"
+            f"stage {min(bad)} can't be lost: the stages are 0 to {swarm.config.stages}"
         )
     return _Run(swarm, churn, seed, {} if known is None else known).outcome(limit)
 
@@ -168,14 +168,14 @@ class _Run:
         else:
             self._start_all()
         training = self.environment.process(self.train())
-        self._later(limit, partial(self._stop, f"{limit:,.0f} s are over"))
+        self._later(limit, partial(self._stop, f"the limit of {limit:,.0f} s is reached"))
         try:
             self.environment.run(training)
         except RuntimeError:  # simpy has run out of events
             if training.triggered:
                 raise
             vacant = ", ".join(map(str, self._vacant()))
-            self.stopped = f"stage {vacant} has no node, and none comes"
+            self.stopped = f"stage {vacant} has no node, and no replacement comes"
         self._count_nodes()
         kept = sum(self.spent)
         first = self.known.get(self.swarm.counts)
@@ -203,13 +203,13 @@ class _Run:
             timeout = self.environment.timeout(max(0.0, seconds))
             timeout.callbacks.append(lambda _: then())
 
-    def _tell(self) -> None:
+    def _signal_change(self) -> None:
         self.changed.succeed()
         self.changed = self.environment.event()
 
     def _stop(self, why: str) -> None:
         self.stopped = self.stopped or why
-        self._tell()
+        self._signal_change()
 
     def _count_nodes(self) -> None:
         self.node_seconds += len(self.nodes) * (self.now - self.counted)
@@ -275,7 +275,7 @@ class _Run:
         self._count_nodes()
         self.vain += 1
         if self.vain > IN_VAIN:
-            self._stop(f"{IN_VAIN:,} losses in a row, and no step committed between them")
+            self._stop(f"{IN_VAIN:,} losses in a row without a committed step")
             return
         struck = []
         for place, node in lost:
@@ -294,7 +294,7 @@ class _Run:
             self.struck = self.struck or _Struck(self.now, 0.0)
             self.struck.noticed = max(self.struck.noticed, self.now + noticed)
             self.struck.nodes += struck
-            self._tell()
+            self._signal_change()
 
     def _replace(self, place: LostPlace, group: int) -> None:
         wait = self.churn.replacement + self.churn.start
@@ -315,28 +315,28 @@ class _Run:
     def _is_ready(self, place: LostPlace, node: _Node) -> None:
         if self.nodes.get(place) is node and not node.trains:
             self.entering.append(place)
-            self._tell()
+            self._signal_change()
 
     def _follow_trace(self) -> None:
-        there: dict[str, LostPlace] = {}
+        places: dict[str, LostPlace] = {}
         counts: Counter[int] = Counter()
         numbers: Counter[int] = Counter()  # that nodes of a stage have had
         groups = {group.stage: i for i, group in reversed([*enumerate(self.swarm.groups)])}
 
         def add(name: str) -> None:
             stage = min(self.stages, key=lambda of: (counts[of], of))
-            there[name] = place = LostPlace(stage, numbers[stage])
+            places[name] = place = LostPlace(stage, numbers[stage])
             counts[stage] += 1
             numbers[stage] += 1
 
             def start() -> None:
-                if there.get(name) == place:
+                if places.get(name) == place:
                     self._join(place, groups[stage])
 
             self._later(self.churn.start, start)
 
         def remove(name: str) -> None:
-            if (place := there.pop(name, None)) is not None:
+            if (place := places.pop(name, None)) is not None:
                 counts[place.stage] -= 1
                 self._lose_place(place)
 
@@ -516,17 +516,17 @@ class _Run:
             here = self._trained(stage)
             redone = (1 - self.left) * window * gone / (gone + here)
             groups = [group for group in present.groups if group.stage == stage]
-            told = reaction.told(present, self.churn, stage)
+            notified = reaction.notified(present, self.churn, stage)
             if self.masking == "spare":  # one does it all, but what it has done ahead
                 share = window / (gone + here)
                 microbatches = share * (2 * self.left + (1 - self.left) * (1 - self.ahead))
                 slowest = max(group.seconds.microbatch for group in groups if group.count)
-                longest = max(longest, told + microbatches * slowest + step.reduce)
+                longest = max(longest, notified + microbatches * slowest + step.reduce)
                 continue
             speed = sum(group.count / group.seconds.microbatch for group in groups)
             computing = (redone + self.left * window) / speed
             sending = reaction.sending_again(present, stage, redone / here)
-            longest = max(longest, told + max(computing, sending) + step.reduce)
+            longest = max(longest, notified + max(computing, sending) + step.reduce)
         return longest / step.seconds
 
     def get_over(self) -> Events:
@@ -656,8 +656,8 @@ class _Run:
             seconds += reaction.relearning(present, stage, how.method, relearning)
             newcomers = [place for place in self.entering if place.stage == stage]
             if len(newcomers) > 1:
-                one = replace(self.swarm.groups[self.nodes[newcomers[0]].group], count=1)
-                seconds += gather + reaction.fetching(present, stage, "replica", [one])
+                single = replace(self.swarm.groups[self.nodes[newcomers[0]].group], count=1)
+                seconds += gather + reaction.fetching(present, stage, "replica", [single])
             if self.policy == "redundant":  # it needs its twin, too
                 of = (stage + 1) % len(self.stages)
                 held = [group for group in self.swarm.groups if group.stage == of]

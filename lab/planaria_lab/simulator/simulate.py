@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from planaria_lab.simulator.swarm import Swarm
 
 app = typer.Typer(
-    no_args_is_help=True, help="A swarm in simulated time: seconds a step, and what losses cost."
+    no_args_is_help=True, help="Simulate a swarm: seconds a step, and what losses cost."
 )
 ENOUGH = 20  # iterations for each step
 
-RunPath = Annotated[Path, typer.Argument(metavar="RUN.toml", help="What is trained.")]
-Seed = Annotated[int, typer.Option(help="Of all that is random.")]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN.toml", help="Run file to simulate.")]
+Seed = Annotated[int, typer.Option(help="Seed of all random choices.")]
 Table = Annotated[
     Path | None,
-    typer.Option(metavar="CSV", help="Links between sites. Default: twelve cloud sites."),
+    typer.Option(metavar="CSV", help="Table of links between sites. Default: twelve cloud sites."),
 ]
 
 
@@ -36,53 +36,62 @@ class SimulateOptions:
 
     run_file: RunPath
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="A stage. Default: the run file's replicas.")
+        int | None, typer.Option(min=1, help="Nodes of a stage. Default: the run file's replicas.")
     ] = None
     flops: Annotated[float, typer.Option(help="FLOP/s that a node sustains in the model.")] = 1e13
-    memory: Annotated[float, typer.Option(help="Bytes/s that a node moves in memory.")] = 5e11
-    vocabulary: Annotated[int, typer.Option(help="If the run file names none.")] = 50_257
-    delay: Annotated[float, typer.Option(help="Of all links, ms one way.")] = 40.0
-    mbps: Annotated[float, typer.Option(help="Of all links, Mbit/s each way.")] = 100.0
+    memory: Annotated[float, typer.Option(help="Memory bandwidth of a node, bytes/s.")] = 5e11
+    vocabulary: Annotated[int, typer.Option(help="Vocabulary size if the run file names none.")] = (
+        50_257
+    )
+    delay: Annotated[float, typer.Option(help="Delay of all links, ms one way.")] = 40.0
+    mbps: Annotated[float, typer.Option(help="Bandwidth of all links, Mbit/s each way.")] = 100.0
     site: Annotated[
         list[str] | None,
-        typer.Option(help="Repeatable: stages are at these sites in turn; links by --table."),
+        typer.Option(help="Site; repeatable. Stages are at these in turn; --table has the links."),
     ] = None
     table: Table = None
     uplink: Annotated[
-        float | None, typer.Option(help="Mbit/s that a site's nodes together send to others.")
+        float | None, typer.Option(help="Bandwidth from a site to all others, Mbit/s.")
     ] = None
-    storage: Annotated[float, typer.Option(help="Mbit/s to the folder of checkpoints.")] = 1000.0
-    blocking: Annotated[bool, typer.Option(help="All wait while a checkpoint is written.")] = False
+    storage: Annotated[
+        float, typer.Option(help="Bandwidth to the folder of checkpoints, Mbit/s.")
+    ] = 1000.0
+    blocking: Annotated[
+        bool, typer.Option(help="Let all nodes wait while a checkpoint is written.")
+    ] = False
     hourly: Annotated[
         float, typer.Option(help="Probability that a node is lost within an hour.")
     ] = 0.0
-    shape: Annotated[float, typer.Option(help="Of the Weibull distribution of lives.")] = 1.0
+    shape: Annotated[
+        float, typer.Option(help="Shape of the Weibull distribution of lifetimes.")
+    ] = 1.0
     whole: Annotated[bool, typer.Option(help="Lose whole stages at that rate, not nodes.")] = False
     per_step: Annotated[
-        float, typer.Option(help="Probability that a body stage is lost, each step.")
+        float, typer.Option(help="Probability that a body stage is lost in a step.")
     ] = 0.0
     kill: Annotated[
         list[str] | None,
-        typer.Option(metavar="STAGE[.NODE]@STEP", help="Lose this besides; repeatable."),
+        typer.Option(metavar="STAGE[.NODE]@STEP", help="Additional loss; repeatable."),
     ] = None
     trace: Annotated[
-        Path | None, typer.Option(metavar="CSV", help="Milliseconds, add or remove, node.")
+        Path | None,
+        typer.Option(metavar="CSV", help="Spot trace: milliseconds, add or remove, node."),
     ] = None
     replacement: Annotated[
-        float, typer.Option(help="Seconds until a machine is there in place of a lost one.")
+        float, typer.Option(help="Seconds from a loss until a new machine is available.")
     ] = 30.0
-    notice: Annotated[float, typer.Option(help="Seconds that a node is given.")] = 0.0
+    notice: Annotated[float, typer.Option(help="Seconds of notice before a node is lost.")] = 0.0
     silent: Annotated[
         bool, typer.Option(help="Lost nodes fall silent; else their connections are reset.")
     ] = False
-    limit: Annotated[float, typer.Option(help="Hours to simulate at most.")] = 24 * 365.0
+    limit: Annotated[float, typer.Option(help="Most hours to simulate.")] = 24 * 365.0
     seed: Seed = 0
 
 
 @app.command("run")
 @flattened
 def simulate(options: SimulateOptions) -> None:
-    """What a step of this run takes on these nodes and links, and what becomes of the run."""
+    """Print what a step takes on these nodes and links, and how the run goes with these losses."""
     from dataclasses import replace
 
     from planaria.node.local.losses import read_trace
@@ -132,7 +141,7 @@ def _listed(
     from planaria_lab.simulator.swarm import SwarmFiguresError
 
     losses = Losses(rate=rate, apart=False)
-    found = per_step(losses, seed, ENOUGH * swarm.run.steps, swarm.config.stages)
+    losses_at = per_step(losses, seed, ENOUGH * swarm.run.steps, swarm.config.stages)
     for text in texts:
         place, _, step = text.partition("@")
         stage, dot, number = place.partition(".")
@@ -142,10 +151,10 @@ def _listed(
                 f"--kill {text}: write STAGE@STEP or STAGE.NODE@STEP, as in 2@15"
             )
         if int(stage) > swarm.config.stages or int(number or 0) >= swarm.replicas(int(stage)):
-            raise SwarmFiguresError(f"--kill {text}: the swarm has no such node")
-        one = LostPlace(int(stage), int(number) if dot else None)
-        found[int(step)] = (*found.get(int(step), ()), one)
-    return found
+            raise SwarmFiguresError(f"--kill {text}: the swarm has no such stage or node")
+        lost = LostPlace(int(stage), int(number) if dot else None)
+        losses_at[int(step)] = (*losses_at.get(int(step), ()), lost)
+    return losses_at
 
 
 def _print_step(swarm: Swarm, step: MeanStep) -> None:
@@ -159,7 +168,7 @@ def _print_step(swarm: Swarm, step: MeanStep) -> None:
     sheet.add_row("seconds", f"{step.seconds:.3f}")
     sheet.add_row("until all microbatches are home", f"{step.pipeline:.3f}")
     sheet.add_row("and until all are ready", f"{step.reduce:.3f}")
-    rest = "; mostly it waits for delays" if busiest.waits else ""
+    rest = "; most of the time is delay" if busiest.waits else ""
     sheet.add_row("busiest", f"{busiest.what} {busiest.where}, {busiest.share:.0%} of it{rest}")
     sheet.add_row("on all links", decimal(round(step.bytes)))
     tokens = swarm.run.training.batch * swarm.config.context
@@ -207,20 +216,20 @@ def _nodes(outcome: RunOutcome) -> int:
 
 @app.command()
 def table2(
-    out: Annotated[Path, typer.Option(help="Folder of the table.")],
-    draws: Annotated[int, typer.Option(min=1, help="Choices of five sites.")] = 40,
+    out: Annotated[Path, typer.Option(help="Folder for the table.")],
+    draws: Annotated[int, typer.Option(min=1, help="Number of random choices of five sites.")] = 40,
     study: Annotated[
         Path | None,
         typer.Option(
             metavar="RUNS.jsonl",
-            help="Of the lab, that iterations are taken from too.",
+            help="Results of a study, whose iterations are used too.",
             exists=True,
         ),
     ] = None,
     links: Table = None,
     seed: Seed = 0,
 ) -> None:
-    """CheckFree's Table 2: iteration and train times of four policies at three failure rates."""
+    """Write CheckFree's Table 2: iteration and train times, four policies, three failure rates."""
     from rich.progress import track
 
     from planaria_lab.emulation.links import WAN_LINKS, LinkError, read_links
@@ -239,12 +248,12 @@ def table2(
 
 @app.command()
 def check(
-    out: Annotated[Path, typer.Option(help="Folder of the results.")],
-    blocks: Annotated[int, typer.Option(min=1, help="Swarms of each kind.")] = 1,
-    device: Annotated[str, typer.Option(help="Of every node: auto, cpu or cuda:N.")] = "cpu",
+    out: Annotated[Path, typer.Option(help="Folder for the results.")],
+    blocks: Annotated[int, typer.Option(min=1, help="Number of swarms of each kind.")] = 1,
+    device: Annotated[str, typer.Option(help="Device of every node: auto, cpu or cuda:N.")] = "cpu",
 ) -> None:
-    """Run live swarms behind emulated links and compare them with their simulation. Takes root. It
-    can be stopped, and goes on from there."""
+    """Run live swarms behind emulated links and compare them with their simulation. Needs root. It
+    can be stopped and started again."""
     from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
     from planaria.node.data.corpus import CorpusError

@@ -154,20 +154,24 @@ def lane(swarm: Swarm) -> Cast:
     with R_0 / R as a fluid would have it. Averaging takes `averaging_seconds`.
     """
     stages = range(swarm.config.stages + 1)
-    one = swarm.with_counts(min(1, count) for count in swarm.counts)
-    nodes = one.nodes()  # raises when a stage has none
+    single = swarm.with_counts(min(1, count) for count in swarm.counts)
+    nodes = single.nodes()  # raises when a stage has none
     sources = swarm.replicas(0)
     uplinks = {site: mbps / sources for site, mbps in swarm.network.uplinks.items()}
-    one = replace(one, network=replace(swarm.network, uplinks=uplinks))
+    single = replace(single, network=replace(swarm.network, uplinks=uplinks))
     return Cast(
-        one,
+        single,
         nodes,
         -(-swarm.run.training.microbatches // sources),
         {stage: sources / swarm.replicas(stage) for stage in stages},
         sum(swarm.counts) - len(stages),
-        one.link(0, 0).delay_ms / 1e3 if sources > 1 else 0.0,
+        single.link(0, 0).delay_ms / 1e3 if sources > 1 else 0.0,
         {stage: averaging_seconds(swarm, stage) for stage in stages},
-        {of: one.link(of, of).delay_ms / 1e3 for of in stages if compares(swarm.replicas(of), of)},
+        {
+            of: single.link(of, of).delay_ms / 1e3
+            for of in stages
+            if compares(swarm.replicas(of), of)
+        },
     )
 
 
@@ -401,8 +405,8 @@ class _Training:
             self.by_stage[node.stage].append(node)
         self.driver = self.by_stage[0][0]
         for node in self.nodes.values():
-            there = [other.name for other in self.by_stage[node.stage]]
-            node.partners = [self.nodes[name] for name in partners(node.name, there)]
+            names = [other.name for other in self.by_stage[node.stage]]
+            node.partners = [self.nodes[name] for name in partners(node.name, names)]
         replicas = [[node.name for node in self.by_stage[stage]] for stage in self.stages]
         speeds = {name: node.seconds.microbatch for name, node in self.nodes.items()}
         orders = window_orders(1, cast.microbatches, swarm.config.stages, swarm.swapped)
@@ -479,7 +483,7 @@ class _Training:
             reduce=seconds - pipeline / count,
             busy=busy,
             sent={pair: wire.sent / self.steps for pair, wire in self.wires.items()},
-            bottleneck=max(candidates, key=lambda one: one.share),
+            bottleneck=max(candidates, key=lambda candidate: candidate.share),
             ahead=self.done_ahead / self.sent_ahead if self.sent_ahead else 0.0,
             pooled=pooled,
             events=self.clock.events,

@@ -153,16 +153,16 @@ class Swarm:
         """Name -> its group. Names are STAGE.NUMBER, as the slots of `planaria up`; of group after
         group. Raises SwarmFiguresError when a stage has no node."""
         numbers = dict.fromkeys(range(self.config.stages + 1), 0)
-        found: dict[str, Group] = {}
+        groups: dict[str, Group] = {}
         for group in self.groups:
             for _ in range(group.count):
-                found[f"{group.stage}.{numbers[group.stage]}"] = group
+                groups[f"{group.stage}.{numbers[group.stage]}"] = group
                 numbers[group.stage] += 1
         if vacant := [stage for stage, count in numbers.items() if not count]:
             raise SwarmFiguresError(
                 f"stage {', '.join(map(str, vacant))} has no node: give each one"
             )
-        return found
+        return groups
 
     def site_of(self, stage: int) -> str:
         """The site of the stage's first nodes. Raises SwarmFiguresError."""

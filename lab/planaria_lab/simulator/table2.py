@@ -94,10 +94,10 @@ def lab_factors(results: Path) -> dict[str, tuple[float, ...]]:
     """Policy -> by rate, iterations to a loss for each that a run without losses takes. Raises
     StudyError."""
     by_run = read_runs(results)
-    found: dict[str, tuple[float, ...]] = {"redundant": (1.0,) * len(LAB_RATES)}
+    factors: dict[str, tuple[float, ...]] = {"redundant": (1.0,) * len(LAB_RATES)}
     for policy in ("checkpoint", "checkfree", "checkfree+"):
-        found[policy] = tuple(more_iterations(by_run, f"{policy}, {rate}") for rate in LAB_RATES)
-    return found
+        factors[policy] = tuple(more_iterations(by_run, f"{policy}, {rate}") for rate in LAB_RATES)
+    return factors
 
 
 def swarm(places: Sequence[str], links: Sequence[Link], policy: str, batch: int) -> Swarm:
@@ -138,21 +138,23 @@ def draw(links: Sequence[Link], seed: int, number: int) -> Drawn:
     chosen = np.random.default_rng([seed, number]).permutation(len(names))[:SITES]
     places = tuple(names[i] for i in chosen)
     batch = fit_batch(places, links)
-    found: dict[str, tuple[float, ...]] = {}
+    iteration: dict[str, tuple[float, ...]] = {}
     hours: dict[str, tuple[float, ...]] = {}
     for policy in PAPER_ITERATION:
-        one = swarm(places, links, policy, batch)
-        lasting = [*_lasting(one, policy, seed, number, iterations(policy))]
-        found[policy] = tuple(seconds for seconds, _ in lasting)
+        simulated = swarm(places, links, policy, batch)
+        lasting = [*_lasting(simulated, policy, seed, number, iterations(policy))]
+        iteration[policy] = tuple(seconds for seconds, _ in lasting)
         hours[policy] = tuple(whole for _, whole in lasting)
     lossless = iterations("redundant")
-    one = swarm(places, links, "checkpoint", batch)
-    again = tuple(whole for _, whole in _lasting(one, "checkpoint", seed, number, lossless, True))
-    return Drawn(places, batch, found, hours, again)
+    simulated = swarm(places, links, "checkpoint", batch)
+    again = tuple(
+        whole for _, whole in _lasting(simulated, "checkpoint", seed, number, lossless, True)
+    )
+    return Drawn(places, batch, iteration, hours, again)
 
 
 def _lasting(
-    one: Swarm,
+    simulated: Swarm,
     policy: str,
     seed: int,
     number: int,
@@ -162,10 +164,19 @@ def _lasting(
     """For each rate, seconds an iteration and hours until `wanted` of them are made. They are all
     made iterations, or, with `rolled_back`, those that count in the end."""
     for rate, count in zip(RATES.values(), wanted, strict=True):
-        run = override(one.run, steps=count)
-        training = Swarm(run, one.config, one.groups, one.network, storage_mbps=one.storage_mbps)
+        run = override(simulated.run, steps=count)
+        training = Swarm(
+            run,
+            simulated.config,
+            simulated.groups,
+            simulated.network,
+            storage_mbps=simulated.storage_mbps,
+        )
         churn = Churn(
-            hourly=rate, of="stage", stages=tuple(range(1, one.config.stages + 1)), replacement=0.0
+            hourly=rate,
+            of="stage",
+            stages=tuple(range(1, simulated.config.stages + 1)),
+            replacement=0.0,
         )
         outcome = simulate_run(training, churn, seed=number + 1000 * seed)
         each = outcome.seconds / outcome.iterations
@@ -182,8 +193,8 @@ def table(drawn: Sequence[Drawn], factors: Mapping[str, Sequence[float]] | None)
     lossless = iterations("redundant")[0]
     for policy in PAPER_ITERATION:
         for column, rate in enumerate(RATES):
-            seconds = [one.iteration[policy][column] for one in drawn]
-            hours = [one.train[policy][column] for one in drawn]
+            seconds = [choice.iteration[policy][column] for choice in drawn]
+            hours = [choice.train[policy][column] for choice in drawn]
             lab = "-"
             if factors is not None:
                 count = lossless * factors[policy][column]
@@ -201,27 +212,31 @@ def table(drawn: Sequence[Drawn], factors: Mapping[str, Sequence[float]] | None)
 
 
 def findings(drawn: Sequence[Drawn], factors: Mapping[str, Sequence[float]] | None) -> str:
-    """What the table is to tell, in sentences."""
-    ratios = [one.iteration["redundant"][0] / one.iteration["checkpoint"][0] for one in drawn]
+    """What the table shows, in sentences."""
+    ratios = [
+        choice.iteration["redundant"][0] / choice.iteration["checkpoint"][0] for choice in drawn
+    ]
     paper = PAPER_ITERATION["redundant"][0] / PAPER_ITERATION["checkpoint"][0]
     lines = [
         f"An iteration with redundant computation takes {_spread(ratios, 2)} of one with "
         f"checkpoints; {paper:.2f} in the paper.",
-        f"Batch, samples: {_spread([one.batch for one in drawn], 0)}.",
+        f"Batch, samples: {_spread([choice.batch for choice in drawn], 0)}.",
     ]
     lossless = iterations("redundant")[0]
     for column, rate in enumerate(RATES):
         train, iteration = (
             {
-                policy: statistics.median(getattr(one, what)[policy][column] for one in drawn)
+                policy: statistics.median(
+                    getattr(choice, figures)[policy][column] for choice in drawn
+                )
                 for policy in PAPER_TRAIN
             }
-            for what in ("train", "iteration")
+            for figures in ("train", "iteration")
         )
         theirs = _order({policy: hours[column] for policy, hours in PAPER_TRAIN.items()})
         same = sum(
-            _order({policy: hours[column] for policy, hours in one.train.items()}) == theirs
-            for one in drawn
+            _order({policy: hours[column] for policy, hours in choice.train.items()}) == theirs
+            for choice in drawn
         )
         text = (
             f"At {rate}: paper {theirs}; ours with its iterations {_order(train)} by the medians, "
@@ -230,7 +245,7 @@ def findings(drawn: Sequence[Drawn], factors: Mapping[str, Sequence[float]] | No
         if factors is not None:
             ours = {policy: factors[policy][column] * iteration[policy] for policy in iteration}
             text += f"; with our lab's {_order(ours)}"
-        back = _spread([one.rolled_back[column] for one in drawn], 0)
+        back = _spread([choice.rolled_back[column] for choice in drawn], 0)
         text += f". Checkpointing until {lossless:,} iterations count, simulated: {back} h."
         lines.append(text)
     return "\n".join(f"- {line}" for line in lines) + "\n"

@@ -7,11 +7,15 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="SPARe: what masking losses endures and costs.")
+app = typer.Typer(
+    no_args_is_help=True, help="Simulate SPARe: how many losses masking endures, and what it costs."
+)
 
-Groups = Annotated[list[int], typer.Option(help="Data-parallel groups; repeatable.")]
-Trials = Annotated[int, typer.Option(min=1, help="Losses of all groups in random order.")]
-Seed = Annotated[int, typer.Option(help="Of all that is random.")]
+Groups = Annotated[list[int], typer.Option(help="Number of data-parallel groups; repeatable.")]
+Trials = Annotated[
+    int, typer.Option(min=1, help="Number of random orders in which all groups are lost.")
+]
+Seed = Annotated[int, typer.Option(help="Seed of all random choices.")]
 Out = Annotated[Path, typer.Option(help="Folder for tables and plots.")]
 SIZES = [200, 600, 1000]
 PLACE = Path("out/spare")
@@ -21,7 +25,9 @@ PLACE = Path("out/spare")
 def spare_tables(
     groups: Groups = SIZES,
     trials: Trials = 20,
-    patched: Annotated[int, typer.Option(min=1, help="Trials that call the controller.")] = 1,
+    patched: Annotated[
+        int, typer.Option(min=1, help="Number of trials that call the controller.")
+    ] = 1,
     seed: Seed = 0,
     out: Out = PLACE,
 ) -> None:
@@ -34,7 +40,9 @@ def spare_tables(
 @app.command("granularity")
 def spare_granularity(
     groups: Groups = SIZES,
-    redundancy: Annotated[list[int], typer.Option(help="Hosts of a type; repeatable.")] = [3, 6, 9],  # noqa: B006
+    redundancy: Annotated[
+        list[int], typer.Option(help="Number of hosts of a type; repeatable.")
+    ] = [3, 6, 9],  # noqa: B006
     parts: Annotated[list[int], typer.Option(help="Microbatches a shard.")] = [1, 2, 4, 8, 16],  # noqa: B006
     trials: Trials = 3,
     seed: Seed = 0,
@@ -49,8 +57,8 @@ def spare_granularity(
 @app.command("compare")
 def spare_compare(
     groups: Groups = SIZES,
-    trails: Annotated[int, typer.Option(min=1, help="Event trails for each scheme.")] = 3,
-    deepest: Annotated[int, typer.Option(min=3, help="Redundancy up to which to look.")] = 12,
+    trails: Annotated[int, typer.Option(min=1, help="Number of event trails of each scheme.")] = 3,
+    deepest: Annotated[int, typer.Option(min=3, help="Largest redundancy to try.")] = 12,
     seed: Seed = 0,
     out: Out = PLACE,
 ) -> None:
@@ -65,8 +73,8 @@ def spare_compare(
 def spare_figures(
     groups: Groups = SIZES,
     trials: Trials = 20,
-    trails: Annotated[int, typer.Option(min=1, help="Event trails for each scheme.")] = 3,
-    deepest: Annotated[int, typer.Option(min=3, help="Redundancy up to which to look.")] = 12,
+    trails: Annotated[int, typer.Option(min=1, help="Number of event trails of each scheme.")] = 3,
+    deepest: Annotated[int, typer.Option(min=3, help="Largest redundancy to try.")] = 12,
     seed: Seed = 0,
     out: Out = PLACE,
 ) -> None:

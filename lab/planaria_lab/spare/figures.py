@@ -35,9 +35,9 @@ def measure(
     of each scheme up to the deepest redundancy."""
     for size in groups:
         for r in sorted(r for n, r in MONTE_CARLO if n == size):
-            found = monte_carlo(size, r, trials=trials, patched=0, seed=seed)
-            told = {"failures": found.failures, "stacks": found.stacks}
-            yield {"groups": size, "how": "Monte Carlo", "redundancy": r, **told}
+            result = monte_carlo(size, r, trials=trials, patched=0, seed=seed)
+            figures = {"failures": result.failures, "stacks": result.stacks}
+            yield {"groups": size, "how": "Monte Carlo", "redundancy": r, **figures}
         for scheme in SCHEMES:
             for r in range(2, deepest + 1):
                 for trail, run in enumerate(runs(System(size), scheme, r, trails, seed)):
@@ -56,14 +56,14 @@ def measure(
 
 def curves(rows: Sequence[Row]) -> dict[str, tuple[str, Curves]]:
     """By the figure's name: what it shows, and its lines."""
-    found: dict[tuple[str, str], defaultdict[tuple[int, int], list[float]]] = {}
+    values: dict[tuple[str, str], defaultdict[tuple[int, int], list[float]]] = {}
     for row in rows:
         for figure in ("failures", "stacks", "availability"):
             if figure in row:
-                one = found.setdefault((row["how"], figure), defaultdict(list))
-                one[row["groups"], row["redundancy"]].append(row[figure])
+                by_place = values.setdefault((row["how"], figure), defaultdict(list))
+                by_place[row["groups"], row["redundancy"]].append(row[figure])
     means = {
-        of: {at: float(np.mean(values)) for at, values in by.items()} for of, by in found.items()
+        of: {at: float(np.mean(values)) for at, values in by.items()} for of, by in values.items()
     }
     tabled, simulated = means["Monte Carlo", "failures"], means["SPARe+CKPT", "stacks"]
     published = {at: row for at, row in MONTE_CARLO.items() if at in tabled}
@@ -117,11 +117,11 @@ def curves(rows: Sequence[Row]) -> dict[str, tuple[str, Curves]]:
 
 
 def _lines(by_name: Mapping[str, Mapping[tuple[int, int], float]]) -> Curves:
-    found: Curves = {}
+    lines: Curves = {}
     for name, by in by_name.items():
         for (groups, redundancy), value in sorted(by.items()):
-            found.setdefault((groups, name), {})[redundancy] = value
-    return found
+            lines.setdefault((groups, name), {})[redundancy] = value
+    return lines
 
 
 def figures(
@@ -134,5 +134,5 @@ def figures(
     out.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (out / ROWS).write_text(text, encoding="utf-8")
-    for name, (what, lines) in curves(rows).items():
-        plot_by_redundancy(lines, what, out / f"{name}.png")
+    for name, (label, lines) in curves(rows).items():
+        plot_by_redundancy(lines, label, out / f"{name}.png")

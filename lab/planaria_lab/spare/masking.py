@@ -63,9 +63,9 @@ class Stacks:
         return owners
 
     def _in_places(self, depth: int) -> NDArray[np.bool_]:
-        found = np.zeros(self.types, dtype=bool)
-        found[self.order[self.alive, :depth]] = True
-        return found
+        within = np.zeros(self.types, dtype=bool)
+        within[self.order[self.alive, :depth]] = True
+        return within
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from planaria_lab.lines import told_apart
+from planaria_lab.lines import distinct_style
 
 
 def plot_depths(curves: Mapping[tuple[int, int, int], NDArray[np.float64]], path: Path) -> None:
@@ -27,7 +27,7 @@ def plot_depths(curves: Mapping[tuple[int, int, int], NDArray[np.float64]], path
         shown = {m: curve for (n, r, m), curve in curves.items() if (n, r) == (size, redundancy)}
         for place, (parts, stacks) in enumerate(shown.items()):
             lost = np.arange(len(stacks))
-            style = told_apart(place, len(shown))
+            style = distinct_style(place, len(shown))
             ax.step(lost, stacks, where="post", label=f"m = {parts}", **style)
         ax.plot(lost, size / (size - lost), "k--", linewidth=1, label="N/(N-k)")
         ax.set(title=f"N = {size}, r = {redundancy}", xlabel="groups lost", ylabel="stacks a step")
@@ -36,7 +36,7 @@ def plot_depths(curves: Mapping[tuple[int, int, int], NDArray[np.float64]], path
 
 
 def plot_by_redundancy(
-    curves: Mapping[tuple[int, str], Mapping[int, float]], what: str, path: Path
+    curves: Mapping[tuple[int, str], Mapping[int, float]], label: str, path: Path
 ) -> None:
     """`what` against redundancy, by (groups, line)."""
     sizes = sorted({groups for groups, _ in curves})
@@ -44,9 +44,9 @@ def plot_by_redundancy(
     for ax, size in zip(axes[0], sizes, strict=True):
         shown = {line: by for (groups, line), by in curves.items() if groups == size}
         for place, (line, by) in enumerate(shown.items()):
-            style = told_apart(place, len(shown), len(by))
+            style = distinct_style(place, len(shown), len(by))
             ax.plot(list(by), list(by.values()), label=line, **style)
-        ax.set(title=f"N = {size}", xlabel="redundancy r", ylabel=what, ylim=(0, None))
+        ax.set(title=f"N = {size}", xlabel="redundancy r", ylabel=label, ylim=(0, None))
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.legend(frameon=False, fontsize=8)
     _save(figure, path)

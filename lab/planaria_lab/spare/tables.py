@@ -44,15 +44,15 @@ def depths(stacks: Stacks, order: Ints, failures: int) -> Ints:
     def needed(lost: int) -> int:
         return shallowest(stacks.without(order[:lost].tolist()))
 
-    found = np.empty(failures, dtype=np.int64)
+    deepest_by_failure = np.empty(failures, dtype=np.int64)
     end = failures
     while end > 0:
         depth = needed(end - 1)
         key = least if depth == least(end - 1) else needed
         begin = bisect_left(range(end - 1), depth, key=key)
-        found[begin:end] = depth
+        deepest_by_failure[begin:end] = depth
         end = begin
-    return found
+    return deepest_by_failure
 
 
 def patches(stacks: Stacks, order: Ints) -> list[int]:
@@ -162,12 +162,12 @@ def tables(groups: Sequence[int], trials: int, patched: int, seed: int, out: Pat
                 ),
             )
         ]
-        said = "".join(
+        note = "".join(
             f"\nMean absolute percentage error of {name} against the paper's Monte Carlo: ours "
             f"{a:.2f} %, theory {b:.2f} %.\n"
             for name, a, b in errors
         )
-        write(out / f"tables-{size}.md", f"# {size} groups\n\n{markdown(head, rows)}{said}")
+        write(out / f"tables-{size}.md", f"# {size} groups\n\n{markdown(head, rows)}{note}")
 
 
 def granularity(
@@ -216,12 +216,16 @@ def compare(groups: Sequence[int], trails: int, deepest: int, seed: int, out: Pa
         system = System(size)
         for name in SCHEMES:
             if name == MICROBATCHES:  # its controller is slower: fewer of them
-                found = {9: runs(system, name, 9, 1, seed)}
+                by_redundancy = {9: runs(system, name, 9, 1, seed)}
             else:
-                found = {r: runs(system, name, r, trails, seed) for r in range(2, deepest + 1)}
-            curves[size, name] = found
-            best = min(found, key=lambda r: days(found[r]))
-            rows.append([str(size), name, str(best), *cells(found[best]), published(size, name)])
+                by_redundancy = {
+                    r: runs(system, name, r, trails, seed) for r in range(2, deepest + 1)
+                }
+            curves[size, name] = by_redundancy
+            best = min(by_redundancy, key=lambda r: days(by_redundancy[r]))
+            rows.append(
+                [str(size), name, str(best), *cells(by_redundancy[best]), published(size, name)]
+            )
         alone = [
             train(system, SCHEMES["Rep+CKPT"](size, 1), seed + trail, limit=5 * DAY)
             for trail in range(trails)
@@ -277,8 +281,8 @@ def sensitivity(groups: Sequence[int], trails: int, seed: int) -> str:
         "a step of 10 s": {"compute": 9.0, "reduce_each": 0.001},
     }
     rows = []
-    for what, changes in variants.items():
-        row = [what]
+    for label, changes in variants.items():
+        row = [label]
         for size in groups:
             system = replace(System(size), **changes)  # type: ignore[arg-type]
             spare = runs(system, "SPARe+CKPT", 9, 1, seed)

@@ -189,9 +189,9 @@ def test_reasons_are_found_in_the_registrys_log():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"stuck": "no steps"}, "the swarm does not go on: no steps"),
-        ({"audit": {"error": "no ledger"}}, "there is no audit: no ledger"),
-        ({"audit": {**WELL["audit"], "missing": 8}}, "the audit is not zero: "),
+        ({"stuck": "no steps"}, "the swarm stopped training: no steps"),
+        ({"audit": {"error": "no ledger"}}, "the ledger can't be audited: no ledger"),
+        ({"audit": {**WELL["audit"], "missing": 8}}, "samples were lost or trained twice: "),
         (
             {"differing": {"at_last": [2], "steps": 1}},
             "replicas differ at the end in stages",

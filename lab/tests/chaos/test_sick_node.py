@@ -29,7 +29,7 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.tensors import decode, encode
 from planaria_lab.chaos import sick_node
-from planaria_lab.chaos.sick_node import KINDS, Faults, arm, tell
+from planaria_lab.chaos.sick_node import KINDS, Faults, arm, set_faults
 
 SECTION = ModelSection(dim=8, heads=2, stages=2, layers=2, context=4, hidden=8, vocabulary=16)
 RUN = RunFile(model=SECTION, wire=WireSection(activations="none", gradients="none"))
@@ -86,26 +86,26 @@ def test_a_fault_lasts_until_it_is_healed_or_has_occurred_so_often(tmp_path):
     file = tmp_path / "faults.json"
     faults = Faults(file)
     assert faults.take("nan") is None
-    tell(file, {"nan": {"times": 2, "of": "gradient"}, "crawl": {}})
+    set_faults(file, {"nan": {"times": 2, "of": "gradient"}, "crawl": {}})
     assert faults.take("nan", "activation") is None
     taken = [faults.take("nan", "gradient") is not None for _ in range(3)]
     assert taken == [True, True, False]
     assert faults.active("crawl") == {"factor": 10.0}
-    tell(file, {"nan": {}})
+    set_faults(file, {"nan": {}})
     assert faults.active("crawl") is None
     assert all(faults.take("nan", "gradient") is not None for _ in range(3))
-    tell(file, {})
+    set_faults(file, {})
     assert not any(faults.active(kind) for kind in KINDS)
 
 
 @pytest.mark.parametrize("wrong", [{"fever": {}}, {"crawl": {"seconds": 1.0}}])
 def test_what_is_no_fault_is_refused(tmp_path, wrong):
-    with pytest.raises(ValueError, match="is no fault; faults: "):
-        tell(tmp_path / "faults.json", wrong)
+    with pytest.raises(ValueError, match="is no fault: choose of "):
+        set_faults(tmp_path / "faults.json", wrong)
 
 
 async def test_a_hung_thread_does_nothing_until_it_is_healed(control, monkeypatch):
-    """And the node's watch can tell what it is at."""
+    """And the node's watch can set_faults what it is at."""
     posted: list[str] = []
     post = ComputeThread.post
 
@@ -116,12 +116,12 @@ async def test_a_hung_thread_does_nothing_until_it_is_healed(control, monkeypatc
     monkeypatch.setattr(ComputeThread, "post", noting)
     arm(Faults(control), monkeypatch.setattr)
     thread = ComputeThread("compute", asyncio.get_running_loop())
-    tell(control, {"hang": {}})
+    set_faults(control, {"hang": {}})
     waiting = thread.run(partial(str, "done"))
     done, _ = await asyncio.wait([waiting], timeout=0.1)
     assert not done
     assert posted == ["str"]  # by the wrapper, to what it wraps
-    tell(control, {})
+    set_faults(control, {})
     assert await waiting == "done"
     thread.stop()
 
@@ -133,7 +133,7 @@ async def test_a_crawling_thread_takes_so_many_times_as_long(control, monkeypatc
         sick_node, "time", SimpleNamespace(sleep=slept.append, perf_counter=lambda: next(clock))
     )
     thread = ComputeThread("compute", asyncio.get_running_loop())
-    tell(control, {"crawl": {"factor": 5.0}})
+    set_faults(control, {"crawl": {"factor": 5.0}})
     assert await thread.run(lambda: "done") == "done"
     assert slept == [12.0]
     thread.stop()
@@ -141,20 +141,20 @@ async def test_a_crawling_thread_takes_so_many_times_as_long(control, monkeypatc
 
 def test_numbers_that_go_out_are_wrong(control):
     one = stage()
-    tell(control, {"nan": {"times": 1, "of": "activation"}})
+    set_faults(control, {"nan": {"times": 1, "of": "activation"}})
     assert torch.isfinite(forward(one)).logical_not().sum() == 1
     assert torch.isfinite(forward(one)).all()
-    tell(control, {"nan": {"of": "gradient"}})
+    set_faults(control, {"nan": {"of": "gradient"}})
     assert torch.isfinite(forward(one)).all()
-    tell(control, {"wrong shape": {}})
+    set_faults(control, {"wrong shape": {}})
     assert forward(one).shape == (2, 4, 7)
-    tell(control, {"wrong dtype": {}})
+    set_faults(control, {"wrong dtype": {}})
     assert forward(one).dtype == torch.int32
 
 
 def test_the_norm_that_is_told_is_wild_and_no_other(control):
     one = stage()
-    tell(control, {"wild norm": {"value": -1e30, "times": 1}})
+    set_faults(control, {"wild norm": {"value": -1e30, "times": 1}})
     assert [one.reduced(), one.reduced()] == [-1e30, 0.0]
 
 
@@ -163,7 +163,7 @@ async def test_one_weight_flips_once(control):
     before = one.digest()
     thread = ComputeThread("compute", asyncio.get_running_loop())
     first = one.tensors["weights"].clone()
-    tell(control, {"flipped weight": {}})
+    set_faults(control, {"flipped weight": {}})
     assert await thread.run(one.digest) != before
     await thread.run(one.digest)
     assert (one.tensors["weights"] != first).sum() == 1
@@ -174,9 +174,9 @@ def test_a_slow_disk_takes_its_time(control, monkeypatch, tmp_path):
     slept: list[float] = []
     monkeypatch.setattr(sick_node, "time", SimpleNamespace(sleep=slept.append))
     log = EventLog(tmp_path, "1.0")
-    tell(control, {"slow disk": {"seconds": 2.0}})
+    set_faults(control, {"slow disk": {"seconds": 2.0}})
     log.write(SwarmEnding())
-    tell(control, {})
+    set_faults(control, {})
     log.write(SwarmEnding())
     log.close()
     assert slept == [2.0]
@@ -188,11 +188,11 @@ def test_a_stalled_disk_takes_nothing_until_it_is_healed(control, monkeypatch, t
 
     def sleep(_: float) -> None:
         if next(waited) == 3:
-            tell(control, {})
+            set_faults(control, {})
 
     monkeypatch.setattr(sick_node, "time", SimpleNamespace(sleep=sleep))
     log = EventLog(tmp_path, "1.0")
-    tell(control, {"stalled disk": {}})
+    set_faults(control, {"stalled disk": {}})
     log.write(SwarmEnding())
     log.close()
     assert next(waited) == 4
@@ -210,7 +210,7 @@ def test_a_full_disk_refuses_writes_until_there_is_room(tmp_path):
         assert writer.stdout is not None
         said = []
         for wrong in ({}, {"full disk": {}}, {}):
-            tell(file, wrong)
+            set_faults(file, wrong)
             writer.stdin.write("a line\n")
             writer.stdin.flush()
             said.append(writer.stdout.readline().strip())

@@ -44,7 +44,7 @@ def test_texts_are_gathered_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert articles == ["Flatworm\n\nIt's Flatworm.", "Ångström\n\nIt's Ångström."]
     assert written == sum(file.stat().st_size for file in out.iterdir())
     assert [one.name for one in out.parent.iterdir()] == ["texts"]
-    with pytest.raises(texts.TextsError, match="is there already"):
+    with pytest.raises(texts.TextsError, match="exists already"):
         texts.gather(out)
 
 

@@ -76,7 +76,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     with pytest.raises(StudyError, match="has no runs"):
         read_runs(tmp_path / "runs.jsonl")
     figures = tmp_path / "live.json"
-    with pytest.raises(StudyError, match="`planaria lab live` makes it"):
+    with pytest.raises(StudyError, match="make it with `planaria lab live`"):
         read_live(figures)
     figures.write_text(json.dumps({"policies": {"plain": {}}}))
     with pytest.raises(StudyError, match="lacks checkfree, checkfree"):

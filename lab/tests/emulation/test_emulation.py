@@ -181,7 +181,7 @@ def test_a_relay_that_is_gone_is_named(links):
 def test_who_is_not_root_is_told_so(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(EmulationError, match="takes root"):
+    with pytest.raises(EmulationError, match="needs root"):
         check_possible()
 
 
@@ -193,7 +193,7 @@ def test_who_may_not_make_namespaces_is_told_so(monkeypatch):
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda _, **options: popen(program, **options))
     with (
-        pytest.raises(EmulationError, match=r"can't make a network namespace\. It takes root"),
+        pytest.raises(EmulationError, match=r"can't make a network namespace\. It needs root"),
         emulate(all_alike(["a"], 1, 1)),
     ):
         pass

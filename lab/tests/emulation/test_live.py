@@ -100,7 +100,7 @@ def test_a_loss_ends_with_the_next_commit_and_is_made_good_by_the_next_new_step(
     assert losses(events[:1]) == []
     with pytest.raises(LiveError, match="stage 2, killed at step 8, was never rebuilt"):
         losses(events[:4])
-    with pytest.raises(LiveError, match="nothing new was committed after stage 2"):
+    with pytest.raises(LiveError, match="no step was committed after stage 2"):
         losses(events[:6])
 
 
@@ -153,7 +153,7 @@ def test_a_measurement_of_something_else_is_refused(tmp_path):
     path = tmp_path / "samples.jsonl"
     open_samples(path, SETTING)
     other = Setting(SETTING.run, SETTING.network, ("2@9",))
-    with pytest.raises(LiveError, match=r"measured otherwise \(kills\)"):
+    with pytest.raises(LiveError, match=r"other settings \(kills\)"):
         open_samples(path, other)
 
 
@@ -199,7 +199,7 @@ def test_neighbouring_stages_are_at_different_sites():
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (["--policy", "hope", "--kill", "1@8"], "--policy hope: there is none such"),
+        (["--policy", "hope", "--kill", "1@8"], "--policy hope: unknown"),
         (["--kill", f"1@{FIRST}"], "to the first kill, so that must be later"),
         (["--kill", "9@9"], "there is no stage 9"),
         (["--site", "Atlantis", "--site", "Iowa"], "no link between Atlantis and Iowa"),
@@ -319,5 +319,5 @@ def test_a_measurement_that_is_ended_leaves_no_process_behind(data, tmp_path, nu
         os.close(handle)
         assert gone
     if number == signal.SIGINT:
-        assert "goes on from here" in output
+        assert "continues from here" in output
         assert "Traceback" not in output

@@ -185,7 +185,7 @@ def test_a_deadline_makes_it_cheap_and_a_budget_makes_it_quick() -> None:
     between = answer(replace(asked, budget=(late.money + quick.money) / 2)).best
     assert between.money <= (late.money + quick.money) / 2
     assert quick.seconds <= between.seconds <= late.seconds
-    with pytest.raises(PlanError, match=r"no plan does it: the nearest, .* costs .* of 0\.0"):
+    with pytest.raises(PlanError, match=r"no plan meets .*: the nearest, .* costs .* of 0\.0"):
         answer(replace(asked, budget=0.001))
     with pytest.raises(PlanError, match=r"takes [\d.]+ h of 0\.0 h"):
         answer(replace(asked, deadline=1e-4))
@@ -329,7 +329,7 @@ def test_what_cannot_be_says_why() -> None:
         answer(question(gigabytes=1e-4))
     with pytest.raises(PlanError, match="allow no plan"):
         answer(question(nodes=2, policies=("checkfree+",)))
-    with pytest.raises(PlanError, match=r"hourly = 1 is no probability"):
+    with pytest.raises(PlanError, match=r"hourly = 1 must be a probability"):
         question(hourly=1.0)
     with pytest.raises(PlanError, match="tokens = 0 must be more than 0"):
         question(tokens=0)
@@ -344,7 +344,7 @@ def test_checkpoints_take_a_folder() -> None:
     found = answer(asked)
     assert found.best.policy != "checkpoint"
     reasons = {why for plan, why in found.others if plan.policy == "checkpoint"}
-    assert reasons == {"takes a folder that all nodes share: name it in recovery.checkpoint.dir"}
+    assert reasons == {"needs a folder that all nodes share: name it in recovery.checkpoint.dir"}
     assert answer(replace(asked, policies=("checkpoint",))).best.policy == "checkpoint"
 
 

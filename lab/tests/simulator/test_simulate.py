@@ -106,7 +106,7 @@ def test_samples_are_kept_by_line(tmp_path: Path) -> None:
     assert len(left) == 2 * (len(check.CALIBRATIONS) + len(check.CASES)) - 2
     other = json.dumps({"check": 1, "machine": f"not {machine()}", "steps": check.STEPS})
     path.write_text(other + "\n")
-    with pytest.raises(LiveError, match="on another machine"):
+    with pytest.raises(LiveError, match="of another machine"):
         check.read_samples(path)
 
 
@@ -221,7 +221,7 @@ def test_a_run_file_is_simulated(tmp_path: Path) -> None:
 def test_a_bad_kill_is_refused(tmp_path: Path) -> None:
     status, said = invoke(tmp_path, "--kill", "9@10")
     assert status != 0
-    assert "the swarm has no such node" in said
+    assert "the swarm has no such stage or node" in said
 
 
 def test_sites_need_links(tmp_path: Path) -> None:

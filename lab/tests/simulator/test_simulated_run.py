@@ -367,7 +367,7 @@ def test_a_run_stops_where_nothing_is_left_to_go_on_from() -> None:
     assert outcome.steps == 24
     assert "nothing else determines embedding and head" in outcome.stopped
     waits = run(swarm(replicas=1), Churn(at=at("2@25"), replacement=math.inf))
-    assert waits.stopped == "stage 2 has no node, and none comes"
+    assert waits.stopped == "stage 2 has no node, and no replacement comes"
     strict = run(swarm(recovery__strict=True), Churn(at=at("4@25")))
     assert "--strict" in strict.stopped
 
@@ -385,7 +385,7 @@ def test_a_limit_ends_a_run() -> None:
     outcome = run(swarm(steps=10_000), Churn(), limit=100.0)
     assert outcome.seconds == pytest.approx(100.0)
     assert outcome.steps == math.floor(100.0 / simulate_step(swarm()).seconds)
-    assert outcome.stopped == "100 s are over"
+    assert outcome.stopped == "the limit of 100 s is reached"
 
 
 def test_notice_lets_a_successor_take_over() -> None:
@@ -472,5 +472,5 @@ def test_what_can_not_be_is_refused(fields: dict[str, Any], said: str) -> None:
 
 
 def test_stages_that_are_not_there_can_not_be_lost() -> None:
-    with pytest.raises(SwarmFiguresError, match="stage 9 can't be lost: there are 0 to 4"):
+    with pytest.raises(SwarmFiguresError, match="stage 9 can't be lost: the stages are 0 to 4"):
         simulate_run(swarm(), Churn(hourly=0.1, stages=(9,)))

@@ -44,7 +44,7 @@ def test_a_sick_swarm_trains_on(data, tmp_path):
 
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 0
-    assert f"2x2-seed-{SEED}.json is there already" in again.output
+    assert f"2x2-seed-{SEED}.json exists already" in again.output
 
     summed = CliRunner().invoke(app, ["report", str(tmp_path / "out")])
     assert summed.exit_code == 0, summed.output

@@ -12,7 +12,7 @@ from rich.console import Console
 from planaria.node.launch.resolve import resolve
 from planaria.node.local import swarm as local
 from planaria.node.run_file import override
-from planaria_lab.chaos.sick_node import run_sick, tell
+from planaria_lab.chaos.sick_node import run_sick, set_faults
 from tests.swarm.small import small
 
 
@@ -21,7 +21,7 @@ async def test_planaria_up_ends_with_the_sentence_of_a_run_that_paused(
 ) -> None:
     """Processes, as a person has them; one makes NaN from the start."""
     faults, out, said = tmp_path / "faults", tmp_path / "out", io.StringIO()
-    tell(faults, {"nan": {}})
+    set_faults(faults, {"nan": {}})
     command = local._Swarm._command
 
     def with_a_sick_one(swarm: local._Swarm, slot: str) -> list[str]:
