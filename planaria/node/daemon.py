@@ -34,7 +34,7 @@ from planaria.node.data.mixture import Data
 from planaria.node.data.windows import AnyWindows
 from planaria.node.hugging_face.living_run import from_inside
 from planaria.node.hugging_face.samples import Sampler
-from planaria.node.launch.begin import NodeError
+from planaria.node.launch.errors import NodeError
 from planaria.node.machine.compute import ComputeThread
 from planaria.node.machine.device import memory_of
 from planaria.node.machine.watch import COMPILING, FLOOR, Hang, Watch

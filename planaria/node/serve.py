@@ -38,7 +38,8 @@ from planaria.node.launch.advertised import (
     own,
     unforwarded,
 )
-from planaria.node.launch.begin import NodeCrashed, NodeError, Setup, check_writable
+from planaria.node.launch.begin import Setup, check_writable
+from planaria.node.launch.errors import NodeCrashed, NodeError
 from planaria.node.launch.instance import Instance, find_instance, release
 from planaria.node.launch.notices import Aws, Notice, NoticeWatch, ask
 from planaria.node.launch.own_folders import below, checkpoint_dir, own_folder

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from planaria.bootstrap.credentials import PLAIN
 from planaria.node import serve
 from planaria.node.cli import app
-from planaria.node.launch.begin import NodeError, Setup, check_reachable, check_writable
+from planaria.node.launch.begin import Setup, check_reachable, check_writable
+from planaria.node.launch.errors import NodeError
 from planaria.node.launch.instance import Instance, find_instance, release
 from planaria.node.launch.node_options import Addresses, NodeOptions
 from planaria.node.model.shape import model_config

@@ -30,7 +30,7 @@ from planaria.node.hugging_face.living_run import from_outside
 from planaria.node.hugging_face.taking_in import take_in
 from planaria.node.hugging_face.through_swarm import LivingStages
 from planaria.node.hugging_face.whole_model import WholeModel
-from planaria.node.launch.begin import NodeError
+from planaria.node.launch.errors import NodeError
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.modules import with_weights
 from planaria.node.report import line_file

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from planaria.node.data.corpus import Corpus
-from planaria.node.launch.begin import NodeError
+from planaria.node.launch.errors import NodeError
 from planaria.node.report.ledger import audit
 from planaria.node.stage.work import TorchWork
 from tests.swarm.in_process import LocalSwarm, OneSeat

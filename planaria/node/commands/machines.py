@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from planaria.node.commands.registry import check_there, credentials_for, run_on_loop
 from planaria.node.commands.terminal import console, errors, refuse, refusing, warn
+from planaria.node.launch.errors import NodeCrashed, NodeError
 from planaria.node.launch.node_options import Addresses, DoctorOptions, NodeOptions
 from planaria.node.launch.options import (
     FILES,
@@ -44,7 +45,7 @@ def node_command(options: NodeOptions) -> None:
 
     from planaria.bootstrap.address import Address
     from planaria.bootstrap.reachability import Reachability
-    from planaria.node.launch.begin import NodeError, check_reachable
+    from planaria.node.launch.begin import check_reachable
     from planaria.node.launch.enrolled import invitation_of
     from planaria.node.launch.supervisor import TRY_AGAIN, is_watched, one_each, supervise
     from planaria.node.wire.naming import name_of_host
@@ -130,7 +131,6 @@ def saying_whether_another_would_do() -> Iterator[None]:
 
     from planaria.bootstrap.client import RegistryUnreachable
     from planaria.bootstrap.enrolment_client import EnrolmentUnreachable
-    from planaria.node.launch.begin import NodeCrashed
     from planaria.node.launch.supervisor import CRASHED, TRY_AGAIN
 
     try:

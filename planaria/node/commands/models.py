@@ -190,7 +190,7 @@ def generate_command(options: GenerateOptions) -> None:
     from planaria.node.hugging_face.export import ExportError
     from planaria.node.hugging_face.generate import Sampling, Speaker, texts
     from planaria.node.hugging_face.whole_model import WholeModel
-    from planaria.node.launch.begin import NodeError
+    from planaria.node.launch.errors import NodeError
     from planaria.node.model.config import UnsupportedModelError
     from planaria.node.run_file import RunFileError
     from planaria.node.serve import pick_device
@@ -301,7 +301,7 @@ def evaluate_command(
     from planaria.node.hugging_face.export import ExportError
     from planaria.node.hugging_face.through_swarm import evaluate_swarm
     from planaria.node.hugging_face.whole_model import WholeModel
-    from planaria.node.launch.begin import NodeError
+    from planaria.node.launch.errors import NodeError
     from planaria.node.model.config import UnsupportedModelError
     from planaria.node.run_file import RunFileError
     from planaria.node.serve import pick_device

@@ -3,6 +3,7 @@
 - `options.py`: options that several commands have; dataclasses as options of a command
 - `node_options.py`: the options of `planaria node` and `planaria doctor`
 - `begin.py`: checks the options of `planaria node` before torch is loaded
+- `errors.py`: errors of a node that can't serve
 - `supervisor.py`: the process that starts a node, and starts it again after a crash
 - `own_folders.py`: where a node reads and writes
 - `instance.py`: the node's key, which outlives its identities

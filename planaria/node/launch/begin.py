@@ -11,6 +11,7 @@ from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from planaria.bootstrap.address import Address
+from planaria.node.launch.errors import NodeError
 
 if TYPE_CHECKING:
     from planaria.bootstrap.credentials import Credentials
@@ -23,14 +24,6 @@ if TYPE_CHECKING:
     from planaria.node.run_file import DataSection, RunFile
 
 log = logging.getLogger("planaria")
-
-
-class NodeError(Exception):
-    """Error of a node that can't serve; the message says why and what to do."""
-
-
-class NodeCrashed(Exception):  # noqa: N818  what it did
-    """Error of a joined node that another process may not have."""
 
 
 @dataclass(frozen=True)

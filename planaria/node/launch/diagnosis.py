@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.reachability import NO_PROXY
-from planaria.node.launch.begin import NodeError, check_module
+from planaria.node.launch.begin import check_module
+from planaria.node.launch.errors import NodeError
 from planaria.node.model.shape import COMPUTED, trained_shapes
 from planaria.node.run_file import RunFile
 from planaria.node.stage.crossing import crossing_bytes

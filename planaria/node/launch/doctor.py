@@ -33,7 +33,7 @@ from planaria.bootstrap.registry_pb2 import Description, ExamineRequest
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.elsewhere import folder_of
 from planaria.node.data.mixture import folders_of, index_of
-from planaria.node.launch.begin import NodeError, check_reachable
+from planaria.node.launch.begin import check_reachable
 from planaria.node.launch.diagnosis import (
     Clock,
     Data,
@@ -45,6 +45,7 @@ from planaria.node.launch.diagnosis import (
     Link,
     UnknownFact,
 )
+from planaria.node.launch.errors import NodeError
 from planaria.node.launch.own_folders import data_below, own_folder
 from planaria.node.run_file import RunFile, RunFileError, loads
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from planaria.node.launch.begin import NodeError
+from planaria.node.launch.errors import NodeError
 from planaria.node.launch.resolve import run_id
 from planaria.node.run_file import DataSection, RunFile
 

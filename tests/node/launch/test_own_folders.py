@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from planaria.node.data.corpus import Corpus, CorpusError, read_index
-from planaria.node.launch.begin import NodeError, find_corpus
+from planaria.node.launch.begin import find_corpus
+from planaria.node.launch.errors import NodeError
 from planaria.node.launch.own_folders import (
     below,
     checkpoint_dir,

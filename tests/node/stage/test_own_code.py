@@ -14,7 +14,8 @@ import torch
 
 from planaria.node.hugging_face.export import ModelParts, export
 from planaria.node.hugging_face.whole_model import WholeModel
-from planaria.node.launch.begin import NodeError, check_module
+from planaria.node.launch.begin import check_module
+from planaria.node.launch.errors import NodeError
 from planaria.node.launch.resolve import resolve
 from planaria.node.model.config import UnsupportedModelError
 from planaria.node.model.layout import weights

@@ -1,0 +1,9 @@
+"""Errors of a node that can't serve, in a module without imports: begin.py loads few."""
+
+
+class NodeError(Exception):
+    """Error of a node that can't serve; the message says why and what to do."""
+
+
+class NodeCrashed(Exception):  # noqa: N818  what it did
+    """Error of a joined node that another process may not have."""
