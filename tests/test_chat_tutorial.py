@@ -36,7 +36,7 @@ def test_the_script_runs_what_the_page_shows() -> None:
 
 def test_the_run_trains_with_the_defaults() -> None:
     run = load(CHAT / "shop.toml")
-    assert run.said()["training"] == {"batch": 8, "lora": {}}
+    assert run.identifying_fields()["training"] == {"batch": 8, "lora": {}}
     assert too_long(run) is None
 
 

@@ -138,7 +138,7 @@ class Agent:
         self.reducing: tuple[Ballot, Exchange[None]] | None = None
         self.all_home: Outcome[None] = Outcome(self.exchanges)  # of the attempt
         self.fetching: Exchange[None] | None = None
-        self.homework: BackgroundRelearning | None = None  # background relearning left
+        self.relearning_task: BackgroundRelearning | None = None  # background relearning left
         self.learning: Exchange[None] | None = None  # in the gaps of the attempt
         self.based_on = (0, pb.Commit())  # step of the attempt's weights, newest commit in them
         self.learned = Learned(self.arithmetic.digest(), omega=0.0, optimizer_step=0)
@@ -186,7 +186,7 @@ class Agent:
         coding = Coding.of_run(tensors, wire, trained_shapes(self.config, self.stage).values())
         chance = None if self.run.trust.gradients == "off" else self.chance
         self.averaging = Averaging(self.node, exchanges, send, coding, some, chance=chance)
-        self.pins, self.taken = StatePins(tensors), WeightPins(tensors)
+        self.pins, self.observer_pins = StatePins(tensors), WeightPins(tensors)
         self.gradients = ReducedGradients(self.arithmetic.gradient, tensors)
         linked = self.net.linked
         self.states = StateClient(exchanges, tensors, send, self.accuse, linked=linked)
@@ -267,9 +267,9 @@ class Agent:
         if peer not in self.looking and len(self.looking) < LOOKING:
             self.exchanges.start(self._look(peer, frame))
 
-    def on_onlooker_gone(self, peer: str) -> None:
+    def on_observer_gone(self, peer: str) -> None:
         """The observer needs nothing any more."""
-        self.taken.forget(peer)
+        self.observer_pins.forget(peer)
 
     def on_link_up(self, peer: str, now: float) -> None:
         self.exchanges.at(now)
@@ -301,7 +301,7 @@ class Agent:
                 self.send(peer, frame)
         lost = [f.ballot for f in unacknowledged if f.kind in ("activation", "gradient")]
         if lost:  # those of older attempts may be among them
-            why = f"the link to {peer} broke before a frame was through: {reason}"
+            why = f"the link to {peer} broke before a frame was delivered: {reason}"
             self.cut_off(Ballot(*max(lost)), peer, why)
         self._carry_out(self.member.link_lost(peer))
         self._carry_out(self.driver.link_lost(peer, reason, now))
@@ -350,7 +350,7 @@ class Agent:
         self.exchanges.at(now)
         self._carry_out(self.driver.tick(now))
         self._carry_out(self.member.tick(now))
-        self.taken.expire(now)
+        self.observer_pins.expire(now)
         if now - self.origins_asked > ASKED_AGAIN:
             self.origins.clear()
         self.outbox.tick(now)
@@ -435,7 +435,7 @@ class Agent:
                 self.exchanges.start(self._adopt(ballot))
             case Fetch(ballot, sync):
                 self.gradients.forget(ballot)
-                self._end_lesson("the stage gets another state")
+                self._end_relearning("the stage gets another state")
                 if self.fetching is not None:
                     self.fetching.cancel()
                 self.fetching = self.exchanges.start(self._fetch(ballot, sync))
@@ -481,7 +481,7 @@ class Agent:
         """Handles a microbatch's frame."""
         match self.member.frames(Ballot(*frame.ballot)):
             case Frames.TAKE if frame.size > self.passing:
-                why = f"{peer} sent {frame.size} bytes of a microbatch; at most {self.passing} pass"
+                why = f"{peer} sent a microbatch of {frame.size} bytes, not {self.passing} at most"
                 self.cut_off(Ballot(*frame.ballot), peer, why, SHAPE)
             case Frames.TAKE if self.attempt is not None:
                 self.attempt.take(peer, frame)
@@ -575,61 +575,61 @@ class Agent:
 
     def _learn_on(self, begin: pb.Begin) -> None:
         """Relearns beside this attempt, unless another node is to have the stage's weights."""
-        homework = self.homework
-        if homework is None:
+        task = self.relearning_task
+        if task is None:
             return
         if other := company(begin, self.node, self.stage):
-            self._end_lesson(f"{other} has the stage, too")
+            self._end_relearning(f"{other} has the stage, too")
             return
         if self.learning is not None:
             self.learning.cancel()
-        self.learning = self.exchanges.start(self._learn(homework))
+        self.learning = self.exchanges.start(self._learn(task))
 
-    async def _learn(self, homework: BackgroundRelearning) -> None:
-        await self.exchanges.compute(homework.goes_on)
-        while await self.exchanges.compute(homework.update, Priority.BACKGROUND):
+    async def _learn(self, task: BackgroundRelearning) -> None:
+        await self.exchanges.compute(task.goes_on)
+        while await self.exchanges.compute(task.update, Priority.BACKGROUND):
             pass
 
     async def _offer(self) -> tuple[int, int]:
         """The updates that may enter with the step, and how many are left then."""
-        homework = self.homework
-        if homework is None:
+        task = self.relearning_task
+        if task is None:
             return 0, 0
         await self.all_home  # until then there are gaps
-        while await self.exchanges.compute(homework.update_if_due):
+        while await self.exchanges.compute(task.update_if_due):
             pass
-        offered = await self.exchanges.compute(homework.offer)
-        if homework.over and homework is self.homework:
-            self._end_lesson("what it has learned is not finite")
+        offered = await self.exchanges.compute(task.offer)
+        if task.over and task is self.relearning_task:
+            self._end_relearning("what it has learned is not finite")
         return offered
 
-    def _end_lesson(self, why: str) -> None:
-        if self.homework is not None:
-            self._tell_of(self.homework, math.nan, why)
-            self.homework.over, self.homework, self.member.relearning = True, None, 0
+    def _end_relearning(self, why: str) -> None:
+        if self.relearning_task is not None:
+            self._tell_of(self.relearning_task, math.nan, why)
+            self.relearning_task.over, self.relearning_task, self.member.relearning = True, None, 0
 
-    async def _learned_by_now(self, homework: BackgroundRelearning) -> None:
+    async def _learned_by_now(self, task: BackgroundRelearning) -> None:
         """Reports, after a commit, relearning that is finished."""
-        if homework is not self.homework:
+        if task is not self.relearning_task:
             return
-        self.member.relearning = homework.left
-        if homework.left == 0:
-            self.homework = None
-            residual = await self.exchanges.compute(homework.residual, Priority.BACKGROUND)
-            self._tell_of(homework, residual)
+        self.member.relearning = task.left
+        if task.left == 0:
+            self.relearning_task = None
+            residual = await self.exchanges.compute(task.residual, Priority.BACKGROUND)
+            self._tell_of(task, residual)
 
-    def _tell_of(self, homework: BackgroundRelearning, residual: float, why: str = "") -> None:
-        told = RelearnedBeside(
+    def _tell_of(self, task: BackgroundRelearning, residual: float, why: str = "") -> None:
+        event = RelearnedBeside(
             stage=self.stage,
             step=self.member.committed + 1,
             residual=residual,
-            updates=homework.updates,
-            left=homework.left,
-            steps=homework.steps,
-            seconds=homework.seconds,
+            updates=task.updates,
+            left=task.left,
+            steps=task.steps,
+            seconds=task.seconds,
             reason=why,
         )
-        self.record.tell(told)
+        self.record.tell(event)
 
     # --- joiners that follow
 
@@ -661,7 +661,7 @@ class Agent:
             try:
                 gradient = await self.exchanges.compute(partial(self.gradients.parse, frame))
             except WireError as error:
-                reason = f"{peer} sent a bad gradient to follow with: {error}"
+                reason = f"{peer} sent an invalid gradient for a joiner: {error}"
                 self._carry_out(self.member.gradient_refused(reason, peer, error.cause))
                 return
         if self.gradients.put(ballot, gradient):
@@ -690,31 +690,31 @@ class Agent:
         after = self._state(lineage, commit.step, commit, boosted_at)
         self.holdings.committing(commit.step, lineage)
         keep = self.pins.keep(fetched, before)
-        take = self.taken.keep(before, commit.step, self.exchanges.now)
+        take = self.observer_pins.keep(before, commit.step, self.exchanges.now)
         self.gradients.forget(Ballot.of(commit.ballot))
         if self.run.training.lora is None:
             self.origins.clear()
 
-        homework, fixed = self.homework, entering(commit, stage)
+        task, fixed = self.relearning_task, entering(commit, stage)
 
         def apply() -> Learned:
             keep()
             take()
-            beside = homework.enters(fixed) if homework is not None else None
+            beside = task.enters(fixed) if task is not None else None
             learned = self.arithmetic.apply(commit, lr, beside)
             if not commit.skipped:
                 self.averaging.held_back.commit(Ballot.of(commit.ballot))
             self.holdings.apply(commit, lr)
             state = replace(after, omega=learned.omega, optimizer_step=learned.optimizer_step)
-            if homework is not None:
-                homework.renew()
-                state = replace(state, relearning=homework.left)
+            if task is not None:
+                task.renew()
+                state = replace(state, relearning=task.left)
             self.holdings.save(state, first)
             return learned
 
         self.learned = await self.exchanges.compute(apply)
-        if homework is not None:
-            self.exchanges.start(self._learned_by_now(homework))
+        if task is not None:
+            self.exchanges.start(self._learned_by_now(task))
         self.record.committed(commit)
         if commit.seconds:
             self.tokens_per_second = commit.tokens / commit.seconds
@@ -741,8 +741,8 @@ class Agent:
             return
         if rebuilt is None:
             return
-        synced, state, self.homework = rebuilt
-        member.relearning = 0 if self.homework is None else self.homework.left
+        synced, state, self.relearning_task = rebuilt
+        member.relearning = 0 if self.relearning_task is None else self.relearning_task.left
         self.states.forget()
         self.learned = Learned(synced.digest, state.omega, state.optimizer_step)
         log.info(
@@ -761,10 +761,10 @@ class Agent:
         """All holdings, as reported to the driver, and weights that came before their source was
         lost. The run's initial state is left out: it has other sources."""
         arrived = self.states.weights(self.stage)
-        found = self.holdings.listed()
+        holdings = self.holdings.listed()
         if arrived is not None and arrived.id.step > 0:
-            found.append(arrived.id.holding(WEIGHTS))
-        return found
+            holdings.append(arrived.id.holding(WEIGHTS))
+        return holdings
 
     def _relearning(self, round: int, residual: float) -> None:
         self.record.tell(RelearningRound(stage=self.stage, round=round, residual=residual))
@@ -823,7 +823,7 @@ class Agent:
     def _served(self, kind: str, stage: int, step: int) -> StageState | None:
         """The requested state; None: it isn't here."""
         if kind == PIN:
-            return self.taken.get(step, None if self.member.hang else self.own_state())
+            return self.observer_pins.get(step, None if self.member.hang else self.own_state())
         if kind == ORIGIN:
             return self.origins.get(stage)
         if kind:
@@ -836,20 +836,20 @@ class Agent:
     def _pin(self, peer: str, request: pb.PinRequest) -> None:
         """An observer requests the weights of a step for export."""
         state, member = self.own_state(), self.member
-        told = pb.Pinned(transfer=request.transfer, step=request.step, lineage=member.lineage)
+        answer = pb.Pinned(transfer=request.transfer, step=request.step, lineage=member.lineage)
         if state is None or member.hang:
-            told.error = member.hang or f"the state of stage {self.stage} is on its way"
+            answer.error = member.hang or f"the state of stage {self.stage} has not arrived yet"
         else:
-            told.committed = state.id.step
+            answer.committed = state.id.step
             if 0 < state.id.step <= request.step:
-                told.error = self.taken.want(peer, request.step, self.exchanges.now)
+                answer.error = self.observer_pins.want(peer, request.step, self.exchanges.now)
             else:
-                self.taken.renew(peer, request.step, self.exchanges.now)
-            there = request.step > 0 and self.taken.get(request.step, state) is not None
-            told.kept = there and not told.error
+                self.observer_pins.renew(peer, request.step, self.exchanges.now)
+            is_pinned = request.step > 0 and self.observer_pins.get(request.step, state) is not None
+            answer.kept = is_pinned and not answer.error
             if request.exported and request.step == state.id.step:
                 self._is_safe(state.id.age)
-        self.send(peer, pb.Message(pinned=told))
+        self.send(peer, pb.Message(pinned=answer))
 
     async def _look(self, peer: str, frame: Frame) -> None:
         """Computes for an observer. Text generation goes between two microbatches; requests about
@@ -877,10 +877,10 @@ class Agent:
         while True:
             state = own = self.own_state()
             if step and isinstance(step, int):
-                state = self.taken.get(step, own)
+                state = self.observer_pins.get(step, own)
             if state is None:
-                what = f"step {step}" if step else "the state"
-                raise ValueError(f"{what} of stage {self.stage} isn't there, or not yet")
+                subject = f"step {step}" if step else "the state"
+                raise ValueError(f"{subject} of stage {self.stage} isn't available, or not yet")
             weights = None if state is own else state.tensors[WEIGHTS]
             if step:
                 fields["made"] = [*Ballot.of(state.last.ballot)]
@@ -918,7 +918,7 @@ class Agent:
     def _leave_unread(self, why: str) -> None:
         """Leaves, because others would wait for an unreadable state."""
         how = "damaged" if self.damaged else "out of reach"
-        self.record.over(f"{why}; its state is {how}, so it goes as if it had died")
+        self.record.over(f"{why}; its state is {how}, so the node leaves without a handover")
 
     def save_beside(self) -> None:
         """Saves the state in place although the compute thread hangs and is abandoned. Runs in any
@@ -993,10 +993,10 @@ class Agent:
         """The report of this seat to the registry."""
         member, halt = self.member, self.member.halt
         driving = self.driver.phase is not DriverPhase.INACTIVE
-        explained = self.driver.explain() if driving else ""
+        message = self.driver.explain() if driving else ""
         if left := self.member.relearning:
-            learns = f"it relearns while it trains, {left} updates to go"
-            explained = "; ".join(filter(None, (explained, learns)))
+            progress = f"relearning in the background, {left} updates remain"
+            message = "; ".join(filter(None, (message, progress)))
         return registry.SeatReport(
             stage=self.stage,
             committed=member.committed,
@@ -1005,7 +1005,7 @@ class Agent:
             loss=member.last.loss,
             microbatches=self.workplace.computed,
             tokens_per_second=self.tokens_per_second,
-            message=(halt.reason if halt else "") or member.hang or self.trouble or explained,
+            message=(halt.reason if halt else "") or member.hang or self.trouble or message,
             stopped=halt is not None and not halt.finished,
             finished=halt is not None and halt.finished,
             in_flight=self.workplace.filling.out if self.stage == 0 else 0,

@@ -65,7 +65,7 @@ class _Commands(TyperGroup):
             command.name = cmd_name
             return command
         if cmd_name in IN_LAB:
-            end(f"planaria {cmd_name} is in a package of its own: pip install planaria-lab")
+            end(f"planaria {cmd_name} is in another package: pip install planaria-lab")
         return None
 
 
@@ -87,19 +87,19 @@ for name, command in BY_USE.items():
         app.command(name)(command)
 
 
-def _tell_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"planaria {version('planaria')}")
         raise typer.Exit
 
 
 @app.callback()
 def planaria(
-    told: Annotated[
+    show_version: Annotated[
         bool,
         typer.Option(
             "--version",
-            callback=_tell_version,
+            callback=_print_version,
             is_eager=True,
             allow_from_autoenv=False,  # PLANARIA_VERSION may well be an image's
             help="Show the version and exit.",

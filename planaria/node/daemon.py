@@ -107,9 +107,9 @@ LOOK_AT_FILES = 1.0
 """Seconds between two checks whether disks accept writes."""
 MOST_MEASURED = 200
 """Maximum links that a node measures: each renewal carries the results."""
-REBUILDS_TOLD = 20
+MOST_REBUILDS = 20
 """Maximum rebuilds reported in each renewal; the registry remembers more."""
-MOST_SAID = 400
+MOST_SAMPLE = 400
 """Maximum characters of a sample reported to the registry."""
 
 
@@ -211,14 +211,14 @@ class Node:
             self.files.append(place.experiment)
         self.ledgers: dict[str, LineFile] = {}  # ledgers, by seat
         self.ordered: dict[str, bool] = {}  # by seat: whether its newest rebuild is exact
-        self.rebuilds: deque[registry.Rebuild] = deque(maxlen=REBUILDS_TOLD)
+        self.rebuilds: deque[registry.Rebuild] = deque(maxlen=MOST_REBUILDS)
         self.sampler = self._make_sampler()
         self.samples: dict[str, Sampled] = {}  # the newest, by prompt
         self.samples_file: SamplesFile | None = None
         if place.out is not None:
             self.samples_file = SamplesFile(place.out, run.name, self._open_file)
         self.failing: set[LineFile] = set()
-        self.files_told = 0.0
+        self.files_checked = 0.0
         self.view = registry.View()
         self.needed: list[str] = []  # members with which it needs a link
         self.missing = MissingLinks()
@@ -230,10 +230,10 @@ class Node:
         self.leaving = self.retiring = False
         self.leaves_by = 0.0  # on the loop's clock; 0: it wasn't asked to leave
         self.measuring: asyncio.Task[None] | None = None
-        self.asked = 0  # number of the newest measurement requested
+        self.requested_measurement = 0  # number of the newest
         self.measured: tuple[int, list[registry.LinkReport]] = (0, [])
         self.wall = WallClock(time.monotonic())
-        self.wall_told = time.monotonic()
+        self.wall_reported = time.monotonic()
 
     # --- life
 
@@ -298,7 +298,7 @@ class Node:
             async with asyncio.timeout_at(self.leaves_by):
                 await self._save_now(seats)
         except TimeoutError:
-            log.warning("what this node had to save isn't saved: %s", self.hang or "it is slow")
+            log.warning("no save before the node leaves: %s", self.hang or "the disk is too slow")
         for seat in needed:
             await self._hand_over(seat, leaving)
 
@@ -319,7 +319,7 @@ class Node:
         if heir := leaving.heir(stage, self.view, seat.members):
             self.tell(HandedOver(to=heir, stage=stage))
         elif not leaving.lives_on(stage, self.view):
-            log.warning("nobody has taken over stage %s", stage)
+            log.warning("no node has taken over stage %s", stage)
 
     async def leave(self, why: str) -> None:
         """Reports the departure to the registry, which then needn't detect it."""
@@ -376,13 +376,13 @@ class Node:
 
     def asked_to_measure(self, number: int) -> None:
         """A measurement already under way serves for this, too."""
-        self.asked = number
+        self.requested_measurement = number
         if self.measuring is None or self.measuring.done():
             self.measuring = self.spawn(self._measure_links())
 
     async def _measure_links(self) -> None:
         """Measures links one after the other, so that they don't disturb each other here."""
-        found: list[registry.LinkReport] = []
+        links: list[registry.LinkReport] = []
         for peer in self.links.peers[:MOST_MEASURED]:
 
             async def send(size: int, peer: str = peer) -> None:
@@ -391,10 +391,10 @@ class Node:
             try:
                 rtt, rate = await measure(send, time.perf_counter)
             except ConnectionError as error:
-                log.warning("not measured: %s", error)
+                log.warning("a link is not measured: %s", error)
                 continue
-            found.append(registry.LinkReport(peer=peer, rtt_ms=rtt * 1e3, mbps=rate * 8 / 1e6))
-        self.measured = self.asked, found
+            links.append(registry.LinkReport(peer=peer, rtt_ms=rtt * 1e3, mbps=rate * 8 / 1e6))
+        self.measured = self.requested_measurement, links
         self.report()
 
     # --- membership
@@ -421,8 +421,8 @@ class Node:
         new, closed = self.seats.viewed(view, self.loop.time())
         for name, seat in closed.items():
             self.spawn(self._close_seat(name, seat))
-        for name, taken in new.items():
-            self.spawn(self._take_seat(name, taken.stage))
+        for name, assigned in new.items():
+            self.spawn(self._take_seat(name, assigned.stage))
         if not own.seats and self.rehearsing is None:
             self.rehearsing = self.spawn(self._rehearse())
 
@@ -558,21 +558,21 @@ class Node:
     def on_message(self, peer: str, message: pb.Message) -> None:
         self.seats.on_message(peer, message, self.loop.time())
 
-    def on_asked(self, onlooker: str, message: pb.Message) -> None:
-        self.seats.on_asked(onlooker, message, self.loop.time())
+    def on_asked(self, observer: str, message: pb.Message) -> None:
+        self.seats.on_asked(observer, message, self.loop.time())
 
-    def on_gone(self, onlooker: str) -> None:
-        self.seats.on_gone(onlooker)
+    def on_gone(self, observer: str) -> None:
+        self.seats.on_gone(observer)
 
     def read_log(self, request: pb.LogRequest) -> pb.LogLines:
         """Returns log lines for an observer."""
         if self.place.log is None:
-            return pb.LogLines(error="its owner shows it to nobody (--no-share-log)")
+            return pb.LogLines(error="its owner does not share it (--no-share-log)")
         lines, last = self.place.log.after(request.after, request.lines)
         return pb.LogLines(lines=map(readable, lines), last=last)
 
-    def on_shown(self, onlooker: str, frame: Frame) -> None:
-        self.seats.on_shown(onlooker, frame, self.loop.time())
+    def on_shown(self, observer: str, frame: Frame) -> None:
+        self.seats.on_shown(observer, frame, self.loop.time())
 
     def on_frame(self, peer: str, frame: Frame) -> None:
         """Passes a frame on; a bandwidth probe needs only to arrive."""
@@ -598,9 +598,9 @@ class Node:
         now = time.time()
         self.events.write(event, by, now)
         if is_for_all(event):
-            told = event_line(event, by or self.node, now)
-            self.client.tell(json.dumps(told))
-            self.keep(told)
+            record = event_line(event, by or self.node, now)
+            self.client.tell(json.dumps(record))
+            self.keep(record)
         if isinstance(event, RebuildOrdered):
             self.ordered[event.node] = event.exact
         if isinstance(event, StageRebuilt) and event.method not in (*OWN, *COPIED):
@@ -608,18 +608,18 @@ class Node:
             rebuilt.exact = self.ordered.pop(event.node, False)
             self.rebuilds.append(rebuilt)
 
-    def keep(self, told: Mapping[str, Any]) -> None:
+    def keep(self, record: Mapping[str, Any]) -> None:
         """Adds a line of the event log or the ledger to the external record, if any."""
         if self.place.experiment is not None:
-            self.place.experiment.tell(told)
+            self.place.experiment.tell(record)
 
     # --- the clock
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK)
-            if self.loop.time() - self.files_told > LOOK_AT_FILES:
-                self.files_told = self.loop.time()
+            if self.loop.time() - self.files_checked > LOOK_AT_FILES:
+                self.files_checked = self.loop.time()
                 self._look_at_files()
             self._mind_compute()
             if self.missing.look(self.needed, self.links.carrier, self.loop.time()):
@@ -629,8 +629,8 @@ class Node:
             if not self.seats:
                 continue
             self.wall.sample(time.monotonic(), self._busy_seconds(), self._doing())
-            if time.monotonic() - self.wall_told > 2.0:
-                self.wall_told = time.monotonic()
+            if time.monotonic() - self.wall_reported > 2.0:
+                self.wall_reported = time.monotonic()
                 self.tell(Wall(**self.wall.report()))
                 self._tell_costs()
                 self.report()
@@ -688,9 +688,9 @@ class Node:
 
     def report(self) -> None:
         """Reports to the registry."""
-        self.client.report(self.state_of_things())
+        self.client.report(self.make_report())
 
-    def state_of_things(self) -> registry.Report:
+    def make_report(self) -> registry.Report:
         """The report about the machine and its seats."""
         number, links = self.measured
         return registry.Report(
@@ -707,9 +707,11 @@ class Node:
             unlisted=self.missing.unlisted,
             samples=[
                 registry.Sample(
-                    step=one.step, prompt=one.prompt[:MOST_SAID], text=one.text[:MOST_SAID]
+                    step=sample.step,
+                    prompt=sample.prompt[:MOST_SAMPLE],
+                    text=sample.text[:MOST_SAMPLE],
                 )
-                for one in self.samples.values()
+                for sample in self.samples.values()
             ],
             rebuilds=self.rebuilds,
         )
@@ -729,9 +731,9 @@ class SeatRecord:
         self._lacks_last = not has_records(commit)
         if self._ledger is not None and commit.step > 0 and has_records(commit):
             ledger, windows = self._ledger
-            told = line(commit, windows.epoch(commit.step), time.time())
-            ledger.append(told)
-            self._node.keep(told)
+            record = line(commit, windows.epoch(commit.step), time.time())
+            ledger.append(record)
+            self._node.keep(record)
         elif self._node.place.experiment is not None and commit.step > 0:
             self._node.keep(line(commit, 0, time.time()))  # only stage 0 knows the epoch
         self._node.committed(commit.step)

@@ -66,8 +66,8 @@ LOCAL = "local"
 
 
 def _at_home(value: Any, info: ValidationInfo) -> Any:
-    here = isinstance(value, str) and (info.context or {}).get(LOCAL)
-    return os.path.expanduser(value) if here else value  # noqa: PTH111 (which raises without HOME)
+    expands = isinstance(value, str) and (info.context or {}).get(LOCAL)
+    return os.path.expanduser(value) if expands else value  # noqa: PTH111 (which raises without HOME)
 
 
 FolderName = Annotated[
@@ -148,7 +148,7 @@ class ModelSection(Section):
         pattern=r"^[^\W\d][\w.]*:[^\W\d]\w*$",
         description="code of an architecture, package.module:build",
     )
-    parts: PartsSection | None = Field(default=None, description="what that builds")
+    parts: PartsSection | None = Field(default=None, description="parameters that it builds")
 
     origin: FolderName | None = Field(
         default=None, alias="from", min_length=1, description="checkpoint that the run begins from"
@@ -178,7 +178,7 @@ class ModelSection(Section):
         default="causal", description="block_causal: only to tokens of the same document"
     )
     subspace: int | None = Field(
-        default=None, ge=1, le=2**17, description="rank of what crosses between stages"
+        default=None, ge=1, le=2**17, description="rank of tensors between stages"
     )
     vocabulary: int | None = Field(
         default=None, ge=2, le=2**24, description="from the data when left out"
@@ -244,7 +244,7 @@ class DataSection(Section):
 
     @property
     def names(self) -> list[str]:
-        return [one.path for one in self.corpora] or [self.path]
+        return [corpus.path for corpus in self.corpora] or [self.path]
 
     @property
     def folders(self) -> list[Path]:
@@ -257,7 +257,7 @@ class DataSection(Section):
     @property
     def turns(self) -> list[int]:
         """Number of samples of each corpus in a cycle. Raises ValueError."""
-        return turns_of([one.share for one in self.corpora] or [1.0])
+        return turns_of([corpus.share for corpus in self.corpora] or [1.0])
 
     @model_validator(mode="before")
     @classmethod
@@ -273,11 +273,13 @@ class DataSection(Section):
     def plannable(self) -> DataSection:
         if elsewhere := [name for name in self.names if "://" in name]:
             raise ValueError(
-                f"{elsewhere[0]} is no folder: make one that stands for it by `planaria data link "
-                f"{elsewhere[0]} --out DIR`, and write that; nodes on other machines have --data"
+                f"{elsewhere[0]} is not a folder: create a link to it by `planaria data link "
+                f"{elsewhere[0]} --out DIR`, and name that; nodes on other machines have --data"
             )
         if len(set(self.folders)) < len(self.corpora):
-            raise ValueError("two of the corpora have the same path: add up their shares")
+            raise ValueError(
+                "two corpora have the same path: make them one, with the sum of their shares"
+            )
         assert self.turns
         return self
 
@@ -302,7 +304,7 @@ class LoraSection(Section):
 
     rank: int = Field(default=16, ge=1, le=2**12)
     alpha: float = Field(
-        default=32.0, gt=0, le=1e6, description="what they add is times alpha / rank"
+        default=32.0, gt=0, le=1e6, description="the product is scaled by alpha / rank"
     )
     targets: tuple[TargetName, ...] = Field(
         default=PROJECTIONS,
@@ -324,18 +326,18 @@ class TrainingSection(Section):
     decay_share: float = Field(
         default=0.2, gt=0, le=1, description="wsd: share of the steps in which lr falls"
     )
-    betas: tuple[Beta, Beta] = Field(default=BETAS, description="what a step leaves of moments")
+    betas: tuple[Beta, Beta] = Field(default=BETAS, description="decay rates of the moments")
     weight_decay: float = Field(default=0.0, ge=0, le=100, description="not of norms and biases")
     clip: float = Field(default=1.0, ge=1e-6, le=1e6)
     precision: Literal["float32", "bf16"] = "float32"
     recompute: bool = False
     compile: bool = False
-    in_flight: int = Field(default=0, ge=0, le=2**14, description="0: by what is measured")
+    in_flight: int = Field(default=0, ge=0, le=2**14, description="microbatches; 0: by measurement")
     validate_every: int = Field(default=0, ge=0, le=10**9, description="steps; 0: only at the end")
     validation_microbatches: int = Field(default=8, ge=0, le=2**14)
     sample_every: int = Field(default=0, ge=0, le=10**9, description="steps; 0: never")
     prompts: tuple[Prompt, ...] = Field(
-        default=("",), min_length=1, max_length=8, description="that samples go on from"
+        default=("",), min_length=1, max_length=8, description="texts that samples continue"
     )
     sampling: SamplingSection = SamplingSection()
     lora: LoraSection | None = Field(default=None, description="all weights, when left out")
@@ -344,7 +346,7 @@ class TrainingSection(Section):
     def divisible(self) -> TrainingSection:
         if self.batch % self.microbatch:
             raise ValueError(
-                f"batch = {self.batch} is no multiple of microbatch = {self.microbatch}"
+                f"batch = {self.batch} is not a multiple of microbatch = {self.microbatch}"
             )
         return self
 
@@ -354,32 +356,28 @@ class TrainingSection(Section):
 
 
 class RelearnSection(Section):
-    """A stage that was guessed is trained alone on what crossed its ends, whatever the policy."""
+    """Training of an estimated stage alone, on its boundary tensors, under any policy."""
 
     steps: int = Field(default=10, ge=1, le=10**4, description="whose boundary tensors are kept")
-    tokens: int = Field(
-        default=256, ge=1, le=2**31, description="an update is made of; a sample at least"
-    )
+    tokens: int = Field(default=256, ge=1, le=2**31, description="per update; at least one sample")
     passes: int = Field(default=4, ge=0, le=1000, description="0: as the papers have it")
     seconds: float = Field(default=20.0, ge=0, le=86_400, description="at most, in one stall")
-    lr: float = Field(default=0.05, gt=0, le=100, description="Muon's, at first; it falls to 0")
+    lr: float = Field(default=0.05, gt=0, le=100, description="initial rate of Muon; it falls to 0")
     enough: float = Field(
-        default=2.0, ge=0, le=1e6, description="residual error to train on with; 0: all wait"
+        default=2.0, ge=0, le=1e6, description="residual to train on with; 0: all wait"
     )
     each_step: int = Field(
-        default=0, ge=0, le=10**6, description="updates a step then; 0: as many as fit in"
+        default=0, ge=0, le=10**6, description="background updates a step; 0: as many as fit"
     )
     within: int = Field(
-        default=20, ge=1, le=10**6, description="steps then, after which it has learned enough"
+        default=20, ge=1, le=10**6, description="steps until background relearning ends"
     )
 
 
 class SnapshotSection(Section):
-    """What policy = "snapshot" goes by, and the first body stages by others that guess."""
+    """Settings of policy = "snapshot", and of first body stages under policies that estimate."""
 
-    first: int = Field(
-        default=1, ge=0, le=2**16, description="so many first body stages, where others are guessed"
-    )
+    first: int = Field(default=1, ge=0, le=2**16, description="number of these first body stages")
     fraction: float = Field(default=0.125, ge=1e-4, le=1, description="r: blocks a time")
     period: int = Field(default=8, ge=1, le=10**6, description="steps in which all could be sent")
     codec: Literal["int8", "none"] = "int8"
@@ -388,7 +386,7 @@ class SnapshotSection(Section):
 
 
 class CheckpointSection(Section):
-    """What policy = "checkpoint" goes by."""
+    """Settings of policy = "checkpoint"."""
 
     dir: FolderName = Field(default="", description="folder that all nodes share")
     every: int = Field(default=10, ge=1, le=10**9, description="steps")
@@ -398,7 +396,9 @@ class RecoverySection(Section):
     """What to do when a whole stage is lost."""
 
     policy: Policy = "checkfree"
-    strict: bool = Field(default=False, description="stop where the policy itself can't serve")
+    strict: bool = Field(
+        default=False, description="stop where the policy's own method is unavailable"
+    )
     masking: Masking = Field(default="reassign", description="when a stage keeps a replica")
     lr_boost: float = Field(default=1.1, ge=1, le=100)
     lr_boost_steps: int = Field(
@@ -448,7 +448,7 @@ class SwarmSection(Section):
         default=120.0,
         gt=0,
         le=86_400,
-        description="seconds without any until an attempt is given up",
+        description="seconds without progress until an attempt is aborted",
     )
 
     @model_validator(mode="after")
@@ -465,16 +465,16 @@ class SwarmSection(Section):
 
 
 class TrustSection(Section):
-    """What is done about members that may be wrong."""
+    """Measures against members with wrong results."""
 
     spot_check: float = Field(
-        default=0.02, ge=0, le=1, description="share of visits that two replicas do"
+        default=0.02, ge=0, le=1, description="share of visits that two replicas compute"
     )
     tolerance: float = Field(
-        default=0.05, gt=0, le=2, description="relative difference between nodes that are right"
+        default=0.05, gt=0, le=2, description="relative difference allowed between correct nodes"
     )
     gradients: Literal["warn", "exclude", "off"] = Field(
-        default="warn", description="what becomes of replicas whose gradients stand out"
+        default="warn", description="treatment of replicas with outlier gradients"
     )
 
 
@@ -482,8 +482,8 @@ class WireSection(Section):
     activations: Narrow = "bf16"
     gradients: Narrow = "bf16"
     averaging: Averaging = "none"
-    rank: int = Field(default=4, ge=1, le=256, description="of the factors that travel of a matrix")
-    rank_after: int = Field(default=200, ge=0, description="steps in which all of it does, in int8")
+    rank: int = Field(default=4, ge=1, le=256, description="of the factors sent for a matrix")
+    rank_after: int = Field(default=200, ge=0, description="first steps, averaged in int8")
 
     @property
     def averaging_after(self) -> int:
@@ -504,18 +504,18 @@ class RunFile(Section):
     wire: WireSection = WireSection()
     trust: TrustSection = TrustSection()
 
-    def said(self, *left_out: str) -> dict[str, Any]:
+    def identifying_fields(self, *left_out: str) -> dict[str, Any]:
         """The fields that distinguish this run from others, without the sections `left_out`.
         Default values are left out, so that a new key changes nothing. For `training.warmup` and
         [wire] the former defaults count: 20 steps, codec none."""
-        said = self.model_dump(mode="json", exclude_defaults=True, exclude={"wire", *left_out})
-        unsaid = {"lr": self.config.learning_rate, "warmup": WARMUP}
-        training = {k: v for k, v in said.pop("training", {}).items() if v != unsaid.get(k)}
-        said |= {"training": training} if training else {}
+        fields = self.model_dump(mode="json", exclude_defaults=True, exclude={"wire", *left_out})
+        defaults = {"lr": self.config.learning_rate, "warmup": WARMUP}
+        training = {k: v for k, v in fields.pop("training", {}).items() if v != defaults.get(k)}
+        fields |= {"training": training} if training else {}
         wire = {key: value for key, value in self.wire.model_dump().items() if value != "none"}
         if self.wire.averaging != "lowrank":  # which have no effect then
             del wire["rank"], wire["rank_after"]
-        return {**said, "wire": wire} if wire else said
+        return {**fields, "wire": wire} if wire else fields
 
     def config_for(self, vocabulary: int) -> ModelConfig:
         """The shape for data with so many token ids. Raises ValueError."""
@@ -533,7 +533,7 @@ class RunFile(Section):
         if self.recovery.relearn.passes and relearn > progress / 2:
             raise ValueError(
                 f"recovery.relearn.seconds = {relearn:g} is more than half of swarm.progress = "
-                f"{progress:g}, after which the driver takes a rebuild for stuck"
+                f"{progress:g}, after which the driver considers a rebuild stuck"
             )
         return self
 
@@ -545,7 +545,7 @@ class RunFile(Section):
         if training.schedule == "wsd" and warmup + falls > self.steps:
             raise ValueError(
                 f"training.warmup = {warmup} steps and training.decay_share = "
-                f"{training.decay_share:g} of steps = {self.steps} are more than there are: with "
+                f"{training.decay_share:g} of steps = {self.steps} exceed the run: with "
                 "schedule = wsd they follow each other"
             )
         rate = peak_of(self) * self.recovery.lr_boost
@@ -591,26 +591,26 @@ def from_fields(fields: dict[str, Any], name: str = "the run", local: bool = Fal
     except ValidationError as error:
         lines = []
         for problem in error.errors():
-            where = ".".join(map(str, problem["loc"])) or "file"
-            said = problem["msg"].removeprefix("Value error, ").removeprefix(f"{where}: ")
+            key = ".".join(map(str, problem["loc"])) or "file"
+            message = problem["msg"].removeprefix("Value error, ").removeprefix(f"{key}: ")
             if problem["type"] == "extra_forbidden":
-                said = _unknown(problem["loc"])
-            lines.append(f"  {where}: {said} (value: {shortened(problem['input'])})")
+                message = _unknown(problem["loc"])
+            lines.append(f"  {key}: {message} (value: {shortened(problem['input'])})")
         raise RunFileError(f"{name} is not a valid run file:\n" + "\n".join(lines)) from error
 
 
 def _unknown(location: Sequence[str | int]) -> str:
     """The message about an unknown key."""
     *sections, key = map(str, location)
-    known = list(_keys(RunFile))
-    here = [path[-1] for path in known if list(path[:-1]) == sections]
-    meant = get_close_matches(key, here, n=1)
-    if not meant:  # it may be in the wrong section
-        matches = get_close_matches(key, {path[-1] for path in known}, n=1)
-        meant = [".".join(path) for path in known if path[-1] in matches]
-    if meant:
-        return f"is no key; did you mean {' or '.join(meant)}?"
-    return f"is no key; {'.'.join(sections) or 'the file'} has {', '.join(here)}"
+    keys = list(_keys(RunFile))
+    siblings = [path[-1] for path in keys if list(path[:-1]) == sections]
+    matches = get_close_matches(key, siblings, n=1)
+    if not matches:  # it may be in the wrong section
+        close = get_close_matches(key, {path[-1] for path in keys}, n=1)
+        matches = [".".join(path) for path in keys if path[-1] in close]
+    if matches:
+        return f"is no key; did you mean {' or '.join(matches)}?"
+    return f"is no key; {'.'.join(sections) or 'the file'} has {', '.join(siblings)}"
 
 
 def _keys(section: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -636,7 +636,7 @@ def load(path: Path) -> RunFile:
     except OSError as error:
         raise RunFileError(f"can't read the run file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise RunFileError(f"{path} is not valid TOML: it is no text ({error})") from error
+        raise RunFileError(f"{path} is not valid TOML: it is not text ({error})") from error
     return loads(text, str(path), local=True)
 
 

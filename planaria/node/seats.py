@@ -33,9 +33,11 @@ VIEW_TO_COME = 10.0
 A = TypeVar("A", bound=Agent)
 T = TypeVar("T")
 
-ONLOOKER = "?"
+OBSERVER = "?"
 """Prefix of an observer's name, which stands where names of seats do."""
-ASKED: Final = frozenset(["pin_request", "state_request", "shard_request", "log_request"])
+OBSERVER_MESSAGES: Final = frozenset(
+    ["pin_request", "state_request", "shard_request", "log_request"]
+)
 """Messages that an observer may send."""
 
 
@@ -59,14 +61,14 @@ class _EarlyMessage(NamedTuple):
 
 
 @contextmanager
-def _at_the_cost_of(peer: str, what: str | None) -> Iterator[None]:
+def _handling(peer: str, item: str | None) -> Iterator[None]:
     """An invalid message may cost a peer its link, but never crashes this node."""
     try:
         yield
     except Exception as error:
-        log.exception("%s of %s can't be dealt with", what, peer)
-        why = f"{what} that can't be dealt with: {type(error).__name__}: {error}"
-        raise SenselessError(why) from error
+        log.exception("can't handle a %s from %s", item, peer)
+        reason = f"{item} that can't be handled: {type(error).__name__}: {error}"
+        raise SenselessError(reason) from error
 
 
 def _is_drivers(message: pb.Message) -> bool:
@@ -81,12 +83,12 @@ class Seats(Generic[A]):
         self,
         node: str,
         links: Net,
-        tell_onlooker: Callable[[str, pb.Message | Frame], None] = lambda _, __: None,
+        tell_observer: Callable[[str, pb.Message | Frame], None] = lambda _, __: None,
         log: Callable[[pb.LogRequest], pb.LogLines] = lambda _: pb.LogLines(),
     ) -> None:
-        """`tell_onlooker` gets items for an observer of this node, by its name; `log` returns log
+        """`tell_observer` gets items for an observer of this node, by its name; `log` returns log
         lines of the node."""
-        self.node, self.links, self._tell_onlooker = node, links, tell_onlooker
+        self.node, self.links, self._tell_observer = node, links, tell_observer
         self._log = log
         self.agents: dict[str, A] = {}  # by name
         self.view = registry.View()  # as they see it
@@ -106,23 +108,23 @@ class Seats(Generic[A]):
         own = next(member for member in view.members if member.node == self.node)
         named = {seat_name(seat): seat for seat in own.seats}
         self.view = seated(view)
-        gone = sorted((self.agents.keys() | self._building) - named.keys())
-        self._given_back |= set(gone)
-        new = {
+        given_back = sorted((self.agents.keys() | self._building) - named.keys())
+        self._given_back |= set(given_back)
+        to_build = {
             name: seat
             for name, seat in named.items()
             if name not in self.agents and name not in self._building
         }
-        self._building = (self._building - set(gone)) | new.keys()
-        closed = {name: self.agents.pop(name) for name in gone if name in self.agents}
+        self._building = (self._building - set(given_back)) | to_build.keys()
+        closed = {name: self.agents.pop(name) for name in given_back if name in self.agents}
         for agent in list(self.agents.values()):
             agent.viewed(self.view, now)
-        self._hear_early(now)
-        return new, closed
+        self._deliver_early(now)
+        return to_build, closed
 
     def tick(self, now: float) -> None:
         if self._early and now >= self._early[0].since + VIEW_TO_COME:
-            self._hear_early(now)
+            self._deliver_early(now)
         for agent in list(self.agents.values()):
             agent.tick(now)
 
@@ -134,7 +136,7 @@ class Seats(Generic[A]):
         self._building.remove(name)
         self.agents[name] = agent
         agent.viewed(self.view, now)
-        self._hear_early(now)
+        self._deliver_early(now)
         return True
 
     def was_given_back(self, name: str) -> bool:
@@ -144,98 +146,98 @@ class Seats(Generic[A]):
 
     def on_message(self, peer: str, message: pb.Message, now: float) -> None:
         """Raises SenselessError."""
-        with _at_the_cost_of(peer, message.WhichOneof("body")):
-            self._hear(
+        with _handling(peer, message.WhichOneof("body")):
+            self._deliver(
                 _EarlyMessage(now, seat_id(peer, message.sender), message.seat, message), now
             )
 
-    def _hear(self, said: _EarlyMessage, now: float) -> None:
-        _, sender, name, message = said
-        if name.startswith(ONLOOKER):
+    def _deliver(self, early: _EarlyMessage, now: float) -> None:
+        _, sender, name, message = early
+        if name.startswith(OBSERVER):
             message.sender = sender
-            self._tell_onlooker(name, message)
+            self._tell_observer(name, message)
         elif message.WhichOneof("body") == "log_request":
             node, _, asker = sender.partition("/")
-            if asker.startswith(ONLOOKER):
+            if asker.startswith(OBSERVER):
                 lines = self._log(message.log_request)
                 self.links.send(node, pb.Message(seat=asker, log_lines=lines))
         elif name in self._building or (
-            said.waits_for(self.view, now) and (name not in self.agents or _is_drivers(message))
+            early.waits_for(self.view, now) and (name not in self.agents or _is_drivers(message))
         ):
-            self._wait(said)
+            self._wait(early)
         elif (agent := self.agents.get(name)) is not None:
             agent.on_message(sender, message, now)
 
-    def _wait(self, said: _EarlyMessage) -> None:
+    def _wait(self, early: _EarlyMessage) -> None:
         """Keeps a driver's message whose view, or seat, this node doesn't have yet. One that
         exceeds the budget is dropped: its sender repeats it if it needs an answer."""
-        if not self._early_bytes.spend(node_of(said.sender), said.message.ByteSize()):
-            self._early.append(said)
+        if not self._early_bytes.spend(node_of(early.sender), early.message.ByteSize()):
+            self._early.append(early)
 
-    def _hear_early(self, now: float) -> None:
+    def _deliver_early(self, now: float) -> None:
         """Delivers waiting messages; those that still have to wait are kept."""
-        early, self._early = self._early, []
+        waiting, self._early = self._early, []
         self._early_bytes.clear()
-        for said in early:
+        for early in waiting:
             try:
-                with _at_the_cost_of(said.sender, said.message.WhichOneof("body")):
-                    self._hear(said, now)
+                with _handling(early.sender, early.message.WhichOneof("body")):
+                    self._deliver(early, now)
             except SenselessError as error:  # the link may be another one by now
-                self.agents[said.name].accuse(said.sender, str(error), error.cause)
+                self.agents[early.name].accuse(early.sender, str(error), error.cause)
 
     def on_frame(self, peer: str, frame: Frame, now: float) -> None:
         """Raises SenselessError."""
-        with _at_the_cost_of(peer, f"frame of kind {frame.kind!r:.40}"):
-            self._see(peer, frame, now)
+        with _handling(peer, f"frame of kind {frame.kind!r:.40}"):
+            self._deliver_frame(peer, frame, now)
 
-    def _see(self, peer: str, frame: Frame, now: float) -> None:
+    def _deliver_frame(self, peer: str, frame: Frame, now: float) -> None:
         """A frame for a seat to be is dropped: it belongs to what began without it."""
         sender, agent = seat_id(peer, frame.sender), self.agents.get(frame.seat)
-        if frame.seat.startswith(ONLOOKER):
-            self._tell_onlooker(frame.seat, replace(frame, sender=sender))
-        elif agent is not None and frame.sender.startswith(ONLOOKER):
+        if frame.seat.startswith(OBSERVER):
+            self._tell_observer(frame.seat, replace(frame, sender=sender))
+        elif agent is not None and frame.sender.startswith(OBSERVER):
             agent.on_look(sender, frame, now)
         elif agent is not None:
             agent.on_frame(sender, frame, now)
 
-    def on_gone(self, onlooker: str) -> None:
+    def on_gone(self, observer: str) -> None:
         """An observer of this node is gone; seats of other nodes notice when it stops asking."""
         for agent in self.agents.values():
-            agent.on_onlooker_gone(seat_id(self.node, onlooker))
+            agent.on_observer_gone(seat_id(self.node, observer))
 
-    def on_shown(self, onlooker: str, frame: Frame, now: float) -> None:
+    def on_shown(self, observer: str, frame: Frame, now: float) -> None:
         """An observer of this node sends a seat, of any node, a frame to compute with."""
         node, _, name = frame.seat.partition("/")
-        frame = replace(frame, seat=name, sender=onlooker)
+        frame = replace(frame, seat=name, sender=observer)
         if frame.kind == "state":  # which delays nothing else on a link
             if node == self.node:
                 self.on_frame(node, frame, now)
             else:
                 self.links.send(node, frame)
 
-    def on_asked(self, onlooker: str, message: pb.Message, now: float) -> None:
+    def on_asked(self, observer: str, message: pb.Message, now: float) -> None:
         """An observer of this node sends a message to the seat, of any node, that it names.
         Messages not allowed to it have no effect."""
         body, to = message.WhichOneof("body"), message.seat
         node, _, name = to.partition("/")
         # An observer may request pinned weights only; other states are for nodes.
-        if body not in ASKED or getattr(getattr(message, body), "kind", PIN) != PIN:
+        if body not in OBSERVER_MESSAGES or getattr(getattr(message, body), "kind", PIN) != PIN:
             return
-        message.seat, message.sender = name, onlooker
+        message.seat, message.sender = name, observer
         if body == "log_request" and node == self.node:
-            said = self._log(message.log_request)
-            self._tell_onlooker(onlooker, pb.Message(sender=to, log_lines=said))
+            lines = self._log(message.log_request)
+            self._tell_observer(observer, pb.Message(sender=to, log_lines=lines))
         elif node == self.node and self.has(name):
-            self._hear(_EarlyMessage(now, seat_id(node, onlooker), name, message), now)
+            self._deliver(_EarlyMessage(now, seat_id(node, observer), name, message), now)
         elif node == self.node or not self.links.send(node, message):
-            there = "no such seat here" if node == self.node else f"no link from {self.node} to it"
-            asked = message.pin_request
-            told = pb.Pinned(transfer=asked.transfer, error=f"there is {there}", unheard=True)
+            cause = "no such seat here" if node == self.node else f"no link from {self.node} to it"
+            request = message.pin_request
+            refusal = pb.Pinned(transfer=request.transfer, error=f"there is {cause}", unheard=True)
             if body == "pin_request":
-                self._tell_onlooker(onlooker, pb.Message(sender=to, pinned=told))
+                self._tell_observer(observer, pb.Message(sender=to, pinned=refusal))
             elif body == "log_request":
-                said = pb.LogLines(error=told.error)
-                self._tell_onlooker(onlooker, pb.Message(sender=to, log_lines=said))
+                lines = pb.LogLines(error=refusal.error)
+                self._tell_observer(observer, pb.Message(sender=to, log_lines=lines))
             self.links.demand(node)
 
     def on_link_up(self, peer: str, now: float) -> None:
@@ -259,8 +261,8 @@ class Seats(Generic[A]):
 
     def _seats_of(self, peer: str) -> list[str]:
         """The peer's seats in the newest view; if it has none, the node itself."""
-        found = [m.node for m in self.view.members if m.seats and node_of(m.node) == peer]
-        return found or [peer]
+        seats = [m.node for m in self.view.members if m.seats and node_of(m.node) == peer]
+        return seats or [peer]
 
     # --- between seats
 
@@ -281,7 +283,7 @@ class Seats(Generic[A]):
             hear(0.0)  # that is, when it is built, or at once for an observer
         else:
             agent.exchanges.call_soon(lambda: hear(agent.exchanges.now))
-        return self.has(name) or name.startswith(ONLOOKER)
+        return self.has(name) or name.startswith(OBSERVER)
 
     def has(self, name: str) -> bool:
         """Whether there is such a seat, or will be soon."""

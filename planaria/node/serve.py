@@ -78,14 +78,14 @@ class Departure:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.told = asyncio.Event()
+        self.noticed = asyncio.Event()
         self.deadline, self.why = 0.0, ""
 
     def tell(self, grace: float, why: str) -> None:
         """Gives notice: `grace` seconds are left."""
-        if not self.told.is_set():
+        if not self.noticed.is_set():
             self.deadline, self.why = self._loop.time() + grace, why
-            self.told.set()
+            self.noticed.set()
 
     @property
     def left(self) -> float:
@@ -119,7 +119,9 @@ async def serve(
             options = replace(options, save_dir=saves)
         vocabulary = run.model.vocabulary or (corpus.vocabulary if corpus else None)
         if vocabulary is None:
-            raise NodeError("the run file doesn't say model.vocabulary; the registry should add it")
+            raise NodeError(
+                "the run file has no model.vocabulary, which the registry should have added"
+            )
         config = run.config_for(vocabulary)
         check_precision(run, device)
         own = find_own_code(run, config)
@@ -154,16 +156,16 @@ async def serve(
             await stack.enter_async_context(serve_metrics(setup.metrics, description.run, living))
         pauses, was_member = Pauses(1.0, 30.0), False
         collect_often()
-        while not departure.told.is_set():
+        while not departure.noticed.is_set():
             node = Node(place, description.run, run, config, corpus, client, speed)
             living[:] = [node]
             began = loop.time()
             try:
                 why = await _live_until(node, departure)
             except InQuarantine as refused:
-                log.warning("%s; this node waits, and joins again then", refused)
+                log.warning("%s; this node joins again after that", refused)
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(departure.told.wait(), refused.seconds)
+                    await asyncio.wait_for(departure.noticed.wait(), refused.seconds)
                 continue
             except JoinRefused as refused:
                 if was_member:  # so the options are right, and another process may be let in
@@ -176,20 +178,20 @@ async def serve(
                     raise NodeCrashed(f"{type(error).__name__}: {error}") from error
                 raise
             was_member = True
-            if departure.told.is_set():
+            if departure.noticed.is_set():
                 await check_saved(node, client)
                 break
             if node.abandoned:
                 raise NodeCrashed(
-                    f"{node.abandoned}; only the end of this process ends that: start it anew, and "
-                    "look after the device if it happens again"
+                    f"{node.abandoned}; only a new process helps: start it again, and check the "
+                    "device if this happens again"
                 )
             log.warning("%s; joining again as a new node", why)
             living.clear()
             del node
             gc.collect()  # else its stage would wait, beside the next one, for Python to look
             with suppress(TimeoutError):
-                await asyncio.wait_for(departure.told.wait(), pauses.after(loop.time() - began))
+                await asyncio.wait_for(departure.noticed.wait(), pauses.after(loop.time() - began))
         return 0
     finally:
         await stack.aclose()
@@ -208,9 +210,9 @@ async def check_saved(node: Node, client: RegistryClient) -> None:
             described = await client.describe(deadline=1.0)
     if lost := unsaved(described, stages, node.run.steps):
         raise NodeError(
-            f"the last step of {named(lost)} was in memory only, and has gone with this node: it "
-            f"was neither saved in {node.place.save_dir} nor exported, and the registry knows of "
-            "no other node that has saved it"
+            f"the last step of {named(lost)} was in memory only, and is lost with this node: it "
+            f"was neither saved in {node.place.save_dir} nor exported, and no other node has "
+            "reported a save of it"
         )
 
 
@@ -226,22 +228,22 @@ def check_precision(run: RunFile, device: torch.device) -> None:
 def find_checkpoint(run: RunFile, options: NodeOptions) -> Checkpoint | None:
     """The run's initial checkpoint, if it is here; otherwise the node gets its weights from others.
     Raises NodeError when it is needed."""
-    given, origin = options.model, run.model.origin
+    model, origin = options.model, run.model.origin
     if origin is None:
-        if given is not None:
-            raise NodeError(f"--model {given}: this run begins from no checkpoint; leave it out")
+        if model is not None:
+            raise NodeError(f"--model {model}: this run doesn't begin from a checkpoint; omit it")
         return None
     folder = own_folder(options.out, run)
     try:
-        return Checkpoint.open(given or below(folder, "model.from", origin, "--model"))
+        return Checkpoint.open(model or below(folder, "model.from", origin, "--model"))
     except (NodeError, UnsupportedModelError) as error:
-        if given is not None:
+        if model is not None:
             raise NodeError(f"--model: {error}") from error
         policy = run.recovery.policy  # adapters begin anew without it
         if policy == "redundant" or (policy == "checkpoint" and run.training.lora is None):
             raise NodeError(
                 f"with recovery.policy = {policy} each node needs the checkpoint that the run "
-                f"begins from, and {error} (--model DIR says where it is)"
+                f"begins from, and {error} (name its folder with --model DIR)"
             ) from error
         log.info("this node gets its first weights from other nodes: %s", error)
         return None
@@ -277,8 +279,8 @@ def serve_metrics(
     from planaria.node.page.serving import metrics_beside
 
     async def figures() -> bytes:
-        found = (of_node(one.node, one.state_of_things(), one.wall.report()) for one in living)
-        return exposition(run, chain.from_iterable(found))
+        samples = (of_node(node.node, node.make_report(), node.wall.report()) for node in living)
+        return exposition(run, chain.from_iterable(samples))
 
     return metrics_beside(place, figures)
 
@@ -299,23 +301,25 @@ def listen_to_cloud(options: NodeOptions, departure: Departure) -> None:
         departure.tell(notice.grace(options.grace), notice.what)
 
     NoticeWatch(
-        options.cloud, noticed, lambda risk: log.warning("this machine may go soon: %s", risk)
+        options.cloud,
+        noticed,
+        lambda risk: log.warning("this machine may be reclaimed soon: %s", risk),
     )
 
 
 async def _live_until(node: Node, departure: Departure) -> str:
     """Runs one identity; on notice it leaves properly and in time."""
-    living = asyncio.create_task(node.live())
-    stopping = asyncio.create_task(departure.told.wait())
-    await asyncio.wait([living, stopping], return_when=asyncio.FIRST_COMPLETED)
-    if not living.done():
+    life = asyncio.create_task(node.live())
+    stopping = asyncio.create_task(departure.noticed.wait())
+    await asyncio.wait([life, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if not life.done():
         retiring = asyncio.create_task(node.retire(departure.left, departure.why))
-        await asyncio.wait([living, retiring], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([life, retiring], return_when=asyncio.FIRST_COMPLETED)
         retiring.cancel()
         node.stop("stopped by its owner")
     stopping.cancel()
     try:
-        return await living
+        return await life
     except Exception as error:
         await node.leave(f"it crashed: {error}")
         raise
@@ -325,7 +329,7 @@ def default_out(folder: Path) -> Path:
     """One folder for all nodes of a run that start here, so that it can be audited. Raises
     NodeError when it can't be written."""
     check_writable("--out", folder)
-    log.info("event log and, at stage 0, ledger are kept in %s", folder)
+    log.info("event log and, at stage 0, ledger are written to %s", folder)
     return folder
 
 
@@ -398,7 +402,9 @@ async def find_place(setup: Setup, device: torch.device) -> NodePlace:
         return replace(place, listen=None, advertise="")
     if addresses.advertise is None and not addresses.listen.is_loopback:
         address, why = await find_address(addresses, options.cloud)
-        log.info("peers are told to dial %s: %s (--advertise HOST:PORT: another)", address, why)
+        log.info(
+            "peers dial this node at %s: %s (change it by --advertise HOST:PORT)", address, why
+        )
         return replace(place, advertise=str(address))
     return place
 
@@ -406,18 +412,18 @@ async def find_place(setup: Setup, device: torch.device) -> NodePlace:
 async def find_address(addresses: Addresses, cloud: str) -> Advertised:
     """The address that peers dial, where none is given. Raises RegistryUnreachable: no route leads
     to it."""
-    listen, found = addresses.listen, None
+    listen, advertised = addresses.listen, None
     try:
-        way = await way_out(addresses.registries, PATIENCE)
+        route = await way_out(addresses.registries, PATIENCE)
     except OSError as error:  # a name service may be away, as where containers are started
         raise RegistryUnreachable(str(error)) from error
-    if is_known_otherwise(listen, way):
-        found = forwarded(listen, os.environ)
-        if found is None and (trouble := unforwarded(listen, os.environ)):
+    if is_known_otherwise(listen, route):
+        advertised = forwarded(listen, os.environ)
+        if advertised is None and (trouble := unforwarded(listen, os.environ)):
             log.warning("%s", trouble)
-        elif found is None and cloud in ("auto", "aws"):
-            found = await asyncio.to_thread(of_aws, listen)
-    return found or own(listen, way)
+        elif advertised is None and cloud in ("auto", "aws"):
+            advertised = await asyncio.to_thread(of_aws, listen)
+    return advertised or own(listen, route)
 
 
 def of_aws(listen: Address) -> Advertised | None:
@@ -429,7 +435,7 @@ def of_aws(listen: Address) -> Advertised | None:
     except OSError:  # no answer; notices.py reports it where AWS is expected
         return None
     except ValueError as error:
-        log.warning("AWS tells no public address of this machine: %s", error)
+        log.warning("AWS reports no public address of this machine: %s", error)
         return None
     if not public:
         return None

@@ -231,7 +231,7 @@ def test_who_sends_more_than_a_microbatch_has_is_accused_before_it_is_computed_o
     assert to == "a"
     assert isinstance(cut, pb.Message)
     assert (cut.cut.node, cut.cut.cause) == ("a", registry.SHAPE)
-    assert cut.cut.reason.startswith("a sent 1048576 bytes of a microbatch; at most ")
+    assert cut.cut.reason.startswith("a sent a microbatch of 1048576 bytes, not ")
 
 
 def test_what_a_run_sends_bounds_what_waits_and_every_frame() -> None:
@@ -288,7 +288,7 @@ def test_an_activation_that_was_lost_with_the_link_is_the_drivers_affair() -> No
     assert to == "a"
     assert isinstance(cut, pb.Message)
     assert (cut.cut.node, Ballot.of(cut.ballot)) == ("c", ATTEMPT)
-    assert "broke before a frame was through: reset" in cut.cut.reason
+    assert "broke before a frame was delivered: reset" in cut.cut.reason
 
 
 def test_who_sent_what_ended_a_link_is_accused_at_the_driver() -> None:
@@ -351,7 +351,7 @@ class Lesson:
 
 def test_a_stage_that_relearns_votes_when_it_hears_that_all_is_home() -> None:
     seat: Any = Seat("b")
-    seat.agent.homework = Lesson()
+    seat.agent.relearning_task = Lesson()
     nothing_to_do = begin()
     del nothing_to_do.begin.plan[:]
     seat.hears("a", ATTEMPT, step=nothing_to_do)
@@ -397,7 +397,7 @@ def test_a_node_that_hangs_and_has_nothing_fit_to_be_copied_goes_at_once(
     else:
         seat.hears("a", Ballot(1, 1), inquiry=pb.Inquiry(replace="it hangs"))
     assert seat.record.replaced == []
-    assert f"its state is {how}, so it goes" in seat.record.ended[0]
+    assert f"its state is {how}, so the node leaves" in seat.record.ended[0]
     seat.agent.compute_hangs("", 2.0)
     seat.agent.member.changing = False
     assert asked(seat).size > 0, "it goes on"
@@ -471,16 +471,16 @@ def test_what_is_asked_of_a_step_is_computed_with_the_weights_that_it_had() -> N
     agent.member.committed = 5
     weights = agent.arithmetic.tensors["weights"]
     then = looked_at(seat, shown, step=5)
-    assert "isn't there" in looked_at(seat, shown, step=6).fields["error"]
-    agent.taken.want("b/?1", 5, 1.0)
-    agent.taken.keep(agent.own_state(), 6, 1.0)()
+    assert "isn't available" in looked_at(seat, shown, step=6).fields["error"]
+    agent.observer_pins.want("b/?1", 5, 1.0)
+    agent.observer_pins.keep(agent.own_state(), 6, 1.0)()
     weights.mul_(2.0)
     agent.member.committed = 6
     assert looked_at(seat, shown).payload != then.payload
     again = looked_at(seat, shown, step=5)
     assert [bytes(part) for part in again.payload] == [bytes(part) for part in then.payload]
     assert again.fields["made"] == then.fields["made"]
-    agent.on_onlooker_gone("b/?1")
+    agent.on_observer_gone("b/?1")
     agent.tick(2.0)
     assert agent.arithmetic._other is None, "it is kept for nobody"
 
@@ -519,7 +519,7 @@ def test_a_step_that_will_not_be_kept_is_not_said_to_be() -> None:
     refused = pinned("c/?3", 5)
     assert "try again" in refused.error
     assert not refused.kept
-    seat.agent.on_onlooker_gone("c/?1")
+    seat.agent.on_observer_gone("c/?1")
     assert pinned("c/?3", 5).kept
 
 

@@ -88,7 +88,7 @@ OUT_OF_BOUNDS = {
         ("lr = -inf", "training.lr: .*finite"),
         ("clip = nan", "training.clip: .*finite"),
         ("lr = 1e9", "training.lr: .*less than or equal to 100"),
-        ("batch = 15", "training: batch = 15 is no multiple of microbatch = 2"),
+        ("batch = 15", "training: batch = 15 is not a multiple of microbatch = 2"),
         ("batch = 1_000_000\nmicrobatch = 1", "training.batch = 1000000: .*larger microbatches"),
         ("batch = 65536\nmicrobatch = 65536", None),
         ("betas = [0.9, 1.0]", r"training.betas.1: .*less than 1"),
@@ -188,7 +188,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     result = CliRunner().invoke(app, ["bootstrap", "--listen", "127.0.0.1:0", "--run", str(path)])
     assert result.exit_code == 1
-    assert "is no text" in " ".join(result.output.split())
+    assert "is not text" in " ".join(result.output.split())
 
 
 NUMBERS = st.one_of(
@@ -257,9 +257,12 @@ def test_whatever_it_says_it_is_bounded_or_refused(fields: dict[str, Any]) -> No
 
 
 def test_a_rank_tells_runs_apart_only_where_averaging_goes_by_it() -> None:
-    assert loads("[wire]\nrank = 8\nrank_after = 9").said() == RunFile().said()
+    assert (
+        loads("[wire]\nrank = 8\nrank_after = 9").identifying_fields()
+        == RunFile().identifying_fields()
+    )
     low = loads("[wire]\naveraging = 'lowrank'\nrank = 8\nrank_after = 9")
-    assert {"averaging": "lowrank", "rank": 8, "rank_after": 9}.items() <= low.said()[
+    assert {"averaging": "lowrank", "rank": 8, "rank_after": 9}.items() <= low.identifying_fields()[
         "wire"
     ].items()
     codecs = ("lowrank", "int8")

@@ -51,7 +51,7 @@ class Listener:
     def on_look(self, peer: str, frame: Frame, now: float) -> None:
         self.heard.append((peer, "looks at", bytes(frame.payload[0])))
 
-    def on_onlooker_gone(self, peer: str) -> None:
+    def on_observer_gone(self, peer: str) -> None:
         self.heard.append((peer, "is gone"))
 
     def on_link_up(self, peer: str, now: float) -> None:
@@ -212,7 +212,7 @@ def test_a_message_that_cannot_be_dealt_with_is_its_senders_failure() -> None:
     machine.build("0", "1")
     fragile = machine.seats.agents["1"] = Fragile(machine.nodes.new())
     query = pb.Message(seat="1", sender="2", query=pb.Query())
-    with pytest.raises(SenselessError, match="query that can't be dealt with: KeyError"):
+    with pytest.raises(SenselessError, match="query that can't be handled: KeyError"):
         machine.seats.on_message("b", query, 0.0)
     with pytest.raises(SenselessError, match="frame of kind 'twin'"):
         machine.seats.on_frame("b", frame("twin", seat="1", sender="2"), 0.0)

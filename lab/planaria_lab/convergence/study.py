@@ -83,7 +83,7 @@ class Job:
         What is at its default is left out, so that a new setting leaves old results their keys. So
         is the folder of a checkpoint: `model.content` has its digests.
         """
-        keys = self.run.said("data", "name", "swarm", "saves")
+        keys = self.run.identifying_fields("data", "name", "swarm", "saves")
         keys.get("model", {}).pop("from", None)
         fields = [
             FORMAT,

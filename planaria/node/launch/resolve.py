@@ -136,7 +136,7 @@ def run_id(run: RunFile) -> str:
 
     A newer planaria, which has keys that the file lacks, keeps the name.
     """
-    said = json.dumps(run.said(), sort_keys=True)
+    said = json.dumps(run.identifying_fields(), sort_keys=True)
     return f"{run.name}-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
 
 

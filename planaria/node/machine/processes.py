@@ -119,8 +119,8 @@ class Processes:
             for slot, process in self._running.items()
             if (status := process.exitcode) is not None
         ]
-        for one in ended:
-            del self._running[one.slot]
+        for process in ended:
+            del self._running[process.slot]
         return ended
 
     def kill(self, slot: str) -> int | None:
@@ -210,13 +210,13 @@ def stop_signals() -> asyncio.Future[int]:
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[int] = loop.create_future()
 
-    def asked(number: int) -> None:
+    def on_signal(number: int) -> None:
         if not stop.done():
             stop.set_result(number)
 
     heeded = [n for n in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
     for number in (signal.SIGTERM, *heeded):
-        loop.add_signal_handler(number, asked, number)
+        loop.add_signal_handler(number, on_signal, number)
     return stop
 
 

@@ -127,7 +127,7 @@ async def test_a_node_says_where_it_is_and_how_it_knows(
     for name, value in VAST.items():
         monkeypatch.setenv(name, value)
     assert await tell(monkeypatch, "none") == "65.130.162.74:33526"
-    assert "told to dial 65.130.162.74:33526: vast.ai says so in PUBLIC_IPADDR" in caplog.text
+    assert "dial this node at 65.130.162.74:33526: vast.ai says so in PUBLIC_IPADDR" in caplog.text
     caplog.clear()
     assert await tell(monkeypatch, "none", "0.0.0.0:7402") == "172.17.0.2:7402"
     assert "vast.ai forwards nothing to port 7402" in caplog.text
@@ -150,7 +150,7 @@ async def test_aws_is_asked_for_the_public_address(
         assert "AWS says that this is its public address" in caplog.text
         service.public_ipv4 = "<html>welcome</html>"
         assert await tell(monkeypatch, cloud) == "172.17.0.2:7401"
-        assert "AWS tells no public address" in caplog.text
+        assert "AWS reports no public address" in caplog.text
 
 
 @pytest.mark.parametrize("cloud", ["none", "gcp", "azure"])

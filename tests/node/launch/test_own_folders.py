@@ -96,7 +96,7 @@ def test_each_corpus_is_a_name_below_it(own: Path) -> None:
 @pytest.mark.parametrize("place", ["file:///etc", "https://169.254.169.254/x", "s3://bucket/x"])
 def test_no_run_file_has_data_at_a_url(place: str) -> None:
     for text in (f"data.path = '{place}'", f"[[data.corpora]]\npath = '{place}'"):
-        with pytest.raises(RunFileError, match="is no folder"):
+        with pytest.raises(RunFileError, match="is not a folder"):
             loads(text)
 
 
@@ -119,7 +119,7 @@ def test_the_model_is_where_the_nodes_owner_says(tmp_path: Path, caplog) -> None
         find_checkpoint(override(run, recovery__policy="redundant"), mine)
     with pytest.raises(NodeError, match=f"--model: .*{tmp_path}"):
         find_checkpoint(run, replace(mine, model=tmp_path))
-    with pytest.raises(NodeError, match="begins from no checkpoint; leave it out"):
+    with pytest.raises(NodeError, match="doesn't begin from a checkpoint; omit it"):
         find_checkpoint(RunFile(), replace(mine, model=tmp_path))
 
 
