@@ -307,7 +307,7 @@ class Agent:
         self._carry_out(self.driver.link_lost(peer, reason, now))
 
     def compute_hangs(self, why: str, now: float) -> None:
-        """The compute thread takes too long with a task; empty: it goes on."""
+        """The compute thread takes too long with a task; empty: no longer."""
         self.exchanges.at(now)
         self.member.hang, self.damaged = why, False
         if why and self.is_readable():  # nothing changes the weights now: their digest must match

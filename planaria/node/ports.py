@@ -319,7 +319,7 @@ class Record(Protocol):
         ...
 
     def halted(self, halt: pb.Halt) -> None:
-        """The run is over, or can't go on; the weights are kept."""
+        """The run is over, or stopped; the weights are kept."""
         ...
 
     def suspect(self, node: str, why: str, cause: Cause, proof: Proof | None = None) -> None:

@@ -171,10 +171,10 @@ def test_it_needs_no_loop_no_socket_and_no_tensor() -> None:
         "import sys; before = set(sys.modules); import planaria.node.agent;"
         f"print([name for name in {heavy} if name in sys.modules.keys() - before])"
     )
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", check], capture_output=True, text=True, check=True
     )
-    assert found.stdout.strip() == "[]"
+    assert process.stdout.strip() == "[]"
 
 
 def test_what_comes_before_its_attempt_is_held_until_that_begins() -> None:
@@ -507,12 +507,12 @@ def test_a_step_that_will_not_be_kept_is_not_said_to_be() -> None:
     seat = Seat("b")
     seat.agent.member.committed = 5
 
-    def pinned(onlooker: str, step: int) -> pb.Pinned:
-        seat.net.up.add(onlooker)
-        seat.hears(onlooker, NEVER, pin_request=pb.PinRequest(step=step))
-        _, told = seat.net.sent[-1]
-        assert isinstance(told, pb.Message)
-        return told.pinned
+    def pinned(observer: str, step: int) -> pb.Pinned:
+        seat.net.up.add(observer)
+        seat.hears(observer, NEVER, pin_request=pb.PinRequest(step=step))
+        _, message = seat.net.sent[-1]
+        assert isinstance(message, pb.Message)
+        return message.pinned
 
     assert not pinned("c/?1", 6).error
     assert not pinned("c/?2", 7).error
@@ -528,9 +528,9 @@ def test_a_run_that_has_committed_nothing_has_nothing_to_be_taken_home() -> None
     seat.net.up.add("c/?1")
     for step in (0, 1):
         seat.hears("c/?1", NEVER, pin_request=pb.PinRequest(transfer=3, step=step))
-        _, told = seat.net.sent[-1]
-        assert isinstance(told, pb.Message)
-        assert told.pinned == pb.Pinned(transfer=3, step=step)
+        _, message = seat.net.sent[-1]
+        assert isinstance(message, pb.Message)
+        assert message.pinned == pb.Pinned(transfer=3, step=step)
 
 
 def test_a_state_that_can_not_be_is_noticed() -> None:

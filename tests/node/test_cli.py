@@ -91,9 +91,9 @@ def options(command: Any, name: str = "PLANARIA") -> Iterator[tuple[str, Any]]:
         for each in command.list_commands(None):
             yield from options(command.get_command(None, each), f"{name}_{each.upper()}")
     elif command is not None:
-        for one in command.params:
-            if one.param_type_name == "option":
-                yield f"{name}_{one.opts[0].strip('-').replace('-', '_').upper()}", one
+        for parameter in command.params:
+            if parameter.param_type_name == "option":
+                yield f"{name}_{parameter.opts[0].strip('-').replace('-', '_').upper()}", parameter
 
 
 def test_every_option_has_the_environment_variable_that_one_expects() -> None:
@@ -108,8 +108,8 @@ def test_every_option_has_the_environment_variable_that_one_expects() -> None:
 
 
 def test_the_environment_is_read() -> None:
-    told = listed("data", "inspect", "-h", PLANARIA_DATA_INSPECT_CONTEXT="7")
-    assert "PLANARIA_DATA_INSPECT_CONTEXT" in told
+    output = listed("data", "inspect", "-h", PLANARIA_DATA_INSPECT_CONTEXT="7")
+    assert "PLANARIA_DATA_INSPECT_CONTEXT" in output
     port = refused_port()
     at = {"PLANARIA_JOIN": f"127.0.0.1:{port}", "PLANARIA_STATUS_JSON": "1"}
     assert f"127.0.0.1:{port} refuses" in CliRunner(env=at).invoke(app, ["status"]).output
@@ -209,8 +209,8 @@ def test_nodes_are_refused_without_loading_torch(arguments: str, says: str) -> N
             text=True,
             check=False,
         )
-    said = " ".join(done.stderr.replace("│", " ").split())
-    assert says in said
+    output = " ".join(done.stderr.replace("│", " ").split())
+    assert says in output
     assert done.stdout.split()[0] != "0"
     assert "torch" not in done.stdout
 
@@ -248,8 +248,8 @@ def test_a_vocabulary_that_the_text_has_not_enough_for_is_said(tmp_path: Path) -
     lines = [json.dumps({"text": f"apples and {n} pears"}) for n in range(50)]
     text.write_text("\n".join(lines))
     prepare = ["data", "prepare", str(text), "--validation", "0.3", "--out"]
-    said = listed(*prepare, str(tmp_path / "a"), "--vocabulary", "4000")
-    assert "--vocabulary 4000: this text has only enough for" in said
+    output = listed(*prepare, str(tmp_path / "a"), "--vocabulary", "4000")
+    assert "--vocabulary 4000: this text has only enough for" in output
     assert "has only enough" not in listed(*prepare, str(tmp_path / "b"), "--vocabulary", "257")
 
 

@@ -34,23 +34,24 @@ COMMANDS = [
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_page_names_every_option(command: str) -> None:
     pages = [page.read_text(encoding="utf-8") for page in PAGES]
-    told = {option for page in pages for option in re.findall(r"--[a-z][a-z-]+", page)}
-    found = get_command(app)
+    named = {option for page in pages for option in re.findall(r"--[a-z][a-z-]+", page)}
+    group = get_command(app)
     for name in command.split():
-        found = found.commands[name]  # type: ignore[attr-defined]
-    names = [{*one.opts, *one.secondary_opts} for one in found.params if one.opts[0][:2] == "--"]
-    assert [name for name in names if "--help" not in name and name.isdisjoint(told)] == []
+        group = group.commands[name]  # type: ignore[attr-defined]
+    options = [option for option in group.params if option.opts[0][:2] == "--"]
+    names = [{*option.opts, *option.secondary_opts} for option in options]
+    assert [name for name in names if "--help" not in name and name.isdisjoint(named)] == []
 
 
 def shown(pages: Iterable[Path]) -> list[str]:
     """Command lines of planaria in the pages' blocks of code, each once."""
-    found = set()
+    commands = set()
     for page in pages:
         for block in re.findall(r"^ *```\w*\n(.*?)^ *```", page.read_text("utf-8"), re.M | re.S):
             for line in re.sub(r" *\\\n *", " ", block).splitlines():
                 if match := re.match(r" *(?:\S*/)?planaria (.*)", line):
-                    found.add(match[1])
-    return sorted(found)
+                    commands.add(match[1])
+    return sorted(commands)
 
 
 def is_of_lab(line: str) -> bool:
@@ -61,7 +62,7 @@ def is_of_lab(line: str) -> bool:
 def test_a_command_that_a_page_shows_is_one(line: str) -> None:
     """And so are its options."""
     command, words = get_command(app), shlex.split(line.replace("...", ""), comments=True)
-    while hasattr(command, "get_command") and (found := command.get_command(None, words[0])):
-        command, words = found, words[1:]
+    while hasattr(command, "get_command") and (subcommand := command.get_command(None, words[0])):
+        command, words = subcommand, words[1:]
     assert not hasattr(command, "get_command") or words[0].startswith("-"), words[0]
     command.make_context("planaria", words)

@@ -36,12 +36,12 @@ RECOVERY = RecoverySection()
     ],
 )
 def test_the_page_has_every_option_with_its_default(name: str, section: Section) -> None:
-    told = options(name)
+    listed = options(name)
     defaults = {k: v for k, v in section.model_dump().items() if not isinstance(v, dict)}
-    assert list(told) == list(defaults)
+    assert list(listed) == list(defaults)
     for key, value in defaults.items():
         if value is not None:  # else it follows from something else, in words
-            assert told[key].strip("`") == tomli_w.dumps({"v": value})[4:].strip(), key
+            assert listed[key].strip("`") == tomli_w.dumps({"v": value})[4:].strip(), key
 
 
 @pytest.mark.parametrize("policy", get_args(Policy))

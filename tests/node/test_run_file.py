@@ -136,13 +136,13 @@ def test_all_commands_refuse_alike(command: str, tmp_path: Path) -> None:
         "bootstrap": ["bootstrap", "--listen", "127.0.0.1:0", "--run", str(path)],
     }
     result = CliRunner().invoke(app, arguments[command])
-    said = " ".join(result.output.split())
+    message = " ".join(result.output.split())
     assert result.exit_code == 1
-    assert f"{path} is not a valid run file: model.dim: Input should be less" in said
+    assert f"{path} is not a valid run file: model.dim: Input should be less" in message
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             "[training]\nmicrobatches = 3",
@@ -156,8 +156,8 @@ def test_all_commands_refuse_alike(command: str, tmp_path: Path) -> None:
         ("[swarm]\nxyzzy = 3", "swarm.xyzzy: is no key; swarm has replicas, start_grace, lease, "),
     ],
 )
-def test_a_misspelt_key_is_told_the_right_one(text: str, said: str) -> None:
-    with pytest.raises(RunFileError, match=said.replace("?", r"\?")):
+def test_a_misspelt_key_is_told_the_right_one(text: str, message: str) -> None:
+    with pytest.raises(RunFileError, match=message.replace("?", r"\?")):
         loads(text)
 
 
@@ -266,7 +266,7 @@ def test_a_rank_tells_runs_apart_only_where_averaging_goes_by_it() -> None:
         "wire"
     ].items()
     codecs = ("lowrank", "int8")
-    found = [override(low, wire__averaging=codec).wire.averaging_after for codec in codecs]
-    assert found == [9, 0]
+    averaged_after = [override(low, wire__averaging=codec).wire.averaging_after for codec in codecs]
+    assert averaged_after == [9, 0]
     with pytest.raises(RunFileError, match=r"wire\.rank"):
         loads("[wire]\naveraging = 'lowrank'\nrank = 0")

@@ -73,9 +73,9 @@ class Machine:
         assert list(new) == ["0", "1"]
         self.agents = {name: Listener(self.nodes.new()) for name in new}
 
-    def tell(self, onlooker: str, item: pb.Message | Frame) -> None:
-        what = item.kind if isinstance(item, Frame) else str(item.WhichOneof("body"))
-        self.told.append((onlooker, item.sender, what))
+    def tell(self, observer: str, item: pb.Message | Frame) -> None:
+        kind = item.kind if isinstance(item, Frame) else str(item.WhichOneof("body"))
+        self.told.append((observer, item.sender, kind))
 
     def log(self, request: pb.LogRequest) -> pb.LogLines:
         return pb.LogLines(lines=["what a did"][: request.lines])
@@ -92,7 +92,7 @@ class Machine:
             pass
 
     def heard(self, name: str) -> list[tuple[Any, ...]]:
-        return [what for what in self.agents[name].heard if what[0] != "view"]
+        return [item for item in self.agents[name].heard if item[0] != "view"]
 
 
 def frame(kind: str = "activation", payload: bytes | bytearray = b"12345678", **of: str) -> Frame:
@@ -102,11 +102,11 @@ def frame(kind: str = "activation", payload: bytes | bytearray = b"12345678", **
 def test_for_the_step_transaction_each_seat_is_a_member() -> None:
     given = view(7, a=[(0, 0), (2, 1)], b=[(1, 0)], c=[])
     given.relays.add(a="a", b="b", via="c")
-    found = seated(given)
-    assert active(found) == {"a/0": 0, "a/2.1": 2, "b/1": 1}
-    assert [m.node for m in found.members if not m.seats] == ["c"]
-    assert (found.number, found.driver) == (7, "a/0")
-    apart = [(relay.a, relay.b, relay.via) for relay in found.relays]
+    by_seat = seated(given)
+    assert active(by_seat) == {"a/0": 0, "a/2.1": 2, "b/1": 1}
+    assert [m.node for m in by_seat.members if not m.seats] == ["c"]
+    assert (by_seat.number, by_seat.driver) == (7, "a/0")
+    apart = [(relay.a, relay.b, relay.via) for relay in by_seat.relays]
     assert apart == [("a/0", "b/1", "c"), ("a/2.1", "b/1", "c")]
     assert {node_of(seat_id("a", "2.1")), node_of("a")} == {"a"}
 
@@ -186,7 +186,7 @@ def test_what_a_driver_says_waits_for_its_view_and_not_for_ever() -> None:
     machine.seats.viewed(view(2, a=[(0, 0), (1, 0)], b=[(2, 0)]), VIEW_TO_COME)
     of_this_view, too_late = [("b/2", "query")] * 2, [("b/2", "query")]
     assert machine.heard("1") == [*of_this_view, *too_late], "in bounds of bytes it is there"
-    assert [one.message.ballot.view for one in machine.seats._early] == [1 << 40]
+    assert [early.message.ballot.view for early in machine.seats._early] == [1 << 40]
     machine.seats.tick(1.9 * VIEW_TO_COME)
     assert len(machine.heard("1")) == 3
     machine.seats.tick(2 * VIEW_TO_COME)

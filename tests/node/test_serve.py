@@ -104,15 +104,15 @@ def test_an_address_that_is_none_is_said_at_once(
 
 
 def test_nodes_that_share_a_folder_save_in_one_of_their_own_each(tmp_path: Path) -> None:
-    one, two = find_instance(tmp_path), find_instance(tmp_path)
-    folders = [place_for_saves(tmp_path / "saves", node, "seed = 1\n") for node in (one, two)]
+    first, second = find_instance(tmp_path), find_instance(tmp_path)
+    folders = [place_for_saves(tmp_path / "saves", node, "seed = 1\n") for node in (first, second)]
     assert folders == [tmp_path / "saves" / "0", tmp_path / "saves" / "1"]
     assert (tmp_path / "saves" / "run.toml").read_text() == "seed = 1\n"
     assert len(list((tmp_path / "saves").iterdir())) == 3
-    release(one)
+    release(first)
     again = find_instance(tmp_path)
     assert place_for_saves(tmp_path / "saves", again, "seed = 1\n") == folders[0]
-    release(two)
+    release(second)
     release(again)
 
 

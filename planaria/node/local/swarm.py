@@ -777,7 +777,7 @@ class _Swarm:
                 self.screen.say(f"node-{slot} has no process to kill at step {kill.step}")
         for slot in slots if self.replacing else ():
             self._start(slot)
-        self._check_somebody_is_left()
+        self._check_any_node_left()
 
     def _kill(self, slot: str, step: int) -> bool:
         """Kill the slot's process. Returns whether there was one."""
@@ -803,9 +803,9 @@ class _Swarm:
             elif not starts:
                 self._kill(place, self.story.committed + 1)
         if changes:
-            self._check_somebody_is_left()
+            self._check_any_node_left()
 
-    def _check_somebody_is_left(self) -> None:
+    def _check_any_node_left(self) -> None:
         """Raises SwarmError when no node is left."""
         more = self.replacing and self.losses.more_to_come()
         if not more and not any(slot != "registry" for slot in self.processes.running()):
@@ -840,7 +840,7 @@ class _Swarm:
             self._read()
             if slot != "registry" and not self.replacing:
                 self.screen.say(f"the log {log} ends:\n{end_of(log, 4)}")
-                self._check_somebody_is_left()
+                self._check_any_node_left()
                 continue
             self.restarts[slot] += 1
             hopeless = not self.training and ended.status in FINAL - {0}  # another would fail, too

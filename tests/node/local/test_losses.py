@@ -70,8 +70,8 @@ def test_whoever_takes_a_place_has_a_life_of_its_own() -> None:
 
 def rows(text: str) -> list[TraceRow]:
     """`3+a` adds a after three seconds, `4-a` removes it after four."""
-    found = [re.fullmatch(r"(\d+)([+-])(\w+)", word) for word in text.split()]
-    return [TraceRow(float(m[1]), m[2] == "+", m[3]) for m in found if m]
+    matches = [re.fullmatch(r"(\d+)([+-])(\w+)", word) for word in text.split()]
+    return [TraceRow(float(m[1]), m[2] == "+", m[3]) for m in matches if m]
 
 
 def test_a_trace_begins_where_each_stage_has_a_node() -> None:
@@ -113,16 +113,16 @@ def test_at_each_time_a_place_is_for_one_and_who_comes_goes_where_the_fewest_are
 ) -> None:
     trace = rows("0+x 0+y") + [TraceRow(float(n), a, str(k)) for n, (a, k) in enumerate(steps, 1)]
     losses = TracedLosses(places(1, replicas), trace, speedup)
-    there = set(losses.first())
-    assert {stage_of(place) for place in there} == {0, 1}
+    present = set(losses.first())
+    assert {stage_of(place) for place in present} == {0, 1}
     losses.begin(0.0)
     for n in range(1, len(steps) + 1):
         for place, taken in losses.due((n + 0.5) / speedup):
-            assert (place in there) != taken
-            (there.add if taken else there.remove)(place)
-            free = set(places(1, replicas)) - there
+            assert (place in present) != taken
+            (present.add if taken else present.remove)(place)
+            free = set(places(1, replicas)) - present
             if taken:  # none of the stage that has more than another that has room
-                counts = [sum(stage_of(p) == stage for p in there) for stage in (0, 1)]
+                counts = [sum(stage_of(p) == stage for p in present) for stage in (0, 1)]
                 other = 1 - stage_of(place)
                 room = any(stage_of(p) == other for p in free)
                 assert counts[stage_of(place)] <= counts[other] + 1 or not room
@@ -132,13 +132,13 @@ def test_traces_are_read_from_files(tmp_path: Path) -> None:
     path = tmp_path / "spot.csv"
     path.write_text("0,add,a\n1500,remove,a\n")
     assert read_trace(path) == (TraceRow(0.0, True, "a"), TraceRow(1.5, False, "a"))
-    for text, said in {
+    for text, message in {
         "0,add\n": "line 1: '0,add' is not MILLISECONDS,add|remove,NODE",
         "5,add,a\n1,add,b\n": "line 2: its time is before",
         "5,remove,a\n": "adds no node",
     }.items():
         path.write_text(text)
-        with pytest.raises(TraceError, match=re.escape(said)):
+        with pytest.raises(TraceError, match=re.escape(message)):
             read_trace(path)
     with pytest.raises(TraceError, match="can't read the trace"):
         read_trace(tmp_path / "none.csv")

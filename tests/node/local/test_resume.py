@@ -90,13 +90,13 @@ def test_what_nodes_have_had_that_are_no_more_is_found(tmp_path: Path) -> None:
     save(kept, "1.0", 1, 4)
     save(kept, "1.3", 1, 4, 8)
     save(kept, "0.0", 2, 4, 8)
-    told = put_in_place(kept, slots_of(kept))
+    copies = put_in_place(kept, slots_of(kept))
     assert [at(kept, f"{stage}.0", stage) for stage in (0, 1, 2)] == [
         [Age(1, 8), Age(1, 4)],
         [Age(1, 8), Age(1, 4)],
         [Age(1, 8)],
     ]
-    assert [sentence.split(" is copied to ")[1] for sentence in told] == [
+    assert [sentence.split(" is copied to ")[1] for sentence in copies] == [
         str(tmp_path / "saves" / "1.0"),
         str(tmp_path / "saves" / "2.0"),
     ]
@@ -127,8 +127,8 @@ def test_a_shared_folder_is_everybodys(tmp_path: Path) -> None:
 def test_before_anything_was_saved_it_begins_anew_and_says_so(tmp_path: Path) -> None:
     kept = begun(tmp_path)
     save(kept, "0.0", 0)
-    (told,) = put_in_place(kept, slots_of(kept))
-    assert "starts from the beginning" in told
+    (message,) = put_in_place(kept, slots_of(kept))
+    assert "starts from the beginning" in message
 
 
 def test_a_folder_for_saves_that_has_gone_is_missed(tmp_path: Path) -> None:

@@ -119,10 +119,10 @@ def test_more_nodes_than_a_machine_can_have_are_refused(tmp_path):
     check_processes(plan, Machine(2**34, 8))
 
 
-@pytest.mark.parametrize(("there", "says"), [(0, "none"), (1, "cuda:0,"), (7, "cuda:0 to cuda:6")])
-def test_a_gpu_that_is_not_there_is_missed_at_once(there, says):
+@pytest.mark.parametrize(("gpus", "says"), [(0, "none"), (1, "cuda:0,"), (7, "cuda:0 to cuda:6")])
+def test_a_gpu_that_is_not_there_is_missed_at_once(gpus, says):
     with pytest.raises(SwarmError, match=f"--device cuda:7: this machine has {says}"):
-        check_gpu("cuda:7", lambda: there)
+        check_gpu("cuda:7", lambda: gpus)
     check_gpu("cpu", lambda: 0)
     check_gpu("cuda", lambda: 1)
     check_gpu("cuda:7", lambda: 8)
@@ -165,11 +165,11 @@ def test_without_matplotlib_a_run_ends_with_a_word_instead_of_a_picture(tmp_path
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     (tmp_path / "logs").mkdir()
-    told = io.StringIO()
+    output = io.StringIO()
     ending = Ending(3, "enough")
-    assert wrap_up(RunFile(), tmp_path, Console(file=told, width=60), ending) == ending
+    assert wrap_up(RunFile(), tmp_path, Console(file=output, width=60), ending) == ending
     remedy = "no loss.png: matplotlib is not installed: pip install 'planaria[plots]'\n"
-    assert remedy in told.getvalue()
+    assert remedy in output.getvalue()
     assert not (tmp_path / "loss.png").exists()
     assert json.loads((tmp_path / "summary.json").read_text())["stopped"] == "enough"
 
@@ -245,8 +245,8 @@ def test_a_run_keeps_its_name_when_a_later_planaria_has_more_keys():
     whole = '[wire]\nactivations = "none"\ngradients = "none"\n'
     assert run_id(loads(whole)) == "run-44136fa3"
     assert run_id(loads(dumps(loads(whole)))) == "run-44136fa3"
-    said = f'name = "many"\nseed = 3\n[model]\nstages = 4\n[swarm]\nreplicas = 2\n{whole}'
-    assert run_id(loads(said)) == run_id(loads(dumps(loads(said)))) == "many-9f074fb5"
+    text = f'name = "many"\nseed = 3\n[model]\nstages = 4\n[swarm]\nreplicas = 2\n{whole}'
+    assert run_id(loads(text)) == run_id(loads(dumps(loads(text)))) == "many-9f074fb5"
     default = "[training]\nlr = 1e-3\nwarmup = 20\n"  # of `tiny`, as resolved run files have it
     assert run_id(loads(whole + default)) == "run-44136fa3"
 

@@ -29,17 +29,17 @@ def run_python(arguments: list[str]) -> None:
 def processes(tmp_path):
     """They are forked from the process from which all other tests here fork theirs, so it loads
     what those need."""
-    found = Processes(tmp_path, {}, PLANARIA, run_python)
-    yield found
-    found.kill_all()
+    pool = Processes(tmp_path, {}, PLANARIA, run_python)
+    yield pool
+    pool.kill_all()
 
 
 def until(condition: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + 60  # only what hangs gets there
-    while not (found := condition()):
+    while not (outcome := condition()):
         assert time.monotonic() < deadline
         os.sched_yield()
-    return found
+    return outcome
 
 
 def has_said(log: Path, word: str) -> bool:

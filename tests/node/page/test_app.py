@@ -122,8 +122,8 @@ async def test_who_watches_gets_all_at_first_and_then_what_has_changed(
     monkeypatch.setattr(page_app, "REFRESH", 0.0)
     over = asyncio.Event()
     changes = page_app._changes(Parts(Shown(), asyncio.get_running_loop().time), over)
-    told = [json.loads((await anext(changes)).removeprefix("data: ")) for _ in range(2)]
-    assert told[0] == {"run": {"name": "<b>"}, "progress": {"step": 1}}
-    assert [*told[1]] == ["progress"]
+    states = [json.loads((await anext(changes)).removeprefix("data: ")) for _ in range(2)]
+    assert states[0] == {"run": {"name": "<b>"}, "progress": {"step": 1}}
+    assert [*states[1]] == ["progress"]
     over.set()
-    assert [one async for one in changes] == []
+    assert [change async for change in changes] == []

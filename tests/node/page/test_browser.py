@@ -70,7 +70,7 @@ def run() -> Replay:
         event(40.0, "0aaa/0", "sampled", step=36, prompt="Once upon", text=f" a time {HOSTILE}"),
         event(64.5, "0aaa/0", "finished", step=STEPS, reason="all", validation=2.6),
     ]
-    return Replay(RUN, sorted(events, key=lambda one: one["time"]), [], "mine-1", price=0.35)
+    return Replay(RUN, sorted(events, key=lambda line: line["time"]), [], "mine-1", price=0.35)
 
 
 @asynccontextmanager

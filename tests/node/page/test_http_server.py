@@ -60,18 +60,18 @@ async def test_a_connection_too_many_is_closed_at_once(monkeypatch: pytest.Monke
             writer.write(ASK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
             if b"here" in await closed(reader):
                 break
-        for _, one in held:
-            one.transport.abort()
+        for _, writer in held:
+            writer.transport.abort()
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nHost:", ASK])
+@pytest.mark.parametrize("request_sent", [b"", b"GET / HTTP/1.1\r\nHost:", ASK])
 async def test_who_does_not_get_on_with_asking_is_let_go(
-    said: bytes, monkeypatch: pytest.MonkeyPatch
+    request_sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "REQUEST", 0.05)
     async with served() as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(said)
+        writer.write(request_sent)
         await closed(reader)
         writer.close()
 

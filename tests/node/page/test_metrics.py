@@ -52,13 +52,13 @@ def member(node: str) -> MemberDescription:
 
 def read(text: bytes) -> dict[str, dict[tuple[str, ...], float]]:
     """By name, then by the values of the labels but `run`."""
-    found: dict[str, dict[tuple[str, ...], float]] = {}
+    samples: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:
             assert sample.labels["run"] == "prose-1"
             labels = tuple(sample.labels[name] for name in ALL[sample.name].labels)
-            found.setdefault(sample.name, {})[labels] = sample.value
-    return found
+            samples.setdefault(sample.name, {})[labels] = sample.value
+    return samples
 
 
 def told(*members: MemberDescription) -> dict[str, dict[tuple[str, ...], float]]:
@@ -77,34 +77,34 @@ def told(*members: MemberDescription) -> dict[str, dict[tuple[str, ...], float]]
 
 
 def test_a_registry_tells_of_run_stages_nodes_and_links() -> None:
-    found = told(member("11bb"))
+    samples = told(member("11bb"))
     node, seat = ("11bb",), ("1", "11bb")
-    assert found["planaria_committed_steps_total"] == {(): 7}
-    assert found["planaria_steps"] == {(): 50}
+    assert samples["planaria_committed_steps_total"] == {(): 7}
+    assert samples["planaria_steps"] == {(): 50}
     tokens = 7 * RUN.training.batch * RUN.model.config.context
-    assert found["planaria_trained_tokens_total"] == {(): tokens}
-    assert found["planaria_loss"] == {(): 6.5}
-    assert found["planaria_validation_loss"] == {(): 6.25}
-    assert found["planaria_nodes"] == {("0",): 0, ("1",): 1, ("standby",): 0}
-    assert found["planaria_seat_committed_steps_total"] == {seat: 7}
-    assert found["planaria_seat_microbatches_total"] == {seat: 56}
-    assert found["planaria_seat_in_flight_microbatches"] == {seat: 9}
-    assert found["planaria_node_receive_bytes_total"] == {node: 10}
-    assert found["planaria_node_links_missing"] == {node: 2}
-    assert found["planaria_link_round_trip_seconds"] == {("11bb", "11bb"): 0.025}
-    assert found["planaria_link_bytes_per_second"] == {("11bb", "11bb"): 1e7}
-    assert found["planaria_rebuilds_total"] == {("2", "checkfree"): 3}
-    assert found["planaria_node_seconds_total"] == {(): 90}
-    assert found["planaria_quarantined_nodes"] == found["planaria_cut_links"] == {(): 1}
-    assert found.keys() == ALL.keys() - AT_NODE.keys(), "a figure is promised that nobody tells"
+    assert samples["planaria_trained_tokens_total"] == {(): tokens}
+    assert samples["planaria_loss"] == {(): 6.5}
+    assert samples["planaria_validation_loss"] == {(): 6.25}
+    assert samples["planaria_nodes"] == {("0",): 0, ("1",): 1, ("standby",): 0}
+    assert samples["planaria_seat_committed_steps_total"] == {seat: 7}
+    assert samples["planaria_seat_microbatches_total"] == {seat: 56}
+    assert samples["planaria_seat_in_flight_microbatches"] == {seat: 9}
+    assert samples["planaria_node_receive_bytes_total"] == {node: 10}
+    assert samples["planaria_node_links_missing"] == {node: 2}
+    assert samples["planaria_link_round_trip_seconds"] == {("11bb", "11bb"): 0.025}
+    assert samples["planaria_link_bytes_per_second"] == {("11bb", "11bb"): 1e7}
+    assert samples["planaria_rebuilds_total"] == {("2", "checkfree"): 3}
+    assert samples["planaria_node_seconds_total"] == {(): 90}
+    assert samples["planaria_quarantined_nodes"] == samples["planaria_cut_links"] == {(): 1}
+    assert samples.keys() == ALL.keys() - AT_NODE.keys(), "a figure is promised that nobody tells"
 
 
 def test_a_node_tells_of_itself_and_of_its_time() -> None:
     seconds = {"compute": 5.0, "idle": 1.0, "total": 6.0}
-    found = read(exposition("prose-1", of_node("11bb", REPORT, seconds)))
+    samples = read(exposition("prose-1", of_node("11bb", REPORT, seconds)))
     spent = {("11bb", "compute"): 5.0, ("11bb", "idle"): 1.0}
-    assert found["planaria_node_time_seconds_total"] == spent
-    assert found.keys() == metrics.OF_NODE.keys() | AT_NODE.keys()
+    assert samples["planaria_node_time_seconds_total"] == spent
+    assert samples.keys() == metrics.OF_NODE.keys() | AT_NODE.keys()
 
 
 def test_before_anything_is_known_no_figure_is_made_up() -> None:
@@ -114,18 +114,18 @@ def test_before_anything_is_known_no_figure_is_made_up() -> None:
 
 def test_what_nodes_call_themselves_is_escaped() -> None:
     hostile = 'a"} 1\nplanaria_loss{run="prose-1'
-    found = told(member(hostile))
-    assert found["planaria_node_receive_bytes_total"] == {(hostile,): 10}
-    assert found["planaria_loss"] == {(): 6.5}
+    samples = told(member(hostile))
+    assert samples["planaria_node_receive_bytes_total"] == {(hostile,): 10}
+    assert samples["planaria_loss"] == {(): 6.5}
 
 
 def test_of_many_nodes_not_each_has_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "MOST_NODES", 2)
     monkeypatch.setattr(metrics, "MOST_LINKED", 2)
-    found = told(*(member(f"{n}") for n in range(5)))
-    assert len(found["planaria_node_silence_seconds"]) == 2
-    assert found["planaria_nodes"]["1",] == 5
-    assert "planaria_link_bytes_per_second" not in found
+    samples = told(*(member(f"{n}") for n in range(5)))
+    assert len(samples["planaria_node_silence_seconds"]) == 2
+    assert samples["planaria_nodes"]["1",] == 5
+    assert "planaria_link_bytes_per_second" not in samples
 
 
 def test_the_names_are_as_prometheus_has_them() -> None:

@@ -71,7 +71,7 @@ def test_each_moment_has_the_nodes_of_then() -> None:
 def test_the_end_is_no_loss() -> None:
     shown = replay().at(10.0)
     assert shown["condition"]["word"] == "finished"
-    assert [one["count"] for one in shown["stages"]] == [1, 1]
+    assert [stage["count"] for stage in shown["stages"]] == [1, 1]
     assert [(mark["step"], mark["kind"]) for mark in shown["loss"]["marks"]] == [
         (1, "lost"),
         (1, "rebuilt"),
@@ -105,7 +105,7 @@ def test_a_folder_is_read_while_it_is_written_and_afterwards(tmp_path: Path) -> 
     (tmp_path / "run.toml").write_text(dumps(RUN))
     with pytest.raises(ReplayError, match="has no records"):
         replay_of(tmp_path)
-    lines = [json.dumps(one) + "\n" for one in EVENTS]
+    lines = [json.dumps(line) + "\n" for line in EVENTS]
     (tmp_path / "events.jsonl").write_text("".join(lines))
     afterwards = replay_of(tmp_path)
     (tmp_path / "logs").mkdir()

@@ -47,7 +47,7 @@ async def test_what_a_node_tells_is_on_its_registrys_page() -> None:
             protocol=PROTOCOL, run="prose-1", node="00bb", stage=1, room=1, address="127.0.0.1:1"
         )
         await RegistryClient([f"127.0.0.1:{port}"]).join(other, Identity.generate())
-        ignored = lambda told: None  # noqa: E731
+        ignored = lambda message: None  # noqa: E731
         member = client.keep_membership("00aa", reply, ignored, ignored)
         keeping = asyncio.create_task(member)
         client.report(Report(seats=[SeatReport(committed=3, phase="running")], bytes_in=5))

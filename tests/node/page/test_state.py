@@ -29,12 +29,12 @@ RUN = override(RunFile(), model__stages=2, model__vocabulary=300, steps=50)
 DRIVER = "00aa"
 
 
-def member(node: str, stage: int | None, phase: str = "running", **told: Any) -> MemberDescription:
+def member(node: str, stage: int | None, phase: str = "running", **more: Any) -> MemberDescription:
     seats = [] if stage is None else [Seat(stage=stage)]
-    said = [SeatReport(stage=seat.stage, phase=phase, **told) for seat in seats]
+    reports = [SeatReport(stage=seat.stage, phase=phase, **more) for seat in seats]
     return MemberDescription(
         member=Member(node=node, seats=seats, speed=45.25, host="vm", device="cpu"),
-        report=Report(seats=said, memory=8 * 10**9, bytes_in=10, bytes_out=20),
+        report=Report(seats=reports, memory=8 * 10**9, bytes_in=10, bytes_out=20),
         since_renewal=0.25,
     )
 
@@ -44,8 +44,8 @@ def described(*members: MemberDescription, **fields: Any) -> Description:
     return Description(run="prose-1", view=view, members=members, **fields)
 
 
-def whole(**told: Any) -> list[MemberDescription]:
-    figures = {"committed": 7, "loss": 6.5, "tokens_per_second": 800.0, **told}
+def whole(**reported: Any) -> list[MemberDescription]:
+    figures = {"committed": 7, "loss": 6.5, "tokens_per_second": 800.0, **reported}
     return [
         member(DRIVER, 0, **figures),
         member("11bb", 1, **figures),
@@ -59,9 +59,9 @@ def state(
     """What a browser gets of it."""
     when = Moment(NOW, began=400.0, **moment)
     made = page_state(description, history or History(RUN.steps), RUN, when)
-    found = json.loads(joined(as_json(made)))
-    assert isinstance(found, dict)
-    return found
+    parsed = json.loads(joined(as_json(made)))
+    assert isinstance(parsed, dict)
+    return parsed
 
 
 def heard(*events: dict[str, Any]) -> History:
@@ -73,7 +73,7 @@ def heard(*events: dict[str, Any]) -> History:
 
 def test_stages_have_their_nodes_and_what_these_say() -> None:
     shown = state(described(*whole()))
-    assert [(one["stage"], one["state"], one["count"]) for one in shown["stages"]] == [
+    assert [(stage["stage"], stage["state"], stage["count"]) for stage in shown["stages"]] == [
         (0, "running", 1),
         (1, "running", 1),
         (2, "running", 1),
@@ -181,7 +181,7 @@ def test_who_is_out_and_who_is_cut_off() -> None:
             trouble="the journal can't be written",
         )
     )
-    assert [one["until"] for one in shown["quarantine"]] == [1030, None]
+    assert [instance["until"] for instance in shown["quarantine"]] == [1030, None]
     assert "through 22cc (stage 2)" in shown["cuts"][0]["sentence"]
     assert shown["cuts"][1]["severity"] == "error"
     assert shown["evictions"] == [{"time": 995.0, "sentence": "99ff (standby): it sent NaN"}]
@@ -193,7 +193,7 @@ def test_of_many_nodes_some_are_shown_and_all_are_counted() -> None:
     shown = state(described(*whole(), *crowd, member("5555", None)))
     assert shown["stages"][1]["count"] == 3001
     assert len(shown["stages"][1]["nodes"]) == NODES_SHOWN
-    assert [one["node"] for one in shown["standbys"]] == ["5555"]
+    assert [node["node"] for node in shown["standbys"]] == ["5555"]
     assert len(json.dumps(shown)) < 50_000
 
 

@@ -14,14 +14,14 @@ def whole(line: dict[str, Any]) -> dict[str, Any]:
     kinds = {kind.kind: kind for kind in Event.__subclasses__()}
     fields = dataclasses.fields(kinds[line["kind"]]) if line["kind"] in kinds else ()
     zeros = {
-        one.metadata.get("key", one.name): ZEROS.get(str(one.type).partition("[")[0])
-        for one in fields
-        if one.default is dataclasses.MISSING
+        field.metadata.get("key", field.name): ZEROS.get(str(field.type).partition("[")[0])
+        for field in fields
+        if field.default is dataclasses.MISSING
     }
     return {**zeros, **line}
 
 
 def entry(line: dict[str, Any]) -> Entry:
-    found = parse(whole(line))
-    assert found is not None
-    return found
+    parsed = parse(whole(line))
+    assert parsed is not None
+    return parsed

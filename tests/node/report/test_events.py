@@ -39,13 +39,13 @@ def written(event: Event, node: str = "abc", time: float = 1.5) -> dict[str, Any
 @given(data=st.data())
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
 def test_a_line_is_read_as_it_was_written(kind: type[Event], data: st.DataObject):
-    told = written(data.draw(any_of(kind)))
-    entry = parse(told)
+    line = written(data.draw(any_of(kind)))
+    entry = parse(line)
     assert entry is not None
     assert type(entry.event) is kind
-    assert entry.time == told["time"]
-    assert entry.node == told["node"]
-    assert written(entry.event) == told
+    assert entry.time == line["time"]
+    assert entry.node == line["node"]
+    assert written(entry.event) == line
     assert entry.sentence
     assert entry.event.severity in Severity
 
@@ -144,5 +144,7 @@ def test_a_figure_that_is_not_known_is_null_and_one_that_does_not_apply_is_not_t
 def test_the_machines_that_tell_events_load_neither_torch_nor_grpc_for_it():
     heavy = "{'torch', 'grpc', 'asyncio'}"
     code = f"import sys, planaria.node.report.events; print(*{heavy} & sys.modules.keys())"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == ""
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.strip() == ""

@@ -70,15 +70,15 @@ class Kept:
     """An experiment that is looked at."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
         self.closed = False
 
     def figures(self, step: int, figures: Mapping[str, float], time: float) -> None:
         assert all(map(math.isfinite, figures.values()))
-        self.told.append((step, dict(figures), time))
+        self.calls.append((step, dict(figures), time))
 
     def text(self, about: str, step: int, text: str, time: float) -> None:
-        self.told.append((about, step, text, time))
+        self.calls.append((about, step, text, time))
 
     def close(self) -> None:
         self.closed = True
@@ -90,7 +90,7 @@ def test_steps_rates_losses_recoveries_and_samples_are_told_once() -> None:
     for line in LINES:
         telling.hear(line)
     rates = {"learning_rate": 0.05, "seconds_a_step": 0.5, "tokens_per_second": 2000.0}
-    first, second, lost, count, rebuilt, validated, sample, third, back, again = kept.told
+    first, second, lost, count, rebuilt, validated, sample, third, back, again = kept.calls
     assert first == (1, {"loss/training": 6.0, "gradient_norm": 0.25, **rates}, 100.0)
     assert second[1] | rates == second[1] | {
         "learning_rate": 0.05,
@@ -114,14 +114,14 @@ def test_the_page_has_a_row_for_all_that_is_told() -> None:
     telling = TrackedRun(kept, RUN)
     for line in LINES:
         telling.hear(line)
-    told = {about for one in kept.told for about in ([one[0]] if len(one) == 4 else one[1])}
-    assert [about for about in told if f"`{about.replace('/1', '/N')}`" not in page] == []
+    names = {about for item in kept.calls for about in ([item[0]] if len(item) == 4 else item[1])}
+    assert [about for about in names if f"`{about.replace('/1', '/N')}`" not in page] == []
 
 
 def test_the_run_file_is_one_table_of_parameters() -> None:
-    found = parameters(dumps(RUN))
-    assert (found["steps"], found["training.lr"], found["model.stages"]) == (40, 0.5, 2)
-    assert found["training.prompts"] == "['It was', 'No']"
+    table = parameters(dumps(RUN))
+    assert (table["steps"], table["training.lr"], table["model.stages"]) == (40, 0.5, 2)
+    assert table["training.prompts"] == "['It was', 'No']"
 
 
 def opening(kind: str, folder: Path) -> Opening:
@@ -140,22 +140,22 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
         "tensorboard.backend.event_processing.event_accumulator", reason=why
     )
     keep(given("tensorboard", tmp_path))
-    found = reading.EventAccumulator(str(tmp_path / "tensorboard" / "box"))
-    found.Reload()
-    losses = [(at.step, at.value, at.wall_time) for at in found.Scalars("loss/training")]
+    accumulator = reading.EventAccumulator(str(tmp_path / "tensorboard" / "box"))
+    accumulator.Reload()
+    losses = [(at.step, at.value, at.wall_time) for at in accumulator.Scalars("loss/training")]
     assert losses == [(1, 6.0, 100.0), (2, 5.0, 102.0), (2, 4.5, 112.0)]
-    assert [(at.step, at.value) for at in found.Scalars("loss/validation")] == [(2, 5.5)]
-    assert [(at.step, at.value) for at in found.Scalars("rebuilds")] == [(2, 1.0)]
+    assert [(at.step, at.value) for at in accumulator.Scalars("loss/validation")] == [(2, 5.5)]
+    assert [(at.step, at.value) for at in accumulator.Scalars("rebuilds")] == [(2, 1.0)]
 
     def texts(about: str) -> list[str]:
-        told = found.Tensors(f"{about}/text_summary")
-        return [one.tensor_proto.string_val[0].decode() for one in told]
+        tensors = accumulator.Tensors(f"{about}/text_summary")
+        return [tensor.tensor_proto.string_val[0].decode() for tensor in tensors]
 
     assert ["the link" in text for text in texts("recovery")] == [True, False, False]
     (sample,) = texts("samples/1")
     assert "<b>more</b>" in sample and "\x1b" not in sample
     assert "lr = 0.5" in texts("run")[0]
-    assert "_hparams_/experiment" in found.summary_metadata
+    assert "_hparams_/experiment" in accumulator.summary_metadata
 
 
 def test_wandb_keeps_it_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,8 +164,8 @@ def test_wandb_keeps_it_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     keep(given("wandb", tmp_path))
     (kept,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     content = kept.read_bytes()
-    for said in (b"loss/training", b"loss/validation", b"rebuilds", b"training.lr"):
-        assert said in content
+    for name in (b"loss/training", b"loss/validation", b"rebuilds", b"training.lr"):
+        assert name in content
 
 
 def test_mlflow_keeps_it_in_a_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,15 +218,15 @@ def test_a_tracker_that_fails_is_said_where_its_log_is_and_not_started_again(
 
 
 def test_a_node_of_any_stage_knows_what_was_committed() -> None:
-    told: list[Mapping[str, Any]] = []
+    records: list[Mapping[str, Any]] = []
     node = SimpleNamespace(
-        place=SimpleNamespace(experiment=object()), keep=told.append, committed=lambda step: None
+        place=SimpleNamespace(experiment=object()), keep=records.append, committed=lambda step: None
     )
     record = SeatRecord(cast(Node, node), "box-aa/2", None)
     record.committed(pb.Commit(step=0))
     record.committed(pb.Commit(step=7, loss=3.5, tokens=64, gradient_norm=0.5, seconds=0.25))
     kept = Kept()
-    for line in told:
+    for line in records:
         TrackedRun(kept, RUN).hear(line)
-    ((step, figures, _),) = kept.told
+    ((step, figures, _),) = kept.calls
     assert (step, figures["loss/training"], figures["tokens_per_second"]) == (7, 3.5, 256.0)

@@ -21,14 +21,14 @@ NODE, NOW = "3fa2b18c0d11", 1000.0
 
 
 def line(kind: str, **fields: Any) -> str:
-    told = {"time": NOW, "node": f"{NODE}/0", "kind": kind, **fields}
-    return json.dumps(told)
+    record = {"time": NOW, "node": f"{NODE}/0", "kind": kind, **fields}
+    return json.dumps(record)
 
 
-def told(*lines: str, steps: int = 100, stages: int = 4) -> History:
+def history_of(*lines: str, steps: int = 100, stages: int = 4) -> History:
     history = History(steps)
-    for one in lines:
-        history.hear_from(NODE, one, stages, NOW, NODE, steps)
+    for text in lines:
+        history.hear_from(NODE, text, stages, NOW, NODE, steps)
     return history
 
 
@@ -46,7 +46,7 @@ REBUILT = {
 
 
 def test_losses_validations_and_what_was_rebuilt_are_on_the_curve() -> None:
-    history = told(
+    history = history_of(
         line("committed", step=2, loss=7.5),
         line("committed", step=3, loss=7.25),
         line("lost", node="77aa/2", stage=2, reason="it broke"),
@@ -63,12 +63,12 @@ def test_losses_validations_and_what_was_rebuilt_are_on_the_curve() -> None:
 
 
 def test_what_a_node_says_for_another_one_is_left_out() -> None:
-    history = told(json.dumps({"time": NOW, "node": "77aa", "kind": "committed", "step": 1}))
+    history = history_of(json.dumps({"time": NOW, "node": "77aa", "kind": "committed", "step": 1}))
     assert not history.loss.points
 
 
 def test_steps_and_stages_that_the_run_has_not_are_left_out() -> None:
-    history = told(
+    history = history_of(
         line("committed", step=101, loss=1.0),
         line("committed", step=-1, loss=1.0),
         line("committed", step=2.5, loss=1.0),
@@ -98,12 +98,12 @@ def test_only_the_driver_reports_what_the_whole_run_does_and_only_as_far_as_its_
 
 
 def test_text_that_no_page_can_encode_is_left_out() -> None:
-    history = told(line("rebuilt", **{**REBUILT, "method": "\ud83d"}))
+    history = history_of(line("rebuilt", **{**REBUILT, "method": "\ud83d"}))
     assert not history.rebuilt and not history.news
 
 
 def test_where_all_stages_go_back_the_curve_has_a_gap() -> None:
-    history = told(
+    history = history_of(
         line("committed", step=8, loss=6.0),
         line("rolled back", **{"from": 8}, step=5, reason="as the policy has it"),
         line("committed", step=6, loss=6.5),
@@ -124,11 +124,11 @@ def test_a_long_curve_is_thinned_and_keeps_its_ends() -> None:
 
 
 def test_a_loss_that_is_no_number_is_no_point() -> None:
-    assert not told(line("committed", step=1, loss=None)).loss.points
+    assert not history_of(line("committed", step=1, loss=None)).loss.points
 
 
 def test_a_clock_that_is_wrong_does_not_count() -> None:
-    history = told(line("validated", step=1, loss=7.0, time=10.0))
+    history = history_of(line("validated", step=1, loss=7.0, time=10.0))
     assert history.news[0].time == NOW
 
 
@@ -150,15 +150,15 @@ def test_node_hours_are_counted_from_look_to_look() -> None:
 
 def test_who_says_much_fills_no_more_than_the_bounds() -> None:
     failed = (line("rebuild failed", reason=f"{n}" * 5000) for n in range(MOST_NEWS + 50))
-    history = told(*failed)
+    history = history_of(*failed)
     assert len(history.news) == MOST_NEWS
     assert max(len(news.sentence) for news in history.news) <= LONGEST_SENTENCE
 
 
 def test_samples_are_kept_with_the_text_that_they_begin_with() -> None:
     sample = line("sampled", step=50, prompt="Once", text=" upon")
-    [one] = told(sample, line("sampled", step=50, prompt=3, text=None)).samples
-    assert (one.step, one.prompt, one.text) == (50, "Once", " upon")
+    [newest] = history_of(sample, line("sampled", step=50, prompt=3, text=None)).samples
+    assert (newest.step, newest.prompt, newest.text) == (50, "Once", " upon")
 
 
 KINDS = sorted(kind.kind for kind in Event.__subclasses__())
@@ -180,8 +180,8 @@ FIELDS = st.sampled_from(
 
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.dictionaries(FIELDS, ANY)), max_size=8))
-def test_whatever_a_node_says_does_no_harm(said: list[tuple[str, dict[str, Any]]]) -> None:
-    history = told(*(line(kind, **fields) for kind, fields in said))
+def test_whatever_a_node_says_does_no_harm(lines: list[tuple[str, dict[str, Any]]]) -> None:
+    history = history_of(*(line(kind, **fields) for kind, fields in lines))
     history.hear_from(NODE, line("committed", step=7, loss=1.5), 4, NOW, NODE, 7)
     assert 7 in {point[0] for point in history.loss.points if point}
     assert all(isinstance(news.severity, Severity) for news in history.news)
@@ -189,5 +189,5 @@ def test_whatever_a_node_says_does_no_harm(said: list[tuple[str, dict[str, Any]]
 
 @given(st.text() | st.just("[" * 100_000) | st.just('{"node": "' + NODE + '", "kind": {}}'))
 def test_a_line_that_is_no_event_does_no_harm(text: str) -> None:
-    history = told(text)
+    history = history_of(text)
     assert not history.loss.points

@@ -90,17 +90,17 @@ def write(path: Path, *lines: Line, header: LedgerHeader = HEADER) -> Path:
 
 
 def test_a_line_holds_the_record_of_the_commit() -> None:
-    found = committed(7, view=2, attempt=5)
-    assert [number for number, _, _ in found["microbatches"]] == [0, 1, 2]
-    assert (found["step"], found["view"], found["attempt"], found["epoch"]) == (7, 2, 5, 1)
-    assert (found["samples"], found["tokens"], found["loss"]) == (12, 768, 3.5)
+    result = committed(7, view=2, attempt=5)
+    assert [number for number, _, _ in result["microbatches"]] == [0, 1, 2]
+    assert (result["step"], result["view"], result["attempt"], result["epoch"]) == (7, 2, 5, 1)
+    assert (result["samples"], result["tokens"], result["loss"]) == (12, 768, 3.5)
 
 
 def test_what_json_can_not_say_is_null(tmp_path: Path) -> None:
     skipped = stage_pb2.Commit(step=1, skipped=True, loss=math.nan, gradient_norm=math.inf)
     path = write(tmp_path / "ledger.jsonl", line(skipped, 0, 1.0))
-    found = json.loads(path.read_text().splitlines()[1])
-    assert (found["loss"], found["gradient_norm"], found["skipped"]) == (None, None, True)
+    result = json.loads(path.read_text().splitlines()[1])
+    assert (result["loss"], result["gradient_norm"], result["skipped"]) == (None, None, True)
     assert merge([path]).lines == [line(skipped, 0, 1.0)]
 
 
@@ -114,16 +114,16 @@ def test_lines_are_on_disk_when_append_returns(tmp_path: Path) -> None:
 
 def test_a_half_written_line_is_dropped(tmp_path: Path) -> None:
     whole = write(tmp_path / "whole", committed(1), committed(2)).read_bytes()
-    one = write(tmp_path / "one", committed(1)).read_bytes()
+    first = write(tmp_path / "one", committed(1)).read_bytes()
     path = tmp_path / "ledger-n.jsonl"
     for length in range(0, len(whole), 7):
         path.write_bytes(whole[:length])
-        if length > len(one):  # the crash of a writer does not stop the audit either
+        if length > len(first):  # the crash of a writer does not stop the audit either
             assert audit(tmp_path).steps == 1
         Ledger(path, HEADER).close()
-        found = path.read_bytes()
-        assert whole.startswith(found)
-        assert found.count(b"\n") == max(1, whole[:length].count(b"\n"))
+        result = path.read_bytes()
+        assert whole.startswith(result)
+        assert result.count(b"\n") == max(1, whole[:length].count(b"\n"))
     with Ledger(path, HEADER) as ledger:
         ledger.append(committed(2))
     assert path.read_bytes() == whole
@@ -234,9 +234,9 @@ def test_what_is_wrong_with_a_step_is_counted_in_samples(
 ) -> None:
     wrong = changed(committed(2), change(committed(2)["microbatches"]))
     write(tmp_path / "ledger.jsonl", committed(1), wrong, committed(3))
-    found = audit(tmp_path)
-    assert found == Audit(36, duplicates, missing, extra, steps=3, superseded=0)
-    assert found.exact == (duplicates == missing == extra == 0)
+    result = audit(tmp_path)
+    assert result == Audit(36, duplicates, missing, extra, steps=3, superseded=0)
+    assert result.exact == (duplicates == missing == extra == 0)
 
 
 def test_missing_steps_and_other_windows_are_found(tmp_path: Path) -> None:
@@ -289,15 +289,15 @@ def test_the_commits_of_a_ledger_are_a_chain_and_of_old_ones_nothing_is_known(
     (tmp_path / "ledger-a.jsonl").unlink()
     write(tmp_path / "ledger-a.jsonl", *first)
     write(tmp_path / "ledger-b.jsonl", *first[:2], *went_back)
-    found = audit(tmp_path)
-    assert (found.steps, found.superseded, found.exact) == (5, 2, True)
-    assert found.chained == 3, "of steps 2, 4 and 5: step 3 is the first after it went back"
+    result = audit(tmp_path)
+    assert (result.steps, result.superseded, result.exact) == (5, 2, True)
+    assert result.chained == 3, "of steps 2, 4 and 5: step 3 is the first after it went back"
     merged = merge(sorted(tmp_path.glob("*.jsonl")))
     assert check(merged).chained == 3
 
 
 @pytest.mark.parametrize(
-    ("find", "replace", "what"),
+    ("find", "replace", "expected"),
     [
         ('"loss": 3.5', '"loss": 2.5', r"loss is 2\.5, and 3\.5 in the commit of step 1"),
         ('"tokens": 768', '"tokens": 1', "tokens is 1, and 768 in"),
@@ -307,13 +307,13 @@ def test_the_commits_of_a_ledger_are_a_chain_and_of_old_ones_nothing_is_known(
     ],
 )
 def test_a_line_that_was_changed_is_named(
-    tmp_path: Path, find: str, replace: str, what: str
+    tmp_path: Path, find: str, replace: str, expected: str
 ) -> None:
     path = write(tmp_path / "ledger.jsonl", *chained(2))
     rows = path.read_text().splitlines(keepends=True)
     assert find in rows[1]
     path.write_text(rows[0] + rows[1].replace(find, replace, 1) + rows[2])
-    with pytest.raises(LedgerError, match=rf"ledger\.jsonl, line 2 was changed: {what}"):
+    with pytest.raises(LedgerError, match=rf"ledger\.jsonl, line 2 was changed: {expected}"):
         audit(tmp_path)
 
 
@@ -339,12 +339,12 @@ def test_a_commit_that_was_made_up_is_found_by_the_next_one(tmp_path: Path) -> N
     other.loss, other.signature = 9.0, b"signed"
     other.previous = bytes.fromhex(lines[0]["hash"])
     write(tmp_path / "ledger.jsonl", lines[0], line(other, 0, 5.0), lines[2])
-    found = audit(tmp_path)
-    assert (found.chained, found.exact) == (1, False)
-    (sentence,) = found.unchained
+    result = audit(tmp_path)
+    assert (result.chained, result.exact) == (1, False)
+    (sentence,) = result.unchained
     assert sentence.startswith("the commit of step 3 names another predecessor than")
-    told = CliRunner().invoke(app, ["audit", str(tmp_path)])
-    assert told.exit_code == 1 and sentence in told.output
+    command = CliRunner().invoke(app, ["audit", str(tmp_path)])
+    assert command.exit_code == 1 and sentence in command.output
 
 
 def test_a_line_without_its_commit_among_others_is_found(tmp_path: Path) -> None:
@@ -358,8 +358,8 @@ def test_a_commit_is_the_same_where_a_ledger_has_only_its_figures(tmp_path: Path
     lines = chained(3)
     write(tmp_path / "ledger-a.jsonl", committed(2), *chained(1, lineage=1, view=2, after=2))
     write(tmp_path / "ledger-b.jsonl", *lines[:2])
-    found = audit(tmp_path)
-    assert (found.steps, found.superseded, found.chained, found.exact) == (3, 0, 1, True)
+    result = audit(tmp_path)
+    assert (result.steps, result.superseded, result.chained, result.exact) == (3, 0, 1, True)
     assert merge(sorted(tmp_path.glob("*.jsonl"))).lines[1] == lines[1]
 
 
@@ -395,21 +395,21 @@ def test_the_end_that_is_cut_off_is_said(tmp_path: Path) -> None:
     path = write(tmp_path / "ledger.jsonl", *map(committed, (1, 2, 3)), header=header)
     assert audit(tmp_path) == Audit(36, 0, 0, 0, steps=3, superseded=0, planned=9)
     (tmp_path / "summary.json").write_text('{"steps": 5}')
-    found = audit(tmp_path)
-    assert (found.expected, found.missing, found.exact) == (60, 24, False)
-    assert found.cut == (
+    result = audit(tmp_path)
+    assert (result.expected, result.missing, result.exact) == (60, 24, False)
+    assert result.cut == (
         "the ledger ends with step 3, and summary.json has 5 steps: its end is missing",
     )
     (tmp_path / "summary.json").write_text("[")
     path.write_bytes(path.read_bytes()[:-1])
-    found = audit(tmp_path)
-    assert (found.steps, found.exact) == (2, True)
-    assert found.cut == (f"the last line of {path} is cut off: it is not counted",)
-    said = CliRunner().invoke(app, ["audit", str(tmp_path)])
-    assert said.exit_code == 0
-    assert "2 committed steps of 9" in said.output
-    assert "is cut off: it is not counted" in said.output
-    assert "steps 3 to 9 are not there" in said.output
+    result = audit(tmp_path)
+    assert (result.steps, result.exact) == (2, True)
+    assert result.cut == (f"the last line of {path} is cut off: it is not counted",)
+    command = CliRunner().invoke(app, ["audit", str(tmp_path)])
+    assert command.exit_code == 0
+    assert "2 committed steps of 9" in command.output
+    assert "is cut off: it is not counted" in command.output
+    assert "steps 3 to 9 are not there" in command.output
 
 
 def test_ledgers_are_of_one_run_whether_or_not_they_say_how_many_steps(tmp_path: Path) -> None:
@@ -428,9 +428,9 @@ def test_cut_anywhere_it_is_half_a_line_or_no_ledger(tmp_path: Path) -> None:
             with pytest.raises(LedgerError, match="has no header"):
                 audit(tmp_path)
         else:
-            found = audit(tmp_path)
-            assert found.steps == sum(size >= end for end in ends[1:])
-            assert bool(found.cut) == (size not in ends)
+            result = audit(tmp_path)
+            assert result.steps == sum(size >= end for end in ends[1:])
+            assert bool(result.cut) == (size not in ends)
 
 
 def test_few_steps_at_once_come_to_the_same(
@@ -483,8 +483,8 @@ def test_whatever_is_in_it_is_audited_or_refused(
     path = tmp_path / "ledger.jsonl"
     path.write_bytes(b"\n".join([header, *rows]))
     try:
-        found = audit(tmp_path)
+        result = audit(tmp_path)
     except LedgerError as error:
         assert str(path) in str(error)
     else:
-        assert found.steps <= len(rows)
+        assert result.steps <= len(rows)

@@ -116,9 +116,9 @@ def test_whatever_is_written_is_whole_lines_in_order_and_the_rest_is_counted(
         disk.room = 10_000
         file.flush()
     lines = [b"%d %s\n" % (number, b"x" * size) for number, (_, size) in enumerate(steps)]
-    found = bytes(written).splitlines(keepends=True)
-    assert found == [each for each in lines if each in found]
-    assert len(found) + file.waiting.dropped == len(lines)
+    on_disk = bytes(written).splitlines(keepends=True)
+    assert on_disk == [each for each in lines if each in on_disk]
+    assert len(on_disk) + file.waiting.dropped == len(lines)
 
 
 def test_an_event_log_that_can_not_be_written_raises_nothing(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_what_is_added_while_a_disk_writes_changes_nothing_of_what_it_writes(
         waiting.wrote(len(piece))
         written += piece
     assert waiting.bytes == len(waiting) == 0
-    found = bytes(written).splitlines(keepends=True)
-    assert found == [each for each in lines if each in found]
-    assert len(found) + waiting.dropped == len(lines)
-    assert not lines or found[0] == lines[0], "the first one says what file it is"
+    on_disk = bytes(written).splitlines(keepends=True)
+    assert on_disk == [each for each in lines if each in on_disk]
+    assert len(on_disk) + waiting.dropped == len(lines)
+    assert not lines or on_disk[0] == lines[0], "the first one says what file it is"

@@ -34,24 +34,26 @@ def event(kind: str, node: str | None = "up", **fields: Any) -> dict[str, Any]:
     return {"time": 0.0, "node": node, "kind": kind, **fields}
 
 
-def news(story: Story, told: dict[str, Any]) -> News | None:
-    return story.hear(entry_of(told))
+def news(story: Story, line: dict[str, Any]) -> News | None:
+    return story.hear(entry_of(line))
 
 
-def hear(story: Story, told: dict[str, Any]) -> str | None:
+def hear(story: Story, line: dict[str, Any]) -> str | None:
     """The sentence that it is worth."""
-    found = news(story, told)
-    return None if found is None else found.sentence
+    item = news(story, line)
+    return None if item is None else item.sentence
 
 
-def member(node: str, stage: int, standby: bool = False, **told: Any) -> MemberDescription:
+def member(node: str, stage: int, standby: bool = False, **reported: Any) -> MemberDescription:
     of_node = {
-        name: told.pop(name) for name in list(told) if name in Report.DESCRIPTOR.fields_by_name
+        name: reported.pop(name)
+        for name in list(reported)
+        if name in Report.DESCRIPTOR.fields_by_name
     }
     seats = [] if standby else [Seat(stage=stage)]
     return MemberDescription(
         member=Member(node=node, seats=seats, address=f"10.0.0.{stage}:7401"),
-        report=Report(seats=[SeatReport(stage=stage, **told) for _ in seats], **of_node),
+        report=Report(seats=[SeatReport(stage=stage, **reported) for _ in seats], **of_node),
         since_renewal=0.4,
     )
 
@@ -67,7 +69,7 @@ def text_of(renderable: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("told", "sentence"),
+    ("line", "sentence"),
     [
         (
             event("killed", OLD, slot="2.0", stage=2, step=15, left=0),
@@ -137,14 +139,14 @@ def text_of(renderable: Any) -> str:
         (event("wall", OLD), None),
     ],
 )
-def test_news_are_sentences(told, sentence):
-    assert hear(Story(steps=40), told) == sentence
+def test_news_are_sentences(line, sentence):
+    assert hear(Story(steps=40), line) == sentence
 
 
 def rebuilt(time: float, node: str, stage: int = 2, method: str = "checkfree") -> dict[str, Any]:
     figures = {"step": 14, "bytes": 1_200_000, "rebuild_seconds": 0.1, "stall_seconds": 2.0}
-    told = event("rebuilt", node, stage=stage, method=method, **figures)
-    return {**told, "time": time}
+    line = event("rebuilt", node, stage=stage, method=method, **figures)
+    return {**line, "time": time}
 
 
 @pytest.mark.parametrize(
@@ -194,8 +196,8 @@ def rebuilt(time: float, node: str, stage: int = 2, method: str = "checkfree") -
 def test_a_rebuild_says_how_good_it_is(figures, says):
     if "relearned" in figures:
         figures["relearned"] = {"pairs": 0, "left_out": 0, "undone": False} | figures["relearned"]
-    told = hear(Story(steps=40), rebuilt(0.0, NEW) | figures)
-    assert (told or "").endswith(f"stalled 2.0 s; {says}")
+    sentence = hear(Story(steps=40), rebuilt(0.0, NEW) | figures)
+    assert (sentence or "").endswith(f"stalled 2.0 s; {says}")
 
 
 def at(time: float, kind: str, node: str | None = "up", **fields: Any) -> dict[str, Any]:
@@ -205,7 +207,7 @@ def at(time: float, kind: str, node: str | None = "up", **fields: Any) -> dict[s
 def swarm_that_lost_stage_2() -> Story:
     """At 100.0; noticed at 100.3, a process for it joined at 103.0."""
     story = Story(steps=40)
-    for told in (
+    for line in (
         at(0.0, "started", slot="1.0", pid=1),
         at(1.0, "joined", "aaa1", pid=1),
         at(0.0, "started", slot="2.0", pid=2),
@@ -216,7 +218,7 @@ def swarm_that_lost_stage_2() -> Story:
         at(100.3, "link lost", "aaa1", peer=OLD, reason="reset"),  # from another file
         at(103.0, "joined", NEW, pid=3),
     ):
-        hear(story, told)
+        hear(story, line)
     return story
 
 
@@ -224,8 +226,10 @@ def test_the_first_commit_after_a_rebuild_is_told_once():
     story = swarm_that_lost_stage_2()
     hear(story, at(103.1, "rebuilding", NEW, stage=2, method="checkfree", sources=["aaa1"]))
     hear(story, rebuilt(104.0, NEW))
-    told = [hear(story, at(105.0 + step, "committed", step=15 + step, loss=2.0)) for step in (0, 1)]
-    assert told == ["step 15 committed 4.7 s after the loss was noticed", None]
+    sentences = [
+        hear(story, at(105.0 + step, "committed", step=15 + step, loss=2.0)) for step in (0, 1)
+    ]
+    assert sentences == ["step 15 committed 4.7 s after the loss was noticed", None]
 
 
 def test_a_replicas_return_is_no_loss_made_good():
@@ -242,10 +246,10 @@ def fetching(time: float, size: int, seconds: float) -> dict[str, Any]:
 
 def test_fetching_is_told_when_it_takes_long_and_then_ever_more_seldom():
     story = swarm_that_lost_stage_2()
-    told = [
+    sentences = [
         hear(story, fetching(103.0 + tenth / 5, tenth * 400_000, tenth / 5)) for tenth in range(30)
     ]
-    assert [sentence for sentence in told if sentence] == [
+    assert [sentence for sentence in sentences if sentence] == [
         "stage 2 fetches from aaa1, ccc3: 2.0 MB in 1.0 s, 2.0 MB/s",
         "stage 2 fetches from aaa1, ccc3: 4.0 MB in 2.0 s, 2.0 MB/s",
         "stage 2 fetches from aaa1, ccc3: 8.0 MB in 4.0 s, 2.0 MB/s",
@@ -274,7 +278,7 @@ def test_a_rebuild_under_way_is_a_line_until_it_is_over():
 
 
 @pytest.mark.parametrize(
-    "told",
+    "line",
     [
         at(104.0, "lost", NEW, stage=2, reason="reset"),
         at(104.0, "killed", NEW, slot="2.0", stage=2, step=15, left=0),
@@ -282,10 +286,10 @@ def test_a_rebuild_under_way_is_a_line_until_it_is_over():
         at(104.0, "rolled back", **{"from": 14}, step=10, reason="x"),
     ],
 )
-def test_a_rebuild_that_comes_to_nothing_is_shown_no_longer(told):
+def test_a_rebuild_that_comes_to_nothing_is_shown_no_longer(line):
     story = swarm_that_lost_stage_2()
     hear(story, fetching(103.4, 1, 0.3))
-    hear(story, told)
+    hear(story, line)
     assert not story.rebuilds
 
 
@@ -296,11 +300,11 @@ def test_a_story_goes_back_with_the_run():
     story.record({"step": 14, "time": 99.0, "seconds": 1.0, "tokens": 10})  # another ledger
     hear(story, at(99.0, "committed", step=14, loss=2.0))
     assert (story.committed, story.tokens_per_second) == (10, 0.0)
-    told = [
+    sentences = [
         hear(story, rebuilt(104.0, node, stage, "checkpoint"))
         for node, stage in (("aaa1", 1), (NEW, 2))
     ]
-    assert told == ["all stages are at step 14, stalled 2.0 s", None]
+    assert sentences == ["all stages are at step 14, stalled 2.0 s", None]
     first = hear(story, at(106.3, "committed", step=11, loss=2.0))
     assert first == "step 11 committed 6.0 s after the loss was noticed"
     assert story.committed == 11
@@ -310,8 +314,8 @@ def test_a_full_disk_is_told_of_once_until_it_takes_a_save_again():
     story = swarm_that_lost_stage_2()
     failed = at(1.0, "save failed", "aaa1", reason="No space left on device")
     saved = at(2.0, "saved", "aaa1", holding="save", step=5)
-    told = [hear(story, one) for one in (failed, failed, saved, failed)]
-    assert [bool(sentence) for sentence in told] == [True, False, False, True]
+    sentences = [hear(story, record) for record in (failed, failed, saved, failed)]
+    assert [bool(sentence) for sentence in sentences] == [True, False, False, True]
 
 
 def test_a_twin_that_is_fetched_is_no_rebuild():
@@ -328,7 +332,7 @@ def test_a_single_stages_save_is_a_rebuild_like_others():
 
 
 @pytest.mark.parametrize(
-    ("told", "style"),
+    ("line", "style"),
     [
         (event("rebuilding", NEW, stage=1, fallback=True), "yellow"),
         (event("rebuilding", NEW, stage=1, fallback=False), ""),
@@ -341,10 +345,10 @@ def test_a_single_stages_save_is_a_rebuild_like_others():
         (event("validated", OLD, loss=2.0, step=9), ""),
     ],
 )
-def test_grave_news_are_coloured_and_shown_whole(told, style):
-    found = news(Story(steps=40), told)
-    assert found is not None
-    text = styled(*found)
+def test_grave_news_are_coloured_and_shown_whole(line, style):
+    item = news(Story(steps=40), line)
+    assert item is not None
+    text = styled(*item)
     assert text.style == style
     assert bool(text.no_wrap) is not bool(style)
 
@@ -361,8 +365,8 @@ def test_a_loss_is_noticed_once_until_the_run_has_gone_on():
 
 
 def test_the_registrys_end_is_no_drama():
-    told = event("exited", None, slot="registry", how="was ended by SIGKILL")
-    assert "training continues" in (hear(Story(steps=40), told) or "")
+    line = event("exited", None, slot="registry", how="was ended by SIGKILL")
+    assert "training continues" in (hear(Story(steps=40), line) or "")
 
 
 def test_a_process_is_the_node_that_joined_last():
@@ -386,9 +390,9 @@ def test_a_story_keeps_the_newest_step_whoever_tells_first():
 
 def test_the_first_reason_to_stop_is_told_once():
     story = Story(steps=10)
-    told = event("stopped", OLD, step=5, reason="stage 1 is lost", validation=None)
-    assert hear(story, told) == "the run is stopped at step 5: stage 1 is lost"
-    assert hear(story, told) is None
+    line = event("stopped", OLD, step=5, reason="stage 1 is lost", validation=None)
+    assert hear(story, line) == "the run is stopped at step 5: stage 1 is lost"
+    assert hear(story, line) is None
     assert isinstance(story.stopped, Stopped)
     assert (story.stopped.step, story.stopped.reason) == (5, "stage 1 is lost")
 
@@ -423,12 +427,12 @@ def test_progress_is_told_again_after_going_back():
     console = Console(file=io.StringIO(), width=80)
     story = Story(steps=20)
     with Screen(console, 20) as screen:
-        for told in (
+        for line in (
             at(1.0, "committed", step=9, loss=1.0),
             at(2.0, "rolled back", **{"from": 9}, step=5, reason="x"),
             at(3.0, "committed", step=6, loss=1.5),
         ):
-            hear(story, told)
+            hear(story, line)
             screen.show(story, None, 4)
     assert [line.split("step ")[1] for line in console.file.getvalue().splitlines()] == [
         "9 of 20, loss 1.0000, 0 tokens/s",
@@ -472,13 +476,13 @@ def test_the_status_page_tells_members_and_decisions():
 
 
 def test_the_status_page_says_who_sits_where_and_why():
-    one, other, standby = member(OLD, 0), member(NEW, 1), member("5f3a", 2)
-    one.member.seats.add(stage=2)
+    first, other, standby = member(OLD, 0), member(NEW, 1), member("5f3a", 2)
+    first.member.seats.add(stage=2)
     del standby.member.seats[:]
-    one.why[:] = ["stage 0, as requested", "has room for one more seat: stage 2 is vacant"]
+    first.why[:] = ["stage 0, as requested", "has room for one more seat: stage 2 is vacant"]
     other.why[:] = ["stage 1 was vacant"]
     standby.why[:] = ["standby, as requested"]
-    lines = [line.strip() for line in text_of(page(described(one, other, standby))).splitlines()]
+    lines = [line.strip() for line in text_of(page(described(first, other, standby))).splitlines()]
     at = lines.index(f"stage 0, {OLD}: stage 0, as requested")
     assert lines[at : at + 4] == [
         f"stage 0, {OLD}: stage 0, as requested",
@@ -489,10 +493,10 @@ def test_the_status_page_says_who_sits_where_and_why():
 
 
 def test_the_status_says_how_many_microbatches_are_out():
-    one, other = member(OLD, 0, in_flight=10), member(NEW, 0, in_flight=14)
-    alone = text_of(page(described(one, member(NEW, 1))))
+    first, other = member(OLD, 0, in_flight=10), member(NEW, 0, in_flight=14)
+    alone = text_of(page(described(first, member(NEW, 1))))
     assert "in flight  10 microbatches " in alone and "sources" not in alone
-    assert "10 to 14 microbatches of each of 2 sources" in text_of(page(described(one, other)))
+    assert "10 to 14 microbatches of each of 2 sources" in text_of(page(described(first, other)))
     assert "in flight" not in text_of(page(described(member(OLD, 0))))
 
 
@@ -623,10 +627,10 @@ def test_names_from_outside_are_no_markup():
 
 
 def test_the_json_has_the_names_of_the_proto():
-    found = json.loads(as_text(STATUS))
-    assert found["members"][0]["member"]["node"] == OLD
-    assert found["members"][1]["report"]["bytes_in"] == "0"
-    assert found["view"]["number"] == "5"
+    fields = json.loads(as_text(STATUS))
+    assert fields["members"][0]["member"]["node"] == OLD
+    assert fields["members"][1]["report"]["bytes_in"] == "0"
+    assert fields["view"]["number"] == "5"
 
 
 def test_samples_are_in_the_live_view_in_plain_lines_and_in_status() -> None:
@@ -668,16 +672,18 @@ def test_who_watches_without_a_terminal_hears_what_is_new_in_lines() -> None:
 
     def at_step(step: int, *decisions: str) -> Description:
         view = View(number=5, driver="box-1a2b3c", committed=step)
-        told = member("box-1a2b3c", 0, committed=step, loss=3.25, tokens_per_second=800.0)
+        reporting = member("box-1a2b3c", 0, committed=step, loss=3.25, tokens_per_second=800.0)
         run = "steps = 40"
-        return Description(run="r", members=[told], view=view, decisions=decisions, run_file=run)
+        return Description(
+            run="r", members=[reporting], view=view, decisions=decisions, run_file=run
+        )
 
     away = RegistryUnreachable("nobody answers")
     seen = [at_step(7, "one"), at_step(7, "one"), at_step(8, "one", "two\x1b[2J"), away, away]
-    told = Told(*seen, at_step(9, "one", "two\x1b[2J"))
+    registry = Told(*seen, at_step(9, "one", "two\x1b[2J"))
     console = Console(file=io.StringIO(), width=140)
     with pytest.raises(LookupError):
-        virtual_time.run(status(cast(RegistryClient, told), console, watch=True, as_json=False))
+        virtual_time.run(status(cast(RegistryClient, registry), console, watch=True, as_json=False))
     page, *lines = re.split(r"^\d\d:\d\d:\d\d  ", console.file.getvalue(), flags=re.MULTILINE)
     assert "step 7 of 40" in page and "one" in page
     assert lines == [
@@ -690,5 +696,5 @@ def test_who_watches_without_a_terminal_hears_what_is_new_in_lines() -> None:
     with pytest.raises(LookupError):
         again = cast(RegistryClient, Told(*seen))
         virtual_time.run(status(again, as_json, watch=True, as_json=True))
-    objects = [json.loads(line) for line in as_json.file.getvalue().splitlines()]
-    assert [one["view"]["committed"] for one in objects] == ["7", "7", "8"]
+    objects = [json.loads(text) for text in as_json.file.getvalue().splitlines()]
+    assert [item["view"]["committed"] for item in objects] == ["7", "7", "8"]

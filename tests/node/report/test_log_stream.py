@@ -44,14 +44,14 @@ def test_who_logs_to_a_pipe_that_nobody_reads_goes_on_and_the_log_says_what_is_l
     with logging_to(subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "done\n", "nobody has read a line of the log"
-        _, said = process.communicate("\n")
-    found, lost = [int(number) for number in LINE.findall(said)], LOST.findall(said)
-    assert found == sorted(set(found))
-    assert (found[0], found[-1]) == (0, COUNT - 1)
+        _, output = process.communicate("\n")
+    numbers, lost = [int(number) for number in LINE.findall(output)], LOST.findall(output)
+    assert numbers == sorted(set(numbers))
+    assert (numbers[0], numbers[-1]) == (0, COUNT - 1)
     assert len(lost) == 1
-    assert len(found) + int(lost[0]) == COUNT
-    assert said.endswith("INFO the last line\n")
-    assert all(re.match(r"\d{4}-", line) for line in said.splitlines())
+    assert len(numbers) + int(lost[0]) == COUNT
+    assert output.endswith("INFO the last line\n")
+    assert all(re.match(r"\d{4}-", line) for line in output.splitlines())
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["nobody reads", "full disk"])
@@ -60,8 +60,8 @@ def test_who_can_not_log_ends_all_the_same(full: bool) -> None:
     stderr = os.open("/dev/full", os.O_WRONLY) if full else writer
     try:
         with logging_to(stderr) as process:
-            said, _ = process.communicate("\n")
-        assert (said, process.returncode) == ("done\n", 0)
+            output, _ = process.communicate("\n")
+        assert (output, process.returncode) == ("done\n", 0)
     finally:
         for file in {reader, writer, stderr}:
             os.close(file)
@@ -71,13 +71,15 @@ def test_a_line_for_what_collects_logs_is_one_object() -> None:
     try:
         raise ValueError("of\ntwo lines")
     except ValueError:
-        told = sys.exc_info()
-    record = logging.LogRecord("planaria", logging.ERROR, "", 0, "it has %s\n", ("failed",), told)
+        error_info = sys.exc_info()
+    record = logging.LogRecord(
+        "planaria", logging.ERROR, "", 0, "it has %s\n", ("failed",), error_info
+    )
     record.created = 1767225600.25
     (line,) = JsonLines("node-2.0").format(record).splitlines()
-    found = json.loads(line)
-    assert found.pop("traceback").endswith("ValueError: of\ntwo lines")
-    assert found == {
+    fields = json.loads(line)
+    assert fields.pop("traceback").endswith("ValueError: of\ntwo lines")
+    assert fields == {
         "time": "2026-01-01T00:00:00.250+00:00",
         "level": "error",
         "name": "node-2.0",

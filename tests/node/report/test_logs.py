@@ -35,7 +35,7 @@ SWARM = [
 ]
 DESCRIPTION = Description(
     run="r",
-    members=[MemberDescription(member=one) for one in SWARM],
+    members=[MemberDescription(member=node) for node in SWARM],
     evictions=[Eviction(member=member("old-dddddd", 2), reason="its lease ran out")],
 )
 
@@ -97,8 +97,8 @@ class Talk:
         self._heard = heard
 
     def send(self, message: pb.Message) -> bool:
-        if (said := self._answer(message)) is not None:
-            asyncio.get_running_loop().call_soon(self._heard, said)
+        if (answer := self._answer(message)) is not None:
+            asyncio.get_running_loop().call_soon(self._heard, answer)
         return True
 
     async def close(self) -> None:
@@ -132,12 +132,12 @@ def read(
 def test_the_last_lines_come_by_the_first_way_that_answers() -> None:
     def answer(dialled: str, message: pb.Message) -> pb.Message | None:
         assert (message.seat, message.log_request.lines) == ("box-bbbbbb/", 3)
-        said = {
+        answers = {
             "box-aaaaaa": pb.LogLines(error="no link"),
             "0123456789ab": pb.LogLines(lines=["a", "b"], last=2),
         }
-        told = said.get(dialled)  # another one is too old to say anything
-        return None if told is None else pb.Message(sender="box-bbbbbb/", log_lines=told)
+        log_lines = answers.get(dialled)  # another one is too old to say anything
+        return None if log_lines is None else pb.Message(sender="box-bbbbbb/", log_lines=log_lines)
 
     assert read("bbbbbb", answer, []) == ["a", "b"]
 
@@ -159,8 +159,8 @@ def test_what_comes_next_is_shown_once() -> None:
             return pb.Message(sender=f"{dialled}/", log_lines=pb.LogLines(error="it is over"))
         lines, last = log.after(request.after, request.lines)
         log.add("five")
-        told = pb.LogLines(lines=lines, last=last)
-        return pb.Message(sender=f"{dialled}/", log_lines=told)
+        log_lines = pb.LogLines(lines=lines, last=last)
+        return pb.Message(sender=f"{dialled}/", log_lines=log_lines)
 
     shown: list[str] = []
     with pytest.raises(LogsError, match="it is over"):

@@ -84,18 +84,18 @@ class Registry:
 
 
 def test_it_waits_until_all_have_measured() -> None:
-    told: list[str] = []
+    messages: list[str] = []
     registry = Registry([described(2), described(3, "b"), described(3)])
-    probed = virtual_time.run(probe(registry, 10.0, told.append))  # type: ignore[arg-type]
+    probed = virtual_time.run(probe(registry, 10.0, messages.append))  # type: ignore[arg-type]
     assert len(probed["links"]) == 2
-    assert told == []
+    assert messages == []
 
 
 def test_who_is_late_is_named_and_left_out() -> None:
-    told: list[str] = []
+    messages: list[str] = []
     registry = Registry([described(3, "b")])
-    probed = virtual_time.run(probe(registry, 10.0, told.append))  # type: ignore[arg-type]
-    assert told == ["no measurement within 10 s by b"]
+    probed = virtual_time.run(probe(registry, 10.0, messages.append))  # type: ignore[arg-type]
+    assert messages == ["no measurement within 10 s by b"]
     assert len(probed["links"]) == 1
 
 

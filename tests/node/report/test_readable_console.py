@@ -98,12 +98,12 @@ def test_status_shows_whatever_a_registry_says(nasty: str) -> None:
     member = Member(node=nasty, address=nasty, host=nasty, device=nasty, seats=[Seat(stage=0)])
     seat = SeatReport(phase=nasty, message=nasty, committed=3)
     report = Report(trouble=nasty, seats=[seat])
-    one = MemberDescription(member=member, report=report, why=[nasty], reached_by=nasty)
+    entry = MemberDescription(member=member, report=report, why=[nasty], reached_by=nasty)
     description = Description(
         run=nasty,
         run_file=nasty,
         view=View(driver=nasty, reason=nasty, members=[member]),
-        members=[one, MemberDescription(member=Member(node="standby"), why=[nasty])],
+        members=[entry, MemberDescription(member=Member(node="standby"), why=[nasty])],
         decisions=[nasty],
         cuts=[Cut(a=nasty, b="nobody", via=nasty, carried=True), Cut(a="x", b="y", state=nasty)],
         quarantined=[Quarantined(instance=nasty, node=nasty, why=nasty, seconds=9)],

@@ -41,5 +41,5 @@ def test_no_text_gets_out_of_its_block_or_moves_a_cursor(prompt: str, text: str)
 def test_a_line_for_a_terminal_tells_what_would_steer_it() -> None:
     assert shown("a\x1b[31mb\r\nc\u202ed") == "a\\x1b[31mb c\\u202ed"
     assert shown("x" * 300, 10) == "xxxxxxx..."
-    told = Sampled(step=3, prompt="It was", text=" a dark\nnight")
-    assert told.sentence("n") == "step 3: It was a dark night"
+    sample = Sampled(step=3, prompt="It was", text=" a dark\nnight")
+    assert sample.sentence("n") == "step 3: It was a dark night"

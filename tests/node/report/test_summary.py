@@ -293,11 +293,11 @@ def test_a_snapshot_that_is_known_in_part_is_told_in_part():
 
 
 def commits(*steps: int, at: float) -> list[Entry]:
-    told = []
+    entries = []
     for number, step in enumerate(steps):
-        told.append(event(at + number, "committed", "d", step=step, loss=2.0))
-        told += [applied_at(at + number + 0.1, node, step) for node in ("d", "b")]
-    return told
+        entries.append(event(at + number, "committed", "d", step=step, loss=2.0))
+        entries += [applied_at(at + number + 0.1, node, step) for node in ("d", "b")]
+    return entries
 
 
 def applied_at(
@@ -397,7 +397,7 @@ def test_what_was_trained_in_vain_before_a_resume_takes_its_time():
 
 
 @pytest.mark.parametrize(
-    ("told", "lengths"),
+    ("events", "lengths"),
     [
         ([], [0]),
         ([event(1.0, "ending"), event(2.0, "aborted", step=1)], [1]),
@@ -416,8 +416,8 @@ def test_what_was_trained_in_vain_before_a_resume_takes_its_time():
         ),
     ],
 )
-def test_a_part_begins_with_a_registry_that_replaces_none(told, lengths):
-    assert [len(part) for part in parts(told)] == lengths
+def test_a_part_begins_with_a_registry_that_replaces_none(events, lengths):
+    assert [len(part) for part in parts(events)] == lengths
 
 
 def cost_event(time: float, node: str, sent: int, held: int, **parts: Any) -> dict[str, Any]:
@@ -514,7 +514,7 @@ COPIED = event(2.0, "rebuilt", "b", stage=1, method="replica")
 
 
 @pytest.mark.parametrize(
-    ("told", "identical"),
+    ("events", "identical"),
     [
         ([], True),
         ([applied("a", 1, "x"), applied("b", 1, "x"), applied("c", 1, "y")], True),
@@ -527,9 +527,9 @@ COPIED = event(2.0, "rebuilt", "b", stage=1, method="replica")
         ([event(1.0, "diverged", stage=1, nodes=["a", "b"], step=1)], False),
     ],
 )
-def test_replicas_are_compared_by_stage_and_step(told, identical):
+def test_replicas_are_compared_by_stage_and_step(events, identical):
     serving = [event(0.0, "serving", n, stage=s) for n, s in (("a", 1), ("b", 1), ("c", 2))]
-    assert replicas_identical([*serving, *told]) is identical
+    assert replicas_identical([*serving, *events]) is identical
 
 
 def test_marks_name_the_methods_by_step_and_stage():
