@@ -82,9 +82,7 @@ from planaria.node.state.handover import FAREWELL
 from planaria.node.state.holdings import CLOSE, Holdings
 from planaria.node.state.saves import Contents, saves_on_disk
 from planaria.node.transaction.attempt import NoRoomError
-from planaria.node.transaction.effects import (
-    NEVER,
-)
+from planaria.node.transaction.effects import NEVER
 from planaria.node.transaction.leaving import Leaving
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors

@@ -21,7 +21,15 @@ from rich.console import Console
 
 from planaria.node.launch.own_folders import said_here
 from planaria.node.local.resume import RUN_FILE
-from planaria.node.local.swarm import ADDRESS, Ending, SwarmPlan, claim, go_on, wrap_up, write_plan
+from planaria.node.local.swarm import (
+    ADDRESS,
+    Ending,
+    SwarmPlan,
+    claim,
+    resume_from,
+    wrap_up,
+    write_plan,
+)
 from planaria.node.machine.processes import PLANARIA, Processes
 from planaria.node.report.event_log import EventLog
 from planaria.node.report.events import Started, SwarmEnding
@@ -102,7 +110,7 @@ def measure(run: RunFile, saving: Saving, out: Path) -> Measured:
                 os.kill(pid, signal.SIGKILL)
             killed = time.time()
         before = _commits(plan)
-        go_on(plan, plan, slots)
+        resume_from(plan, plan, slots)
     with _life(plan, slots, saving) as processes:
         _until(plan, run.steps, processes)
         log = EventLog(plan.out / "logs", "up")

@@ -215,7 +215,7 @@ async def up(
     for sentence in outlook(plan, Machine.this(), speed_of_a_core):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
     if resumed is not None:
-        for sentence in go_on(plan, resumed, losses.first()):
+        for sentence in resume_from(plan, resumed, losses.first()):
             console.print(sentence, markup=False, highlight=False, soft_wrap=True)
         (out / MERGED).unlink(missing_ok=True)  # until the run ends again
     else:
@@ -452,7 +452,7 @@ def read_plan(folder: Path) -> SwarmPlan:
     return plan
 
 
-def go_on(plan: SwarmPlan, before: SwarmPlan, slots: Sequence[str]) -> list[str]:
+def resume_from(plan: SwarmPlan, before: SwarmPlan, slots: Sequence[str]) -> list[str]:
     """Put saves of `before` where the processes in `slots` look for them. Returns messages about
     that. Raises SwarmError."""
     try:
@@ -541,8 +541,8 @@ class _Swarm:
         patience = PATIENCE * self.run.swarm.progress
         while not stop.done():
             self._read()
-            self._kill_what_is_due()
-            self._change_what_is_due()
+            self._apply_due_kills()
+            self._apply_due_losses()
             if self.story.finished is not None:
                 await self._last_nodes(stop)
                 return await self._until_saved(stop)
@@ -750,7 +750,7 @@ class _Swarm:
             *(*own_code, *folders),
         ]
 
-    def _kill_what_is_due(self) -> None:
+    def _apply_due_kills(self) -> None:
         due = [kill for kill in self.kills if self._under_way(kill.step)]
         for kill in due:
             self.kills.remove(kill)
@@ -788,7 +788,7 @@ class _Swarm:
             self.events.write(Killed(slot=slot, pid=pid, step=step, **victim), at=now)
         return pid is not None
 
-    def _change_what_is_due(self) -> None:
+    def _apply_due_losses(self) -> None:
         """Apply losses and replacements of the schedule."""
         if self.story.finished is not None:
             return

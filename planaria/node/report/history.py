@@ -26,7 +26,7 @@ from planaria.node.report.events import (
     parse,
 )
 from planaria.node.report.ledger import Line
-from planaria.node.report.live_view import News, Story
+from planaria.node.report.live_view import Story
 from planaria.node.wire.naming import node_of
 from planaria.recovery.decide import COPIED
 
@@ -166,9 +166,9 @@ class History:
                 if at in self.rebuilt or len(self.rebuilt) < MOST_METHODS:
                     self.rebuilt[at] = self.rebuilt.get(at, 0) + 1
         if news is not None:
-            self._tell(entry.time, news)
+            sentence = news.sentence[:LONGEST_SENTENCE]
+            self.news.append(NewsItem(entry.time, news.severity, sentence))
             if kind := _mark(entry):
-                sentence = news.sentence[:LONGEST_SENTENCE]
                 self.marks.append(Mark(self.story.committed, entry.time, kind, sentence))
 
     def record(self, line: Line) -> None:
@@ -176,9 +176,6 @@ class History:
         self.story.record({**line})
         if line["loss"] is not None:
             self.loss.add(line["step"], line["loss"])
-
-    def _tell(self, time: float, news: News) -> None:
-        self.news.append(NewsItem(time, news.severity, news.sentence[:LONGEST_SENTENCE]))
 
     def look(self, nodes: int, now: float) -> None:
         """Count the node-seconds since the last call; `nodes`: present number."""

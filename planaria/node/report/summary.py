@@ -65,7 +65,7 @@ def summarize(
     """
     counted = [entry for part in parts(events) for entry in part]
     aborted = sum(isinstance(entry.event, Aborted) for entry in counted)
-    rolled_back = sum(back.lost - back.to for back in goings_back(counted))
+    rolled_back = sum(back.lost - back.to for back in rollbacks(counted))
     places = ((run.model.stages or 0) + 1) * run.swarm.replicas
     tokens = sum(line["tokens"] for line in lines)
     seconds = seconds_of_training(lines, events)
@@ -150,7 +150,7 @@ def seconds_of_training(lines: Sequence[Line], events: Iterable[Entry]) -> float
     return float(last - begun - between)
 
 
-class GoingBack(NamedTuple):
+class Rollback(NamedTuple):
     """A rollback of all stages from step `lost` to step `to`."""
 
     lost: int
@@ -158,14 +158,14 @@ class GoingBack(NamedTuple):
     resumed: bool  # from files, with nothing else left; else by policy
 
 
-def goings_back(events: Iterable[Entry]) -> Iterator[GoingBack]:
+def rollbacks(events: Iterable[Entry]) -> Iterator[Rollback]:
     committed = 0
     for entry in events:
         match entry.event:
             case Committed(step=step):
                 committed = step
             case RolledBack(step=to) | Resuming(step=to):
-                yield GoingBack(max(committed, to), to, isinstance(entry.event, Resuming))
+                yield Rollback(max(committed, to), to, isinstance(entry.event, Resuming))
                 committed = to
 
 
@@ -175,7 +175,7 @@ def last_validation(events: Iterable[Entry]) -> float | None:
     return losses[-1] if losses and math.isfinite(losses[-1]) else None
 
 
-class Back(NamedTuple):
+class PendingRollback(NamedTuple):
     """Rollback of all stages since the last commit."""
 
     lost: int
@@ -194,7 +194,7 @@ def rebuilds(events: Iterable[Entry]) -> list[dict[str, Any]]:
     for part in parts(events):
         ordered: dict[str, RebuildOrdered] = {}  # by node
         with_state: set[str | None] = set()  # nodes that have had a state
-        back: Back | None = None
+        back: PendingRollback | None = None
         stages_done: set[int] = set()  # stages with a row since then
         for entry in part:
             match entry.event:
@@ -206,7 +206,7 @@ def rebuilds(events: Iterable[Entry]) -> list[dict[str, Any]]:
                     ordered[node] = order
                 case RolledBack(step=to) | Resuming(step=to) as event:
                     exact = event.exact if isinstance(event, Resuming) else True
-                    back = Back(back.lost if back else committed, to, exact)
+                    back = PendingRollback(back.lost if back else committed, to, exact)
                     committed, stages_done = to, set()
                 case RelearnedBeside() as relearning:
                     _add_beside(rows, relearning)
@@ -233,7 +233,10 @@ def _add_beside(rows: Sequence[dict[str, Any]], relearning: RelearnedBeside) -> 
 
 
 def _row(
-    rebuilt: StageRebuilt, at: float, cause: RebuildOrdered | Back | None, events: Sequence[Entry]
+    rebuilt: StageRebuilt,
+    at: float,
+    cause: RebuildOrdered | PendingRollback | None,
+    events: Sequence[Entry],
 ) -> dict[str, Any]:
     """A rebuild's row in the summary. `at`: Unix seconds. `cause`: the driver's order, or the
     rollback."""
@@ -248,7 +251,7 @@ def _row(
         row["exact"] = cause.exact
     if isinstance(cause, RebuildOrdered):
         row["fallback"] = cause.fallback
-    if isinstance(cause, Back) and cause.lost > cause.to:
+    if isinstance(cause, PendingRollback) and cause.lost > cause.to:
         row["rolled_back"] = {"from": cause.lost, "to": cause.to}
     optional = ("relearned", "oldest_step", "mean_step", "perturbation")
     row |= {key: figures[key] for key in optional if key in figures}
@@ -526,7 +529,7 @@ def marks(events: Sequence[Entry]) -> list[tuple[int, str]]:
         step: [f"stage {stage}: {_methods(by_stage[stage])}" for stage in sorted(by_stage)]
         for step, by_stage in counts.items()
     }
-    for back in goings_back(events):
+    for back in rollbacks(events):
         change = f"rolled back to {back.to}" if back.lost > back.to else f"at step {back.to}"
         text = f"resumed, {change}" if back.resumed else change
         texts.setdefault(back.lost, []).append(text)

@@ -11,11 +11,11 @@ from planaria.node.report.ledger import Audit, Line
 from planaria.node.report.summary import (
     cost,
     draw_loss,
-    goings_back,
     marks,
     parts,
     rebuilds,
     replicas_identical,
+    rollbacks,
     seconds_of_training,
     summarize,
     tell,
@@ -339,7 +339,7 @@ def test_a_roll_back_that_is_tried_again_goes_back_once():
     at = ROLLED_BACK.index(next(e for e in ROLLED_BACK if e.event.kind == "rebuilt"))
     events = [*ROLLED_BACK[:at], again, *ROLLED_BACK[at:]]
     assert [row["rolled_back"] for row in rebuilds(events)] == [{"from": 5, "to": 3}]
-    assert sum(back.lost - back.to for back in goings_back(events)) == 2
+    assert sum(back.lost - back.to for back in rollbacks(events)) == 2
 
 
 def test_steps_that_are_made_again_are_counted_as_such():
