@@ -29,10 +29,10 @@ def test_each_folder_tells_of_all_its_modules() -> None:
         assert path.parent.name == "bench" or path.name in text, f"{path} is not in __init__.py"
 
 
-def test_no_command_writes_among_the_results_without_being_told() -> None:
-    found = dict(commands(get_command(app)))
-    assert {"planaria plan", "planaria lab simulate check"} <= found.keys()
-    for name, command in found.items():
+def test_no_command_writes_among_the_results_unless_asked() -> None:
+    by_name = dict(commands(get_command(app)))
+    assert {"planaria plan", "planaria lab simulate check"} <= by_name.keys()
+    for name, command in by_name.items():
         for option in command.params:
             if isinstance(option.default, str | Path) and "/" in str(option.default):
                 assert Path(option.default).parts[0] == "out", f"{name} {option.opts}"

@@ -169,7 +169,7 @@ def _print_step(swarm: Swarm, step: MeanStep) -> None:
     sheet.add_row("until all microbatches are home", f"{step.pipeline:.3f}")
     sheet.add_row("and until all are ready", f"{step.reduce:.3f}")
     rest = "; most of the time is delay" if busiest.waits else ""
-    sheet.add_row("busiest", f"{busiest.what} {busiest.where}, {busiest.share:.0%} of it{rest}")
+    sheet.add_row("busiest", f"{busiest.kind} {busiest.where}, {busiest.share:.0%} of it{rest}")
     sheet.add_row("on all links", decimal(round(step.bytes)))
     tokens = swarm.run.training.batch * swarm.config.context
     sheet.add_row("tokens a second", f"{tokens / step.seconds:,.0f}")

@@ -60,7 +60,7 @@ POOLED: Final = 256
 class Bottleneck:
     """What was busy for the largest share of a step."""
 
-    what: Literal["compute", "link", "uplink"]
+    kind: Literal["compute", "link", "uplink"]
     where: str  # a node, FROM -> TO, or a site
     share: float  # of the step's seconds
 

@@ -113,8 +113,8 @@ def run_one(variant: Variant) -> dict[str, Any]:
     narrow(variant)
     bf16 = {"activations": "bf16", "gradients": "bf16"}
     recovery = {"policy": "checkpoint", "checkpoint": {"dir": "memory"}}  # nothing is lost
-    told = {**STUDY["run"], "seed": variant.seed, "wire": bf16, "recovery": recovery}
-    run = resolve(RunFile.model_validate(told))
+    fields = {**STUDY["run"], "seed": variant.seed, "wire": bf16, "recovery": recovery}
+    run = resolve(RunFile.model_validate(fields))
     swarm = training.TrainingSwarm(run, open_data(run.data))
     curve = [(0, round(swarm.validate(), 6))]
     for step in range(1, run.steps + 1):

@@ -96,8 +96,8 @@ def test_a_fault_is_noticed_when_others_name_its_node():
     ]
     views = [Change(10.0, 1, "", {ALICE: 1, BOB: 1}), Change(22.0, 2, "", {ALICE: 1})]
     faults = [Began("kill", "1.1", 20.0, 21.0, 2), Began("crawl", "1.0", 24.0, 25.0, 1)]
-    found = tolls(record(*lines, faults=faults, views=views), [5.0, 19.0, 26.0, 27.0, 31.0])
-    assert found == [("kill", 1.5, 7.0), ("crawl", None, 7.0)]
+    measured = tolls(record(*lines, faults=faults, views=views), [5.0, 19.0, 26.0, 27.0, 31.0])
+    assert measured == [("kill", 1.5, 7.0), ("crawl", None, 7.0)]
 
 
 def test_who_is_evicted_and_why():
@@ -110,8 +110,8 @@ def test_who_is_evicted_and_why():
     ]
     faults = [Began("kill", "1.1", 28.0, 29.0, 2), Began("reset", "1.0", 35.0, 35.0, 1)]
     gone = {ALICE: "no link", CAROL: "left: stopped by its owner"}
-    found = evictions(record(faults=faults, views=views, gone=gone))
-    first, second = found
+    evicted = evictions(record(faults=faults, views=views, gone=gone))
+    first, second = evicted
     assert (first.node, first.reason, second.node, second.reason) == (
         *(BOB, "bob is gone"),
         *(ALICE, "no link"),
@@ -127,11 +127,11 @@ def test_who_ends_by_itself_is_blamed_when_it_was_sick():
         for at, slot, number in ((30.0, "1.0", 1), (31.0, "1.1", 2))
     ]
     faults = [Began("nan", "1.0", 20.0, 21.0, 1), Began("reset", "1.1", 20.0, 21.0, 2)]
-    found = exits(record(*lines, faults=faults))
-    assert [(one.slot, one.blame) for one in found] == [("1.0", "nan"), ("1.1", "")]
+    ended = exits(record(*lines, faults=faults))
+    assert [(process.slot, process.blame) for process in ended] == [("1.0", "nan"), ("1.1", "")]
 
 
-def test_a_guess_without_a_death_is_told():
+def test_a_guess_without_a_death_is_reported():
     lines = [
         event(at, kind, node=ALICE, stage=1, method="checkfree", exact=False, step=1)
         for at, kind in ((40.0, "rebuilding"), (41.0, "rebuilt"))
@@ -148,8 +148,8 @@ def test_replicas_are_compared_after_their_newest_common_step():
     same = [applied(2, ALICE, "e"), applied(2, BOB, "e")]
     once = [applied(2, ALICE, "e"), applied(2, BOB, "f")]
     healed = [*once, applied(3, ALICE, "g"), applied(3, BOB, "g"), applied(4, ALICE, "h")]
-    found = [differing(record(*lines).events) for lines in (same, once, healed)]
-    assert found == [([], 0), ([1], 1), ([], 1)]
+    compared = [differing(record(*lines).events) for lines in (same, once, healed)]
+    assert compared == [([], 0), ([1], 1), ([], 1)]
 
 
 def test_a_process_grows_by_so_many_mib_a_minute():

@@ -26,9 +26,9 @@ class Echo:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            while said := await reader.read(1 << 16):
+            while data := await reader.read(1 << 16):
                 self.heard.set()
-                writer.write(said)
+                writer.write(data)
             self.endings.put_nowait("closed")
         except ConnectionResetError:
             self.endings.put_nowait("reset")
@@ -118,12 +118,12 @@ async def test_of_whom_it_is_cut_off_from_nothing_passes_and_of_others_all(echo,
         server.close()
 
 
-async def test_the_system_tells_which_process_has_dialled(proxy, echo):
+async def test_the_system_names_the_process_that_dialled(proxy, echo):
     _, writer = await dial(proxy)
     port = writer.get_extra_info("sockname")[1]
-    found = diallers({"gone": 0, "this": os.getpid()})
-    assert found[port] == "this"
-    assert set(found.values()) == {"this"}
+    names = diallers({"gone": 0, "this": os.getpid()})
+    assert names[port] == "this"
+    assert set(names.values()) == {"this"}
     assert port not in diallers({"another": os.getppid()})
 
 

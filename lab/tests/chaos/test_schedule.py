@@ -33,19 +33,19 @@ shapes = st.builds(
 
 @given(seed=st.integers(0, 2**32), minutes=st.floats(0, 30), shape=shapes)
 def test_every_fault_is_bearable_and_healed(seed, minutes, shape):
-    found = schedule(seed, minutes, shape)
-    assert found == schedule(seed, minutes, shape)
-    assert all(a.at <= b.at for a, b in pairwise(found))
-    for number, fault in enumerate(found):
+    faults = schedule(seed, minutes, shape)
+    assert faults == schedule(seed, minutes, shape)
+    assert all(a.at <= b.at for a, b in pairwise(faults))
+    for number, fault in enumerate(faults):
         assert fault.kind in shape.kinds
         assert fault.slot in (*shape.slots, REGISTRY, EVERYBODY)
         assert QUIET_AT_FIRST <= fault.at <= fault.end <= 60 * minutes - QUIET_AT_LAST + 1e-3
-        near = [one for one in found[:number] if one.end + RECOVERY > fault.at]
-        assert all(fault.slots.isdisjoint(one.slots) for one in near)
-        guilty = [one for one in (*near, fault) if one.blame == "guilty"]
+        near = [earlier for earlier in faults[:number] if earlier.end + RECOVERY > fault.at]
+        assert all(fault.slots.isdisjoint(earlier.slots) for earlier in near)
+        guilty = [fault_near for fault_near in (*near, fault) if fault_near.blame == "guilty"]
         if shape.replicas == 1:
             assert len(guilty) <= 1 or fault.blame == "innocent"
-        of_stages = Counter(one.stage for one in guilty)
+        of_stages = Counter(sick.stage for sick in guilty)
         if fault.blame == "guilty" and shape.replicas > 1:
             assert of_stages[fault.stage] < shape.replicas
 
@@ -61,8 +61,8 @@ def test_a_schedule_is_the_same_on_any_machine():
 @given(seed=st.integers(0, 2**32), stages=st.integers(1, 6))
 def test_who_is_cut_off_from_each_other_would_talk_in_every_step(seed, stages):
     for fault in schedule(seed, 3, Shape(stages, 2, ("cut",), rate=20)):
-        one, other = (int(slot.partition(".")[0]) for slot in fault.slots)
-        assert abs(one - other) <= 1 or 0 in (one, other)
+        stage, other_stage = (int(slot.partition(".")[0]) for slot in fault.slots)
+        assert abs(stage - other_stage) <= 1 or 0 in (stage, other_stage)
 
 
 def test_long_schedules_have_every_kind():

@@ -64,13 +64,13 @@ def stage() -> TorchStage:
     return TorchStage("1.0", 1, Beginning(RUN, model_config(SECTION, 16)), torch.device("cpu"))
 
 
-def forward(one: TorchStage) -> torch.Tensor:
+def forward(trained: TorchStage) -> torch.Tensor:
     """What the stage sends of a microbatch [2, 4, 8] to the next stage."""
-    one.work.begin(BEGAN, pb.Begin(step=1))
+    trained.work.begin(BEGAN, pb.Begin(step=1))
     visit = Visit(3, 1, Route(("0.0", "1.0", "2.0", "0.0"), (0, 1, 2, 0)))
     descriptors, payload = encode([torch.ones(2, 4, 8)], "none")
     frame = Frame("activation", BEGAN, {"microbatch": 3, "position": 1}, descriptors, payload)
-    done = one.work.forward(BEGAN, visit, "0.0", frame)
+    done = trained.work.forward(BEGAN, visit, "0.0", frame)
     assert done is not None
     assert done.frame is not None
     (tensor,) = decode(done.frame.descriptors, done.frame.payload)
@@ -140,33 +140,33 @@ async def test_a_crawling_thread_takes_so_many_times_as_long(control, monkeypatc
 
 
 def test_numbers_that_go_out_are_wrong(control):
-    one = stage()
+    trained = stage()
     set_faults(control, {"nan": {"times": 1, "of": "activation"}})
-    assert torch.isfinite(forward(one)).logical_not().sum() == 1
-    assert torch.isfinite(forward(one)).all()
+    assert torch.isfinite(forward(trained)).logical_not().sum() == 1
+    assert torch.isfinite(forward(trained)).all()
     set_faults(control, {"nan": {"of": "gradient"}})
-    assert torch.isfinite(forward(one)).all()
+    assert torch.isfinite(forward(trained)).all()
     set_faults(control, {"wrong shape": {}})
-    assert forward(one).shape == (2, 4, 7)
+    assert forward(trained).shape == (2, 4, 7)
     set_faults(control, {"wrong dtype": {}})
-    assert forward(one).dtype == torch.int32
+    assert forward(trained).dtype == torch.int32
 
 
-def test_the_norm_that_is_told_is_wild_and_no_other(control):
-    one = stage()
+def test_only_the_reported_norm_is_wild(control):
+    trained = stage()
     set_faults(control, {"wild norm": {"value": -1e30, "times": 1}})
-    assert [one.reduced(), one.reduced()] == [-1e30, 0.0]
+    assert [trained.reduced(), trained.reduced()] == [-1e30, 0.0]
 
 
 async def test_one_weight_flips_once(control):
-    one = stage()
-    before = one.digest()
+    trained = stage()
+    before = trained.digest()
     thread = ComputeThread("compute", asyncio.get_running_loop())
-    first = one.tensors["weights"].clone()
+    first = trained.tensors["weights"].clone()
     set_faults(control, {"flipped weight": {}})
-    assert await thread.run(one.digest) != before
-    await thread.run(one.digest)
-    assert (one.tensors["weights"] != first).sum() == 1
+    assert await thread.run(trained.digest) != before
+    await thread.run(trained.digest)
+    assert (trained.tensors["weights"] != first).sum() == 1
     thread.stop()
 
 
@@ -208,11 +208,11 @@ def test_a_full_disk_refuses_writes_until_there_is_room(tmp_path):
     ) as writer:
         assert writer.stdin is not None
         assert writer.stdout is not None
-        said = []
+        lines = []
         for wrong in ({}, {"full disk": {}}, {}):
             set_faults(file, wrong)
             writer.stdin.write("a line\n")
             writer.stdin.flush()
-            said.append(writer.stdout.readline().strip())
+            lines.append(writer.stdout.readline().strip())
         writer.stdin.close()
-    assert said == ["written", "File too large", "written"]
+    assert lines == ["written", "File too large", "written"]

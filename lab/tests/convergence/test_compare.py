@@ -61,10 +61,10 @@ def test_who_relearns_together_is_counted_once() -> None:
             {"iteration": 12, "stage": 2},
         ],
     }
-    found = cost(run, {"validation": validation}, 20)
-    assert (found.difference, found.iterations, found.behind) == (0, 0, 0)
-    assert (found.relearned, found.background) == (15, 4.5)  # 4000 + 50 * 40 tokens, twice
-    assert (found.waited, found.net, found.net_waited_for) == (84, 15, 10.5)
+    costs = cost(run, {"validation": validation}, 20)
+    assert (costs.difference, costs.iterations, costs.behind) == (0, 0, 0)
+    assert (costs.relearned, costs.background) == (15, 4.5)  # 4000 + 50 * 40 tokens, twice
+    assert (costs.waited, costs.net, costs.net_waited_for) == (84, 15, 10.5)
 
 
 def test_updates_that_a_line_does_not_tell_are_not_left_out() -> None:
@@ -83,10 +83,10 @@ def test_a_rolled_back_run_is_compared_after_as_many_iterations() -> None:
     clean = {"validation": [[i, i, loss] for i, loss in CLEAN]}
     back = [[0, 0, 8.0], [10, 10, 6.0], [20, 10, 6.0], [30, 20, 5.0], [40, 30, 4.5], [50, 40, 4.25]]
     run = {"validation": back, "window": 100, "share": 0.1, "rebuilds": []}
-    found = cost(run, clean, 30)
-    assert found.difference == pytest.approx(0.25)
-    assert found.iterations == pytest.approx(10)
-    assert found.behind == pytest.approx(10)
+    costs = cost(run, clean, 30)
+    assert costs.difference == pytest.approx(0.25)
+    assert costs.iterations == pytest.approx(10)
+    assert costs.behind == pytest.approx(10)
 
 
 def test_one_seed_has_no_spread() -> None:

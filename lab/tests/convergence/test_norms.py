@@ -43,14 +43,14 @@ def path(data: Path, tmp_path: Path) -> Path:
 
 def test_a_run_is_measured_once_for_each_seed_and_machine(path: Path) -> None:
     for _ in range(2):
-        told = CliRunner().invoke(app, ["lab", "norms", str(path), "--seeds", "1"])
-        assert told.exit_code == 0, told.output
-    (one,) = read(path.with_name("norms.jsonl"))
-    assert (one.seed, one.machine) == (0, machine("cpu"))
-    ((*norms,),) = one.squared
-    assert len(norms) == len(one.sizes) == 4
+        result = CliRunner().invoke(app, ["lab", "norms", str(path), "--seeds", "1"])
+        assert result.exit_code == 0, result.output
+    (measured,) = read(path.with_name("norms.jsonl"))
+    assert (measured.seed, measured.machine) == (0, machine("cpu"))
+    ((*norms,),) = measured.squared
+    assert len(norms) == len(measured.sizes) == 4
     assert all(norm > 0 for norm in norms)
-    assert path.with_name("norms.md").read_text() == table(load(path), [one])
+    assert path.with_name("norms.md").read_text() == table(load(path), [measured])
 
 
 def test_the_table_has_medians_and_shares(path: Path) -> None:

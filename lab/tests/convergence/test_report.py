@@ -48,7 +48,7 @@ def line(name: str, seed: int, *losses: float, relearned: int = 0) -> Line:
 
 
 @pytest.fixture
-def found() -> dict[tuple[str, int], Line]:
+def runs() -> dict[tuple[str, int], Line]:
     lines = [
         line("none", 0, 7.0, 6.0, 5.0, 4.0),
         line("none", 1, 7.0, 6.0, 5.0, 4.0),
@@ -56,7 +56,7 @@ def found() -> dict[tuple[str, int], Line]:
         line("guessed", 1, 7.0, 6.0, 5.5, 4.5),
         line("relearned", 0, 7.0, 6.0, 5.5, 4.2, relearned=1200),
     ]
-    return {(one["variant"], one["seed"]): one for one in lines}
+    return {(entry["variant"], entry["seed"]): entry for entry in lines}
 
 
 def cells(text: str, name: str) -> dict[str, str]:
@@ -65,8 +65,8 @@ def cells(text: str, name: str) -> dict[str, str]:
     return dict(zip(lines[0], values, strict=True))
 
 
-def test_a_row_is_compared_seed_by_seed(study: Study, found: dict[tuple[str, int], Line]) -> None:
-    text = table(study, rows(study, found), "planaria lab report")
+def test_a_row_is_compared_seed_by_seed(study: Study, runs: dict[tuple[str, int], Line]) -> None:
+    text = table(study, rows(study, runs), "planaria lab report")
     assert "5 runs, 5 minutes" in text
     guessed, relearned = cells(text, "guessed"), cells(text, "relearned")
     assert guessed["above the baseline"] == "+0.7500 ± 0.3536"
@@ -83,21 +83,21 @@ def test_a_row_is_compared_seed_by_seed(study: Study, found: dict[tuple[str, int
 
 
 def test_a_variant_may_have_a_reference_of_its_own(
-    study: Study, found: dict[tuple[str, int], Line]
+    study: Study, runs: dict[tuple[str, int], Line]
 ) -> None:
     other = [
-        one.model_copy(update={"reference": "relearned" if one.name == "guessed" else ""})
-        for one in study.variants
+        variant.model_copy(update={"reference": "relearned" if variant.name == "guessed" else ""})
+        for variant in study.variants
     ]
-    text = table(study.model_copy(update={"variants": other}), rows(study, found), "report")
+    text = table(study.model_copy(update={"variants": other}), rows(study, runs), "report")
     assert cells(text, "guessed")["share of the reference"] == "5.00"  # 1.0 of 0.2
     assert cells(text, "relearned")["share of the reference"] == "0.20"
     assert "`relearned` is the reference of: guessed." in text
     assert "`guessed` is the reference of: none, relearned, nothing yet." in text
 
 
-def test_plots_are_drawn(study: Study, found: dict[tuple[str, int], Line], tmp_path: Path) -> None:
+def test_plots_are_drawn(study: Study, runs: dict[tuple[str, int], Line], tmp_path: Path) -> None:
     for plot in (plot_curves, plot_costs):
         path = tmp_path / f"{plot.__name__}.png"
-        plot(study, rows(study, found), path)
+        plot(study, rows(study, runs), path)
         assert path.read_bytes().startswith(b"\x89PNG")

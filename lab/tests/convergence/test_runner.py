@@ -37,20 +37,22 @@ def todo(data: Path) -> list[tuple[str, Job]]:
 def test_a_dask_cluster_has_the_same_results(data: Path, tmp_path: Path) -> None:
     own = tmp_path / "data"
     shutil.copytree(data, own)
-    wanted, results, told = todo(own), tmp_path / "runs.jsonl", []
+    wanted, results, progress = todo(own), tmp_path / "runs.jsonl", []
     with distributed.LocalCluster(
         n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None
     ) as cluster:
         address = cluster.scheduler_address
-        run_all_over_dask(wanted, results, "cpu", address, lambda *done: told.append(done))
-        found = read_results(results)
-        assert found.keys() == {key for key, _ in wanted}
+        run_all_over_dask(wanted, results, "cpu", address, lambda *done: progress.append(done))
+        kept = read_results(results)
+        assert kept.keys() == {key for key, _ in wanted}
         for key, job in wanted:
             alone = run_one(key, job, "cpu")
             for volatile in ("seconds", "rebuilds"):  # these have JSON's lists
-                del alone[volatile], found[key][volatile]
-            assert {**alone, "validation": [list(one) for one in alone["validation"]]} == found[key]
-        assert told == [(4, 1), (8, 2)]
+                del alone[volatile], kept[key][volatile]
+            assert {**alone, "validation": [list(point) for point in alone["validation"]]} == kept[
+                key
+            ]
+        assert progress == [(4, 1), (8, 2)]
         shutil.rmtree(own)
         with pytest.raises(CorpusError, match=str(own)):
             run_all_over_dask(wanted, results, "cpu", address, lambda *done: None)

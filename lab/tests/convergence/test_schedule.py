@@ -44,20 +44,20 @@ def test_losses_at_a_rate_hit_only_who_may_be_lost(
     seed: int, rate: float, stages: int, which: str
 ) -> None:
     losses = Losses(rate=rate, stages=which, after=5)
-    found = schedule(losses, seed, 60, stages)
+    losses_at = schedule(losses, seed, 60, stages)
     first, last = {"inner": (2, stages - 1), "body": (1, stages), "all": (0, stages)}[which]
-    for iteration, lost in found.items():
+    for iteration, lost in losses_at.items():
         assert 5 < iteration <= 60
         assert all(first <= stage <= last for stage in lost)
         assert all(stage + 1 not in lost for stage in lost)
-    assert found == schedule(losses, seed, 60, stages)
+    assert losses_at == schedule(losses, seed, 60, stages)
     longer = schedule(losses, seed, 90, stages)
-    assert found == {at: lost for at, lost in longer.items() if at <= 60}
+    assert losses_at == {at: lost for at, lost in longer.items() if at <= 60}
 
 
 def test_a_rate_is_a_probability() -> None:
-    found = schedule(Losses(rate=0.01, apart=False), 1, 20_000, 5)
-    count = sum(len(lost) for lost in found.values())
+    losses_at = schedule(Losses(rate=0.01, apart=False), 1, 20_000, 5)
+    count = sum(len(lost) for lost in losses_at.values())
     assert 850 < count < 1150  # 1,000 +- 5 standard deviations
 
 

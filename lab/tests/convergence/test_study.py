@@ -71,7 +71,7 @@ def test_a_key_changes_with_all_that_the_result_depends_on(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("steps = 8", "steps = 0", "variant 'none'.*\n.*steps"),
         ("relearn_share", "relearn_part", "relearn_part"),
@@ -84,8 +84,8 @@ def test_a_key_changes_with_all_that_the_result_depends_on(tmp_path: Path) -> No
         ("target = 5", "", "target"),
     ],
 )
-def test_what_is_wrong_with_a_study_is_said(tmp_path: Path, old: str, new: str, said: str) -> None:
-    with pytest.raises(StudyError, match=said):
+def test_an_invalid_study_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    with pytest.raises(StudyError, match=message):
         jobs(load(study(tmp_path, STUDY.replace(old, new))))
 
 
@@ -126,8 +126,8 @@ def test_results_stay_those_of_their_study(
     data = {**vocabulary, "data__content": CONTENT[asked.text, asked.vocabulary]}
     wanted = [replace(job, run=override(job.run, **data)) for job in jobs(asked)]
     keys = {key for key, _ in resolved(wanted)}
-    there = read_results(path.with_name(RESULTS)).keys()
-    assert keys <= there
+    keys_of_results = read_results(path.with_name(RESULTS)).keys()
+    assert keys <= keys_of_results
 
 
 def test_results_were_made_with_these_defaults() -> None:

@@ -38,12 +38,14 @@ def test_texts_are_gathered_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(texts, "_downloaded", downloaded)
     out = tmp_path / "deep" / "texts"
     written = texts.gather(out)
-    found = {file.name: file.read_text(encoding="utf-8") for file in out.iterdir()}
-    articles = [json.loads(line)["text"] for line in found.pop("articles.jsonl").splitlines()]
-    assert found == {"a.txt": "When\n", "b.txt": "Thrice\n"}
+    texts_by_name = {file.name: file.read_text(encoding="utf-8") for file in out.iterdir()}
+    articles = [
+        json.loads(line)["text"] for line in texts_by_name.pop("articles.jsonl").splitlines()
+    ]
+    assert texts_by_name == {"a.txt": "When\n", "b.txt": "Thrice\n"}
     assert articles == ["Flatworm\n\nIt's Flatworm.", "Ångström\n\nIt's Ångström."]
     assert written == sum(file.stat().st_size for file in out.iterdir())
-    assert [one.name for one in out.parent.iterdir()] == ["texts"]
+    assert [entry.name for entry in out.parent.iterdir()] == ["texts"]
     with pytest.raises(texts.TextsError, match="exists already"):
         texts.gather(out)
 

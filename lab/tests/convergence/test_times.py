@@ -37,8 +37,8 @@ def run(variant: str, late: int, losses: int) -> dict[str, object]:
 
 
 def live(stall: float = 5.0) -> dict[str, object]:
-    one = {"step_seconds": {"mean": 2.0}, "stall_seconds": {"median": stall}}
-    return dict.fromkeys((*ROWS.values(), "plain"), one)
+    figures = {"step_seconds": {"mean": 2.0}, "stall_seconds": {"median": stall}}
+    return dict.fromkeys((*ROWS.values(), "plain"), figures)
 
 
 @pytest.fixture
@@ -54,13 +54,13 @@ def runs(tmp_path: Path) -> Path:
 def test_minutes_are_iterations_by_seconds_and_stalls(runs: Path) -> None:
     by_run = read_runs(runs)
     assert losses_per_iteration(by_run, "low") == pytest.approx(0.05)
-    found = times(by_run, live())
-    assert found["redundant"].more == (1.0, 1.0, 1.0)
-    assert found["checkfree"].more == pytest.approx((100 / 80, 100 / 60, 100 / 40))
-    low, middle, high = found["checkfree"].minutes
+    rows = times(by_run, live())
+    assert rows["redundant"].more == (1.0, 1.0, 1.0)
+    assert rows["checkfree"].more == pytest.approx((100 / 80, 100 / 60, 100 / 40))
+    low, middle, high = rows["checkfree"].minutes
     assert low == pytest.approx(1000 * 100 / 80 * (2.0 + 0.05 * 3.0) / 60)
     assert low < middle < high
-    assert found["redundant"].minutes[0] == pytest.approx(1000 * (2.0 + 0.05 * 3.0) / 60)
+    assert rows["redundant"].minutes[0] == pytest.approx(1000 * (2.0 + 0.05 * 3.0) / 60)
     without = times(by_run, live(stall=1.0))["redundant"].minutes  # no less than a step
     assert without == pytest.approx([1000 * 2.0 / 60] * 3)
 
@@ -72,7 +72,7 @@ def test_the_table_has_a_row_for_each(runs: Path) -> None:
     assert "low 0.050, middle 0.100, high 0.150" in text
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_missing_results_are_named(tmp_path: Path) -> None:
     with pytest.raises(StudyError, match="has no runs"):
         read_runs(tmp_path / "runs.jsonl")
     figures = tmp_path / "live.json"

@@ -74,12 +74,12 @@ def run_with(**changes: object) -> RunFile:
 
 def trained(swarm: TrainingSwarm, losses: dict[int, list[int]]) -> list[float]:
     """The loss of each iteration until all steps are committed."""
-    found: list[float] = []
+    losses_of: list[float] = []
     while swarm.committed < swarm.run.steps:
-        found.append(swarm.step())
-        if len(found) in losses:
-            swarm.lose(losses[len(found)])
-    return found
+        losses_of.append(swarm.step())
+        if len(losses_of) in losses:
+            swarm.lose(losses[len(losses_of)])
+    return losses_of
 
 
 @cache
@@ -96,10 +96,10 @@ def undisturbed(corpus: Corpus) -> list[float]:
 def test_losses_are_those_of_before(corpus: Corpus, policy: str) -> None:
     """Bit for bit on the processor that wrote them down. Others round sums otherwise, by 3e-7 at
     most in what is trained, and by some 2e-4 once an end stage has relearned from bfloat16."""
-    found = trained_by(policy, corpus)
+    losses = trained_by(policy, corpus)
     golden = json.loads(GOLDEN.read_text())[policy]
-    assert found[:20] == pytest.approx(golden[:20], rel=1e-5)
-    assert found[20:] == pytest.approx(golden[20:], rel=1e-3)
+    assert losses[:20] == pytest.approx(golden[:20], rel=1e-5)
+    assert losses[20:] == pytest.approx(golden[20:], rel=1e-3)
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
@@ -107,8 +107,8 @@ def test_replicas_that_send_all_of_their_gradients_train_as_one_does(
     corpus: Corpus, replicas: int
 ) -> None:
     swarm = TrainingSwarm(run_with(), corpus, Ablation(replicas=replicas))
-    found = [swarm.step() for _ in range(5)]
-    assert found == pytest.approx(undisturbed(corpus)[:5], rel=1e-5)
+    losses = [swarm.step() for _ in range(5)]
+    assert losses == pytest.approx(undisturbed(corpus)[:5], rel=1e-5)
     weights = sum(len(stage.optimizer.weights) for stage in swarm.stages)
     assert swarm.replicas is not None
     assert swarm.replicas.sent == 5 * 2 * (replicas - 1) * 4 * weights
@@ -120,12 +120,12 @@ def test_replicas_learn_by_fewer_bytes(corpus: Corpus, codec: str, less: float) 
     run = override(run_with(), wire__averaging=codec, wire__rank_after=0)
     swarm = TrainingSwarm(run, corpus, Ablation(replicas=2))
     whole = TrainingSwarm(run_with(), corpus, Ablation(replicas=2))
-    found = [swarm.step() for _ in range(20)]
+    losses = [swarm.step() for _ in range(20)]
     whole.step()
     assert swarm.replicas is not None
     assert whole.replicas is not None
     assert swarm.replicas.sent < 20 * whole.replicas.sent / less
-    assert found[-1] < found[0] - 0.2
+    assert losses[-1] < losses[0] - 0.2
     assert swarm.replicas.held_back(3) > 0
     swarm.lose([3])
     assert swarm.replicas.held_back(3) == 0
@@ -160,10 +160,10 @@ def test_redundant_loses_nothing(corpus: Corpus) -> None:
 
 
 def test_checkpoint_does_the_same_steps_again(corpus: Corpus) -> None:
-    found, clean = trained_by("checkpoint", corpus), undisturbed(corpus)
-    assert found[:10] == clean[:10]
-    assert found[10:20] == clean[8:18]  # back to step 8
-    assert found[20:] == clean[16:]  # and from step 18 to 16
+    repeated, clean = trained_by("checkpoint", corpus), undisturbed(corpus)
+    assert repeated[:10] == clean[:10]
+    assert repeated[10:20] == clean[8:18]  # back to step 8
+    assert repeated[20:] == clean[16:]  # and from step 18 to 16
 
 
 def test_a_loss_before_the_first_checkpoint_begins_anew(corpus: Corpus) -> None:

@@ -49,15 +49,15 @@ def held(places: Iterable[Path]) -> Iterator[set[str]]:
 
 def processes_with(namespaces: set[str]) -> list[str]:
     """Of all other processes that are in one of them, or hold it open."""
-    found = []
+    names = []
     for process in {*Path("/proc").glob("[0-9]*")} - {Path(f"/proc/{os.getpid()}")}:
         for link in (process / "ns/net", *process.glob("fd/*")):
             try:
                 if str(link.readlink()) in namespaces:
-                    found.append(f"{process.name} {link}")
+                    names.append(f"{process.name} {link}")
             except OSError:  # it has ended meanwhile
                 continue
-    return found
+    return names
 
 
 def test_a_stream_arrives_whole_and_in_order(links):
@@ -98,8 +98,8 @@ def carried(links: Emulation, sent: bytes) -> bytes:
     sending.start()
     received = b"".join(iter(lambda: peer.recv(1 << 16), b""))
     sending.join()
-    for one in (server, client, peer):
-        one.close()
+    for connection in (server, client, peer):
+        connection.close()
     return received
 
 
@@ -178,14 +178,14 @@ def test_a_relay_that_is_gone_is_named(links):
         links.traffic()
 
 
-def test_who_is_not_root_is_told_so(monkeypatch):
+def test_emulation_needs_root(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(EmulationError, match="needs root"):
         check_possible()
 
 
-def test_who_may_not_make_namespaces_is_told_so(monkeypatch):
+def test_emulation_needs_the_right_to_make_namespaces(monkeypatch):
     """Root, but without its rights: the relay finds out."""
     monkeypatch.setattr(emulation, "check_possible", lambda: None)
     powerless = 'import sys; print(\'{"error": "can\\\'t make a network namespace"}\')'

@@ -111,7 +111,7 @@ def test_quartiles():
 
 def test_policies_are_compared_with_plain_in_their_own_block():
     """The machine was half as quick in the second block."""
-    found = figures(
+    by_policy = figures(
         [
             sample(0, "plain", [1.0, 1.0, 5.0]),
             sample(0, "redundant", [1.2, 1.2, 1.2], KilledStage(2, "redundant", 3.0, 4.0, 5)),
@@ -119,14 +119,14 @@ def test_policies_are_compared_with_plain_in_their_own_block():
             sample(1, "plain", [2.0, 2.0, 2.0]),
         ]
     )
-    assert list(found) == ["plain", "redundant"]
-    assert found["redundant"]["against_plain"] == pytest.approx(
+    assert list(by_policy) == ["plain", "redundant"]
+    assert by_policy["redundant"]["against_plain"] == pytest.approx(
         {"low": 1.2, "median": 1.2, "high": 1.2}
     )
-    assert found["redundant"]["step_seconds"]["median"] == pytest.approx(1.8)
-    assert found["redundant"]["stall_seconds"]["median"] == 4.0
-    assert "stall_seconds" not in found["plain"]
-    header, rule, *rows = table(found).splitlines()
+    assert by_policy["redundant"]["step_seconds"]["median"] == pytest.approx(1.8)
+    assert by_policy["redundant"]["stall_seconds"]["median"] == 4.0
+    assert "stall_seconds" not in by_policy["plain"]
+    header, rule, *rows = table(by_policy).splitlines()
     assert header.count("|") == rule.count("|")
     assert {row.count("|") for row in rows} == {header.count("|")}
     assert [row.split(" | ")[0] for row in rows] == ["| plain", "| redundant"]
@@ -279,18 +279,20 @@ def test_a_swarm_of_three_stages_behind_links_loses_one_and_goes_on(data, tmp_pa
     assert process.returncode == 0, output
     header, *samples = lines(tmp_path / "results" / "samples.jsonl")
     assert header["kills"] == [f"1@{FIRST + 3}"]
-    assert [one["policy"] for one in samples] == ["plain", "checkpoint"]
-    for one in (sample["measured"] for sample in samples):
-        assert len(one["step_seconds"]) == 3
+    assert [sample["policy"] for sample in samples] == ["plain", "checkpoint"]
+    for measured in (sample["measured"] for sample in samples):
+        assert len(measured["step_seconds"]) == 3
         # Forward and back through three stages it is six links of 5 ms, however quick the nodes.
-        assert min(one["step_seconds"]) > 0.030
-        assert one["step_bytes"] > 0.5 * 4 * 6 * 32 * 32 * 4  # what crosses, as far as seen in time
-        [loss] = one["losses"]
+        assert min(measured["step_seconds"]) > 0.030
+        assert (
+            measured["step_bytes"] > 0.5 * 4 * 6 * 32 * 32 * 4
+        )  # what crosses, as far as seen in time
+        [loss] = measured["losses"]
         assert loss["stage"] == 1
         assert 0 < loss["stall"] <= loss["caught_up"]
-    found = json.loads((tmp_path / "results" / "live.json").read_text())
-    assert set(found["policies"]) == {"plain", "checkpoint"}
-    assert found["policies"]["checkpoint"]["methods"] == ["checkpoint"]
+    content = json.loads((tmp_path / "results" / "live.json").read_text())
+    assert set(content["policies"]) == {"plain", "checkpoint"}
+    assert content["policies"]["checkpoint"]["methods"] == ["checkpoint"]
     kept = (tmp_path / "results" / "samples.jsonl").read_bytes()
     again = start(tmp_path, data, FIRST + 5)
     output, _ = again.communicate(timeout=DEADLINE)

@@ -29,23 +29,23 @@ def machines() -> Iterator[Callable[[int], tuple[list[socket.socket], list[int]]
 
     def make(count: int) -> tuple[list[socket.socket], list[int]]:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(count)]
-        for one in (one for pair in pairs for one in pair):
-            one.setblocking(False)
-            opened.append(one)
+        for end in (end for pair in pairs for end in pair):
+            end.setblocking(False)
+            opened.append(end)
         return [own for own, _ in pairs], [far.fileno() for _, far in pairs]
 
     yield make
-    for one in opened:
-        one.close()
+    for end in opened:
+        end.close()
 
 
 def received(machine: socket.socket) -> list[bytes]:
-    found = []
+    packets = []
     while True:
         try:
-            found.append(machine.recv(1 << 17)[30:])
+            packets.append(machine.recv(1 << 17)[30:])
         except BlockingIOError:
-            return found
+            return packets
 
 
 def test_packets_reach_who_they_are_for_when_they_are_due(machines):
@@ -68,9 +68,9 @@ def test_packets_reach_who_they_are_for_when_they_are_due(machines):
     assert received(b) == [b"first", b"second"]
     assert received(a) == []
     assert relay.due() is None
-    told = {(one, other): traffic for one, other, traffic in relay.traffic()}
-    assert told[0, 1][:3] == (2, 20 + 5 + 20 + 6, 0)
-    assert told[0, 2].late == pytest.approx(0.03 - 25e-6)
+    traffic_between = {(source, target): traffic for source, target, traffic in relay.traffic()}
+    assert traffic_between[0, 1][:3] == (2, 20 + 5 + 20 + 6, 0)
+    assert traffic_between[0, 2].late == pytest.approx(0.03 - 25e-6)
 
 
 def test_what_is_for_nobody_is_passed_over(machines):
@@ -127,7 +127,7 @@ def test_what_is_left_of_a_packet_is_whole_packets(count, rest, sequence, data):
     whole = tcp_packet((count - 1) * 1448 + rest, 1448, sequence, number=0xFFFF)
     assert segments(whole) == count
     lost = data.draw(st.lists(st.integers(0, count - 1), unique=True).map(sorted))
-    kept, found = [number for number in range(count) if number not in lost], []
+    kept, delivered = [number for number in range(count) if number not in lost], []
     for piece in without(whole, lost):
         card = struct.unpack_from("<BBHHHH", piece)
         ip = TCP.unpack_from(piece, 10)
@@ -142,11 +142,11 @@ def test_what_is_left_of_a_packet_is_whole_packets(count, rest, sequence, data):
         first = (at - sequence) % 2**32 // 1448
         assert number == (0xFFFF + first) % 2**16
         here = list(range(first, first + segments(piece)))
-        assert body == b"".join(whole[10 + TCP.size + one * 1448 :][:1448] for one in here)
+        assert body == b"".join(whole[10 + TCP.size + number * 1448 :][:1448] for number in here)
         assert bool(flags & BEGINS) == (first == 0)
         assert flags & ENDS == (ENDS if here[-1] == count - 1 else 0)
-        found += here
-    assert found == kept
+        delivered += here
+    assert delivered == kept
 
 
 def test_a_link_that_loses_packets_counts_them(machines):

@@ -117,9 +117,9 @@ def test_activations_of_a_body_stage_are_what_torch_allocates(
                 kept.append((x, stage(x)))
         kept.pop(0)[1].backward(torch.ones(microbatch, context, dim))  # type: ignore[no-untyped-call]
 
-    found = allocated(train)
+    measured = allocated(train)
     expected = 4 * saved(run, config, 1) + working(run, config, 1)
-    assert 0.99 * found <= expected <= 1.35 * found
+    assert 0.99 * measured <= expected <= 1.35 * measured
 
 
 @pytest.mark.parametrize(("vocabulary", "dim", "tokens"), [(2048, 64, 128), (4096, 256, 64)])
@@ -141,8 +141,8 @@ def test_the_head_takes_what_torch_allocates(
             loss = stage.loss(x, targets)
         loss.backward()  # type: ignore[no-untyped-call]
 
-    found = allocated(train)
-    assert 0.99 * found <= working(run, config, 0) <= 1.45 * found
+    measured = allocated(train)
+    assert 0.99 * measured <= working(run, config, 0) <= 1.45 * measured
 
 
 def test_it_is_so_on_a_processor_without_bfloat16_instructions() -> None:
@@ -204,8 +204,8 @@ def test_who_is_copied_keeps_its_state_and_gradients() -> None:
 def test_only_who_guesses_relearns() -> None:
     for policy, guesses in (("checkfree", True), ("checkfree+", True), ("snapshot", False)):
         run, config = made(recovery__policy=policy)
-        found = [at_a_loss(run, config, stage) for stage in range(config.stages + 1)]
-        assert ["relearning" in one for one in found] == [False] + [guesses] * config.stages
+        parts = [at_a_loss(run, config, stage) for stage in range(config.stages + 1)]
+        assert ["relearning" in stage for stage in parts] == [False] + [guesses] * config.stages
         run, config = made(recovery__policy=policy, recovery__relearn__passes=0)
         assert "relearning" not in at_a_loss(run, config, 1)
 
@@ -213,8 +213,8 @@ def test_only_who_guesses_relearns() -> None:
 def test_what_replicas_hold_back_takes_two_more_gradients() -> None:
     for codec, more in (("int8", 2), ("lowrank", 2), ("bf16", 0)):
         run, config = made(wire__averaging=codec)
-        found = needed(run, config, 1, [2] * 5).get("held back", Bytes())
-        assert found == Bytes(more * 4 * parameters(config, 1))
+        size = needed(run, config, 1, [2] * 5).get("held back", Bytes())
+        assert size == Bytes(more * 4 * parameters(config, 1))
         assert "held back" not in needed(run, config, 1, [1] * 5)
 
 
@@ -223,7 +223,7 @@ def test_what_replicas_hold_back_takes_two_more_gradients() -> None:
 
 async def kept(run: RunFile, corpus: Corpus, out: Path) -> dict[tuple[int, str], int]:
     """Stage and part -> bytes at the worst moment, at the node with most."""
-    found: defaultdict[tuple[int, str], int] = defaultdict(int)
+    sizes: defaultdict[tuple[int, str], int] = defaultdict(int)
     async with LocalSwarm(run, corpus, out) as swarm:
 
         def look() -> bool:
@@ -231,11 +231,11 @@ async def kept(run: RunFile, corpus: Corpus, out: Path) -> dict[tuple[int, str],
                 if node.seat is None:
                     continue
                 for part, cost in node.seat.costs().items():
-                    found[stage, part] = max(found[stage, part], cost.memory_bytes)
+                    sizes[stage, part] = max(sizes[stage, part], cost.memory_bytes)
             return swarm.finished()
 
         await swarm.until(look)
-    return {key: size for key, size in found.items() if size}
+    return {key: size for key, size in sizes.items() if size}
 
 
 CASES: list[tuple[int, dict[str, Any]]] = [
@@ -259,18 +259,18 @@ async def test_what_is_kept_for_a_loss_is_what_the_daemon_accounts(
     corpus = Corpus.open(data)
     run = override(loads(RUN), swarm__replicas=replicas, **changes)
     config = model_config(run.model, corpus.vocabulary)
-    found = await kept(run, corpus, tmp_path)
-    assert found
+    sizes = await kept(run, corpus, tmp_path)
+    assert sizes
     stages = range(config.stages + 1)
     expected = {s: needed(run, config, s, [replicas] * len(stages)) for s in stages}
-    for (stage, part), size in found.items():
+    for (stage, part), size in sizes.items():
         assert size <= 1.01 * expected[stage][part].both, (stage, part)
     for stage, parts in expected.items():
         for part, bound in parts.items():
             if part in ("boundary", "masking"):  # nearly all of it, at some moment
-                assert found[stage, part] >= 0.8 * bound.both, (stage, part)
+                assert sizes[stage, part] >= 0.8 * bound.both, (stage, part)
             elif part in ("copies", "snapshot", "redundant"):  # and what is on its way
-                assert found[stage, part] >= 0.3 * bound.both, (stage, part)
+                assert sizes[stage, part] >= 0.3 * bound.both, (stage, part)
 
 
 # --- what follows

@@ -44,20 +44,20 @@ def invoke(tmp_path: Path, *arguments: str, run: str = RUN) -> tuple[int, str]:
 
 
 def data(tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    status, said = invoke(tmp_path, *arguments, "--json")
-    assert status == 0, said
-    found: dict[str, Any] = json.loads(said)
-    return found
+    status, output = invoke(tmp_path, *arguments, "--json")
+    assert status == 0, output
+    content: dict[str, Any] = json.loads(output)
+    return content
 
 
 def test_a_plan_is_printed_and_written_as_a_run_file(tmp_path: Path) -> None:
     out = tmp_path / "plan.toml"
     sites = ("--site", "Iowa:7", "--site", "Oregon:3")
-    status, said = invoke(tmp_path, "RUN", *NODES, *sites, "--hourly", "0.1", "--out", str(out))
-    assert status == 0, said
-    assert re.search(r"a step +│ [\d.]+ s \(simulated: [\d.]+ s\)", said)
-    assert "Rejected plans" in said
-    assert re.search(r"redundant .* instead of", said)
+    status, output = invoke(tmp_path, "RUN", *NODES, *sites, "--hourly", "0.1", "--out", str(out))
+    assert status == 0, output
+    assert re.search(r"a step +│ [\d.]+ s \(simulated: [\d.]+ s\)", output)
+    assert "Rejected plans" in output
+    assert re.search(r"redundant .* instead of", output)
     planned = load(out)
     assert (planned.name, planned.saves.every) == ("mine", 7)  # what isn't chosen stays
     assert planned.training.batch == 16
@@ -69,46 +69,46 @@ def test_a_plan_is_printed_and_written_as_a_run_file(tmp_path: Path) -> None:
 
 
 def test_json_has_the_plan_and_what_loses(tmp_path: Path) -> None:
-    found = data(tmp_path, "RUN", *NODES, "--nodes", "6", "--hourly", "0.2")
-    plan = found["plan"]
+    content = data(tmp_path, "RUN", *NODES, "--nodes", "6", "--hourly", "0.2")
+    plan = content["plan"]
     assert sum(plan["replicas"]) <= 6
     assert len(plan["memory"]) == len(plan["nodes"]) == plan["stages"]
     assert math.fsum(plan["spent"].values()) == pytest.approx(plan["seconds"])
     price = sum(plan["replicas"]) * 0.5
     assert plan["money"] == pytest.approx(plan["seconds"] / 3600 * price)
-    assert {other["policy"] for other in found["others"]} > {"redundant"}
-    assert all(other["why"] for other in found["others"])
+    assert {other["policy"] for other in content["others"]} > {"redundant"}
+    assert all(other["why"] for other in content["others"])
 
 
 HOMES = ("--nodes", "8", "--delay", "35", "--mbps", "20", "--uplink", "2")
 
 
-def test_codecs_that_the_run_file_leaves_open_are_chosen_and_it_is_said_why(tmp_path: Path) -> None:
+def test_codecs_that_the_run_file_leaves_open_are_chosen_with_the_reason(tmp_path: Path) -> None:
     out = tmp_path / "plan.toml"
-    found = data(tmp_path, "RUN", *NODES, *HOMES, "--out", str(out))
-    chosen = found["plan"]["wire"]
+    content = data(tmp_path, "RUN", *NODES, *HOMES, "--out", str(out))
+    chosen = content["plan"]["wire"]
     assert (chosen["activations"], chosen["gradients"]) == ("int8", "int4")
-    assert found["wider"]["wire"] == {
+    assert content["wider"]["wire"] == {
         "activations": "bf16",
         "gradients": "bf16",
         "averaging": "none",
     }
-    assert found["plan"]["step_seconds"] < found["wider"]["step_seconds"]
-    assert found["narrow"] is None  # there is nothing left to narrow that would save anything
+    assert content["plan"]["step_seconds"] < content["wider"]["step_seconds"]
+    assert content["narrow"] is None  # there is nothing left to narrow that would save anything
     assert {name: getattr(load(out).wire, name) for name in chosen} == chosen
-    status, said = invoke(tmp_path, "RUN", *NODES, *HOMES)
+    status, output = invoke(tmp_path, "RUN", *NODES, *HOMES)
     assert status == 0
-    assert re.search(r"on the wire .*costs nothing in learning.*With activations", said, re.S)
+    assert re.search(r"on the wire .*costs nothing in learning.*With activations", output, re.S)
 
 
 def test_codecs_of_the_run_file_are_kept(tmp_path: Path) -> None:
     wire = '[wire]\nactivations = "none"\ngradients = "bf16"\naveraging = "none"\n'
-    status, said = invoke(tmp_path, "RUN", *NODES, *HOMES, "--json", run=RUN + wire)
-    assert status == 0, said
-    found = json.loads(said)
-    assert found["plan"]["wire"]["activations"] == "none"
-    assert found["wider"] is None
-    assert found["narrow"]["wire"]["activations"] == "int8"  # told of, not chosen
+    status, output = invoke(tmp_path, "RUN", *NODES, *HOMES, "--json", run=RUN + wire)
+    assert status == 0, output
+    content = json.loads(output)
+    assert content["plan"]["wire"]["activations"] == "none"
+    assert content["wider"] is None
+    assert content["narrow"]["wire"]["activations"] == "int8"  # told of, not chosen
 
 
 def test_without_sites_each_node_with_an_uplink_is_at_home(tmp_path: Path) -> None:
@@ -122,14 +122,14 @@ def test_without_sites_each_node_with_an_uplink_is_at_home(tmp_path: Path) -> No
 
 
 def test_a_preset_and_a_kind_are_enough(tmp_path: Path) -> None:
-    found = data(
+    content = data(
         tmp_path, "--preset", "small", "--nodes", "4", "--kind", "t4", "--tokens", "1e9",
         "--policy", "snapshot", "--policy", "checkpoint",
     )  # fmt: skip
-    plan = found["plan"]
+    plan = content["plan"]
     assert plan["microbatch"] * plan["microbatches"] == 512
     assert plan["steps"] == math.ceil(1e9 / 2**18)
-    assert {plan["policy"], *(one["policy"] for one in found["others"])} == {
+    assert {plan["policy"], *(other["policy"] for other in content["others"])} == {
         "snapshot",
         "checkpoint",
     }
@@ -159,12 +159,12 @@ def test_a_probe_says_what_nodes_and_links_are(tmp_path: Path) -> None:
     assert (machines[0].memory, machines[0].price, machines[0].shared) == (2e9, 0.25, True)
     assert network.between("n0", "n2")[2:4] == (1.0, 900.0)
     assert network.between("n2", "n3")[2:4] == (40.0, 50.0)  # not measured: as the worst
-    found = data(tmp_path, "RUN", "--probe", str(path))
-    assert found["plan"]["nodes"][0] == ["n0"]
+    content = data(tmp_path, "RUN", "--probe", str(path))
+    assert content["plan"]["nodes"][0] == ["n0"]
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"nodes": PROBE["nodes"][:1]}, "has 1 nodes and 3 links: planning needs"),
         ({"links": []}, "has 4 nodes and 0 links"),
@@ -175,15 +175,15 @@ def test_a_probe_says_what_nodes_and_links_are(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_bad_probe_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_a_bad_probe_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = tmp_path / "probe.json"
     path.write_text(json.dumps(PROBE | change))
-    with pytest.raises(PlanError, match=re.escape(said)):
+    with pytest.raises(PlanError, match=re.escape(message)):
         probed(path, NOTHING)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ((*NODES, "--nodes", "4"), "give either a run file or --preset"),
         (("--preset", "huge", *NODES, "--nodes", "4"), "--preset huge: unknown; choose of large"),
@@ -203,12 +203,12 @@ def test_a_bad_probe_is_refused(tmp_path: Path, change: dict[str, Any], said: st
         (("RUN", *NODES, "--nodes", "4", "--probe", "none.json"), "can't read the probe none.json"),
     ],
 )
-def test_what_cannot_be_planned_is_said(
-    tmp_path: Path, arguments: tuple[str, ...], said: str
+def test_what_cannot_be_planned_is_refused(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     status, output = invoke(tmp_path, *arguments)
     assert status == 1
-    assert said in output
+    assert message in output
 
 
 # --- traces
@@ -237,24 +237,24 @@ def test_figures_of_a_trace() -> None:
 def test_a_trace_is_replayed_for_each_policy(tmp_path: Path) -> None:
     path = str(trace(tmp_path))
     words = ("RUN", *NODES, "--trace", path, "--policy", "checkfree", "--policy", "redundant")
-    found = data(tmp_path, *words)
-    assert set(found["trace"]) == {"checkfree", "redundant"}
-    for one in found["trace"].values():
-        assert one["seconds"] == pytest.approx(400.0)
-        assert one["steps"] > 0
-        assert one["losses"] == 2  # the last comes as it ends
-        assert one["goodput"] == pytest.approx(one["steps"] / 400.0)
-        assert 0 < one["training"] < 1
-        assert 0 < one["node_hours"] <= 6 * 400 / 3600
-    status, said = invoke(tmp_path, *words)
+    content = data(tmp_path, *words)
+    assert set(content["trace"]) == {"checkfree", "redundant"}
+    for replay in content["trace"].values():
+        assert replay["seconds"] == pytest.approx(400.0)
+        assert replay["steps"] > 0
+        assert replay["losses"] == 2  # the last comes as it ends
+        assert replay["goodput"] == pytest.approx(replay["steps"] / 400.0)
+        assert 0 < replay["training"] < 1
+        assert 0 < replay["node_hours"] <= 6 * 400 / 3600
+    status, output = invoke(tmp_path, *words)
     assert status == 0
-    assert "On the trace, simulated" in said
+    assert "On the trace, simulated" in output
 
 
 def test_a_run_file_is_refused_as_by_other_commands(tmp_path: Path) -> None:
-    status, said = invoke(tmp_path, "RUN", *NODES, run="[model]\ndim = 1_000_000_000\n")
+    status, output = invoke(tmp_path, "RUN", *NODES, run="[model]\ndim = 1_000_000_000\n")
     assert status == 1
-    assert "is not a valid run file: model.dim: Input should be less" in " ".join(said.split())
+    assert "is not a valid run file: model.dim: Input should be less" in " ".join(output.split())
 
 
 # --- the picture
@@ -271,10 +271,10 @@ def test_curves_rise_with_the_rate(tmp_path: Path) -> None:
         for column in (1, 2):
             values = [point[column] for point in points]
             assert values == sorted(values)
-    status, said = invoke(
+    status, output = invoke(
         tmp_path, "RUN", *NODES, "--nodes", "3", "--plot", str(tmp_path / "plan.png")
     )
-    assert status == 0, said
+    assert status == 0, output
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -288,20 +288,20 @@ def planned(tmp_path: Path, *arguments: str) -> str:
 
 
 def test_a_plan_says_what_a_notice_is_good_for(tmp_path: Path) -> None:
-    said = planned(tmp_path, "--nodes", "3", "--mbps", "10000", "--delay", "1")
-    assert "handover in 120 s" in said
-    assert "exact: stages 0-" in said
+    output = planned(tmp_path, "--nodes", "3", "--mbps", "10000", "--delay", "1")
+    assert "handover in 120 s" in output
+    assert "exact: stages 0-" in output
 
 
 def test_a_slow_uplink_delays_handovers(tmp_path: Path) -> None:
     def stages(*arguments: str) -> list[dict[str, Any]]:
-        said = planned(tmp_path, "--site", "Iowa:2", "--site", "Oregon:2", *arguments, "--json")
-        found: list[dict[str, Any]] = json.loads(said)["plan"]["handover"]
-        return found
+        output = planned(tmp_path, "--site", "Iowa:2", "--site", "Oregon:2", *arguments, "--json")
+        handovers: list[dict[str, Any]] = json.loads(output)["plan"]["handover"]
+        return handovers
 
     slow = stages("--uplink", "10")
-    for one in slow:
-        assert one["state"]["bytes"] == 3 * one["weights"]["bytes"]
-        assert one["state"]["seconds"] > one["state"]["bytes"] * 8 / 10e6
-        assert "exact" not in one["possible"].values()
-    assert any("exact" in one["possible"].values() for one in stages())
+    for stage in slow:
+        assert stage["state"]["bytes"] == 3 * stage["weights"]["bytes"]
+        assert stage["state"]["seconds"] > stage["state"]["bytes"] * 8 / 10e6
+        assert "exact" not in stage["possible"].values()
+    assert any("exact" in stage["possible"].values() for stage in stages())

@@ -144,11 +144,11 @@ def test_memory_is_never_over_the_nodes(asked: Question, gigabytes: float) -> No
 @given(questions())
 @settings(max_examples=10, deadline=None, derandomize=True)
 def test_the_best_is_the_best_and_its_run_file_is_whole(asked: Question) -> None:
-    found = whole_answer(asked)
-    if found is None:
+    result = whole_answer(asked)
+    if result is None:
         assert all(math.isinf(plan.seconds) for plan in plans(asked))
         return
-    best = found.best
+    best = result.best
     assert best.seconds == min(plan.seconds for plan in plans(asked))
     assert loads(dumps(best.run)) == best.run
     assert best.run.steps * best.run.training.batch * 64 >= asked.tokens
@@ -159,7 +159,7 @@ def test_the_best_is_the_best_and_its_run_file_is_whole(asked: Question) -> None
     assert len({*names}) == len(names)
     assert math.fsum(best.estimate.spent.values()) == pytest.approx(best.seconds)
     assert min(best.estimate.spent.values()) >= -1e-9 * best.seconds
-    assert all(why for _, why in found.others)
+    assert all(why for _, why in result.others)
 
 
 def test_more_bandwidth_and_a_lower_rate_are_never_dearer_with_a_deadline() -> None:
@@ -196,7 +196,7 @@ def with_narrower(asked: Question) -> tuple[Candidate, Candidate | None]:
     return best, narrower(asked, best)
 
 
-def test_narrower_links_are_told_of_where_they_save_time() -> None:
+def test_narrower_links_are_proposed_where_they_save_time() -> None:
     few = {"nodes": 10, "policies": ("checkpoint",)}
     best, narrow = with_narrower(question(mbps=20.0, near=20.0, flops=1e12, **few))
     assert narrow is not None
@@ -341,9 +341,9 @@ def test_what_cannot_be_says_why() -> None:
 
 def test_checkpoints_take_a_folder() -> None:
     asked = question(run=RUN.replace("/mnt/shared", ""), hourly=0.3)
-    found = answer(asked)
-    assert found.best.policy != "checkpoint"
-    reasons = {why for plan, why in found.others if plan.policy == "checkpoint"}
+    result = answer(asked)
+    assert result.best.policy != "checkpoint"
+    reasons = {why for plan, why in result.others if plan.policy == "checkpoint"}
     assert reasons == {"needs a folder that all nodes share: name it in recovery.checkpoint.dir"}
     assert answer(replace(asked, policies=("checkpoint",))).best.policy == "checkpoint"
 
@@ -417,28 +417,30 @@ def test_what_losses_cost_in_learning_follows_from_the_labs_runs() -> None:
     def each(study: str, variants: list[str]) -> list[float]:
         lines = read_results(RESULTS / study / "runs.jsonl").values()
         by_run = {(line["variant"], line["seed"]): with_updates(line, 0.0, 0.0) for line in lines}
-        found = []
+        costs = []
         for variant in variants:
             runs = [(line, by_run["none", seed]) for (v, seed), line in by_run.items()
                     if v == variant]  # fmt: skip
             behind = statistics.fmean(cost(run, none, 450).behind for run, none in runs)
             lost = statistics.fmean(len(run["rebuilds"]) for run, _ in runs)
-            found.append(behind / lost)
-        return found
+            costs.append(behind / lost)
+        return costs
 
     low, _, high = each(
         "failure-rates", [f"checkfree, {rate}" for rate in ("low", "middle", "high")]
     )
     assert LEARNING["checkfree"].behind == pytest.approx(low, rel=0.05)
     assert high < low / 2  # so there is a most
-    for found in each("failure-rates", [f"snapshot, {rate}" for rate in ("low", "middle", "high")]):
-        assert LEARNING["snapshot"].behind == pytest.approx(found, rel=0.1)
+    for behind in each(
+        "failure-rates", [f"snapshot, {rate}" for rate in ("low", "middle", "high")]
+    ):
+        assert LEARNING["snapshot"].behind == pytest.approx(behind, rel=0.1)
     relearned = each(
         "failure-rates", [f"checkfree, relearned, {rate}" for rate in ("low", "middle", "high")]
     )
     assert LEARNING["relearned"].behind == pytest.approx(statistics.fmean(relearned), rel=0.05)
-    for found in relearned:
-        assert LEARNING["relearned"].behind == pytest.approx(found, rel=0.25)
+    for behind in relearned:
+        assert LEARNING["relearned"].behind == pytest.approx(behind, rel=0.25)
 
 
 def test_a_transfer_takes_its_bytes_and_some_rounds() -> None:

@@ -48,19 +48,19 @@ def test_where_the_time_went():
         save(1, 6, critical=0.1, waited=0.0),
         save(1, 6, critical=0.2, waited=0.0),  # when it was made again
     ]
-    found = of_lines(before, after, timed, killed=15.2, goodput=0.8)
-    assert found.wall == pytest.approx(21.0 - 12.0)
-    assert (found.steps, found.lost, found.saves) == (8 - FIRST, 2, 2)
-    assert (found.down, found.again) == (pytest.approx(2.8), pytest.approx(1.0))
-    assert found.blocked == pytest.approx(0.3)
-    assert found.copied == pytest.approx(0.5 + 0.1 + 0.2 - 0.3)
-    assert found.written == pytest.approx(2.0)
-    assert found.losses == [7.0 - step / 10 for step in range(1, 9)]
+    outcome = of_lines(before, after, timed, killed=15.2, goodput=0.8)
+    assert outcome.wall == pytest.approx(21.0 - 12.0)
+    assert (outcome.steps, outcome.lost, outcome.saves) == (8 - FIRST, 2, 2)
+    assert (outcome.down, outcome.again) == (pytest.approx(2.8), pytest.approx(1.0))
+    assert outcome.blocked == pytest.approx(0.3)
+    assert outcome.copied == pytest.approx(0.5 + 0.1 + 0.2 - 0.3)
+    assert outcome.written == pytest.approx(2.0)
+    assert outcome.losses == [7.0 - step / 10 for step in range(1, 9)]
 
 
 def test_without_a_kill_nothing_is_made_again():
-    found = of_lines([], [commit(step, float(step)) for step in range(1, 9)], [], 0.0, 1.0)
-    assert (found.down, found.again, found.lost, found.wall) == (0.0, 0.0, 0, 5.0)
+    outcome = of_lines([], [commit(step, float(step)) for step in range(1, 9)], [], 0.0, 1.0)
+    assert (outcome.down, outcome.again, outcome.lost, outcome.wall) == (0.0, 0.0, 0, 5.0)
 
 
 def test_every_swarm_has_its_turn_in_each_block_and_is_beside_those_it_is_compared_with():

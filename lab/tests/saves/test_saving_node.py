@@ -43,7 +43,7 @@ def writer(folder: Path, in_flight: int) -> Iterator[Writer]:
         assert failed == []
 
 
-def told(folder: Path) -> list[dict[str, float]]:
+def timings(folder: Path) -> list[dict[str, float]]:
     (file,) = folder.glob("*.jsonl")
     return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -54,7 +54,7 @@ def test_a_blocking_save_is_on_disk_before_training_goes_on(tmp_path, monkeypatc
         for step in (2, 4):
             opened.save(state(step))
             assert Age(0, step) in opened._saves.listed()
-    write, critical = told(tmp_path)[:2]
+    write, critical = timings(tmp_path)[:2]
     assert (write["step"], critical["step"]) == (2, 2)
     assert critical["critical"] >= critical["waited"] >= write["write"] > 0
 
@@ -63,11 +63,11 @@ def test_an_overlapped_save_waits_for_the_one_before_it_alone(tmp_path, monkeypa
     """The first is still being written when the second is handed over; the third has to wait."""
     going_on, write = Event(), Saves.write
 
-    def when_told(saves: Saves, of: StageState) -> None:
+    def at_write(saves: Saves, of: StageState) -> None:
         assert going_on.wait(60)
         write(saves, of)
 
-    monkeypatch.setattr(Saves, "write", when_told)
+    monkeypatch.setattr(Saves, "write", at_write)
     arm(tmp_path, False, 0.0, monkeypatch.setattr)
     with writer(tmp_path / "saves", 2) as opened:
         opened.save(state(1))
@@ -75,7 +75,7 @@ def test_an_overlapped_save_waits_for_the_one_before_it_alone(tmp_path, monkeypa
         assert opened._saves.listed() == []
         going_on.set()
         opened.save(state(3))
-    lines = told(tmp_path)
+    lines = timings(tmp_path)
     assert [line["step"] for line in lines if "critical" in line] == [1, 2, 3]
     assert [line["step"] for line in lines if "write" in line] == [1, 2, 3]
 

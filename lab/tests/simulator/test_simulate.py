@@ -60,12 +60,12 @@ def test_a_live_swarm_that_is_slower_is_an_error_of_as_much(two_cores: None) -> 
     cases = check.CASES[:3]
     samples = [live(case, transport) for case in check.CALIBRATIONS.values()]
     samples += [live(case, transport, 1.2) for case in cases]
-    known, found = check.compare(samples, VOCABULARY, timed)
-    assert [one.case for one in found] == [*cases]
-    for one in found:
-        assert one.step_error == pytest.approx(1 - 1 / 1.2, abs=0.01)
-        assert one.stall_error == pytest.approx(1 - 1 / 1.2, abs=0.01)
-    text = check.table(known, found)
+    known, compared = check.compare(samples, VOCABULARY, timed)
+    assert [row.case for row in compared] == [*cases]
+    for row in compared:
+        assert row.step_error == pytest.approx(1 - 1 / 1.2, abs=0.01)
+        assert row.stall_error == pytest.approx(1 - 1 / 1.2, abs=0.01)
+    text = check.table(known, compared)
     assert "| one node a stage (plain) |" in text
     assert re.search(r"Median error of the step: 1[67]\.\d% \(goal 10%: missed\)\.", text)
     assert re.search(r"Median error of the stall: 16\.\d% \(goal 25%: met\)\.", text)
@@ -97,7 +97,7 @@ def test_samples_are_kept_by_line(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"case": "thr')  # the machine went off
     samples = check.read_samples(path)
-    assert [one.case for one in samples] == ["one node a stage", check.PLAIN.name]
+    assert [sample.case for sample in samples] == ["one node a stage", check.PLAIN.name]
     assert samples[0] == sample
     assert samples[0].step == 2.0
     left = check.missing(samples, blocks=2)
@@ -162,7 +162,7 @@ def test_a_batch_is_found_for_any_sites(monkeypatch: pytest.MonkeyPatch) -> None
     assert [redundant.replicas(stage) for stage in range(7)] == [3] * 7
 
 
-def test_the_table_tells_of_all_draws() -> None:
+def test_the_table_has_all_draws() -> None:
     policies = list(table2.PAPER_ITERATION)
     slow = dict.fromkeys(policies, (100.0, 110.0, 120.0))
     fast = dict.fromkeys(policies, (50.0, 60.0, 70.0))
@@ -173,11 +173,11 @@ def test_the_table_tells_of_all_draws() -> None:
     factors = dict.fromkeys(policies, (1.0, 1.0, 1.0))
     text = table2.table(drawn, factors)
     assert "| checkfree, 5 % | 91.3 | 50.0 (50.0 to 95.0) | 367.8 | 100 (55 to 100) | 139 |" in text
-    said = table2.findings(drawn, None)
-    assert "takes 1.00 (1.00 to 1.00) of one with checkpoints; 1.65 in the paper" in said
-    assert "paper redundant < checkfree+ < checkfree < checkpoint" in said
-    assert "the paper's order in 0 of 3 choices" in said
-    as_there = [replace(one, train=table2.PAPER_TRAIN) for one in drawn]
+    findings = table2.findings(drawn, None)
+    assert "takes 1.00 (1.00 to 1.00) of one with checkpoints; 1.65 in the paper" in findings
+    assert "paper redundant < checkfree+ < checkfree < checkpoint" in findings
+    assert "the paper's order in 0 of 3 choices" in findings
+    as_there = [replace(choice, train=table2.PAPER_TRAIN) for choice in drawn]
     assert "the paper's order in 3 of 3 choices" in table2.findings(as_there, None)
 
 
@@ -212,22 +212,22 @@ def invoke(tmp_path: Path, *arguments: str) -> tuple[int, str]:
 
 
 def test_a_run_file_is_simulated(tmp_path: Path) -> None:
-    status, said = invoke(tmp_path, "--nodes", "2", "--kill", "2@10", "--flops", "1e11")
-    assert status == 0, said
-    assert "1 by snapshot" in said
-    assert "10 (each node simulated)" in said
+    status, output = invoke(tmp_path, "--nodes", "2", "--kill", "2@10", "--flops", "1e11")
+    assert status == 0, output
+    assert "1 by snapshot" in output
+    assert "10 (each node simulated)" in output
 
 
 def test_a_bad_kill_is_refused(tmp_path: Path) -> None:
-    status, said = invoke(tmp_path, "--kill", "9@10")
+    status, output = invoke(tmp_path, "--kill", "9@10")
     assert status != 0
-    assert "the swarm has no such stage or node" in said
+    assert "the swarm has no such stage or node" in output
 
 
 def test_sites_need_links(tmp_path: Path) -> None:
-    status, said = invoke(tmp_path, "--site", "Iowa", "--site", "Mars")
+    status, output = invoke(tmp_path, "--site", "Iowa", "--site", "Mars")
     assert status != 0
-    assert "no link between" in said
+    assert "no link between" in output
 
 
 def test_a_calibrated_swarm_can_be_run_to_its_end() -> None:

@@ -55,10 +55,10 @@ def swarm(
     return uniform(run, config, one_site(delay, 100), known | (seconds or {}), replicas)
 
 
-def run(one: Swarm, churn: Churn, **more: Any) -> RunOutcome:
-    recovery = one.run.recovery
-    known = KNOWN.setdefault(repr((recovery.policy, len(one.groups))), {})
-    outcome = simulate_run(one, churn, known=known, **more)
+def run(simulated: Swarm, churn: Churn, **more: Any) -> RunOutcome:
+    recovery = simulated.run.recovery
+    known = KNOWN.setdefault(repr((recovery.policy, len(simulated.groups))), {})
+    outcome = simulate_run(simulated, churn, known=known, **more)
     parts = (outcome.kept, outcome.again, outcome.aborted, outcome.stalled)
     assert sum(parts) == pytest.approx(outcome.seconds)
     assert min(parts) >= -1e-6
@@ -68,21 +68,21 @@ def run(one: Swarm, churn: Churn, **more: Any) -> RunOutcome:
 
 def at(text: str) -> dict[int, tuple[LostPlace, ...]]:
     """STAGE or STAGE.NUMBER, then @ITERATION, separated by blanks."""
-    found: dict[int, tuple[LostPlace, ...]] = {}
-    for one in text.split():
-        place, _, iteration = one.partition("@")
+    losses: dict[int, tuple[LostPlace, ...]] = {}
+    for entry in text.split():
+        place, _, iteration = entry.partition("@")
         stage, _, number = place.partition(".")
         lost = LostPlace(int(stage), int(number) if number else None)
-        found[int(iteration)] = (*found.get(int(iteration), ()), lost)
-    return found
+        losses[int(iteration)] = (*losses.get(int(iteration), ()), lost)
+    return losses
 
 
 @given(st.integers(1, 200), st.sampled_from([1, 2, 3]))
 @settings(max_examples=20, deadline=None, derandomize=True)
 def test_without_failures_a_run_is_its_steps(steps: int, replicas: int) -> None:
-    one = swarm(replicas=replicas, steps=steps)
-    outcome = run(one, Churn())
-    assert outcome.seconds == pytest.approx(steps * simulate_step(one).seconds)
+    simulated = swarm(replicas=replicas, steps=steps)
+    outcome = run(simulated, Churn())
+    assert outcome.seconds == pytest.approx(steps * simulate_step(simulated).seconds)
     assert (outcome.steps, outcome.iterations, outcome.losses) == (steps, steps, ())
     assert outcome.stalled == pytest.approx(0.0)
     assert outcome.node_seconds == pytest.approx(outcome.seconds * 5 * replicas)
@@ -90,11 +90,11 @@ def test_without_failures_a_run_is_its_steps(steps: int, replicas: int) -> None:
 
 @given(st.integers(0, 1000), st.sampled_from(["node", "stage"]), st.sampled_from([0.5, 1.0, 2.0]))
 @settings(max_examples=30, deadline=None, derandomize=True)
-def test_a_seed_says_it_all(seed: int, of: Any, shape: float) -> None:
+def test_a_seed_determines_the_run(seed: int, of: Any, shape: float) -> None:
     churn = Churn(hourly=0.9, of=of, shape=shape, replacement=3.0, start=1.0)
-    one = swarm(steps=80)
-    outcome = run(one, churn, seed=seed)
-    assert outcome == run(one, churn, seed=seed)
+    simulated = swarm(steps=80)
+    outcome = run(simulated, churn, seed=seed)
+    assert outcome == run(simulated, churn, seed=seed)
     assert outcome.stopped or outcome.steps == 80
 
 
@@ -103,10 +103,10 @@ NOTICED = 0.4 + 2 * DELAY  # to the registry, and from there
 
 
 def test_an_aborted_attempt_costs_itself_and_the_notice() -> None:
-    one = swarm(recovery__masking="abort")
-    outcome = run(one, Churn(at=at("2.1@10"), replacement=math.inf))
+    simulated = swarm(recovery__masking="abort")
+    outcome = run(simulated, Churn(at=at("2.1@10"), replacement=math.inf))
     (loss,) = outcome.losses
-    step, fewer = (simulate_step(one.with_counts(c)) for c in (one.counts, FEWER))
+    step, fewer = (simulate_step(simulated.with_counts(c)) for c in (simulated.counts, FEWER))
     assert loss.detected == pytest.approx(NOTICED)
     assert loss.stall == pytest.approx(NOTICED + 2 * DELAY + fewer.seconds)
     assert (loss.step, loss.nodes, loss.rebuilt, loss.rolled_back) == (10, 1, (), 0)
@@ -118,10 +118,12 @@ def test_an_aborted_attempt_costs_itself_and_the_notice() -> None:
 
 def test_a_step_that_goes_on_waits_for_the_view_and_is_followed_by_a_gather() -> None:
     """By the view the driver learns of the loss; then what was lost is done again."""
-    one = swarm()
-    outcome = run(one, Churn(at=at("2.1@10"), phase=0.9, replacement=math.inf))
+    simulated = swarm()
+    outcome = run(simulated, Churn(at=at("2.1@10"), phase=0.9, replacement=math.inf))
     (loss,) = outcome.losses
-    step, fewer = (simulate_step(one.with_counts(c)).seconds for c in (one.counts, FEWER))
+    step, fewer = (
+        simulate_step(simulated.with_counts(c)).seconds for c in (simulated.counts, FEWER)
+    )
     assert (loss.masked, loss.step, loss.nodes, loss.rolled_back) == (True, 10, 1, 0)
     assert outcome.attempts_aborted == outcome.aborted == 0
     assert NOTICED + DELAY < loss.stall < NOTICED + DELAY + step
@@ -132,13 +134,17 @@ def test_a_step_that_goes_on_redoes_what_the_lost_node_had_done() -> None:
     """Where a stage computes all the time, that is its microbatches once more: at phase 0.9 of a
     step, nine tenths of the lost one's half of them, and the tenth that was to come."""
     body = Seconds(0.1, 0.2)
-    one = swarm(delay=1.0, seconds=dict.fromkeys(range(1, 5), body), training__batch=32)
+    simulated = swarm(delay=1.0, seconds=dict.fromkeys(range(1, 5), body), training__batch=32)
     churn = Churn(at=at("2.1@10"), phase=0.9, replacement=math.inf)
-    (loss,) = simulate_run(one, churn).losses
+    (loss,) = simulate_run(simulated, churn).losses
     redone = 0.9 * 32 / 2 * 0.3 + 0.1 * 32 * 0.3
     assert loss.stall == pytest.approx(0.4 + redone, rel=0.05)  # the view takes 0.4 s
-    early = simulate_run(one, Churn(at=at("2.1@10"), phase=0.1, replacement=math.inf)).losses[0]
-    assert early.stall == pytest.approx(simulate_step(one.with_counts(FEWER)).seconds, rel=0.1)
+    early = simulate_run(simulated, Churn(at=at("2.1@10"), phase=0.1, replacement=math.inf)).losses[
+        0
+    ]
+    assert early.stall == pytest.approx(
+        simulate_step(simulated.with_counts(FEWER)).seconds, rel=0.1
+    )
 
 
 def test_what_a_stand_in_has_done_ahead_is_not_redone() -> None:
@@ -193,38 +199,40 @@ def test_a_second_loss_in_a_step_that_goes_on() -> None:
 
     def loss(nodes: int) -> Loss:
         rows = [TraceRow(0.0, True, f"m{n}") for n in range(nodes)]  # to stages 0 to 4 in turn
-        (one,) = run(swarm(), Churn(trace=(*rows, *lost), start=0.0)).losses
-        assert (one.nodes, one.time) == (2, 9.0)
-        return one
+        (first,) = run(swarm(), Churn(trace=(*rows, *lost), start=0.0)).losses
+        assert (first.nodes, first.time) == (2, 9.0)
+        return first
 
     three, two = loss(15), loss(10)
     assert three.masked
     assert three.stall >= 0.1 + NOTICED
     assert not two.masked
-    assert [one.stage for one in two.rebuilt] == [2]
+    assert [stage.stage for stage in two.rebuilt] == [2]
 
 
 def test_silence_takes_longer_to_notice_and_notice_none() -> None:
-    one = swarm()
-    loud, silent, told = (
-        run(one, churn).losses[0].detected
+    simulated = swarm()
+    loud, silent, notified = (
+        run(simulated, churn).losses[0].detected
         for churn in (
             Churn(at=at("2.1@10")),
             Churn(at=at("2.1@10"), silent=True),
             Churn(at=at("2.1@10"), notice=60.0),
         )
     )
-    assert silent == pytest.approx(one.run.swarm.lease + 2 * DELAY)
-    assert told < loud < silent
+    assert silent == pytest.approx(simulated.run.swarm.lease + 2 * DELAY)
+    assert notified < loud < silent
 
 
 def test_a_replacement_joins_without_holding_up_the_others_for_long() -> None:
-    one = swarm(steps=100)
-    with_one = run(one, Churn(at=at("2.1@10"), replacement=5.0, start=1.0))
-    without = run(one, Churn(at=at("2.1@10"), replacement=math.inf))
+    simulated = swarm(steps=100)
+    with_one = run(simulated, Churn(at=at("2.1@10"), replacement=5.0, start=1.0))
+    without = run(simulated, Churn(at=at("2.1@10"), replacement=math.inf))
     assert with_one.joined == 1
     extra = with_one.stalled - without.stalled
-    assert extra == pytest.approx(reaction.entering(one) + reaction.settling(one, 2, "replica"))
+    assert extra == pytest.approx(
+        reaction.entering(simulated) + reaction.settling(simulated, 2, "replica")
+    )
     assert with_one.node_seconds > without.node_seconds
 
 
@@ -242,13 +250,13 @@ METHODS = {
 
 @pytest.mark.parametrize(("policy", "stage"), METHODS)
 def test_a_lost_stage_is_rebuilt_as_the_policy_has_it(policy: str, stage: int) -> None:
-    one = swarm(policy)
-    outcome = run(one, Churn(at=at(f"{stage}@25"), replacement=7.0, start=2.0))
+    simulated = swarm(policy)
+    outcome = run(simulated, Churn(at=at(f"{stage}@25"), replacement=7.0, start=2.0))
     (loss,) = outcome.losses
     (rebuilt,) = loss.rebuilt
     assert (rebuilt.method, rebuilt.same_weights, rebuilt.fallback) == METHODS[policy, stage]
     assert loss.nodes == 2
-    joined = 9.0 + reaction.joining(one, stage)
+    joined = 9.0 + reaction.joining(simulated, stage)
     assert loss.detected + loss.waited == pytest.approx(joined)
     assert loss.recovered > 2 * 2 * DELAY  # two gatherings at least
     assert loss.rolled_back == (4 if policy == "checkpoint" else 0)  # from 24 to 20
@@ -283,7 +291,7 @@ def test_relearning_takes_as_long_as_the_driver_gives_it() -> None:
         run(swarm(steps=500, recovery__relearn__passes=of, recovery__relearn__enough=0.0), listed)
         for of in (0, 100)
     )
-    found = [
+    relearned_stages = [
         (
             b.recovered - a.recovered,
             b.time + b.detected,
@@ -291,7 +299,7 @@ def test_relearning_takes_as_long_as_the_driver_gives_it() -> None:
         )
         for a, b in zip(quick.losses, relearned.losses, strict=True)
     ]
-    (first, noticed, on), (replica, *_), (third, again, _), (last, *_) = found
+    (first, noticed, on), (replica, *_), (third, again, _), (last, *_) = relearned_stages
     pairs = 0.6  # seconds that these take, at most
     assert first == pytest.approx(time_for(20.0, noticed, 0.0), abs=pairs)
     assert replica == pytest.approx(0.0)
@@ -321,27 +329,27 @@ def test_others_wait_for_a_quarter_of_a_pass_or_not_at_all(
 def test_relearning_that_begins_anew_has_what_is_left_of_its_time() -> None:
     """Stage 4 is lost 8 s after stage 2, and each has a newcomer at once."""
     waits = {"recovery__relearn__passes": 100, "recovery__relearn__enough": 0.0}
-    one = swarm(replicas=1, steps=1500, **waits)
+    simulated = swarm(replicas=1, steps=1500, **waits)
     rows = [TraceRow(0.0, True, f"n{stage}") for stage in range(5)]
     lost = [
         *(TraceRow(200.0, False, "n2"), TraceRow(200.0, True, "a")),
         *(TraceRow(208.0, False, "n4"), TraceRow(208.0, True, "b")),
     ]
-    (both,) = run(one, Churn(trace=(*rows, *lost), start=0.0)).losses
-    (alone,) = run(one, Churn(trace=(*rows, *lost[:2]), start=0.0)).losses
+    (both,) = run(simulated, Churn(trace=(*rows, *lost), start=0.0)).losses
+    (alone,) = run(simulated, Churn(trace=(*rows, *lost[:2]), start=0.0)).losses
     assert (both.nodes, alone.nodes) == (2, 1)
     assert alone.recovered > 20.0
     assert both.recovered == pytest.approx(alone.recovered, abs=2.0)  # rounds, and pairs again
 
 
 def test_checkpoints_roll_back_to_the_newest_that_is_written() -> None:
-    one = swarm("checkpoint", recovery__checkpoint__every=7)
-    outcome = run(one, Churn(at=at("2@30 3@40"), replacement=1.0))
+    simulated = swarm("checkpoint", recovery__checkpoint__every=7)
+    outcome = run(simulated, Churn(at=at("2@30 3@40"), replacement=1.0))
     # after 29 steps back to 28; the 40th iteration is then step 39: back to 35
     assert [loss.rolled_back for loss in outcome.losses] == [1, 3]
     assert outcome.iterations == 54
-    assert outcome.again == pytest.approx(4 * simulate_step(one).seconds)
-    early = run(one, Churn(at=at("2@5")))
+    assert outcome.again == pytest.approx(4 * simulate_step(simulated).seconds)
+    early = run(simulated, Churn(at=at("2@5")))
     assert early.losses[0].rolled_back == 4  # to initial weights
 
 
@@ -357,7 +365,7 @@ def test_blocking_checkpoints_cost_their_writing() -> None:
 def test_two_stages_lost_together_are_decided_together() -> None:
     outcome = run(swarm("redundant"), Churn(at=at("2@25 3@25")))
     (loss,) = outcome.losses
-    assert [one.method for one in loss.rebuilt] == ["redundant", "interpolate"]
+    assert [stage.method for stage in loss.rebuilt] == ["redundant", "interpolate"]
     assert loss.rebuilt[1].fallback
 
 
@@ -390,10 +398,10 @@ def test_a_limit_ends_a_run() -> None:
 
 def test_notice_lets_a_successor_take_over() -> None:
     """The only node of a stage hands its state over when a successor comes in time."""
-    one = swarm(replicas=1, steps=400)
+    simulated = swarm(replicas=1, steps=400)
     churn = {"hourly": 0.999, "stages": (2,), "replacement": 5.0, "start": 1.0}
-    without = run(one, Churn(**churn), seed=3)
-    with_notice = run(one, Churn(**churn, notice=60.0), seed=3)
+    without = run(simulated, Churn(**churn), seed=3)
+    with_notice = run(simulated, Churn(**churn, notice=60.0), seed=3)
     assert any(loss.rebuilt for loss in without.losses)
     assert with_notice.joined
     assert not any(loss.rebuilt for loss in with_notice.losses)
@@ -456,7 +464,7 @@ def test_losses_per_step_are_those_of_the_lab() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"hourly": 1.0}, "hourly = 1 must be 0 or more and less than 1"),
         ({"shape": 0.0}, "shape = 0"),
@@ -466,8 +474,8 @@ def test_losses_per_step_are_those_of_the_lab() -> None:
         ({"trace": (TraceRow(0.0, True, "a"),), "hourly": 0.1}, "from a trace or else"),
     ],
 )
-def test_what_can_not_be_is_refused(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(SwarmFiguresError, match=re.escape(said)):
+def test_what_can_not_be_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SwarmFiguresError, match=re.escape(message)):
         Churn(**fields)
 
 

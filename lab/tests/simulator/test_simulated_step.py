@@ -86,24 +86,24 @@ def swarms(draw: st.DrawFn, **fixed: Any) -> Swarm:
 
 
 def test_one_microbatch_takes_the_sum_of_what_it_meets() -> None:
-    one = swarm(stages=2, microbatches=1)
-    hop = 0.040 + frame_bytes(one.run, one.config, "activation") * ON_WIRE * 8 / 100e6
-    there = 0.002 + 0.001 + 2 * 0.003  # stage 0 applies the commit, embeds; two stages
+    simulated = swarm(stages=2, microbatches=1)
+    hop = 0.040 + frame_bytes(simulated.run, simulated.config, "activation") * ON_WIRE * 8 / 100e6
+    outward = 0.002 + 0.001 + 2 * 0.003  # stage 0 applies the commit, embeds; two stages
     back = 0.005 + 2 * 0.006 + 0.001
     late = 0.004 - 0.002 - 0.001 - (hop - 0.040)  # stage 1 still applies the commit
     assert late < 0  # so it doesn't matter
-    pipeline = there + back + 6 * hop
-    step = simulate_step(one)
+    pipeline = outward + back + 6 * hop
+    step = simulate_step(simulated)
     assert step.pipeline == pytest.approx(pipeline)
     assert step.seconds == pytest.approx(pipeline + 0.001)  # norm: the others were ready before
 
 
-def odd(one: Swarm) -> Swarm:
+def odd(simulated: Swarm) -> Swarm:
     """With one node a stage, and nothing to apply. No two tasks or links take equally long, so that
     nothing happens at the very same time, when either of two may rightly come first."""
     off = (1 + 0.02 * ((number * 0.5**0.5) % 1) for number in count(1))
-    link, groups = one.link(0, 0), []
-    for group in one.groups:
+    link, groups = simulated.link(0, 0), []
+    for group in simulated.groups:
         known = group.seconds
         seconds = Seconds(*(task * next(off) for task in (known.forward, known.backward)))
         seconds = replace(seconds, head=known.head * next(off))
@@ -112,61 +112,64 @@ def odd(one: Swarm) -> Swarm:
         Link(a.site, b.site, link.delay_ms * next(off), link.mbps * next(off))
         for a, b in combinations(groups, 2)
     ]
-    return replace(one, groups=tuple(groups), network=sites(links))
+    return replace(simulated, groups=tuple(groups), network=sites(links))
 
 
 @given(swarms(replicas=1))
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_the_pipeline_is_the_one_that_simpy_finds(one: Swarm) -> None:
-    one = odd(one)
-    seconds, _ = by_simpy(one)
-    assert simulate_step(one, steps=2).pipeline == pytest.approx(seconds)
+def test_the_pipeline_is_the_one_that_simpy_finds(simulated: Swarm) -> None:
+    simulated = odd(simulated)
+    seconds, _ = by_simpy(simulated)
+    assert simulate_step(simulated, steps=2).pipeline == pytest.approx(seconds)
 
 
-def least_seconds(one: Swarm) -> float:
+def least_seconds(simulated: Swarm) -> float:
     """No schedule is shorter: a microbatch's way, and what every stage has to compute."""
-    run, config = one.run, one.config
-    visits = [one.link(a, (a + 1) % (config.stages + 1)) for a in range(config.stages + 1)]
+    run, config = simulated.run, simulated.config
+    visits = [simulated.link(a, (a + 1) % (config.stages + 1)) for a in range(config.stages + 1)]
     size = frame_bytes(run, config, "activation") * ON_WIRE * 8e-6
     way = sum(2 * (link.delay_ms / 1e3 + size / link.mbps) for link in visits)
-    alone = way + sum(group.seconds.microbatch for group in one.groups)
+    alone = way + sum(group.seconds.microbatch for group in simulated.groups)
     busiest = max(
-        group.seconds.microbatch * run.training.microbatches / group.count for group in one.groups
+        group.seconds.microbatch * run.training.microbatches / group.count
+        for group in simulated.groups
     )
-    return max(alone, busiest) + min(group.seconds.apply for group in one.groups)
+    return max(alone, busiest) + min(group.seconds.apply for group in simulated.groups)
 
 
 @given(swarms())
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_no_step_beats_the_critical_path_or_the_busiest_stage(one: Swarm) -> None:
-    assert simulate_step(one, steps=2).seconds >= least_seconds(one) * (1 - 1e-9)
+def test_no_step_beats_the_critical_path_or_the_busiest_stage(simulated: Swarm) -> None:
+    assert simulate_step(simulated, steps=2).seconds >= least_seconds(simulated) * (1 - 1e-9)
 
 
 @given(swarms(), st.sampled_from([0.5, 4.0]))  # exact in binary, so ties stay ties
 @settings(max_examples=30, deadline=None, derandomize=True)
-def test_everything_twice_as_fast_takes_half_the_time(one: Swarm, factor: float) -> None:
-    groups = tuple(replace(g, seconds=g.seconds.faster(factor)) for g in one.groups)
-    link = one.link(0, 0)
+def test_everything_twice_as_fast_takes_half_the_time(simulated: Swarm, factor: float) -> None:
+    groups = tuple(replace(g, seconds=g.seconds.faster(factor)) for g in simulated.groups)
+    link = simulated.link(0, 0)
     network = one_site(link.delay_ms / factor, link.mbps * factor)
-    faster = replace(one, groups=groups, network=network)
-    expected = simulate_step(one, steps=2).seconds / factor
+    faster = replace(simulated, groups=groups, network=network)
+    expected = simulate_step(simulated, steps=2).seconds / factor
     assert simulate_step(faster, steps=2).seconds == pytest.approx(expected)
 
 
 @given(swarms(microbatches=3, in_flight=1, replicas=1), st.sampled_from([1.5, 4.0]))
 @settings(max_examples=40, deadline=None, derandomize=True)
-def test_one_at_a_time_nothing_gets_slower_by_what_gets_faster(one: Swarm, factor: float) -> None:
-    before = simulate_step(one, steps=2).seconds
-    link = one.link(0, 0)
+def test_one_at_a_time_nothing_gets_slower_by_what_gets_faster(
+    simulated: Swarm, factor: float
+) -> None:
+    before = simulate_step(simulated, steps=2).seconds
+    link = simulated.link(0, 0)
     for network in (
         one_site(link.delay_ms, link.mbps * factor),
         one_site(link.delay_ms / factor, link.mbps),
     ):
-        assert simulate_step(replace(one, network=network), steps=2).seconds <= before + 1e-9
-    for i, group in enumerate(one.groups):
+        assert simulate_step(replace(simulated, network=network), steps=2).seconds <= before + 1e-9
+    for i, group in enumerate(simulated.groups):
         faster = replace(group, seconds=group.seconds.faster(factor))
-        changed = (*one.groups[:i], faster, *one.groups[i + 1 :])
-        assert simulate_step(replace(one, groups=changed), steps=2).seconds <= before + 1e-9
+        changed = (*simulated.groups[:i], faster, *simulated.groups[i + 1 :])
+        assert simulate_step(replace(simulated, groups=changed), steps=2).seconds <= before + 1e-9
 
 
 def test_with_several_under_way_a_faster_node_may_make_a_step_longer() -> None:
@@ -178,8 +181,8 @@ def test_with_several_under_way_a_faster_node_may_make_a_step_longer() -> None:
         2: Seconds(0.001, 0.002),
     }
     before, after = (
-        simulate_step(swarm(2, 1, 4, delay=0, mbps=1000, seconds=one), steps=2).seconds
-        for one in (slow, slow | {2: slow[2].faster(2)})
+        simulate_step(swarm(2, 1, 4, delay=0, mbps=1000, seconds=speeds), steps=2).seconds
+        for speeds in (slow, slow | {2: slow[2].faster(2)})
     )
     assert after > 1.1 * before
 
@@ -194,13 +197,15 @@ def test_more_bandwidth_and_less_delay_help_a_swarm_that_waits_for_them() -> Non
 
 @given(swarms(), st.sampled_from([PLAIN, "checkfree", "snapshot", "redundant"]))
 @settings(max_examples=40, deadline=None, derandomize=True)
-def test_bytes_add_up(one: Swarm, policy: str) -> None:
-    one = replace(one, run=override(one.run, recovery__policy=policy, wire__averaging="bf16"))
-    step = simulate_step(one, steps=2)
-    run, config, stages = one.run, one.config, range(one.config.stages + 1)
+def test_bytes_add_up(simulated: Swarm, policy: str) -> None:
+    simulated = replace(
+        simulated, run=override(simulated.run, recovery__policy=policy, wire__averaging="bf16")
+    )
+    step = simulate_step(simulated, steps=2)
+    run, config, stages = simulated.run, simulated.config, range(simulated.config.stages + 1)
     hops = run.training.microbatches * len(stages)
     expected = hops * sum(frame_bytes(run, config, kind) for kind in ("activation", "gradient"))
-    replicas = one.replicas(0)
+    replicas = simulated.replicas(0)
     if replicas > 1:
         for stage in stages:  # rounded up to whole values, and heads
             whole = 2 * 2 * (replicas - 1) * parameters(config, stage)
@@ -208,7 +213,7 @@ def test_bytes_add_up(one: Swarm, policy: str) -> None:
     if policy == "redundant":
         expected += sum(4 * parameters(config, stage) for stage in stages) * replicas
         expected += HEAD * len(stages) * replicas
-    slack = 200 * sum(one.counts) ** 2
+    slack = 200 * sum(simulated.counts) ** 2
     if policy in ("checkfree", "snapshot"):  # as much besides as the links have had time for
         assert step.bytes >= expected - slack
     else:
@@ -222,8 +227,8 @@ def test_copies_of_stage_0_get_through_when_links_have_time() -> None:
             simulate_step(swarm(policy=policy, training__in_flight=5, **given), steps=20)
             for policy in (PLAIN, "checkfree")
         )
-        one = swarm(policy="checkfree", model__vocabulary=vocabulary)
-        size = copy_bytes(one.config)
+        simulated = swarm(policy="checkfree", model__vocabulary=vocabulary)
+        size = copy_bytes(simulated.config)
         assert (ready.bytes - plain.bytes) / size == pytest.approx(through, rel=0.2)
 
 
@@ -266,7 +271,7 @@ def test_a_shared_uplink_is_the_bottleneck() -> None:
     shared = replace(free, network=sites(links, {"a": 2.0}))
     before, after = simulate_step(free), simulate_step(shared)
     assert after.seconds > 2 * before.seconds
-    assert (after.bottleneck.what, after.bottleneck.where) == ("uplink", "a")
+    assert (after.bottleneck.kind, after.bottleneck.where) == ("uplink", "a")
     size = sum(size for (a, b), size in after.sent.items() if int(a[0]) % 2 == 0 and int(b[0]) % 2)
     assert after.seconds >= size * 8 / 2e6
 
@@ -278,8 +283,8 @@ def test_heartbeats_to_all_others_take_of_an_uplink() -> None:
         free, groups=tuple(places), network=sites([Link("a", "b", 1.0, 9.0)], {"a": 2.0})
     )
     here = sum(group.count for group in places if group.site == "a")
-    there = sum(group.count for group in places) - here
-    assert shared.uplinks == {"a": 2.0 - here * there * HEARTBEAT * 8e-6}
+    elsewhere = sum(group.count for group in places) - here
+    assert shared.uplinks == {"a": 2.0 - here * elsewhere * HEARTBEAT * 8e-6}
     narrow = replace(shared, network=sites([Link("a", "b", 1.0, 9.0)], {"a": 1e-3}))
     assert narrow.uplinks == {"a": 1e-4}  # something is left
 
@@ -287,25 +292,25 @@ def test_heartbeats_to_all_others_take_of_an_uplink() -> None:
 def test_the_bottleneck_is_a_thread_or_a_link_or_nothing() -> None:
     slow, crowded = {2: Seconds(0.5, 0.5)}, swarm(4, 1, 40, mbps=0.5, training__in_flight=20)
     assert simulate_step(swarm(seconds=slow)).bottleneck.where == "2.0"
-    assert simulate_step(crowded).bottleneck.what == "link"
+    assert simulate_step(crowded).bottleneck.kind == "link"
     assert not simulate_step(crowded).bottleneck.waits
     assert simulate_step(swarm(delay=200)).bottleneck.waits
 
 
 def test_frames_and_messages_cost_what_software_takes() -> None:
-    plain, one = simulate_step(swarm()), swarm()
-    slower = simulate_step(replace(one, transport=Transport(frame=0.002, message=0.001)))
-    hops = 2 * (one.config.stages + 1)
+    plain, simulated = simulate_step(swarm()), swarm()
+    slower = simulate_step(replace(simulated, transport=Transport(frame=0.002, message=0.001)))
+    hops = 2 * (simulated.config.stages + 1)
     assert slower.seconds > plain.seconds + hops * 2 * 0.002
 
 
 def test_nodes_of_one_machine_share_its_cores() -> None:
-    one = swarm(delay=0.0, mbps=100_000)
-    free, shared = simulate_step(one), simulate_step(replace(one, cores=1))
+    simulated = swarm(delay=0.0, mbps=100_000)
+    free, shared = simulate_step(simulated), simulate_step(replace(simulated, cores=1))
     work = sum(free.busy.values())
     assert shared.seconds == pytest.approx(work, rel=0.05)
     assert free.seconds < shared.seconds
-    assert simulate_step(replace(one, cores=100)).seconds == pytest.approx(free.seconds)
+    assert simulate_step(replace(simulated, cores=100)).seconds == pytest.approx(free.seconds)
 
 
 def test_cores_are_shared_evenly() -> None:
@@ -326,12 +331,14 @@ def test_cores_are_shared_evenly() -> None:
 @pytest.mark.parametrize("replicas", [2, 3, 5, 9, 11, 25])
 def test_averaging_in_closed_form_is_near_what_is_simulated(replicas: int) -> None:
     for delay, mbps in ((40, 100), (1, 20), (0, 10_000)):
-        one = swarm(replicas=replicas, microbatches=replicas, delay=delay, mbps=mbps)
-        hop = delay / 1e3 + frame_bytes(one.run, one.config, "gradient") * ON_WIRE * 8e-6 / mbps
-        simulated = simulate_step(one).reduce - 0.001
+        tested = swarm(replicas=replicas, microbatches=replicas, delay=delay, mbps=mbps)
+        hop = (
+            delay / 1e3 + frame_bytes(tested.run, tested.config, "gradient") * ON_WIRE * 8e-6 / mbps
+        )
+        simulated = simulate_step(tested).reduce - 0.001
         # A stage begins when the last gradient has left it, which is then on its way to stage 0.
         ahead = [0.0, *(stage * (hop + 0.006) - 0.005 for stage in range(1, 5))]
-        closed = max(averaging_seconds(one, stage) - ahead[stage] for stage in range(5))
+        closed = max(averaging_seconds(tested, stage) - ahead[stage] for stage in range(5))
         assert closed == pytest.approx(simulated, rel=0.2)
 
 
@@ -350,8 +357,8 @@ LINKS: list[dict[str, Any]] = [{}, {"mbps": 10.0}, {"delay": 1.0, "mbps": 1000.0
 @pytest.mark.parametrize("replicas", [2, 5])
 def test_one_lane_is_what_equal_lanes_do(replicas: int, links: dict[str, Any]) -> None:
     """The driver gives lane after lane its microbatch, so no node serves two sources."""
-    one = swarm(replicas=replicas, microbatches=8 * replicas, **links)
-    each, pooled = (simulate_step(one, pooled=pooled).seconds for pooled in (False, True))
+    simulated = swarm(replicas=replicas, microbatches=8 * replicas, **links)
+    each, pooled = (simulate_step(simulated, pooled=pooled).seconds for pooled in (False, True))
     assert pooled == pytest.approx(each, rel=0.01)
 
 
@@ -362,8 +369,8 @@ def test_one_lane_is_near_what_unequal_lanes_do(
 ) -> None:
     """It lacks the queues at nodes that serve several sources, and the many links of a source to a
     stage with more nodes than there are sources."""
-    one = swarm(microbatches=8 * counts[0], **links).with_counts(counts)
-    each, pooled = (simulate_step(one, pooled=pooled).seconds for pooled in (False, True))
+    simulated = swarm(microbatches=8 * counts[0], **links).with_counts(counts)
+    each, pooled = (simulate_step(simulated, pooled=pooled).seconds for pooled in (False, True))
     assert 0.88 * each < pooled < 1.06 * each
 
 
@@ -376,10 +383,10 @@ def test_a_stage_with_fewer_nodes_holds_up_the_others() -> None:
 
 
 def test_large_swarms_are_pooled_only_where_nodes_are_alike() -> None:
-    one = swarm(microbatches=600).with_counts([60] * 5)
-    assert simulate_step(one, steps=2).pooled
-    faster = replace(one.groups[1], count=1, seconds=Seconds(0.001, 0.001))
-    mixed = replace(one, groups=(*one.groups, faster))
+    simulated = swarm(microbatches=600).with_counts([60] * 5)
+    assert simulate_step(simulated, steps=2).pooled
+    faster = replace(simulated.groups[1], count=1, seconds=Seconds(0.001, 0.001))
+    mixed = replace(simulated, groups=(*simulated.groups, faster))
     with pytest.raises(SwarmFiguresError, match="nodes of a stage are not alike"):
         simulate_step(mixed, pooled=True)
 
@@ -408,10 +415,10 @@ def test_equal_replicas_get_equal_shares(replicas: int) -> None:
 
 
 def test_faster_nodes_get_more_microbatches() -> None:
-    one = swarm(stages=1, microbatches=30, delay=0)
-    slow = one.groups[1]
+    simulated = swarm(stages=1, microbatches=30, delay=0)
+    slow = simulated.groups[1]
     fast = replace(slow, seconds=slow.seconds.faster(3))
-    step = simulate_step(replace(one, groups=(one.groups[0], slow, fast)))
+    step = simulate_step(replace(simulated, groups=(simulated.groups[0], slow, fast)))
     work = 0.001 + 0.004 + 0.002  # norm, apply, averaging
     shares = {
         "1.0": (step.busy["1.0"] - work) / 0.009,
@@ -422,19 +429,19 @@ def test_faster_nodes_get_more_microbatches() -> None:
 
 
 def test_the_same_swarm_takes_the_same_time() -> None:
-    one = swarm(replicas=3, policy="snapshot")
-    assert simulate_step(one) == simulate_step(one)
+    simulated = swarm(replicas=3, policy="snapshot")
+    assert simulate_step(simulated) == simulate_step(simulated)
 
 
 def test_flops_and_seconds_of_a_stage() -> None:
-    one = swarm()
-    config = one.config
+    simulated = swarm()
+    config = simulated.config
     layer = 4 * 64 * 64 + 3 * 64 * config.hidden
     assert forward_flops(config, 1, 10) == 10 * (2 * layer + 2 * 64 * 64)
     assert forward_flops(config, 0, 10) == 2 * 10 * 64 * 512
-    seconds = seconds_at(one.run, config, 1, flops=1e9, memory=1e9)
+    seconds = seconds_at(simulated.run, config, 1, flops=1e9, memory=1e9)
     assert seconds.backward == 2 * seconds.forward
-    again = override(one.run, training__recompute=True)
+    again = override(simulated.run, training__recompute=True)
     assert seconds_at(again, config, 1, 1e9, 1e9).backward == 3 * seconds.forward
 
 
@@ -460,7 +467,7 @@ def test_stand_ins_get_all_frames_and_work_when_they_have_nothing_else_to_do() -
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: simulate_step(swarm(), steps=1), "take 2 or more"),
         (lambda: simulate_step(swarm().with_counts([1, 1, 0, 1, 1])), "stage 2 has no node"),
@@ -481,6 +488,6 @@ def test_stand_ins_get_all_frames_and_work_when_they_have_nothing_else_to_do() -
         ),
     ],
 )
-def test_what_is_no_swarm_is_refused(make: Any, said: str) -> None:
-    with pytest.raises(SwarmFiguresError, match=re.escape(said)):
+def test_what_is_no_swarm_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(SwarmFiguresError, match=re.escape(message)):
         make()

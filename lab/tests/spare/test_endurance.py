@@ -65,12 +65,12 @@ def test_the_patch_term_of_two_stacks_is_the_share_of_the_lost() -> None:
 @given(st.floats(0.01, 100), st.floats(0.1, 10_000), st.floats(0, 1000))
 def test_no_period_beats_the_best(save: float, interval: float, restart: float) -> None:
     best = best_period(save, interval)
-    found = minimize_scalar(
+    best_found = minimize_scalar(
         lambda period: -availability(period, save, interval, restart),
         bounds=(best / 50, 50 * best),
         method="bounded",
     )
-    assert -found.fun <= availability(best, save, interval, restart) * (1 + 1e-9)
+    assert -best_found.fun <= availability(best, save, interval, restart) * (1 + 1e-9)
     assert best_availability(save, interval, restart) == pytest.approx(
         availability(best, save, interval, restart)
     )

@@ -114,7 +114,7 @@ def test_a_trail_is_the_same_every_time_and_trails_differ() -> None:
 
 
 @pytest.mark.parametrize("clocks", ["groups", "system"])
-def test_failures_come_as_often_as_is_said(clocks: str) -> None:
+def test_failures_come_at_the_given_rate(clocks: str) -> None:
     """Half of the groups are lost when exponential clocks say so, however they are drawn."""
     system = replace(QUICK, groups=2000, clocks=clocks, shape=1.0, horizon=1e9)
     scheme = replicate(2000, 1)

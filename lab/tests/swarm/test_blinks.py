@@ -56,6 +56,6 @@ async def test_links_that_break_each_second_cost_no_attempt(data, tmp_path, repl
             blink.cancel()
         assert swarm.registry.membership.view.number == view
         assert not any(node.over.done() for node, _ in swarm.nodes.values())
-        told = Lines(tmp_path)
+        lines = Lines(tmp_path)
         for kind in ("link lost", "aborted", "masked", "rebuilding"):
-            assert told.events(kind) == []
+            assert lines.events(kind) == []

@@ -38,38 +38,40 @@ class CutSwarm(Swarm):
 
     def slot_of(self, node: str) -> str:
         (pid,) = [event["pid"] for event in self.read("joined") if event["node"] == node]
-        return next(slot for slot, one in self.processes.running().items() if one == pid)
+        return next(slot for slot, running in self.processes.running().items() if running == pid)
 
-    async def until(self, what: str, condition: Callable[[], object]) -> None:
+    async def until(self, event: str, condition: Callable[[], object]) -> None:
         while not condition():
-            assert time.monotonic() < self.deadline, f"still waiting for {what}"
-            assert self.processes.ended() == [], f"while waiting for {what}"
+            assert time.monotonic() < self.deadline, f"still waiting for {event}"
+            assert self.processes.ended() == [], f"while waiting for {event}"
             await asyncio.sleep(0.02)
 
     async def carrier(self, wanted: Callable[[str], object]) -> str:
-        """Waits until both who are cut off from each other say that such a one carries for them;
-        empty: that nobody does any more."""
+        """Waits until both nodes that are cut off from each other report the same wanted relay;
+        empty: none."""
 
-        said: list[str] = []
+        relays: list[str] = []
 
-        def is_said() -> object:
+        def is_relayed() -> object:
             newest = {event["node"]: event["via"] for event in self.read("relayed")}
-            said[:] = newest.values()
-            return len(said) == 2 and said[0] == said[1] and wanted(said[0])
+            relays[:] = newest.values()
+            return len(relays) == 2 and relays[0] == relays[1] and wanted(relays[0])
 
-        await self.until("a relay", is_said)
-        return said[0]
+        await self.until("a relay", is_relayed)
+        return relays[0]
 
     async def steps(self, count: int) -> None:
         wanted = len(self.read("committed")) + count
         await self.until(f"{count} steps", lambda: len(self.read("committed")) >= wanted)
 
-    async def described(self, what: str, condition: Callable[[Description], object]) -> Description:
+    async def described(
+        self, event: str, condition: Callable[[Description], object]
+    ) -> Description:
         """Waits until the registry describes it like this."""
         client = RegistryClient([(self.out / "address").read_text().strip()])
         try:
             while not condition(description := await client.describe()):
-                assert time.monotonic() < self.deadline, f"still waiting for {what}: {description}"
+                assert time.monotonic() < self.deadline, f"still waiting for {event}: {description}"
                 await asyncio.sleep(0.1)
             return description
         finally:
@@ -102,16 +104,18 @@ async def test_two_that_are_cut_off_from_each_other_are_carried_for_until_they_a
         swarm.proxies["2.0"].cut("1.0")
         await swarm.carrier(bool)
         await swarm.steps(3)
-        told = await swarm.described("a relay", lambda known: any(c.carried for c in known.cuts))
-        (cut,) = told.cuts
+        description = await swarm.described(
+            "a relay", lambda known: any(c.carried for c in known.cuts)
+        )
+        (cut,) = description.cuts
         assert swarm.slot_of(cut.via) in ("0.0", SPARE), "who has links to both"
         assert cut.state == f"{cut.via} relays for them"
         for slot in ("1.0", "2.0"):
             swarm.proxies[slot].cut()
         await swarm.carrier(lambda via: not via)
         await swarm.steps(3)
-        told = await swarm.described("no cut", lambda known: not known.cuts)
-        assert not told.evictions
+        description = await swarm.described("no cut", lambda known: not known.cuts)
+        assert not description.evictions
 
 
 async def test_two_that_only_dial_out_are_carried_for_by_another_when_the_relay_is_killed(
@@ -124,5 +128,5 @@ async def test_two_that_only_dial_out_are_carried_for_by_another_when_the_relay_
         other = await swarm.carrier(lambda node: node not in ("", via))
         assert {killed, swarm.slot_of(other)} == {"0.0", SPARE}
         await swarm.steps(3)
-        told = await swarm.described("an eviction", lambda known: known.evictions)
-        assert [gone.member.node for gone in told.evictions] == [via]
+        description = await swarm.described("an eviction", lambda known: known.evictions)
+        assert [gone.member.node for gone in description.evictions] == [via]

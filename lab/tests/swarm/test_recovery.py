@@ -77,14 +77,16 @@ async def test_every_loss_is_survived_by_its_policy(
         relearned = [e["relearned"] for e in rebuilt if e["stage"] in lost and e["stage"]]
         pairs = steps * run.training.microbatches
         if policy == "checkfree":  # else two stages may be a run in half of the microbatches only
-            assert [one["pairs"] for one in relearned] == [pairs] * len(relearned)
-        assert all(one["passes"] == passes(2, lost) and not one["undone"] for one in relearned)
-        assert all(one["residual_after"] < one["residual_before"] for one in relearned)
-    for one in swarm.lines.events("rebuilding"):
-        assert one["fallback"] == (one["method"] == "interpolate")
+            assert [event["pairs"] for event in relearned] == [pairs] * len(relearned)
+        assert all(
+            event["passes"] == passes(2, lost) and not event["undone"] for event in relearned
+        )
+        assert all(event["residual_after"] < event["residual_before"] for event in relearned)
+    for event in swarm.lines.events("rebuilding"):
+        assert event["fallback"] == (event["method"] == "interpolate")
     if policy == "snapshot":
-        for one in rebuilt:
-            assert one["oldest_step"] <= one["mean_step"] <= one["step"]
+        for event in rebuilt:
+            assert event["oldest_step"] <= event["mean_step"] <= event["step"]
     if policy == "redundant":
         assert losses(out) == pytest.approx(undisturbed(run, corpus, run.steps), rel=1e-5)
     back = swarm.lines.events("rolled back")
@@ -113,12 +115,12 @@ async def test_what_is_relearned_beside_steps_is_what_the_lab_relearns(
         await swarm.until(swarm.finished)
     assert audit(tmp_path).exact
     rebuilt = [e for e in swarm.lines.events("rebuilt") if e["stage"] == lost]
-    ((told,), at) = [e["relearned"] for e in rebuilt], rebuilt[0]["step"]
-    assert told["updates"] > 0
-    assert told["left"] > 10, "steps relearn beside, and not all of them"
+    ((relearned_beside,), at) = [e["relearned"] for e in rebuilt], rebuilt[0]["step"]
+    assert relearned_beside["updates"] > 0
+    assert relearned_beside["left"] > 10, "steps relearn beside, and not all of them"
     (beside,) = swarm.lines.events("relearned")
-    assert (beside["updates"], beside["left"]) == (told["left"], 0)
-    assert beside["steps"] == -(-told["left"] // each_step)
+    assert (beside["updates"], beside["left"]) == (relearned_beside["left"], 0)
+    assert beside["steps"] == -(-relearned_beside["left"] // each_step)
     assert losses(tmp_path) == pytest.approx(in_the_lab(run, corpus, at, [lost], rebuilt), rel=1e-4)
 
 
@@ -133,27 +135,27 @@ async def test_a_stage_is_guessed_by_its_neighbours_gradient_norms(corpus, tmp_p
         machine = swarm.registry.membership
         await swarm.until(lambda: machine.describe(swarm.registry.now()).rebuilds)
     (rebuilt,) = [e for e in swarm.lines.events("rebuilt") if e["stage"] == 2]
-    (told,) = machine.describe(0.0).rebuilds
-    assert (told.stage, told.step, told.method) == (2, rebuilt["step"], rebuilt["method"])
-    assert not told.exact
+    (rebuild,) = machine.describe(0.0).rebuilds
+    assert (rebuild.stage, rebuild.step, rebuild.method) == (2, rebuilt["step"], rebuilt["method"])
+    assert not rebuild.exact
     assert rebuilt["method"] == "checkfree"
-    found, at = losses(tmp_path), rebuilt["step"]
+    measured, at = losses(tmp_path), rebuilt["step"]
     weighted, plain = (
         in_the_lab(run, corpus, at, [2], [rebuilt], Ablation(omega=omega))
         for omega in ("squared", "uniform")
     )
-    assert found == pytest.approx(weighted, rel=1e-4)
-    off = [max(abs(a - b) for a, b in zip(found, lab, strict=True)) for lab in (weighted, plain)]
+    assert measured == pytest.approx(weighted, rel=1e-4)
+    off = [max(abs(a - b) for a, b in zip(measured, lab, strict=True)) for lab in (weighted, plain)]
     assert off[1] > 10 * off[0]
 
 
 def in_the_lab(run, corpus, at, lost, rebuilt, ablation=None):
     """The losses, by step, of a run that loses these stages after step `at`. What the live swarm's
     holders had not received yet is taken from the step before, there as here."""
-    swarm, found, earlier = TrainingSwarm(run, corpus, ablation or Ablation()), {}, {}
+    swarm, losses_at, earlier = TrainingSwarm(run, corpus, ablation or Ablation()), {}, {}
     while swarm.committed < run.steps:
         loss = swarm.step()
-        found[swarm.committed] = loss
+        losses_at[swarm.committed] = loss
         earlier[swarm.committed] = [State.of(stage) for stage in swarm.stages]
         if lost and swarm.committed == at:
             swarm.lose(lost)
@@ -166,4 +168,4 @@ def in_the_lab(run, corpus, at, lost, rebuilt, ablation=None):
                         state = state._replace(optimizer_step=0)
                     state.put(swarm.stages[event["stage"]])
             lost = []
-    return [found[step] for step in sorted(found)]
+    return [losses_at[step] for step in sorted(losses_at)]

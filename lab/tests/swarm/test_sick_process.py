@@ -20,7 +20,7 @@ async def test_planaria_up_ends_with_the_sentence_of_a_run_that_paused(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Processes, as a person has them; one makes NaN from the start."""
-    faults, out, said = tmp_path / "faults", tmp_path / "out", io.StringIO()
+    faults, out, terminal = tmp_path / "faults", tmp_path / "out", io.StringIO()
     set_faults(faults, {"nan": {}})
     command = local._Swarm._command
 
@@ -31,11 +31,11 @@ async def test_planaria_up_ends_with_the_sentence_of_a_run_that_paused(
     monkeypatch.setattr(local._Swarm, "_command", with_a_sick_one)
     run = resolve(override(small(steps=1000, training__batch=4), data__path=str(data)))
     plan = local.SwarmPlan(run, out, None, "cpu", work=run_sick)
-    ending = await local.up(plan, [], Console(file=said, width=300))
+    ending = await local.up(plan, [], Console(file=terminal, width=300))
     summary = json.loads((out / "summary.json").read_text())
     why = "3 steps in a row were skipped, since the gradient of stage "
     assert ending.status == 1
     assert summary["skipped_steps"] == 3
     assert summary["stopped"].startswith(f"paused: {why}")
-    assert f"error: paused: {why}" in said.getvalue()
+    assert f"error: paused: {why}" in terminal.getvalue()
     assert '"kind": "not finite"' in (out / "events.jsonl").read_text()
