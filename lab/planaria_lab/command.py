@@ -76,23 +76,23 @@ def lab_run(
     from planaria_lab.convergence.schedule import ScheduleError
 
     with terminal.refusing(study.StudyError, ScheduleError, RunFileError, CorpusError):
-        asked = study.load(study_file)
+        loaded = study.load(study_file)
         wanted = [
             job
-            for job in study.jobs(asked)
-            if (not only or job.variant in only) and job.seed in asked.seeds[: seeds or None]
+            for job in study.jobs(loaded)
+            if (not only or job.variant in only) and job.seed in loaded.seeds[: seeds or None]
         ]
-        _prepare(asked, wanted)
+        _prepare(loaded, wanted)
         results = study_file.with_name(study.RESULTS)
         lines = study.read_results(results)
         for other in sorted(study_file.absolute().parent.parent.glob(f"*/{study.RESULTS}")):
-            known = study.read_results(other)
+            other_lines = study.read_results(other)
             for key, job in runner.resolved(wanted):
-                if key in known and key not in lines:
-                    lines[key] = {**known[key], "variant": job.variant}
+                if key in other_lines and key not in lines:
+                    lines[key] = {**other_lines[key], "variant": job.variant}
                     study.append_result(results, lines[key])
         todo = {key: job for key, job in runner.resolved(wanted) if key not in lines}
-        console.print(f"{asked.title}: {len(todo)} of {len(wanted)} runs to do", soft_wrap=True)
+        console.print(f"{loaded.title}: {len(todo)} of {len(wanted)} runs to do", soft_wrap=True)
         if not todo:
             return
         iterations = sum(job.run.steps for job in todo.values())
@@ -105,16 +105,16 @@ def lab_run(
     console.print(f"{results} has all {len(wanted)} runs")
 
 
-def _prepare(asked: Study, wanted: Sequence[Job]) -> None:
+def _prepare(loaded: Study, wanted: Sequence[Job]) -> None:
     """Makes the data of these runs where it is not there yet. Raises CorpusError."""
     from planaria.node.data.prepare import prepare
     from planaria.node.data.recipe import Recipe
 
     for path in sorted({path for job in wanted for path in job.run.data.folders}):
         if not path.exists():
-            console.print(f"{path} has no prepared data; preparing {asked.text}")
+            console.print(f"{path} has no prepared data; preparing {loaded.text}")
             with terminal.tracking("documents") as track:
-                prepare(Recipe([asked.text], vocabulary=asked.vocabulary), path, track=track)
+                prepare(Recipe([loaded.text], vocabulary=loaded.vocabulary), path, track=track)
 
 
 @lab_app.command("texts")
@@ -144,22 +144,22 @@ def lab_norms(
     from planaria_lab.convergence import norms, runner, study
 
     with terminal.refusing(study.StudyError, RunFileError, CorpusError):
-        asked = study.load(study_file)
+        loaded = study.load(study_file)
         wanted = [
             job
-            for job in study.jobs(asked)
-            if job.variant == asked.baseline and job.seed in asked.seeds[: seeds or None]
+            for job in study.jobs(loaded)
+            if job.variant == loaded.baseline and job.seed in loaded.seeds[: seeds or None]
         ]
-        _prepare(asked, wanted)
+        _prepare(loaded, wanted)
         path = study_file.with_name(norms.NORMS)
         measured = norms.read(path)
-        known = {(norm.seed, norm.machine) for norm in measured}
+        done = {(norm.seed, norm.machine) for norm in measured}
         for job in wanted:
-            if (job.seed, runner.machine("cpu")) not in known:
+            if (job.seed, runner.machine("cpu")) not in done:
                 measured.append(norms.measure(job))
                 with path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(measured[-1]._asdict()) + "\n")
-        text = norms.table(asked, measured)
+        text = norms.table(loaded, measured)
         path.with_suffix(".md").write_text(text, encoding="utf-8")
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -226,11 +226,11 @@ def lab_report(study_file: StudyFile) -> None:
     from planaria_lab.convergence import report, runner, study
 
     with terminal.refusing(study.StudyError, RunFileError, CorpusError):
-        asked = study.load(study_file)
+        loaded = study.load(study_file)
         results = study_file.with_name(study.RESULTS)
         lines = study.read_results(results)
-        wanted = study.jobs(asked)
-        _prepare(asked, wanted)
+        wanted = study.jobs(loaded)
+        _prepare(loaded, wanted)
         counted = {
             (job.variant, job.seed): runner.counted(lines[key], job)
             for key, job in runner.resolved(wanted)
@@ -246,10 +246,10 @@ def lab_report(study_file: StudyFile) -> None:
             f"{missing} of {len(wanted)} runs are missing: the table is without them",
             soft_wrap=True,
         )
-    made = report.rows(asked, counted)
+    rows = report.rows(loaded, counted)
     command = f"planaria lab run {study_file} && planaria lab report {study_file}"
-    text = report.table(asked, made, command)
+    text = report.table(loaded, rows, command)
     study_file.with_name("table.md").write_text(text, encoding="utf-8")
-    report.plot_curves(asked, made, study_file.with_name("curves.png"))
-    report.plot_costs(asked, made, study_file.with_name("costs.png"))
+    report.plot_curves(loaded, rows, study_file.with_name("curves.png"))
+    report.plot_costs(loaded, rows, study_file.with_name("costs.png"))
     console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -42,10 +42,10 @@ def name_at_the_ends(axes: Any, size: float = 9.0) -> None:
     to_axes = axes.transData + axes.transAxes.inverted()
     named, ends = [], []
     for line in axes.get_lines():
-        known = [point for point in line.get_xydata() if math.isfinite(point[1])]
-        if known and not line.get_label().startswith("_"):
+        finite = [point for point in line.get_xydata() if math.isfinite(point[1])]
+        if finite and not line.get_label().startswith("_"):
             named.append(line)
-            ends.append(float(to_axes.transform(known[-1])[1]))
+            ends.append(float(to_axes.transform(finite[-1])[1]))
     height = axes.get_position().height * axes.figure.get_size_inches()[1] * 72  # points
     for line, end, place in zip(named, ends, spaced(ends, 1.35 * size / height), strict=True):
         color = line.get_color()

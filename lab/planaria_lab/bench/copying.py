@@ -210,8 +210,8 @@ def measure(mbps: float, round_trip: float, rounds: int) -> dict[str, Figures]:
 
 
 def main() -> None:
-    given = [float(word) for word in sys.argv[1:]]
-    mbps, milliseconds, rounds = (*given, *(20.0, 50.0, 3.0)[len(given) :])
+    arguments = [float(word) for word in sys.argv[1:]]
+    mbps, milliseconds, rounds = (*arguments, *(20.0, 50.0, 3.0)[len(arguments) :])
     try:
         by_condition = measure(mbps, milliseconds / 1e3, int(rounds))
     except EmulationError as error:
@@ -221,12 +221,14 @@ def main() -> None:
     print(
         "rule       urgent alone   beside a copy       ratio   95th of it   copy / others   Mbit/s"
     )
-    for name, of in by_condition.items():
+    for name, figures in by_condition.items():
         print(
-            f"{name:<10} {fmean(of.alone) * 1e3:9.1f} ms {fmean(of.beside) * 1e3:11.1f} ms"
-            f" {of.mean:7.2f} {of.tail:11.2f} {of.carried:14.2f} {fmean(of.copy) * 8e-6:7.1f}"
+            f"{name:<10} {fmean(figures.alone) * 1e3:9.1f} ms "
+            f"{fmean(figures.beside) * 1e3:11.1f} ms"
+            f" {figures.mean:7.2f} {figures.tail:11.2f} {figures.carried:14.2f} "
+            f"{fmean(figures.copy) * 8e-6:7.1f}"
         )
-    rows = {name.replace(" ", "_"): vars(of) for name, of in by_condition.items()}
+    rows = {name.replace(" ", "_"): vars(figures) for name, figures in by_condition.items()}
     keep("copying", mbps=mbps, round_trip_ms=milliseconds, **rows)
 
 

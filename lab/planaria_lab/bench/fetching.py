@@ -96,8 +96,8 @@ def _accuse(peer: str, reason: str, _: Cause) -> None:
 async def _serve(name: str, host: str, size: int, share: int, pipe: Connection) -> None:
     node = _Node(name)
     weights = torch.randn(size // VALUE, generator=torch.Generator().manual_seed(0))
-    made = StateId(1, *AGE, NEVER)
-    node.state = StageState(made, {WEIGHTS: weights}, 0.0, 0, pb.Commit(), 0, digest=b"same")
+    state_id = StateId(1, *AGE, NEVER)
+    node.state = StageState(state_id, {WEIGHTS: weights}, 0.0, 0, pb.Commit(), 0, digest=b"same")
     port = await node.links.start(f"{host}:0")
     node.links.set_peers(1, [Peer(JOINER, "", KEY.public)], [JOINER])
 
@@ -145,10 +145,10 @@ async def _fetch(
     await node.stop()
 
 
-def _in(namespace: Path, work: Callable[..., Any], *given: Any) -> None:
+def _in(namespace: Path, work: Callable[..., Any], *arguments: Any) -> None:
     enter_network(namespace)
     torch.set_num_threads(1)
-    uvloop.run(work(*given))
+    uvloop.run(work(*arguments))
 
 
 def measure(
@@ -166,13 +166,13 @@ def measure(
         sources: dict[str, tuple[str, int, int]] = {}
         pipes: list[Connection] = []
 
-        def start(name: str, work: Callable[..., Any], *given: Any) -> None:
+        def start(name: str, work: Callable[..., Any], *arguments: Any) -> None:
             process = context.Process(
-                target=_in, args=(links.homes[name].namespace, work, *given), daemon=True
+                target=_in, args=(links.homes[name].namespace, work, *arguments), daemon=True
             )
             process.start()
             processes.append(process)
-            given[-1].close()  # its end of the pipe
+            arguments[-1].close()  # its end of the pipe
 
         try:
             for name in names:
@@ -216,11 +216,11 @@ def compare(mbps: float, round_trip_ms: float, sources: int, rounds: int, mib: i
 
 
 def main() -> None:
-    given = sys.argv[1:]
+    arguments = sys.argv[1:]
     usual = "50", "50", "3", "3", "64"
     long = "50", "200", "3", "2", "256"
     try:
-        for words in [(*given, *usual[len(given) :])] if given else [usual, long]:
+        for words in [(*arguments, *usual[len(arguments) :])] if arguments else [usual, long]:
             mbps, round_trip_ms, *counts = words
             compare(float(mbps), float(round_trip_ms), *map(int, counts))
     except EmulationError as error:

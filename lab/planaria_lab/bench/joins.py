@@ -193,8 +193,8 @@ def _join(port: int, nodes: range, connection: Connection) -> None:
                 await asyncio.sleep(LONG.lease / RENEWALS)
                 yield Renewal(node=ask.node)
 
-        heard = keep_alive(renewals())
-        await heard.read()
+        kept_alive = keep_alive(renewals())
+        await kept_alive.read()
         async for content in watch(WatchRequest(run=LONG.run, known=signature)):
             have[index] = _number(content)
             totals.view_bytes += len(content)

@@ -69,8 +69,8 @@ class Swarm:
 
     def node(self, slot: str) -> list[str]:
         stage, _, _ = slot.partition(".")
-        where = ["--save-dir", str(self.saves / slot)]
-        return ["node", "--stage", stage, "--threads", "1", "--seats", "1", *where]
+        arguments = ["--save-dir", str(self.saves / slot)]
+        return ["node", "--stage", stage, "--threads", "1", "--seats", "1", *arguments]
 
     def nodes(self, replicas: Mapping[int, int]) -> dict[str, list[str]]:
         slots = [

@@ -48,9 +48,9 @@ replicas = {REPLICAS}
 
 def nodes(replicas: int) -> dict[str, list[str]]:
     """By slot."""
-    where = ["--threads", "1", "--seats", "1", "--save-dir", "none"]
+    arguments = ["--threads", "1", "--seats", "1", "--save-dir", "none"]
     return {
-        f"{stage}.{number}": ["node", "--stage", str(stage), *where]
+        f"{stage}.{number}": ["node", "--stage", str(stage), *arguments]
         for stage in range(STAGES)
         for number in range(replicas)
     }

@@ -107,9 +107,9 @@ def turns(trainers: dict[str, Trains]) -> Iterator[dict[str, float]]:
         order.reverse()
 
 
-def ratio(rounds: list[dict[str, float]], of: str, to: str) -> float:
+def ratio(rounds: list[dict[str, float]], name: str, reference: str) -> float:
     """The median ratio of tokens per second."""
-    return statistics.median(seconds[to] / seconds[of] for seconds in rounds)
+    return statistics.median(seconds[reference] / seconds[name] for seconds in rounds)
 
 
 def main() -> None:

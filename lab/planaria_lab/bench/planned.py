@@ -94,8 +94,8 @@ def placed(plan: Candidate) -> dict[str, str]:
 
 def pace(swarm: Swarm) -> Pace:
     """Of nodes as fast as the plan has them, which are all alike."""
-    of = {min(group.stage, 1): group.seconds for group in swarm.groups}
-    return Pace(of[1].forward, of[1].backward, of[0].head)
+    seconds = {min(group.stage, 1): group.seconds for group in swarm.groups}
+    return Pace(seconds[1].forward, seconds[1].backward, seconds[0].head)
 
 
 def live(plan: Candidate, out: Path) -> MeasuredSwarm:

@@ -34,7 +34,10 @@ def main() -> None:
         print("processors | planaria, tokens/s | datasets.map | ratio")
         for cores in sorted({1, 2, len(available)} & set(range(1, len(available) + 1))):
             rates = [
-                tuple(_rate(way, folder, available[:cores]) for way in (_planaria, _datasets))
+                tuple(
+                    _rate(prepare_by, folder, available[:cores])
+                    for prepare_by in (_planaria, _datasets)
+                )
                 for _ in range(ROUNDS)
             ]
             ratio = median(ours / theirs for ours, theirs in rates)
@@ -59,11 +62,11 @@ def _write_texts(folder: Path) -> None:
         (folder / "texts" / f"{number:02d}.jsonl").write_text("".join(lines))
 
 
-def _rate(way: Any, folder: Path, processors: list[int]) -> float:
+def _rate(prepare_by: Any, folder: Path, processors: list[int]) -> float:
     """Tokens/s, of a process that has these processors."""
     answers = multiprocessing.get_context("spawn").Queue()
     process = multiprocessing.get_context("spawn").Process(
-        target=_timed, args=(way, folder, processors, answers)
+        target=_timed, args=(prepare_by, folder, processors, answers)
     )
     process.start()
     rate = float(answers.get(timeout=600))
@@ -71,13 +74,13 @@ def _rate(way: Any, folder: Path, processors: list[int]) -> float:
     return rate
 
 
-def _timed(way: Any, folder: Path, processors: list[int], answers: Any) -> None:
+def _timed(prepare_by: Any, folder: Path, processors: list[int], answers: Any) -> None:
     os.sched_setaffinity(0, processors)
     sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     out = folder / "out"
     begun = perf_counter()
-    tokens = way(folder, out, len(processors))
+    tokens = prepare_by(folder, out, len(processors))
     answers.put(tokens / (perf_counter() - begun))
     shutil.rmtree(out)
 

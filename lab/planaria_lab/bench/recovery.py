@@ -52,15 +52,15 @@ def run_alternating(arguments: list[str]) -> None:
     from planaria.node.transaction.driver import Driver
 
     attempted, start, plan = Holdings.attempted, Attempt.start, Driver._plan
-    kept: dict[int, Any] = {}
+    originals: dict[int, Any] = {}
 
     def attempt(self: Holdings, ballot: Any, begin: Any) -> None:
-        parts = kept.setdefault(id(self), (self.boundary, self.sender))
+        parts = originals.setdefault(id(self), (self.boundary, self.sender))
         self.boundary, self.sender = parts if is_ready(begin.step) else (None, None)
         attempted(self, ballot, begin)
 
     def start_attempt(self: Attempt) -> None:
-        boundary = kept.setdefault(id(self.place), self.place.boundary)
+        boundary = originals.setdefault(id(self.place), self.place.boundary)
         self.place.boundary = boundary if is_ready(self.begin.step) else None
         start(self)
 

@@ -75,7 +75,7 @@ def costs(masking: str, data: Path, out: Path) -> tuple[list[float], int]:
 
 
 def cost(took: dict[int, float], lost_in: int) -> float:
-    around = [took[lost_in + by] for by in range(-AROUND, AROUND + 1) if by]
+    around = [took[lost_in + offset] for offset in range(-AROUND, AROUND + 1) if offset]
     usual = statistics.median(around)
     return (took[lost_in] - usual) / usual
 

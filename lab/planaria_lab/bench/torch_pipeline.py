@@ -97,8 +97,8 @@ def train_part(arguments: list[str]) -> None:
     order = windows(corpus, run.seed, config.context, training.batch)
     with (out / STEPS if last else Path(os.devnull)).open("a") as file:
         for step in range(1, run.steps + 1):
-            given = inputs_and_targets(corpus, TRAIN, config.context, order.ids(step))
-            inputs, targets = map(torch.from_numpy, given)
+            batch = inputs_and_targets(corpus, TRAIN, config.context, order.ids(step))
+            inputs, targets = map(torch.from_numpy, batch)
             losses: list[Tensor] = []
             schedule.step(
                 *([inputs] if rank == 0 else []),

@@ -182,25 +182,25 @@ async def _join_often(port: int, registry: Connection, watchers: list[Connection
         )
         reply = await client.join(request, Identity.generate(), WAIT)
         await client.close()
-        number, came = reply.view.number, pack(reply.view.SerializeToString())
+        number, packed = reply.view.number, pack(reply.view.SerializeToString())
         reply.view.Clear()
-        return number, len(came) + reply.ByteSize()
+        return number, len(packed) + reply.ByteSize()
 
     async def cost(times: int, together: int) -> Cost:
-        cpu, sent, got = (
+        cpu, sent, received = (
             float(ask(registry)),
             sum(_received_by(watcher)[1] for watcher in watchers),
             0,
         )
         for _ in range(times):
             joined = await asyncio.gather(*(join() for _ in range(together)))
-            got += sum(size for _, size in joined)
+            received += sum(size for _, size in joined)
             newest = max(number for number, _ in joined)
             while any(_received_by(watcher)[0] < newest for watcher in watchers):  # noqa: ASYNC110  processes
                 await asyncio.sleep(LOOK)
         cpu = float(ask(registry)) - cpu
         sent = sum(_received_by(watcher)[1] for watcher in watchers) - sent
-        return Cost((sent + got) / times / together, cpu / times / together)
+        return Cost((sent + received) / times / together, cpu / times / together)
 
     await cost(1, 1)
     return [await cost(JOINS, 1), await cost(1, TOGETHER)]

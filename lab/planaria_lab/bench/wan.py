@@ -98,7 +98,7 @@ class WarmedUp(Processes):
         return seconds
 
     def _carried(self) -> int:
-        return sum(way.bytes for way in self._links.traffic().values())
+        return sum(traffic.bytes for traffic in self._links.traffic().values())
 
 
 def processor_seconds(process: int) -> float:
@@ -121,23 +121,25 @@ class Compared(NamedTuple):
     congestion: str  # TCP's control of it
 
 
-def compare(run: RunFile, how: Links, out: Path) -> Compared:
+def compare(run: RunFile, profile: Links, out: Path) -> Compared:
     """Raises EmulationError."""
     names = machines(run)
     nodes = {
         slot: ["node", "--stage", slot[0], "--threads", "1", "--cloud", "none"]
         for slot in names[1:]
     }
-    other = run if how.loss else override(run, training__in_flight=STAGES + 1)
-    work, first = (run_with_one, FIRST) if how.loss else (run_planaria, 0)
-    links = all_alike(names, how.delay / 2, how.mbps, loss=how.loss, jitter_ms=how.jitter)
+    other = run if profile.loss else override(run, training__in_flight=STAGES + 1)
+    work, first = (run_with_one, FIRST) if profile.loss else (run_planaria, 0)
+    links = all_alike(
+        names, profile.delay / 2, profile.mbps, loss=profile.loss, jitter_ms=profile.jitter
+    )
     with (
         emulate(links) as far,
         emulate(links) as farther,
-        emulate(all_alike(names, 0.0, how.mbps)) as near,
+        emulate(all_alike(names, 0.0, profile.mbps)) as near,
         swarm(run, run_planaria, out / "far", nodes, homes=far.homes) as ours,
         swarm(other, work, out / "other", nodes, homes=farther.homes) as others,
-        swarm(run, run_planaria, out / "near", nodes, homes=near.homes) as here,
+        swarm(run, run_planaria, out / "near", nodes, homes=near.homes) as nearby,
     ):
         begun: dict[str, WarmedUp] = {}
 
@@ -145,10 +147,10 @@ def compare(run: RunFile, how: Links, out: Path) -> Compared:
             begun[name] = WarmedUp(living, links, first)
             return begun[name]
 
-        other_name = ONE if how.loss else FIXED
+        other_name = ONE if profile.loss else FIXED
         rounds = measure(
             {
-                NEAR: partial(begin, NEAR, here, near, 0),
+                NEAR: partial(begin, NEAR, nearby, near, 0),
                 other_name: partial(begin, other_name, others, farther, first),
                 FAR: partial(begin, FAR, ours, far, first),
             }
@@ -167,32 +169,32 @@ def main() -> None:
         out = Path(directory)
         prepare(Recipe([str(SHIPPED)]), out / "data")
         data = str(out / "data")
-        for number, how in enumerate(chosen):
+        for number, profile in enumerate(chosen):
             sizes: dict[str, Any] = {
-                "training__batch": how.batch,
-                "training__microbatch": how.microbatch,
-                "model__context": how.context,
+                "training__batch": profile.batch,
+                "training__microbatch": profile.microbatch,
+                "model__context": profile.context,
             }
             run = resolve(override(loads(RUN), data__path=data, **CHANGES, **sizes))
             try:
-                rounds, alone, size, control = compare(run, how, out / str(number))
+                rounds, alone, size, control = compare(run, profile, out / str(number))
             except EmulationError as error:
                 print(error)
                 return
-            tokens = how.batch * how.context
+            tokens = profile.batch * profile.context
             rates, rates_alone = (
                 [{name: tokens / seconds for name, seconds in times.items()} for times in compared]
                 for compared in (rounds, alone)
             )
             rows = {"tokens_per_second": rates, "without_emulation": rates_alone}
-            keep("wan", **how._asdict(), control=control, bytes=size, **rows)
-            other = ONE if how.loss else FIXED
-            goal = f" (goal {how.goal})" if how.goal else ""
+            keep("wan", **profile._asdict(), control=control, bytes=size, **rows)
+            other = ONE if profile.loss else FIXED
+            goal = f" (goal {profile.goal})" if profile.goal else ""
             print(
-                f"{how}, {control}: ratio far / near: {ratio(rounds, FAR, NEAR):.2f}, without "
+                f"{profile}, {control}: ratio far / near: {ratio(rounds, FAR, NEAR):.2f}, without "
                 f"emulation {ratio(alone, FAR, NEAR):.2f}{goal}, {size / 1e6:.1f} MB "
                 f"a step; far / {other}: {ratio(rounds, FAR, other):.2f} "
-                f"(goal {'more' if how.loss else '1.00'})"
+                f"(goal {'more' if profile.loss else '1.00'})"
             )
 
 

@@ -108,12 +108,14 @@ class RunRecord:
         ]
         logs = sorted((out / "logs").glob("registry*.log"))
         text = "\n".join(log.read_text(errors="replace") for log in logs)
-        gone = {node: why for line in text.splitlines() for node, why in GONE.findall(line)}
+        reasons = {
+            node: reason for line in text.splitlines() for node, reason in GONE.findall(line)
+        }
         events = entries(read_events(out / "logs"))
         ending = [n for n, entry in enumerate(events) if isinstance(entry.event, SwarmEnding)]
         events = events[: ending[-1] if ending else None]
         return RunRecord(
-            faults, views, events, [Taken(**line) for line in _lines(out / TAKEN)], gone
+            faults, views, events, [Taken(**line) for line in _lines(out / TAKEN)], reasons
         )
 
     def slots(self) -> dict[str | None, str]:
@@ -253,7 +255,9 @@ def evictions(record: RunRecord) -> list[Eviction]:
             node, stage = node_of(seat), before.members[seat]
             slot = slots.get(node, "")
             others = [
-                other for other, of in before.members.items() if of == stage and other != seat
+                other
+                for other, held_stage in before.members.items()
+                if held_stage == stage and other != seat
             ]
             reason = record.gone.get(node, after.reason)
             if reason.startswith("left:"):
@@ -366,10 +370,10 @@ SETTLED: Final = 20.0
 """Seconds after which a process has started up."""
 
 
-def appetites(taken: Sequence[Taken]) -> list[Appetite]:
+def appetites(samples_taken: Sequence[Taken]) -> list[Appetite]:
     """Of every process that lived long enough to settle."""
     by_pid: defaultdict[int, list[Taken]] = defaultdict(list)
-    for sample in taken:
+    for sample in samples_taken:
         by_pid[sample.pid].append(sample)
     results = []
     for samples in by_pid.values():

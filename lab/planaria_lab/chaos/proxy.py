@@ -59,9 +59,11 @@ class Proxy:
     """In front of one node. `address`: HOST:PORT that peers dial; `behind`: HOST:PORT where the
     node listens. All of it belongs to one event loop."""
 
-    def __init__(self, behind: str = "", who: Callable[[], Mapping[str, int]] = lambda: {}) -> None:
+    def __init__(
+        self, behind: str = "", processes: Callable[[], Mapping[str, int]] = lambda: {}
+    ) -> None:
         """Without `behind` a port is found, and kept for the node, whose server need not be there
-        yet, nor all the time. `who`: for `cut`, the processes that dial, by name. Raises
+        yet, nor all the time. `processes`: for `cut`, the processes that dial, by name. Raises
         OSError."""
         self._kept: socket.socket | None = None
         if not behind:
@@ -72,7 +74,7 @@ class Proxy:
             behind = f"{HOST}:{self._kept.getsockname()[1]}"
         self.behind, self.address = behind, ""
         self.resets = 0  # connections that were broken so far
-        self._who, self._names = who, dict[int, str]()
+        self._processes, self._names = processes, dict[int, str]()
         self._looking = asyncio.Lock()
         self._cut: set[str] = set()
         self._changed = asyncio.Event()  # who is cut off
@@ -189,7 +191,7 @@ class Proxy:
     async def _name(self, port: int) -> str:
         async with self._looking:
             if port not in self._names:
-                self._names = {port: "", **await asyncio.to_thread(diallers, self._who())}
+                self._names = {port: "", **await asyncio.to_thread(diallers, self._processes())}
             return self._names[port]
 
 

@@ -75,11 +75,11 @@ def _faults(outcomes: Sequence[Outcome]) -> Iterator[str]:
     for kind in [*(kind for kind in KINDS if times[kind]), NOBODYS]:
         each = f"{lost[kind] / times[kind]:.1f}" if times[kind] else "-"
         count = times[kind] or "-"
-        gone = f"{evicted[kind, False]} | {evicted[kind, True]}"
+        evictions = f"{evicted[kind, False]} | {evicted[kind, True]}"
         tolls = [toll for run in outcomes for toll in run["tolls"] if toll["kind"] == kind]
         noticed = _spread([toll["noticed"] for toll in tolls if toll["noticed"] is not None])
         stop = _spread([toll["stop"] for toll in tolls])
-        yield f"| {kind} | {count} | {noticed} | {stop} | {lost[kind]:.1f} | {each} | {gone} |"
+        yield f"| {kind} | {count} | {noticed} | {stop} | {lost[kind]:.1f} | {each} | {evictions} |"
 
 
 def _spread(seconds: Sequence[float]) -> str:

@@ -139,12 +139,12 @@ def schedule(seed: int, minutes: float, shape: Shape) -> list[Fault]:
 
 
 def _figures(kind: str, chance: random.Random) -> dict[str, float | str]:
-    times, of = chance.randint(1, 3), chance.choice(["activation", "gradient"])
+    times, kind_of_frame = chance.randint(1, 3), chance.choice(["activation", "gradient"])
     match kind:
         case "one way":
             return {"way": chance.choice(["in", "out"])}
         case "nan" | "wrong shape" | "wrong dtype":
-            return {"times": times, "of": of}
+            return {"times": times, "of": kind_of_frame}
         case "wild norm":
             return {"times": 1, "value": chance.choice([-1e30, 1e300])}
         case _:

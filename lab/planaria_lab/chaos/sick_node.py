@@ -60,8 +60,8 @@ def set_faults(file: Path, faults: Mapping[str, Figures]) -> None:
     """Gives the node that obeys `file` these faults and no others; {} heals it. Raises ValueError
     for an unknown fault."""
     for kind, figures in faults.items():
-        known = {"of", "times", *KINDS.get(kind, ())}
-        if kind not in KINDS or figures.keys() - known:
+        allowed = {"of", "times", *KINDS.get(kind, ())}
+        if kind not in KINDS or figures.keys() - allowed:
             raise ValueError(f"{kind!r} with {dict(figures)} is no fault: choose of {dict(KINDS)}")
     unfinished = file.with_name(f"{file.name}.unfinished")
     unfinished.write_text(json.dumps([secrets.token_hex(8), faults]), encoding="utf-8")

@@ -109,7 +109,7 @@ class SickSwarm:
             run_sick,
         )
         running = self.processes.running
-        self.proxies = {slot: Proxy(who=running) for slot in shape.slots}
+        self.proxies = {slot: Proxy(processes=running) for slot in shape.slots}
         self.events = EventLog(self.logs, "chaos")
         self.story = Story(run.steps)
         self.tails: dict[Path, Tail] = {}
@@ -254,10 +254,10 @@ class SickSwarm:
             return True
         alone = self.shape.replicas == 1
         others = [slot for slot in self.shape.slots if slot != fault.slot]
-        asked = [s for s in others if alone or s.partition(".")[0] == fault.stage]
+        needed = [s for s in others if alone or s.partition(".")[0] == fault.stage]
         behind = self._behind(self.story.committed - 1)
         sick = {current.slot for _, current, _ in self.healing if current.blame == "guilty"}
-        well = [slot not in behind and slot not in sick for slot in asked]
+        well = [slot not in behind and slot not in sick for slot in needed]
         return fault.slot not in behind and (all(well) if alone else any(well))
 
     def _begin(self, fault: Fault, pid: int | None) -> None:

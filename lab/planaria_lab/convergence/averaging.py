@@ -42,7 +42,7 @@ class Replicas:
         lost."""
         self.names = [f"replica-{number:03}" for number in range(count)]
         self.sent = 0  # bytes, by all of them
-        self._codings = [Coding.of_run(tensors, wire, of) for of in shapes]
+        self._codings = [Coding.of_run(tensors, wire, stage_shapes) for stage_shapes in shapes]
         self._stages, self._feedback = stages, feedback
         self._rows = [
             [torch.zeros_like(stage.optimizer.gradient) for stage in stages] for _ in self.names
@@ -52,25 +52,25 @@ class Replicas:
     def state(self) -> tuple[int, list[list[torch.Tensor | None]]]:
         """What `put` takes."""
         rows = [
-            [None if feedback.row is None else feedback.row.clone() for feedback in of]
-            for of in self._held_back
+            [None if feedback.row is None else feedback.row.clone() for feedback in feedbacks]
+            for feedbacks in self._held_back
         ]
         return self.sent, rows
 
     def put(self, state: tuple[int, list[list[torch.Tensor | None]]]) -> None:
         self.sent, rows = state
-        for of, kept in zip(self._held_back, rows, strict=True):
-            for feedback, row in zip(of, kept, strict=True):
+        for feedbacks, stage_rows in zip(self._held_back, rows, strict=True):
+            for feedback, row in zip(feedbacks, stage_rows, strict=True):
                 feedback.row = row
 
     def forget(self, stage: int) -> None:
         """Its nodes are lost, or went back, and what they held back with that."""
-        for of in self._held_back:
-            of[stage].drop()
+        for feedbacks in self._held_back:
+            feedbacks[stage].drop()
 
     def held_back(self, stage: int) -> float:
         """Norm of what all of them together hold back of it."""
-        rows = [row for of in self._held_back if (row := of[stage].row) is not None]
+        rows = [row for feedbacks in self._held_back if (row := feedbacks[stage].row) is not None]
         return float(torch.linalg.vector_norm(torch.stack(rows).sum(dim=0))) if rows else 0.0
 
     @contextmanager
@@ -87,14 +87,14 @@ class Replicas:
         ballot = Ballot(1, step)
         for number, stage in enumerate(self._stages):
             rows = [rows[number] for rows in self._rows]
-            held_back = [of[number] for of in self._held_back]
+            held_back = [feedbacks[number] for feedbacks in self._held_back]
             now = self._codings[number].at(step)
             self._reduce(ballot, now, rows, held_back, microbatches)
             stage.optimizer.gradient.copy_(rows[0])
-            for row, held in zip(rows, held_back, strict=True):
+            for row, feedback in zip(rows, held_back, strict=True):
                 row.zero_()
                 if self._feedback:
-                    held.commit(ballot)
+                    feedback.commit(ballot)
 
     def _reduce(
         self,
@@ -114,9 +114,9 @@ class Replicas:
                 ids=range(number, microbatches, count),
                 window=microbatches,
                 coding=coding,
-                held_back=held,
+                held_back=feedback,
             )
-            for number, (name, row, held) in enumerate(
+            for number, (name, row, feedback) in enumerate(
                 zip(self.names, rows, held_back, strict=True)
             )
         }

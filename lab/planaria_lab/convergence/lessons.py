@@ -80,7 +80,7 @@ class Lesson:
         if not self.constant:
             for learner in self.learners.values():
                 learner.lr = rate(self.lr, self.done / self.updates, self.steps / self.within)
-        learn([self.learners[of] for of in piece.stages], piece.x.float(), piece.y.float())
+        learn([self.learners[stage] for stage in piece.stages], piece.x.float(), piece.y.float())
         self.done += 1
         self.line["updates"] = self.done
         self.line["stage_tokens"] += piece.stage_tokens
@@ -89,14 +89,14 @@ class Lesson:
     def state(self) -> LessonState:
         own = [learner.update.tensors for learner in self.learners.values()]
         block = tuple(self.learners)
-        kept = self.passes, self.lr, self.done, self.steps, self.line
-        return LessonState(block, self.pieces, *kept, own)
+        counters = self.passes, self.lr, self.done, self.steps, self.line
+        return LessonState(block, self.pieces, *counters, own)
 
     def put(self, state: LessonState) -> None:
         """Into a lesson of the same stages, pieces and passes."""
         self.done, self.steps, self.line = state.done, state.steps, state.line
-        for learner, kept in zip(self.learners.values(), state.of_updates, strict=True):
-            for own, tensor in zip(learner.update.tensors, kept, strict=True):
+        for learner, tensors in zip(self.learners.values(), state.of_updates, strict=True):
+            for own, tensor in zip(learner.update.tensors, tensors, strict=True):
                 own.copy_(tensor)
 
     def _place(self) -> int:
@@ -111,8 +111,8 @@ class Lesson:
         before = {name: self.line[name] for name in ("stage_tokens", "stage_updates")}
         for _ in range(min(updates, self.updates - self.done)):
             self.update()
-        for name, known in before.items():
-            self.line[f"background_{name}"] += self.line[name] - known
+        for name, amount in before.items():
+            self.line[f"background_{name}"] += self.line[name] - amount
         self.steps += 1
 
     def look(self) -> float:
@@ -137,7 +137,9 @@ def residual(learners: Mapping[int, Learner], pieces: Iterable[BlockSamples]) ->
     for visited, pairs in chains.items():
         wide = [(x.float(), y.float()) for x, y in pairs]
         of_chain = math.fsum(squared_distance(y, x) for x, y in wide)
-        error += residual_error([learners[of] for of in visited], wide) * of_chain
+        error += (
+            residual_error([learners[visited_stage] for visited_stage in visited], wide) * of_chain
+        )
         norm += of_chain
     return relearning.ratio(error, norm)
 

@@ -40,38 +40,38 @@ class VariantRow:
 
 def rows(study: Study, lines: Mapping[tuple[str, int], Line]) -> list[VariantRow]:
     """By variant, with the seeds that have both their run and the one to compare it with."""
-    made = []
+    compared = []
     for variant in study.variants:
         seeds = [s for s in study.seeds if {(variant.name, s), (study.baseline, s)} <= lines.keys()]
         runs = [lines[variant.name, seed] for seed in seeds]
         others = [lines[study.baseline, seed] for seed in seeds]
         costs = [cost(run, other, study.target) for run, other in zip(runs, others, strict=True)]
-        made.append(VariantRow(variant.name, runs, others, costs))
-    return made
+        compared.append(VariantRow(variant.name, runs, others, costs))
+    return compared
 
 
-def table(study: Study, made: Sequence[VariantRow], command: str) -> str:
+def table(study: Study, compared: Sequence[VariantRow], command: str) -> str:
     """The results as a table in Markdown."""
-    named = {row.name: row for row in made}
+    named = {row.name: row for row in compared}
     references = {v.name: named.get(v.reference or study.reference) for v in study.variants}
     relative = any(references.values())
     texts = sorted(study.texts)
     heads = ["variant", "seeds", "losses", "loss at the end", "above the baseline"]
     heads += ["share of the reference"] if relative else []
     heads += [f"extra iterations to the loss of step {study.target}", "iterations behind"]
-    relearned = any(cost.relearned for row in made for cost in row.costs)
-    background = any(cost.background for row in made for cost in row.costs)
+    relearned = any(cost.relearned for row in compared for cost in row.costs)
+    background = any(cost.background for row in compared for cost in row.costs)
     heads += ["relearning, iterations of computing"] if relearned else []
     heads += ["... in the background"] if background else []
     heads += ["... of waiting"] if relearned else []
     heads += ["behind and computing, share of the reference"] if relearned and relative else []
     heads += ["... without the background's"] if background and relative else []
     heads += [f"perplexity, {name}" for name in ("held out", *texts)] if texts else []
-    lines = [f"# {study.title}", "", _machines(made), f"Made by `{command}`.", ""]
+    lines = [f"# {study.title}", "", _machines(compared), f"Made by `{command}`.", ""]
     lines += [f"Mean ± standard deviation over the seeds; `{study.baseline}` is the baseline."]
     lines += _referred(references)
     lines += ["", "| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
-    for row in made:
+    for row in compared:
         cells = [row.name, str(len(row.costs)), f"{row.losses:.1f}"]
         if not row.costs:
             lines.append("| " + " | ".join(cells + ["-"] * (len(heads) - 3)) + " |")
@@ -97,20 +97,26 @@ def table(study: Study, made: Sequence[VariantRow], command: str) -> str:
 
 
 def _referred(references: Mapping[str, VariantRow | None]) -> list[str]:
-    """Said where variants are put to different ones."""
-    of: dict[str, list[str]] = {}
+    """Lines that name the reference of each variant, if there are several references."""
+    names_by_reference: dict[str, list[str]] = {}
     for name, row in references.items():
         if row is not None:
-            of.setdefault(row.name, []).append(name)
-    if len(of) < 2:
+            names_by_reference.setdefault(row.name, []).append(name)
+    if len(names_by_reference) < 2:
         return []
-    return ["", *(f"- `{name}` is the reference of: {', '.join(of[name])}." for name in of)]
+    return [
+        "",
+        *(
+            f"- `{name}` is the reference of: {', '.join(names_by_reference[name])}."
+            for name in names_by_reference
+        ),
+    ]
 
 
-def _machines(made: Sequence[VariantRow]) -> str:
-    names = sorted({run["machine"] for row in made for run in row.runs})
-    seconds = sum(run["seconds"] for row in made for run in row.runs)
-    runs = sum(len(row.runs) for row in made)
+def _machines(compared: Sequence[VariantRow]) -> str:
+    names = sorted({run["machine"] for row in compared for run in row.runs})
+    seconds = sum(run["seconds"] for row in compared for run in row.runs)
+    runs = sum(len(row.runs) for row in compared)
     return (
         f"{runs} runs, {seconds / 60:.0f} minutes if one came after the other ({', '.join(names)})."
     )
@@ -149,13 +155,13 @@ def _reached(row: VariantRow) -> str:
 # --- plots
 
 
-def plot_curves(study: Study, made: Sequence[VariantRow], path: Path) -> None:
+def plot_curves(study: Study, compared: Sequence[VariantRow], path: Path) -> None:
     """Validation loss against iterations, and below, how far it is above the baseline's of the same
     seed: the mean of the seeds with their range. Ticks mark the losses of the first seed."""
     figure = Figure(figsize=(11, 8))
     upper, lower = figure.subplots(2, 1, sharex=True)
     figure.subplots_adjust(left=0.07, right=0.76, top=0.95, bottom=0.1, hspace=0.1)
-    shown = [row for row in made if row.runs and row.name in (study.plotted or [row.name])]
+    shown = [row for row in compared if row.runs and row.name in (study.plotted or [row.name])]
     for place, row in enumerate(shown):
         at = [iteration for iteration, _ in curve_of(row.others[0])]
         losses = [[loss_at(curve_of(run), i) for run in row.runs] for i in at]
@@ -204,9 +210,9 @@ def _mark_losses(axes: Any, shown: Sequence[VariantRow]) -> None:
         axes.axvline(iteration, ymax=0.025, color="#404040", linewidth=1.2)
 
 
-def plot_costs(study: Study, made: Sequence[VariantRow], path: Path) -> None:
+def plot_costs(study: Study, compared: Sequence[VariantRow], path: Path) -> None:
     """How far above the baseline each variant ends: a dot for each seed, a bar for the mean."""
-    shown = [row for row in made if row.costs and row.name != study.baseline]
+    shown = [row for row in compared if row.costs and row.name != study.baseline]
     figure = Figure(figsize=(9, 1.4 + 0.34 * len(shown)), layout="constrained")
     axes = figure.add_subplot()
     for place, row in enumerate(shown):

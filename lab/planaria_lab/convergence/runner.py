@@ -105,11 +105,11 @@ def run_all_over_dask(
     """As `run_all`, on the workers of the cluster whose scheduler is there; a run is told of when
     it is done. Raises CorpusError, too, where the cluster or a worker's data isn't there."""
     keys, jobs = zip(*todo, strict=True)
-    kept = [PartialRun(partial(results, key)) for key in keys]
+    partials = [PartialRun(partial(results, key)) for key in keys]
     steps = {key: job.run.steps for key, job in todo}
     done = 0
     with over_dask(address, in_order=False) as spread:
-        of_all = spread(run_one, keys, jobs, [device] * len(todo), kept)
+        of_all = spread(run_one, keys, jobs, [device] * len(todo), partials)
         for runs, result in enumerate(of_all, 1):
             _keep(results, result)
             done += steps[result["key"]]

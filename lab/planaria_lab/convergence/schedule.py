@@ -112,7 +112,7 @@ def from_trace(
     trained, since, running = 0.0, 0.0, False  # iterations, and since when more of them pass
 
     def fewest() -> int:
-        counts = [sum(of == stage for of in serves.values()) for stage in range(stages + 1)]
+        counts = [sum(served == stage for served in serves.values()) for stage in range(stages + 1)]
         return counts.index(min(counts))
 
     for at, added, node in rows:
@@ -137,6 +137,6 @@ def from_trace(
 
 def _spare(serves: Mapping[str, int], wanted: int, stages: int) -> str | None:
     """A node of the best served stage, if that has two."""
-    of = max(range(stages + 1), key=lambda stage: sum(s == stage for s in serves.values()))
-    nodes = sorted(node for node, stage in serves.items() if stage == of)
-    return nodes[-1] if len(nodes) > 1 and of != wanted else None
+    fullest = max(range(stages + 1), key=lambda stage: sum(s == stage for s in serves.values()))
+    nodes = sorted(node for node, stage in serves.items() if stage == fullest)
+    return nodes[-1] if len(nodes) > 1 and fullest != wanted else None

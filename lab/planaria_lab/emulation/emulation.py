@@ -38,8 +38,8 @@ class Emulation:
 
     def __init__(self, network: Network, relay: subprocess.Popen[str]) -> None:
         self.relay, self.nodes = relay, list(network.sites)
-        made = self._ask(NETWORK.dump_json(network).decode())
-        namespaces, self.congestion = made["namespaces"], str(made["congestion"])
+        answer = self._ask(NETWORK.dump_json(network).decode())
+        namespaces, self.congestion = answer["namespaces"], str(answer["congestion"])
         self.homes = {
             node: ProcessHome(address(number), Path(f"/proc/{relay.pid}/fd/{namespaces[number]}"))
             for number, node in enumerate(self.nodes)

@@ -141,9 +141,9 @@ class Network:
         uplinks = {site: TokenBucket(mbps) for site, mbps in self.uplinks.items()}
         pipes = {}
         for a, b in permutations(self.sites, 2):
-            here, link = self.sites[a], self.between(a, b)
-            leaves = here in uplinks and here != self.sites[b]
-            shared = [uplinks[here]] if leaves else []
+            site, link = self.sites[a], self.between(a, b)
+            leaves = site in uplinks and site != self.sites[b]
+            shared = [uplinks[site]] if leaves else []
             pipes[a, b] = Pipe(
                 [*shared, TokenBucket(link.mbps)],
                 link.delay_ms / 1e3,

@@ -305,10 +305,11 @@ def table(figures_of: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _spread(of: Mapping[str, float] | None, digits: int) -> str:
-    if of is None:
+def _spread(quartiles: Mapping[str, float] | None, digits: int) -> str:
+    if quartiles is None:
         return "-"
-    return f"{of['median']:.{digits}f} ({of['low']:.{digits}f} to {of['high']:.{digits}f})"
+    middle, low, high = (f"{quartiles[key]:.{digits}f}" for key in ("median", "low", "high"))
+    return f"{middle} ({low} to {high})"
 
 
 def machine() -> str:

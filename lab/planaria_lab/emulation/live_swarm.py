@@ -82,10 +82,10 @@ def _carried(links: Emulation) -> Carried:
     ways = list(links.traffic().values())
     return Carried(
         time=time.time(),
-        packets=sum(way.packets for way in ways),
-        bytes=sum(way.bytes for way in ways),
-        dropped=sum(way.dropped for way in ways),
-        late=sum(way.late for way in ways),
+        packets=sum(traffic.packets for traffic in ways),
+        bytes=sum(traffic.bytes for traffic in ways),
+        dropped=sum(traffic.dropped for traffic in ways),
+        late=sum(traffic.late for traffic in ways),
     )
 
 

@@ -43,10 +43,10 @@ def arm(pace: Pace, wrap: Callable[[Any, str, Any], None] = setattr) -> None:
 
     decoded, onward, began = TorchWork._decoded, TorchWork._onward, 0.0
 
-    def beginning(work: TorchWork, *given: Any) -> torch.Tensor:
+    def beginning(work: TorchWork, *arguments: Any) -> torch.Tensor:
         nonlocal began
         began = time.perf_counter()
-        return decoded(work, *given)
+        return decoded(work, *arguments)
 
     def paced(work: TorchWork, kind: str, visit: Any, tensor: torch.Tensor, started: float) -> Done:
         done = onward(work, kind, visit, tensor, started)

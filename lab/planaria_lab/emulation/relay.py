@@ -238,8 +238,8 @@ def congestion(number: int) -> str:
     """The control that connections have from the machine with this number, where this process is:
     `CONGESTION`, unless this kernel hasn't got it. By route, since what a namespace has by default
     has to be one that the machine allows everybody."""
-    way = f"{SUBNET} dev {DEVICE} proto kernel scope link src {address(number)}"
-    command = ["ip", "route", "replace", *way.split(), "congctl", CONGESTION]
+    route = f"{SUBNET} dev {DEVICE} proto kernel scope link src {address(number)}"
+    command = ["ip", "route", "replace", *route.split(), "congctl", CONGESTION]
     done = subprocess.run(command, check=False, capture_output=True).returncode == 0
     return CONGESTION if done else _CONGESTION.read_text().strip()
 

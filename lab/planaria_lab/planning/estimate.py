@@ -113,10 +113,10 @@ class Reach:
     @classmethod
     def of(cls, network: Network, sites: Sequence[Iterable[str]]) -> Reach:
         """`sites`: of each stage's nodes."""
-        places = [frozenset(of) for of in sites]
+        places = [frozenset(sites_of_stage) for sites_of_stage in sites]
         pairs = set(product(places, places))
-        known = {(a, b): _worst(_alone_on(network, x, y) for x in a for y in b) for a, b in pairs}
-        between = tuple(tuple(known[a, b] for b in places) for a in places)
+        worst = {(a, b): _worst(_alone_on(network, x, y) for x in a for y in b) for a, b in pairs}
+        between = tuple(tuple(worst[a, b] for b in places) for a in places)
         both = zip(between, zip(*between, strict=True), strict=True)
         return cls(between, tuple(_worst((*to, *fro)) for to, fro in both))
 
@@ -130,16 +130,18 @@ def _alone_on(network: Network, a: str, b: str) -> Link:
 
 
 def _worst(links: Iterable[Link]) -> Link:
-    given = list(links)
-    return Link("", "", max(of.delay_ms for of in given), min(of.mbps for of in given))
+    listed = list(links)
+    return Link("", "", max(link.delay_ms for link in listed), min(link.mbps for link in listed))
 
 
 # --- a step
 
 
 def _slowest(swarm: Swarm, stage: int) -> Seconds:
-    of = (group.seconds for group in swarm.groups if group.stage == stage and group.count)
-    return max(of, key=lambda seconds: seconds.microbatch)
+    seconds_of_groups = (
+        group.seconds for group in swarm.groups if group.stage == stage and group.count
+    )
+    return max(seconds_of_groups, key=lambda seconds: seconds.microbatch)
 
 
 def step_seconds(swarm: Swarm, reach: Reach) -> float:
@@ -163,12 +165,15 @@ def step_seconds(swarm: Swarm, reach: Reach) -> float:
         for (a, b), each in frames.items()
     )
     leaving = max(_uplinks(swarm, count), default=0.0)
-    talking = max((math.ceil(count / of) - 1) * 4 * swarm.transport.frame for of in replicas)
+    talking = max(
+        (math.ceil(count / replica_count) - 1) * 4 * swarm.transport.frame
+        for replica_count in replicas
+    )
     slot = max(computing / (own - 1), sending / (own - 1), leaving / own) if rounds else 0.0
     windows = rounds * alone + after * slot
     pipeline = alone + max(computing, sending, talking, windows, leaving - alone)
     away = reach.between[0][0].delay_ms / 1e3 if replicas[0] > 1 else 0.0
-    apply = max(of.apply for of in seconds) + _twins_apply(swarm, seconds)
+    apply = max(group.apply for group in seconds) + _twins_apply(swarm, seconds)
     voting = [away, *(reach.between[stage][0].delay_ms / 1e3 for stage in stages[1:])]
     if swarm.run.recovery.policy == "redundant":
         voting = [_twins_gradient(swarm, reach, stage) + voting[stage - 1] for stage in stages]
@@ -196,10 +201,10 @@ def _alone(
     behind = [0.0, *([math.inf] * swarm.config.stages)]
     longest = 0.0
     for visits in orders:
-        way = (0, *visits, 0)
-        total = sum(of.microbatch for of in seconds)
+        route = (0, *visits, 0)
+        total = sum(group.microbatch for group in seconds)
         back = 0.0
-        for a, b in pairwise(way):
+        for a, b in pairwise(route):
             for pair, size in zip(((a, b), (b, a)), sizes, strict=True):
                 link = reach.between[pair[0]][pair[1]]
                 each = size * ON_WIRE * BITS / link.mbps
@@ -221,7 +226,9 @@ def _uplinks(swarm: Swarm, count: int) -> Iterator[float]:
         size = 0.0
         for stage in range(ring):
             onward = (stage + 1) % ring
-            own_share, onward_share = (_share_at(swarm, of, site) for of in (stage, onward))
+            own_share, onward_share = (
+                _share_at(swarm, at_stage, site) for at_stage in (stage, onward)
+            )
             size += _twice(swarm, onward) * sizes[0] * own_share * (1 - onward_share)
             size += _twice(swarm, stage) * sizes[1] * onward_share * (1 - own_share)
         chunk = chunk_in_simulation(mbps / BITS, 0.0)
@@ -256,11 +263,11 @@ def _uplinks_averaging(
         size, delay, norm, vote, early = 0.0, 0.0, 0.0, 0.0, math.inf
         for stage in range(swarm.config.stages + 1):
             replicas = swarm.replicas(stage)
-            here = round(_share_at(swarm, stage, site) * replicas)
-            if 0 < here < replicas:
+            present = round(_share_at(swarm, stage, site) * replicas)
+            if 0 < present < replicas:
                 pieces, each = averaging_pieces(swarm, stage, replicas)
                 all_parts = parts(replicas) / replicas * pieces * each
-                size += here * (replicas - here) * 2 * all_parts
+                size += present * (replicas - present) * 2 * all_parts
                 hops = 2 if replicas <= ALL else 4
                 delay = max(delay, hops * reach.between[stage][stage].delay_ms / 1e3)
                 norm = max(norm, _slowest(swarm, stage).norm)
@@ -281,7 +288,9 @@ def _share_at(swarm: Swarm, stage: int, site: str) -> float:
 
 
 def _twins_apply(swarm: Swarm, seconds: Sequence[Seconds]) -> float:
-    return max(of.apply for of in seconds) if swarm.run.recovery.policy == "redundant" else 0.0
+    return (
+        max(group.apply for group in seconds) if swarm.run.recovery.policy == "redundant" else 0.0
+    )
 
 
 def _twins_gradient(swarm: Swarm, reach: Reach, stage: int) -> float:
@@ -310,7 +319,9 @@ def estimated(
     is missing; `step`, `usual`: seconds of a step with all nodes, and with as many as there are."""
     rate, counts = losing.rate, [swarm.replicas(stage) for stage in range(len(away))]
     single = [rate * count for count in counts]  # losses of nodes, a second of training
-    whole = [of * away[s] ** (counts[s] - 1) for s, of in enumerate(single)]  # of stages
+    whole = [
+        probability * away[s] ** (counts[s] - 1) for s, probability in enumerate(single)
+    ]  # of stages
     replica_cost = math.fsum(
         often * _replica_cost(swarm, reach, s, usual)
         for s, often in enumerate(single)
@@ -354,9 +365,9 @@ def usual_seconds(swarm: Swarm, reach: Reach, away: Sequence[float], step: float
 def _levels(swarm: Swarm, reach: Reach, stage: int, step: float) -> list[float]:
     """Seconds of a step when the stage lacks 0, 1, .. nodes, but for one."""
     seconds = [step]
-    for gone in range(1, LEVELS + 1):
-        if gone < swarm.replicas(stage):
-            seconds.append(max(seconds[-1], step_seconds(_without(swarm, stage, gone), reach)))
+    for lost in range(1, LEVELS + 1):
+        if lost < swarm.replicas(stage):
+            seconds.append(max(seconds[-1], step_seconds(_without(swarm, stage, lost), reach)))
         else:
             seconds.append(seconds[-1])
     return seconds
@@ -365,7 +376,7 @@ def _levels(swarm: Swarm, reach: Reach, stage: int, step: float) -> list[float]:
 def _chances(counts: Sequence[int], away: Sequence[float]) -> list[float]:
     """Probabilities that the stage that lacks most lacks 0, 1, .. nodes, of `LEVELS` or more in
     one; no stage lacks all."""
-    upto = [math.prod(map(_at_most, [gone] * len(counts), counts, away)) for gone in range(LEVELS)]
+    upto = [math.prod(map(_at_most, [lost] * len(counts), counts, away)) for lost in range(LEVELS)]
     return [upto[0], *(max(0.0, b - a) for a, b in pairwise([*upto, 1.0]))]
 
 
@@ -376,14 +387,14 @@ def _at_most(missing: int, count: int, away: float) -> float:
     return min(1.0, math.fsum(chances[: missing + 1]) / whole_chance) if whole_chance else 0.0
 
 
-def _without(swarm: Swarm, stage: int, gone: int) -> Swarm:
+def _without(swarm: Swarm, stage: int, lost: int) -> Swarm:
     """With so many nodes less at a stage, the fastest first, but for one."""
-    left = min(gone, swarm.replicas(stage) - 1)
+    remaining = min(lost, swarm.replicas(stage) - 1)
     counts = [group.count for group in swarm.groups]
     for i in sorted(range(len(counts)), key=lambda i: swarm.groups[i].seconds.microbatch):
         if swarm.groups[i].stage == stage:
-            counts[i] -= (less := min(left, counts[i]))
-            left -= less
+            counts[i] -= (less := min(remaining, counts[i]))
+            remaining -= less
     return swarm.with_counts(counts)
 
 
@@ -438,7 +449,7 @@ def _replica_cost(swarm: Swarm, reach: Reach, stage: int, usual: float) -> float
         seconds += usual / 2 / count
     if swarm.run.recovery.policy == "redundant":
         stages = (stage, (stage + 1) % (swarm.config.stages + 1))
-        sizes = [fetched_bytes(swarm.run, swarm.config, of, "replica") for of in stages]
+        sizes = [fetched_bytes(swarm.run, swarm.config, number, "replica") for number in stages]
         seconds += transfer(sum(sizes), reach.farthest[stage])
     return seconds
 
@@ -463,13 +474,13 @@ def _stage_cost(
     method = _method(run, stage)
     if method == "checkpoint":
         stages = range(config.stages + 1)
-        most = max(fetched_bytes(run, config, of, method) for of in stages)
+        most = max(fetched_bytes(run, config, number, method) for number in stages)
         fetch = most * BITS / swarm.storage_mbps
     else:
         fetch = transfer(fetched_bytes(run, config, stage, method), link)
     if run.recovery.policy == "redundant":
-        of = (stage + 1) % (config.stages + 1)
-        fetch += transfer(fetched_bytes(run, config, of, "redundant"), link)
+        next_stage_number = (stage + 1) % (config.stages + 1)
+        fetch += transfer(fetched_bytes(run, config, next_stage_number, "redundant"), link)
     seconds = _NOTICED + 2 * link.delay_ms / 1e3 + waiting + joining + fetch
     return seconds + _relearning(swarm, stage, link, relearning) + 3 * _rounds(reach) + usual / 2
 
@@ -484,8 +495,8 @@ def _relearning(swarm: Swarm, stage: int, link: Link, at_most: float) -> float:
     recovery, training = swarm.run.recovery, swarm.run.training
     if _method(swarm.run, stage) not in ("checkfree", "checkfree+") or not recovery.relearn.passes:
         return 0.0
-    kept = kept_bytes(swarm.config, training.batch * swarm.config.context, swarm.run.wire)
-    pairs = transfer(recovery.relearn.steps * kept, link)
+    kept_size = kept_bytes(swarm.config, training.batch * swarm.config.context, swarm.run.wire)
+    pairs = transfer(recovery.relearn.steps * kept_size, link)
     return pairs + reaction.training_alone(swarm, stage, _slowest(swarm, stage), at_most)
 
 
@@ -496,7 +507,7 @@ def _learning(swarm: Swarm, reach: Reach, lost: float, usual: float) -> tuple[fl
     steps = float(run.steps)
     if recovery.policy == "checkpoint":
         stages = range(swarm.config.stages + 1)
-        most = max(fetched_bytes(run, swarm.config, of, "checkpoint") for of in stages)
+        most = max(fetched_bytes(run, swarm.config, number, "checkpoint") for number in stages)
         writing = most * BITS / swarm.storage_mbps
         period = max(recovery.checkpoint.every * usual + most / COPIED, writing)
         if not lost:

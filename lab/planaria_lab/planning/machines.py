@@ -85,15 +85,15 @@ def _counts(nodes: int | None, sites: list[str]) -> dict[str, int]:
             raise PlanError(f"--site {text}: write NAME or NAME:NODES, as in Iowa:6")
         counts[name] = int(count) if colon else 0
         open_sites += [] if colon else [name]
-    given = sum(counts.values())
+    placed = sum(counts.values())
     if nodes is None and (open_sites or not sites):
         raise PlanError("the number of nodes is missing: give --nodes, or --site NAME:NODES")
-    left = (given if nodes is None else nodes) - given
-    if left < len(open_sites) or (left and sites and not open_sites):
-        raise PlanError(f"--nodes {nodes} contradicts the {given} nodes of --site NAME:NODES")
+    remaining = (placed if nodes is None else nodes) - placed
+    if remaining < len(open_sites) or (remaining and sites and not open_sites):
+        raise PlanError(f"--nodes {nodes} contradicts the {placed} nodes of --site NAME:NODES")
     for i, name in enumerate(open_sites):
-        counts[name] = left // len(open_sites) + (i < left % len(open_sites))
-    return counts or {"anywhere": left}
+        counts[name] = remaining // len(open_sites) + (i < remaining % len(open_sites))
+    return counts or {"anywhere": remaining}
 
 
 def _machine(
@@ -167,10 +167,10 @@ def probed(path: Path, hardware: Hardware) -> tuple[tuple[Machine, ...], Network
         )
     worst = max(d for d, _ in links.values()), min(m for _, m in links.values())
     names = _in_a_row([name for name, *_ in nodes], links, worst)
-    of = {node[0]: node for node in nodes}
+    by_name = {node[0]: node for node in nodes}
     machines = tuple(
         _machine(name, name, hardware, tflops, memory / 1e9, device.startswith("cpu"))
-        for name, device, memory, tflops in (of[name] for name in names)
+        for name, device, memory, tflops in (by_name[name] for name in names)
     )
     measured = (Link(a, b, *links.get(frozenset((a, b)), worst)) for a, b in combinations(names, 2))
     return machines, network_of(measured)
@@ -182,9 +182,9 @@ def _in_a_row(
     worst: tuple[float, float],
 ) -> list[str]:
     """Each followed by the nearest that is left: stages are cut from this row."""
-    row, left = names[:1], set(names[1:])
-    while left:
-        nearest = min(left, key=lambda n: (links.get(frozenset((row[-1], n)), worst)[0], n))
+    row, remaining = names[:1], set(names[1:])
+    while remaining:
+        nearest = min(remaining, key=lambda n: (links.get(frozenset((row[-1], n)), worst)[0], n))
         row.append(nearest)
-        left.remove(nearest)
+        remaining.remove(nearest)
     return row

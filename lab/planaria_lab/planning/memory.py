@@ -132,8 +132,8 @@ def _frames_kept(run: RunFile, config: ModelConfig, stage: int, replicas: Sequen
     ring = config.stages + 1
     swapped = run.recovery.policy == "checkfree+" and max(replicas) > 1
     size = 0
-    for way, each in zip((1, -1), _crossing(run, config), strict=True):
-        other = (stage + way) % ring
+    for direction, each in zip((1, -1), _crossing(run, config), strict=True):
+        other = (stage + direction) % ring
         has_twin = run.recovery.policy == "redundant" and other > 0
         if swapped or has_twin or replicas[other] > 1:
             size += each
@@ -150,8 +150,8 @@ def _boundary(run: RunFile, config: ModelConfig, microbatches: int) -> int:
     crossed."""
     tokens = run.training.microbatch * config.context
     crossed, _ = _crossing(run, config)
-    kept = kept_bytes(config, tokens, run.wire)
-    return 2 * microbatches * (run.recovery.relearn.steps * kept + crossed)
+    kept_size = kept_bytes(config, tokens, run.wire)
+    return 2 * microbatches * (run.recovery.relearn.steps * kept_size + crossed)
 
 
 def _policy(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
@@ -160,14 +160,14 @@ def _policy(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
     if policy == "checkpoint":
         return {"checkpoint": Bytes(host=_writes(run, config, stage))}
     if policy == "redundant":
-        of = next_stage(stage, stages)
-        gradient = VALUE * parameters(config, of)
-        return {"redundant": Bytes(gradient + STATE * parameters(config, of), gradient)}
+        other_stage = next_stage(stage, stages)
+        gradient = VALUE * parameters(config, other_stage)
+        return {"redundant": Bytes(gradient + STATE * parameters(config, other_stage), gradient)}
     first = run.recovery.snapshot.first
     size = _sent(run, config, stage, sent_as(policy, stage, first))
-    for kind, of in held_at(stage, stages):
-        if kind == sent_as(policy, of, first):
-            size += _held(run, config, of, kind)
+    for kind, other_stage in held_at(stage, stages):
+        if kind == sent_as(policy, other_stage, first):
+            size += _held(run, config, other_stage, kind)
     return {"snapshot" if policy == "snapshot" else "copies": size}
 
 
@@ -182,16 +182,16 @@ def _sent(run: RunFile, config: ModelConfig, stage: int, kind: str | None) -> By
     return Bytes(weights + restored + TAKEN * _rows(config, stage), update)
 
 
-def _held(run: RunFile, config: ModelConfig, of: int, kind: str) -> Bytes:
+def _held(run: RunFile, config: ModelConfig, stage: int, kind: str) -> Bytes:
     """With one that is arriving, and the values of one that has."""
-    taken = TAKEN * _rows(config, of)
+    marks = TAKEN * _rows(config, stage)
     if kind == "copy":
-        return Bytes(host=2 * copy_bytes(config) + taken)
+        return Bytes(host=2 * copy_bytes(config) + marks)
     snapshot = run.recovery.snapshot
-    whole = VALUE * (3 if snapshot.moments else 1) * parameters(config, of)
+    whole = VALUE * (3 if snapshot.moments else 1) * parameters(config, stage)
     values = 0 if snapshot.codec == "none" else snapshot.fraction * whole
-    arriving = snapshot.fraction * snapshot_bytes(run, config, of)
-    return Bytes(host=whole + taken + arriving + values)
+    arriving = snapshot.fraction * snapshot_bytes(run, config, stage)
+    return Bytes(host=whole + marks + arriving + values)
 
 
 @cache

@@ -228,9 +228,9 @@ def _asked(options: PlanOptions) -> tuple[RunFile, float, set[str]]:
         raise PlanError("give either a run file or --preset: one of them says what to train")
     free = {*CODECS}
     if run_file is not None:
-        given = load(run_file)
-        free -= given.wire.model_fields_set
-        run = override(take_in(given), training__batch=options.batch)
+        from_file = load(run_file)
+        free -= from_file.wire.model_fields_set
+        run = override(take_in(from_file), training__batch=options.batch)
     else:
         assert preset is not None
         if preset not in PRESETS:
@@ -356,7 +356,7 @@ def plan_data(plan: Candidate) -> dict[str, Any]:
         "lost_stages": figure(plan.estimate.lost_stages),
         "memory": [asdict(need) for need in plan.memory()],
         "more_memory": [asdict(more) for more in plan.more_memory()],
-        "nodes": [[machine.name for machine in of] for of in plan.nodes],
+        "nodes": [[machine.name for machine in machines] for machines in plan.nodes],
     }
 
 
@@ -443,12 +443,12 @@ def _print_plan(
         f"{plan.estimate.lost_nodes:,.1f} nodes, {plan.estimate.lost_stages:,.2f} whole stages",
     )
     each = zip(plan.nodes, plan.memory(), plan.more_memory(), strict=True)
-    for stage, (of, need, more) in enumerate(each):
-        places = ", ".join(dict.fromkeys(machine.site for machine in of))
+    for stage, (machines, need, more) in enumerate(each):
+        places = ", ".join(dict.fromkeys(machine.site for machine in machines))
         memory = f"{need.device / 1e9:,.2f} GB on the device, {need.host / 1e9:,.2f} GB beside it"
         after = f"{more.device / 1e9:,.2f} and {more.host / 1e9:,.2f} GB more"
         needs = f"a node needs {memory}; for a while after a loss {after}"
-        sheet.add_row(f"stage {stage}", f"{len(of)} at {places}; {needs}")
+        sheet.add_row(f"stage {stage}", f"{len(machines)} at {places}; {needs}")
     if narrow is not None:
         sheet.add_row("narrower links", _with_narrower_links(narrow))
     for notice in NOTICES:
@@ -557,8 +557,8 @@ def draw(question: Question, path: Path) -> None:
         rates = [100 * rate for rate, _, _ in points]
         for column, axes in enumerate(sheets, 1):
             values = [point[column] for point in points]
-            known = [value if math.isfinite(value) else math.nan for value in values]
-            axes.plot(rates, known, label=policy, **distinct_style(place, len(drawn), len(points)))
+            finite = [value if math.isfinite(value) else math.nan for value in values]
+            axes.plot(rates, finite, label=policy, **distinct_style(place, len(drawn), len(points)))
     titles = ("Hours until the fastest plan is done", "Money that the cheapest plan takes")
     for axes, title in zip(sheets, titles, strict=True):
         axes.set_title(title, loc="left", fontsize=11)
@@ -589,9 +589,9 @@ def curves(question: Question) -> dict[str, list[tuple[float, float, float]]]:
     for rate in track(rates, "failure rates", console=errors, transient=True):
         plans = [p for p in candidates(replace(question, hourly=rate)) if isinstance(p, Candidate)]
         for policy in question.policies:
-            of = [plan for plan in plans if plan.policy == policy]
-            if of:
-                fastest = min(plan.seconds for plan in of) / HOUR
-                cheapest = min(plan.money for plan in of)
+            of_policy = [plan for plan in plans if plan.policy == policy]
+            if of_policy:
+                fastest = min(plan.seconds for plan in of_policy) / HOUR
+                cheapest = min(plan.money for plan in of_policy)
                 points.setdefault(policy, []).append((rate, fastest, cheapest))
     return points

@@ -179,14 +179,17 @@ class Candidate:
     def more_memory(self) -> list[Bytes]:
         """That it needs more for a while, after a loss."""
         each = [at_a_loss(self.run, self.swarm.config, s).values() for s in range(len(self.counts))]
-        return [Bytes(max(of.device for of in more), max(of.host for of in more)) for more in each]
+        return [
+            Bytes(max(need.device for need in more), max(need.host for need in more))
+            for more in each
+        ]
 
 
 def placed(machines: Sequence[Machine], counts: Sequence[int]) -> tuple[tuple[Machine, ...], ...]:
     """A stage's nodes in a row, so that most stages are at one site each, and neighbours near: the
     driver's plan doesn't look at sites."""
-    left = iter(machines)
-    return tuple(tuple(next(left) for _ in range(count)) for count in counts)
+    remaining = iter(machines)
+    return tuple(tuple(next(remaining) for _ in range(count)) for count in counts)
 
 
 # --- candidates
@@ -223,7 +226,7 @@ class _Shape:
         steps = question.tokens / (run.training.batch * self.config.context)
         self.run = override(run, swarm__replicas=min(counts), steps=max(1, math.ceil(steps)))
         self.nodes = placed(question.machines, counts)
-        sites = [[machine.site for machine in of] for of in self.nodes]
+        sites = [[machine.site for machine in machines] for machines in self.nodes]
         self.reach = Reach.of(question.network, sites)
         self.steps: dict[object, tuple[float, float]] = {}  # with all nodes, and usually
         self.tasks: dict[object, Seconds] = {}
@@ -280,7 +283,7 @@ class _Shape:
         """The run with each of the policy's own settings that are worth a try."""
         recovery, training = run.recovery, run.training
         if recovery.policy == "snapshot":  # half of what there is, at most
-            mbps = min(recovery.snapshot.mbps, *(of.mbps / 2 for of in self.reach.farthest))
+            mbps = min(recovery.snapshot.mbps, *(link.mbps / 2 for link in self.reach.farthest))
             snapshot = recovery.snapshot.model_copy(update={"mbps": mbps})
             run = _with_recovery(run, snapshot=snapshot)
         swarm, losing = self._swarm(run), self.question.losing
@@ -293,9 +296,9 @@ class _Shape:
             self.steps[key] = step, usual_seconds(swarm, self.reach, away, step)
         for every in INTERVALS if recovery.policy == "checkpoint" else (recovery.checkpoint.every,):
             checkpoint = recovery.checkpoint.model_copy(update={"every": every})
-            of = replace(swarm, run=_with_recovery(run, checkpoint=checkpoint))
-            comes_to = estimated(of, self.reach, losing, away, *self.steps[key])
-            yield Candidate(of.run, of, self.nodes, comes_to)
+            varied = replace(swarm, run=_with_recovery(run, checkpoint=checkpoint))
+            comes_to = estimated(varied, self.reach, losing, away, *self.steps[key])
+            yield Candidate(varied.run, varied, self.nodes, comes_to)
 
     def _swarm(self, run: RunFile) -> Swarm:
         groups: Counter[tuple[int, str, Seconds]] = Counter()
@@ -368,22 +371,22 @@ def with_codecs(question: Question, free: Collection[str]) -> tuple[Question, Ca
     codecs = _narrowed(question.run, free)
     tried: list[tuple[Question, Candidate]] = []
     own: Candidate | None = None
-    for kept in ((*NARROW,), BOUNDARIES, AVERAGING, ()):
-        few = {link: codec for link, codec in codecs.items() if link not in kept}
-        if few or kept == (*NARROW,):
+    for unchanged in ((*NARROW,), BOUNDARIES, AVERAGING, ()):
+        few = {link: codec for link, codec in codecs.items() if link not in unchanged}
+        if few or unchanged == (*NARROW,):
             wire = question.run.wire.model_copy(update=few)
-            asked = replace(question, run=question.run.model_copy(update={"wire": wire}))
-            plans = (plan for plan in candidates(asked) if isinstance(plan, Candidate))
-            if (best := _best(asked, plans)) is not None:
-                tried.append((asked, best))
+            varied = replace(question, run=question.run.model_copy(update={"wire": wire}))
+            plans = (plan for plan in candidates(varied) if isinstance(plan, Candidate))
+            if (best := _best(varied, plans)) is not None:
+                tried.append((varied, best))
                 own = own if few else best
     if not tried:
         return question, None
     least = min(_worth(question, best)[0] for _, best in tried)
-    asked, best = next(
+    varied, best = next(
         attempt for attempt in tried if (1 - WORTH) * _worth(question, attempt[1])[0] <= least
     )
-    return (question, None) if best is own else (asked, own)
+    return (question, None) if best is own else (varied, own)
 
 
 def _narrowed(run: RunFile, free: Collection[str]) -> dict[str, str]:
@@ -450,8 +453,8 @@ def _why(plan: Candidate, best: Candidate) -> str:
     if plan.seconds < best.seconds:
         return f"dearer: {plan.money:,.2f} instead of {best.money:,.2f}"
     ours, its = best.estimate, plan.estimate
-    spent = {name: of - ours.spent[name] for name, of in its.spent.items()}
-    name = max(spent, key=lambda of: spent[of])
+    spent = {name: seconds - ours.spent[name] for name, seconds in its.spent.items()}
+    name = max(spent, key=lambda cause: spent[cause])
     more = plan.seconds / best.seconds - 1
     if more < ALIKE:
         return f"nearly as good: {more:+.2%} of the time"

@@ -53,15 +53,15 @@ def arm(
             yield
         waited += time.perf_counter() - began
 
-    def handed_over(writer: saves.Writer, taken: saves.PendingSave, state: StageState) -> bool:
+    def handed_over(writer: saves.Writer, pending: saves.PendingSave, state: StageState) -> bool:
         nonlocal waited
         began, waited = time.perf_counter(), 0.0
         if blocking:
             with waiting():
-                writer._finish(taken, writer._write(state))
+                writer._finish(pending, writer._write(state))
             handed = True
         else:
-            handed = hand_over(writer, taken, state)
+            handed = hand_over(writer, pending, state)
         log(state, critical=time.perf_counter() - began, waited=waited)
         return handed
 

@@ -154,10 +154,10 @@ def quadratic_trials(kind: Literal["one", "any"], problem: int, trials: int) -> 
         path.append(quadratic.update(path[-1]))
     errors = norm(np.array(path))
     tolerance = float(np.sqrt(errors[-1] * errors[-2]))  # passed between iterations 999 and 1,000
-    left = errors[QUADRATIC_PERTURBED_AT]
+    distance_left = errors[QUADRATIC_PERTURBED_AT]
 
     def perturbation(hit: NDArray[np.bool_]) -> Floats:
-        sizes = log_uniform(rng, 0.05 * left, 20 * left, trials) * hit
+        sizes = log_uniform(rng, 0.05 * distance_left, 20 * distance_left, trials) * hit
         return random_perturbations(rng, sizes, (4,))
 
     if kind == "one":
@@ -283,14 +283,14 @@ def perturbations_of(kind: Kind, trials: int, at: Floats, best: Floats) -> Float
     """
     rng = np.random.default_rng([5, ["random", "adversarial", "reset"].index(kind)])
     away = at - best
-    left = float(np.linalg.norm(away))
+    distance_left = float(np.linalg.norm(away))
     match kind:
         case "random":
-            sizes = log_uniform(rng, 0.05 * left, 5 * left, trials)
+            sizes = log_uniform(rng, 0.05 * distance_left, 5 * distance_left, trials)
             return random_perturbations(rng, sizes, at.shape)
         case "adversarial":
-            sizes = log_uniform(rng, 0.05 * left, 5 * left, trials)
-            return sizes[:, None, None] * away / left
+            sizes = log_uniform(rng, 0.05 * distance_left, 5 * distance_left, trials)
+            return sizes[:, None, None] * away / distance_left
         case "reset":
             lost = rng.random((trials, len(at))) < rng.uniform(0, 1, (trials, 1))
             return -at * lost[:, :, None]

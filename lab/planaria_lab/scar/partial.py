@@ -123,14 +123,16 @@ def running_checkpoint(path: Floats, failed: int, saving: Saving, seed: int) -> 
     count = int(layout.blocks * saving.fraction)
     if every < 1 or every != saving.period * saving.fraction:
         raise ValueError(f"{saving.fraction} of a period of {saving.period} isn't an iteration")
-    held = torch.from_numpy(path[0].astype(np.float32)).flatten()
-    taken = torch.zeros(layout.blocks, dtype=torch.int64)
+    checkpoint = torch.from_numpy(path[0].astype(np.float32)).flatten()
+    taken_at = torch.zeros(layout.blocks, dtype=torch.int64)
     for k in range(every, failed, every):
         now = torch.from_numpy(path[k].astype(np.float32)).flatten()
-        blocks = choose(saving.choice, count, layout.squared_distances(now, held), taken, [seed, k])
-        layout.scatter(held, blocks, layout.gather(now, blocks))
-        taken[blocks] = k
-    return held.numpy().astype(np.float64).reshape(path.shape[1:])
+        blocks = choose(
+            saving.choice, count, layout.squared_distances(now, checkpoint), taken_at, [seed, k]
+        )
+        layout.scatter(checkpoint, blocks, layout.gather(now, blocks))
+        taken_at[blocks] = k
+    return checkpoint.numpy().astype(np.float64).reshape(path.shape[1:])
 
 
 class Costs(NamedTuple):
@@ -141,36 +143,36 @@ class Costs(NamedTuple):
     loss: Floats  # by which delta raised the cross-entropy
 
 
-def costs(of: Runs, case: RestoreCase) -> Costs:
+def costs(trained: Runs, case: RestoreCase) -> Costs:
     """`case` in every trial. Raises ValueError where a trial never comes back to the target."""
-    trials = np.arange(len(of.failed))
-    before = of.path[of.failed, trials]
+    trials = np.arange(len(trained.failed))
+    before = trained.path[trained.failed, trials]
     saved = np.stack(
         [
-            running_checkpoint(of.path[:, trial], failed, case.saving, seed=trial)
-            for trial, failed in enumerate(of.failed.tolist())
+            running_checkpoint(trained.path[:, trial], failed, case.saving, seed=trial)
+            for trial, failed in enumerate(trained.failed.tolist())
         ]
     )
-    restored = np.zeros(of.order.shape, dtype=bool)
-    count = int(case.restored * of.order.shape[1])
-    np.put_along_axis(restored, of.order[:, :count], True, axis=1)
+    restored = np.zeros(trained.order.shape, dtype=bool)
+    count = int(case.restored * trained.order.shape[1])
+    np.put_along_axis(restored, trained.order[:, :count], True, axis=1)
     weights = np.where(restored[:, :, None], saved, before)
     return Costs(
-        iterations=_iterations_to_target(of, weights) - of.unperturbed,
+        iterations=_iterations_to_target(trained, weights) - trained.unperturbed,
         perturbation=norm(weights - before),
-        loss=cross_entropy(of.data, weights) - cross_entropy(of.data, before),
+        loss=cross_entropy(trained.data, weights) - cross_entropy(trained.data, before),
     )
 
 
-def _iterations_to_target(of: Runs, weights: Floats) -> Ints:
+def _iterations_to_target(trained: Runs, weights: Floats) -> Ints:
     """From these weights [trials, rows, 10] at each trial's failure on, counted from 0."""
-    result = of.failed.copy()
+    result = trained.failed.copy()
     running = np.arange(len(weights))
     while len(running):
-        above = cross_entropy(of.data, weights) > TARGET
+        above = cross_entropy(trained.data, weights) > TARGET
         running, weights = running[above], weights[above]
         if (result[running] >= LIMIT).any():
             raise ValueError(f"a trial is above a loss of {TARGET:.3f} at iteration {LIMIT}")
-        weights = _descend(of.data, weights, of.batches[running, result[running]])
+        weights = _descend(trained.data, weights, trained.batches[running, result[running]])
         result[running] += 1
     return result

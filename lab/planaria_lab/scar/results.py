@@ -33,15 +33,17 @@ COLOURS: Final = {"priority": "#1b7837", "round": "#2166ac", "random": "#b35806"
 
 def records(trials: int) -> Iterator[Record]:
     """One at a time, as they are done."""
-    of: Record
+    fields: Record
     for problem in range(PROBLEMS):
         for kind in ("one", "any"):
-            made = convex.quadratic_trials(kind, problem, 10 * trials)
-            of = {"figure": "quadratic", "kind": kind, "problem": problem}
-            yield _record(of, bounded(made) | (points(made) if problem == 0 else {}))
-    for kind, criterion, made in convex.regression_trials(trials):
-        of = {"figure": "regression", "kind": kind, "criterion": criterion}
-        yield _record(of, bounded(made) | points(made))
+            trials_run = convex.quadratic_trials(kind, problem, 10 * trials)
+            fields = {"figure": "quadratic", "kind": kind, "problem": problem}
+            yield _record(
+                fields, bounded(trials_run) | (points(trials_run) if problem == 0 else {})
+            )
+    for kind, criterion, trials_run in convex.regression_trials(trials):
+        fields = {"figure": "regression", "kind": kind, "criterion": criterion}
+        yield _record(fields, bounded(trials_run) | points(trials_run))
     for margin in MARGINS:
         runs = partial.runs(convex.digits(margin), trials)
         half_way = runs.path[partial.ITERATIONS // 2 - 8 : partial.ITERATIONS // 2 + 1]
@@ -49,14 +51,16 @@ def records(trials: int) -> Iterator[Record]:
         yield _record({"figure": "concentration", "margin": margin}, {"eighth": _short(eighth)})
         for period in PERIODS:
             for case in partial.cases(period):
-                of = {"figure": "recovery", "margin": margin, "restored": case.restored}
-                of |= case.saving._asdict()
+                fields = {"figure": "recovery", "margin": margin, "restored": case.restored}
+                fields |= case.saving._asdict()
                 costs = partial.costs(runs, case)
-                yield _record(of, {name: _short(value) for name, value in costs._asdict().items()})
+                yield _record(
+                    fields, {name: _short(value) for name, value in costs._asdict().items()}
+                )
 
 
-def _record(of: Record, content: Record) -> Record:
-    return {"of": list(of)} | of | content
+def _record(fields: Record, content: Record) -> Record:
+    return {"of": list(fields)} | fields | content
 
 
 def _short(values: Iterable[float]) -> list[float]:
@@ -64,39 +68,39 @@ def _short(values: Iterable[float]) -> list[float]:
     return [float(f"{value:.6g}") for value in values]
 
 
-def bounded(made: Trials) -> Record:
+def bounded(trials: Trials) -> Record:
     """How the costs compare with the bound, for each way to have c; of perturbed trials only."""
-    costs = made.iterations - made.unperturbed
-    result: Record = {"unperturbed": made.unperturbed}
-    for name, c in made.rates._asdict().items():
-        discounted = time_discounted(made.norms, c)
+    costs = trials.iterations - trials.unperturbed
+    result: Record = {"unperturbed": trials.unperturbed}
+    for name, c in trials.rates._asdict().items():
+        discounted = time_discounted(trials.norms, c)
         some = discounted > 0
-        bound = iteration_cost_bound(discounted[some], made.distance, c)
-        needed = iterations_bound(discounted[some], made.distance, c, made.tolerance)
+        bound = iteration_cost_bound(discounted[some], trials.distance, c)
+        needed = iterations_bound(discounted[some], trials.distance, c, trials.tolerance)
         # Iterations are whole: what is less than one above a bound is not above it.
         comparison = {
             "c": c,
             "above": np.mean(costs[some] >= bound + 1),
             "worst": np.max(costs[some] - bound),
             "share": np.median(costs[some] / bound),
-            "needed_above": np.mean(made.iterations[some] >= needed + 1),
+            "needed_above": np.mean(trials.iterations[some] >= needed + 1),
         }
         result[name] = dict(zip(comparison, _short(comparison.values()), strict=True))
     return result
 
 
-def points(made: Trials) -> Record:
+def points(trials: Trials) -> Record:
     return {
-        "distance": made.distance,
-        "norms": _short(time_discounted(made.norms, 1)),
-        "discounted": _short(time_discounted(made.norms, made.rates.mean)),
-        "perturbed_at": list(made.norms),
-        "costs": (made.iterations - made.unperturbed).tolist(),
+        "distance": trials.distance,
+        "norms": _short(time_discounted(trials.norms, 1)),
+        "discounted": _short(time_discounted(trials.norms, trials.rates.mean)),
+        "perturbed_at": list(trials.norms),
+        "costs": (trials.iterations - trials.unperturbed).tolist(),
     }
 
 
-def pick(results: Iterable[Record], **of: object) -> list[Record]:
-    return [record for record in results if all(record.get(k) == v for k, v in of.items())]
+def pick(results: Iterable[Record], **fields: object) -> list[Record]:
+    return [record for record in results if all(record.get(k) == v for k, v in fields.items())]
 
 
 def confidence(values: Sequence[float]) -> tuple[float, float]:
@@ -151,7 +155,7 @@ def _quadratic_table(results: Sequence[Record]) -> str:
     rows = []
     for kind, words in {"one": "one, at 500", "any": "p = 0.001 at each"}.items():
         problems = pick(results, figure="quadratic", kind=kind)
-        for name, of in RATES.items():
+        for name, label in RATES.items():
             columns = {
                 key: np.array([record[name][key] for record in problems])
                 for key in ("c", "above", "worst", "share", "needed_above")
@@ -159,7 +163,7 @@ def _quadratic_table(results: Sequence[Record]) -> str:
             rows.append(
                 [
                     words,
-                    of,
+                    label,
                     spread(columns["c"], ".4f"),
                     spread(columns["above"], ".0%"),
                     spread(columns["worst"], ".0f"),
@@ -183,12 +187,12 @@ BOUND_COLUMNS: Final = (
 def _regression_table(results: Sequence[Record]) -> str:
     rows = []
     for record in pick(results, figure="regression"):
-        for name, of in RATES.items():
+        for name, label in RATES.items():
             figures = record[name]
             rows.append(
                 [
                     f"{record['kind']}, until the {record['criterion']}",
-                    of,
+                    label,
                     f"{figures['c']:.4f}",
                     f"{figures['above']:.0%}",
                     f"{figures['worst']:.1f}",
@@ -200,9 +204,9 @@ def _regression_table(results: Sequence[Record]) -> str:
     return _table(["perturbation", *BOUND_COLUMNS], rows)
 
 
-def _recovery_table(of: Iterable[Record], recoveries: Sequence[Record]) -> str:
+def _recovery_table(shown: Iterable[Record], recoveries: Sequence[Record]) -> str:
     rows = []
-    for record in of:
+    for record in shown:
         whole = record["restored"] == 1
         (full,) = pick(recoveries, margin=record["margin"], period=record["period"], restored=1.0)
         mean, half = confidence(record["iterations"])
@@ -310,12 +314,12 @@ def _plot_bound(axis: Axes, record: Record, x: str, label: str) -> None:
     axis.set(xscale="log", xlabel=label, ylabel="iteration cost")
 
 
-def _plot_partial(axis: Axes, of: Sequence[Record]) -> None:
-    (full,) = pick(of, restored=1.0)
+def _plot_partial(axis: Axes, shown: Sequence[Record]) -> None:
+    (full,) = pick(shown, restored=1.0)
     mean, half = confidence(full["iterations"])
     axis.axhline(mean, color=COLOURS["full"], linestyle="--", label="full recovery")
     axis.axhspan(mean - half, mean + half, color=COLOURS["full"], alpha=0.12, linewidth=0)
-    wholes = [record for record in pick(of, fraction=1.0) if record["restored"] < 1]
+    wholes = [record for record in pick(shown, fraction=1.0) if record["restored"] < 1]
     means, halves = zip(*(confidence(record["iterations"]) for record in wholes), strict=True)
     lost = [str(Fraction(record["restored"])) for record in wholes]
     axis.bar(lost, means, yerr=halves, capsize=4, width=0.6, color="#92c5de", label="partial")
@@ -323,13 +327,13 @@ def _plot_partial(axis: Axes, of: Sequence[Record]) -> None:
     axis.set_title(f"a checkpoint every {full['period']} iterations")
 
 
-def _plot_choice(axis: Axes, of: Sequence[Record]) -> None:
-    (full,) = pick(of, restored=1.0)
+def _plot_choice(axis: Axes, shown: Sequence[Record]) -> None:
+    (full,) = pick(shown, restored=1.0)
     mean, _ = confidence(full["iterations"])
     axis.axhline(mean, color=COLOURS["full"], linestyle="--", label="full recovery, r = 1")
-    whole = pick(of, fraction=1.0, restored=1 / 2)
+    whole = pick(shown, fraction=1.0, restored=1 / 2)
     for shift, choice in zip((-0.04, 0, 0.04), partial.CHOICES, strict=True):
-        some = [*whole, *(r for r in pick(of, choice=choice) if r["fraction"] < 1)]
+        some = [*whole, *(r for r in pick(shown, choice=choice) if r["fraction"] < 1)]
         means, halves = zip(*(confidence(record["iterations"]) for record in some), strict=True)
         places = np.arange(len(some)) + shift
         axis.errorbar(

@@ -246,7 +246,7 @@ def _time_tasks(run: RunFile, config: ModelConfig, stage: int) -> Seconds:
     optimizer = StageOptimizer(module, torch.device("cpu"))
     shape = (run.training.microbatch, config.context)
     tokens = torch.zeros(shape, dtype=torch.int64)
-    given = torch.zeros(*shape, config.crossing)
+    activation = torch.zeros(*shape, config.crossing)
     gradient = optimizer.gradient.clone()
 
     def apply() -> None:
@@ -261,19 +261,19 @@ def _time_tasks(run: RunFile, config: ModelConfig, stage: int) -> Seconds:
     }
 
     def crossing() -> torch.Tensor:
-        return given.clone().requires_grad_()
+        return activation.clone().requires_grad_()
 
     if isinstance(module, EmbeddingStage):
         loss = _median(lambda: module.loss(crossing(), tokens).backward())  # type: ignore[no-untyped-call]
         return Seconds(
             forward=_median(lambda: module.embed(tokens)),
-            backward=_back(lambda: module.embed(tokens), given),
+            backward=_back(lambda: module.embed(tokens), activation),
             head=loss,
             **rest,
         )
     assert isinstance(module, BodyStage)
     forward = _median(lambda: module(crossing()))
-    backward = _back(lambda: module(crossing()), given)
+    backward = _back(lambda: module(crossing()), activation)
     chain = [Learner(module, 1e-9, run.training.precision == "bf16")]
     some = torch.randn(relearned_at_a_time(run, config), config.context, config.crossing)
     relearn = _median(lambda: learn(chain, some, 2 * some))
@@ -282,8 +282,8 @@ def _time_tasks(run: RunFile, config: ModelConfig, stage: int) -> Seconds:
 
 def _back(forward: Callable[[], torch.Tensor], gradient: torch.Tensor) -> float:
     """Seconds of a backward pass."""
-    made = iter([forward() for _ in range(REPEATS + 1)])
-    return _median(lambda: next(made).backward(gradient))  # type: ignore[no-untyped-call]
+    outputs = iter([forward() for _ in range(REPEATS + 1)])
+    return _median(lambda: next(outputs).backward(gradient))  # type: ignore[no-untyped-call]
 
 
 def _median(task: Callable[[], object]) -> float:
@@ -328,7 +328,7 @@ def calibrate(samples: Sequence[Live], vocabulary: int, timed: Timed = time_task
     step = statistics.median(sample.step for sample in by_case[PLAIN.name])
     cores = len(os.sched_getaffinity(0))
     plain = swarm_of(PLAIN, vocabulary, Transport(), cores, timed)
-    known = {policy: by_case[c.name] for policy, c in CALIBRATIONS.items() if c.name in by_case}
+    by_policy = {policy: by_case[c.name] for policy, c in CALIBRATIONS.items() if c.name in by_case}
 
     def seconds(overhead: float) -> float:
         slower = replace(plain, transport=Transport(overhead, overhead))
@@ -341,10 +341,13 @@ def calibrate(samples: Sequence[Live], vocabulary: int, timed: Timed = time_task
     return Calibration(
         Transport(low, low),
         cores,
-        {policy: statistics.median(sample.start for sample in of) for policy, of in known.items()},
         {
-            policy: max(0.0, statistics.median(sample.after - sample.step for sample in of))
-            for policy, of in known.items()
+            policy: statistics.median(sample.start for sample in measured)
+            for policy, measured in by_policy.items()
+        },
+        {
+            policy: max(0.0, statistics.median(sample.after - sample.step for sample in measured))
+            for policy, measured in by_policy.items()
         },
     )
 
@@ -373,26 +376,26 @@ def compare(
 ) -> tuple[Calibration, list[Compared]]:
     """Every case that was measured, and its policy without delays; medians over the swarms. Raises
     LiveError."""
-    known = calibrate(samples, vocabulary, timed)
+    calibration = calibrate(samples, vocabulary, timed)
     compared = []
     for case in CASES:
-        of = [sample for sample in samples if sample.case == case.name]
-        if not of or case.policy not in known.start:
+        measured = [sample for sample in samples if sample.case == case.name]
+        if not measured or case.policy not in calibration.start:
             continue
-        swarm = swarm_of(case, vocabulary, known.transport, known.cores, timed)
+        swarm = swarm_of(case, vocabulary, calibration.transport, calibration.cores, timed)
         kill = parse_kill(case.kill, swarm.run)
         compared.append(
             Compared(
                 case,
-                live_step=statistics.median(sample.step for sample in of),
+                live_step=statistics.median(sample.step for sample in measured),
                 step=simulate_step(swarm, LOOKED_AT).seconds,
-                live_stall=statistics.median(sample.stall for sample in of),
+                live_stall=statistics.median(sample.stall for sample in measured),
                 stall=predicted_stall(
-                    swarm, kill, known.start[case.policy], known.warm_up[case.policy]
+                    swarm, kill, calibration.start[case.policy], calibration.warm_up[case.policy]
                 ),
             )
         )
-    return known, compared
+    return calibration, compared
 
 
 def predicted_stall(swarm: Swarm, kill: Kill, start: float, warm_up: float) -> float:
@@ -407,7 +410,7 @@ def predicted_stall(swarm: Swarm, kill: Kill, start: float, warm_up: float) -> f
     return simulate_run(swarm, churn).losses[0].stall
 
 
-def table(known: Calibration, compared: Sequence[Compared]) -> str:
+def table(calibration: Calibration, compared: Sequence[Compared]) -> str:
     """The comparison as a table in Markdown."""
     lines = [
         "| swarm | s a step, live | simulated | error | stall, live | simulated | error |",
@@ -434,13 +437,13 @@ def table(known: Calibration, compared: Sequence[Compared]) -> str:
                 f"Median error of the {figure}: {median:.1%} (goal {goal:.0%}: {verdict}).",
             ]
     newcomers = ", ".join(
-        f"{policy} {known.start[policy]:.2f} and {known.warm_up[policy]:.2f}"
-        for policy in known.start
+        f"{policy} {calibration.start[policy]:.2f} and {calibration.warm_up[policy]:.2f}"
+        for policy in calibration.start
     )
     lines += [
         "",
-        f"Calibrated on swarms without delays: {known.transport.frame * 1e3:.2f} ms for each frame "
-        f"and message at each end; seconds until a newcomer has joined, and more in its first "
-        f"step: {newcomers}. {known.cores} cores for all nodes. {machine()}.",
+        f"Calibrated on swarms without delays: {calibration.transport.frame * 1e3:.2f} ms for "
+        f"each frame and message at each end; seconds until a newcomer has joined, and more in "
+        f"its first step: {newcomers}. {calibration.cores} cores for all nodes. {machine()}.",
     ]
     return "\n".join(lines) + "\n"

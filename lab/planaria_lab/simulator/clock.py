@@ -83,8 +83,8 @@ class Cores:
     def _plan(self) -> None:
         self._version += 1
         if self._running:
-            left = max(0.0, self._running[0][0] - self._share)
-            self.clock.after(left / self._rate(), partial(self._end, self._version))
+            remaining = max(0.0, self._running[0][0] - self._share)
+            self.clock.after(remaining / self._rate(), partial(self._end, self._version))
 
     def _end(self, version: int) -> None:
         if version != self._version:

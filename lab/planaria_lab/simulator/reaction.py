@@ -85,8 +85,8 @@ def sending_again(swarm: Swarm, stage: int, microbatches: float) -> float:
     activations by the one, gradients by the other, at the same time."""
     ring = swarm.config.stages + 1
     seconds = 0.0
-    for way, kind in ((-1, "activation"), (1, "gradient")):
-        link = swarm.link((stage + way) % ring, stage)
+    for direction, kind in ((-1, "activation"), (1, "gradient")):
+        link = swarm.link((stage + direction) % ring, stage)
         size = frame_bytes(swarm.run, swarm.config, kind)
         seconds = max(seconds, link.delay_ms / 1e3 + microbatches * size * 8 / (link.mbps * 1e6))
     return seconds
@@ -139,7 +139,7 @@ def settling(swarm: Swarm, stage: int, method: str) -> float:
     a gradient in, and out, unless the neighbours have just sent it the state over theirs."""
     ring = swarm.config.stages + 1
     size = frame_bytes(swarm.run, swarm.config, "activation")
-    around = [swarm.link(stage, (stage + way) % ring) for way in (1, -1)]
+    around = [swarm.link(stage, (stage + direction) % ring) for direction in (1, -1)]
     once = sum(slow_start(link, size) for link in around)
     return once if method in NEIGHBOURS else 2 * once
 
@@ -152,8 +152,8 @@ def relearning(swarm: Swarm, stage: int, method: str, at_most: float) -> float:
     if method not in INEXACT or not recovery.relearn.passes or stage == 0:
         return 0.0
     seconds = next(group.seconds for group in swarm.groups if group.stage == stage)
-    kept = kept_bytes(config, training.microbatch * config.context, run.wire)
-    crossed = recovery.relearn.steps * training.microbatches * kept
+    kept_size = kept_bytes(config, training.microbatch * config.context, run.wire)
+    crossed = recovery.relearn.steps * training.microbatches * kept_size
     around = [swarm.link(stage - 1, stage), swarm.link((stage + 1) % (config.stages + 1), stage)]
     fetch = max(
         crossed * 8 / (link.mbps * 1e6) + 2 * link.delay_ms / 1e3 + slow_start(link, crossed)

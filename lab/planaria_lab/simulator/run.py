@@ -324,7 +324,7 @@ class _Run:
         groups = {group.stage: i for i, group in reversed([*enumerate(self.swarm.groups)])}
 
         def add(name: str) -> None:
-            stage = min(self.stages, key=lambda of: (counts[of], of))
+            stage = min(self.stages, key=lambda number: (counts[number], number))
             places[name] = place = LostPlace(stage, numbers[stage])
             counts[stage] += 1
             numbers[stage] += 1
@@ -429,8 +429,8 @@ class _Run:
         coming = self.iterations + 1
         for place in self.listed.pop(coming, ()):
             self._later(self.churn.phase * duration, partial(self._lose_place, place))
-        left = self.swarm.run.steps - self.committed
-        return min([left, *(at - coming for at in self.listed if at > coming)])
+        remaining = self.swarm.run.steps - self.committed
+        return min([remaining, *(at - coming for at in self.listed if at > coming)])
 
     def _admit(self) -> None:
         """Those who are ready have their stage's state now."""
@@ -512,20 +512,20 @@ class _Run:
         step, present = self._step(), self._present()
         window = self.swarm.run.training.microbatches
         longest = self.left * step.seconds
-        for stage, gone in Counter(stage for stage, _ in lost).items():
-            here = self._trained(stage)
-            redone = (1 - self.left) * window * gone / (gone + here)
+        for stage, lost_count in Counter(stage for stage, _ in lost).items():
+            present_count = self._trained(stage)
+            redone = (1 - self.left) * window * lost_count / (lost_count + present_count)
             groups = [group for group in present.groups if group.stage == stage]
             notified = reaction.notified(present, self.churn, stage)
             if self.masking == "spare":  # one does it all, but what it has done ahead
-                share = window / (gone + here)
+                share = window / (lost_count + present_count)
                 microbatches = share * (2 * self.left + (1 - self.left) * (1 - self.ahead))
                 slowest = max(group.seconds.microbatch for group in groups if group.count)
                 longest = max(longest, notified + microbatches * slowest + step.reduce)
                 continue
             speed = sum(group.count / group.seconds.microbatch for group in groups)
             computing = (redone + self.left * window) / speed
-            sending = reaction.sending_again(present, stage, redone / here)
+            sending = reaction.sending_again(present, stage, redone / present_count)
             longest = max(longest, notified + max(computing, sending) + step.reduce)
         return longest / step.seconds
 
@@ -562,7 +562,7 @@ class _Run:
                 return
             if self.struck is None and not self._vacant():
                 back += self._go_back(decisions)
-                rebuilt += [_rebuilt(stage, how) for stage, how in decisions.items()]
+                rebuilt += [_rebuilt(stage, decision) for stage, decision in decisions.items()]
                 self._admit()
         self._abort()
         if rebuilt:
@@ -603,7 +603,7 @@ class _Run:
         left = Left(self.swarm.config.stages, self.committed, survivors, held=[*self._held()])
         recovery = self.swarm.run.recovery
         decisions = {stage: decide(stage, left, recovery.policy, recovery.strict) for stage in lost}
-        stops = [how.reason for how in decisions.values() if isinstance(how, Stop)]
+        stops = [decision.reason for decision in decisions.values() if isinstance(decision, Stop)]
         self.stopped = stops[0] if stops else ""
         return decisions
 
@@ -627,12 +627,12 @@ class _Run:
         for place in first.values():
             name = f"{place.stage}.{place.number}"
             if self.policy == "redundant":
-                of = (place.stage + 1) % (stages + 1)
-                yield Held("redundant", Source(name, of, self.committed))
-            for kind, of in held_at(place.stage, stages):
-                if kind == sent_as(self.policy, of, snapshot.first):
+                other_stage = (place.stage + 1) % (stages + 1)
+                yield Held("redundant", Source(name, other_stage, self.committed))
+            for kind, other_stage in held_at(place.stage, stages):
+                if kind == sent_as(self.policy, other_stage, snapshot.first):
                     late = due if kind == "snapshot" else 0
-                    yield Held(kind, Source(name, of, max(0, self.committed - late)))
+                    yield Held(kind, Source(name, other_stage, max(0, self.committed - late)))
 
     def _last_duration(self) -> float:
         return self.spent[-1] if self.spent else math.inf
@@ -645,35 +645,37 @@ class _Run:
         gather = reaction.gathering(present)
         if not decisions:
             return gather + (self.churn.warm_up if self.entering else 0.0)
-        if any(isinstance(how, RollBack) for how in decisions.values()):
-            loading = [reaction.fetching(present, of, "checkpoint", ()) for of in self.stages]
-            settling = [reaction.settling(present, of, "checkpoint") for of in decisions]
+        if any(isinstance(decision, RollBack) for decision in decisions.values()):
+            loading = [
+                reaction.fetching(present, number, "checkpoint", ()) for number in self.stages
+            ]
+            settling = [reaction.settling(present, number, "checkpoint") for number in decisions]
             return 2 * gather + max(loading) + max(settling) + self.churn.warm_up
         longest = 0.0
-        for stage, how in decisions.items():
-            assert isinstance(how, Rebuild)
-            seconds = reaction.fetching(present, stage, how.method, self._sources(how))
-            seconds += reaction.relearning(present, stage, how.method, relearning)
+        for stage, decision in decisions.items():
+            assert isinstance(decision, Rebuild)
+            seconds = reaction.fetching(present, stage, decision.method, self._sources(decision))
+            seconds += reaction.relearning(present, stage, decision.method, relearning)
             newcomers = [place for place in self.entering if place.stage == stage]
             if len(newcomers) > 1:
                 single = replace(self.swarm.groups[self.nodes[newcomers[0]].group], count=1)
                 seconds += gather + reaction.fetching(present, stage, "replica", [single])
             if self.policy == "redundant":  # it needs its twin, too
-                of = (stage + 1) % len(self.stages)
-                held = [group for group in self.swarm.groups if group.stage == of]
-                seconds += gather + reaction.fetching(present, stage, "replica", held, twin=True)
-            longest = max(longest, seconds + reaction.settling(present, stage, how.method))
+                next_stage = (stage + 1) % len(self.stages)
+                groups = [group for group in self.swarm.groups if group.stage == next_stage]
+                seconds += gather + reaction.fetching(present, stage, "replica", groups, twin=True)
+            longest = max(longest, seconds + reaction.settling(present, stage, decision.method))
         return 2 * gather + longest + self.churn.warm_up
 
-    def _sources(self, how: Rebuild) -> list[Group]:
-        places = (LostPlace(*map(int, source.node.split("."))) for source in how.sources)
+    def _sources(self, rebuild: Rebuild) -> list[Group]:
+        places = (LostPlace(*map(int, source.node.split("."))) for source in rebuild.sources)
         counts = Counter(self.nodes[place].group for place in places)
         return [replace(self.swarm.groups[group], count=n) for group, n in counts.items()]
 
     def _go_back(self, decisions: Mapping[int, Decision]) -> int:
         """Committed steps that are given up."""
         to = min(
-            (how.step for how in decisions.values() if isinstance(how, RollBack)),
+            (decision.step for decision in decisions.values() if isinstance(decision, RollBack)),
             default=self.committed,
         )
         given_up = self.spent[to:]
@@ -682,7 +684,7 @@ class _Run:
         return len(given_up)
 
 
-def _rebuilt(stage: int, how: Decision) -> Rebuilt:
-    if isinstance(how, Rebuild):
-        return Rebuilt(stage, how.method, how.same_weights, how.fallback)
+def _rebuilt(stage: int, decision: Decision) -> Rebuilt:
+    if isinstance(decision, Rebuild):
+        return Rebuilt(stage, decision.method, decision.same_weights, decision.fallback)
     return Rebuilt(stage, "checkpoint", same_weights=True, fallback=False)

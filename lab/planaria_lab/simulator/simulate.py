@@ -237,8 +237,10 @@ def table2(
     from planaria_lab.simulator.table2 import draw, findings, lab_factors, table
 
     with refusing(LinkError, SwarmFiguresError):
-        known = read_links(links or WAN_LINKS)
-        drawn = [draw(known, seed, number) for number in track(range(draws), "choices of sites")]
+        site_links = read_links(links or WAN_LINKS)
+        drawn = [
+            draw(site_links, seed, number) for number in track(range(draws), "choices of sites")
+        ]
     factors = lab_factors(study) if study is not None else None
     text = f"{table(drawn, factors)}\n{findings(drawn, factors)}"
     out.mkdir(parents=True, exist_ok=True)

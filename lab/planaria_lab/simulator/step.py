@@ -168,9 +168,9 @@ def lane(swarm: Swarm) -> Cast:
         single.link(0, 0).delay_ms / 1e3 if sources > 1 else 0.0,
         {stage: averaging_seconds(swarm, stage) for stage in stages},
         {
-            of: single.link(of, of).delay_ms / 1e3
-            for of in stages
-            if compares(swarm.replicas(of), of)
+            stage: single.link(stage, stage).delay_ms / 1e3
+            for stage in stages
+            if compares(swarm.replicas(stage), stage)
         },
     )
 
@@ -426,8 +426,8 @@ class _Training:
         self.sent_ahead = self.done_ahead = 0  # frames to stand-ins, and what they have done
         self.twins = swarm.run.recovery.policy == "redundant"
         for node in self.nodes.values() if self.twins else ():
-            held = self.by_stage[(node.stage + 1) % len(self.stages)][0].seconds
-            node.twin_apply = held.apply
+            next_seconds = self.by_stage[(node.stage + 1) % len(self.stages)][0].seconds
+            node.twin_apply = next_seconds.apply
         self.updates = dict(self._updates())
         self.averages: dict[int, _Average] = {}
         self.scored = self.homes = self.ready = 0  # sources, microbatches, nodes
@@ -442,17 +442,17 @@ class _Training:
         snapshot = run.recovery.snapshot
         for stage in self.stages:
             kind = sent_as(policy, stage, snapshot.first)
-            way = None if kind is None else route_of_copies(kind, stage, members, config.stages)
-            if way is None or not way.holders:
+            route = None if kind is None else route_of_copies(kind, stage, members, config.stages)
+            if route is None or not route.holders:
                 continue
             size, period, pace = copy_bytes(config), 1, 0.0
             if kind == "snapshot":
                 size = round(snapshot.fraction * snapshot_bytes(run, config, stage))
                 period = steps_between(snapshot.fraction, snapshot.period)
                 pace = 8 / (snapshot.mbps * 1e6)
-            holders = [self.nodes[name] for name in way.holders]
-            sender = self.nodes[way.sender]
-            yield way.sender, _Updates(self, sender, holders, size, period, pace)
+            holders = [self.nodes[name] for name in route.holders]
+            sender = self.nodes[route.sender]
+            yield route.sender, _Updates(self, sender, holders, size, period, pace)
 
     def run(self, pooled: bool) -> MeanStep:
         self.begin()
@@ -468,7 +468,10 @@ class _Training:
             home - begun for home, begun in zip(self.all_home[1:], self.decided[1:], strict=False)
         )
         busy = {name: node.thread.busy_seconds / self.steps for name, node in self.nodes.items()}
-        candidates = [Bottleneck("compute", n, of * self.steps / whole) for n, of in busy.items()]
+        candidates = [
+            Bottleneck("compute", n, busy_share * self.steps / whole)
+            for n, busy_share in busy.items()
+        ]
         candidates += [
             Bottleneck("link", f"{a} -> {b}", wire.busy_seconds / whole)
             for (a, b), wire in self.wires.items()
@@ -502,8 +505,8 @@ class _Training:
         if not self.transport.frame:
             wire.send(URGENCY[kind], size, then, background)
             return
-        taken = partial(b.loop.post, 0, self.transport.frame, then)
-        sent = partial(wire.send, URGENCY[kind], size, taken, background)
+        received = partial(b.loop.post, 0, self.transport.frame, then)
+        sent = partial(wire.send, URGENCY[kind], size, received, background)
         a.loop.post(0, self.transport.frame, sent)
 
     def message(self, a: _Node, b: _Node, then: Then) -> None:
@@ -512,8 +515,8 @@ class _Training:
             self.clock.after(self.cast.away, then) if self.cast.away else then()
             return
         delay = self.swarm.network.between(a.site, b.site).delay_ms / 1e3
-        taken = partial(b.loop.post, 0, self.transport.message, then)
-        sent = partial(self.clock.after, delay, taken)
+        received = partial(b.loop.post, 0, self.transport.message, then)
+        sent = partial(self.clock.after, delay, received)
         a.loop.post(0, self.transport.message, sent)
 
     def speak_to_others(self, then: Then | None = None) -> None:
@@ -593,8 +596,8 @@ class _Training:
             node.waiting.extend(route for route in self.plan if route.nodes[0] == node.name)
             node.unscored = len(node.waiting)
             self.inject(node)
-        held, node.held = node.held, []
-        for take in held:
+        postponed, node.held = node.held, []
+        for take in postponed:
             take()
         if not node.visits:
             self.reduce(node)

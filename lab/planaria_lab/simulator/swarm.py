@@ -136,11 +136,11 @@ class Swarm:
     def uplinks(self) -> dict[str, float]:
         """Site -> Mbit/s that heartbeats leave of its uplink; a tenth of it at least."""
         nodes = sum(self.counts)
-        left = {}
+        remaining = {}
         for site, mbps in self.network.uplinks.items():
-            here = sum(group.count for group in self.groups if group.site == site)
-            left[site] = max(mbps / 10, mbps - 8e-6 * HEARTBEAT * here * (nodes - here))
-        return left
+            present = sum(group.count for group in self.groups if group.site == site)
+            remaining[site] = max(mbps / 10, mbps - 8e-6 * HEARTBEAT * present * (nodes - present))
+        return remaining
 
     def with_counts(self, counts: Iterable[int]) -> Swarm:
         groups = zip(self.groups, counts, strict=True)

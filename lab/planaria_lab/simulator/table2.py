@@ -106,8 +106,10 @@ def swarm(places: Sequence[str], links: Sequence[Link], policy: str, batch: int)
     run = _run(policy, batch, microbatch)
     config = model_config(run.model, VOCABULARY)
     seconds = {s: seconds_at(run, config, s, FLOPS, MEMORY) for s in range(config.stages + 1)}
-    made = uniform(run, config, sites(links), seconds, REPLICAS, places)
-    return Swarm(made.run, config, made.groups, made.network, storage_mbps=STORAGE)
+    uniform_swarm = uniform(run, config, sites(links), seconds, REPLICAS, places)
+    return Swarm(
+        uniform_swarm.run, config, uniform_swarm.groups, uniform_swarm.network, storage_mbps=STORAGE
+    )
 
 
 def _run(policy: str, batch: int, microbatch: int, steps: int = 1) -> RunFile:

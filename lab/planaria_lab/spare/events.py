@@ -196,7 +196,10 @@ class _Training:
         if system.clocks == "groups":
             lives = np.sort(life * self.failing.weibull(system.shape, groups))
             return iter(np.diff(lives, prepend=0.0))
-        return (life / left * self.failing.weibull(system.shape) for left in range(groups, 0, -1))
+        return (
+            life / groups_left * self.failing.weibull(system.shape)
+            for groups_left in range(groups, 0, -1)
+        )
 
     def train(self) -> Events:
         system, outcome = self.system, self.outcome

@@ -63,7 +63,8 @@ def curves(rows: Sequence[Row]) -> dict[str, tuple[str, Curves]]:
                 by_place = values.setdefault((row["how"], figure), defaultdict(list))
                 by_place[row["groups"], row["redundancy"]].append(row[figure])
     means = {
-        of: {at: float(np.mean(values)) for at, values in by.items()} for of, by in values.items()
+        key: {at: float(np.mean(values)) for at, values in by_place.items()}
+        for key, by_place in values.items()
     }
     tabled, simulated = means["Monte Carlo", "failures"], means["SPARe+CKPT", "stacks"]
     published = {at: row for at, row in MONTE_CARLO.items() if at in tabled}
@@ -118,8 +119,8 @@ def curves(rows: Sequence[Row]) -> dict[str, tuple[str, Curves]]:
 
 def _lines(by_name: Mapping[str, Mapping[tuple[int, int], float]]) -> Curves:
     lines: Curves = {}
-    for name, by in by_name.items():
-        for (groups, redundancy), value in sorted(by.items()):
+    for name, by_place in by_name.items():
+        for (groups, redundancy), value in sorted(by_place.items()):
             lines.setdefault((groups, name), {})[redundancy] = value
     return lines
 

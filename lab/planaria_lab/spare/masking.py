@@ -120,11 +120,12 @@ def reorder(stacks: Stacks, lost: Iterable[int]) -> Masked | WipedOut:
     depth with the fewest moves.
     """
     stacks = stacks.without(lost)
-    gone = np.flatnonzero(~stacks.hosted())
-    if len(gone):
+    unhosted = np.flatnonzero(~stacks.hosted())
+    if len(unhosted):
         return WipedOut(
-            tuple(gone.tolist()),
-            f"wiped out: no survivor hosts {len(gone)} of {stacks.types} types, first {gone[0]}",
+            tuple(unhosted.tolist()),
+            f"wiped out: no survivor hosts {len(unhosted)} of {stacks.types} types, "
+            f"first {unhosted[0]}",
         )
     missing = ~stacks.covered()
     if not missing.any():
@@ -157,11 +158,11 @@ def assign(stacks: Stacks, missing: NDArray[np.bool_]) -> tuple[dict[int, int], 
     """A surviving host for each of these types (bool, (types,)), so that the busiest has as few as
     possible, and how many it has. Every one must have a surviving host. The patch compute."""
     types, groups, _ = _edges(stacks)
-    asked = missing[types]
+    edges_wanted = missing[types]
     (wanted,) = np.nonzero(missing)
     depth = max(1, -(-len(wanted) // int(stacks.alive.sum())))
     while True:
-        hosts = _spread(stacks, types[asked], groups[asked], depth)[wanted]
+        hosts = _spread(stacks, types[edges_wanted], groups[edges_wanted], depth)[wanted]
         if (hosts != NONE).all():
             return dict(zip(wanted.tolist(), hosts.tolist(), strict=True)), depth
         depth += 1

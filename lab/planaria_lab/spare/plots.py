@@ -38,14 +38,14 @@ def plot_depths(curves: Mapping[tuple[int, int, int], NDArray[np.float64]], path
 def plot_by_redundancy(
     curves: Mapping[tuple[int, str], Mapping[int, float]], label: str, path: Path
 ) -> None:
-    """`what` against redundancy, by (groups, line)."""
+    """`label` against redundancy, by (groups, line)."""
     sizes = sorted({groups for groups, _ in curves})
     figure, axes = plt.subplots(1, len(sizes), figsize=(4.5 * len(sizes), 3.8), squeeze=False)
     for ax, size in zip(axes[0], sizes, strict=True):
-        shown = {line: by for (groups, line), by in curves.items() if groups == size}
-        for place, (line, by) in enumerate(shown.items()):
-            style = distinct_style(place, len(shown), len(by))
-            ax.plot(list(by), list(by.values()), label=line, **style)
+        shown = {line: figures for (groups, line), figures in curves.items() if groups == size}
+        for place, (line, figures) in enumerate(shown.items()):
+            style = distinct_style(place, len(shown), len(figures))
+            ax.plot(list(figures), list(figures.values()), label=line, **style)
         ax.set(title=f"N = {size}", xlabel="redundancy r", ylabel=label, ylim=(0, None))
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.legend(frameon=False, fontsize=8)

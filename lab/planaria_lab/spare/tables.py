@@ -236,8 +236,8 @@ def compare(groups: Sequence[int], trails: int, deepest: int, seed: int, out: Pa
         typer.echo(f"{size} groups: done", err=True)
     plot_by_redundancy(
         {
-            key: {r: days(outcomes) for r, outcomes in by.items() if days(outcomes) < 10}
-            for key, by in curves.items()
+            key: {r: days(outcomes) for r, outcomes in by_redundancy.items() if days(outcomes) < 10}
+            for key, by_redundancy in curves.items()
         },
         "days to train",
         out / "compare.png",

@@ -28,7 +28,7 @@ class CutSwarm(Swarm):
         super().__init__(out, data, RUN, {})
         self.dials = dials
         self.proxies = {
-            slot: Proxy(who=self.processes.running) for slot in ("0.0", SPARE, "1.0", "2.0")
+            slot: Proxy(processes=self.processes.running) for slot in ("0.0", SPARE, "1.0", "2.0")
         }
 
     def reached_at(self, slot: str) -> list[str]:
