@@ -1,9 +1,9 @@
-"""What one wants to know before renting, and whether the papers' claims hold here.
+"""Planning before machines are rented, and tests of the papers' claims.
 
 planaria imports nothing of it: command.py adds `planaria lab` and `planaria plan` to its command by
 entry points. `convergence`: what losses cost in learning. `emulation`: live swarms behind links
-with delay and bandwidth. `chaos`: live swarms that are made sick on purpose. `saves`: what writing
+with delay and bandwidth. `chaos`: live swarms under injected faults. `saves`: what writing
 them costs a live swarm. `simulator`: swarms in simulated time. `planning`: what to rent. `scar` and
 `spare`: the experiments of two papers. `bench`: measurements, each beside a
-reference. lines.py: how their plots' lines are told apart.
+reference. lines.py: distinct styles of lines in plots.
 """

@@ -46,8 +46,8 @@ class Figures(NamedTuple):
 
 
 def blinking(replicas: int, spell: float, out: Path) -> Figures:
-    """Of a swarm with so many nodes a stage, each kind for `spell` seconds. Raises SystemExit when
-    it does not go on, or another promise is broken."""
+    """Measures a swarm with so many nodes a stage, each kind of break for `spell` seconds. Raises
+    SystemExit when training stops, or another promise is broken."""
     rest = min(spell, LONGEST_QUIET)
     faults = [
         Fault(rest + n * (spell + rest), kind, EVERYBODY, spell, {})

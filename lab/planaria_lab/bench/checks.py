@@ -1,4 +1,4 @@
-"""What it costs a stage to hold numbers against what can be, as a share of a step.
+"""The cost of a stage's checks of numbers, as a share of a step.
 
 In a step it takes the digest of its state twice, after the update and when it is ready, and looks
 at each tensor that comes in: activations and gradients, and what one replica sends to be averaged,

@@ -1,10 +1,10 @@
-"""What a copy in the background costs what is urgent on a slow link, and how fast the copy is.
+"""The delay of urgent frames by a copy in the background on a slow link, and the copy's rate.
 
     python -m planaria_lab.bench.copying [MBPS] [ROUND_TRIP_MS] [ROUNDS]
 
 Two processes, each in a network namespace of its own, with an emulated link between them: 20 Mbit/s
-and 50 ms, if nothing else is said. It takes root. A node sends to another by two links alike but
-for the rule for copies, which have their turns: `one chunk`, a chunk of up to 1 MiB while nothing
+and 50 ms by default. It needs root. A node sends to another by two links alike but
+for the rule for copies, which take turns: `one chunk`, a chunk of up to 1 MiB while nothing
 else is under way, as it was before; and node/wire/background.py's. Each turn has
 
 alone    frames of 16 KiB, one after the other with pauses, from sending to acknowledgement
@@ -71,7 +71,7 @@ RULES: Final[dict[str, Callable[[], Background]]] = {
 
 @dataclass
 class Figures:
-    """Of a rule: seconds of each urgent frame, and bytes a second."""
+    """The figures of one rule: seconds of each urgent frame, and bytes a second."""
 
     alone: list[float] = field(default_factory=list)
     beside: list[float] = field(default_factory=list)
@@ -179,7 +179,7 @@ def _send_from(namespace: Path, address: str, rounds: int, pipe: Connection) -> 
 
 
 def measure(mbps: float, round_trip: float, rounds: int) -> dict[str, Figures]:
-    """By rule. `round_trip` in seconds. Raises EmulationError."""
+    """The figures of each rule. `round_trip` in seconds. Raises EmulationError."""
     context = multiprocessing.get_context("spawn")
     with emulate(all_alike(["a", "z"], round_trip * 1e3 / 2, mbps)) as links:
         a, z = (links.homes[name] for name in ("a", "z"))

@@ -4,8 +4,8 @@ TCP connections from the same machines bring together.
     python -m planaria_lab.bench.fetching [MBPS] [ROUND_TRIP_MS] [SOURCES] [ROUNDS] [MIB]
 
 Each process is in a network namespace of its own. The joiner's own link is what is narrow: 50
-Mbit/s and 50 ms there and back, if nothing else is said, which three sources share; then 200 ms and
-256 MiB. It takes root. In a turn a state, of 64 MiB if nothing else is said, comes by
+Mbit/s and 50 ms there and back by default, which three sources share; then 200 ms and
+256 MiB. It needs root. In a turn a state, of 64 MiB by default, comes by
 node/state/transfer.py over node/wire/link.py, and as many bytes, in equal parts, by one connection
 from each source. Goal: 0.9.
 """
@@ -51,7 +51,7 @@ GOAL: Final = 0.9
 
 
 class _Node:
-    """What of a node a copy needs. Belongs to the event loop."""
+    """The parts of a node that a copy needs. Belongs to the event loop."""
 
     def __init__(self, name: str) -> None:
         loop = asyncio.get_running_loop()
@@ -154,8 +154,8 @@ def _in(namespace: Path, work: Callable[..., Any], *arguments: Any) -> None:
 def measure(
     mbps: float, round_trip_ms: float, count: int, rounds: int, size: int
 ) -> Sequence[tuple[float, float, dict[str, int]]]:
-    """Of each turn: seconds by plain TCP, seconds of the copy, and who has served how many bytes of
-    it. Raises EmulationError."""
+    """For each turn: seconds by plain TCP, seconds of the copy, and the bytes that each source
+    served of it. Raises EmulationError."""
     context = multiprocessing.get_context("spawn")
     names = [f"source-{number}" for number in range(count)]
     sites = dict.fromkeys(names, "there") | {JOINER: "here"}

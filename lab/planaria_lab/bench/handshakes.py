@@ -145,7 +145,7 @@ def handshakes(home: ProcessHome | None, pair: CertifiedKey | None, address: str
 
 
 def certified() -> tuple[CertifiedKey, CertifiedKey]:
-    """Of both ends, by one authority."""
+    """Certified keys of both ends, by one authority."""
     now = time.time()
     authority = Authority.make(now)
     pairs = []

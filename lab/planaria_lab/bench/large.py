@@ -1,7 +1,7 @@
 """A model of 124M parameters, and a stage of one of 1.2G: trained, lost, saved and exported here.
 
 Both are swarms of processes as on rented machines, with windows so short that a processor is done
-with a step in seconds; weights, gradients and Adam's moments are as large as they are anywhere.
+with a step in seconds; weights, gradients and Adam's moments have their full size.
 What is held against `planaria plan` is memory: the most that each node has taken (VmHWM), over what
 the plan says that a node of its stage needs beside the libraries. Those are what a node of the
 preset `tiny` takes in the same run.

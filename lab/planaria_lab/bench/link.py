@@ -7,7 +7,7 @@ frames   8 MiB frames over Links: heads, chunks of 2 MiB, reassembly, acknowledg
 tensors  the same, and each frame's tensor encoded (codec none: its checksum) by the sender and
          decoded (checksum verified) by the receiver, in a thread, as the daemon does
 
-The clock runs from the first byte offered to the receiver's word that it has all of them.
+The clock runs from the first byte offered to the receiver's message that it has all of them.
 """
 
 from __future__ import annotations

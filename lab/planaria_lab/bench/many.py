@@ -47,7 +47,7 @@ replicas = {REPLICAS}
 
 
 def nodes(replicas: int) -> dict[str, list[str]]:
-    """By slot."""
+    """The nodes' arguments by slot."""
     arguments = ["--threads", "1", "--seats", "1", "--save-dir", "none"]
     return {
         f"{stage}.{number}": ["node", "--stage", str(stage), *arguments]
@@ -76,7 +76,7 @@ def computed(look: Living) -> float:
 
 
 def seconds_alone(run: RunFile, out: Path) -> float:
-    """Of a step of a swarm with a node for each stage."""
+    """Seconds of a step of a swarm with one node for each stage."""
     few = resolve(override(run, swarm__replicas=1, steps=2 * QUIET))
     with swarm(few, run_planaria, out, nodes(1)) as look:
         lines = Watched(look, out / "logs").train(QUIET)

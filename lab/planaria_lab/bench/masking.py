@@ -1,4 +1,4 @@
-"""How soon the reordering controller answers when 400 of 1000 groups are lost.
+"""Seconds until the reordering controller answers when 400 of 1000 groups are lost.
 
 The reference is networkx: Hopcroft-Karp on types and places for the depth, network simplex for the
 fewest moves: the paper's algorithms. Both must find the same depth and as few

@@ -1,10 +1,10 @@
-"""What onlookers cost those who train: committed steps per second while a model is exported, and
-while text is made, over those without.
+"""The cost of observers to a swarm: committed steps per second while a model is exported, and
+while text is generated, over those without.
 
-A swarm of processes trains on. Again and again it is left alone for a while, then its model is
-exported from it, time after time, then text is made by it, without a pause. Who asks has a core of
-its own, as it has in life; what is measured is what the nodes do for it. Each rate is compared with
-that of the same round without.
+A swarm of processes trains. In each round it is left alone for a while, then its model is exported
+again and again, then it generates text without a pause. The observer has a core of its own, as on
+a real machine; the nodes' work for it is measured. Each rate is compared with that of the same
+round without.
 """
 
 from __future__ import annotations

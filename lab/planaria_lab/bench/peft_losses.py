@@ -27,8 +27,8 @@ from planaria_lab.convergence.training import TrainingSwarm
 
 
 def losses_of_peft(run: RunFile, corpus: Data) -> Iterator[float]:
-    """Of each step, nats a scored token: a resolved run with adapters, by transformers, peft and
-    torch's AdamW, a window as one batch."""
+    """Losses of each step, nats a scored token, of a resolved run with adapters, by transformers,
+    peft and torch's AdamW, a window as one batch."""
     config, training = run.config, run.training
     model = peft_model(run)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

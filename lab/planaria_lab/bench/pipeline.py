@@ -58,7 +58,7 @@ class Trains(Protocol):
 
 
 class OneProcess:
-    """All cores in this process."""
+    """One process that trains with all cores."""
 
     def __init__(self, run: RunFile, corpus: Corpus) -> None:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -141,7 +141,7 @@ def main() -> None:
 
 
 def measure(starters: dict[str, Callable[[], Trains]]) -> list[dict[str, float]]:
-    """Each begins when the one before stands still."""
+    """Seconds of a step of each, in rounds. Each begins when the one before is stopped."""
     rounds = []
     for seconds in turns({name: begin() for name, begin in starters.items()}):
         rounds.append(seconds)

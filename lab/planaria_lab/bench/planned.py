@@ -1,11 +1,11 @@
 """A plan against its simulation and a live run: twelve nodes on home links.
 
-`planaria plan` is asked for the small run below on twelve machines at home: 20 to 50 ms one way
+`planaria plan` plans the small run below on twelve machines at home: 20 to 50 ms one way
 between two of them, each with an uplink of 1.5 to 5 Mbit/s, drawn from a seed; with faster ones,
 two cores would have more to compute than links to carry. What it proposes is then simulated, and
 trained for real: a registry and a process for each node, each in a network namespace of its own
-behind links that are emulated, and on a processor that is (emulation). Each of the three says
-what a step takes. Takes root, and a minute and a half for each set of homes.
+behind links that are emulated, and on a processor that is (emulation). Each of the three gives
+the seconds of a step. Needs root, and a minute and a half for each set of homes.
 
     python -m planaria_lab.bench.planned [SEED ..]      # each a set of twelve homes
 """
@@ -74,7 +74,7 @@ def homes(seed: int) -> Network:
 
 
 def planned(network: Network) -> tuple[Candidate, Candidate | None]:
-    """What is proposed; and what it would be with the codecs that hold if nothing is said."""
+    """The plan proposed, and the plan with the default codecs."""
     run = loads(RUN)
     machines = tuple(Machine(name, name, FLOPS, memory=4e9, shared=True) for name in network.sites)
     tokens = float(STEPS * run.training.batch * model_config(run.model, VOCABULARY).context)
@@ -93,7 +93,7 @@ def placed(plan: Candidate) -> dict[str, str]:
 
 
 def pace(swarm: Swarm) -> Pace:
-    """Of nodes as fast as the plan has them, which are all alike."""
+    """The pace of a node by the plan; all nodes are alike."""
     seconds = {min(group.stage, 1): group.seconds for group in swarm.groups}
     return Pace(seconds[1].forward, seconds[1].backward, seconds[0].head)
 
@@ -113,8 +113,8 @@ def live(plan: Candidate, out: Path) -> MeasuredSwarm:
 
 
 def computing(plan: Candidate, out: Path) -> float:
-    """What all nodes' compute threads took, of what the plan has for them; what is above 1 is this
-    machine's doing, whose cores the nodes share."""
+    """Seconds that all nodes' compute threads took, over those of the plan; above 1 since the nodes
+    share this machine's cores."""
     took = 0.0
     for path in (out / "logs").glob("events-node-*"):
         walls = [line for line in Tail(path).lines() if line["kind"] == "wall"]

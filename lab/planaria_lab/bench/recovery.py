@@ -1,9 +1,10 @@
-"""What being ready for losses costs while nothing is lost, in tokens per second.
+"""The cost of being ready for losses while nothing is lost, in tokens per second.
 
 A swarm of processes, started as `planaria up` starts them, switches its readiness off and on every
 few steps: the boundary tensors that relearning needs and the copies of stage 0 (checkfree), and
 with checkfree+ the swapped orders besides. Off is plain training, with nothing kept for anybody.
-Each block of steps is compared with the block before it, so the machine's moods cancel out.
+Each block of steps is compared with the block before it, so changes of the machine's load cancel
+out.
 """
 
 from __future__ import annotations

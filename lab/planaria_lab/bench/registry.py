@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def _members(key: Identity) -> View:
-    """As a registry restarted with its journal finds them."""
+    """The view that a registry restarted with its journal begins with."""
     stages = RULES.stages + 1
     members = [
         Member(

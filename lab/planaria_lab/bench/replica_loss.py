@@ -63,7 +63,7 @@ def run_half(arguments: list[str]) -> None:
 
 
 def costs(masking: str, data: Path, out: Path) -> tuple[list[float], int]:
-    """What each loss cost, in steps; and how many attempts were aborted."""
+    """The cost of each loss in steps, and the number of attempts aborted."""
     run = resolve(override(loads(RUN), data__path=str(data), recovery__masking=masking))
     lines = train(run, run_half, out, {slot: [str(step)] for slot, step in LOST.items()})
     times = {line["step"]: line["time"] for line in lines}

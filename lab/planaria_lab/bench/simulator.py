@@ -73,8 +73,8 @@ policy = "checkpoint"
 
 
 def by_simpy(swarm: Swarm) -> tuple[float, int]:
-    """Seconds from the begin until all microbatches are home, and events; of a swarm with one node
-    a stage, no policy's traffic, and nothing to apply."""
+    """Seconds from the begin until all microbatches are home, and the number of events; of a swarm
+    with one node a stage, without a policy's traffic and without updates."""
     return _Pipeline(swarm).run()
 
 

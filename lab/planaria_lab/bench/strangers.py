@@ -4,7 +4,7 @@ to a node: how long a link takes to come up. Both with 1,024 descriptors, and wi
 machine allows.
 
 Registry and node are processes of their own; the strangers are another, on another address of
-loopback. They come back when they are let go, and every tenth says a byte at a time.
+loopback. They connect again when they are dropped, and every tenth sends a byte at a time.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Watched:
         self._look, self._logs = look, logs
 
     def committed(self) -> Lines:
-        """In the order of time."""
+        """The ledger's lines, in the order of time."""
         return sorted(self._look(), key=lambda line: float(line["time"]))
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
@@ -84,13 +84,13 @@ class Watched:
         return trained
 
     def next_view(self, than: int) -> dict[str, Any]:
-        """The first commit in a newer one."""
+        """The first commit in a view newer than `than`."""
         while not (newer := [commit for commit in self.committed() if commit["view"] > than]):
             time.sleep(LOOK)
         return newer[0]
 
     def serving(self, stage: int) -> tuple[str, int]:
-        """Node and process of the only one there."""
+        """Node and process of the only node that serves the stage."""
         node = node_of(next(e for e in self.events("serving") if e["stage"] == stage)["node"])
         return node, next(e["pid"] for e in self.events("joined") if e["node"] == node)
 

@@ -32,7 +32,7 @@ STEPS = "steps.jsonl"
 
 
 class Part(nn.Module):
-    """What one process computes."""
+    """The part of the model that one process computes."""
 
     def __init__(self, body: BodyStage, ends: EmbeddingStage | None, first: bool) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
-"""What it costs that nobody is trusted: tokens per second of a swarm under TLS over those of one
-in plain text, and what of a node's processor time goes into signatures.
+"""The cost of security: tokens per second of a swarm under TLS over those of one in plain text, and
+the share of a node's processor time that signatures take.
 
 Both swarms train at the same time, so that whatever else the machine does is the same for both.
-Meanwhile each node says how much of its time has gone into signatures, its own and those that it
-checked, whatever they are of.
+Meanwhile each node writes the time that signatures have taken, its own and those that it checked.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ start_grace = 2
 
 
 class Spent:
-    """Of this process: signatures made and checked, and the processor time that they took."""
+    """Signatures that this process made and checked, and the processor time that they took."""
 
     def __init__(self) -> None:
         self.signed = self.checked = 0
@@ -73,7 +72,7 @@ class Spent:
             self.seconds += time.thread_time() - began
 
     def count(self) -> None:
-        """From here on, whatever is signed or checked by bootstrap/identity.py."""
+        """Counts from here on whatever is signed or checked by bootstrap/identity.py."""
         sign, content = Identity.sign, identity._content
 
         def signing(own: Identity, purpose: str, *parts: bytes) -> bytes:
@@ -128,14 +127,14 @@ def run_counted(arguments: list[str]) -> None:
 
 
 class Signed(NamedTuple):
-    """Of all nodes, in a while."""
+    """The signatures of all nodes in a period."""
 
     share: float  # of their processor time
     per_step: float  # signatures made and checked
 
 
 def signed_in(folder: Path, began: float, steps: int) -> Signed:
-    """From then on, in which so many were committed."""
+    """The signatures since `began`, while `steps` steps were committed."""
     sums = [0.0] * 4
     for file in folder.glob(f"{COUNTED}-*"):
         whole = file.read_text().rpartition("\n")[0]
@@ -168,7 +167,8 @@ def measure_swarms(run: RunFile, out: Path) -> tuple[list[float], Signed]:
 
 
 def compare(reference: Look, other: Look) -> tuple[float, list[float]]:
-    """Since when, and tokens a second of one swarm over those of the other, in each round."""
+    """When the measurement began, and the ratios of tokens a second, one swarm's to the other's, by
+    round."""
     while min(len(reference()), len(other())) < FIRST:
         time.sleep(0.2)
     began, ratios = time.time(), []

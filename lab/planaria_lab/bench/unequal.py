@@ -3,7 +3,7 @@
 Each node has a core of its own. One of them is stopped and goes on again, sixty times a second.
 Alone a node holds all stages; together they hold what the registry gives them, by their speed. In
 each round both train alone, at the same time, each in a swarm of its own, and then together, so
-that whatever else the machine does is much the same for both. A node's core also carries what it
+that whatever else the machine does is about the same for both. A node's core also carries what it
 sends and receives; alone it has nothing to send. It takes some minutes.
 """
 
@@ -67,8 +67,8 @@ def run_pinned(arguments: list[str]) -> None:
 
 
 def stop_and_go(process: int) -> NoReturn:
-    """It runs for a turn and stands still, as long as it is there; what this is woken too late for
-    is made up for."""
+    """Lets a process run for a turn and stops it for a turn, as long as it lives; makes up for late
+    wake-ups."""
     die_with_parent()
     still, since = 0.0, time.monotonic()  # seconds that it is to stand still
     while True:

@@ -73,9 +73,9 @@ renewals come is never silent for so long that it is pinged, so these aren't eit
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one join, at the registry."""
+    """The cost of one join at the registry."""
 
-    bytes: float  # in messages to members and to who joins
+    bytes: float  # in messages to members and to the joiner
     seconds: float  # of CPU
 
     def __str__(self) -> str:
@@ -217,7 +217,7 @@ class ViewCost:
 
     nodes: int
     signed: float  # at the registry, once a view
-    differed: float  # there, too, for all who have the one before
+    differed: float  # there, too, for all that have the one before
     applied: float  # at each node, from the difference
     checked: float  # at each node: its signature, and that it follows the last one
 
@@ -264,7 +264,7 @@ def main() -> None:
 
 
 def members_of(key: Identity, nodes: int) -> View:
-    """As a registry restarted with its journal finds them."""
+    """The view that a registry restarted with its journal begins with."""
     stages = RULES.stages + 1
     members = [
         Member(
@@ -272,7 +272,7 @@ def members_of(key: Identity, nodes: int) -> View:
             address=f"10.0.{i // 250}.{i % 250}:7400",
             seats=[Seat(stage=i % stages)],
             joined=i + 1,
-            key=hashlib.sha256(b"%d" % i).digest(),  # nobody signs by it, and no two are alike
+            key=hashlib.sha256(b"%d" % i).digest(),  # never signed with, and all different
             speed=1.0,
             room=1,
             host=f"host-{i:05}",

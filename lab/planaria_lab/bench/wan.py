@@ -1,5 +1,5 @@
 """Tokens per second of a swarm whose links have delay, or lose packets too, against the same swarm
-without, and against what that was built to be better than.
+without, and against simpler methods.
 
 Five nodes train a model of width 256, in int8 on the links, each in a network namespace of its own.
 Three swarms take turns, as in bench/pipeline.py: one behind the links of `LINKS`; one behind the
@@ -7,7 +7,7 @@ same links that has always stages + 1 microbatches out, where the sources of the
 many, or, where packets are lost, one with no more than one TCP connection for what a link carries;
 and one behind links of the same bandwidth without delay. A turn is two steps, of which the first
 has TCP find out again what its links can do; where packets are lost, some come before the first
-turn, in which links find out how many connections they take. It takes root.
+turn, in which links find out how many connections they take. It needs root.
 
 Emulated links take of the same cores what real ones don't, and those with delay three times what
 the others do: packets come one by one. So each ratio is given twice, as it was, and without the
@@ -102,14 +102,14 @@ class WarmedUp(Processes):
 
 
 def processor_seconds(process: int) -> float:
-    """That it has taken so far, of all cores."""
+    """Seconds of all cores that the process has taken so far."""
     after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     user, system = after_name[11:13]  # proc_pid_stat(5)
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def run_with_one(arguments: list[str]) -> None:
-    """As `run_planaria`, but for links that have one stream for what they carry."""
+    """Runs as `run_planaria` does, but with one stream on each link."""
     with patch.object(streams, "MOST", 1):
         run_planaria(arguments)
 

@@ -1,6 +1,6 @@
-"""What a sick swarm came to: steps lost by fault, evictions, audit, replicas, and what was taken.
+"""The outcome of a swarm under faults: steps lost by fault, evictions, audit, replicas, resources.
 
-All of it follows from what swarm.py and the nodes have written. `judge` makes the outcome, which is
+It follows from the files that swarm.py and the nodes wrote. `judge` makes the outcome, which is
 stored as JSON; `broken` says which promises were not kept.
 """
 
@@ -81,7 +81,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Of one run, as it was written, until its processes were ended."""
+    """The record of one run until its processes were ended."""
 
     faults: Sequence[Began]
     views: Sequence[Change]
@@ -153,11 +153,11 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def steps_lost(commits: Sequence[float], faults: Sequence[Began]) -> dict[str, float]:
-    """By kind of fault, and NOBODYS. `commits`: times, Unix seconds, in order.
+    """Steps lost by each kind of fault, and by none (NOBODYS). `commits`: Unix seconds, in order.
 
-    The usual gap between two commits is their median. A gap that is `LATE` times that has lost what
-    would have fitted into the rest of it, and faults that were there meanwhile, or healed not
-    longer than `AFTERMATH` before, share it alike.
+    The usual gap between two commits is their median. A gap of `LATE` times that or
+    more has lost the steps that would have fitted into the rest of it. Faults during the gap, or
+    healed at most `AFTERMATH` before, share them equally.
     """
     lost: defaultdict[str, float] = defaultdict(float)
     gaps = [later - earlier for earlier, later in pairwise(commits)]
@@ -181,7 +181,7 @@ class Toll(NamedTuple):
 
 
 def tolls(record: RunRecord, commits: Sequence[float]) -> list[Toll]:
-    """Of every fault, in the order in which they began. `commits`: as in `steps_lost`."""
+    """The toll of every fault, in the order in which they began. `commits`: as in `steps_lost`."""
     measured = []
     for fault in record.faults:
         until = fault.end + AFTERMATH
@@ -220,7 +220,7 @@ def _noticed(record: RunRecord, fault: Began) -> float | None:
     return min(times) - fault.time if times else None
 
 
-# --- who was dropped
+# --- dropped members
 
 
 class Eviction(NamedTuple):
@@ -239,7 +239,8 @@ class Eviction(NamedTuple):
 
 
 def evictions(record: RunRecord) -> list[Eviction]:
-    """Members whom the registry dropped, by its views; who said goodbye is not among them."""
+    """Members that the registry dropped, by its views; those that left by themselves are not among
+    them."""
     slots = record.slots()
     first_had: dict[str | None, float] = {}
     ended = {e.event.pid: e.time for e in record.events if isinstance(e.event, Exited)}
@@ -371,7 +372,7 @@ SETTLED: Final = 20.0
 
 
 def appetites(samples_taken: Sequence[Taken]) -> list[Appetite]:
-    """Of every process that lived long enough to settle."""
+    """The appetite of every process that lived long enough to settle."""
     by_pid: defaultdict[int, list[Taken]] = defaultdict(list)
     for sample in samples_taken:
         by_pid[sample.pid].append(sample)

@@ -1,9 +1,9 @@
 """A TCP proxy in front of a node, which resets connections, stops passing one direction, or passes
-nothing of some who dial.
+nothing of some dialling nodes.
 
-It takes no root and carries bytes as they come, so TLS too. Only what others dial passes through
-it; what the node dials passes through the proxies of those. Who has dialled, of processes on this
-machine, /proc tells by the port: a cut between two is one at the proxies of both.
+It needs no root and carries bytes as they come, so TLS too. Only connections that others dial pass
+through it; those that the node dials pass through the proxies of the others. /proc has the process
+of this machine that dialled, by its port: a cut between two nodes is one at both proxies.
 
     python -m planaria_lab.chaos.proxy [HOST:PORT]
 
@@ -38,8 +38,9 @@ class Way(enum.Enum):
 
 
 def diallers(processes: Mapping[str, int]) -> dict[int, str]:
-    """By local port, who has a TCP socket there, of processes of this user by name. Those that are
-    gone have none. Linux only; it takes a tenth of a second where many sockets are."""
+    """The name of the process for each local TCP port, of these processes of this user. Processes
+    that have ended have none. Linux only; takes a tenth of a second where there are many
+    sockets."""
     ports: dict[str, int] = {}
     for table in Path("/proc/self/net").glob("tcp*"):  # IPv4 by sockets of either kind
         for line in table.read_text().splitlines()[1:]:
@@ -56,8 +57,8 @@ def diallers(processes: Mapping[str, int]) -> dict[int, str]:
 
 
 class Proxy:
-    """In front of one node. `address`: HOST:PORT that peers dial; `behind`: HOST:PORT where the
-    node listens. All of it belongs to one event loop."""
+    """A proxy in front of one node. `address`: HOST:PORT that peers dial; `behind`: HOST:PORT where
+    the node listens. All of it belongs to one event loop."""
 
     def __init__(
         self, behind: str = "", processes: Callable[[], Mapping[str, int]] = lambda: {}
@@ -77,7 +78,7 @@ class Proxy:
         self._processes, self._names = processes, dict[int, str]()
         self._looking = asyncio.Lock()
         self._cut: set[str] = set()
-        self._changed = asyncio.Event()  # who is cut off
+        self._changed = asyncio.Event()  # set when cuts change
         self._passing = {way: asyncio.Event() for way in Way}
         self._carrying: set[asyncio.Task[None]] = set()  # a task for each connection
         self._ends: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}
@@ -180,7 +181,7 @@ class Proxy:
             await sink.drain()
         await self._may_pass(way, port)
         sink.close()
-        await sink.wait_closed()  # what was said last arrives
+        await sink.wait_closed()  # the last bytes arrive
         raise ConnectionResetError("it is closed")
 
     async def _may_pass(self, way: Way, port: int) -> None:

@@ -1,4 +1,4 @@
-"""Tables of what sick swarms came to, one run or many."""
+"""Tables of the outcomes of swarms under faults, one run or many."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Outcome = Mapping[str, Any]
 
 
 def read_outcomes(folder: Path) -> list[Outcome]:
-    """All that are in a folder, by name. Raises ValueError for a file that is none."""
+    """All outcomes in a folder, by name. Raises ValueError for a file that is no outcome."""
     outcomes = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -89,7 +89,7 @@ def _spread(seconds: Sequence[float]) -> str:
 
 
 def _evictions(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """By fault and by reason; what names or counts something is left out of reasons."""
+    """Rows by fault and by reason; names and counts are left out of reasons."""
     counts = Counter(
         (e["fault"], "innocent" * (not e["blame"]), "last" * e["last"], _gist(e["reason"]))
         for run in outcomes
@@ -112,7 +112,7 @@ def _gist(reason: str) -> str:
 
 
 def _appetites(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Of the processes that lived longest, for those that have a slope; else of all."""
+    """Rows of the processes with a slope; if there are none, of all."""
     rows = [(run["setting"]["seed"], a) for run in outcomes for a in run["appetites"]]
     long = [row for row in rows if row[1]["slope"] is not None]
     yield "| process | minutes | RSS, MiB | slope, MiB a minute | descriptors | threads |"

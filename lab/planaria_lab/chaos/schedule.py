@@ -1,7 +1,7 @@
-"""Which faults a swarm gets, and when: a pure function of a seed.
+"""The faults that a swarm gets, and their times: a pure function of a seed.
 
-Faults are drawn one after the other. One that would leave a stage of several nodes without one that
-is well is drawn for another node, or left out: a run shows how a swarm gets over what it can.
+Faults are drawn one after the other. One that would leave a stage of several nodes
+without a healthy one is drawn for another node, or left out: a swarm must be able to recover.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Blame = Literal["guilty", "innocent"]
 
 
 class FaultKind(NamedTuple):
-    """Of fault. `seconds`: until it is healed, from and to."""
+    """A kind of fault. `seconds`: range of its duration."""
 
     blame: Blame  # innocent: the node makes progress and does nothing wrong
     seconds: tuple[float, float]
@@ -66,7 +66,7 @@ it needs can't reach each other, and everybody else can. The others: sick_node.p
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a swarm, and what may happen to it. `rate`: faults a minute."""
+    """The shape of a swarm, and the faults that may happen to it. `rate`: faults a minute."""
 
     stages: int  # of the body
     replicas: int
@@ -108,8 +108,8 @@ class Fault:
 
 
 def schedule(seed: int, minutes: float, shape: Shape) -> list[Fault]:
-    """By the time at which they begin. The same for the same arguments, on any machine. Raises
-    ValueError for an unknown kind."""
+    """Faults in the order in which they begin. The same for the same arguments, on any machine.
+    Raises ValueError for an unknown kind."""
     if unknown := set(shape.kinds) - KINDS.keys():
         raise ValueError(f"{min(unknown)!r} is no kind of fault: choose of {', '.join(KINDS)}")
     chance = random.Random(seed)
@@ -152,7 +152,7 @@ def _figures(kind: str, chance: random.Random) -> dict[str, float | str]:
 
 
 def _needs(slot: str, other: str, shape: Shape) -> bool:
-    """Whether they talk to each other in every step."""
+    """Whether two nodes exchange messages in every step."""
     a, b = (int(name.partition(".")[0]) for name in (slot, other))
     return slot != other and related(a, b, shape.stages, swapped=False)
 

@@ -1,12 +1,12 @@
-"""`planaria node`, with a machine under it that can be made sick while it runs.
+"""`planaria node` on a machine whose faults can be set while it runs.
 
     python -m planaria_lab.chaos.sick_node --faults FILE node --join ...
 
 does what `planaria node --join ...` does, by the very code that ships. A few of its functions are
-wrapped, and obey FILE, which need not be there yet: `tell(FILE, {"crawl": {"factor": 10}, "nan":
-{"times": 1}})` from another process makes the node sick, `tell(FILE, {})` heals it. A fault lasts
-until it is told of no more; with `times` it ends after so many occurrences, counted anew each time
-that anything is told.
+wrapped, and obey FILE, which need not be there yet: `set_faults(FILE, {"crawl": {"factor": 10},
+"nan": {"times": 1}})` from another process makes the node sick, `set_faults(FILE, {})` heals it. A
+fault lasts until FILE is written without it; with `times` it ends after so many occurrences,
+counted anew each time that FILE is written.
 
 | kind | figures | what is wrong |
 | --- | --- | --- |
@@ -69,7 +69,7 @@ def set_faults(file: Path, faults: Mapping[str, Figures]) -> None:
 
 
 class Faults:
-    """What is wrong with this process now, by the file. Any thread may ask."""
+    """The faults of this process now, by the file. Any thread may ask."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -84,7 +84,7 @@ class Faults:
             return self._faults.get(kind)
 
     def take(self, kind: str, of: str = "") -> Figures | None:
-        """As `active`, and this is an occurrence of it."""
+        """The figures of a fault as `active` returns them; counts as one occurrence of it."""
         with self._lock:
             self._look()
             figures = self._faults.get(kind)
@@ -118,7 +118,7 @@ class Faults:
 
 
 def arm(faults: Faults, wrap: Callable[[Any, str, Any], None] = setattr) -> None:
-    """From here on the node's code in this process obeys `faults`."""
+    """Makes the node's code in this process obey `faults` from here on."""
     import torch
 
     from planaria.node.machine.compute import ComputeThread

@@ -195,7 +195,7 @@ class SickSwarm:
     async def _until(
         self, condition: Callable[[], bool], seconds: float, clock: Callable[[], float]
     ) -> bool:
-        """Whether it holds before `seconds` are over, or the run is stopped."""
+        """Whether the condition holds before `seconds` are over or the run is stopped."""
         deadline = clock() + seconds
         while not condition():
             if clock() > deadline or self.story.stopped is not None:
@@ -205,7 +205,7 @@ class SickSwarm:
         return True
 
     def _attend(self, now: float) -> None:
-        """To everything but new faults."""
+        """Does everything but begin new faults."""
         self._read()
         self._heal(now)
         self._replace_ended(now)
@@ -345,7 +345,7 @@ class SickSwarm:
         ]
 
     async def _registry_address(self, clock: Callable[[], float]) -> str:
-        """Where the registry listens, once it does. Raises ChaosError."""
+        """The registry's address, as soon as it listens. Raises ChaosError."""
         file, deadline = self.out / ADDRESS, clock() + START
         while not file.exists():
             if self.processes.ended() or clock() > deadline:
@@ -382,7 +382,7 @@ class SickSwarm:
 
 
 def take(slot: str, pid: int) -> Taken:
-    """What process `pid` takes now. Raises OSError when it is gone."""
+    """The resources that process `pid` uses now. Raises OSError when it has ended."""
     folder = Path("/proc") / str(pid)
     rss = int((folder / "statm").read_text().split()[1]) * _PAGE
     descriptors = len(os.listdir(folder / "fd"))  # noqa: PTH208 (names are enough)

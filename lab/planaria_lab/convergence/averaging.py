@@ -28,7 +28,7 @@ class Stage(Protocol):
 
 
 class Replicas:
-    """So many of each stage."""
+    """A number of replicas of each stage."""
 
     def __init__(
         self,
@@ -64,18 +64,18 @@ class Replicas:
                 feedback.row = row
 
     def forget(self, stage: int) -> None:
-        """Its nodes are lost, or went back, and what they held back with that."""
+        """Drops the error feedback of a stage whose nodes are lost or went back."""
         for feedbacks in self._held_back:
             feedbacks[stage].drop()
 
     def held_back(self, stage: int) -> float:
-        """Norm of what all of them together hold back of it."""
+        """Norm of the sum of all replicas' error feedback of a stage."""
         rows = [row for feedbacks in self._held_back if (row := feedbacks[stage].row) is not None]
         return float(torch.linalg.vector_norm(torch.stack(rows).sum(dim=0))) if rows else 0.0
 
     @contextmanager
     def computing(self, microbatch: int) -> Iterator[None]:
-        """The gradients are those of the replica whose microbatch it is."""
+        """Collects gradients for the replica that has this microbatch."""
         rows = self._rows[microbatch % len(self.names)]
         with ExitStack() as stack:
             for stage, row in zip(self._stages, rows, strict=True):
@@ -83,7 +83,7 @@ class Replicas:
             yield
 
     def average(self, step: int, microbatches: int) -> None:
-        """Into the gradients of the stages; what the replicas have is zero then."""
+        """Averages the replicas' gradients into those of the stages, and zeroes the replicas'."""
         ballot = Ballot(1, step)
         for number, stage in enumerate(self._stages):
             rows = [rows[number] for rows in self._rows]

@@ -39,7 +39,7 @@ class CostOfLosses:
     iterations: float  # extra ones to reach the target; inf: not reached
     behind: float  # iterations ago that the other one's loss was what this one's is at the end
     relearned: float  # iterations' worth of computing that relearning took
-    background: float  # of them, those that nobody waited for
+    background: float  # of them, those in the background
     waited: float  # iterations' time that others waited, were nodes always busy
 
     @property
@@ -64,7 +64,7 @@ def loss_at(curve: Curve, iteration: float) -> float:
 
 
 def reached(curve: Curve, loss: float) -> float:
-    """From which iteration on the loss is never above `loss` again; inf if it is at the end."""
+    """The iteration from which on the loss is never above `loss` again; inf if it is at the end."""
     if curve[-1][1] > loss:
         return math.inf
     after = max((i for i, (_, value) in enumerate(curve) if value > loss), default=-1)
@@ -89,7 +89,7 @@ def behind(curve: Curve, other: Curve) -> float:
 
 
 def behind_at_the_end(run: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """Of two lines of the results: a run, and the one that lost nothing."""
+    """Iterations by which a line's run is behind the line of the run without losses."""
     curve, against = curve_of(run), curve_of(other)
     return behind([(i, loss) for i, loss in curve if i <= against[-1][0]], against)
 
@@ -111,7 +111,7 @@ def cost(run: Mapping[str, Any], other: Mapping[str, Any], target: int) -> CostO
 
 
 def curve_of(run: Mapping[str, Any]) -> Curve:
-    """What a result's line has measured."""
+    """The validation curve in a line of the results."""
     return [(iteration, loss) for iteration, _, loss in run["validation"]]
 
 

@@ -33,7 +33,7 @@ class BlockSamples(NamedTuple):
 
 
 class LessonState(NamedTuple):
-    """All of a lesson but the stages that learn, and how."""
+    """The state of a lesson, without the stages that learn."""
 
     block: tuple[int, ...]
     pieces: Sequence[BlockSamples]
@@ -72,7 +72,7 @@ class Lesson:
 
     @property
     def looks(self) -> bool:
-        """Whether it is time to look if this is good enough to train on."""
+        """Whether the residual is to be measured now."""
         return self.done % updates_to_look(len(self.pieces)) == 0
 
     def update(self) -> None:
@@ -116,7 +116,7 @@ class Lesson:
         self.steps += 1
 
     def look(self) -> float:
-        """The residual over the newest step's pairs, of whose computing is told."""
+        """The residual over the newest step's pairs; counts its computing."""
         self.line["stage_tokens"] += MEASURING * sum(piece.stage_tokens for piece in self.measured)
         return self.residual()
 
@@ -125,7 +125,7 @@ class Lesson:
         return [piece for piece in self.pieces if piece.step == self.pieces[-1].step]
 
     def residual(self) -> float:
-        """Over all of the newest step's, whichever run they belong to."""
+        """The residual over all of the newest step's pairs, of any run of stages."""
         return residual(self.learners, self.measured)
 
 

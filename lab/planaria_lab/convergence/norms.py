@@ -21,7 +21,7 @@ EVERY = 10
 
 
 class Norms(NamedTuple):
-    """Of one run, a line in the file."""
+    """The norms of one run, a line in the file."""
 
     seed: int
     machine: str

@@ -19,7 +19,7 @@ EVERY = 300.0
 
 @dataclass
 class Progress:
-    """What a run has come to, beside the state of its swarm."""
+    """The progress of a run, beside the state of its swarm."""
 
     curve: list[tuple[int, int, float]] = field(default_factory=list)
     rebuilds: list[dict[str, Any]] = field(default_factory=list)

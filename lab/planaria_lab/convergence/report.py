@@ -39,7 +39,8 @@ class VariantRow:
 
 
 def rows(study: Study, lines: Mapping[tuple[str, int], Line]) -> list[VariantRow]:
-    """By variant, with the seeds that have both their run and the one to compare it with."""
+    """A row for each variant, with the seeds that have both its run and the run to compare it
+    with."""
     compared = []
     for variant in study.variants:
         seeds = [s for s in study.seeds if {(variant.name, s), (study.baseline, s)} <= lines.keys()]
@@ -130,7 +131,7 @@ def _plain(spread: Spread, digits: int, sign: bool = False) -> str:
 def _share(
     row: VariantRow, relative: VariantRow | None, figure: Callable[[CostOfLosses], float]
 ) -> str:
-    """Of the sums over the seeds that both have: one seed's quotient may divide by next to
+    """The quotient of the sums over the seeds that both have; a single seed's may divide by almost
     nothing."""
     if relative is None:
         return "-"
@@ -211,7 +212,8 @@ def _mark_losses(axes: Any, shown: Sequence[VariantRow]) -> None:
 
 
 def plot_costs(study: Study, compared: Sequence[VariantRow], path: Path) -> None:
-    """How far above the baseline each variant ends: a dot for each seed, a bar for the mean."""
+    """Plots how far above the baseline each variant ends: a dot for each seed, a bar for the
+    mean."""
     shown = [row for row in compared if row.costs and row.name != study.baseline]
     figure = Figure(figsize=(9, 1.4 + 0.34 * len(shown)), layout="constrained")
     axes = figure.add_subplot()

@@ -65,7 +65,7 @@ def run_all(
     tell: Callable[[int, int], None],
 ) -> None:
     """Appends each result as it comes. `threads`: of a run; 0: all cores are shared out.
-    `tell(iterations, runs)` hears how many are done.
+    `tell(iterations, runs)` is called with the numbers done.
 
     Raises StudyError for a run that can't be; the others' results are kept.
     """
@@ -147,7 +147,7 @@ def _end_with_parent() -> None:
 
 
 def partial(results: Path, key: str) -> Path:
-    """Where a run of these results is while it is under way."""
+    """The file of a run of these results that isn't finished."""
     return results.with_name(f"{key}.partial")
 
 
@@ -158,8 +158,8 @@ def run_one(
     kept: PartialRun | None = None,
     trained: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """One line of the results; goes on from where the run was `kept`. `trained` is told of each
-    iteration. Raises StudyError."""
+    """One line of the results; goes on from where the run was `kept`. `trained` is called after
+    each iteration. Raises StudyError."""
     started = time.perf_counter()
     run = job.run
     corpus = open_data(run.data)
@@ -228,7 +228,7 @@ def _other(swarm: TrainingSwarm, folder: Path) -> float:
 
 
 def machine(device: str) -> str:
-    """Which one a run's digits are of: other processors sum in another order."""
+    """The processor that a run's digits depend on: others sum in another order."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(torch.device(device))
     return f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores"

@@ -21,11 +21,11 @@ Schedule = Mapping[int, tuple[int, ...]]
 
 
 class ScheduleError(ValueError):
-    """These losses can't be; the message says why."""
+    """Losses that are impossible; the message says why."""
 
 
 class Losses(Section):
-    """When whole stages are lost: at a rate, as listed, or as a spot trace has it."""
+    """The schedule of losses of whole stages: at a rate, as listed, or as in a spot trace."""
 
     rate: float = Field(default=0.0, ge=0, le=1, description="probability per iteration and stage")
     at: list[str] = Field(default_factory=list, description="STAGE@ITERATION")
@@ -73,7 +73,7 @@ def _listed(entries: Iterable[str], stages: int) -> Schedule:
 
 
 def stages_of(losses: Losses, stages: int) -> Sequence[int]:
-    """Which may be lost at a rate."""
+    """The stages that may be lost at a rate."""
     named = {
         "inner": range(2, stages),
         "body": range(1, stages + 1),
@@ -84,7 +84,8 @@ def stages_of(losses: Losses, stages: int) -> Sequence[int]:
 
 
 def _at_rate(losses: Losses, seed: int, iterations: int, stages: int) -> Schedule:
-    """Each iteration and stage has a number of its own, which a change of the others leaves."""
+    """Losses drawn at a rate: each iteration and stage has its own random number, whatever the
+    others are."""
     losses_at: dict[int, tuple[int, ...]] = {}
     for iteration in range(losses.after + 1, iterations + 1):
         lost: list[int] = []

@@ -34,7 +34,7 @@ class StudyError(ValueError):
 
 
 class Variant(Section):
-    """What is different in some of the runs."""
+    """The differences of some of the runs."""
 
     name: str = Field(min_length=1, max_length=80)
     run: dict[str, Any] = Field(default_factory=dict, description="over the study's run")

@@ -30,7 +30,7 @@ Runs = Mapping[tuple[str, int], Mapping[str, Any]]
 
 
 class PolicyRow(NamedTuple):
-    """How long a policy's runs take."""
+    """The times of a policy's runs."""
 
     step: float  # seconds
     stall: float  # seconds, from a loss to the next commit
@@ -47,8 +47,8 @@ def read_runs(path: Path) -> Runs:
 
 
 def more_iterations(by_run: Runs, variant: str) -> float:
-    """To a loss, for each that a run without losses takes: the mean over the seeds, by how many
-    iterations a run is behind at its end."""
+    """Iterations to a loss, over those of a run without losses: the mean over the seeds, by how
+    many iterations a run is behind at its end."""
     shares = []
     for (name, seed), line in by_run.items():
         if name == variant:
@@ -59,7 +59,7 @@ def more_iterations(by_run: Runs, variant: str) -> float:
 
 
 def losses_per_iteration(by_run: Runs, rate: str) -> float:
-    """How many losses an iteration the schedule had, by the runs that never go back."""
+    """Losses an iteration in the schedule, by the runs that never go back."""
     return statistics.fmean(
         len(line["rebuilds"]) / line["validation"][-1][0]
         for (name, _), line in by_run.items()

@@ -69,7 +69,7 @@ class LostError(Exception):
 
 
 class Ablation(Section):
-    """What can be varied here beyond what the daemon can do."""
+    """The settings beyond those of the daemon."""
 
     omega: Omega = "squared"  # what the neighbours' shares in an average go by
     clip_scope: Literal["global", "stage"] = "global"  # by the whole model's norm, or each stage's
@@ -124,7 +124,7 @@ class Stage:
 
 
 class State(NamedTuple):
-    """All of it, copied."""
+    """A copy of a stage's whole state."""
 
     tensors: dict[str, Tensor]
     optimizer_step: int
@@ -166,14 +166,14 @@ def update_tokens(config: ModelConfig, ablation: Ablation) -> float:
 
 
 def updates_a_token(run: RunFile, config: ModelConfig, ablation: Ablation) -> float:
-    """Of relearning, from whole pairs."""
+    """Updates of relearning for each token, from whole pairs."""
     some = learned_of(run.training.microbatch, ablation)
     at_most = relearning.at_a_time(run.recovery.relearn.tokens, config.context)
     return len(parts(some, at_most)) / (some * config.context)
 
 
 def learned_of(samples: int, ablation: Ablation) -> int:
-    """Of so many that crossed together, those that are learned."""
+    """The number of samples that are learned, of those that crossed together."""
     return max(1, round(ablation.relearn_share * samples))
 
 
@@ -197,7 +197,7 @@ def _as_received(x: Tensor, kind: str, codec: Codec, config: ModelConfig) -> Ten
 
 
 class Crossings(NamedTuple):
-    """What a microbatch carried in one step: before its first visit, after it, and so on."""
+    """The tensors of one microbatch in one step: before its first visit, after it, and so on."""
 
     order: tuple[int, ...]
     tensors: list[Tensor]
@@ -485,7 +485,8 @@ class TrainingSwarm:
         running.state = stage.optimizer.steps, stage.omega, stage.boosted_at
 
     def _held(self, lost: frozenset[int]) -> list[Held]:
-        """What the survivors hold. Each node is named by its stage; files outlive their node."""
+        """The states that the survivors hold. Each node is named by its stage; files outlive their
+        node."""
 
         def held(kind: Kind, at: int, stage: int, step: int, lineage: int) -> Held:
             return Held(kind, Source(str(at), stage, step, lineage))
@@ -667,7 +668,7 @@ class TrainingSwarm:
         stage.boosted_at = self.committed
 
     def _forget(self, lost: frozenset[int]) -> None:
-        """What the lost nodes held of others is gone, and what they were sending begins anew."""
+        """Drops what the lost nodes held of others; what they were sending begins again."""
         if self.replicas is not None:
             for stage in lost:
                 self.replicas.forget(stage)
@@ -737,7 +738,8 @@ class TrainingSwarm:
         return wanted * (ablation.relearn_last if self.config.stages in block else 1)
 
     def _choose_start(self, block: Sequence[int], pieces: Sequence[BlockSamples]) -> None:
-        """Of several weights those that do best what the kept tensors tell, and then scaled."""
+        """Loads the weights, of several, that reproduce the kept tensors best, and then scales
+        them."""
         optimizers = [self.stages[number].optimizer for number in block]
         newest = [piece for piece in pieces if piece.step == pieces[-1].step]
         if self.ablation.start == "best" and len(block) == 1:
@@ -764,8 +766,8 @@ class TrainingSwarm:
                     fit_scales(module, own)
 
     def _ahead(self) -> dict[int, Tensor]:
-        """What stages learn in the background of this step: by how much their weights move, which
-        are as they were."""
+        """Lets stages learn in the background of this step. Returns the change of their weights,
+        which are then as they were."""
         moved = {}
         for lesson in self.lessons:
             optimizers = {number: self.stages[number].optimizer for number in lesson.learners}

@@ -99,7 +99,7 @@ def emulate(network: Network) -> Iterator[Emulation]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # a Ctrl-C is for those who are behind the links
+        start_new_session=True,  # a Ctrl-C is for the processes behind the links
     )
     try:
         yield Emulation(network, relay)

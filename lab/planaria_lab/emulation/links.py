@@ -213,8 +213,7 @@ class Pipe:
         self._until_loss = self._draw()  # segments
 
     def arrival(self, size: int, now: float) -> float | None:
-        """When `size` bytes sent now arrive, if they do; None: they are dropped, a queue is
-        full."""
+        """When `size` bytes sent now arrive; None: they are dropped, since a queue is full."""
         if any(bucket.is_full(now) for bucket in self.buckets):
             return None
         through = now
@@ -224,7 +223,7 @@ class Pipe:
         return self._last
 
     def lost(self, segments: int) -> list[int]:
-        """Which of the next `segments` are lost, counted from 0."""
+        """The lost ones of the next `segments`, counted from 0."""
         losses = []
         while self.loss and self._until_loss < segments:
             losses.append(self._until_loss)

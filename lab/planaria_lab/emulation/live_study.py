@@ -84,7 +84,7 @@ SCRATCH: Final = Path("out/live")
 
 @dataclass(frozen=True)
 class Sample:
-    """What a policy's swarm did in a block."""
+    """The measurement of a policy's swarm in a block."""
 
     block: int
     policy: str
@@ -108,7 +108,7 @@ def with_data(run: RunFile) -> RunFile:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a study measures. Samples of another setting can't be mixed with those of this one."""
+    """The setting of a study. Samples of different settings can't be mixed."""
 
     run: RunFile  # without a policy
     network: Network
@@ -141,7 +141,7 @@ def at_sites(
 
 
 def open_samples(path: Path, setting: Setting) -> list[Sample]:
-    """Those that are there already; the file begins with the setting. Raises LiveError."""
+    """The samples in the file; a new file begins with the setting. Raises LiveError."""
     header = setting.header()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """A real swarm behind emulated links: how long its steps take, what it sends, what a loss stalls.
 
 The machines are emulation.py's, the processes those of `planaria up`. Nodes share this
-machine's cores, so a swarm tells of its links as long as there is little to compute.
+machine's cores, so a swarm measures its links only as long as there is little to compute.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ class LiveError(Exception):
 
 
 def machines(run: RunFile) -> list[str]:
-    """Of a resolved run's swarm: the registry's, and the nodes' from stage to stage."""
+    """The machines of a resolved run's swarm: the registry's, and the nodes' from stage to
+    stage."""
     stages, replicas = run.model.stages or 0, run.swarm.replicas
     nodes = [f"{stage}.{replica}" for replica in range(replicas) for stage in range(stages + 1)]
     return ["registry", *nodes]
 
 
 class Carried(NamedTuple):
-    """What all links together have carried since they are up, at a time (Unix seconds)."""
+    """The traffic of all links together since they are up, at a time (Unix seconds)."""
 
     time: float
     packets: int = 0
@@ -102,7 +103,7 @@ class KilledStage:
 
 @dataclass(frozen=True)
 class MeasuredSwarm:
-    """What a swarm did."""
+    """The measurements of a swarm."""
 
     step_seconds: list[float]  # between the commits of the ledger, before the kill
     step_bytes: float  # on all links, a step, before the kill
@@ -145,8 +146,8 @@ def bytes_between(carried: Sequence[Carried], since: float, to: float) -> float:
 
 
 def losses(events: Sequence[Entry]) -> list[KilledStage]:
-    """What became of each kill, by a swarm's events in the order of time; nodes of a stage that
-    were killed together are one loss. Raises LiveError when the swarm did not get over it."""
+    """The outcome of each kill, by a swarm's events in the order of time; nodes of a stage that
+    were killed together are one loss. Raises LiveError when the swarm did not recover."""
     first: dict[tuple[int, int], float] = {}  # by stage and step, when
     commits: list[tuple[float, int]] = []
     rebuilds: list[tuple[float, StageRebuilt]] = []

@@ -1,10 +1,10 @@
 """`planaria node`, on a machine whose processor is emulated, as its links are.
 
-Nodes that share this machine's cores get in each other's way, and a task takes as long as the
-others let it. Here a pass over a microbatch, decoding and encoding included, takes as long as on a
-processor of so many FLOP/s that the node has for itself: what is left of that time the compute
-thread waits. That holds as long as the cores are quicker than all these processors together; what
-took longer nevertheless is in the `wall` events, as computing.
+Nodes that share this machine's cores slow each other down. Here a pass over a microbatch, decoding
+and encoding included, takes as long as on a processor of so many FLOP/s that the node has for
+itself: what is left of that time the compute thread waits. That holds as long as the cores are
+quicker than all these processors together; what took longer nevertheless is in the `wall` events,
+as computing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Pace(NamedTuple):
     head: float
 
     def of(self, kind: str, position: int, at_head: bool) -> float:
-        """Of the pass that makes this kind of frame at that visit."""
+        """Seconds of the pass that makes this kind of frame at that visit."""
         if position == 0:
             return 0.0
         if at_head:
@@ -38,7 +38,7 @@ class Pace(NamedTuple):
 
 
 def arm(pace: Pace, wrap: Callable[[Any, str, Any], None] = setattr) -> None:
-    """From here on this process computes like that."""
+    """Makes this process compute at this pace from here on."""
     from planaria.node.stage.work import TorchWork
 
     decoded, onward, began = TorchWork._decoded, TorchWork._onward, 0.0

@@ -4,10 +4,10 @@ namespaces, and passes packets on when their link would have them arrive.
 It needs no netem, which not every kernel has, and nothing of it outlives the process: namespaces
 and devices exist as long as somebody holds them open. Packets are taken from the kernel as it would
 give them to a network card that cuts them up itself (up to 64 KiB at a time), which keeps a Python
-loop quick enough for some 100 Mbit/s; how they count is told by `wire_bytes`. A link that loses
+loop quick enough for some 100 Mbit/s; `wire_bytes` counts them. A link that loses
 packets loses them as a wire would, one segment by itself: what was taken at once is cut around it.
 
-TCP in the namespaces has the congestion control that Linux has unless it is told otherwise
+TCP in the namespaces has the congestion control that is Linux's default
 (`CONGESTION`), whatever this machine's is: that decides what a link with losses carries.
 
 Started by emulation.py as a module, it reads a network as JSON from the first line of its standard
@@ -78,14 +78,14 @@ def address(number: int) -> str:
 
 
 def segments(packet: bytes) -> int:
-    """How many packets it comes to on a wire."""
+    """The number of packets that it is on a wire."""
     kind, header, segment = _VNET_HEADER.unpack_from(packet)[1:4]
     size = len(packet) - _VNET_HEADER.size
     return -(-(size - int(header)) // int(segment)) if kind and segment else 1
 
 
 def wire_bytes(packet: bytes) -> int:
-    """What a packet comes to on a wire: cut into segments, each with headers of its own."""
+    """The bytes of a packet on a wire: cut into segments, each with headers of its own."""
     header = int(_VNET_HEADER.unpack_from(packet)[2])
     return len(packet) - _VNET_HEADER.size + (segments(packet) - 1) * header
 
@@ -127,7 +127,7 @@ def _cut(packet: bytes, begin: int, end: int) -> bytes:
 
 
 def _sum16(data: bytes | bytearray) -> int:
-    """Of the Internet checksum (RFC 1071), not complemented."""
+    """The sum of the Internet checksum (RFC 1071), not complemented."""
     total: int = sum(struct.unpack(f">{len(data) // 2}H", data))
     while total > 0xFFFF:
         total = (total & 0xFFFF) + (total >> 16)
@@ -182,7 +182,7 @@ class PacketRelay:
                 heapq.heappush(self._under_way, (arrival, self._taken, direction, piece))
 
     def due(self) -> float | None:
-        """When the next packet arrives."""
+        """The time at which the next packet arrives."""
         return self._under_way[0][0] if self._under_way else None
 
     def deliver(self, now: float) -> None:

@@ -49,7 +49,7 @@ BITS: Final = 8e-6
 
 
 class Learning(NamedTuple):
-    """What the loss of a stage costs in learning, by our lab's runs."""
+    """The cost in learning of a stage's loss, by our lab's runs."""
 
     behind: float  # committed steps for each loss
     most: float  # share of all steps, however many losses there are
@@ -74,7 +74,7 @@ it is in a longer run isn't known."""
 
 @dataclass(frozen=True)
 class Losing:
-    """How nodes are lost, and replaced."""
+    """The rates at which nodes are lost and replaced."""
 
     hourly: float  # probability that a node is lost within an hour
     replacement: float  # seconds until a machine is there in a lost one's place
@@ -88,7 +88,7 @@ class Losing:
 
 @dataclass(frozen=True)
 class Estimate:
-    """How long everything takes in a plan, in seconds."""
+    """The times of a plan, in seconds."""
 
     step: float  # with all nodes
     usual: float  # on average over how many nodes are there
@@ -237,8 +237,8 @@ def _uplinks(swarm: Swarm, count: int) -> Iterator[float]:
 
 
 def _copied(swarm: Swarm, site: str) -> float:
-    """Bytes that those who speak for stages from this site send in the background, each step, if
-    there is time. A chunk of them leaves between two frames, at most."""
+    """Bytes that the senders of copies at this site send in the background in each step, if there
+    is time. At most a chunk of them leaves between two frames."""
     config, recovery = swarm.config, swarm.run.recovery
     snapshot, size = recovery.snapshot, 0.0
     for stage in range(config.stages + 1):
@@ -277,8 +277,8 @@ def _uplinks_averaging(
 
 
 def _twice(swarm: Swarm, stage: int) -> int:
-    """How often what this stage is to do is sent and computed: with stand-ins twice, as if none of
-    it were done in time that nobody needs."""
+    """The factor by which a stage's work is sent and computed: 2 with stand-ins, as if none of it
+    were done in idle time."""
     return 2 if swarm.run.recovery.masking == "spare" and swarm.replicas(stage) > 1 else 1
 
 
@@ -363,7 +363,7 @@ def usual_seconds(swarm: Swarm, reach: Reach, away: Sequence[float], step: float
 
 
 def _levels(swarm: Swarm, reach: Reach, stage: int, step: float) -> list[float]:
-    """Seconds of a step when the stage lacks 0, 1, .. nodes, but for one."""
+    """Seconds of a step when the stage lacks 0, 1, .. nodes; one node always stays."""
     seconds = [step]
     for lost in range(1, LEVELS + 1):
         if lost < swarm.replicas(stage):
@@ -381,14 +381,14 @@ def _chances(counts: Sequence[int], away: Sequence[float]) -> list[float]:
 
 
 def _at_most(missing: int, count: int, away: float) -> float:
-    """Probability that at most so many of a stage's nodes are missing, one being there."""
+    """Probability that at most so many of a stage's nodes are missing, if one is present."""
     chances = [math.comb(count, k) * away**k * (1 - away) ** (count - k) for k in range(count)]
     whole_chance = math.fsum(chances)
     return min(1.0, math.fsum(chances[: missing + 1]) / whole_chance) if whole_chance else 0.0
 
 
 def _without(swarm: Swarm, stage: int, lost: int) -> Swarm:
-    """With so many nodes less at a stage, the fastest first, but for one."""
+    """The swarm without so many nodes of a stage, the fastest first; one always stays."""
     remaining = min(lost, swarm.replicas(stage) - 1)
     counts = [group.count for group in swarm.groups]
     for i in sorted(range(len(counts)), key=lambda i: swarm.groups[i].seconds.microbatch):
@@ -407,7 +407,8 @@ def transfer(size: float, link: Link) -> float:
 
 
 def handovers(swarm: Swarm, step: float) -> list[Handover]:
-    """Of each stage's last node, over its worst link to any other. `step`: seconds of one."""
+    """The handover of each stage's last node, over its worst link to any other. `step`: seconds of
+    a step."""
     network = swarm.network
     sites = [
         {group.site for group in swarm.groups if group.stage == stage}
@@ -421,12 +422,12 @@ def handovers(swarm: Swarm, step: float) -> list[Handover]:
 
 
 def _rounds(reach: Reach) -> float:
-    """Seconds of one of the driver's rounds: a question to all, and their answers."""
+    """Seconds of one round of the driver: a question to all, and their answers."""
     return 2 * reach.farthest[0].delay_ms / 1e3
 
 
 def missing(swarm: Swarm, reach: Reach, losing: Losing, stage: int) -> float:
-    """Share of the time for which a node is, from its loss until one trains in its place."""
+    """Share of the time for which a node is missing, from its loss until a replacement trains."""
     joining = (reaction.JOINING + reaction.DIALLING) * 2 * reach.farthest[stage].delay_ms / 1e3
     size = fetched_bytes(swarm.run, swarm.config, stage, "replica")
     fetch = transfer(size, reach.between[stage][stage])
@@ -527,7 +528,7 @@ def _learning(swarm: Swarm, reach: Reach, lost: float, usual: float) -> tuple[fl
 
 
 def lesson(run: RunFile) -> str:
-    """Which line of `LEARNING` it is."""
+    """The key of `LEARNING` for this run."""
     if run.recovery.policy == "snapshot":
         return "snapshot"
     if run.recovery.policy in ("redundant", "checkpoint"):

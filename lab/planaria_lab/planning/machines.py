@@ -19,7 +19,7 @@ SUSTAINED: Final = 0.4
 
 
 class Kind(NamedTuple):
-    """Of GPU, by its maker's data sheet: GB, dense bf16 (or fp16) TFLOP/s, GB/s."""
+    """A GPU model, by its maker's data sheet: GB, dense bf16 (or fp16) TFLOP/s, GB/s."""
 
     memory: float
     tflops: float
@@ -38,7 +38,7 @@ KINDS: Final[Mapping[str, Kind]] = {
 
 
 class Hardware(NamedTuple):
-    """What the command line says of the nodes; None: nothing."""
+    """The options about nodes; None: not given."""
 
     nodes: int | None
     kind: str | None
@@ -104,7 +104,7 @@ def _machine(
     memory: float | None = None,
     cpu: bool = False,
 ) -> Machine:
-    """A machine as it is said to be, else as it was measured. Raises PlanError."""
+    """A machine with the options' figures, else the measured ones. Raises PlanError."""
     if hardware.kind is not None and hardware.kind not in KINDS:
         raise PlanError(
             f"--kind {hardware.kind} is unknown: choose of {', '.join(KINDS)}; for another "

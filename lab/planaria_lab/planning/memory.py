@@ -1,4 +1,4 @@
-"""What a node of a stage has in memory, at most, by what it is for.
+"""The most memory that a node of a stage needs, by purpose.
 
 Follows from the run file, the model's shape and the nodes of each stage. Activations are those that
 autograd keeps for the daemon's blocks (tests hold them against what torch allocates), the rest is
@@ -57,7 +57,7 @@ class Bytes:
 def needed(
     run: RunFile, config: ModelConfig, stage: int, replicas: Sequence[int], saves: bool = False
 ) -> dict[str, Bytes]:
-    """By what it is for; the sum is what a node of `stage` needs, but for the libraries' own.
+    """Bytes by purpose; the sum is what a node of `stage` needs, without the libraries' own.
 
     `replicas`: nodes of stages 0, 1, .., L, equally fast: one that is faster than the others of its
     stage gets more microbatches, and keeps more of what crosses. `saves`: the node is started with
@@ -92,8 +92,9 @@ def needed(
 
 
 def at_a_loss(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
-    """What a node of `stage` needs more for a while, by when: while a newcomer copies its state
-    (node/state/feeding.py), and while it relearns its stage, which it has guessed."""
+    """The additional memory that a node of `stage` needs for a while, by occasion: while a newcomer
+    copies its state (node/state/feeding.py), and while it relearns its stage, which it has
+    guessed."""
     gradient = VALUE * parameters(config, stage)
     copied = STATE * parameters(config, stage) + FOLLOWED * gradient
     parts = {"a newcomer": Bytes(host=copied)}
@@ -112,7 +113,7 @@ def whole(parts: Mapping[str, Bytes]) -> Bytes:
 
 
 def _share(run: RunFile, replicas: int) -> int:
-    """Microbatches of a step that one of equal replicas computes, at most."""
+    """The most microbatches of a step that one of equal replicas computes."""
     return -(-run.training.microbatches // replicas)
 
 
@@ -155,7 +156,8 @@ def _boundary(run: RunFile, config: ModelConfig, microbatches: int) -> int:
 
 
 def _policy(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
-    """What a node holds of others and for others: in node/state/, copies, twin and saves."""
+    """The bytes that a node holds of others and for others: copies, twin and saves of
+    node/state/."""
     policy, stages = run.recovery.policy, config.stages
     if policy == "checkpoint":
         return {"checkpoint": Bytes(host=_writes(run, config, stage))}
@@ -183,7 +185,7 @@ def _sent(run: RunFile, config: ModelConfig, stage: int, kind: str | None) -> By
 
 
 def _held(run: RunFile, config: ModelConfig, stage: int, kind: str) -> Bytes:
-    """With one that is arriving, and the values of one that has."""
+    """The bytes of a copy or snapshot of another stage, while the next one arrives."""
     marks = TAKEN * _rows(config, stage)
     if kind == "copy":
         return Bytes(host=2 * copy_bytes(config) + marks)

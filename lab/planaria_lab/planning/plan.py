@@ -216,8 +216,8 @@ def plan(options: PlanOptions) -> None:
 
 
 def _asked(options: PlanOptions) -> tuple[RunFile, float, set[str]]:
-    """What is trained, on how many tokens, and the codecs that the run file doesn't name, which are
-    to be chosen. Raises RunFileError, PlanError, ValueError."""
+    """The run to train, the number of tokens, and the codecs that the run file doesn't name, which
+    the plan chooses. Raises RunFileError, PlanError, ValueError."""
     from planaria.node.hugging_face.taking_in import take_in
     from planaria.node.model.shape import PRESETS, model_config
     from planaria.node.run_file import RunFile, load, override
@@ -262,7 +262,7 @@ def _policies(names: list[str] | None) -> Any:
 
 
 def figures(rows: Iterable[TraceRow]) -> tuple[float, float]:
-    """Nodes on average, and the probability that one is lost within an hour, of a trace."""
+    """The mean number of nodes of a trace, and the probability that one is lost within an hour."""
     import math
 
     nodes, seconds, lost, present, last = 0.0, 0.0, 0, 0, 0.0
@@ -280,7 +280,7 @@ def figures(rows: Iterable[TraceRow]) -> tuple[float, float]:
 def replay(
     question: Question, rows: tuple[TraceRow, ...]
 ) -> dict[str, tuple[Candidate, RunOutcome]]:
-    """By policy: its best plan, simulated on the trace from its first row to its last. Raises
+    """The best plan of each policy, simulated on the trace from its first row to its last. Raises
     PlanError."""
     from dataclasses import replace
 
@@ -361,8 +361,8 @@ def plan_data(plan: Candidate) -> dict[str, Any]:
 
 
 def handover_data(plan: Candidate) -> list[dict[str, Any]]:
-    """By stage: bytes, seconds from a notice until they are handed over, and what each notice is
-    good for."""
+    """For each stage: bytes, seconds from a notice until they are handed over, and what each notice
+    is enough for."""
     from planaria.node.state.handover import NOTICES
     from planaria_lab.planning.estimate import handovers
 
@@ -577,7 +577,7 @@ def draw(question: Question, path: Path) -> None:
 
 
 def curves(question: Question) -> dict[str, list[tuple[float, float, float]]]:
-    """By policy: probability an hour, hours of its fastest plan, money of its cheapest."""
+    """For each policy: probability an hour, hours of its fastest plan, money of its cheapest."""
     from dataclasses import replace
 
     from rich.progress import track

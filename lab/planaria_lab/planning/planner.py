@@ -81,7 +81,7 @@ class Machine:
     shared: bool = False  # the device has no memory of its own: it computes on a CPU
 
     def lacks(self, need: Bytes) -> str:
-        """What it has too little of; empty: nothing."""
+        """The memory that it has too little of; empty: none."""
         room = (1 - RESERVE) * self.memory
         if self.shared:
             need = Bytes(need.both)
@@ -94,7 +94,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be trained, and on what. Raises PlanError."""
+    """The run to plan, and the machines. Raises PlanError."""
 
     run: RunFile  # model and batch, and all that isn't chosen here
     vocabulary: int  # of the data
@@ -146,7 +146,7 @@ class Candidate:
 
     @property
     def price(self) -> float:
-        """What an hour costs."""
+        """The price of an hour."""
         return math.fsum(machine.price for machine in chain.from_iterable(self.nodes))
 
     @property
@@ -172,12 +172,12 @@ class Candidate:
         return f"{len(self.counts)} x {least}" + (f"-{most}" if most > least else "")
 
     def memory(self) -> list[Bytes]:
-        """That a node of each stage needs."""
+        """The memory that a node of each stage needs."""
         stages = range(len(self.counts))
         return [whole(needed(self.run, self.swarm.config, s, self.counts)) for s in stages]
 
     def more_memory(self) -> list[Bytes]:
-        """That it needs more for a while, after a loss."""
+        """The additional memory that it needs for a while after a loss."""
         each = [at_a_loss(self.run, self.swarm.config, s).values() for s in range(len(self.counts))]
         return [
             Bytes(max(need.device for need in more), max(need.host for need in more))
@@ -196,8 +196,8 @@ def placed(machines: Sequence[Machine], counts: Sequence[int]) -> tuple[tuple[Ma
 
 
 def candidates(question: Question) -> Iterator[Candidate | str]:
-    """All that is tried, as plans, or, of what doesn't fit, the reason. What is tried follows from
-    the model, the batch and the nodes alone."""
+    """Each candidate as a plan, or the reason why it doesn't fit. Candidates follow from the model,
+    the batch and the nodes alone."""
     layers = model_config(question.run.model, question.vocabulary).layers
     for stages in range(1, min(layers, len(question.machines) - 1) + 1):
         if layers % stages == 0:
@@ -259,7 +259,8 @@ class _Shape:
             yield times * (self.config.stages + 1)
 
     def _fitting(self, policy: Policy, size: int, window: int) -> tuple[RunFile, str]:
-        """Without recomputation if it fits, since that is quicker, else with; or why not so."""
+        """The run without recomputation if it fits, since that is faster, else with it; and why
+        neither fits."""
         problem = ""
         for recompute in (False, True):
             run = _changed(self.run, policy, size, window, recompute)
@@ -269,7 +270,7 @@ class _Shape:
         return run, problem
 
     def _lacking(self, run: RunFile) -> str:
-        """Which stage doesn't fit on one of its nodes; empty: all do."""
+        """Why a stage doesn't fit on one of its nodes; empty: all fit."""
         for stage, machines in enumerate(self.nodes):
             need = whole(needed(run, self.config, stage, self.counts))
             more = {"": Bytes()} | at_a_loss(run, self.config, stage)
@@ -390,7 +391,7 @@ def with_codecs(question: Question, free: Collection[str]) -> tuple[Question, Ca
 
 
 def _narrowed(run: RunFile, free: Collection[str]) -> dict[str, str]:
-    """Of these codecs, those of `NARROW` that leave less than the run's."""
+    """The codecs of `NARROW` that send less than the run's."""
     return {
         link: codec
         for link, codec in NARROW.items()
@@ -409,7 +410,7 @@ def narrower(question: Question, best: Candidate) -> Candidate | None:
 
 
 def _best(question: Question, plans: Iterable[Candidate]) -> Candidate | None:
-    """Of those that do it; None: none does."""
+    """The best plan that meets the deadline and the budget; None: no plan does."""
     able = (plan for plan in plans if not _why_not(question, plan))
     return min(able, key=lambda plan: _worth(question, plan), default=None)
 
@@ -449,7 +450,7 @@ def _shown(question: Question, plans: Sequence[Candidate], best: Candidate) -> l
 
 
 def _why(plan: Candidate, best: Candidate) -> str:
-    """What most of the difference is."""
+    """The cause of most of the difference."""
     if plan.seconds < best.seconds:
         return f"dearer: {plan.money:,.2f} instead of {best.money:,.2f}"
     ours, its = best.estimate, plan.estimate

@@ -2,8 +2,8 @@
 
 A *suite* is a storage and an interval. In each, swarms take turns that differ in how they save and
 whether they are killed; a swarm is compared with that of its suite and block that never saves,
-minutes apart at most, so that the machine's moods hit both. Every second block has them in the
-opposite order. A swarm is a row: what was interrupted goes on where it was.
+minutes apart at most, so that changes of the machine's load affect both. Every second block has
+them in the opposite order. A swarm is a row: what was interrupted goes on where it was.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Turn(NamedTuple):
 
 
 def turns(blocks: int) -> Iterator[Turn]:
-    """In the order of measuring."""
+    """The turns, in the order of measuring."""
     for block in range(blocks):
         for suite in SUITES:
             for variant in [*VARIANTS][:: -1 if block % 2 else 1]:

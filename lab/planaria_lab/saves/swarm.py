@@ -1,4 +1,4 @@
-"""A live swarm that saves, loses all its processes, and goes on with what is on disk.
+"""A live swarm that saves, loses all its processes, and continues from its saves on disk.
 
 As ECRL has it: processes get SIGKILL right after a step was committed, all at once and the registry
 with them, and a supervisor starts them anew, as `planaria up --resume` does.
@@ -50,7 +50,7 @@ class SavesError(Exception):
 
 @dataclass(frozen=True)
 class Saving:
-    """How a swarm saves, and what happens to it."""
+    """The way in which a swarm saves, and the failure that happens to it."""
 
     mode: Literal["none", "blocking", "overlapped"]
     every: int = 1  # steps
@@ -189,7 +189,7 @@ def _commits(plan: SwarmPlan) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Without one that is only half there."""
+    """The file's lines, without an unfinished last one."""
     whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
     return [json.loads(line) for line in whole.splitlines()]
 

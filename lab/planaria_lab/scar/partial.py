@@ -1,7 +1,7 @@
 """Partial against full recovery, and what to save next: SCAR's Figures 7 and 8, on the digits.
 
 A trial is a run of stochastic gradient descent with batches of its own, a failure at an iteration
-of its own, and rows lost in an order of its own. All three are the same whatever is done about it,
+of its own, and rows lost in an order of its own. All three are the same for every kind of recovery,
 and the cost of a loss is counted against the same run without the loss.
 """
 
@@ -136,7 +136,7 @@ def running_checkpoint(path: Floats, failed: int, saving: Saving, seed: int) -> 
 
 
 class Costs(NamedTuple):
-    """What each trial's loss came to."""
+    """The costs of each trial's loss."""
 
     iterations: Ints  # extra, to the target
     perturbation: Floats  # ||delta||
@@ -165,7 +165,8 @@ def costs(trained: Runs, case: RestoreCase) -> Costs:
 
 
 def _iterations_to_target(trained: Runs, weights: Floats) -> Ints:
-    """From these weights [trials, rows, 10] at each trial's failure on, counted from 0."""
+    """Iterations from these weights [trials, rows, 10] at each trial's failure on, counted from
+    0."""
     result = trained.failed.copy()
     running = np.arange(len(weights))
     while len(running):

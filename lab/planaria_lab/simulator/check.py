@@ -122,7 +122,7 @@ CASES: Final = (
 
 @dataclass(frozen=True)
 class Live:
-    """What a swarm did. Seconds."""
+    """The measurements of a live swarm, in seconds."""
 
     case: str
     steps: tuple[float, ...]  # between commits, once links have settled and before the kill
@@ -188,7 +188,7 @@ def after_kill(events: Sequence[Entry]) -> tuple[float, float, float]:
 
 
 def read_samples(path: Path) -> list[Live]:
-    """Those that there are; a line that was interrupted is dropped. Raises LiveError."""
+    """The samples so far; an unfinished line is dropped. Raises LiveError."""
     header = {"check": 1, "machine": machine(), "steps": STEPS}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +207,7 @@ def read_samples(path: Path) -> list[Live]:
 
 
 def missing(samples: Sequence[Live], blocks: int) -> list[LiveCase]:
-    """What is to be measured yet, in turn: every case has as many turns as there are blocks."""
+    """The cases still to be measured, in turn: each has as many turns as there are blocks."""
     done = [sample.case for sample in samples]
     turns = [(block, case) for block in range(blocks) for case in (*CALIBRATIONS.values(), *CASES)]
     return [case for block, case in turns if done.count(case.name) <= block]
@@ -223,7 +223,7 @@ def append(path: Path, sample: Live) -> None:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What is known before a swarm is predicted."""
+    """The figures that predictions are made from."""
 
     transport: Transport
     cores: int

@@ -27,7 +27,7 @@ class LostPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Churn:
-    """Losses, and who takes a lost node's place. Seconds. Raises SwarmFiguresError."""
+    """Losses and replacements of nodes. Times in seconds. Raises SwarmFiguresError."""
 
     hourly: float = 0.0  # probability to be lost within an hour from the start
     shape: float = 1.0  # of the Weibull distribution of lives; 1: exponential

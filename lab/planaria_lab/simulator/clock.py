@@ -52,8 +52,8 @@ class Clock:
 
 
 class Cores:
-    """Of one machine: what runs at a time shares them evenly, as an operating system has it. With
-    a `count` of 0 everything has a core of its own."""
+    """The cores of one machine: tasks at the same time share them evenly. With a `count` of 0 every
+    task has a core of its own."""
 
     def __init__(self, clock: Clock, count: int) -> None:
         self.clock, self.count = clock, count
@@ -110,7 +110,7 @@ class Worker:
         self._busy = False
 
     def post(self, priority: int, seconds: float, then: Then, wanted: Wanted = always) -> None:
-        """What isn't wanted any more when its turn has come is left undone."""
+        """Queues a task. One that isn't wanted any more when its turn comes is skipped."""
         self._posted += 1
         heapq.heappush(self._queue, (priority, self._posted, seconds, then, wanted))
         if not self._busy:
@@ -148,7 +148,7 @@ class Uplink:
         self.free = 0.0
 
     def passes(self, size: float, now: float) -> float:
-        """When the last of `size` bytes that are sent now is through."""
+        """The time at which the last of `size` bytes that are sent now is through."""
         seconds = size * self.seconds_per_byte
         self.busy_seconds += seconds
         self.free = max(self.free, now) + seconds

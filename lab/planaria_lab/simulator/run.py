@@ -2,8 +2,8 @@
 
 Between two events that change the swarm all steps are alike, so they are simulated once for each
 set of nodes there is (simulator/step.py) and passed over together. What a loss or a joiner
-takes besides is in closed form (simulator/reaction.py), what is done about a loss is
-recovery/decide.py's word.
+takes besides is in closed form (simulator/reaction.py); recovery/decide.py decides how a lost
+stage is rebuilt.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What a run came to. The seconds of `kept`, `again`, `aborted` and `stalled` add up to
+    """The outcome of a run. The seconds of `kept`, `again`, `aborted` and `stalled` add up to
     `seconds`."""
 
     steps: int  # committed at the end
@@ -112,7 +112,7 @@ class _Node:
 
 @dataclass
 class _Struck:
-    """What has happened to nodes that trained, and isn't dealt with yet."""
+    """Losses of nodes that trained, which aren't handled yet."""
 
     time: float
     noticed: float
@@ -349,7 +349,7 @@ class _Run:
             (place.number or 0 for place in self.before if place.stage == stage), default=-1
         )
 
-    # --- who is there
+    # --- the nodes
 
     def _trained(self, stage: int) -> int:
         counts = zip(self.swarm.groups, self.training, strict=True)
@@ -433,7 +433,7 @@ class _Run:
         return min([remaining, *(at - coming for at in self.listed if at > coming)])
 
     def _admit(self) -> None:
-        """Those who are ready have their stage's state now."""
+        """Admits joiners: those that are ready have their stage's state now."""
         for place in self.entering:
             node = self.nodes[place]
             node.trains, node.since = True, self.committed
@@ -505,9 +505,9 @@ class _Run:
         self.losses.append(loss)
 
     def _left_without(self, lost: Sequence[LostPlace]) -> float:
-        """What is left of the step under way, in steps of those who are left. They take the lost
-        nodes' part of what is to come, and redo what these had done, at their own stages only:
-        which matters where a stage has more to compute, or is sent more, than the step leaves it
+        """The rest of the step that the surviving nodes have to do, in steps. They take over the
+        lost nodes' part of what is to come, and redo what these had done, at their own stages only:
+        this matters where a stage has more to compute, or is sent more, than the step leaves it
         time for."""
         step, present = self._step(), self._present()
         window = self.swarm.run.training.microbatches
@@ -608,8 +608,8 @@ class _Run:
         return decisions
 
     def _held(self) -> Iterator[Held]:
-        """What those who are left keep of others, by the run's policy. A node that began to train
-        in this very step has nothing yet."""
+        """The states that surviving nodes hold of other stages, by the run's policy. A node that
+        began to train in this very step has none yet."""
         stages, recovery = self.swarm.config.stages, self.swarm.run.recovery
         if self.policy == "checkpoint":
             write = reaction.writing(self.swarm) / self._last_duration()

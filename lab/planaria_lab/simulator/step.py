@@ -2,8 +2,8 @@
 
 The plan is the driver's, node/transaction/routing.py; each node has one compute thread that runs
 backward work before forward work; frames cross links; the replicas of each stage average as in
-node/transaction/averaging.py once all that is theirs has gone back; everyone says Ready, once it
-has been told the step's records, and the driver's commit begins the next step. What policies send
+node/transaction/averaging.py once all that is theirs has gone back; each node sends Ready once it
+has the step's records, and the driver's commit begins the next step. What policies send
 competes for links and threads.
 """
 
@@ -58,7 +58,7 @@ POOLED: Final = 256
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What was busy for the largest share of a step."""
+    """The resource that was busy for the largest share of a step."""
 
     kind: Literal["compute", "link", "uplink"]
     where: str  # a node, FROM -> TO, or a site
@@ -72,7 +72,7 @@ class Bottleneck:
 
 @dataclass(frozen=True)
 class MeanStep:
-    """What a step comes to, on average over the steps simulated but for the first."""
+    """The mean of the steps simulated, without the first."""
 
     seconds: float  # from decision to decision
     pipeline: float  # of these, until all microbatches were home
@@ -108,7 +108,7 @@ def simulate_step(swarm: Swarm, steps: int = 3, pooled: bool | None = None) -> M
     return _Training(lane(swarm) if pooled else _each(swarm), steps).run(pooled)
 
 
-# --- who takes part
+# --- the nodes that take part
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def averaging_seconds(swarm: Swarm, stage: int, link: Link | None = None) -> flo
 
 
 def averaging_pieces(swarm: Swarm, stage: int, replicas: int) -> tuple[int, int]:
-    """Of each of the parts that they make: how many, and the bytes of each on a link."""
+    """For each part of the replicas: the number of its pieces, and the bytes of each on a link."""
     shapes, count = named_shapes(swarm.config, min(stage, 1)).values(), parts(replicas)
     values = -(-parameters(swarm.config, stage) // count)
     pieces = min(MOST_PIECES, -(-values // PIECE))
@@ -264,7 +264,7 @@ class _Average:
         self.sums = {n.name: self.count * self.pieces for n in nodes}  # that it lacks
 
     def _row(self, node: _Node) -> list[_Node]:
-        """From the node's successor on, without it."""
+        """The names in a ring, from the node's successor on, without it."""
         row = next(row for row in self.rows if node in row)
         place = row.index(node)
         return row[place + 1 :] + row[:place]
@@ -713,8 +713,8 @@ class _Training:
         node.thread.post(Priority.CONTROL, node.seconds.norm, then)
 
     def exchange(self, node: _Node) -> None:
-        """With redundant computation: the reduced gradient to those who hold this stage's twin
-        (node/state/twin.py, `servers`)."""
+        """Sends the reduced gradient to the holders of this stage's twin, with redundant
+        computation (node/state/twin.py, `servers`)."""
         own = self.by_stage[node.stage]
         holders = self.by_stage[(node.stage - 1) % len(self.stages)]
         size = VALUE * parameters(self.swarm.config, node.stage)

@@ -33,12 +33,12 @@ HEAD = 400
 
 
 class SwarmFiguresError(ValueError):
-    """These figures describe no swarm; the message names them and the remedy."""
+    """Figures that describe no swarm; the message names them and the remedy."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """What a node of a stage takes for its tasks, alone on its machine."""
+    """The seconds of a node of a stage for each task, alone on its machine."""
 
     forward: float  # a microbatch: a body stage's blocks; at stage 0 the embedding
     backward: float
@@ -54,7 +54,7 @@ class Seconds:
 
     @property
     def microbatch(self) -> float:
-        """What routing knows a node by."""
+        """The seconds that routing compares nodes by."""
         return self.forward + self.backward + self.head
 
     def faster(self, factor: float) -> Seconds:
@@ -63,7 +63,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Group:
-    """Nodes that are alike: of one stage, at one site, equally fast."""
+    """Nodes of one stage, at one site, equally fast."""
 
     stage: int
     count: int
@@ -88,7 +88,7 @@ class Transport:
 class Swarm:
     """What is simulated: a run, its nodes, the links between them.
 
-    Raises SwarmFiguresError when nobody could train with it, LinkError when sites lack a link.
+    Raises SwarmFiguresError when no run could train with it, LinkError when sites lack a link.
     """
 
     run: RunFile
@@ -279,7 +279,7 @@ def seconds_at(
 
 
 def relearned_at_a_time(run: RunFile, config: ModelConfig) -> int:
-    """Samples in an update of relearning, which are of one microbatch."""
+    """Samples in an update of relearning; all are of one microbatch."""
     return min(at_a_time(run.recovery.relearn.tokens, config.context), run.training.microbatch)
 
 
@@ -295,7 +295,8 @@ def snapshot_bytes(run: RunFile, config: ModelConfig, stage: int) -> int:
 
 
 def fetched_bytes(run: RunFile, config: ModelConfig, stage: int, method: str) -> int:
-    """That a newcomer fetches to rebuild `stage` by this method, from each source stage."""
+    """The bytes that a newcomer fetches from each source stage to rebuild `stage` by this
+    method."""
     match method:
         case "checkfree" | "checkfree+" | "interpolate":
             return VALUE * parameters(config, stage)

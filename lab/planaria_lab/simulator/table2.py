@@ -84,8 +84,8 @@ class Drawn:
 
 
 def iterations(policy: str) -> tuple[int, ...]:
-    """That the paper's runs took to its validation loss of 2.85, by rate: train time by iteration
-    time."""
+    """Iterations that the paper's runs took to its validation loss of 2.85, by rate: train time
+    over iteration time."""
     pairs = zip(PAPER_TRAIN[policy], PAPER_ITERATION[policy], strict=True)
     return tuple(round(hours * HOUR / seconds) for hours, seconds in pairs)
 

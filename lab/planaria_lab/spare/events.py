@@ -52,13 +52,13 @@ class System:
 
 
 class Scheme(Protocol):
-    """What the groups compute, and what becomes of it as they are lost."""
+    """What the groups compute, and the effect of losing groups."""
 
     endures: float  # failures until a restart, on average: what the period is chosen by
 
     @property
     def stacks(self) -> float:
-        """How many stacks a step computes."""
+        """The number of stacks that a step computes."""
 
     def reset(self) -> None: ...
 
@@ -160,7 +160,7 @@ class _Training:
         self.begin()
 
     def begin(self) -> None:
-        """All groups are there and none has failed."""
+        """Starts with all groups and no failure."""
         self.scheme.reset()
         self.running = list(range(self.system.groups))
         self.struck: list[int] = []

@@ -55,7 +55,7 @@ def measure(
 
 
 def curves(rows: Sequence[Row]) -> dict[str, tuple[str, Curves]]:
-    """By the figure's name: what it shows, and its lines."""
+    """For each figure's name: its label, and its lines."""
     values: dict[tuple[str, str], defaultdict[tuple[int, int], list[float]]] = {}
     for row in rows:
         for figure in ("failures", "stacks", "availability"):

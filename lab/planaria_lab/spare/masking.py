@@ -46,11 +46,11 @@ class Stacks:
         return replace(self, alive=alive)
 
     def covered(self) -> NDArray[np.bool_]:
-        """Which types a survivor computes within `depth`: bool, (types,)."""
+        """Whether a survivor computes a type within `depth`: bool, (types,)."""
         return self._in_places(self.depth)
 
     def hosted(self) -> NDArray[np.bool_]:
-        """Which types a survivor hosts at all: bool, (types,)."""
+        """Whether a survivor hosts a type at all: bool, (types,)."""
         return self._in_places(self.order.shape[1])
 
     def owners(self) -> Ints:

@@ -56,8 +56,8 @@ def depths(stacks: Stacks, order: Ints, failures: int) -> Ints:
 
 
 def patches(stacks: Stacks, order: Ints) -> list[int]:
-    """What the controller has survivors compute more in the step of each failure in this order,
-    until a wipe-out: the places of the busiest."""
+    """The most places that a survivor computes additionally in the step of each failure in this
+    order, until a wipe-out."""
     more = []
     for group in order.tolist():
         result = reorder(stacks, [group])
