@@ -354,7 +354,8 @@ class Agent:
         if now - self.origins_asked > ASKED_AGAIN:
             self.origins.clear()
         self.outbox.tick(now)
-        if self.finished and self.trouble and now - self.save_tried > SAVED_AGAIN:
+        is_saved = self.saved_step >= self.member.committed
+        if self.finished and not is_saved and now - self.save_tried > SAVED_AGAIN:
             self._save_last_step()
 
     # --- sending

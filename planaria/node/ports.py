@@ -149,7 +149,7 @@ class Disk(Protocol):
         ...
 
     def write(self, state: StageState) -> None:
-        """Writes the current state, in the compute thread. May wait for earlier writes. The
+        """Starts to write the current state, in the compute thread. Never waits for the disk. The
         callbacks given to `OpenDisk` get the outcome. Raises ValueError for a state that isn't of
         the stage."""
         ...

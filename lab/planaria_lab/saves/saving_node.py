@@ -16,7 +16,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,15 @@ def arm(
 ) -> None:
     """From here on this process saves like that. `rate`: MB/s; 0: what the disk can.
 
-    A line has `stage` and `step`, and either `critical`, seconds in which the compute thread did
-    nothing else, and `waited`, those of them that passed without copying (for a write before, or
-    with `blocking` for the write itself); or `write`, seconds until a save was on disk.
+    A line has `stage` and `step`, and either `critical`, seconds of the compute thread, and
+    `waited`, those of them in which it waited for the write (0 unless `blocking`); or `write`,
+    seconds until a save was on disk. A save that is left out has no line.
     """
     from planaria.node.machine.compute import waiting_for_disk
     from planaria.node.state import saves
     from planaria.node.state.stage_state import StageState
 
-    hand_over, put, write = saves.Writer._hand_over, saves.Saves._put, saves.Saves.write
-    waited = 0.0  # there is one compute thread, and no other waits
+    save, put, write = saves.Writer.save, saves.Saves._put, saves.Saves.write
     file = (timed / f"{os.getpid()}.jsonl").open("a", encoding="utf-8")
 
     def log(state: StageState, **seconds: float) -> None:
@@ -45,25 +43,17 @@ def arm(
         file.write(json.dumps(line) + "\n")
         file.flush()
 
-    @contextmanager
-    def waiting() -> Iterator[None]:
-        nonlocal waited
-        began = time.perf_counter()
-        with waiting_for_disk():
-            yield
-        waited += time.perf_counter() - began
-
-    def handed_over(writer: saves.Writer, pending: saves.PendingSave, state: StageState) -> bool:
-        nonlocal waited
-        began, waited = time.perf_counter(), 0.0
+    def handed_over(writer: saves.Writer, state: StageState) -> None:
+        before, began = writer._newest, time.perf_counter()
+        save(writer, state)
+        if writer._newest is before:
+            return
+        copied = time.perf_counter()
         if blocking:
-            with waiting():
-                writer._finish(pending, writer._write(state))
-            handed = True
-        else:
-            handed = hand_over(writer, pending, state)
-        log(state, critical=time.perf_counter() - began, waited=waited)
-        return handed
+            with waiting_for_disk(), writer._changed:
+                writer._changed.wait_for(lambda: not writer._waiting)
+        ended = time.perf_counter()
+        log(state, critical=ended - began, waited=ended - copied)
 
     def slowly(parts: Iterable[saves.Bytes]) -> Iterator[saves.Bytes]:
         for part in parts:
@@ -78,8 +68,7 @@ def arm(
         write(of, state)
         log(state, write=time.perf_counter() - began)
 
-    wrap(saves, "waiting_for_disk", waiting)
-    wrap(saves.Writer, "_hand_over", handed_over)
+    wrap(saves.Writer, "save", handed_over)
     wrap(saves.Saves, "write", written)
     if rate:
         wrap(saves.Saves, "_put", put_slowly)

@@ -207,7 +207,7 @@ class HoldingCost:
 
     extra_bytes: Count = 0  # sent or written
     memory_bytes: Count = 0
-    critical_seconds: Figure = 0.0  # of the compute thread, its waiting included
+    critical_seconds: Figure = 0.0  # of the compute thread
 
     def __add__(self, other: HoldingCost) -> HoldingCost:
         return HoldingCost(

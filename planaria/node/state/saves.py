@@ -34,7 +34,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, takewhile
 from pathlib import Path
-from queue import Empty, Queue
 from secrets import token_hex
 from threading import Condition, Thread
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -51,6 +50,7 @@ from planaria.node.machine.compute import waiting_for_disk
 from planaria.node.model.config import to_config
 from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.ports import OpenDisk
+from planaria.node.report.line_file import STALLED
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.wire import stage_pb2 as pb
 
@@ -62,7 +62,6 @@ CHUNK: Final = 16 << 20  # bytes read at a time
 METADATA: Final = "__metadata__"  # no tensor's name
 HEADER_LIMIT: Final = 64 << 20  # bytes
 VALUE: Final = torch.float32.itemsize  # bytes
-PATIENCE: Final = 30.0  # seconds that training waits for the disk before it goes on without a save
 
 _NAME: Final = re.compile(r"step-(\d{8,19})-(\d{1,9})\.safetensors", re.ASCII)
 _REMEDIES: Final = {
@@ -120,8 +119,9 @@ class Saves:
     be used, or holds saves of another run, which is a mistake. All state is the folder's, so any
     thread may use it, even while another one writes.
 
-    Stages save the same steps, but not at the same time. While no write fails, a `keep` of 2, and
-    1 more for each write that may be in flight, leaves a step that all of them have.
+    Stages save the same steps, but not at the same time. While no write fails and no save is left
+    out, a `keep` of 2, and 1 more for each write that may be in flight, leaves a step that all of
+    them have.
     """
 
     def __init__(self, folder: Path, run: str, stage: int, keep: int, contents: Contents) -> None:
@@ -350,28 +350,27 @@ def find_saves(*folders: Path) -> list[SaveFile]:
     return saves
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class PendingSave:
-    """A state given to a Writer."""
+    """A state given to a Writer that is not on disk."""
 
-    state: StageState  # without its tensors
+    state: StageState
+    buffers: dict[str, Tensor]  # of its tensors, by name
     since: float  # seconds, of `time.perf_counter`
-
-    @property
-    def save(self) -> Age:
-        return self.state.id.age
 
 
 class Writer:
-    """Writes saves for training, which no error of the disk may stop.
+    """Writes saves for training, which neither an error nor a delay of the disk may stop.
 
     `save` belongs to the compute thread, right after a commit was applied. It copies the state to
-    host memory, in reused buffers (fresh memory costs many times the copy), and a thread writes it.
-    At most `in_flight` states may be not on disk yet; then `save` waits for one. It skips a state
-    given before: the end of a run is reported more than once.
+    host memory, in one of `in_flight` reused buffers (fresh memory costs many times the copy), and
+    a thread writes it. `save` never waits for the disk. When no buffer is free, the state replaces
+    the newest one whose write has not begun; the replaced state is left out, or this one if there
+    is none. `save` skips a state given before: the end of a run is reported more than once.
 
     `on_saved(save)` and `on_error(sentence)` are called from the writing thread, `on_error` also
-    from the compute thread, when a save is given up, and from `close`.
+    from `close`, and from the compute thread when a save is left out because the disk has held the
+    oldest one up for STALLED seconds.
 
     Raises ValueError when `saves` keeps too few for stages to share a step (see `Saves`).
     """
@@ -392,99 +391,97 @@ class Writer:
             )
         self.critical_seconds = 0.0  # of the compute thread, spent in `save`
         self.bytes_written = 0
+        self.left_out = 0
         self._saves, self._on_error, self._on_saved = saves, on_error, on_saved
-        self._changed = Condition()  # guards the next three
-        self._waiting: list[PendingSave] = []  # not on disk, the oldest first
-        self._newest: PendingSave | None = None  # on disk or waiting
+        self._changed = Condition()  # guards the rest; not held while the disk is used
+        self._free: list[dict[str, Tensor]] = [{} for _ in range(in_flight)]  # buffers
+        self._waiting: list[PendingSave] = []  # for the disk, the oldest first
+        self._writing: PendingSave | None = None  # the first of those, once its write has begun
+        self._missed: list[PendingSave] = []  # the last state given, if it was left out
+        self._newest: StageState | None = None  # on disk or waiting; without its tensors
         self._closed = False
-        self._stuck = False
-        self._slots: Queue[dict[str, Tensor]] = Queue()  # buffers by name
-        self._states: Queue[tuple[PendingSave, StageState, dict[str, Tensor]] | None] = Queue()
-        for _ in range(in_flight):
-            self._slots.put({})
         # A daemon: a hung disk must not keep the process from exiting.
-        self._thread = Thread(target=self._write_all, name="saves", daemon=True)
-        self._thread.start()
+        Thread(target=self._write_all, name="saves", daemon=True).start()
 
     def save(self, state: StageState) -> None:
         """Hand a state over. Raises only ValueError, as `Saves.check` does."""
         started = time.perf_counter()
         self._saves.check(state)
-        pending = PendingSave(replace(state, tensors={}), started)
         with self._changed:
-            is_known = self._newest is not None and self._newest.state == pending.state
-            closed = self._closed
-            if not (is_known or closed):
-                self._newest = pending
-                self._waiting.append(pending)
-        if closed and not is_known:
-            self._on_error(f"{self._action(pending.save)} failed: the writer is closed")
-        elif not is_known:
-            handed_over = False
-            try:
-                handed_over = self._hand_over(pending, state)
-            finally:
-                if not handed_over:
-                    self._finish(pending, written=False)
+            error = self._take(state, started)
+        if error:
+            self._on_error(error)
         self.critical_seconds += time.perf_counter() - started
 
     def close(self, seconds: float) -> list[Age]:
-        """Wait, blocking, for writes in flight and states that wait for one; returns those not on
-        disk in time. A later save is an error."""
+        """Wait, blocking, for states on their way to the disk; returns those not on disk in time,
+        and the last one if it was left out. A later save is an error."""
         with self._changed:
             self._closed = True
+            self._changed.notify_all()
             self._changed.wait_for(lambda: not self._waiting, seconds)
-            missing = list(self._waiting)
-        self._states.put(None)
+            missing = [*self._waiting, *self._missed]
         for pending in missing:
             seconds_since = time.perf_counter() - pending.since
             self._on_error(
-                f"{self._action(pending.save)} failed: not on disk after {seconds_since:.1f} s"
+                f"{self._action(pending.state.id.age)} failed: not on disk after "
+                f"{seconds_since:.1f} s"
             )
-        return [pending.save for pending in missing]
+        return [pending.state.id.age for pending in missing]
 
-    def _hand_over(self, pending: PendingSave, state: StageState) -> bool:
-        """Copy the state for the writing thread. False: the disk is stuck."""
-        try:
-            # After one wait in vain, training doesn't wait for the disk at every save.
-            with waiting_for_disk():
-                buffers = self._slots.get(timeout=0.0 if self._stuck else PATIENCE)
-        except Empty:
-            self._stuck = True
-            with self._changed:
-                others = [str(other.save.step) for other in self._waiting if other is not pending]
-            waiting = ", ".join(others)
-            self._on_error(
-                f"{self._action(pending.save)} is skipped: the disk has not written the saves of "
-                f"steps {waiting} for {PATIENCE:g} s; check it, or save less often"
-            )
-            return False
-        self._stuck = False
+    def _take(self, state: StageState, now: float) -> str:
+        """Copy the state for the writing thread. Returns an error to report; "": none."""
+        key, error = replace(state, tensors={}), ""
+        if self._newest == key:
+            return ""
+        if self._closed:
+            return f"{self._action(key.id.age)} failed: the writer is closed"
+        if not self._free:
+            replaced = self._waiting.pop() if self._waiting[-1] is not self._writing else None
+            if replaced is None:
+                self._missed = [PendingSave(key, {}, now)]
+                return self._leave_out(key, now)
+            self._free.append(replaced.buffers)
+            error = self._leave_out(replaced.state, now)
+        buffers = self._free.pop()
         for name, tensor in state.tensors.items():
             if name not in buffers or buffers[name].shape != tensor.shape:
                 buffers[name] = torch.empty(tensor.shape, pin_memory=tensor.is_cuda)
             buffers[name].copy_(tensor.detach())
         copies = {name: buffers[name] for name in state.tensors}
-        self._states.put((pending, replace(state, tensors=copies), buffers))
-        return True
+        self._waiting.append(PendingSave(replace(state, tensors=copies), buffers, now))
+        self._newest, self._missed = key, []
+        self._changed.notify_all()
+        return error
+
+    def _leave_out(self, state: StageState, now: float) -> str:
+        """Count a save that is left out. Returns an error to report; "": the disk is in time."""
+        self.left_out += 1
+        oldest = self._waiting[0]
+        seconds = now - oldest.since
+        if seconds < STALLED:
+            return ""
+        return (
+            f"{self._action(state.id.age)} is left out ({self.left_out} so far): the disk has not "
+            f"written the save of step {oldest.state.id.step} for {seconds:.1f} s; check it, or "
+            "save less often"
+        )
 
     def _write_all(self) -> None:
-        while item := self._states.get():
-            pending, state, buffers = item
-            written = False
-            try:
-                written = self._write(state)
-            finally:
-                self._finish(pending, written)
-                self._slots.put(buffers)
-
-    def _finish(self, pending: PendingSave, written: bool) -> None:
-        """Remove a state whose result has been reported."""
-        with self._changed:
-            if self._newest is pending and not written:
-                self._newest = None
-            self._waiting.remove(pending)
-            self._changed.notify_all()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
+                pending = self._writing = self._waiting[0]
+            written = self._write(pending.state)
+            with self._changed:
+                self._waiting.remove(pending)
+                self._free.append(pending.buffers)
+                self._writing = None
+                if not written and self._newest == replace(pending.state, tensors={}):
+                    self._newest = None
+                self._changed.notify_all()
 
     def _write(self, state: StageState) -> bool:
         """Write a state. False: it failed."""

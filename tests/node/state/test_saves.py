@@ -1,6 +1,5 @@
 """Run as a script, this file forks writers and kills them (see `main`)."""
 
-import asyncio
 import errno
 import fcntl
 import json
@@ -13,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -25,7 +23,6 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from planaria.node.machine.compute import ComputeThread
 from planaria.node.model.modules import build_stage
 from planaria.node.model.shape import model_config
 from planaria.node.run_file import ModelSection
@@ -565,6 +562,8 @@ def test_what_is_saved_is_the_state_at_that_moment(tmp_path: Path) -> None:
         writer.save(replace(each, tensors=training))
         for values in training.values():
             values.fill_(float("nan"))
+        with writer._changed:
+            assert writer._changed.wait_for(lambda: not writer._waiting, 60)
     assert writer.close(60) == []
     assert all(same(saves.load(each.id.age), each) for each in given)
     assert reports.saved == [each.id.age for each in given]
@@ -578,9 +577,10 @@ class GatedSaves(Saves):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.gate = threading.Event()
+        self.gate, self.begun = threading.Event(), threading.Event()
 
     def write(self, state: StageState) -> None:
+        self.begun.set()
         assert self.gate.wait(60)
         super().write(state)
 
@@ -592,73 +592,40 @@ def gated(tmp_path: Path) -> Iterator[GatedSaves]:
     saves.gate.set()
 
 
-def test_training_waits_for_a_write_when_enough_are_in_flight(gated: GatedSaves) -> None:
-    reports = Reports()
-    done: list[int] = []
-
-    def train() -> None:
-        for step in (4, 8, 12, 16):
-            writer.save(state(step))
-            done.append(step)
-            # Of what was saved, at most two aren't on disk.
-            assert len(done) - len(reports.saved) <= 2
-            if len(done) == 2:
-                two.set()
-
-    two = threading.Event()
-    writer = reports.writer(gated)
-    thread = threading.Thread(target=train)
-    thread.start()
-    assert two.wait(60)  # these two don't wait
-    assert reports.saved == []
-    gated.gate.set()
-    thread.join(60)
-    assert writer.close(60) == []
-    assert reports.saved == [Age(0, step) for step in (4, 8, 12, 16)]
-    assert done == [4, 8, 12, 16]
-
-
-def test_training_goes_on_without_a_save_when_the_disk_hangs(
+def test_training_never_waits_for_a_disk_and_what_it_leaves_out_is_counted(
     gated: GatedSaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    now = [100.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     reports = Reports()
     writer = reports.writer(gated)
-    for step in (4, 8, 12):
+    for step, seconds in ((4, 0.0), (8, 1.0), (12, 1.0), (16, 1.0), (20, 2.5)):
+        now[0] += seconds
         writer.save(state(step))
+        assert gated.begun.wait(60)  # the write of step 4
+    assert writer.left_out == 3
     assert reports.errors == [
-        f"saving step 12 of stage 3 in {gated.folder} is skipped: the disk has not written the "
-        "saves of steps 4, 8 for 0 s; check it, or save less often"
+        f"saving step {step} of stage 3 in {gated.folder} is left out ({count} so far): the disk "
+        f"has not written the save of step 4 for {seconds} s; check it, or save less often"
+        for step, count, seconds in ((12, 2, 3.0), (16, 3, 5.5))
     ]
     gated.gate.set()
     assert writer.close(60) == []
-    assert gated.sound() == [Age(0, 8), Age(0, 4)]
+    assert gated.sound() == [Age(0, 20), Age(0, 4)]  # the newest is not left out
 
 
-async def test_waiting_for_the_disk_is_no_hang(
-    gated: GatedSaves, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer, waits = Reports().writer(gated), []
-    compute = ComputeThread("test", asyncio.get_running_loop())
-    get = writer._slots.get
-
-    def noted(timeout: float) -> dict[str, torch.Tensor]:
-        waits.append(compute.watch.waits)
-        return get(timeout=timeout)
-
-    monkeypatch.setattr(writer._slots, "get", noted)
-    await compute.run(partial(writer.save, state(4)))
-    assert waits == [True]
-    assert not compute.watch.waits
-    gated.gate.set()
-    assert writer.close(60) == []
-    assert compute.stop(60.0)
+def test_closing_names_a_last_step_that_was_left_out(gated: GatedSaves) -> None:
+    reports = Reports()
+    writer = reports.writer(gated, in_flight=1)
+    writer.save(state(4))
+    assert gated.begun.wait(60)
+    writer.save(state(8))
+    assert reports.errors == []
+    assert writer.close(0.0) == [Age(0, 4), Age(0, 8)]
+    assert ["step 4" in reports.errors[0], "step 8" in reports.errors[1]] == [True, True]
 
 
-def test_a_state_that_is_saved_or_being_saved_is_not_written_again(
-    gated: GatedSaves, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "PATIENCE", 0.0)
+def test_a_state_that_is_saved_or_being_saved_is_not_written_again(gated: GatedSaves) -> None:
     reports = Reports()
     writer = reports.writer(gated, in_flight=1)
     for _ in range(3):
@@ -672,19 +639,19 @@ def test_a_state_that_is_saved_or_being_saved_is_not_written_again(
 
 def test_a_state_whose_save_failed_is_saved_again(tmp_path: Path) -> None:
     class FailsOnce(Saves):
-        failed = threading.Event()
+        tried = False
 
         def write(self, state: StageState) -> None:
-            if not self.failed.is_set():
-                self.failed.set()
+            if not self.tried:
+                self.tried = True
                 raise OSError(errno.EIO, "Input/output error")
             super().write(state)
 
     reports = Reports()
     writer = reports.writer(FailsOnce(tmp_path, RUN, STAGE, 9, flat(5)), in_flight=1)
     writer.save(state(4))
-    slots = writer._slots
-    slots.put(slots.get(timeout=60))  # it is over
+    with writer._changed:
+        assert writer._changed.wait_for(lambda: not writer._waiting, 60)
     writer.save(state(4))
     assert writer.close(60) == []
     assert reports.saved == [Age(0, 4)]
@@ -694,28 +661,17 @@ def test_a_state_whose_save_failed_is_saved_again(tmp_path: Path) -> None:
 def test_what_waits_for_another_write_when_the_writer_is_closed_is_written_too(
     gated: GatedSaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reports, waits = Reports(), threading.Event()
-    writer = reports.writer(gated, in_flight=1)
+    writer = Reports().writer(gated)
     writer.save(state(4))
-    get, wait_for = writer._slots.get, writer._changed.wait_for
-
-    def noted(timeout: float) -> dict[str, torch.Tensor]:
-        waits.set()
-        return get(timeout=timeout)
+    writer.save(state(8))
+    wait_for = writer._changed.wait_for
 
     def opening(*arguments: Any) -> bool:
         gated.gate.set()
         return wait_for(*arguments)
 
-    monkeypatch.setattr(writer._slots, "get", noted)
     monkeypatch.setattr(writer._changed, "wait_for", opening)
-    training = threading.Thread(target=writer.save, args=[state(8)])
-    training.start()
-    assert waits.wait(60)
     assert writer.close(60) == []
-    training.join(60)
-    assert reports.saved == [Age(0, 4), Age(0, 8)]
-    assert reports.errors == []
     assert gated.sound() == [Age(0, 8), Age(0, 4)]
 
 
