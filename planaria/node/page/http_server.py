@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -15,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from planaria.node.page.place import Keys
 
 MOST_CONNECTIONS = 64
-"""Limit of connections; further ones are closed at once."""
+"""Limit of connections; beyond it, one of the address with the most connections is closed."""
 REQUEST = 10.0
 """Seconds for a client's request, from when it may begin."""
 UNREAD = 20.0
@@ -31,15 +32,15 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.since = self.loop.time()
         self._request_timer: asyncio.TimerHandle | None = None
         self._reading_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._expect_request()
         if len(self.connections) > MOST_CONNECTIONS:
-            transport.abort()
-        else:
-            self._expect_request()
+            self._close_one()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -49,9 +50,25 @@ class Connection(H11Protocol):
         super().on_response_complete()
         self._expect_request()
 
+    @property
+    def address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    @property
+    def is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _close_one(self) -> None:
+        """Close a connection, maybe this one. Of the address with the most, an idle one goes before
+        one with an answer in progress, and then the oldest."""
+        connections = cast("set[Connection]", self.connections)
+        count = Counter(connection.address for connection in connections)
+        chosen = min(connections, key=lambda c: (-count[c.address], c.is_answering, c.since))
+        chosen.transport.abort()
+
     def _expect_request(self) -> None:
         """Start the timer of a request, unless an answer is in progress."""
-        answering = self.cycle is not None and not self.cycle.response_complete
+        answering = self.is_answering
         if answering and self._request_timer is not None:
             self._request_timer.cancel()
             self._request_timer = None

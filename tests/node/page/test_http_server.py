@@ -64,6 +64,24 @@ async def test_a_connection_too_many_is_closed_at_once(monkeypatch: pytest.Monke
             writer.transport.abort()
 
 
+async def test_idle_connections_of_one_address_keep_out_nobody_else() -> None:
+    async with served() as port:
+        stream, streaming = await asyncio.open_connection("127.0.0.1", port)
+        streaming.write(ASK.replace(b"/ ", b"/endless "))
+        assert await stream.readline()
+        at = ("127.0.0.2", 0)
+        idle = [await asyncio.open_connection("127.0.0.1", port, local_addr=at) for _ in range(300)]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(ASK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        assert b"here" in await closed(reader)
+        end = b""
+        while b"here" not in end:  # this one isn't closed, either
+            end = end[-4:] + (await stream.read(2**20) or b"closed: not here")
+        assert b"closed" not in end
+        for other in (streaming, *(writer for _, writer in idle)):
+            other.transport.abort()
+
+
 @pytest.mark.parametrize("request_sent", [b"", b"GET / HTTP/1.1\r\nHost:", ASK])
 async def test_who_does_not_get_on_with_asking_is_let_go(
     request_sent: bytes, monkeypatch: pytest.MonkeyPatch
