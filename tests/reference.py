@@ -73,7 +73,7 @@ class Reference:
         training, number = self.run.training, self.committed + 1
         ids = self.windows.ids(number)
         scored = max(1, count_scored(self.data, TRAIN, self.config.context, ids))
-        swapped = self.run.recovery.policy == "checkfree+"
+        swapped = self.run.policy.swapped
         losses = []
         orders = window_orders(number, training.microbatches, self.config.stages, swapped)
         for microbatch, visits in enumerate(orders):

@@ -45,7 +45,7 @@ from planaria.bootstrap.registry_pb2 import (
 from planaria.bootstrap.spelling import misspelt, readable
 from planaria.bootstrap.truncation import fit
 from planaria.bootstrap.views import is_genuine, sign
-from planaria.recovery.decide import Policy
+from planaria.recovery.policy import POLICIES, Policy
 
 PROTOCOL = 1
 DECISIONS_KEPT = 200
@@ -78,8 +78,7 @@ class MembershipRules:
     restart_grace: float | None = None  # lease + 1
     steps: int = 0  # of the run; 0: unknown
     data: str = ""  # content hash that stage-0 nodes must have; empty: not checked
-    swapped: bool = False  # half of the microbatches visit the end stages in swapped order
-    policy: Policy = "checkfree"  # for rebuilding a lost stage
+    policy: Policy = POLICIES["checkfree"]
     joins_per_second: float = 200.0
     max_nodes: int = 10_000
     max_per_block: int = 0  # nodes per address block; 0: unlimited
@@ -969,7 +968,7 @@ class Membership:
         if self._neighbour_graph is None:
             members, rules = (node.member for node in self._nodes.values()), self.rules
             driver = self.view.driver
-            self._neighbour_graph = Neighbours(members, driver, rules.stages, rules.swapped)
+            self._neighbour_graph = Neighbours(members, driver, rules.stages, rules.policy.swapped)
         return self._neighbour_graph
 
     def _invalidate(self) -> None:
@@ -1599,7 +1598,7 @@ def _related(
 ) -> bool:
     """Whether nodes with seats at `some` stages need links to nodes at `others`."""
     pairs = itertools.product(stages_here, stages_there)
-    return any(related(a, b, rules.stages, rules.swapped) for a, b in pairs)
+    return any(related(a, b, rules.stages, rules.policy.swapped) for a, b in pairs)
 
 
 def _problem(view: View, rules: MembershipRules) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planaria.bootstrap.failure_domains import NOWHERE, FailureDomain, is_apart, shared
-from planaria.recovery.decide import Policy, keeper_stage
+from planaria.recovery.policy import POLICIES, Policy
 
 
 @dataclass(frozen=True)
@@ -100,17 +100,17 @@ def assign(
     candidates: Sequence[Candidate],
     stages: int,
     begun: bool = True,
-    policy: Policy = "checkfree",
+    policy: Policy = POLICIES["checkfree"],
     useful: int = 64,
 ) -> list[SeatAssigned | SeatReleased]:
     """The changes, in order of application. `sitters`: in the order of joining; `stages`: body
     stages, L, of the stages 0..L; `begun`: False at the start, while nodes are awaited and only
-    standbys take vacant seats; `policy`: with "redundant", a holder of a stage's state has that of
+    standbys take vacant seats; `policy`: with twins, a holder of a stage's state has that of
     the next one too; `useful`: nodes per stage that have work.
 
     A node that is alone at a stage, or the only one with its state, never leaves it; no stage stays
     vacant while a node has room."""
-    nodes, twins = {node.node: node for node in candidates}, policy == "redundant"
+    nodes, twins = {node.node: node for node in candidates}, policy.twins
     changes: list[SeatAssigned | SeatReleased] = []
     for returned in _returned(nodes.values()):
         node = nodes[returned.node]
@@ -125,7 +125,7 @@ def assign(
         assigned = None
         if twins and begun and stage not in served:
             assigned = _twin(current, stage, stages, why)
-        keeper = keeper_stage(policy, stage, stages)
+        keeper = policy.keeper(stage, stages)
         assigned = assigned or _find(current, stage, keeper, why, begun)
         if assigned is not None:
             changes.append(assigned)

@@ -81,7 +81,7 @@ from planaria.node.wire.exchange import ComplaintError, Exchange, Outcome, PeerL
 from planaria.node.wire.frames import Descriptor, Frame, WireError
 from planaria.node.wire.link_speed import LARGEST
 from planaria.node.wire.outbox import NodeOutbox
-from planaria.recovery.decide import ORIGIN, Kind
+from planaria.recovery.facts import ORIGIN, Kind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -1055,7 +1055,7 @@ def rules(run: RunFile, config: ModelConfig) -> TransactionRules:
         validation_microbatches=training.validation_microbatches,
         validate_every=training.validate_every,
         clip=training.clip,
-        policy=recovery.policy,
+        policy=run.policy,
         strict=recovery.strict,
         masking=recovery.masking,
         relearn=recovery.relearn.passes > 0,

@@ -95,7 +95,7 @@ from planaria.node.wire.missing_links import MissingLinks
 from planaria.node.wire.naming import new_identity, node_of, seat_id
 from planaria.node.wire.observers import Observers
 from planaria.node.wire.relays import Relay
-from planaria.recovery.decide import COPIED, OWN
+from planaria.recovery.facts import COPIED, OWN
 
 log = logging.getLogger("planaria")
 
@@ -410,8 +410,7 @@ class Node:
         if own is None:
             self.stop(f"rejoin: view {view.number} is without this node: {view.reason}")
             return
-        swapped = self.run.recovery.policy == "checkfree+"
-        self.needed = to_link(own, view, self.config.stages, swapped)
+        self.needed = to_link(own, view, self.config.stages, self.run.policy.swapped)
         self.links.set_peers(view.number, _peers(view), self.needed)
         self.links.set_relays(Relay(relay.a, relay.b, relay.via) for relay in view.relays)
         if self.sampler is not None:
@@ -475,7 +474,7 @@ class Node:
                 contents=Contents.of(config, stage),
             )
             twin = None
-            if run.recovery.policy == "redundant":
+            if run.policy.twins:
                 twin = make_twin(seat, place.device, place.checkpoint, place.own)
             folders = place.save_dir, place.checkpoint_dir
             return Holdings(seat, twin, partial(layout_of, config), open_disk, *folders)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -35,8 +36,8 @@ from planaria.node.model.shape import (
     RopeType,
     model_config,
 )
-from planaria.recovery.decide import Policy
 from planaria.recovery.masking import Masking
+from planaria.recovery.policy import POLICIES, Policy
 
 Averaging = Literal["none", "bf16", "fp16", "int8", "lowrank"]
 Narrow = Literal["none", "bf16", "fp16", "int8", "int4"]
@@ -392,10 +393,16 @@ class CheckpointSection(Section):
     every: int = Field(default=10, ge=1, le=10**9, description="steps")
 
 
+def _known_policy(name: str) -> str:
+    if name not in POLICIES:
+        raise ValueError(f"is no policy; there are {', '.join(POLICIES)}")
+    return name
+
+
 class RecoverySection(Section):
     """What to do when a whole stage is lost."""
 
-    policy: Policy = "checkfree"
+    policy: Annotated[str, AfterValidator(_known_policy)] = "checkfree"
     strict: bool = Field(
         default=False, description="stop where the policy's own method is unavailable"
     )
@@ -520,6 +527,10 @@ class RunFile(Section):
     def config_for(self, vocabulary: int) -> ModelConfig:
         """The shape for data with so many token ids. Raises ValueError."""
         return model_config(self.model, vocabulary, self.training.lora)
+
+    @property
+    def policy(self) -> Policy:
+        return POLICIES[self.recovery.policy]
 
     @property
     def config(self) -> ModelConfig:

@@ -239,11 +239,11 @@ def find_checkpoint(run: RunFile, options: NodeOptions) -> Checkpoint | None:
     except (NodeError, UnsupportedModelError) as error:
         if model is not None:
             raise NodeError(f"--model: {error}") from error
-        policy = run.recovery.policy  # adapters begin anew without it
-        if policy == "redundant" or (policy == "checkpoint" and run.training.lora is None):
+        to_first = run.policy.checkpoints and run.training.lora is None  # adapters begin anew
+        if run.policy.twins or to_first:
             raise NodeError(
-                f"with recovery.policy = {policy} each node needs the checkpoint that the run "
-                f"begins from, and {error} (name its folder with --model DIR)"
+                f"with recovery.policy = {run.recovery.policy} each node needs the checkpoint "
+                f"that the run begins from, and {error} (name its folder with --model DIR)"
             ) from error
         log.info("this node gets its first weights from other nodes: %s", error)
         return None

@@ -1,8 +1,9 @@
 """What to do about loss: pure functions of facts and tensors, without I/O.
 
-Read decide.py first: what is done about a lost stage, from what is left. orders.py: which stages
-stand in for each other. How a stage comes back: checkfree.py (from its neighbours), snapshot.py
-(from a peer's memory) and relearning.py (what was guessed is trained on what crossed its
-boundaries; learner.py has its arithmetic). masking.py: what becomes of a step in which a replica is
-lost.
+Read facts.py first: what is left after a loss, and what can be decided. policy.py: the policies,
+and what each needs while nothing is lost. decide.py: what is done about a lost stage. orders.py:
+which stages stand in for each other. How a stage comes back: checkfree.py (from its neighbours),
+snapshot.py (from a peer's memory) and relearning.py (what was guessed is trained on what crossed
+its boundaries; learner.py has its arithmetic). masking.py: what becomes of a step in which a
+replica is lost.
 """

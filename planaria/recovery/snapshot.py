@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planaria.recovery.decide import Policy, holder_stage
+from planaria.recovery.policy import holder_stage
 
 Choice = Literal["priority", "round", "random"]
 Codec = Literal["none", "int8"]
@@ -539,21 +539,6 @@ class HeldSnapshot:
 def steps_between(fraction: float, period: int) -> int:
     """Steps between two updates of a running snapshot: r C, for the fraction r of the blocks."""
     return max(1, round(fraction * period))
-
-
-def sent_as(policy: Policy, stage: int, first: int) -> Literal["copy", "snapshot"] | None:
-    """The form in which the policy sends the state of `stage` to peers; None: not at all.
-
-    Where stages are guessed, stage 0 can't be, and guesses of the `first` body stages are the
-    worst: all others build on them.
-    """
-    if policy == "snapshot":
-        return "snapshot"
-    if policy not in ("checkfree", "checkfree+"):
-        return None
-    if stage == 0:
-        return "copy"
-    return "snapshot" if stage <= first else None
 
 
 class CopyRoute(NamedTuple):

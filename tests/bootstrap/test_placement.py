@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from planaria.bootstrap.failure_domains import FailureDomain, is_apart
 from planaria.bootstrap.placement import Candidate, SeatAssigned, SeatReleased, assign
-from planaria.recovery.decide import Policy
+from planaria.recovery.policy import POLICIES
 
+TWINS = POLICIES["redundant"]
 STAGES = 3
 ALL = frozenset(range(STAGES + 1))
 
@@ -51,7 +52,7 @@ def test_of_those_with_room_one_that_keeps_what_a_rebuild_needs_takes_it_if_not_
     there = [sitter("a", 0, room=4), sitter("b", 1, room=4), sitter("c", 3, room=4)]
     there[2] = replace(there[2], speed=1.5)
     assert [taken.node for taken in assign(there, STAGES)] == ["b"], "the neighbour before"
-    (taken,) = assign(there, STAGES, policy="snapshot")
+    (taken,) = assign(there, STAGES, policy=POLICIES["snapshot"])
     assert taken.node == "a", "stage 0 keeps the snapshot of stage 2"
     there[2] = replace(there[2], speed=3.0)
     assert [taken.node for taken in assign(there, STAGES)] == ["c"], "twice as fast as all others"
@@ -123,38 +124,40 @@ def test_the_driver_does_not_move() -> None:
 
 def test_with_twins_who_has_the_vacant_stages_comes_before_all_others_if_it_has_room() -> None:
     there = [sitter("a", 0), sitter("b", 1, room=2), sitter("c", 3), sitter("d", 3), sitter("s")]
-    taken, relief = assign(there, STAGES, policy="redundant")
+    taken, relief = assign(there, STAGES, policy=TWINS)
     assert isinstance(taken, SeatAssigned)
     assert (taken.node, taken.stage, taken.gives) == ("b", 2, None)
     assert taken.why == "has its twin, and room: stage 2 is vacant"
     assert (relief.node, relief.stage) == ("s", 2), "and the standby is to have the seat later"
     assert relief.why == "was a standby: stage 2 is served only by b, which has other stages"
     full = replace(there[1], room=1)
-    (taken,) = assign([there[0], full, *there[2:]], STAGES, policy="redundant")
+    (taken,) = assign([there[0], full, *there[2:]], STAGES, policy=TWINS)
     assert taken.node == "s"
     (taken,) = assign(
-        [there[0], replace(there[1], holds=frozenset()), there[2]], STAGES, policy="redundant"
+        [there[0], replace(there[1], holds=frozenset()), there[2]],
+        STAGES,
+        policy=TWINS,
     )
     assert taken.why.startswith("has room for one more seat"), "it has no state yet, so no twin"
 
 
 def test_who_took_a_second_seat_in_a_hurry_is_relieved_of_one_by_a_surplus_replica() -> None:
     there = [sitter("a", 0), sitter("b", 1, 2, room=3), sitter("c", 3), sitter("d", 3)]
-    (relief,) = changes = assign(there, STAGES, policy="redundant")
+    (relief,) = changes = assign(there, STAGES, policy=TWINS)
     assert isinstance(relief, SeatAssigned)
     assert (relief.node, relief.stage, relief.gives) == ("d", 2, 3)
     there = after(there, changes)
-    assert assign(there, STAGES, policy="redundant") == [], "until it has the state"
+    assert assign(there, STAGES, policy=TWINS) == [], "until it has the state"
     there[3] = replace(there[3], holds=frozenset([2]))
-    (returned,) = assign(there, STAGES, policy="redundant")
+    (returned,) = assign(there, STAGES, policy=TWINS)
     assert returned == SeatReleased("b", 2, "d serves stage 2, too, and has fewer seats")
 
 
 def test_who_relieves_another_one_stays_there_while_it_copies() -> None:
     full, moved = sitter("a", 0), replace(sitter("c", 3), holds=frozenset())
     there = [full, sitter("b", 1, 2, 3, room=3), moved]
-    assert assign(there, STAGES, policy="redundant") == []
-    assert assign([*there[:2], sitter("c", 3)], STAGES, policy="redundant") == [
+    assert assign(there, STAGES, policy=TWINS) == []
+    assert assign([*there[:2], sitter("c", 3)], STAGES, policy=TWINS) == [
         SeatReleased("b", 3, "c serves stage 3, too, and has fewer seats")
     ]
 
@@ -191,10 +194,10 @@ def swarms(draw: st.DrawFn) -> list[Candidate]:
 @given(swarms(), st.sampled_from(["redundant", "snapshot"]))
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_no_stage_stays_vacant_no_last_state_is_dropped_and_nobody_moves_twice(
-    sitters: list[Candidate], policy: Policy
+    sitters: list[Candidate], policy: str
 ) -> None:
     there = sitters
-    for change in assign(sitters, STAGES, policy=policy):
+    for change in assign(sitters, STAGES, policy=POLICIES[policy]):
         one = next(s for s in there if s.node == change.node)
         others = [s for s in there if s.node != change.node and s.stays]
         given = change.gives if isinstance(change, SeatAssigned) else change.stage
@@ -218,26 +221,26 @@ def test_no_stage_stays_vacant_no_last_state_is_dropped_and_nobody_moves_twice(
         if all(one.leaving for one in there if stage in one.stages):
             able = [one for one in there if one.stays and stage in one.fits - one.stages]
             assert not any(len(one.stages) < one.room for one in able), f"{stage} is vacant"
-    again = assign(there, STAGES, policy=policy)
+    again = assign(there, STAGES, policy=POLICIES[policy])
     relief = "which has other stages"  # of who has several seats alone, when seats were given back
     assert all(relief in change.why for change in again if isinstance(change, SeatAssigned))
 
 
 @given(swarms(), st.sampled_from(["redundant", "snapshot"]))
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_it_settles_while_nobody_gets_any_state(sitters: list[Candidate], policy: Policy) -> None:
+def test_it_settles_while_nobody_gets_any_state(sitters: list[Candidate], policy: str) -> None:
     for _ in range(12):
-        sitters = after(sitters, assign(sitters, STAGES, policy=policy))
-    assert assign(sitters, STAGES, policy=policy) == []
+        sitters = after(sitters, assign(sitters, STAGES, policy=POLICIES[policy]))
+    assert assign(sitters, STAGES, policy=POLICIES[policy]) == []
 
 
 @given(swarms(), st.sampled_from(["redundant", "snapshot"]))
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_it_settles(sitters: list[Candidate], policy: Policy) -> None:
+def test_it_settles(sitters: list[Candidate], policy: str) -> None:
     """When everybody gets the state of what it has."""
     for _ in range(12):
-        changes = assign(sitters, STAGES, policy=policy)
+        changes = assign(sitters, STAGES, policy=POLICIES[policy])
         if not changes:
             break
         sitters = [replace(one, holds=one.stages) for one in after(sitters, changes)]
-    assert assign(sitters, STAGES, policy=policy) == []
+    assert assign(sitters, STAGES, policy=POLICIES[policy]) == []

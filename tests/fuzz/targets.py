@@ -62,6 +62,7 @@ from planaria.node.wire.frames import (
 from planaria.node.wire.greetings import ForgedError, Greetings
 from planaria.node.wire.session import Begun, Forgotten, Hello, Outdated, Session, SessionBounds
 from planaria.node.wire.tensors import decode, decode_low_rank
+from planaria.recovery.policy import POLICIES
 from tests.bootstrap.fake_etcd import FakeEtcd
 
 RULES: Final = TransactionRules(
@@ -71,7 +72,7 @@ RULES: Final = TransactionRules(
     validation_microbatches=2,
     validate_every=0,
     clip=1.0,
-    policy="checkfree",
+    policy=POLICIES["checkfree"],
     strict=True,
     masking="reassign",
     relearn=False,

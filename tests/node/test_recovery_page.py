@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import tomli_w
 
 from planaria.node.run_file import RecoverySection, SavesSection, Section
-from planaria.recovery.decide import Policy
+from planaria.recovery.policy import POLICIES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recovery.md").read_text(encoding="utf-8")
 
@@ -44,7 +43,7 @@ def test_the_page_has_every_option_with_its_default(name: str, section: Section)
             assert listed[key].strip("`") == tomli_w.dumps({"v": value})[4:].strip(), key
 
 
-@pytest.mark.parametrize("policy", get_args(Policy))
+@pytest.mark.parametrize("policy", POLICIES)
 def test_the_page_has_every_policy(policy: str) -> None:
     assert f"\n| `{policy}` | " in PAGE
     assert f"\n- **`{policy}`** " in PAGE

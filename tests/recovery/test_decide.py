@@ -4,20 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.recovery.decide import (
-    Held,
-    Left,
-    Rebuild,
-    RollBack,
-    Source,
-    Stop,
-    decide,
-    nearest,
-    resume,
-)
+from planaria.recovery import decide as deciding
+from planaria.recovery.decide import nearest, resume
+from planaria.recovery.facts import Decision, Held, Left, Rebuild, RollBack, Source, Stop
+from planaria.recovery.policy import POLICIES
 
 STEP = 40
-POLICIES = ["checkfree", "checkfree+", "snapshot", "checkpoint", "redundant"]
 
 
 def without(
@@ -29,6 +21,10 @@ def without(
 
 def holds(kind: str, stage: int, step: int = STEP, node: str = "holder", lineage: int = 0) -> Held:
     return Held(kind, Source(node, stage, step, lineage))
+
+
+def decide(stage: int, left: Left, policy: str, strict: bool = False) -> Decision:
+    return deciding.decide(stage, left, POLICIES[policy], strict)
 
 
 def rebuild(stage: int, left: Left, policy: str) -> Rebuild:
@@ -330,7 +326,7 @@ kinds = st.sampled_from(
 )
 
 
-@given(st.integers(4, 9), st.sampled_from(POLICIES), st.booleans(), st.data())
+@given(st.integers(4, 9), st.sampled_from([*POLICIES]), st.booleans(), st.data())
 def test_total_deterministic_and_never_a_source_that_is_gone_or_staler_than_it_says(
     stages, policy, strict, data
 ):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from planaria.recovery.decide import Policy, holder_stage
+from planaria.recovery.policy import POLICIES, holder_stage
 from planaria.recovery.snapshot import (
     NEVER,
     PIECE,
@@ -29,7 +29,6 @@ from planaria.recovery.snapshot import (
     quantize,
     quantize_second_moment,
     route,
-    sent_as,
 )
 
 SHAPES = [(5, 3), (3,), (4, 7), (300,), (2, 2, 3), (6, 1), (1,)]
@@ -423,9 +422,9 @@ def test_short_pipelines_take_another_stage(stages: int, expected: list[int]) ->
     ],
 )
 def test_what_travels_is_what_a_guess_would_be_worst_for(
-    policy: Policy, first: int, expected: list[str | None]
+    policy: str, first: int, expected: list[str | None]
 ) -> None:
-    assert [sent_as(policy, stage, first) for stage in range(4)] == expected
+    assert [POLICIES[policy].sends(stage, first) for stage in range(4)] == expected
 
 
 def test_routes_go_from_first_replica_to_first_replica() -> None:

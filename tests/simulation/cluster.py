@@ -54,7 +54,8 @@ from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.naming import node_of, seated
-from planaria.recovery.decide import (
+from planaria.recovery.decide import decide, resume
+from planaria.recovery.facts import (
     ARRIVED,
     COPIED,
     INEXACT,
@@ -65,9 +66,8 @@ from planaria.recovery.decide import (
     Left,
     Source,
     Stop,
-    decide,
-    resume,
 )
+from planaria.recovery.policy import POLICIES
 from simulation.fingerprints import TRAINED, chain_of, fingerprint, read_chain
 from simulation.network import Network
 from simulation.node import Node, Seat
@@ -103,7 +103,7 @@ def run_of(
                 "clip": rules.clip,
             },
             "recovery": {
-                "policy": rules.policy,
+                "policy": next(n for n, policy in POLICIES.items() if policy == rules.policy),
                 "strict": rules.strict,
                 "masking": rules.masking,
                 "relearn": {
@@ -627,7 +627,7 @@ class Cluster:
         holders = [other for other in self._holders(newest) if other in members]
         trained = {name for attempt in self.attempts.values() for name in attempt.nodes}
         if kind == "rolled back":
-            self.demand(self.rules.policy == "checkpoint", "I3", f"{who}, by another policy")
+            self.demand(self.rules.policy.checkpoints, "I3", f"{who}, by another policy")
             complete = len({holder.stage for holder in holders}) == self.rules.stages + 1
             needless = complete and step < newest  # before the first step all have initial weights
             self.demand(not needless, "I3", f"{who}, but no stage is lost")
@@ -809,7 +809,7 @@ class Cluster:
             return "finished"
         holders = self._holders(newest)
         decisions = self.decisions(newest, holders, active)
-        lost = newest < max(self.confirmed) and self.rules.policy != "checkpoint"
+        lost = newest < max(self.confirmed) and not self.rules.policy.checkpoints
         trained = {name for attempt in self.attempts.values() for name in attempt.nodes}
         joiners_only = not trained.intersection(seat.name for seat in holders)
         gone = (lost or joiners_only) and resume(self.held(active), self.rules.stages) is None

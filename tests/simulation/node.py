@@ -199,7 +199,7 @@ class Node:
             self.stop(f"view {view.number} is without this node: {view.reason}")
             return
         rules = self.cluster.rules
-        self.needed = to_link(own, view, rules.stages, rules.swapped)
+        self.needed = to_link(own, view, rules.stages, rules.policy.swapped)
         self.net.set_peers(view, self.needed)
         new, closed = self.seats.viewed(view, self.world.now)
         for seat in closed.values():
@@ -240,7 +240,7 @@ class Node:
     def _make_holdings(self, seat: Agent) -> Holdings:
         run, stages = self.cluster.run, self.cluster.rules.stages
         twin = None
-        if run.recovery.policy == "redundant":
+        if run.policy.twins:
             optimizer = row(next_stage(seat.stage, stages))
             twin = self.cluster.machines.twin(
                 node=seat.node,
@@ -267,7 +267,7 @@ class Node:
 
         saves = self.cluster.hosts[self.process.host].saves and self.cluster.files.save_every
         folder = Path("save") if saves else None
-        shared = Path("checkpoint") if run.recovery.policy == "checkpoint" else None
+        shared = Path("checkpoint") if run.policy.checkpoints else None
         holdings = Holdings(seat, twin, lambda _: Layout([SHAPE]), open_disk, folder, shared)
         self.cluster.machines.adapt(holdings)
         return holdings

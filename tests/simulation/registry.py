@@ -61,7 +61,6 @@ class Registry:
             stages=cluster.rules.stages,
             replicas=max(1, len(cluster.hosts) // (cluster.rules.stages + 1)),
             start_grace=10.0,
-            swapped=cluster.rules.swapped,
             policy=cluster.rules.policy,
         )
         self.restart()

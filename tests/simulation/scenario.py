@@ -19,7 +19,7 @@ from planaria.node.transaction.member import MemberPhase
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import chunks
 from planaria.node.wire.naming import node_of
-from planaria.recovery.decide import Policy
+from planaria.recovery.policy import POLICIES
 from simulation.cluster import Cluster, Host, InvariantError, Machines, Trap
 from simulation.links import unpacked
 from simulation.network import Connection
@@ -52,7 +52,7 @@ class ScenarioError(AssertionError):
 def run(
     seed: int,
     machines: Machines | None = None,
-    policy: Policy | None = None,
+    policy: str | None = None,
     kind: type[Scenario] | None = None,
 ) -> Result:
     """Under the seed's own policy unless told. Raises ScenarioError."""
@@ -86,7 +86,7 @@ def small_pieces() -> Iterator[None]:
 class Scenario:
     averaging = "none"
 
-    def __init__(self, seed: int, machines: Machines, policy: Policy | None) -> None:
+    def __init__(self, seed: int, machines: Machines, policy: str | None) -> None:
         self.seed = seed
         self.random = random.Random(f"scenario {seed}")
         rules = self._rules(policy)
@@ -104,10 +104,10 @@ class Scenario:
 
     # --- the shape
 
-    def _rules(self, policy: Policy | None) -> TransactionRules:
+    def _rules(self, policy: str | None) -> TransactionRules:
         chosen = self.random
         stages = chosen.randint(4 if policy == "checkfree+" else 1, 6)
-        policies: list[Policy] = ["checkfree", "snapshot", "checkpoint", "redundant"]
+        policies: list[str] = ["checkfree", "snapshot", "checkpoint", "redundant"]
         policies += ["checkfree+", "checkfree+"] if stages >= 4 else []
         return TransactionRules(
             stages=stages,
@@ -116,7 +116,7 @@ class Scenario:
             validation_microbatches=chosen.choice([0, 0, 2]),
             validate_every=chosen.choice([0, 0, 3]),
             clip=1.0,
-            policy=policy or chosen.choice(policies),
+            policy=POLICIES[policy or chosen.choice(policies)],
             strict=chosen.random() < 0.3,
             masking=("reassign", "reassign", "spare", "abort")[self.seed % 4],
             relearn=chosen.random() < 0.5,
@@ -147,7 +147,7 @@ class Scenario:
         share = chosen.choice([0.0, 0.0, 0.8, 1.0, 1.0])
         for host in hosts:
             host.saves = chosen.random() < share
-        checkpoint_every = chosen.randint(1, 4) if rules.policy == "checkpoint" else 0
+        checkpoint_every = chosen.randint(1, 4) if rules.policy.checkpoints else 0
         return Files(chosen.randint(1, 4) if share else 0, checkpoint_every)
 
     def _overflowing(self, rules: TransactionRules) -> set[int]:
@@ -489,9 +489,9 @@ class Rounding(HoldingBack):
 class Crowded(Scenario):
     """So many replicas of each stage that not all of them have to do with each other."""
 
-    def _rules(self, policy: Policy | None) -> TransactionRules:
+    def _rules(self, policy: str | None) -> TransactionRules:
         rules = super()._rules(policy)
-        chosen = "checkfree" if rules.policy == "checkfree+" else rules.policy
+        chosen = POLICIES["checkfree"] if rules.policy.swapped else rules.policy
         return replace(rules, stages=1, microbatches=12, policy=chosen)
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:
@@ -502,9 +502,9 @@ class Crowded(Scenario):
 class InRows(HoldingBack):
     """More than eight average, and less when some are lost."""
 
-    def _rules(self, policy: Policy | None) -> TransactionRules:
+    def _rules(self, policy: str | None) -> TransactionRules:
         rules = super()._rules(policy)
-        chosen = "checkfree" if rules.policy == "checkfree+" else rules.policy
+        chosen = POLICIES["checkfree"] if rules.policy.swapped else rules.policy
         steps = min(rules.steps, 8)
         return replace(rules, stages=1, steps=steps, microbatches=12, policy=chosen)
 
@@ -539,7 +539,7 @@ class Halved(Scenario):
     """Each half has a node of every stage; the driver's is cut off from the other and from the
     registry."""
 
-    def _rules(self, policy: Policy | None) -> TransactionRules:
+    def _rules(self, policy: str | None) -> TransactionRules:
         return replace(super()._rules(policy), masking="reassign", steps=20)
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:
@@ -564,7 +564,7 @@ class Superseded(Scenario):
     """A driver crashes between two messages of a commit. Who is sent it hears it late, and of the
     new view even later, which the next driver has by then."""
 
-    def _rules(self, policy: Policy | None) -> TransactionRules:
+    def _rules(self, policy: str | None) -> TransactionRules:
         return replace(super()._rules(policy), steps=8)
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:

@@ -13,7 +13,6 @@ from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.tensors import encode
-from planaria.recovery.decide import Policy
 from simulation.cluster import Host
 from simulation.scenario import Scenario
 
@@ -35,7 +34,7 @@ class Sick(Scenario):
         if self.world.straggling:  # where much comes late, a blink may last too long
             self.cluster.unheard.update(self.cluster.hosts)
 
-    def _rules(self, policy: Policy | None) -> TransactionRules:
+    def _rules(self, policy: str | None) -> TransactionRules:
         return replace(super()._rules(policy), steps=10)
 
     def _plan_faults(self) -> float:
@@ -271,7 +270,7 @@ class Miscomputing(Sick):
     """What one host makes of what it is sent is wrong, always or now and then; each stage has
     three nodes."""
 
-    def _rules(self, policy: Policy | None) -> TransactionRules:
+    def _rules(self, policy: str | None) -> TransactionRules:
         rules = super()._rules(policy)
         return replace(rules, steps=30, microbatches=max(4, rules.microbatches), spot_check=0.5)
 

@@ -38,7 +38,7 @@ from planaria.node.wire.frames import (
     check_forms,
 )
 from planaria.recovery import checkfree
-from planaria.recovery.decide import INEXACT
+from planaria.recovery.facts import INEXACT
 from simulation.fingerprints import (
     SHAPE,
     TRAINED,

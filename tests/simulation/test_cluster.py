@@ -18,7 +18,6 @@ from planaria.node.transaction.gathering import QUERY_AGAIN, Gathering
 from planaria.node.transaction.member import MemberPhase, MemberSide
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
-from planaria.recovery.decide import Policy
 from simulation.cluster import Host, Machines, Trap
 from simulation.scenario import (
     PART,
@@ -163,7 +162,7 @@ def test_they_hold_where_they_once_did_not(seed: int) -> None:
     ],
 )
 def test_a_faulty_machine_is_caught(
-    machines: Machines, policy: Policy | None, invariant: str, first: int
+    machines: Machines, policy: str | None, invariant: str, first: int
 ) -> None:
     """The seed that caught it first comes first."""
     with pytest.raises(ScenarioError, match=invariant):
@@ -174,7 +173,7 @@ def test_a_faulty_machine_is_caught(
 class Interrupted(Scenario):
     """A stage is lost, and another node while it relearns, so that the driver asks all anew."""
 
-    def _rules(self, policy: Policy | None) -> TransactionRules:
+    def _rules(self, policy: str | None) -> TransactionRules:
         rules = super()._rules(policy)
         return replace(rules, stages=4, steps=8, relearn=True, strict=False, masking="reassign")
 

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import pytest
 
 from planaria.node.transaction.rules import TransactionRules
-from planaria.recovery.decide import Policy
 from planaria.recovery.masking import Masking
 from simulation.cluster import Host, Trap
 from simulation.fingerprints import TRAINED
@@ -35,7 +34,7 @@ class Sick(Scenario):
     standbys: ClassVar = 0
     microbatches: ClassVar = 6
 
-    def _rules(self, policy: Policy | None) -> TransactionRules:
+    def _rules(self, policy: str | None) -> TransactionRules:
         rules = super()._rules(policy)
         return replace(
             rules,

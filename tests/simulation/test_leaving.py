@@ -10,7 +10,6 @@ import pytest
 
 from planaria.node.transaction.leaving import APPOINTMENT
 from planaria.node.wire.naming import node_of, was_added
-from planaria.recovery.decide import Policy
 from simulation.node import Node, Seat
 from simulation.scenario import Result, run
 from simulation.test_seats import BETWEEN, Shrinking
@@ -45,7 +44,7 @@ class Departing(Shrinking):
 
 
 @pytest.mark.parametrize("policy", ["checkfree", "redundant"])
-def test_what_leaves_is_copied_first_down_to_the_last_node(policy: Policy) -> None:
+def test_what_leaves_is_copied_first_down_to_the_last_node(policy: str) -> None:
     fewest: list[int] = []
 
     class Noted(Departing):
@@ -91,7 +90,7 @@ class CutOff(Shrinking):
 
 
 @pytest.mark.parametrize("policy", ["checkfree", "snapshot"])
-def test_whose_moments_are_lost_goes_on_with_the_weights_that_have_come(policy: Policy) -> None:
+def test_whose_moments_are_lost_goes_on_with_the_weights_that_have_come(policy: str) -> None:
     """The cluster checks that these are weights that the stage has had."""
     counts = Counter[str]()
     for seed in range(3):

@@ -11,7 +11,6 @@ from planaria.node.state.rebuild import Rebuilding
 from planaria.node.state.stage_state import StageState
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
-from planaria.recovery.decide import Policy
 from simulation.cluster import Host, Trap
 from simulation.node import Node
 from simulation.ports import Files
@@ -29,7 +28,7 @@ class Newcomers(Scenario):
 
     sets: ClassVar = "ab"
 
-    def _rules(self, policy: Policy | None) -> TransactionRules:
+    def _rules(self, policy: str | None) -> TransactionRules:
         rules = super()._rules(policy or "checkfree")
         shape = replace(rules, masking="reassign", stages=2, steps=15, microbatches=2)
         return replace(shape, validation_microbatches=0)
@@ -94,7 +93,7 @@ class Bereaved(Newcomers):
     """The last who trains stage 1 crashes when its newcomer, which hears it late, has a state and
     lacks the last step."""
 
-    def _rules(self, policy: Policy | None) -> TransactionRules:
+    def _rules(self, policy: str | None) -> TransactionRules:
         return replace(super()._rules("snapshot"), strict=False)
 
     def _wait_for_joiners(self) -> None:

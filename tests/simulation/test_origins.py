@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 from planaria.node.transaction.rules import TransactionRules
-from planaria.recovery.decide import Policy
+from planaria.recovery.policy import POLICIES
 from simulation.cluster import Host
 from simulation.scenario import Scenario, run
 
@@ -14,10 +14,10 @@ from simulation.scenario import Scenario, run
 class FromCheckpoint(Scenario):
     """One machine has it, or some. Whatever else happens happens early."""
 
-    def _rules(self, policy: Policy | None) -> TransactionRules:
+    def _rules(self, policy: str | None) -> TransactionRules:
         rules = super()._rules(policy)
-        needed = rules.policy in ("redundant", "checkpoint")  # on each machine
-        return replace(rules, policy="checkfree") if needed else rules
+        needed = rules.policy.twins or rules.policy.checkpoints  # on each machine
+        return replace(rules, policy=POLICIES["checkfree"]) if needed else rules
 
     def _hosts(self, rules: TransactionRules) -> list[Host]:
         hosts = super()._hosts(rules)

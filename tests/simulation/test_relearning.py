@@ -11,7 +11,6 @@ import pytest
 
 from planaria.node.transaction.relearning_progress import RelearningProgress
 from planaria.node.transaction.rules import TransactionRules
-from planaria.recovery.decide import Policy
 from simulation.cluster import Host, Trap
 from simulation.node import Node
 from simulation.ports import Files
@@ -27,7 +26,7 @@ class Beside(Scenario):
 
     happens = ""
 
-    def _rules(self, policy: Policy | None) -> TransactionRules:
+    def _rules(self, policy: str | None) -> TransactionRules:
         rules = super()._rules(policy)
         return replace(
             rules,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from planaria.node.transaction.rules import TransactionRules
-from planaria.recovery.decide import Policy
+from planaria.recovery.policy import POLICIES
 from simulation.cluster import Host, Trap
 from simulation.ports import Files
 from simulation.scenario import Scenario, run
@@ -20,9 +20,9 @@ class Shrinking(Scenario):
     """Hosts are lost one after the other for good, as long as a rebuild has what it needs, down to
     the last one; then they come back, one after the other. Each has room for all stages."""
 
-    def _rules(self, policy: Policy | None) -> TransactionRules:
+    def _rules(self, policy: str | None) -> TransactionRules:
         rules = super()._rules(policy)
-        least = 4 if rules.policy == "checkfree+" else 2
+        least = 4 if rules.policy.swapped else 2
         stages = self.random.randint(least, least + 1)
         return replace(rules, stages=stages, steps=40, strict=False)
 
@@ -33,7 +33,7 @@ class Shrinking(Scenario):
         return [Host(f"h{i}", stage, False, room=stages) for i, stage in enumerate(wanted)]
 
     def _files(self, rules: TransactionRules, hosts: list[Host]) -> Files:
-        return Files(0, 2 if rules.policy == "checkpoint" else 0)
+        return Files(0, 2 if rules.policy.checkpoints else 0)
 
     def _overflowing(self, rules: TransactionRules) -> set[int]:
         return set()
@@ -67,10 +67,8 @@ class Shrinking(Scenario):
             self.after_commits(BETWEEN, self.bring_back)
 
 
-@pytest.mark.parametrize(
-    "policy", ["checkfree", "checkfree+", "snapshot", "redundant", "checkpoint"]
-)
-def test_a_run_goes_on_with_whoever_is_left_and_gives_seats_back(policy: Policy) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_run_goes_on_with_whoever_is_left_and_gives_seats_back(policy: str) -> None:
     fewest = []
     for seed in range(2):
         scenario, result = run_of(seed, policy)
@@ -83,7 +81,7 @@ def test_a_run_goes_on_with_whoever_is_left_and_gives_seats_back(policy: Policy)
     assert min(fewest) == 1
 
 
-def run_of(seed: int, policy: Policy) -> tuple[Shrinking, str]:
+def run_of(seed: int, policy: str) -> tuple[Shrinking, str]:
     made: list[Shrinking] = []
 
     class Noted(Shrinking):

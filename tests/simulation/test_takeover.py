@@ -13,7 +13,6 @@ from planaria.node.transaction.effects import Ballot, Effect
 from planaria.node.transaction.member import MemberSide
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
-from planaria.recovery.decide import Policy
 from simulation.cluster import Cluster, Host, Machines, Trap
 from simulation.fingerprints import TRAINED
 from simulation.ports import Files
@@ -24,7 +23,7 @@ from simulation.stage import ChainedTwin
 class Calm(Scenario):
     """One node a stage, each with room for all of them, with twins; nothing happens."""
 
-    def _rules(self, policy: Policy | None) -> TransactionRules:
+    def _rules(self, policy: str | None) -> TransactionRules:
         rules = super()._rules("redundant")
         masking = ("reassign", "spare")[self.seed % 2]
         stages = self.random.randint(2, 4)

@@ -209,7 +209,7 @@ class LocalSwarm:
                 max_replicas=replicas,
                 start_grace=run.swarm.start_grace,
                 lease=run.swarm.lease,
-                policy=run.recovery.policy,
+                policy=run.policy,
             )
         )
         self.after_view, self.room, self.checkpoint = after_view, room, checkpoint
@@ -248,7 +248,7 @@ class LocalSwarm:
         place = NodePlace(stage, listens, advertise, cpu, self.out, "here", saves, room=self.room)
         shared = checkpoint_dir(self.run, self.out, None)
         place = replace(place, own=self.own, checkpoint_dir=shared)
-        if stage == 0 or self.run.recovery.policy == "redundant":  # which needs it everywhere
+        if stage == 0 or self.run.policy.twins:  # which needs it everywhere
             place = replace(place, checkpoint=self.checkpoint)
         client = LocalClient(self.registry)
         corpus = self.corpus if self.room > 1 or not stage else None

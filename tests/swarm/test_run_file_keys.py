@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from planaria.node.agent import rules
 from planaria.node.launch.resolve import registry_rules, resolve
 from planaria.node.model.shape import model_config
 from planaria.node.run_file import RunFile, Section, override
-from planaria.recovery.decide import Policy
+from planaria.recovery.policy import POLICIES
 from tests.swarm.in_process import LocalSwarm
 from tests.swarm.small import small
 
@@ -173,7 +173,7 @@ def by_class(key: str) -> str:
 
 async def test_a_live_swarm_reads_what_is_listed(corpus, data, tmp_path) -> None:
     read: defaultdict[str, set[str]] = defaultdict(set)
-    for policy in get_args(Policy):
+    for policy in POLICIES:
         out = tmp_path / policy
         out.mkdir()
         run = override(

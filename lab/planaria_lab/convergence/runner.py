@@ -41,7 +41,7 @@ def resolved(jobs: Sequence[Job]) -> list[tuple[str, Job]]:
     keyed = []
     for job in jobs:
         run = job.run
-        if run.recovery.policy == "checkpoint":  # kept in memory here
+        if run.policy.checkpoints:  # kept in memory here
             run = override(run, recovery__checkpoint__dir="memory")
         run = resolve(run)
         whole = Job(job.variant, job.seed, run, job.losses, job.ablation, job.texts)

@@ -36,27 +36,17 @@ from planaria.node.wire.frames import Codec
 from planaria.node.wire.tensors import as_received, decode, encode
 from planaria.recovery import relearning
 from planaria.recovery.checkfree import Omega, Trained, guess
-from planaria.recovery.decide import (
-    INEXACT,
-    Held,
-    Kind,
-    Left,
-    Rebuild,
-    RollBack,
-    Source,
-    Stop,
-    decide,
-    holder_stage,
-)
+from planaria.recovery.decide import decide
+from planaria.recovery.facts import INEXACT, Held, Kind, Left, Rebuild, RollBack, Source, Stop
 from planaria.recovery.learner import ROUNDS, Learner, Muon, UpdateRule, orthogonalizing_flops
 from planaria.recovery.orders import all_orders, blocks, order, runs, window_orders
+from planaria.recovery.policy import holder_stage
 from planaria.recovery.relearning import PULL, parts
 from planaria.recovery.snapshot import (
     Group,
     HeldSnapshot,
     Layout,
     SentSnapshot,
-    sent_as,
     steps_between,
 )
 from planaria.recovery.snapshot import decode as decode_update
@@ -241,8 +231,7 @@ class TrainingSwarm:
     def __post_init__(self) -> None:
         run = self.run
         self.config: ModelConfig = run.config_for(self.corpus.vocabulary)
-        self.policy = run.recovery.policy
-        self.swapped = self.policy == "checkfree+"
+        self.policy = run.policy
         origin = run.model.origin
         checkpoint = None if origin is None else Checkpoint.open(Path(origin))
         own = None if self.config.own is None else load_as_said(run, self.config)
@@ -278,7 +267,7 @@ class TrainingSwarm:
         learning = [
             number for number, stage in enumerate(self.stages) if len(stage.optimizer.weights)
         ]
-        sent = [number for number in learning if sent_as(self.policy, number, first) == "snapshot"]
+        sent = [number for number in learning if self.policy.sends(number, first) == "snapshot"]
         self.snapshots = {stage: self._new_snapshot(stage) for stage in sent}
 
     def _new(self, stage: int, seed: int | None = None) -> Stage:
@@ -322,7 +311,7 @@ class TrainingSwarm:
         ahead = self._ahead()
         losses, crossed = [], []
         scored = max(1, count_scored(self.corpus, TRAIN, self.config.context, ids))
-        orders = window_orders(step, training.microbatches, self.config.stages, self.swapped)
+        orders = window_orders(step, training.microbatches, self.config.stages, self.policy.swapped)
         for microbatch, visits in enumerate(orders):
             chosen = microbatch_ids(ids, microbatch, training.microbatch)
             loss, tensors = self._forward(visits, *self._samples(TRAIN, chosen))
@@ -451,7 +440,7 @@ class TrainingSwarm:
 
     def _keep_ready(self) -> None:
         recovery = self.run.recovery
-        if self.policy == "checkpoint" and self.committed % recovery.checkpoint.every == 0:
+        if self.policy.checkpoints and self.committed % recovery.checkpoint.every == 0:
             state = [State.of(stage) for stage in self.stages]
             self.checkpoints = {(self.lineage, self.committed): state}
         snapshot = recovery.snapshot
@@ -494,11 +483,7 @@ class TrainingSwarm:
         now = self.committed, self.lineage
         last, states = self.config.stages, []
         for stage in range(last + 1):
-            if (
-                stage in lost
-                and self.policy == "redundant"
-                and (stage - 1) % (last + 1) not in lost
-            ):
+            if stage in lost and self.policy.twins and (stage - 1) % (last + 1) not in lost:
                 states.append(held("redundant", (stage - 1) % (last + 1), stage, *now))
             running, holder = self.snapshots.get(stage), holder_stage(stage, last)
             if running is not None and holder not in lost and not running.held.missing:
@@ -506,7 +491,7 @@ class TrainingSwarm:
                 states.append(held("snapshot", holder, stage, step, self.lineage))
             for lineage, step in self.checkpoints:
                 states.append(held("checkpoint", stage, stage, step, lineage))
-        if self.policy in ("checkfree", "checkfree+"):
+        if self.policy.guesses:
             states += [held("copy", at, 0, *now) for at in (1, last) if at not in lost]
         return states
 
@@ -550,7 +535,7 @@ class TrainingSwarm:
             self.since[stage] = self.committed
         inexact = [number for number, decision in rebuilds.items() if decision.method in INEXACT]
         if self.relearns:
-            for block in blocks(all_orders(self.config.stages, self.swapped), inexact):
+            for block in blocks(all_orders(self.config.stages, self.policy.swapped), inexact):
                 relearned = self._relearn(block)
                 for stage in block:
                     lines[stage]["relearned"] = relearned

@@ -22,7 +22,7 @@ from planaria.node.transaction.averaging import parts
 from planaria.node.wire.background import chunk_in_simulation
 from planaria.recovery.orders import all_orders
 from planaria.recovery.relearning import time_for
-from planaria.recovery.snapshot import sent_as, steps_between
+from planaria.recovery.snapshot import steps_between
 from planaria_lab.emulation.links import Link, Network
 from planaria_lab.simulator import reaction
 from planaria_lab.simulator.churn import HOUR
@@ -175,7 +175,7 @@ def step_seconds(swarm: Swarm, reach: Reach) -> float:
     away = reach.between[0][0].delay_ms / 1e3 if replicas[0] > 1 else 0.0
     apply = max(group.apply for group in seconds) + _twins_apply(swarm, seconds)
     voting = [away, *(reach.between[stage][0].delay_ms / 1e3 for stage in stages[1:])]
-    if swarm.run.recovery.policy == "redundant":
+    if swarm.run.policy.twins:
         voting = [_twins_gradient(swarm, reach, stage) + voting[stage - 1] for stage in stages]
     reduce = max(
         averaging_seconds(swarm, stage, reach.between[stage][stage])
@@ -244,7 +244,7 @@ def _copied(swarm: Swarm, site: str) -> float:
     for stage in range(config.stages + 1):
         if swarm.site_of(stage) != site:
             continue
-        kind = sent_as(recovery.policy, stage, snapshot.first)
+        kind = swarm.run.policy.sends(stage, snapshot.first)
         if kind == "copy":
             size += copy_bytes(config) * len({1, config.stages})
         elif kind == "snapshot":
@@ -288,9 +288,7 @@ def _share_at(swarm: Swarm, stage: int, site: str) -> float:
 
 
 def _twins_apply(swarm: Swarm, seconds: Sequence[Seconds]) -> float:
-    return (
-        max(group.apply for group in seconds) if swarm.run.recovery.policy == "redundant" else 0.0
-    )
+    return max(group.apply for group in seconds) if swarm.run.policy.twins else 0.0
 
 
 def _twins_gradient(swarm: Swarm, reach: Reach, stage: int) -> float:
@@ -448,7 +446,7 @@ def _replica_cost(swarm: Swarm, reach: Reach, stage: int, usual: float) -> float
         seconds += usual / 2
     elif stage == 0:
         seconds += usual / 2 / count
-    if swarm.run.recovery.policy == "redundant":
+    if swarm.run.policy.twins:
         stages = (stage, (stage + 1) % (swarm.config.stages + 1))
         sizes = [fetched_bytes(swarm.run, swarm.config, number, "replica") for number in stages]
         seconds += transfer(sum(sizes), reach.farthest[stage])
@@ -479,7 +477,7 @@ def _stage_cost(
         fetch = most * BITS / swarm.storage_mbps
     else:
         fetch = transfer(fetched_bytes(run, config, stage, method), link)
-    if run.recovery.policy == "redundant":
+    if run.policy.twins:
         next_stage_number = (stage + 1) % (config.stages + 1)
         fetch += transfer(fetched_bytes(run, config, next_stage_number, "redundant"), link)
     seconds = _NOTICED + 2 * link.delay_ms / 1e3 + waiting + joining + fetch
@@ -487,9 +485,8 @@ def _stage_cost(
 
 
 def _method(run: RunFile, stage: int) -> str:
-    policy = run.recovery.policy
-    kind = sent_as(policy, stage, run.recovery.snapshot.first)
-    return "stage0-copy" if kind == "copy" else kind or policy
+    kind = run.policy.sends(stage, run.recovery.snapshot.first)
+    return "stage0-copy" if kind == "copy" else kind or run.recovery.policy
 
 
 def _relearning(swarm: Swarm, stage: int, link: Link, at_most: float) -> float:
@@ -506,7 +503,7 @@ def _learning(swarm: Swarm, reach: Reach, lost: float, usual: float) -> tuple[fl
     rolled back and made again, with so many stages lost a second of training."""
     run, recovery = swarm.run, swarm.run.recovery
     steps = float(run.steps)
-    if recovery.policy == "checkpoint":
+    if run.policy.checkpoints:
         stages = range(swarm.config.stages + 1)
         most = max(fetched_bytes(run, swarm.config, number, "checkpoint") for number in stages)
         writing = most * BITS / swarm.storage_mbps
@@ -520,18 +517,18 @@ def _learning(swarm: Swarm, reach: Reach, lost: float, usual: float) -> tuple[fl
         return steps, (1 / share + late) * period / (recovery.checkpoint.every * usual) - 1
     cost = LEARNING[lesson(run)]
     each = cost.behind
-    if recovery.policy == "snapshot":
+    if run.policy.snapshots:
         each += _stale(swarm, reach, usual)
-    if recovery.policy == "checkfree+":
+    if run.policy.swapped:
         steps += min(SWAPPED, run.steps)
     return steps / (1 - min(each * lost * usual, cost.most)), 0.0
 
 
 def lesson(run: RunFile) -> str:
     """The key of `LEARNING` for this run."""
-    if run.recovery.policy == "snapshot":
+    if run.policy.snapshots:
         return "snapshot"
-    if run.recovery.policy in ("redundant", "checkpoint"):
+    if run.policy.twins or run.policy.checkpoints:
         return "exact"
     return "relearned" if run.recovery.relearn.passes else "checkfree"
 

@@ -21,7 +21,7 @@ from planaria.node.stage.crossing import crossing_bytes, kept_bytes
 from planaria.node.state.twin import next_stage
 from planaria.node.transaction.averaging import feeds_back
 from planaria.node.transaction.in_flight_window import most_out
-from planaria.recovery.snapshot import Layout, held_at, sent_as
+from planaria.recovery.snapshot import Layout, held_at
 from planaria_lab.simulator.swarm import (
     STATE,
     VALUE,
@@ -83,7 +83,7 @@ def needed(
         if stand_in:
             frames += _share(run, replicas[stage]) * sum(_crossing(run, config))
         parts["masking"] = parts.get("masking", Bytes()) + Bytes(host=frames)
-    if run.recovery.relearn.passes and run.recovery.policy != "checkpoint":
+    if run.recovery.relearn.passes and run.policy.relearns:
         parts["boundary"] = Bytes(host=_boundary(run, config, _share(run, replicas[stage])))
     parts |= _policy(run, config, stage)
     if saves:
@@ -98,7 +98,7 @@ def at_a_loss(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]
     gradient = VALUE * parameters(config, stage)
     copied = STATE * parameters(config, stage) + FOLLOWED * gradient
     parts = {"a newcomer": Bytes(host=copied)}
-    if stage and run.recovery.relearn.passes and run.recovery.policy in ("checkfree", "checkfree+"):
+    if stage and run.recovery.relearn.passes and run.policy.guesses:
         weights = 4 if stage == 1 else 3  # of a copy, its gradient and momentum, and its guess
         learned = _boundary(run, config, run.training.microbatches)
         parts["relearning"] = Bytes(weights * gradient, SOURCES * gradient + learned)
@@ -131,11 +131,11 @@ def _frames_kept(run: RunFile, config: ModelConfig, stage: int, replicas: Sequen
     """What was sent in a step to stages with replicas, or twins (node/transaction/attempt.py):
     activations to the next stage, gradients to the one before; with swapped orders to any."""
     ring = config.stages + 1
-    swapped = run.recovery.policy == "checkfree+" and max(replicas) > 1
+    swapped = run.policy.swapped and max(replicas) > 1
     size = 0
     for direction, each in zip((1, -1), _crossing(run, config), strict=True):
         other = (stage + direction) % ring
-        has_twin = run.recovery.policy == "redundant" and other > 0
+        has_twin = run.policy.twins and other > 0
         if swapped or has_twin or replicas[other] > 1:
             size += each
     return size * _share(run, replicas[stage])
@@ -158,19 +158,19 @@ def _boundary(run: RunFile, config: ModelConfig, microbatches: int) -> int:
 def _policy(run: RunFile, config: ModelConfig, stage: int) -> dict[str, Bytes]:
     """The bytes that a node holds of others and for others: copies, twin and saves of
     node/state/."""
-    policy, stages = run.recovery.policy, config.stages
-    if policy == "checkpoint":
+    policy, stages = run.policy, config.stages
+    if policy.checkpoints:
         return {"checkpoint": Bytes(host=_writes(run, config, stage))}
-    if policy == "redundant":
+    if policy.twins:
         other_stage = next_stage(stage, stages)
         gradient = VALUE * parameters(config, other_stage)
         return {"redundant": Bytes(gradient + STATE * parameters(config, other_stage), gradient)}
     first = run.recovery.snapshot.first
-    size = _sent(run, config, stage, sent_as(policy, stage, first))
+    size = _sent(run, config, stage, policy.sends(stage, first))
     for kind, other_stage in held_at(stage, stages):
-        if kind == sent_as(policy, other_stage, first):
+        if kind == policy.sends(other_stage, first):
             size += _held(run, config, other_stage, kind)
-    return {"snapshot" if policy == "snapshot" else "copies": size}
+    return {"snapshot" if policy.snapshots else "copies": size}
 
 
 def _sent(run: RunFile, config: ModelConfig, stage: int, kind: str | None) -> Bytes:

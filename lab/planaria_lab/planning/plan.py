@@ -251,11 +251,12 @@ def _asked(options: PlanOptions) -> tuple[RunFile, float, set[str]]:
 
 def _policies(names: list[str] | None) -> Any:
     """Raises PlanError."""
-    from planaria_lab.planning.planner import POLICIES, PlanError
+    from planaria.recovery.policy import POLICIES
+    from planaria_lab.planning.planner import PlanError
 
     if unknown := set(names or ()) - {*POLICIES}:
         raise PlanError(f"--policy {min(unknown)}: unknown; choose of {', '.join(POLICIES)}")
-    return tuple(names) if names else POLICIES
+    return tuple(names or POLICIES)
 
 
 # --- traces
@@ -339,7 +340,7 @@ def plan_data(plan: Candidate) -> dict[str, Any]:
         "stages": len(plan.counts),
         "replicas": list(plan.counts),
         "policy": plan.policy,
-        "checkpoint_every": recovery.checkpoint.every if plan.policy == "checkpoint" else None,
+        "checkpoint_every": recovery.checkpoint.every if plan.run.policy.checkpoints else None,
         "microbatch": training.microbatch,
         "microbatches": training.microbatches,
         "in_flight": plan.swarm.in_flight,

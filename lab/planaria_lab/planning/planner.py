@@ -17,7 +17,7 @@ from typing import Final
 from planaria.node.model.shape import model_config
 from planaria.node.run_file import RunFile, override
 from planaria.node.transaction.in_flight_window import MOST
-from planaria.recovery.decide import Policy
+from planaria.recovery.policy import POLICIES, Policy
 from planaria_lab.emulation.links import Network
 from planaria_lab.planning.estimate import (
     Estimate,
@@ -43,13 +43,6 @@ ALIKE: Final = 0.005
 FRAME: Final = 1.5e-3
 """Seconds of a node's event loop for each frame that it sends or takes; 1.24 ms were measured, with
 nothing else on the machine (lab/results/simulator)."""
-POLICIES: Final[tuple[Policy, ...]] = (
-    "checkfree",
-    "checkfree+",
-    "snapshot",
-    "redundant",
-    "checkpoint",
-)
 NARROW: Final[Mapping[str, str]] = {"activations": "int8", "gradients": "int4", "averaging": "int8"}
 """Codecs that cost nothing in learning that three seeds would show (lab/results/bandwidth and
 averaging)."""
@@ -59,8 +52,6 @@ BYTES: Final = ("none", "fp16", "bf16", "int8", "int4", "lowrank")
 """Codecs, by how much they leave of a tensor."""
 WORTH: Final = 0.05
 """Share of the time that narrower links have to save to be told of."""
-LEAST_STAGES: Final[Mapping[Policy, int]] = {"checkfree": 2, "checkfree+": 4, "snapshot": 2}
-"""Body stages from which on a policy can do what it is for."""
 
 
 class PlanError(ValueError):
@@ -107,7 +98,7 @@ class Question:
     storage_mbps: float = 1000.0  # between a node and the folder of checkpoints
     deadline: float = math.inf  # hours
     budget: float = math.inf  # in the unit of the prices
-    policies: tuple[Policy, ...] = POLICIES
+    policies: tuple[str, ...] = tuple(POLICIES)
 
     def __post_init__(self) -> None:
         if not self.machines:
@@ -158,7 +149,7 @@ class Candidate:
         return self.run.training.batch * self.swarm.config.context / self.estimate.step
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> str:
         return self.run.recovery.policy
 
     @property
@@ -234,7 +225,7 @@ class _Shape:
     def plans(self) -> Iterator[Candidate | str]:
         batch = self.run.training.batch
         for policy in self.question.policies:
-            if self.config.stages < LEAST_STAGES.get(policy, 1):
+            if self.config.stages < _least_stages(POLICIES[policy]):
                 continue
             problems, fits = [], False
             for size in MICROBATCHES:
@@ -258,7 +249,7 @@ class _Shape:
         for times in range(MOST - 1, 0, -1):
             yield times * (self.config.stages + 1)
 
-    def _fitting(self, policy: Policy, size: int, window: int) -> tuple[RunFile, str]:
+    def _fitting(self, policy: str, size: int, window: int) -> tuple[RunFile, str]:
         """The run without recomputation if it fits, since that is faster, else with it; and why
         neither fits."""
         problem = ""
@@ -283,19 +274,19 @@ class _Shape:
     def _settings(self, run: RunFile) -> Iterator[Candidate]:
         """The run with each of the policy's own settings that are worth a try."""
         recovery, training = run.recovery, run.training
-        if recovery.policy == "snapshot":  # half of what there is, at most
+        if run.policy.snapshots:  # half of what there is, at most
             mbps = min(recovery.snapshot.mbps, *(link.mbps / 2 for link in self.reach.farthest))
             snapshot = recovery.snapshot.model_copy(update={"mbps": mbps})
             run = _with_recovery(run, snapshot=snapshot)
         swarm, losing = self._swarm(run), self.question.losing
         away = [missing(swarm, self.reach, losing, stage) for stage in range(len(self.counts))]
-        apart = self.question.network.uplinks or recovery.policy in ("redundant", "checkfree+")
+        apart = self.question.network.uplinks or run.policy.twins or run.policy.swapped
         kind = recovery.policy if apart else "others"
         key = kind, training.microbatch, training.in_flight, training.recompute
         if key not in self.steps:
             step = step_seconds(swarm, self.reach)
             self.steps[key] = step, usual_seconds(swarm, self.reach, away, step)
-        for every in INTERVALS if recovery.policy == "checkpoint" else (recovery.checkpoint.every,):
+        for every in INTERVALS if run.policy.checkpoints else (recovery.checkpoint.every,):
             checkpoint = recovery.checkpoint.model_copy(update={"every": every})
             varied = replace(swarm, run=_with_recovery(run, checkpoint=checkpoint))
             comes_to = estimated(varied, self.reach, losing, away, *self.steps[key])
@@ -324,7 +315,12 @@ class _Shape:
         return self.tasks[key]
 
 
-def _changed(run: RunFile, policy: Policy, size: int, window: int, recompute: bool) -> RunFile:
+def _least_stages(policy: Policy) -> int:
+    """Body stages from which on a policy can do what it is for."""
+    return 4 if policy.swapped else 1 if policy.twins or policy.checkpoints else 2
+
+
+def _changed(run: RunFile, policy: str, size: int, window: int, recompute: bool) -> RunFile:
     """Changes a run as `override` does, but quicker: these values are known to be good."""
     training = {"microbatch": size, "in_flight": window, "recompute": recompute}
     run = run.model_copy(update={"training": run.training.model_copy(update=training)})
@@ -430,8 +426,8 @@ def _why_not(question: Question, plan: Candidate) -> str:
         return f"takes {hours:,.1f} h of {question.deadline:,.1f} h"
     if plan.money > question.budget:
         return f"costs {plan.money:,.2f} of {question.budget:,.2f}"
-    homeless = plan.policy == "checkpoint" and not plan.run.recovery.checkpoint.dir
-    if homeless and question.policies != ("checkpoint",):
+    homeless = plan.run.policy.checkpoints and not plan.run.recovery.checkpoint.dir
+    if homeless and len(question.policies) > 1:
         return "needs a folder that all nodes share: name it in recovery.checkpoint.dir"
     return ""
 
@@ -488,7 +484,7 @@ def _nothing_fits(question: Question, refused: Iterable[str]) -> str:
 
 def described(plan: Candidate) -> str:
     text = f"{plan.shape}, {plan.policy}"
-    if plan.policy == "checkpoint":
+    if plan.run.policy.checkpoints:
         text += f" every {plan.run.recovery.checkpoint.every}"
     return text
 

@@ -39,7 +39,7 @@ from planaria.node.report.events import (
 )
 from planaria.node.run_file import RunFile, loads, override
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.recovery.decide import COPIED
+from planaria.recovery.facts import COPIED
 from planaria.recovery.learner import Learner, learn
 from planaria_lab.emulation.emulation import emulate
 from planaria_lab.emulation.links import WAN_LINKS, Network, all_alike, read_links

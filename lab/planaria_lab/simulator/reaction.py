@@ -10,7 +10,7 @@ from typing import Final
 
 from planaria.bootstrap.membership import MembershipRules
 from planaria.node.stage.crossing import kept_bytes
-from planaria.recovery.decide import INEXACT
+from planaria.recovery.facts import INEXACT
 from planaria.recovery.relearning import passes, updates_to_look
 from planaria_lab.emulation.links import Link
 from planaria_lab.simulator.churn import Churn

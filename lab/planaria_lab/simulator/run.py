@@ -17,9 +17,10 @@ from typing import Final
 
 import simpy
 
-from planaria.recovery.decide import Decision, Held, Left, Rebuild, RollBack, Source, Stop, decide
+from planaria.recovery.decide import decide
+from planaria.recovery.facts import Decision, Held, Left, Rebuild, RollBack, Source, Stop
 from planaria.recovery.relearning import time_for
-from planaria.recovery.snapshot import held_at, sent_as, steps_between
+from planaria.recovery.snapshot import held_at, steps_between
 from planaria_lab.simulator import reaction
 from planaria_lab.simulator.churn import Churn, Lives, LostPlace
 from planaria_lab.simulator.step import MeanStep, simulate_step
@@ -128,7 +129,7 @@ class _Run:
         known: dict[tuple[int, ...], MeanStep],
     ) -> None:
         self.swarm, self.churn, self.known = swarm, churn, known
-        self.policy, self.masking = swarm.run.recovery.policy, swarm.run.recovery.masking
+        self.policy, self.masking = swarm.run.policy, swarm.run.recovery.masking
         self.environment = simpy.Environment()
         self.changed = self.environment.event()  # something that the training has to look at
         self.lives = Lives(churn, seed)
@@ -374,7 +375,7 @@ class _Run:
         """A step's; a checkpoint for which all wait counts in equal shares to the steps before."""
         recovery = self.swarm.run.recovery
         seconds = self._step().seconds
-        if self.policy == "checkpoint" and self.swarm.blocking:
+        if self.policy.checkpoints and self.swarm.blocking:
             seconds += reaction.writing(self.swarm) / recovery.checkpoint.every
         return seconds
 
@@ -601,8 +602,8 @@ class _Run:
             if node.trains:
                 survivors.setdefault(stage, []).append(f"{stage}.{number}")
         left = Left(self.swarm.config.stages, self.committed, survivors, held=[*self._held()])
-        recovery = self.swarm.run.recovery
-        decisions = {stage: decide(stage, left, recovery.policy, recovery.strict) for stage in lost}
+        strict = self.swarm.run.recovery.strict
+        decisions = {stage: decide(stage, left, self.policy, strict) for stage in lost}
         stops = [decision.reason for decision in decisions.values() if isinstance(decision, Stop)]
         self.stopped = stops[0] if stops else ""
         return decisions
@@ -611,7 +612,7 @@ class _Run:
         """The states that surviving nodes hold of other stages, by the run's policy. A node that
         began to train in this very step has none yet."""
         stages, recovery = self.swarm.config.stages, self.swarm.run.recovery
-        if self.policy == "checkpoint":
+        if self.policy.checkpoints:
             write = reaction.writing(self.swarm) / self._last_duration()
             every = recovery.checkpoint.every
             step = max(0, math.floor(self.committed - write)) // every * every
@@ -620,17 +621,17 @@ class _Run:
             return
         first: dict[int, LostPlace] = {}
         for place in sorted(at for at, node in self.nodes.items() if node.trains):
-            if self.policy == "redundant" or self.nodes[place].since < self.committed:
+            if self.policy.twins or self.nodes[place].since < self.committed:
                 first.setdefault(place.stage, place)
         snapshot = recovery.snapshot
         due = steps_between(snapshot.fraction, snapshot.period)
         for place in first.values():
             name = f"{place.stage}.{place.number}"
-            if self.policy == "redundant":
+            if self.policy.twins:
                 other_stage = (place.stage + 1) % (stages + 1)
                 yield Held("redundant", Source(name, other_stage, self.committed))
             for kind, other_stage in held_at(place.stage, stages):
-                if kind == sent_as(self.policy, other_stage, snapshot.first):
+                if kind == self.policy.sends(other_stage, snapshot.first):
                     late = due if kind == "snapshot" else 0
                     yield Held(kind, Source(name, other_stage, max(0, self.committed - late)))
 
@@ -660,7 +661,7 @@ class _Run:
             if len(newcomers) > 1:
                 single = replace(self.swarm.groups[self.nodes[newcomers[0]].group], count=1)
                 seconds += gather + reaction.fetching(present, stage, "replica", [single])
-            if self.policy == "redundant":  # it needs its twin, too
+            if self.policy.twins:  # it needs its twin, too
                 next_stage = (stage + 1) % len(self.stages)
                 groups = [group for group in self.swarm.groups if group.stage == next_stage]
                 seconds += gather + reaction.fetching(present, stage, "replica", groups, twin=True)

@@ -30,7 +30,7 @@ from planaria.node.wire.stage_pb2 import Place
 from planaria.recovery.masking import stand_ins
 from planaria.recovery.orders import window_orders
 from planaria.recovery.snapshot import route as route_of_copies
-from planaria.recovery.snapshot import sent_as, steps_between
+from planaria.recovery.snapshot import steps_between
 from planaria_lab.emulation.links import Link
 from planaria_lab.simulator.clock import ON_WIRE, Clock, Cores, Then, Uplink, Wire, Worker
 from planaria_lab.simulator.swarm import (
@@ -139,9 +139,10 @@ def _why_not_pooled(swarm: Swarm) -> str | None:
         return "nodes share the cores of a machine"
     if swarm.run.recovery.masking == "spare" and max(map(swarm.replicas, stages)) > 1:
         return "stand-ins do ahead what others are to do"
-    policy = swarm.run.recovery.policy
-    if policy in ("snapshot", "redundant") or (policy != "checkpoint" and swarm.network.uplinks):
-        return f"what {policy} sends besides does not come from all lanes alike"
+    policy = swarm.run.policy
+    uneven = swarm.network.uplinks and not policy.checkpoints
+    if policy.snapshots or policy.twins or uneven:
+        return f"what {swarm.run.recovery.policy} sends besides does not come from all lanes alike"
     return None
 
 
@@ -424,7 +425,7 @@ class _Training:
             members = [Place(node=name, stage=node.stage) for name, node in self.nodes.items()]
             self.stand_ins = stand_ins(members)
         self.sent_ahead = self.done_ahead = 0  # frames to stand-ins, and what they have done
-        self.twins = swarm.run.recovery.policy == "redundant"
+        self.twins = swarm.run.policy.twins
         for node in self.nodes.values() if self.twins else ():
             next_seconds = self.by_stage[(node.stage + 1) % len(self.stages)][0].seconds
             node.twin_apply = next_seconds.apply
@@ -437,11 +438,10 @@ class _Training:
 
     def _updates(self) -> Iterator[tuple[str, _Updates]]:
         run, config = self.swarm.run, self.swarm.config
-        policy = run.recovery.policy
         members = [(node.name, node.stage) for node in self.nodes.values()]
         snapshot = run.recovery.snapshot
         for stage in self.stages:
-            kind = sent_as(policy, stage, snapshot.first)
+            kind = run.policy.sends(stage, snapshot.first)
             route = None if kind is None else route_of_copies(kind, stage, members, config.stages)
             if route is None or not route.holders:
                 continue

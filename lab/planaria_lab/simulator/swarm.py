@@ -120,7 +120,7 @@ class Swarm:
 
     @property
     def swapped(self) -> bool:
-        return self.run.recovery.policy == "checkfree+"
+        return self.run.policy.swapped
 
     @property
     def in_flight(self) -> int:

@@ -46,7 +46,7 @@ def data_below(folder: Path, data: DataSection) -> DataSection:
 def checkpoint_dir(run: RunFile, folder: Path, given: Path | None) -> Path | None:
     """The checkpoint folder, or `given`; None: the policy writes none. Raises NodeError."""
     recovery = run.recovery
-    if recovery.policy == "checkpoint":
+    if run.policy.checkpoints:
         named = "recovery.checkpoint.dir", recovery.checkpoint.dir, "--checkpoint-dir"
         return given or below(folder, *named)
     if given is not None:
@@ -63,6 +63,6 @@ def said_here(run: RunFile) -> list[str]:
     said = [part for name in run.data.names for part in ("--data", str(Path(name).absolute()))]
     if run.model.origin is not None and Path(run.model.origin).is_dir():
         said += ["--model", run.model.origin]
-    if run.recovery.policy == "checkpoint":
+    if run.policy.checkpoints:
         said += ["--checkpoint-dir", str(Path(run.recovery.checkpoint.dir).absolute())]
     return said

@@ -97,16 +97,15 @@ def _absolute(data: DataSection) -> DataSection:
 
 
 def _check_policy(run: RunFile) -> None:
-    policy, stages = run.recovery.policy, run.model.stages or 0
-    if policy == "checkfree+" and stages < 4:
+    name, policy, stages = run.recovery.policy, run.policy, run.model.stages or 0
+    if policy.swapped and stages < 4:
         raise RunFileError(
-            f"recovery.policy = checkfree+ swaps the first two and the last two body stages, so it "
+            f"recovery.policy = {name} swaps the first two and the last two body stages, so it "
             f"needs 4 of them, and model.stages = {stages}: use checkfree, or more stages"
         )
-    if policy == "checkpoint" and not run.recovery.checkpoint.dir:
+    if policy.checkpoints and not run.recovery.checkpoint.dir:
         raise RunFileError(
-            "recovery.policy = checkpoint needs recovery.checkpoint.dir, a folder that all nodes "
-            "share"
+            f"recovery.policy = {name} needs recovery.checkpoint.dir, a folder that all nodes share"
         )
 
 
@@ -118,10 +117,10 @@ def _check_lora(run: RunFile) -> None:
             "training.lora trains adapters of a model that was trained before: name its folder by "
             "model.from, or leave training.lora out to train a new model"
         )
-    if run.recovery.policy == "checkfree+":
+    if run.policy.swapped:
         raise RunFileError(
-            "recovery.policy = checkfree+ trains stages in each other's places, and with "
-            "training.lora they stay what they are in the model: use checkfree or snapshot"
+            f"recovery.policy = {run.recovery.policy} trains stages in each other's places, and "
+            "with training.lora they stay what they are in the model: use checkfree or snapshot"
         )
     names = matrix_names(run.config)
     if strange := [name for name in lora.targets if name not in names]:
@@ -156,6 +155,5 @@ def registry_rules(run: RunFile) -> MembershipRules:
         restart_grace=run.swarm.lease + 5.0,
         steps=run.steps,
         data=run.data.content,
-        swapped=run.recovery.policy == "checkfree+",
-        policy=run.recovery.policy,
+        policy=run.policy,
     )

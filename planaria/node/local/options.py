@@ -19,6 +19,7 @@ from planaria.node.launch.options import (
     Seats,
     Tracked,
 )
+from planaria.recovery.policy import POLICIES
 
 if TYPE_CHECKING:
     from planaria.node.run_file import RunFile
@@ -42,10 +43,7 @@ class RunChanges:
     steps: Annotated[int | None, typer.Option(help="Steps to train.")] = None
     policy: Annotated[
         str | None,
-        typer.Option(
-            help="What to do when a stage is lost: checkfree, checkfree+, snapshot, checkpoint or "
-            "redundant."
-        ),
+        typer.Option(help=f"What to do when a stage is lost: {', '.join(POLICIES)}."),
     ] = None
     strict: Annotated[
         bool | None,

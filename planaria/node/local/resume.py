@@ -67,8 +67,8 @@ class KeptRun(NamedTuple):
 
     @property
     def checkpoints(self) -> Path | None:
-        recovery = self.run.recovery
-        return Path(recovery.checkpoint.dir) if recovery.policy == "checkpoint" else None
+        run = self.run
+        return Path(run.recovery.checkpoint.dir) if run.policy.checkpoints else None
 
     def find(self) -> list[SaveFile]:
         """All saves of the run. Raises ResumeError."""

@@ -419,7 +419,7 @@ def plan_run(
         say(f"there is no prepared data at {path}; preparing the prose in {text}")
         prepare(Recipe([str(text)], tokenizer), path, track=track)
     folder = out or Path("out") / f"{run.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    if run.recovery.policy == "checkpoint" and not run.recovery.checkpoint.dir:
+    if run.policy.checkpoints and not run.recovery.checkpoint.dir:
         shared = str((folder / "checkpoints").absolute())
         run = override(run, recovery__checkpoint__dir=shared)
     run = resolve(run)
@@ -565,7 +565,7 @@ class _Swarm:
         if self.story.stopped is not None:
             return Ending(1, f"the run was stopped: {self.story.stopped.reason}")
         name = signal.Signals(stop.result()).name
-        saving = self.save_dir is not None or self.run.recovery.policy == "checkpoint"
+        saving = self.save_dir is not None or self.run.policy.checkpoints
         saved = f"; planaria up --resume {self.out} continues from there" if saving else ""
         reason = f"ended by {name} at step {self.story.committed}{saved}"
         return Ending(128 + stop.result(), reason)

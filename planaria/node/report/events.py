@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter
 from rich.filesize import decimal
 
 from planaria.bootstrap.spelling import readable
-from planaria.recovery.decide import ARRIVED, OWN
+from planaria.recovery.facts import ARRIVED, OWN
 
 
 def _figure(value: Any) -> Any:

@@ -28,7 +28,7 @@ from planaria.node.report.events import (
 from planaria.node.report.ledger import Line
 from planaria.node.report.live_view import Story
 from planaria.node.wire.naming import node_of
-from planaria.recovery.decide import COPIED
+from planaria.recovery.facts import COPIED
 
 OF_THE_DRIVER = (Committed, Validated, Sampled, Stopped, Finished)
 """Events about the whole run. Only the driver reports them."""

@@ -48,7 +48,7 @@ from planaria.node.report.events import (
 from planaria.node.report.run_state import RunState, SeatState
 from planaria.node.report.summary import noticed_at, stall_seconds
 from planaria.node.wire.naming import node_of
-from planaria.recovery.decide import COPIED, ORIGIN
+from planaria.recovery.facts import COPIED, ORIGIN
 
 NEWS_SHOWN = 12
 LINES_A_RUN = 20

@@ -49,7 +49,7 @@ from planaria.node.report.ledger import Audit, Line
 from planaria.node.report.wall_clock import PARTS
 from planaria.node.run_file import RunFile
 from planaria.node.wire.naming import node_of, was_added
-from planaria.recovery.decide import COPIED, ORIGIN, OWN
+from planaria.recovery.facts import COPIED, ORIGIN, OWN
 
 NOTICED_LATE = 1.0
 """Maximum seconds from a process's end to its `exited` event."""

@@ -36,7 +36,7 @@ from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError, Exchanges
 from planaria.node.wire.frames import Frame
 from planaria.recovery import checkfree
-from planaria.recovery.decide import ANEW, INEXACT, ORIGIN, PRETRAINED
+from planaria.recovery.facts import ANEW, INEXACT, ORIGIN, PRETRAINED
 from planaria.recovery.snapshot import Layout
 
 

@@ -28,8 +28,8 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchanges, Outcome
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.naming import node_of
-from planaria.recovery.decide import Kind
-from planaria.recovery.snapshot import Layout, route, sent_as
+from planaria.recovery.facts import Kind
+from planaria.recovery.snapshot import Layout, route
 
 log = logging.getLogger("planaria")
 
@@ -88,20 +88,20 @@ class Holdings:
         save_dir: Path | None,
         checkpoint_dir: Path | None,
     ) -> None:
-        """`twin`: with the policy "redundant"; `checkpoint_dir`: with "checkpoint"; `layout`: of a
-        stage's tensors. Raises SaveError for a folder that can't be used."""
+        """`twin`, `checkpoint_dir`: if the policy has them; `layout`: of a stage's
+        tensors. Raises SaveError for a folder that can't be used."""
         self.host, self.twin = host, twin
         self._twin_digest: tuple[StateId | None, bytes] = (None, b"")  # at its last update
         self.stage, self.run, self.config = host.stage, host.run, host.config
         run = host.run
-        self.policy = policy = run.recovery.policy
+        self.policy = run.policy
         self.boundary: BoundaryKeeper | None = None
-        if run.recovery.relearn.passes > 0 and policy != "checkpoint":
+        if run.recovery.relearn.passes > 0 and self.policy.relearns:
             steps = run.recovery.relearn.steps
             self.boundary = BoundaryKeeper(host.exchanges, host.tensors, steps)
         self.sender: Sender | None = None
         self.holder: Holder | None = None
-        self.sends = sent_as(policy, self.stage, run.recovery.snapshot.first)
+        self.sends = self.policy.sends(self.stage, run.recovery.snapshot.first)
         self._carry_copies(layout)
         self.files: list[Files] = []
         self._open_disk, self._closed = open_disk, False
@@ -117,7 +117,7 @@ class Holdings:
         trained = [
             stage for stage in range(self.config.stages + 1) if self.config.trained[min(stage, 1)]
         ]
-        kinds = {stage: sent_as(self.policy, stage, snapshot.first) for stage in trained}
+        kinds = {stage: self.policy.sends(stage, snapshot.first) for stage in trained}
         layouts = {
             (kind, stage): layout(stage) for stage, kind in kinds.items() if kind is not None
         }
@@ -272,7 +272,7 @@ class Holdings:
             costs["redundant"] = HoldingCost(
                 twin.bytes_sent, twin.memory_bytes, twin.critical_seconds
             )
-        name = "snapshot" if self.policy == "snapshot" else "copies"
+        name = "snapshot" if self.policy.snapshots else "copies"
         if self.sender is not None:
             sender = self.sender
             costs[name] = HoldingCost(

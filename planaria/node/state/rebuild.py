@@ -21,7 +21,7 @@ from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
-from planaria.recovery.decide import ANEW, INEXACT, ORIGIN, PRETRAINED
+from planaria.recovery.facts import ANEW, INEXACT, ORIGIN, PRETRAINED
 from planaria.recovery.relearning import at_a_time, passes, peak
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from planaria.node.state.saves import Bytes, SaveFile, Saves, Values
 from planaria.node.state.stage_state import SaveError, StageState, StateId
 from planaria.node.transaction.scales import has_for, of_stage
 from planaria.node.wire import stage_pb2 as pb
-from planaria.recovery.decide import Held, Resume, Source, resume
+from planaria.recovery.decide import Resume, resume
+from planaria.recovery.facts import Held, Source
 
 log = logging.getLogger(__name__)
 

@@ -50,7 +50,7 @@ class StateId:
         return Age(self.lineage, self.step)
 
     def holding(self, kind: str) -> pb.Holding:
-        """The id as a holding to report; `kind` as in recovery/decide.py."""
+        """The id as a holding to report; `kind` as in recovery/facts.py."""
         made = None if self.made == NEVER else self.made.message()
         return pb.Holding(
             kind=kind, stage=self.stage, step=self.step, lineage=self.lineage, made=made

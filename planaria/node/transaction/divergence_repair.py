@@ -23,7 +23,8 @@ from planaria.node.transaction.divergence_detection import (
 from planaria.node.transaction.effects import Effect, Suspect
 from planaria.node.transaction.gathering import Gathering
 from planaria.node.transaction.rules import TransactionRules
-from planaria.recovery.decide import Rebuild, decide
+from planaria.recovery.decide import decide
+from planaria.recovery.facts import Rebuild
 
 STRIKES: Final = 3
 """Times that a node may differ from its replicas; the last time it is accused."""

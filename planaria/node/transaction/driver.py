@@ -104,7 +104,8 @@ from planaria.node.wire.chain import (
     without_votes,
 )
 from planaria.node.wire.naming import node_of
-from planaria.recovery.decide import COPIED, Rebuild, Resume, RollBack, Source, Stop, resume
+from planaria.recovery.decide import Resume, resume
+from planaria.recovery.facts import COPIED, Rebuild, RollBack, Source, Stop
 from planaria.recovery.orders import window_orders
 from planaria.recovery.relearning import time_for
 
@@ -460,7 +461,7 @@ class Driver:
             saved = resume(gathering.held(), self.rules.stages)
             if saved is not None:
                 return effects + self._resume(gathering, saved, all_lost, now)
-        if all_lost and self.rules.policy == "checkpoint":
+        if all_lost and self.rules.policy.checkpoints:
             if vacant := gathering.vacant():
                 return effects + self._wait_for_nodes(vacant)
             reason = "everything is lost, and no checkpoint is whole yet: back to initial weights"
@@ -641,7 +642,7 @@ class Driver:
     def _without_part(self, gathering: Gathering) -> set[str]:
         """Nodes that only follow, since replicas can't use what they send, or they must go. While
         their stage has others, they can copy from those, and no node has to wait for them."""
-        if self._is_over() or self.rules.policy == "redundant" or not gathering.newest.committed:
+        if self._is_over() or self.rules.policy.waits or not gathering.newest.committed:
             return set()
         apart = {n for n in gathering.members if self.idle.has_no_part(n) and n != self.node}
         left = {gathering.members[n] for n, s in gathering.having().items() if not s.following}
@@ -665,10 +666,10 @@ class Driver:
 
     def _may_follow(self, decision: Rebuild, lacking: Mapping[int, list[str]]) -> bool:
         """Whether nodes may follow. Replicas of a just rebuilt stage are awaited, as was its first
-        node. With redundant computation all are: a node also needs its twin before it can train."""
+        node; with some policies, all are."""
         tried = any(self.joining.failures[node] >= FOLLOWS for node in lacking[decision.stage])
         new = decision.stage in self.rebuilds.stages()
-        copied = decision.method in COPIED and self.rules.policy != "redundant"
+        copied = decision.method in COPIED and not self.rules.policy.waits
         copied = copied and self.standing.committed > 0
         copied = copied and any(s.node not in self.hanging.why for s in decision.sources)
         return copied and not (tried or new or self._is_over())
@@ -716,7 +717,7 @@ class Driver:
             orders = window_orders(step + 1, count, rules.stages, swapped=False)
             begin = pb.Begin(step=step, kind=pb.Begin.EVALUATE)
         else:
-            orders = window_orders(step + 1, rules.microbatches, rules.stages, rules.swapped)
+            orders = window_orders(step + 1, rules.microbatches, rules.stages, rules.policy.swapped)
             begin = pb.Begin(step=step + 1)
             begin.lr_scale.extend(
                 rules.lr_scale(step + 1, standing.boosted_at.get(stage, 0))

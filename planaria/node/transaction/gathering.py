@@ -11,7 +11,7 @@ from planaria.bootstrap.registry_pb2 import HANG
 from planaria.node.transaction.effects import Ballot, Effect, Send, Suspect
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import has_records, hash_of
-from planaria.recovery.decide import Held, Left, Source
+from planaria.recovery.facts import Held, Left, Source
 
 QUERY_AGAIN = 1.0
 """Seconds before a member without an answer is queried again."""

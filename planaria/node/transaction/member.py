@@ -71,7 +71,7 @@ from planaria.node.wire.chain import (
     without_votes,
 )
 from planaria.node.wire.naming import node_of
-from planaria.recovery.decide import COPIED
+from planaria.recovery.facts import COPIED
 
 
 class MemberPhase(enum.Enum):

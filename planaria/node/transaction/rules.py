@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planaria.recovery.decide import Policy
 from planaria.recovery.masking import Masking
+from planaria.recovery.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,3 @@ class TransactionRules:
     spot_check: float = 0.0  # share of visits computed twice, at stages with replicas
     tolerance: float = 0.05  # relative difference between correct nodes' results, at most
     exclude: bool = False  # whether gradient outliers are excluded
-
-    @property
-    def swapped(self) -> bool:
-        """Whether half of the microbatches visit the end stages in swapped order."""
-        return self.policy == "checkfree+"

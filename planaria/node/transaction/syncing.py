@@ -11,7 +11,8 @@ from planaria.node.transaction.effects import Effect, Send
 from planaria.node.transaction.gathering import Gathering
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
-from planaria.recovery.decide import (
+from planaria.recovery.decide import decide
+from planaria.recovery.facts import (
     ARRIVED,
     COPIED,
     INEXACT,
@@ -19,7 +20,6 @@ from planaria.recovery.decide import (
     Decision,
     Rebuild,
     Source,
-    decide,
     giver,
 )
 from planaria.recovery.orders import adjoining, all_orders, blocks
@@ -156,7 +156,7 @@ def rebuild(
         if decision.method in (*OWN, *ARRIVED):
             nodes = [source.node for source in decision.sources]
         joiners[stage] = nodes if decision.method in (*COPIED, "memory") else nodes[:1]
-    orders = all_orders(rules.stages, rules.swapped)
+    orders = all_orders(rules.stages, rules.policy.swapped)
     guessed = [stage for stage, decision in rebuilds.items() if decision.method in INEXACT]
     together = {stage: block for block in blocks(orders, guessed) for stage in block}
     effects: list[Effect] = []
@@ -168,7 +168,7 @@ def rebuild(
             having = sorted(gathering.having())
             sync.relearning = relearning
             alone = len(block) == 1 and len(gathering.nodes_of(stage)) == 1
-            sync.goes_on = alone and rules.policy != "redundant"  # else others need what it learns
+            sync.goes_on = alone and not rules.policy.waits
             sync.lost.extend(
                 pb.Place(node=joiners[lost_stage][0], stage=lost_stage) for lost_stage in block
             )
@@ -197,7 +197,7 @@ def name_checkpoint(effects: list[Effect], gathering: Gathering) -> list[Effect]
 def copy_twins(gathering: Gathering, rules: TransactionRules) -> list[Effect]:
     """Copies the next stage, with redundant computation, to nodes without a twin of this step."""
     standing = gathering.standing()
-    if rules.policy != "redundant" or (standing.lineage, standing.committed) == (0, 0):
+    if not rules.policy.twins or (standing.lineage, standing.committed) == (0, 0):
         return []
     effects: list[Effect] = []
     for node, stage in sorted(gathering.members.items()):

@@ -26,7 +26,7 @@ from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
-from planaria.recovery.decide import ANEW, INEXACT, PRETRAINED
+from planaria.recovery.facts import ANEW, INEXACT, PRETRAINED
 
 STAGE, STEP = 2, 7
 BALLOT = Ballot(3, 5)

@@ -60,7 +60,7 @@ from planaria.node.transaction.rules import TransactionRules
 from planaria.node.transaction.stragglers import ASK
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import hash_of, seal
-from planaria.recovery.decide import Policy
+from planaria.recovery.policy import POLICIES
 
 RULES = TransactionRules(
     stages=4,
@@ -69,7 +69,7 @@ RULES = TransactionRules(
     validation_microbatches=0,
     validate_every=0,
     clip=1.0,
-    policy="checkfree",
+    policy=POLICIES["checkfree"],
     strict=True,
     masking="reassign",
     relearn=False,
@@ -1485,13 +1485,15 @@ LOOSE = replace(RULES, strict=False)
 
 
 def test_with_swapped_orders_every_second_microbatch_visits_both_ends_the_other_way_round():
-    told = Told(replace(RULES, policy="checkfree+", validation_microbatches=2))
+    told = Told(replace(RULES, policy=POLICIES["checkfree+"], validation_microbatches=2))
     begin = told.begins()["c"].step.begin
     assert [list(m.order) for m in begin.plan] == [[1, 2, 3, 4], [2, 1, 4, 3]]
 
 
 def test_with_swapped_orders_and_one_microbatch_a_step_every_second_step_swaps():
-    told = Told(replace(RULES, policy="checkfree+", microbatches=1, validation_microbatches=0))
+    told = Told(
+        replace(RULES, policy=POLICIES["checkfree+"], microbatches=1, validation_microbatches=0)
+    )
     begun = [told.begins(), told.commits(), told.commits()]
     orders = [list(m.order) for messages in begun for m in messages["c"].step.begin.plan]
     assert orders == [[1, 2, 3, 4], [2, 1, 4, 3], [1, 2, 3, 4]]
@@ -1574,9 +1576,9 @@ def test_relearning_takes_no_longer_than_a_share_of_the_time_since_the_last_loss
     ],
 )
 def test_only_a_stage_with_one_node_that_relearns_alone_may_train_before_it_is_through(
-    gone: list[str], more: dict[str, int], policy: Policy, goes_on: bool
+    gone: list[str], more: dict[str, int], policy: str, goes_on: bool
 ) -> None:
-    told = Told(replace(LOOSE, relearn=True, policy=policy), {**SWARM, **more})
+    told = Told(replace(LOOSE, relearn=True, policy=POLICIES[policy]), {**SWARM, **more})
     told.views()
     syncs = sent(told.statuses(5, **lost(*gone)), "sync")
     relearning = [message.sync for message in syncs.values() if message.sync.lost]
@@ -1585,7 +1587,7 @@ def test_only_a_stage_with_one_node_that_relearns_alone_may_train_before_it_is_t
 
 
 def test_exact_rebuilds_relearn_nothing():
-    rules = replace(RULES, policy="checkfree+", relearn=True)
+    rules = replace(RULES, policy=POLICIES["checkfree+"], relearn=True)
     copies = pb.Status(
         committed=5, last=pb.Commit(step=5), holdings=[pb.Holding(kind="copy", stage=0, step=5)]
     )
@@ -1603,7 +1605,7 @@ def checkpoints(committed: int, *steps: int, stage: int, lineage: int = 0) -> pb
 
 
 def test_a_roll_back_takes_everybody_to_the_newest_common_checkpoint():
-    rules = replace(RULES, policy="checkpoint")
+    rules = replace(RULES, policy=POLICIES["checkpoint"])
     told = Told(rules)
     told.views(committed=5)
     effects = told.statuses(
@@ -1661,7 +1663,7 @@ def test_saves_are_not_read_before_every_stage_has_a_node():
 
 
 def test_under_the_checkpoint_policy_everything_may_be_lost_before_the_first_one():
-    told = Told(replace(RULES, policy="checkpoint"))
+    told = Told(replace(RULES, policy=POLICIES["checkpoint"]))
     told.views(committed=5)
     effects = told.statuses()
     assert {n: m.sync.step for n, m in sent(effects, "sync").items()} == dict.fromkeys(SWARM, 0)
@@ -2471,9 +2473,9 @@ ALONE = {"a": 0, "b": 1, "c": 2}
 
 
 class Alone(Differing):
-    def __init__(self, members: dict[str, int] = ALONE, policy: Policy = "checkfree") -> None:
+    def __init__(self, members: dict[str, int] = ALONE, policy: str = "checkfree") -> None:
         super().__init__(members)
-        self.driver.rules = replace(self.driver.rules, policy=policy)
+        self.driver.rules = replace(self.driver.rules, policy=POLICIES[policy])
 
     def ready_with(self, **told: tuple[bytes, bytes]) -> list[Effect]:
         """All is ready; `told`: what the weights were after the update, and what they are now."""
@@ -2542,7 +2544,9 @@ def test_it_takes_its_weights_back_from_who_has_them_as_they_were(kind, stage, b
     assert (syncs[lone].sync.method, syncs[lone].sync.follow) == (method, False)
     assert [source.node for source in syncs[lone].sync.sources] == [by]
     told.hears(lone, synced=pb.Synced(step=1, method=method))
-    told.driver.rules = replace(told.driver.rules, policy="checkfree")  # twins are another matter
+    told.driver.rules = replace(
+        told.driver.rules, policy=POLICIES["checkfree"]
+    )  # twins are another matter
     told.answers()
     assert "by themselves" not in told.driver.explain()
     told.ready_with()

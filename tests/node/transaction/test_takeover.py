@@ -14,9 +14,10 @@ from planaria.node.transaction.member import MemberPhase, MemberSide
 from planaria.node.transaction.routing import routes
 from planaria.node.transaction.takeover import ASK_AGAIN, VACANT
 from planaria.node.wire import stage_pb2 as pb
+from planaria.recovery.policy import POLICIES
 from tests.node.transaction.test_driver import RULES, Told, events, sent
 
-TWINS = replace(RULES, stages=3, policy="redundant")
+TWINS = replace(RULES, stages=3, policy=POLICIES["redundant"])
 ONE_EACH = {"a": 0, "b/1": 1, "c/2": 2, "d/3": 3}
 TAKEN = {"a": 0, "b/1": 1, "b/2.3": 2, "d/3": 3}
 """Without c, whose seat b has got."""
@@ -147,7 +148,7 @@ def test_a_seat_that_nobody_takes_is_waited_for_no_longer() -> None:
 @pytest.mark.parametrize(
     ("left", "rules"),
     [
-        (TAKEN, {"policy": "checkfree"}),
+        (TAKEN, {"policy": POLICIES["checkfree"]}),
         (TAKEN, {"masking": "abort"}),
         ({"a": 0, "b/1": 1, "b/2.3": 2, "b/3.3": 3}, {}),  # two of them, in a row
         ({"a": 0, "d/1.3": 1, "d/2.3": 2, "d/3": 3}, {}),  # with who had the twin

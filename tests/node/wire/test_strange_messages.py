@@ -13,6 +13,7 @@ from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame, WireError, parse_chunk, seal, unseal
 from planaria.node.wire.session import Hello
+from planaria.recovery.policy import POLICIES
 
 RULES = TransactionRules(
     stages=4,
@@ -21,7 +22,7 @@ RULES = TransactionRules(
     validation_microbatches=2,
     validate_every=0,
     clip=1.0,
-    policy="checkfree",
+    policy=POLICIES["checkfree"],
     strict=True,
     masking="reassign",
     relearn=False,

@@ -1,0 +1,187 @@
+"""Facts about a loss: what is left, and the decisions that are possible."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Kind = Literal["copy", "snapshot", "redundant", "checkpoint", "save", "memory", "weights"]
+Made = tuple[int, int]
+"""View and attempt of the commit that made a step. If only lost nodes knew a commit, the step is
+made again: with the same number, but not the same state."""
+UNKNOWN: Made = (0, 0)
+ANEW = "adapters-anew"
+"""The method that resets a stage's adapters to their state before the first step."""
+PRETRAINED = "pretrained"
+"""The method that resets a stage to the weights of the run's initial checkpoint."""
+INEXACT = ("checkfree", "checkfree+", "interpolate", ANEW, PRETRAINED)
+"""Methods that lack the stage's learned state: they guess from other stages' weights, or start
+anew; relearning improves the result."""
+COPIED = ("replica", "handover")
+"""Methods that copy a stage from nodes that train it: from staying ones, or leaving ones."""
+OWN = ("save", "memory")
+"""Methods by which a node continues from its own state, in a file or in memory."""
+ARRIVED = ("joiner", "weights")
+"""Methods by which a node continues from what it had received when its last source was lost: a
+state that had not caught up, or weights without Adam's moments."""
+ORIGIN = "origin"
+"""The method that gives a stage its initial weights: those of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A node that has the state of `stage` after `step`. `lineage`: how often the run had gone back
+    to files when that step was made."""
+
+    node: str
+    stage: int
+    step: int
+    lineage: int = 0
+
+
+@dataclass(frozen=True)
+class Held:
+    """State of a stage that a node keeps besides training it.
+
+    `copy`: stage 0's weights, `snapshot`: a running snapshot, `redundant`: a twin, each of another
+    node's stage, in memory. `checkpoint`, `save`: of the node's own stage, in a file. `memory`: its
+    own state, which counts if the run goes back to it, or none is newer. `weights`: of its own
+    stage, received from a node that was lost before it had sent the moments.
+    """
+
+    kind: Kind
+    source: Source
+    made: Made = UNKNOWN  # the commit
+
+
+def _newest(sources: Iterable[Source]) -> tuple[Source, ...]:
+    ordered = sorted(sources, key=lambda source: source.node)
+    newest = max((source.step for source in ordered), default=0)
+    return tuple(source for source in ordered if source.step == newest)
+
+
+@dataclass(frozen=True)
+class Left:
+    """The surviving state, after all nodes have reported."""
+
+    stages: int  # body stages, L
+    step: int  # the newest committed step
+    survivors: Mapping[int, Sequence[str]]  # stage -> nodes that have that step
+    lineage: int = 0
+    held: Sequence[Held] = ()
+    untrained: frozenset[int] = field(default_factory=frozenset)  # survivors guessed at this step
+    made: Made = UNKNOWN  # the commit of `step`
+    origin: Sequence[str] = ()  # nodes with the checkpoint from which the run began
+    adapters: bool = False  # whether only adapters are trained, beside the checkpoint's weights
+    leaving: Collection[str] = ()  # nodes that were asked to leave
+
+    def nodes(self, stage: int) -> tuple[Source, ...]:
+        nodes = sorted(self.survivors.get(stage, ()))
+        return tuple(Source(node, stage, self.step, self.lineage) for node in nodes)
+
+    def trained(self, stage: int) -> bool:
+        """Whether nodes are left that have trained the stage; it isn't just guessed."""
+        return bool(self.survivors.get(stage)) and stage not in self.untrained
+
+    def freshest(self, kind: Kind, stage: int) -> tuple[Source, ...]:
+        """The newest holdings of this lineage, up to `step`, the last that survivors committed."""
+        return _newest(held.source for held in self._held(kind, stage))
+
+    def here(self, kind: Kind, stage: int) -> tuple[Source, ...]:
+        """As `freshest`, without holdings of `step` that another commit made."""
+        holdings = self._held(kind, stage)
+        return _newest(
+            holding.source
+            for holding in holdings
+            if holding.source.step < self.step or holding.made in (self.made, UNKNOWN)
+        )
+
+    def _held(self, kind: Kind, stage: int) -> list[Held]:
+        return [
+            held
+            for held in self.held
+            if (held.kind, held.source.stage) == (kind, stage)
+            and held.source.lineage == self.lineage
+            and held.source.step <= self.step
+        ]
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """Give a node of `stage` the state of the swarm's current step."""
+
+    stage: int
+    method: str
+    sources: tuple[Source, ...]
+    exact: bool  # weights and optimizer state equal the lost ones
+    reason: str
+    fallback: bool = False  # a method other than the policy's
+    fresh: bool = False  # the weights equal the lost ones, the optimizer starts anew
+
+    @property
+    def same_weights(self) -> bool:
+        return self.exact or self.fresh
+
+
+@dataclass(frozen=True)
+class RollBack:
+    """All stages go back to `step`, from their files of `lineage`; 0: to the initial weights."""
+
+    step: int
+    lineage: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The run can't continue: nothing left determines the stage's weights."""
+
+    stage: int
+    reason: str
+
+
+Decision = Rebuild | RollBack | Stop
+
+
+def giver(stage: int, nodes: Sequence[str]) -> str:
+    """The node that gives this stage's weights from the checkpoint: a single one, so that the
+    source of missing weights is known."""
+    return sorted(nodes)[stage % len(nodes)]
+
+
+def stale(steps: int) -> str:
+    return f", {steps} step{'s' if steps > 1 else ''} old" if steps else ""
+
+
+# Holdings by version
+
+
+Version = tuple[int, int, Made]
+"""Lineage, step and commit; the greater is the newer."""
+Files = dict[int, dict[Version, list[Held]]]
+"""Stage -> version -> holdings, at most one per node."""
+
+
+def by_version(held: Iterable[Held], *kinds: Kind) -> Files:
+    """Holdings by stage and version, in the order of `kinds`: memory is preferred to files."""
+    files: Files = {}
+    wanted = [holding for holding in held if holding.kind in kinds]
+    for holding in sorted(wanted, key=lambda h: (h.source.node, kinds.index(h.kind))):
+        version = holding.source.lineage, holding.source.step, holding.made
+        holdings = files.setdefault(holding.source.stage, {}).setdefault(version, [])
+        if all(earlier.source.node != holding.source.node for earlier in holdings):
+            holdings.append(holding)
+    return files
+
+
+def newest_common(files: Files, stages: int) -> Version | None:
+    common = set.intersection(*(set(files.get(of, ())) for of in range(stages + 1)))
+    return max(common, default=None)
+
+
+def newest_saves(stage: int, left: Left) -> tuple[Source, ...]:
+    """Saves of older lineages count too: after a resume there are no others yet."""
+    files = by_version(left.held, "save").get(stage, {})
+    usable = [version for version in files if version[:2] <= (left.lineage, left.step)]
+    return tuple(held.source for held in files[max(usable)]) if usable else ()
