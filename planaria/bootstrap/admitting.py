@@ -1,4 +1,4 @@
-"""Enrolment beside a registry, and the registry's first two invites."""
+"""Enrolment beside a registry, and the registry's first invites."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from planaria.bootstrap.secret_files import write_secret
 log = logging.getLogger(__name__)
 
 DAY: Final = 24 * 3600.0
-FIRST: Final = ((Role.OPERATOR, 0.0), (Role.NODE, DAY))
+FIRST: Final = ((Role.OPERATOR, 0.0), (Role.OWNER, 0.0), (Role.NODE, DAY))
 """Roles of the first invites, with their lifetime in seconds; 0: unlimited."""
 SOMEWHERE: Final = "192.0.2.1"
 """A documentation address, used to find the outward interface."""

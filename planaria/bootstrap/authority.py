@@ -2,8 +2,9 @@
 
 An authority is an Ed25519 key with a self-signed certificate. It issues P-256 certificates, since
 some TLS libraries accept no others. Their DNS names state the holder's role and identity:
-`node.planaria`, `INSTANCE.planaria`, and `stage-K.planaria` if it may serve only that stage. Pure:
-`now` is passed in, seconds since 1970.
+`node.planaria`, `INSTANCE.planaria`, and `stage-K.planaria` if it may serve only that stage. A node
+of the run's owner has both `owner.planaria` and `node.planaria`. Pure: `now` is passed in, seconds
+since 1970.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ REQUEST_BYTES: Final = 4096  # a P-256 request has about 200
 class Role(StrEnum):
     """The permissions of a certificate's holder."""
 
-    NODE = "node"  # serve a stage
+    OWNER = "owner"  # serve any stage, stage 0 included: a node of the run's owner
+    NODE = "node"  # serve a stage other than 0
     READER = "reader"  # read state
     OPERATOR = "operator"  # command the registry
     REGISTRY = "registry"
@@ -57,20 +59,24 @@ class Who(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        labels = [self.role, self.instance, None if self.stage is None else f"stage-{self.stage}"]
+        roles = [Role.OWNER, Role.NODE] if self.role is Role.OWNER else [self.role]
+        stage = None if self.stage is None else f"stage-{self.stage}"
+        labels = [*roles, self.instance, stage]
         return [f"{label}{DOMAIN}" for label in labels if label]
 
     @classmethod
     def of(cls, names: Iterable[str]) -> Who:
         """Parses DNS names; ignores unknown ones."""
         labels = [name.removesuffix(DOMAIN) for name in names if name.endswith(DOMAIN)]
-        roles = [Role(label) for label in labels if label in list(Role)]
+        roles = {Role(label) for label in labels if label in list(Role)}
+        if Role.OWNER in roles:
+            roles.discard(Role.NODE)
         instances = [
             label for label in labels if re.fullmatch(f"[0-9a-f]{{{INSTANCE_LETTERS}}}", label)
         ]
         stages = [re.fullmatch(r"stage-(\d{1,6})", label) for label in labels]
         return cls(
-            roles[0] if len(roles) == 1 else None,
+            roles.pop() if len(roles) == 1 else None,
             instances[0] if len(instances) == 1 else "",
             next((int(match[1]) for match in stages if match), None),
         )

@@ -27,7 +27,8 @@ if TYPE_CHECKING:  # generic in their stubs only
 _REGISTRY: Final = REGISTRY.services_by_name["Registry"].full_name
 OPERATOR: Final = ENROLMENT.services_by_name["Operator"].full_name
 
-NODES, LOOKS, COMMANDS = {Role.NODE}, {Role.NODE, Role.READER, Role.OPERATOR}, {Role.OPERATOR}
+NODES, COMMANDS = {Role.OWNER, Role.NODE}, {Role.OPERATOR}
+LOOKS = NODES | COMMANDS | {Role.READER}
 RIGHTS: Final = {
     "Join": NODES,
     "KeepAlive": NODES,

@@ -36,7 +36,7 @@ MOST: Final = 10_000
 """Maximum number of open invites of a registry."""
 MOST_ENROLLED: Final = 100_000
 MOST_STAGES: Final = 10_000
-INVITED: Final = (Role.NODE, Role.READER, Role.OPERATOR)
+INVITED: Final = (Role.OWNER, Role.NODE, Role.READER, Role.OPERATOR)
 _BEGIN: Final = re.compile(r"\s*".join(map(re.escape, MARK)) + r"(?!\S*:\d)")
 
 
@@ -171,10 +171,12 @@ class Invites:
     ) -> tuple[Record, bytes]:
         """A record to apply, and the secret. Raises InviteError."""
         if role not in INVITED:
-            raise InviteError(f"role {role} has no invites: choose node, reader or operator")
-        if stage is not None and (role is not Role.NODE or not 0 <= stage < MOST_STAGES):
+            raise InviteError(f"role {role} has no invites: choose {', '.join(INVITED)}")
+        lowest = {Role.OWNER: 0, Role.NODE: 1}.get(role, MOST_STAGES)
+        if stage is not None and not lowest <= stage < MOST_STAGES:
             raise InviteError(
-                f"stage {stage}: only a node's invite may name a stage, below {MOST_STAGES}"
+                f"stage {stage}, role {role}: only a node's invite may name a stage, below "
+                f"{MOST_STAGES}, and only one of role owner stage 0"
             )
         if not (uses >= 0 and seconds >= 0 and now + seconds < float("inf")):
             raise InviteError(f"{uses} uses, {seconds:g} s: an invite needs numbers of at least 0")

@@ -58,6 +58,10 @@ CONTRADICTED_EVERY = 60.0  # seconds between two notices to a node about refused
 WITHOUT_STATE = frozenset(["syncing", "following"])  # phases in reports (node/transaction)
 LEAVES_COLLECTED = 0.3  # seconds to collect leave announcements, without placement meanwhile
 SECONDS_PER_MEMBER = 2e-4  # between two join batches; sending a view takes half of that
+OWNER_AWAITED = (
+    "stage 0 is vacant: waiting for a node of the run's owner "
+    "(`planaria node --join @owner.invite`)"
+)
 MOST_DIALLED = 100  # silent members that are dialled; of more, every n-th
 
 
@@ -167,11 +171,13 @@ Effect = Issue | Probe | Evict | Settle | Contradict | Dial
 
 
 class JoinAttempt(NamedTuple):
-    """A join request, its address block (failure_domains.py), and its time of arrival."""
+    """A join request, its address block (failure_domains.py), its time of arrival, and whether the
+    run's owner started the node."""
 
     request: JoinRequest
     block: str
     arrived: float
+    owner: bool
 
 
 @dataclass(eq=False)
@@ -288,10 +294,11 @@ class Membership:
     # -- events ----------------------------------------------------------------------------------
 
     def join(
-        self, request: JoinRequest, now: float, block: str = ""
+        self, request: JoinRequest, now: float, block: str = "", owner: bool = True
     ) -> tuple[JoinReply, list[Effect]]:
         """Makes a node a member or a standby. A repeated request gets the same answer. `block`: the
-        address block of the request, see failure_domains.py.
+        address block of the request, see failure_domains.py. `owner`: see `JoinAttempt`; only the
+        owner's nodes serve stage 0.
 
         While no member is heard, the reply is a question: the node must dial the members, as the
         registry does (`Dial`), and join again. If none answers, all are evicted. An instance in
@@ -299,7 +306,7 @@ class Membership:
         the same key, else once the member is gone. Elsewhere, a key has one member at a time. The
         shell adds `run_file` to the reply. Raises Refused.
         """
-        (answer,), effects = self.join_together([JoinAttempt(request, block, now)], now)
+        (answer,), effects = self.join_together([JoinAttempt(request, block, now, owner)], now)
         if isinstance(answer, Refused):
             raise answer
         if answer.HasField("view"):
@@ -681,7 +688,7 @@ class Membership:
 
     def _let_in(self, attempt: JoinAttempt, now: float) -> _Node | JoinReply:
         """Admits a node, or returns another answer. Raises Refused."""
-        request, block, arrived = attempt
+        request, block, arrived, owner = attempt
         self._check_request(request)
         repeated = self._nodes.get(request.node)
         if repeated is not None:
@@ -714,11 +721,11 @@ class Membership:
         self._check_block(instance, block, replaced)
         self._check_limits(len(replaced), arrived)
         if _is_bound(request):
-            self._check_stage(request)
+            self._check_stage(request, owner)
         for node in replaced:
             where = f"from {request.address}" if node is former else "with its key"
             self._evict(node, f"restarted: {request.node} joined {where}", now)
-        return self._admit(request, block, now)
+        return self._admit(attempt, now)
 
     def _check_evicted(self, name: str) -> None:
         if name in self._evicted:
@@ -809,13 +816,20 @@ class Membership:
             )
         self._join_allowance -= 1
 
-    def _check_stage(self, request: JoinRequest) -> None:
+    def _check_stage(self, request: JoinRequest, owner: bool) -> None:
         stage = request.stage
         if stage > self.rules.stages:
             raise Refused(
                 "OUT_OF_RANGE",
                 f"stage {stage} does not exist: this run has stages 0 to {self.rules.stages}; "
                 "choose one of them, or leave --stage out",
+            )
+        if stage == 0 and not owner:
+            raise Refused(
+                "PERMISSION_DENIED",
+                f"only nodes of the run's owner serve stage 0, and {request.node} is not one: join "
+                "with an invite of role owner (`planaria invite --role owner`; a certificate of "
+                "your own has to name owner.planaria), or leave --stage out",
             )
         if stage == 0 and self.rules.data and not request.data:
             raise Refused(
@@ -887,14 +901,15 @@ class Membership:
         """Whether any member can relay between two nodes that can't be dialled."""
         return any(n.member.address and not n.leaving for n in self._nodes.values())
 
-    def _admit(self, request: JoinRequest, block: str, now: float) -> _Node:
+    def _admit(self, attempt: JoinAttempt, now: float) -> _Node:
+        request, block = attempt.request, attempt.block
         stage: int | None
         if request.standby:
             stage, why = None, "standby, as requested"
         elif _is_bound(request):
             stage, why = request.stage, f"stage {request.stage}, as requested"
         else:
-            stage, why = self._choose(request, FailureDomain(block, request.host))
+            stage, why = self._choose(attempt)
         self._joined += 1
         member = Member(
             node=request.node,
@@ -909,6 +924,7 @@ class Membership:
             key=request.key,
             block=block,
             standby=request.standby,
+            owner=attempt.owner,
         )
         node = _Node(member, why, now, now)
         self._staffed().add(node.stages, member.speed, _location(member))
@@ -927,12 +943,14 @@ class Membership:
         if member.address:
             self._by_address[member.address] = node
 
-    def _choose(self, request: JoinRequest, place: FailureDomain) -> tuple[int | None, str]:
+    def _choose(self, attempt: JoinAttempt) -> tuple[int | None, str]:
         """A stage for a node that asked for none, and the reason; None: standby. The stage of its
         saves counts only while no node has its state."""
+        request, place = attempt.request, FailureDomain(attempt.block, attempt.request.host)
         numbers, staff = range(self.rules.stages + 1), self._staffed()
         wanted = [s for s in numbers if staff.count[s] < self.rules.max_replicas]
-        served = [s for s in wanted if s or self._has_data(request.data)]
+        may_drive = attempt.owner and self._has_data(request.data)
+        served = [s for s in wanted if s or may_drive]
         direct = [s for s in served if self._unreachable(request.address, s) is None]
         carried = served if self._has_relay() else direct
         vacant = [s for s in (*direct, *carried) if not staff.count[s]]
@@ -947,7 +965,8 @@ class Membership:
         if not wanted:
             return None, f"standby: every stage has {self.rules.max_replicas} nodes or more"
         if not served:
-            return None, "standby: only stage 0 has room, and the node lacks the run's data"
+            lacking = "lacks the run's data" if attempt.owner else "is not the run owner's"
+            return None, f"standby: only stage 0 has room, and the node {lacking}"
         other = self._unreachable(request.address, served[0])
         return None, (
             "standby: it only dials out, and every stage with room needs a link to such a node "
@@ -1292,11 +1311,11 @@ class Membership:
     def _candidates(self, now: float) -> list[Candidate]:
         """All nodes, in the form for placement.py."""
         numbers, carried = range(self.rules.stages + 1), self._has_relay()
-        served = frozenset(numbers[1:]), frozenset(numbers)  # without and with the run's data
+        served = frozenset(numbers[1:]), frozenset(numbers)  # without and with stage 0
         candidates = []
         for node in self._nodes.values():
             member, seated = node.member, frozenset(node.stages)
-            fits = served[self._has_data(member.data)]
+            fits = served[member.owner and self._has_data(member.data)]
             if not carried:
                 fits = frozenset(s for s in fits if not self._unreachable(member.address, s))
             candidate = Candidate(
@@ -1324,7 +1343,9 @@ class Membership:
         self._started = self._started or bool(driver)
         self._number += 1
         changes = "; ".join(self._changes)[:DECISION_LENGTH]
-        reason = "; ".join(filter(None, (changes, awaited)))
+        strangers = not all(node.member.owner for node in self._nodes.values())
+        owner = OWNER_AWAITED if strangers and 0 in self._vacant() else ""
+        reason = "; ".join(filter(None, (changes, awaited, owner)))
         view = View(
             run=self.rules.run,
             number=self._number,
@@ -1626,6 +1647,8 @@ def _problem(view: View, rules: MembershipRules) -> str:
         return "its nodes are not in the order of joining"
     if any(stage > rules.stages for m in members for stage in stages_of(m)):
         return f"it has stages above {rules.stages}"
+    if stranger := next((m.node for m in members if 0 in stages_of(m) and not m.owner), ""):
+        return f"its stage 0 has {stranger}, which is not the run owner's"
     if any(stages_of(m) != sorted(set(stages_of(m))) for m in members):
         return "a node has two seats at a stage, or they are not in order"
     ends = [(relay.a, relay.b) for relay in view.relays]

@@ -33,7 +33,7 @@ class Seat(_message.Message):
     def __init__(self, stage: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("node", "address", "joined", "speed", "host", "device", "data", "seats", "room", "leaving", "key", "block", "standby")
+    __slots__ = ("node", "address", "joined", "speed", "host", "device", "data", "seats", "room", "leaving", "key", "block", "standby", "owner")
     NODE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class Member(_message.Message):
     KEY_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     node: str
     address: str
     joined: int
@@ -60,7 +61,8 @@ class Member(_message.Message):
     key: bytes
     block: str
     standby: bool
-    def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., joined: _Optional[int] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., data: _Optional[str] = ..., seats: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., room: _Optional[int] = ..., leaving: _Optional[bool] = ..., key: _Optional[bytes] = ..., block: _Optional[str] = ..., standby: _Optional[bool] = ...) -> None: ...
+    owner: bool
+    def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., joined: _Optional[int] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., data: _Optional[str] = ..., seats: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., room: _Optional[int] = ..., leaving: _Optional[bool] = ..., key: _Optional[bytes] = ..., block: _Optional[str] = ..., standby: _Optional[bool] = ..., owner: _Optional[bool] = ...) -> None: ...
 
 class View(_message.Message):
     __slots__ = ("run", "number", "members", "driver", "reason", "committed", "lineage", "relays", "quarantined", "before", "signature", "banned")

@@ -287,7 +287,9 @@ class RegistryServer(RegistryServicer):
             await _abort_if(context, self._unproved_join(request, caller))
         if len(self._joining) >= self._limits.joins:
             await _abort(context, "RESOURCE_EXHAUSTED", "too many nodes wait to join; join again")
-        attempt = JoinAttempt(request, block_of(host_of(caller)), self._loop.time())
+        plain = self._credentials.channel is None  # without certificates all are the owner's
+        owner = plain or who_calls(context).role is Role.OWNER
+        attempt = JoinAttempt(request, block_of(host_of(caller)), self._loop.time(), owner)
         reply = await self._decided(_Joining(attempt, self._loop))
         if isinstance(reply, JoinReply) and reply.HasField("view"):
             await self._turn(request.node, context)

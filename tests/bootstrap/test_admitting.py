@@ -31,7 +31,7 @@ async def begin(folder: Path | None, registry: Address = HERE) -> dict[Role, str
 
 async def test_the_first_invites_stay_until_they_are_no_good(tmp_path: Path) -> None:
     first = await begin(tmp_path)
-    assert first.keys() == {Role.OPERATOR, Role.NODE}
+    assert first.keys() == {Role.OPERATOR, Role.OWNER, Role.NODE}
     assert [*decode(first[Role.NODE]).enrolments] == ["127.0.0.1:7399"]
     for role, text in first.items():
         file = tmp_path / f"{role}.invite"

@@ -62,6 +62,9 @@ def test_names_of_others_say_nothing():
     assert Who.of([f"{instance}.planaria.org", "x.node.planaria"]) == Who()
     both = Who.of(["node.planaria", "operator.planaria", f"{instance}.planaria"])
     assert both == Who(None, instance)
+    owners = ["node.planaria", "owner.planaria"]
+    assert Who.of(owners) == Who.of(owners[1:]) == Who(Role.OWNER)
+    assert {*Who(Role.OWNER).names} == {*owners}
     assert who_in(AUTHORITY.certificate) == Who()
 
 

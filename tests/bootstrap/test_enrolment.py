@@ -229,6 +229,15 @@ async def test_who_looks_does_not_command_and_who_commands_does() -> None:
                 assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_the_certificate_says_whose_node_joins() -> None:
+    async with running() as run:
+        for role, stage in ((Role.NODE, 1), (Role.OWNER, 0)):
+            identity = Identity.generate()
+            async with run.client(await run.enrolled(role, identity)) as client:
+                reply = await client.join(joining(role, stage), identity)
+            assert reply.view.members[-1].owner == (role is Role.OWNER)
+
+
 async def test_who_is_banned_is_gone_and_stays_away() -> None:
     async with running() as run:
         identity, other = Identity.generate(), Identity.generate()

@@ -170,7 +170,10 @@ def test_an_invite_has_a_role_and_a_stage_and_may_be_revoked():
     assert book.come(b"", 2).stage == 3  # who is in stays in
     with pytest.raises(InviteError, match="there is no invite"):
         book.invites.revoke("none")
-    for wrong in ((Role.REGISTRY, 0, 0, None), (Role.READER, 0, 0, 1), (Role.NODE, -1, 0, None)):
+    for wrong in (
+        *((Role.REGISTRY, 0, 0, None), (Role.READER, 0, 0, 1)),
+        *((Role.NODE, -1, 0, None), (Role.NODE, 0, 0, 0)),
+    ):
         with pytest.raises(InviteError):
             book.invites.make(*wrong, NOW)
 

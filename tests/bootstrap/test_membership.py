@@ -97,6 +97,7 @@ class Swarm:
         saved: bool = False,
         host: str = "",
         block: str = "",
+        owner: bool = True,
     ) -> JoinReply:
         address = f"{node}:1" if address is None else address
         request = JoinRequest(
@@ -114,7 +115,7 @@ class Swarm:
             saved=saved,
             host=host,
         )
-        reply, effects = self.machine.join(request, self.now, block)
+        reply, effects = self.machine.join(request, self.now, block, owner)
         self.after(effects)
         return reply
 
@@ -269,6 +270,36 @@ def test_stage_0_needs_the_data() -> None:
     assert swarm.stage("b") == 0
 
 
+def test_stage_0_is_served_by_the_owners_nodes_only() -> None:
+    swarm = Swarm(stages=2, start_grace=1, lease=10)
+    with pytest.raises(Refused, match=r"only nodes of the run's owner.*--role owner"):
+        swarm.join("s", 0, owner=False)
+    for name, stage in (("b", 0), ("c", None), ("d", 0), ("e", None)):
+        swarm.join(name, stage, saved=stage is not None, room=3, owner=False)
+    waiting = "stage 0 is vacant: waiting for a node of the run's owner (`planaria node --join @"
+    assert (seats(swarm)["d"], waiting in swarm.view.reason) == ([1], True)
+    swarm.join("a", room=3)
+    assert (swarm.stage("a"), waiting in swarm.view.reason) == (0, False)
+    swarm.open(*swarm.nodes())
+    for name in swarm.nodes():
+        swarm.renew(name, report=swarm.report(name, phase="running", committed=7))
+    before = seats(swarm)
+    swarm.after(swarm.machine.leave("a", "killed", swarm.now))
+    for _ in range(60):  # seconds
+        swarm.wait(1)
+        for name in swarm.nodes():
+            swarm.renew(name, report=swarm.report(name, phase="idle", committed=7))
+    swarm.join("f", saved=True, stage=0, room=3, owner=False)
+    assert seats(swarm) == {n: s for n, s in before.items() if n != "a"} | {"f": [1]}
+    assert (swarm.view.driver, waiting in swarm.view.reason) == ("", True)
+    swarm.join("a2", key="a")
+    assert (swarm.stage("a2"), swarm.view.driver) == (0, "a2")
+    assert waiting not in swarm.view.reason
+    forged = issued(number=99, members=[Member(node="x", seats=[Seat(stage=0)], joined=1)])
+    with pytest.raises(ValueError, match="its stage 0 has x, which is not the run owner's"):
+        swarm.machine.restore(forged, swarm.now)
+
+
 def test_repeated_join_gets_the_same_answer_and_other_particulars_are_refused() -> None:
     swarm = Swarm()
     first = swarm.join("a", 1)
@@ -318,11 +349,11 @@ def request(name: str, key: str = "", **fields: Any) -> JoinRequest:
 
 def test_of_those_who_join_together_as_many_may_as_when_they_came() -> None:
     swarm = Swarm(joins_per_second=5)
-    asked = [JoinAttempt(request(f"n{i}"), "", swarm.now + i / 5) for i in range(40)]
+    asked = [JoinAttempt(request(f"n{i}"), "", swarm.now + i / 5, True) for i in range(40)]
     answers, effects = swarm.machine.join_together(asked, swarm.now + 8)
     assert all(isinstance(one, JoinReply) for one in answers)
     swarm.after(effects)
-    more = [JoinAttempt(request(f"m{i}"), "", swarm.now + 8.1) for i in range(7)]
+    more = [JoinAttempt(request(f"m{i}"), "", swarm.now + 8.1, True) for i in range(7)]
     answers, effects = swarm.machine.join_together(more, swarm.now + 9)
     swarm.after(effects)
     assert sum(isinstance(one, Refused) for one in answers) == 2
@@ -351,7 +382,7 @@ def test_those_who_join_together_are_in_one_view() -> None:
         request("f"),
     ]
     answers, effects = swarm.machine.join_together(
-        [JoinAttempt(one, "", swarm.now) for one in asked], swarm.now
+        [JoinAttempt(one, "", swarm.now, True) for one in asked], swarm.now
     )
     swarm.after(effects)
     assert [effect.view for effect in effects if isinstance(effect, Issue)] == [swarm.view]
@@ -375,7 +406,7 @@ def test_one_by_one_or_together_the_same_is_decided() -> None:
     for one in asked:
         alone.after(alone.machine.join(one, 0.0, "192.0.2.0/24")[1])
     _, effects = together.machine.join_together(
-        [JoinAttempt(one, "192.0.2.0/24", 0.0) for one in asked], 0.0
+        [JoinAttempt(one, "192.0.2.0/24", 0.0, True) for one in asked], 0.0
     )
     together.after(effects)
     assert list(together.view.members) == list(alone.view.members)

@@ -77,6 +77,7 @@ class Registry(RuleBasedStateMachine):
         address=st.sampled_from(["", "", "new", "h1:1", "h2:1"]),
         data=st.sampled_from(["", "hash", "hash", "other"]),
         speed=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+        owner=st.booleans(),
         by_registry=THERE,
         by_newcomer=THERE,
     )
@@ -86,6 +87,7 @@ class Registry(RuleBasedStateMachine):
         address: str,
         data: str,
         speed: float,
+        owner: bool,
         by_registry: list[int],
         by_newcomer: list[int],
     ) -> None:
@@ -102,12 +104,12 @@ class Registry(RuleBasedStateMachine):
             key=(node if address in ("new", "") else address).encode(),
         )
         try:
-            reply, effects = self.machine.join(request, self.now)
+            reply, effects = self.machine.join(request, self.now, owner=owner)
             if reply.question:
                 told = self.dial(reply, effects, by_registry), self.dial(reply, [], by_newcomer)
                 request.question, request.answered[:] = reply.question, told[1]
                 self.join_again(request, {*told[0], *told[1]})
-                reply, effects = self.machine.join(request, self.now)
+                reply, effects = self.machine.join(request, self.now, owner=owner)
                 assert not reply.question
         except Refused as refusal:
             assert refusal.reason
@@ -190,6 +192,9 @@ class Registry(RuleBasedStateMachine):
             self.after(self.machine.suspect(suspicion, self.now))
         except Refused as refusal:
             assert refusal.reason
+        node = self.machine._nodes.get(suspicion.accused)
+        if node is not None and node.lost is not None:  # it has no stream that could be probed
+            self.broken.add(suspicion.accused)
 
     @rule(pick=PICK)
     def leave(self, pick: int) -> None:
@@ -242,6 +247,7 @@ class Registry(RuleBasedStateMachine):
                 assert stages_of(member) == [self.asked[member.node]]
             if 0 in stages_of(member):
                 assert member.data == RULES.data
+                assert member.owner
 
 
 Registry.TestCase.settings = settings(

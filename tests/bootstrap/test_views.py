@@ -80,7 +80,7 @@ def issued(number: int, former: View | None = None, **fields: Any) -> View:
 def whole() -> View:
     """With something in each field."""
     names = ("node", "address", "host", "device", "data", "block")
-    member = Member(joined=1, speed=2.5, room=2, leaving=True, key=b"k", standby=True)
+    member = Member(joined=1, speed=2.5, room=2, leaving=True, key=b"k", standby=True, owner=True)
     for name in names:
         setattr(member, name, name)
     member.seats.add(stage=1, since=2)

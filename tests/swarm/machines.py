@@ -106,6 +106,14 @@ class Machines:
                     newest = max([newest, *steps])
         return newest
 
+    async def logged(self, slot: str, text: str) -> None:
+        """Waits until the newest process in the slot has logged the text."""
+        async with asyncio.timeout(DEADLINE):
+            while (  # noqa: ASYNC110
+                not (log := self.processes.log(slot)).exists() or text not in log.read_text()
+            ):
+                await asyncio.sleep(0.02)
+
     def logs(self) -> str:
         return "".join(path.read_text() for path in (self.folder / "logs").iterdir())
 

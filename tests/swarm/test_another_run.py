@@ -18,7 +18,7 @@ async def test_a_run_goes_on_while_another_runs_registry_answers(
 ) -> None:
     with machines(tmp_path, data, 1, secured=secured) as here:
         address = await started(here)
-        join = encode(await here.invite("node")) if secured else address
+        join = encode(await here.invite("owner")) if secured else address
         for name, stage in (("a", "0"), ("b", "1")):
             here.start_node(name, join, None, "--stage", stage)
         await here.committed(beyond=1)
@@ -28,12 +28,12 @@ async def test_a_run_goes_on_while_another_runs_registry_answers(
         authority = ["--authority", str(tmp_path / "other")] if secured else []
         run = ["bootstrap", "--run", str(other), "--listen", address, *authority]
         here.processes.start("other", run, None)
-        await logged(here, "is away (" if secured else "this registry serves run")
+        await here.logged("a", "is away (" if secured else "this registry serves run")
         newest = await here.committed(beyond=0)
         await here.committed(beyond=newest + 20)
         here.processes.kill("other")
         here.start_registry(address, None, "--journal", str(tmp_path / "journal"))
-        await logged(here, "the registry is back")
+        await here.logged("a", "the registry is back")
         newest = await here.committed(beyond=newest)
         await here.committed(beyond=newest + 2)
         assert here.processes.running().keys() >= {"a", "b", "registry"}
@@ -51,9 +51,3 @@ async def started(here: Machines) -> str:
         while not file.exists():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     return file.read_text().strip()
-
-
-async def logged(here: Machines, text: str) -> None:
-    async with asyncio.timeout(DEADLINE):
-        while text not in here.processes.log("a").read_text():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)

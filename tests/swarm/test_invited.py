@@ -71,12 +71,12 @@ async def test_an_invite_is_all_that_a_machine_needs(data: Path, tmp_path: Path)
 async def joined_by_invite_and_banned(machines: Machines) -> None:
     machines.start_registry("127.0.0.1:0")
     invited, wire = await machines.invite("node"), Wire()
-    operator = await machines.invite("operator")
+    owner, operator = await machines.invite("owner"), await machines.invite("operator")
     async with wire.to(invited.registries[0]) as registry, wire.to(invited.enrolments[0]) as enrol:
-        secret = invited.secret
-        invited.registries[:], invited.enrolments[:] = [registry], [enrol]
-        for name in ("a", "b", "c"):
-            machines.start_node(name, encode(invited))
+        for invite in (owner, invited):
+            invite.registries[:], invite.enrolments[:] = [registry], [enrol]
+        for name, invite in (("a", owner), ("b", invited), ("c", invited)):
+            machines.start_node(name, encode(invite))
         step = await machines.committed(beyond=1)
 
         reader = decode(await machines.command("invite", "--role", "reader", join=operator))
@@ -106,9 +106,9 @@ async def joined_by_invite_and_banned(machines: Machines) -> None:
         assert await machines.committed(beyond=step) > step
 
         assert len(wire.seen) > 10_000
-        for hidden in (secret, TOKEN.encode(), members["a"]["node"].encode()):
+        for hidden in (owner.secret, invited.secret, TOKEN.encode(), members["a"]["node"].encode()):
             assert hidden not in wire.seen
-        for role in ("node", "operator"):
+        for role in ("owner", "node", "operator"):
             assert (machines.authority / f"{role}.invite").read_text().strip() not in (
                 machines.logs()
             )

@@ -104,8 +104,10 @@ async def test_nine_names_are_no_stage_and_one_key_is_one_member(
         here.start_registry("0.0.0.0:0")
         invited = await here.invite("node")
         near, far = dialled(invited, "127.0.0.1"), dialled(invited, host)
-        for name, stage in (("a", "0"), ("b", "1")):
-            here.start_node(name, encode(near), None, "--stage", stage, "--listen", "127.0.0.1:0")
+        owner = dialled(await here.invite("owner"), "127.0.0.1")
+        for name, invite, stage in (("a", owner, "0"), ("b", near, "1")):
+            more = "--stage", stage, "--listen", "127.0.0.1:0"
+            here.start_node(name, encode(invite), None, *more)
         await here.committed(beyond=1)
         async with AsyncExitStack() as stack:
             liars = [

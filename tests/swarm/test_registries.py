@@ -115,7 +115,7 @@ async def registries(folder: Path, data: Path) -> AsyncIterator[Registries]:
 async def test_whoever_leads_is_lost_and_training_goes_on(data: Path, tmp_path: Path) -> None:
     async with registries(tmp_path, data) as here:
         here.authority = first = here.folder / await here.leader()
-        invited = await here.invite("node")
+        invited = await here.invite("owner")
         assert {*invited.registries} == {here.at(name) for name in NAMES}
         for name in ("a", "b"):
             here.start_node(name, encode(invited))

@@ -132,7 +132,7 @@ def swarm(
     processes = Processes(logs, {"OMP_NUM_THREADS": "1"}, PLANARIA, work)
     try:
         address, authority = out / "address", out / "authority"
-        joined_by = authority / "node.invite" if tls else address
+        joined_by = authority / "owner.invite" if tls else address
         registry = ["--run", str(out / "run.toml"), "--address-file", str(address)]
         registry += ["--authority", str(authority)] if tls else []
         listening, namespace = _at_home(homes, "registry")

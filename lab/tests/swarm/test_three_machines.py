@@ -50,7 +50,7 @@ async def test_three_machines_are_a_swarm_under_tls_by_three_commands(
         captures = [Capture(links, name) for name in ("r", "a")]
         host = links.homes["r"].host
         here.start_registry("0.0.0.0:7400", place["r"], "--advertise", host)
-        invited = await here.invite("node")
+        invited = await here.invite("owner")
         assert list(invited.registries) == [f"{host}:7400"]
         assert list(invited.enrolments) == [f"{host}:7399"]
         for name in ("a", "b"):

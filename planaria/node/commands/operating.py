@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from planaria.node.commands.registry import ask_registry, credentials_for
-from planaria.node.commands.terminal import console, end, refusing
+from planaria.node.commands.terminal import console, end, refusing, warn
 from planaria.node.launch.options import Join, Security, flattened
 
 if TYPE_CHECKING:
@@ -35,11 +35,14 @@ class InviteOptions:
         ),
     ] = 24.0
     stage: Annotated[
-        int | None, typer.Option(min=0, help="The only stage that its nodes may serve.")
+        int | None,
+        typer.Option(min=0, help="The only stage that its nodes may serve; 0 implies role owner."),
     ] = None
     role: Annotated[
-        Literal["node", "reader", "operator"],
-        typer.Option(help="node: serve a stage; reader: watch; operator: also give commands."),
+        Literal["owner", "node", "reader", "operator"],
+        typer.Option(
+            help="owner: serve any stage; node: any but 0; reader: watch; operator: also command."
+        ),
     ] = "node"
     listing: Annotated[
         bool,
@@ -81,6 +84,9 @@ def invite_command(options: InviteOptions) -> None:
         if invitation is None:
             end("--join has to be an operator's invite: others are made like it, for its addresses")
         role, stage, seconds = options.role, options.stage, 3600 * options.hours
+        if (role, stage) == ("node", 0):
+            role = "owner"
+            warn("only nodes of the run's owner serve stage 0: this invite has the role owner")
         request = InviteRequest(role=role, stage=stage, uses=options.uses, seconds=seconds)
         made = await client.command("Invite", request)
         invitation.MergeFrom(Invitation(secret=made.secret, role=role, stage=stage))
@@ -115,7 +121,8 @@ def members_command(join: Join, security: Security) -> None:
         table = Table("instance", "as", "node", "address", "invite")
         for instance in dict.fromkeys([*members, *came, *found.banned]):
             member, entry = members.get(instance), came.get(instance)
-            role = entry.role if entry else "node"
+            own_role = "owner" if member and member.owner else "node"
+            role = entry.role if entry else own_role
             table.add_row(
                 instance,
                 "banned" if instance in found.banned else role,

@@ -79,7 +79,7 @@ async def _begin_invited(setup: Setup, invitation: Invitation, serve: Serve) -> 
     from planaria.bootstrap.credentials import Credentials
     from planaria.node.launch.enrolled import check_role, enrolled
 
-    check_role(invitation, Role.NODE)
+    check_role(invitation, Role.NODE, Role.OWNER)
     options = setup.options
     folder = options.saves or options.out or Path("out") / invitation.run
     if invitation.HasField("stage"):

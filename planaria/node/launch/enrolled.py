@@ -61,12 +61,13 @@ def text_of(said: str, option: str = "--join", what: str = "the invite") -> str:
     return text
 
 
-def check_role(invitation: Invitation, needed: str) -> None:
+def check_role(invitation: Invitation, *needed: str) -> None:
     """Check an invite's role before it is used up. Raises InviteError."""
-    if invitation.role != needed:
+    if invitation.role not in needed:
         raise InviteError(
-            f"the invite of --join is for the role {invitation.role}, and this needs {needed}: the "
-            f"run's operator makes one with `planaria invite --role {needed}`"
+            f"the invite of --join is for the role {invitation.role}, and this needs "
+            f"{' or '.join(needed)}: the run's operator makes one with `planaria invite --role "
+            f"{needed[0]}`"
         )
 
 
