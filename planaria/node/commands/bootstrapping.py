@@ -166,5 +166,6 @@ def _show_invites(folder: Path | None, invites: Mapping[Role, str]) -> None:
     one."""
     for role, text in invites.items():
         word = text if folder is None or console.is_terminal else f"@{folder / f'{role}.invite'}"
-        what = f"planaria {'invite' if role is Role.OPERATOR else 'node'} --join {word}"
+        command = "invite" if role is Role.OPERATOR else "node"
+        what = f"{role}: planaria {command} --join {word}"
         console.print(what, markup=False, highlight=False, soft_wrap=True)
