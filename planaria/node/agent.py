@@ -1006,7 +1006,7 @@ class Agent:
             loss=member.last.loss,
             microbatches=self.workplace.computed,
             tokens_per_second=self.tokens_per_second,
-            message=(halt.reason if halt else "") or member.hang or self.trouble or message,
+            message=(halt.reason if halt else "") or member.hang or message,
             stopped=halt is not None and not halt.finished,
             finished=halt is not None and halt.finished,
             in_flight=self.workplace.filling.out if self.stage == 0 else 0,

@@ -690,12 +690,14 @@ class Node:
     def make_report(self) -> registry.Report:
         """The report about the machine and its seats."""
         number, links = self.measured
+        troubles = [file.report() for file in self.files if file.trouble]
+        troubles += [seat.trouble for seat in self.seats.agents.values() if seat.trouble]
         return registry.Report(
             seats=[seat.report() for seat in self.seats.agents.values()],
             bytes_in=self.links.bytes_in,
             bytes_out=self.links.bytes_out,
             leaving=self.leaving,
-            trouble="; ".join(file.report() for file in self.files if file.trouble),
+            trouble="; ".join(troubles),
             memory=self.memory,
             stalled_seconds=0.0 if self.hang is None else self.hang.seconds,
             measured=number,

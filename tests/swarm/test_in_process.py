@@ -630,8 +630,7 @@ async def test_a_full_disk_is_said_and_training_goes_on(corpus, tmp_path, monkey
             disk.setattr(Saves, "write", full)
             await swarm.until(swarm.finished)
             reports = [client.reported for client in swarm.registry.nodes.values()]
-            seats = [seat for report in reports for seat in report.seats]
-            assert all("No space left" in seat.message for seat in seats)
+            assert all("No space left" in report.trouble for report in reports)
             (node, _), *_ = swarm.nodes.values()
             with pytest.raises(NodeError, match="last step of stage 0 was in memory only"):
                 await check_saved(node, Away())

@@ -26,15 +26,15 @@ from planaria_lab.bench.swarm import Lines, swarm
 
 STAGES = 2
 FSYNC = 5.0  # seconds
-ROUNDS = 5
-SECONDS = 20.0  # of each part of a round
+ROUNDS = 3
+SECONDS = 15.0  # of each part of a round
 GOAL = 0.95
 PLACES = {"body node": "1.0", "stage 0": "0.0"}
 RUN = f"""
 name = "slow-disk"
 steps = 1000000
 [model]
-preset = "mini"
+preset = "tiny"
 stages = {STAGES}
 [training]
 batch = 16
