@@ -298,7 +298,7 @@ def listen_to_cloud(options: NodeOptions, departure: Departure) -> None:
     """Treats a cloud's notice like SIGTERM, with the time that it leaves."""
 
     def noticed(notice: Notice) -> None:
-        departure.tell(notice.grace(options.grace), notice.what)
+        departure.tell(notice.grace(options.grace), notice.event)
 
     NoticeWatch(
         options.cloud,

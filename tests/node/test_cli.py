@@ -76,7 +76,7 @@ def test_a_wrong_option_is_said_of_the_environments_too(tmp_path: Path) -> None:
     result = CliRunner(env={"PLANARIA_JOIN": "nonsense"}).invoke(app, node)
     assert "the address 'nonsense' has no port" in result.output
     result = CliRunner(env={"PLANARIA_NODE_SEATS": "few"}).invoke(app, [*node, "--join", "a:1"])
-    assert "'--seats': few" in result.output
+    assert "'--seats': 'few'" in result.output
     bootstrap = {
         "PLANARIA_BOOTSTRAP_LISTEN": "127.0.0.1:0",
         "PLANARIA_BOOTSTRAP_RUN": str(tmp_path / "run.toml"),
@@ -194,7 +194,7 @@ def test_a_page_whose_port_is_taken_is_refused_before_anything_is_begun(
         ("--join 127.0.0.1:1 --listen 0.0.0.0:0", "there is no TLS"),
         ("--join 127.0.0.1:1 --listen 127.0.0.1:{taken}", "the address is in use"),
         ("--join 127.0.0.1:1 --tls-ca ca.pem", "the certificate, key is missing"),
-        ("--join 127.0.0.1:1 --device gpu", "'gpu': auto, cpu or cuda:N"),
+        ("--join 127.0.0.1:1 --device gpu", "'gpu': use auto, cpu or cuda:N"),
         ("--join 127.0.0.1:1 --device cuda:1,cuda:1", "cuda:1 twice"),
         ("--join 127.0.0.1:1 --device cpu,auto", "auto is one device"),
         ("--join a..b:1", "there is no host of that name"),

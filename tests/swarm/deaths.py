@@ -13,7 +13,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from planaria.node.launch.own_folders import said_here
+from planaria.node.launch.own_folders import folder_options
 from planaria.node.launch.resolve import resolve
 from planaria.node.machine.processes import PLANARIA, Processes
 from planaria.node.run_file import RunFile, dumps, override
@@ -91,7 +91,7 @@ class Swarm:
                 *(*self.reached_at(slot), "--out", str(self.out / "logs"), "--threads", "1"),
                 *("--seats", str(self.seats.get(slot, 1))),
                 *("--save-dir", str(self.saves / slot) if self.saves else "none"),
-                *said_here(self.run),
+                *folder_options(self.run),
             ],
         )
 

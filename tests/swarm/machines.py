@@ -13,7 +13,7 @@ from typing import Any
 
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.invites import decode, encode
-from planaria.node.launch.own_folders import said_here
+from planaria.node.launch.own_folders import folder_options
 from planaria.node.launch.resolve import resolve
 from planaria.node.machine.processes import PLANARIA, Processes, Work, run_planaria
 from planaria.node.run_file import dumps
@@ -33,7 +33,7 @@ class Machines:
         self.folder, self.authority, self.secured = folder, folder / "authority", secured
         run = small(stages, data__path=str(data), steps=200_000, **{"swarm__lease": 3} | changes)
         run = resolve(run)
-        self.folders = said_here(run)
+        self.folders = folder_options(run)
         (folder / "run.toml").write_text(dumps(run))
         (folder / "logs").mkdir()
         (folder / "token").write_text(TOKEN)

@@ -11,7 +11,7 @@ import pytest
 
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.registry_pb2 import Description
-from planaria.node.launch.own_folders import said_here
+from planaria.node.launch.own_folders import folder_options
 from planaria.node.launch.resolve import resolve
 from planaria.node.machine.processes import PLANARIA, Processes
 from planaria.node.run_file import dumps
@@ -33,7 +33,7 @@ class Place:
         self.folder, self.lies = folder, folder / "lies"
         run = resolve(small(steps=100_000, training__batch=4, data__path=str(data)))
         (folder / "run.toml").write_text(dumps(run))
-        self.folders = said_here(run)
+        self.folders = folder_options(run)
         (folder / "logs").mkdir()
         self.lines = Lines(folder / "logs")
         self.processes = Processes(

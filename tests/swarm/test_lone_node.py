@@ -16,7 +16,7 @@ import pytest
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import Description
-from planaria.node.launch.own_folders import said_here
+from planaria.node.launch.own_folders import folder_options
 from planaria.node.launch.resolve import resolve
 from planaria.node.machine.processes import PLANARIA, Processes
 from planaria.node.run_file import dumps
@@ -50,7 +50,15 @@ class Place:
         )
 
     def start_node(self, name: str, join: str) -> None:
-        node = ["node", "--join", join, "--threads", "1", *self.out(name), *said_here(self.run)]
+        node = [
+            "node",
+            "--join",
+            join,
+            "--threads",
+            "1",
+            *self.out(name),
+            *folder_options(self.run),
+        ]
         self.processes.start(name, node)
 
     def out(self, name: str) -> list[str]:
@@ -136,7 +144,12 @@ async def test_a_node_whose_log_nobody_reads_trains_and_leaves(place: Place) -> 
         os.set_blocking(writer, True)
         command = ["planaria", "node", "--join", address, "--seats", "3", "--threads", "1"]
         node = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", *command, *place.out("node"), *said_here(place.run), stderr=writer
+            sys.executable,
+            "-m",
+            *command,
+            *place.out("node"),
+            *folder_options(place.run),
+            stderr=writer,
         )
         try:
             await committed(address, 3)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from planaria.node.cli import app
 from planaria.node.launch.notices import ADDRESS_VARIABLE
-from planaria.node.launch.own_folders import said_here
+from planaria.node.launch.own_folders import folder_options
 from planaria.node.launch.resolve import resolve
 from planaria.node.run_file import RunFile, dumps
 from planaria.node.state.handover import MARGIN
@@ -46,7 +46,7 @@ class ByHand:
         file, address = self.folder / f"{name}.toml", self.folder / "address"
         file.write_text(dumps(resolve(run)))
         address.unlink(missing_ok=True)
-        self.folders = said_here(resolve(run))
+        self.folders = folder_options(resolve(run))
         where = ["--listen", "127.0.0.1:0", "--address-file", str(address)]
         journal = ["--journal", str(self.folder / f"{name}.journal")]
         self.start(name, "bootstrap", "--run", str(file), *where, *journal, *options)
@@ -163,7 +163,7 @@ def test_a_node_that_is_refused_is_not_started_again(by_hand) -> None:
     refused = by_hand.start_node("refused", 7)
     assert refused.wait(DEADLINE) == 1
     said = (by_hand.folder / "refused.log").read_text()
-    assert "another is started" not in said
+    assert "it is restarted" not in said
     assert said.count("error:") == 1
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from planaria.node.launch.own_folders import said_here
+from planaria.node.launch.own_folders import folder_options
 from planaria.node.local.swarm import ProcessHome
 from planaria.node.machine.processes import PLANARIA, Processes, Work
 from planaria.node.run_file import RunFile, dumps
@@ -137,7 +137,7 @@ def swarm(
         registry += ["--authority", str(authority)] if tls else []
         listening, namespace = _at_home(homes, "registry")
         processes.start("registry", ["bootstrap", *listening, *registry], namespace)
-        joining = ["--join", f"@{joined_by}", *said_here(run), "--out", str(logs)]
+        joining = ["--join", f"@{joined_by}", *folder_options(run), "--out", str(logs)]
         living = Living(processes, mortal, [*joining, *_at_home(None, "")[0]])
         while not joined_by.exists():
             living()  # unless the registry has ended

@@ -26,7 +26,7 @@ from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import View, WatchRequest
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
 from planaria.bootstrap.views import unpacked, view_in
-from planaria.node.launch.own_folders import said_here
+from planaria.node.launch.own_folders import folder_options
 from planaria.node.local.resume import JOURNAL, RUN_FILE
 from planaria.node.local.swarm import ADDRESS
 from planaria.node.machine.processes import PLANARIA, Processes, describe_status
@@ -341,7 +341,7 @@ class SickSwarm:
             *("--join", address.read_text().strip(), "--stage", slot.partition(".")[0]),
             *("--listen", proxy.behind, "--advertise", proxy.address),
             *("--device", "cpu", "--threads", "1", "--out", str(self.out / NODES / slot)),
-            *said_here(self.run),
+            *folder_options(self.run),
         ]
 
     async def _registry_address(self, clock: Callable[[], float]) -> str:

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 
 from rich.console import Console
 
-from planaria.node.launch.own_folders import said_here
+from planaria.node.launch.own_folders import folder_options
 from planaria.node.local.resume import RUN_FILE
 from planaria.node.local.swarm import (
     ADDRESS,
@@ -156,7 +156,7 @@ def _life(plan: SwarmPlan, slots: Sequence[str], saving: Saving) -> Iterator[Pro
                 *("--join", address.read_text().strip(), "--stage", slot.partition(".")[0]),
                 *("--listen", "127.0.0.1:0", "--device", "cpu", "--cloud", "none"),
                 *("--out", str(logs), "--threads", "1", "--save-dir", saves, "--seats", "1"),
-                *said_here(plan.run),
+                *folder_options(plan.run),
             )
         yield processes
     finally:

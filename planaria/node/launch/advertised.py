@@ -41,13 +41,13 @@ class Advertised(NamedTuple):
     why: str  # in words
 
 
-def own(listen: Address, way: Endpoints) -> Advertised:
+def own(listen: Address, endpoints: Endpoints) -> Advertised:
     """This machine's own address: where it listens or, if that is everywhere, the local address of
     its connection to the registry."""
     if not listen.is_any:
         return Advertised(listen, "it listens there")
-    address = listen._replace(host=way.local)
-    return Advertised(address, f"that is what leads from here to the registry at {way.remote}")
+    address = listen._replace(host=endpoints.local)
+    return Advertised(address, f"connections to the registry at {endpoints.remote} come from it")
 
 
 def forwarded(listen: Address, environment: Mapping[str, str]) -> Advertised | None:
@@ -70,20 +70,20 @@ def unforwarded(listen: Address, environment: Mapping[str, str]) -> str:
             port = listen.port or 7401
             which = f"port {listen.port}" if listen.port else "whichever port is free"
             return (
-                f"{renter.name} forwards nothing to {which} of this container, so that others "
-                f"can't dial it: ask for {renter.remedy.format(port)} and --listen 0.0.0.0:{port}, "
-                "or let this node only dial out, --advertise none"
+                f"{renter.name} forwards nothing to {which} of this container, so other nodes "
+                f"can't dial it: ask for {renter.remedy.format(port)}, and give --listen "
+                f"0.0.0.0:{port}; or give --advertise none for a node that only dials out"
             )
     return ""
 
 
-def is_known_otherwise(listen: Address, way: Endpoints) -> bool:
+def is_known_otherwise(listen: Address, endpoints: Endpoints) -> bool:
     """Whether peers may know this machine by another address. False if it has a name or a global
     address, or if the registry is in a private network, as peers then are, too."""
-    host = way.local if listen.is_any else listen.host
+    host = endpoints.local if listen.is_any else listen.host
     if listen.is_loopback or not _is_address(host) or _is_global(host):
         return False
-    return _is_global(way.remote) or ipaddress.ip_address(way.remote).is_loopback
+    return _is_global(endpoints.remote) or ipaddress.ip_address(endpoints.remote).is_loopback
 
 
 def _is_address(host: str) -> bool:

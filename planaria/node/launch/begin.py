@@ -105,11 +105,11 @@ def check_module(run: RunFile, allowed: str | None) -> None:
     """Raises NodeError for a run whose architecture is code, unless that may be loaded."""
     module = run.model.module
     if module is not None and module != allowed:
-        but = f" (and not --allow-module {allowed})" if allowed is not None else ""
+        instead = f" (and not --allow-module {allowed})" if allowed is not None else ""
         raise NodeError(
-            f"this run's model is code, {module}, and a node loads no code because a registry says "
-            "so: if you trust whoever runs this, install that code, or put it in the folder that "
-            f"the node is started in, and start the node with --allow-module {module}{but}"
+            f"this run's model is code, {module}, and a node loads code only if its owner allows "
+            "it. If you trust the run's operator, install that code, or put it in the folder in "
+            f"which the node starts; then start the node with --allow-module {module}{instead}"
         )
 
 
@@ -119,16 +119,16 @@ def check_reachable(addresses: Addresses) -> None:
     registries, listen, advertise, dials_only = addresses
     if advertise is not None and advertise.is_any:
         raise NodeError(
-            f"--advertise {advertise} stands for all addresses of a machine, and nobody can dial "
-            "it: give the one that others know this machine by"
+            f"--advertise {advertise} stands for all addresses of a machine, and can't be dialled: "
+            "give the address at which other nodes reach this machine"
         )
-    remote = [each for each in registries if not Address.to_dial(each).is_loopback]
-    if remote and not (advertise or dials_only) and listen.is_loopback:
+    remotes = [registry for registry in registries if not Address.to_dial(registry).is_loopback]
+    if remotes and not (advertise or dials_only) and listen.is_loopback:
         raise NodeError(
-            f"--listen {listen} can be reached from this machine only, and the registry at "
-            f"{remote[0]} is for others, too: give --listen 0.0.0.0:PORT (and --advertise "
-            "HOST:PORT, if others know this machine under another address), or --advertise none "
-            "for a node that only dials out"
+            f"--listen {listen} can be reached from this machine only, but the registry at "
+            f"{remotes[0]} serves other machines, too. Give --listen 0.0.0.0:PORT, and --advertise "
+            "HOST:PORT if others dial this machine at another address. For a node that only dials "
+            "out, give --advertise none"
         )
 
 
@@ -159,7 +159,7 @@ def find_corpus(run: RunFile, options: NodeOptions) -> Data | None:
     from planaria.node.data.mixture import open_data
     from planaria.node.launch.own_folders import data_below, own_folder
 
-    kept = (options.saves or options.out or Path("out")) / "data"
+    links = (options.saves or options.out or Path("out")) / "data"
     needed = options.stage == 0 or bool(options.data)
     data: DataSection | None
     try:
@@ -172,18 +172,18 @@ def find_corpus(run: RunFile, options: NodeOptions) -> Data | None:
         log.info("this node has no prepared data (--data DIR), so it serves any stage but 0")
         return None
     try:
-        corpus = open_data(data, [folder_of(place, kept) for place in options.data or ()])
+        corpus = open_data(data, [folder_of(place, links) for place in options.data or ()])
     except CorpusError as error:
         if needed:
             raise NodeError(
                 f"{error} (--data DIR or --data URL says where the prepared data is)"
             ) from error
-        log.warning("not fit for stage 0: %s", error)
+        log.warning("this node can't serve stage 0: %s", error)
         return None
     if problem := corpus.index.misfit(corpus.path, run.data.content, run.model.vocabulary):
-        where = " with ".join(options.data or ()) or data.where
+        place = " with ".join(options.data or ()) or data.where
         if needed:
-            raise NodeError(f"{where} {problem}")
-        log.warning("not fit for stage 0: %s %s", where, problem)
+            raise NodeError(f"{place} {problem}")
+        log.warning("this node can't serve stage 0: %s %s", place, problem)
         return None
     return corpus

@@ -38,7 +38,7 @@ class Grade(enum.IntEnum):
 class Finding(NamedTuple):
     about: str
     verdict: Grade
-    what: str
+    description: str
     remedy: str = ""
 
 
@@ -57,7 +57,7 @@ class Clock(NamedTuple):
 class DialledBack(NamedTuple):
     host: str  # this machine's address as the registry sees it
     port: int
-    there: bool | None  # None: no answer
+    reached: bool | None  # None: no answer
 
 
 class Link(NamedTuple):
@@ -77,7 +77,7 @@ class DiskFacts(NamedTuple):
 class Data(NamedTuple):
     path: str
     problem: str  # empty: it is the run's
-    there: bool
+    exists: bool
 
 
 class Device(NamedTuple):
@@ -133,12 +133,12 @@ def findings(facts: Facts) -> list[Finding]:
     ]
 
 
-def worst(found: Iterable[Finding]) -> Grade:
-    return max((one.verdict for one in found), default=Grade.OK)
+def worst(all_findings: Iterable[Finding]) -> Grade:
+    return max((finding.verdict for finding in all_findings), default=Grade.OK)
 
 
 def _unknown(about: str, fact: UnknownFact) -> Finding:
-    return Finding(about, fact.verdict, f"not found out: {fact.why}")
+    return Finding(about, fact.verdict, f"could not be determined: {fact.why}")
 
 
 def _version(facts: Facts) -> Finding:
@@ -169,26 +169,28 @@ def _clock(facts: Facts) -> Finding:
     ahead, rtt = facts.clock
     apart = max(0.0, abs(ahead) - rtt / 2)
     which = "ahead of" if ahead > 0 else "behind"
-    what = f"{abs(ahead):.1f} s {which} the registry's, give or take {rtt / 2:.2g} s"
+    description = f"{abs(ahead):.1f} s {which} the registry's, give or take {rtt / 2:.2g} s"
     if apart < CLOCKS_DIFFER:
-        return Finding("clock", Grade.OK, what)
-    remedy = "have it set from the network: timedatectl set-ntp true, chrony or the like"
+        return Finding("clock", Grade.OK, description)
+    remedy = "set it from the network: timedatectl set-ntp true, chrony or the like"
     if apart >= CERTIFICATES_FAIL and facts.tls:
-        return Finding("clock", Grade.PROBLEM, f"{what}: certificates may not be valid", remedy)
-    return Finding("clock", Grade.WARNING, f"{what}: logs can't be compared", remedy)
+        return Finding(
+            "clock", Grade.PROBLEM, f"{description}: certificates may not be valid", remedy
+        )
+    return Finding("clock", Grade.WARNING, f"{description}: logs can't be compared", remedy)
 
 
 def _tls(facts: Facts) -> Finding:
     if isinstance(facts.registry_protocol, UnknownFact):
         return _unknown("TLS", UnknownFact("there is no registry"))
     if facts.tls:
-        return Finding("TLS", Grade.OK, "registry and this machine know each other")
+        return Finding("TLS", Grade.OK, "the registry and this machine have verified each other")
     if facts.loopback:
         return Finding("TLS", Grade.OK, "none, and none is needed on one machine")
     return Finding(
         "TLS",
         Grade.WARNING,
-        "none: anyone on the way can read and change what is sent",
+        "none: anyone on the network path can read and change what is sent",
         "fine in a network that you trust, with --insecure; else give --tls-ca, --tls-cert and "
         "--tls-key to the registry and every node",
     )
@@ -216,8 +218,7 @@ def _reachable(facts: Facts) -> Finding:
         return Finding(
             about,
             Grade.OK,
-            "not asked for: what two nodes that only dial out have for each other is carried by a "
-            "third",
+            "not needed: this node only dials out; between two such nodes, a third relays",
         )
     if isinstance(facts.port, UnknownFact):
         return _unknown(about, UnknownFact("nothing can listen here"))
@@ -226,15 +227,15 @@ def _reachable(facts: Facts) -> Finding:
     if Address(back.host, back.port).is_loopback:
         return _on_one_machine(facts.port)
     at = f"{back.host} port {back.port}"
-    if back.there:
+    if back.reached:
         elsewhere = _elsewhere(facts, back)
         return elsewhere or Finding(about, Grade.OK, f"the registry reaches this machine at {at}")
-    says = "doesn't let connections through" if back.there is None else "refuses, or is another's"
+    says = "doesn't answer" if back.reached is None else "refuses, or has another server"
     return Finding(
         about,
         Grade.PROBLEM,
         f"the registry sees this machine as {back.host}, and {at} {says}",
-        f"listen to all addresses (--listen 0.0.0.0:{back.port}), open the port in firewall and "
+        f"listen on all addresses (--listen 0.0.0.0:{back.port}), open the port in firewall and "
         "router, or forward one and name it with --advertise HOST:PORT; or dial out only: "
         "--advertise none",
     )
@@ -243,13 +244,15 @@ def _reachable(facts: Facts) -> Finding:
 def _on_one_machine(listens: str) -> Finding:
     """Finding for a registry on this machine: it can't test reachability from others."""
     if Address.parse(listens).is_loopback:
-        what = f"registry and node are on one machine, and so is who dials {listens}"
-        return Finding("reachable", Grade.OK, what)
+        description = (
+            f"registry and node are on one machine, and only nodes on it can dial {listens}"
+        )
+        return Finding("reachable", Grade.OK, description)
     return Finding(
         "reachable",
         Grade.WARNING,
-        f"the registry is on this machine, which doesn't say whether others reach {listens}",
-        "have planaria doctor run on another machine, and open the port in the firewall",
+        f"the registry is on this machine, so it can't test whether others reach {listens}",
+        "run planaria doctor on another machine, and open the port in the firewall",
     )
 
 
@@ -258,13 +261,13 @@ def _elsewhere(facts: Facts, back: DialledBack) -> Finding | None:
     if facts.advertise is None or back.host in facts.advertise[1]:
         return None
     advertised, hosts = facts.advertise
-    stands_for = ", ".join(hosts) or "nothing that can be looked up here"
+    resolved = ", ".join(hosts) or "no address that can be looked up here"
     return Finding(
         "reachable",
         Grade.WARNING,
-        f"the registry reaches this machine at {back.host}; --advertise {advertised} stands for "
-        f"{stands_for}, which nobody has tried",
-        f"advertise {back.host}, unless a tunnel or a proxy leads from the other one to here",
+        f"the registry reaches this machine at {back.host}; --advertise {advertised} resolves "
+        f"to {resolved}, which was not tested",
+        f"advertise {back.host}, unless a tunnel or a proxy forwards the other address here",
     )
 
 
@@ -273,22 +276,24 @@ def _bandwidth(facts: Facts) -> Finding:
     if isinstance(facts.link, UnknownFact):
         return _unknown(about, facts.link)
     rtt, up, down = facts.link
-    what = f"{up:.0f} Mbit/s to the registry, {down:.0f} from it, {rtt * 1e3:.0f} ms there and back"
+    description = (
+        f"{up:.0f} Mbit/s to the registry, {down:.0f} from it, {rtt * 1e3:.0f} ms round trip"
+    )
     if isinstance(facts.run, UnknownFact):
-        return _unknown(about, UnknownFact(f"{what}; what the run needs can't be read"))
+        return _unknown(about, UnknownFact(f"{description}; the run file can't be read"))
     run, config = facts.run, facts.run.model.config
     size = bytes_a_step(run)
     seconds = size * 8e-6 / min(up, down)
-    what += f"; the {size / 1e6:.3g} MB that a node sends in a step take {seconds:.2g} s"
-    remedy = "let fewer bytes be sent (the run file's [wire]: int8), or use a faster link"
+    description += f"; the {size / 1e6:.3g} MB that a node sends in a step take {seconds:.2g} s"
+    remedy = "send fewer bytes (int8 in the run file's [wire]), or use a faster link"
     if facts.tokens_per_second:
         step = run.training.batch * config.context / facts.tokens_per_second
         if seconds > step:
-            what += f", and a step takes {step:.2g} s: the others would wait"
-            return Finding(about, Grade.WARNING, what, remedy)
+            description += f", and a step takes {step:.2g} s: the others would wait"
+            return Finding(about, Grade.WARNING, description, remedy)
     elif seconds > SLOW_STEP:
-        return Finding(about, Grade.WARNING, what, remedy)
-    return Finding(about, Grade.OK, what)
+        return Finding(about, Grade.WARNING, description, remedy)
+    return Finding(about, Grade.OK, description)
 
 
 def bytes_a_step(run: RunFile) -> float:
@@ -297,10 +302,10 @@ def bytes_a_step(run: RunFile) -> float:
     twice."""
     config, training, replicas = run.config, run.training, run.swarm.replicas
     tokens = round(training.batch / replicas * config.context)
-    passes = sum(crossing_bytes(config, tokens, run.wire))
+    boundaries = sum(crossing_bytes(config, tokens, run.wire))
     share = 2 * (replicas - 1) / replicas
     shapes = [trained_shapes(config, stage).values() for stage in (0, 1)]
-    return passes + share * max(gradient_bytes(run.wire, of, replicas) for of in shapes)
+    return boundaries + share * max(gradient_bytes(run.wire, of, replicas) for of in shapes)
 
 
 def _disk(facts: Facts) -> Finding:
@@ -316,28 +321,28 @@ def _disk(facts: Facts) -> Finding:
             "let this user write there, or name another folder with --save-dir",
         )
     if isinstance(facts.run, UnknownFact):
-        return _unknown(about, UnknownFact(f"{_gib(free)} are free; what saves take can't be said"))
+        return _unknown(about, UnknownFact(f"{_gib(free)} free; the run file can't be read"))
     run = facts.run
     saves = run.saves.keep + run.saves.in_flight
     needed = saves * 3 * VALUE * _of_stage(facts, run.config.trained)
-    what = f"{_gib(free)} free in {folder}, and {saves} saves of a stage take {_gib(needed)}"
+    description = f"{_gib(free)} free in {folder}, and {saves} saves of a stage take {_gib(needed)}"
     remedy = "free space, name another disk with --save-dir, or keep fewer (saves.keep)"
     if free < needed:
-        return Finding(about, Grade.PROBLEM, what, remedy)
+        return Finding(about, Grade.PROBLEM, description, remedy)
     verdict = Grade.OK if free >= SPARE * needed else Grade.WARNING
-    return Finding(about, verdict, what, remedy if verdict else "")
+    return Finding(about, verdict, description, remedy if verdict else "")
 
 
 def _data(facts: Facts) -> Finding:
     about = "data"
     if isinstance(facts.data, UnknownFact):
         return _unknown(about, facts.data)
-    path, problem, there = facts.data
+    path, problem, exists = facts.data
     if not problem:
-        return Finding(about, Grade.OK, f"{path} is the run's: this node can serve stage 0")
-    if facts.stage == 0 or there:
+        return Finding(about, Grade.OK, f"{path} has the run's data: this node can serve stage 0")
+    if facts.stage == 0 or exists:
         verdict = Grade.PROBLEM if facts.stage == 0 else Grade.WARNING
-        return Finding(about, verdict, problem, "--data DIR|URL names the run's prepared data")
+        return Finding(about, verdict, problem, "name the run's prepared data by --data DIR|URL")
     return Finding(about, Grade.OK, f"none at {path}: it is needed at stage 0 only")
 
 
@@ -350,23 +355,25 @@ def _code(facts: Facts) -> Iterator[Finding]:
     except NodeError as error:
         yield Finding("code", Grade.PROBLEM, str(error))
     else:
-        yield Finding("code", Grade.OK, f"{facts.allow_module} may be loaded; it was not tried")
+        yield Finding(
+            "code", Grade.OK, f"{facts.allow_module} may be loaded; loading it was not tested"
+        )
 
 
 def _device(facts: Facts) -> Finding:
     about, device = "device", facts.device
     if isinstance(device, UnknownFact):
         return _unknown(about, device)
-    what = f"{device.name}, PyTorch {device.torch}"
+    description = f"{device.name}, PyTorch {device.torch}"
     if device.driver:
-        what += f"; {device.driver}"
+        description += f"; {device.driver}"
     on_gpu = device.name.startswith("cuda")
     number = int(facts.wanted.partition(":")[2] or 0) if facts.wanted.startswith("cuda") else -1
     if number >= device.gpus:
         return Finding(
             about,
             Grade.PROBLEM,
-            f"--device {facts.wanted}, and PyTorch {device.torch} sees {device.gpus} GPUs; "
+            f"--device {facts.wanted}: PyTorch {device.torch} sees {device.gpus} GPUs; "
             + (device.driver or "the system knows of no NVIDIA driver"),
             "check nvidia-smi, install a PyTorch that is built for the driver's CUDA, or use cpu",
         )
@@ -374,10 +381,10 @@ def _device(facts: Facts) -> Finding:
         return Finding(
             about,
             Grade.WARNING,
-            f"{what}: there is a GPU, and PyTorch doesn't see it",
+            f"{description}: there is a GPU, but PyTorch doesn't see it",
             "install a PyTorch that is built for this driver's CUDA",
         )
-    return Finding(about, Grade.OK, what)
+    return Finding(about, Grade.OK, description)
 
 
 def _memory(facts: Facts) -> Finding:
@@ -387,13 +394,15 @@ def _memory(facts: Facts) -> Finding:
     if isinstance(facts.run, UnknownFact):
         return _unknown(about, UnknownFact("the run's model isn't known"))
     needed = COMPUTED * _of_stage(facts, facts.run.config.stage_bytes)
-    what = f"{_gib(facts.device.memory)} on {facts.device.name}, and a stage takes {_gib(needed)}"
-    remedy = "use a machine with more, or have the model divided into more stages (model.stages)"
+    description = (
+        f"{_gib(facts.device.memory)} on {facts.device.name}, and a stage takes {_gib(needed)}"
+    )
+    remedy = "use a machine with more memory, or divide the model into more stages (model.stages)"
     if needed > facts.device.memory:
-        return Finding(about, Grade.PROBLEM, what, remedy)
+        return Finding(about, Grade.PROBLEM, description, remedy)
     if needed > facts.device.memory / 2:
-        return Finding(about, Grade.WARNING, f"{what}: more than half of it", remedy)
-    return Finding(about, Grade.OK, what)
+        return Finding(about, Grade.WARNING, f"{description}: more than half of it", remedy)
+    return Finding(about, Grade.OK, description)
 
 
 def _of_stage(facts: Facts, figures: tuple[int, int]) -> int:
@@ -406,8 +415,8 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.3g} GiB"
 
 
-def lines(found: Iterable[Finding]) -> Iterator[tuple[str, str, str]]:
+def lines(all_findings: Iterable[Finding]) -> Iterator[tuple[str, str, str]]:
     """Subject, verdict, and text of each finding."""
-    for one in found:
-        said = f"{one.what}. {one.remedy[:1].upper()}{one.remedy[1:]}" if one.remedy else one.what
-        yield one.about, one.verdict.name.lower(), said
+    for finding in all_findings:
+        remedy = f". {finding.remedy[:1].upper()}{finding.remedy[1:]}" if finding.remedy else ""
+        yield finding.about, finding.verdict.name.lower(), f"{finding.description}{remedy}"

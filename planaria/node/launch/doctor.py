@@ -52,7 +52,7 @@ from planaria.node.run_file import RunFile, RunFileError, loads
 if TYPE_CHECKING:
     from planaria.node.launch.node_options import Addresses, DoctorOptions
 
-KNOCK, DESCRIBE, DIAL, MEASURE, LOOK = 3.0, 3.0, 5.5, 5.5, 5.0
+PROBE, DESCRIBE, DIAL, MEASURE, LOOK = 3.0, 3.0, 5.5, 5.5, 5.0
 """Deadlines in seconds: reachability probe, then description of the run; then, concurrently,
 dialling back and measurement; access to a disk."""
 IN_ALL: Final = 14.0
@@ -93,29 +93,29 @@ class Port(NamedTuple):
     fact: str | UnknownFact
 
 
-async def examine(asked: Examined, version: str, gone: float = 0.0) -> Facts:
-    """Determine all facts; `gone`: seconds since the process began. Raises AddressError."""
-    options, addresses = asked.options, asked.addresses
-    seeing = _see_device(options.device)
-    looking = asyncio.create_task(_in_time("PyTorch", max(0.0, IN_ALL - gone), seeing))
-    writing = asyncio.create_task(
+async def examine(examined: Examined, version: str, elapsed: float = 0.0) -> Facts:
+    """Determine all facts; `elapsed`: seconds since the process began. Raises AddressError."""
+    options, addresses = examined.options, examined.addresses
+    device = _see_device(options.device)
+    device_task = asyncio.create_task(_in_time("PyTorch", max(0.0, IN_ALL - elapsed), device))
+    disk_task = asyncio.create_task(
         _in_time("the disk", LOOK, _in_thread(_look_at, options.save_dir))
     )
-    client = RegistryClient(addresses.registries, asked.credentials)
+    client = RegistryClient(addresses.registries, examined.credentials)
     try:
-        async with _listening(asked) as port:
-            described = await _describe(client, asked)
+        async with _listening(examined) as port:
+            described = await _describe(client, examined)
             run = _run_of(described)
             if isinstance(described, UnknownFact):
-                nobody = UnknownFact("there is no registry to ask")
-                back: DialledBack | UnknownFact = nobody
-                clock: Clock | UnknownFact = nobody
-                link: Link | UnknownFact = nobody
+                no_registry = UnknownFact("no registry answers")
+                back: DialledBack | UnknownFact = no_registry
+                clock: Clock | UnknownFact = no_registry
+                link: Link | UnknownFact = no_registry
             else:
                 back, (clock, link) = await asyncio.gather(
-                    _dial_back(client, asked, port), _measure(client)
+                    _dial_back(client, examined, port), _measure(client)
                 )
-        data: Data | UnknownFact = UnknownFact("what the run trains on isn't known")
+        data: Data | UnknownFact = UnknownFact("the run's data isn't known")
         if isinstance(run, RunFile):
             data = await _in_time("the data", LOOK, _in_thread(_data_at, options.data or (), run))
         return Facts(
@@ -126,35 +126,35 @@ async def examine(asked: Examined, version: str, gone: float = 0.0) -> Facts:
             else described.protocol,
             run=run,
             tokens_per_second=_rate(described),
-            tls=asked.credentials.channel is not None,
-            loopback=all(Address.parse(one).is_loopback for one in addresses.registries),
+            tls=examined.credentials.channel is not None,
+            loopback=all(Address.parse(address).is_loopback for address in addresses.registries),
             clock=clock,
             port=port.fact,
-            advertise=_advertised(asked),
+            advertise=_advertised(examined),
             back=back,
             link=link,
-            saves=await writing,
+            saves=await disk_task,
             data=data,
             stage=options.stage,
-            device=await looking,
+            device=await device_task,
             wanted=options.device,
             allow_module=options.allow_module,
             proxies=proxies(os.environ),
         )
     finally:
-        for task in (looking, writing):
+        for task in (device_task, disk_task):
             task.cancel()
-        await asyncio.gather(looking, writing, return_exceptions=True)
+        await asyncio.gather(device_task, disk_task, return_exceptions=True)
         await client.close()
 
 
 async def _in_time(
-    what: str, seconds: float, work: Coroutine[object, object, T | UnknownFact]
+    subject: str, seconds: float, work: Coroutine[object, object, T | UnknownFact]
 ) -> T | UnknownFact:
     try:
         return await asyncio.wait_for(work, seconds)
     except TimeoutError:
-        return UnknownFact(f"{what} has not answered in {seconds:.3g} s")
+        return UnknownFact(f"{subject} has not answered in {seconds:.3g} s")
 
 
 async def _in_thread(work: Callable[..., T], *arguments: object) -> T:
@@ -178,8 +178,8 @@ async def _in_thread(work: Callable[..., T], *arguments: object) -> T:
 # -- the registry ----------------------------------------------------------------------------------
 
 
-async def _describe(client: RegistryClient, asked: Examined) -> Description | UnknownFact:
-    answers = await probe_all(asked.addresses.registries, KNOCK)
+async def _describe(client: RegistryClient, examined: Examined) -> Description | UnknownFact:
+    answers = await probe_all(examined.addresses.registries, PROBE)
     if why := dead_end(answers, NOBODY):
         return UnknownFact(why, Grade.PROBLEM)
     try:
@@ -206,22 +206,22 @@ def _rate(described: Description | UnknownFact) -> float:
     """Tokens per second of the run."""
     if isinstance(described, UnknownFact):
         return 0.0
-    seats = [seat for one in described.members for seat in one.report.seats]
+    seats = [seat for member in described.members for seat in member.report.seats]
     return max((seat.tokens_per_second for seat in seats), default=0.0)
 
 
 @asynccontextmanager
-async def _listening(asked: Examined) -> AsyncIterator[Port]:
+async def _listening(examined: Examined) -> AsyncIterator[Port]:
     """Serve health where a node would listen, under a unique name."""
     name = f"doctor-{secrets.token_hex(8)}"
-    if asked.addresses.dials_only:
+    if examined.addresses.dials_only:
         yield Port(name, 0, "")
         return
     server = grpc.aio.server()
     try:
-        check_reachable(asked.addresses)
-        listen, insecure = str(asked.addresses.listen), asked.options.insecure
-        number = add_port(server, listen, asked.credentials, insecure)
+        check_reachable(examined.addresses)
+        listen, insecure = str(examined.addresses.listen), examined.options.insecure
+        number = add_port(server, listen, examined.credentials, insecure)
     except (NodeError, CredentialsError, OSError) as error:
         yield Port(name, 0, UnknownFact(str(error), Grade.PROBLEM))
         return
@@ -230,23 +230,23 @@ async def _listening(asked: Examined) -> AsyncIterator[Port]:
     await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
     await server.start()
     try:
-        yield Port(name, number, str(asked.addresses.listen._replace(port=number)))
+        yield Port(name, number, str(examined.addresses.listen._replace(port=number)))
     finally:
         await server.stop(None)
 
 
 async def _dial_back(
-    client: RegistryClient, asked: Examined, port: Port
+    client: RegistryClient, examined: Examined, port: Port
 ) -> DialledBack | UnknownFact:
     if not port.number:
-        return UnknownFact("nothing listens here")
-    number = asked.addresses.advertise.port if asked.addresses.advertise else port.number
+        return UnknownFact("this machine can't listen on a port")
+    number = examined.addresses.advertise.port if examined.addresses.advertise else port.number
     try:
         reply = await client.examine(ExamineRequest(name=port.name, port=number), DIAL)
     except (JoinRefused, RegistryUnreachable) as error:
         return UnknownFact(str(error))
-    there = reply.there if reply.HasField("there") else None
-    return DialledBack(reply.host, number, there)
+    reached = reply.there if reply.HasField("there") else None
+    return DialledBack(reply.host, number, reached)
 
 
 async def _measure(client: RegistryClient) -> tuple[Clock | UnknownFact, Link | UnknownFact]:
@@ -270,10 +270,10 @@ async def _measure(client: RegistryClient) -> tuple[Clock | UnknownFact, Link | 
 
 
 async def _ask_time(client: RegistryClient) -> Clock:
-    asked, began = time.time(), time.perf_counter()
+    sent, began = time.time(), time.perf_counter()
     reply = await client.examine(ExamineRequest(), MEASURE)
     rtt = time.perf_counter() - began
-    return Clock(asked + rtt / 2 - reply.time, rtt)
+    return Clock(sent + rtt / 2 - reply.time, rtt)
 
 
 async def _speed(
@@ -289,15 +289,17 @@ async def _speed(
     return 8e-6 * size / max(took - rtt, took / 10)
 
 
-def _advertised(asked: Examined) -> tuple[str, tuple[str, ...]] | None:
+def _advertised(examined: Examined) -> tuple[str, tuple[str, ...]] | None:
     """HOST:PORT, and the addresses that its name resolves to here."""
-    if asked.addresses.advertise is None:
+    if examined.addresses.advertise is None:
         return None
     hosts: tuple[str, ...] = ()
     with suppress(OSError, UnicodeError):
-        found = socket.getaddrinfo(asked.addresses.advertise.host, None, type=socket.SOCK_STREAM)
-        hosts = tuple(dict.fromkeys(str(place[0]) for *_, place in found))
-    return str(asked.addresses.advertise), hosts
+        addresses = socket.getaddrinfo(
+            examined.addresses.advertise.host, None, type=socket.SOCK_STREAM
+        )
+        hosts = tuple(dict.fromkeys(str(address[0]) for *_, address in addresses))
+    return str(examined.addresses.advertise), hosts
 
 
 # -- this machine ----------------------------------------------------------------------------------
@@ -305,23 +307,23 @@ def _advertised(asked: Examined) -> tuple[str, tuple[str, ...]] | None:
 
 def _look_at(folder: Path) -> DiskFacts:
     """Facts of the nearest existing folder; none is created."""
-    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     unwritable = ""
     try:
-        with NamedTemporaryFile(dir=there, prefix=".planaria-"):
+        with NamedTemporaryFile(dir=existing, prefix=".planaria-"):
             pass
     except OSError as error:
         unwritable = error.strerror or str(error)
-    return DiskFacts(str(folder), shutil.disk_usage(there).free, unwritable)
+    return DiskFacts(str(folder), shutil.disk_usage(existing).free, unwritable)
 
 
 def _data_at(places: Sequence[str], run: RunFile) -> Data:
     where, data = " with ".join(places) or run.data.where, run.data
     try:
         data = data if places else data_below(own_folder(None, run), data)
-        with TemporaryDirectory(prefix="planaria-") as kept:
-            given = [folder_of(place, Path(kept)) for place in places]
-            folder, index = folders_of(data, given)[0], index_of(data, given)
+        with TemporaryDirectory(prefix="planaria-") as links:
+            folders = [folder_of(place, Path(links)) for place in places]
+            folder, index = folders_of(data, folders)[0], index_of(data, folders)
             problem = index.misfit(folder, data.content, run.model.vocabulary)
     except NodeError as error:
         return Data(where, str(error), False)
@@ -341,12 +343,12 @@ async def _see_device(wanted: str) -> Device | UnknownFact:
     try:
         name, memory, torch, gpus = json.loads(seen)
     except ValueError:
-        why = "PyTorch can't be loaded; see what `python -c 'import torch'` says"
+        why = "PyTorch can't be loaded; `python -c 'import torch'` shows why"
         return UnknownFact(why, Grade.PROBLEM)
     first, _, _ = driver.partition("\n")
     parts = [part.strip() for part in first.split(",")]
-    known = f"{parts[0]}, driver {parts[1]}" if len(parts) == 3 else ""
-    return Device(name, memory, torch, gpus, known)
+    gpu_driver = f"{parts[0]}, driver {parts[1]}" if len(parts) == 3 else ""
+    return Device(name, memory, torch, gpus, gpu_driver)
 
 
 async def _output(*command: str) -> str:
@@ -357,9 +359,9 @@ async def _output(*command: str) -> str:
     except OSError:
         return ""
     try:
-        said, _ = await process.communicate()
+        output, _ = await process.communicate()
     except asyncio.CancelledError:
         with suppress(ProcessLookupError):  # it has just ended
             process.kill()
         raise
-    return said.decode(errors="replace").strip() if process.returncode == 0 else ""
+    return output.decode(errors="replace").strip() if process.returncode == 0 else ""

@@ -48,16 +48,16 @@ def addresses_of(join: str) -> tuple[str, ...]:
     return tuple(address.strip() for address in text_of(join).split(","))
 
 
-def text_of(said: str, option: str = "--join", what: str = "the invite") -> str:
+def text_of(value: str, option: str = "--join", content: str = "the invite") -> str:
     """The text itself, or the content of its @FILE. Raises InviteError."""
-    if not said.startswith("@"):
-        return said
+    if not value.startswith("@"):
+        return value
     try:
-        text = read_small(Path(said[1:])).decode("utf-8-sig").strip()
+        text = read_small(Path(value[1:])).decode("utf-8-sig").strip()
     except (OSError, UnicodeError) as error:
-        raise InviteError(f"{option} {said}: the file can't be read: {error}") from error
+        raise InviteError(f"{option} {value}: the file can't be read: {error}") from error
     if not text:
-        raise InviteError(f"{option} {said}: the file is empty; it should have {what}")
+        raise InviteError(f"{option} {value}: the file is empty; it should have {content}")
     return text
 
 
@@ -93,8 +93,8 @@ async def enrolled(
     `keep_renewed`. Raises NotAdmitted, EnrolmentUnreachable, OSError."""
     instance = find_instance(folder)
     try:
-        kept = folder is not None and instance.number is not None
-        file = folder / f"certificate-{instance.number}.pem" if folder and kept else None
+        is_kept = folder is not None and instance.number is not None
+        file = folder / f"certificate-{instance.number}.pem" if folder and is_kept else None
         enrolment = Enrolment(invitation, instance.identity, file)
         certified = await enrolment.come()
         certified.keep_renewed = partial(enrolment.keep_renewed, certified)

@@ -23,8 +23,8 @@ LONGEST: Final = 4096  # bytes of a key's file
 
 class Instance(NamedTuple):
     identity: Identity
-    held: int | None  # descriptor of the locked file; None: the key is only this process's
-    number: int | None = None  # unique among processes with this folder; None as `held`
+    lock: int | None  # descriptor of the locked file; None: the key is only this process's
+    number: int | None = None  # unique among processes with this folder; None as `lock`
 
 
 def find_instance(folder: Path | None) -> Instance:
@@ -36,37 +36,37 @@ def find_instance(folder: Path | None) -> Instance:
         folder.mkdir(parents=True, exist_ok=True)
         return next(filter(None, (_take(folder, number) for number in count())))
     except OSError as error:
-        log.warning("%s keeps no key of this node: %s", folder, error.strerror)
+        log.warning("this node's key can't be kept in %s: %s", folder, error.strerror)
         return Instance(Identity.generate(), None)
 
 
 def release(instance: Instance) -> None:
     """Unlock it for another process."""
-    if instance.held is not None:
-        os.close(instance.held)
+    if instance.lock is not None:
+        os.close(instance.lock)
 
 
 def _take(folder: Path, number: int) -> Instance | None:
     """Lock and read a key file. None: another process has it. Raises OSError."""
-    held = os.open(folder / f"instance-{number}", os.O_RDWR | os.O_CREAT, 0o600)
+    lock = os.open(folder / f"instance-{number}", os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.fchmod(held, 0o600)
-        return Instance(_read_or_make(held), held, number)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.fchmod(lock, 0o600)
+        return Instance(_read_or_make(lock), lock, number)
     except BlockingIOError:
-        os.close(held)
+        os.close(lock)
         return None
     except OSError:
-        os.close(held)
+        os.close(lock)
         raise
 
 
-def _read_or_make(held: int) -> Identity:
+def _read_or_make(lock: int) -> Identity:
     """The key in the file, or a new one if it has none. Raises OSError."""
     try:
-        return Identity.from_pem(os.read(held, LONGEST))
+        return Identity.from_pem(os.read(lock, LONGEST))
     except ValueError:
-        made = Identity.generate()
-        os.ftruncate(held, 0)
-        os.pwrite(held, made.to_pem(), 0)
-        return made
+        identity = Identity.generate()
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, identity.to_pem(), 0)
+        return identity

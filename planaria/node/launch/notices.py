@@ -59,7 +59,7 @@ ENDING = ("Preempt", "Terminate", "Redeploy", "Reboot")
 class Notice(NamedTuple):
     """Notice of a machine's end."""
 
-    what: str  # cloud and event, in words
+    event: str  # cloud and event, in words
     left: float | None  # seconds; None: unknown
 
     def grace(self, default: float) -> float:
@@ -180,12 +180,12 @@ class Azure:
             self.is_here()
         answer = self._ask("GET", self.events, self.headers, self._patience)
         self._patience = PATIENCE
-        found = [
+        notices = [
             _azure_event(event, now)
             for event in _fields(_body(answer, self.events)).get("Events", [])
             if self._name in event["Resources"] and event["EventType"] in ENDING
         ]
-        return min(found, key=lambda notice: notice.left or 0.0, default=None)
+        return min(notices, key=lambda notice: notice.left or 0.0, default=None)
 
     def risk(self) -> str:
         return ""
@@ -223,9 +223,9 @@ def _fields(body: str) -> dict[str, Any]:
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str:
-    if not isinstance(found := fields.get(name), str):
-        raise ValueError(f"{name!r} is no text in {dict(fields)}")
-    return found
+    if not isinstance(value := fields.get(name), str):
+        raise ValueError(f"{name!r} is not a string in {dict(fields)}")
+    return value
 
 
 def _iso(text: str) -> float:
@@ -247,8 +247,8 @@ def ask(
         connection.request(method, path, headers=dict(headers))
         answer = connection.getresponse()
         body = answer.read(MOST_BYTES).decode(errors="replace")
-        found = {name.lower(): value for name, value in answer.getheaders()}
-        return MetadataAnswer(answer.status, found, body)
+        lower_case = {name.lower(): value for name, value in answer.getheaders()}
+        return MetadataAnswer(answer.status, lower_case, body)
     except http.client.HTTPException as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
     finally:
@@ -265,19 +265,19 @@ def find(name: str, ask: Ask) -> Cloud | None:
         except OSError as error:
             log.warning("%s's metadata service doesn't answer: %s", cloud.name, error)
         return cloud
-    somebody = False
+    answered = False
     for make in CLOUDS.values():
         cloud = make(ask)
         try:
             if cloud.is_here():
                 return cloud
-            somebody = True
+            answered = True
         except OSError:
-            if not somebody:
+            if not answered:
                 return None
             if isinstance(cloud, Aws):
                 log.warning(
-                    "if this is a container on AWS, it hears no notices: set the instance's "
+                    "if this is a container on AWS, it can't read notices: set the instance's "
                     "metadata response hop limit to 2"
                 )
     return None
@@ -297,34 +297,34 @@ class NoticeWatch:
         self._name, self._ask = name, ask
         self._on_notice, self._on_risk = on_notice, on_risk
         self._loop = asyncio.get_running_loop()
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         threading.Thread(target=self._run, name="notices", daemon=True).start()
 
     def stop(self) -> None:
-        self._over.set()
+        self._stopped.set()
 
-    def _tell(self, whom: Callable[[T], None], what: T) -> None:
+    def _call(self, callback: Callable[[T], None], value: T) -> None:
         with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(whom, what)
+            self._loop.call_soon_threadsafe(callback, value)
 
     def _run(self) -> None:
         cloud = find(self._name, self._ask)
         if cloud is None:
             return
-        log.info("listening for the notices of %s", cloud.name)
+        log.info("polling %s for notices of this machine's end", cloud.name)
         risk = trouble = ""
-        while not self._over.is_set():
-            before, trouble = trouble, ""
+        while not self._stopped.is_set():
+            last_trouble, trouble = trouble, ""
             try:
                 notice = cloud.look(time.time())
                 if notice and (notice.left is None or notice.left <= SOON):
-                    self._tell(self._on_notice, notice)
+                    self._call(self._on_notice, notice)
                     return
                 last, risk = risk, cloud.risk()
                 if risk and risk != last:
-                    self._tell(self._on_risk, risk)
+                    self._call(self._on_risk, risk)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 trouble = f"{type(error).__name__}: {error}"
-                if not before:
+                if not last_trouble:
                     log.warning("%s's notices can't be read: %s", cloud.name, trouble)
-            self._over.wait(POLL)
+            self._stopped.wait(POLL)

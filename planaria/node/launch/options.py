@@ -139,18 +139,20 @@ Insecure = Annotated[
 def parse_device(text: str) -> str:
     """Raises BadParameter."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
-        raise typer.BadParameter(f"{text!r}: auto, cpu or cuda:N")
+        raise typer.BadParameter(f"{text!r}: use auto, cpu or cuda:N")
     return text
 
 
 def parse_devices(text: str) -> str:
     """One, or several with commas between them. Raises BadParameter."""
     names = [parse_device(name) for name in text.split(",")]
-    same = ["cuda:0" if name == "cuda" else name for name in names]
-    if twice := sorted({name for name in same if same.count(name) > 1}):
-        raise typer.BadParameter(f"{text!r}: {', '.join(twice)} twice; one node serves a device")
+    devices = ["cuda:0" if name == "cuda" else name for name in names]
+    if repeated := sorted({name for name in devices if devices.count(name) > 1}):
+        raise typer.BadParameter(
+            f"{text!r} names {', '.join(repeated)} twice; one node runs on each device"
+        )
     if len(names) > 1 and "auto" in names:
-        raise typer.BadParameter(f"{text!r}: auto is one device; name each of several")
+        raise typer.BadParameter(f"{text!r}: auto is one device; of several, name each")
     return text
 
 
@@ -180,7 +182,7 @@ def parse_seats(text: str) -> int | None:
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) < 1:
-        raise typer.BadParameter(f"{text}: a number from 1 on, or auto")
+        raise typer.BadParameter(f"{text!r}: use a number from 1, or auto")
     return int(text)
 
 

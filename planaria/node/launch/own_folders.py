@@ -22,47 +22,49 @@ def own_folder(out: Path | None, run: RunFile) -> Path:
 def below(folder: Path, key: str, name: str, option: str) -> Path:
     """The folder that a key of the run file calls `name`. Raises NodeError unless it is below
     `folder`, symbolic links resolved; `option`: overrides it, for the message."""
-    own = folder.resolve()
-    found = Path(os.path.realpath(own / name))  # unlike `resolve`, also of cyclic links
-    if own not in found.parents:
+    parent = folder.resolve()
+    path = Path(os.path.realpath(parent / name))  # unlike `resolve`, also of cyclic links
+    if parent not in path.parents:
         raise NodeError(
             f"{key} = {name!r}: that folder is not below this node's own, {folder}, so a registry "
             f"may not name it: {option} DIR says where it is on this machine"
         )
-    return found
+    return path
 
 
 def data_below(folder: Path, data: DataSection) -> DataSection:
     """The data section with paths below the folder. Raises NodeError."""
 
-    def there(name: str) -> str:
+    def below_folder(name: str) -> str:
         return str(below(folder, "data.path", name, "--data"))
 
-    each = tuple(one.model_copy(update={"path": there(one.path)}) for one in data.corpora)
-    path = data.path if each else there(data.path)
-    return data.model_copy(update={"path": path, "corpora": each})
+    corpora = tuple(
+        corpus.model_copy(update={"path": below_folder(corpus.path)}) for corpus in data.corpora
+    )
+    path = data.path if corpora else below_folder(data.path)
+    return data.model_copy(update={"path": path, "corpora": corpora})
 
 
-def checkpoint_dir(run: RunFile, folder: Path, given: Path | None) -> Path | None:
-    """The checkpoint folder, or `given`; None: the policy writes none. Raises NodeError."""
+def checkpoint_dir(run: RunFile, folder: Path, override: Path | None) -> Path | None:
+    """The checkpoint folder, or `override`; None: the policy writes none. Raises NodeError."""
     recovery = run.recovery
     if run.policy.checkpoints:
-        named = "recovery.checkpoint.dir", recovery.checkpoint.dir, "--checkpoint-dir"
-        return given or below(folder, *named)
-    if given is not None:
+        key = "recovery.checkpoint.dir", recovery.checkpoint.dir, "--checkpoint-dir"
+        return override or below(folder, *key)
+    if override is not None:
         raise NodeError(
-            f"--checkpoint-dir {given}: with recovery.policy = {recovery.policy} there are no "
+            f"--checkpoint-dir {override}: with recovery.policy = {recovery.policy} there are no "
             "checkpoints; leave it out"
         )
     return None
 
 
-def said_here(run: RunFile) -> list[str]:
-    """Node options for this machine's folders in the run file, for a node whose owner wrote that
+def folder_options(run: RunFile) -> list[str]:
+    """Node options that name the folders in the run file, for a node whose owner wrote that
     file."""
-    said = [part for name in run.data.names for part in ("--data", str(Path(name).absolute()))]
+    options = [part for name in run.data.names for part in ("--data", str(Path(name).absolute()))]
     if run.model.origin is not None and Path(run.model.origin).is_dir():
-        said += ["--model", run.model.origin]
+        options += ["--model", run.model.origin]
     if run.policy.checkpoints:
-        said += ["--checkpoint-dir", str(Path(run.recovery.checkpoint.dir).absolute())]
-    return said
+        options += ["--checkpoint-dir", str(Path(run.recovery.checkpoint.dir).absolute())]
+    return options

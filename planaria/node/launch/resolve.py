@@ -27,14 +27,14 @@ from planaria.node.run_file import (
 
 SHIPPED = Path(__file__).resolve().parents[2] / "corpus" / "austen"
 """Prose in the package."""
-LOOKING = 300.0
+BUILD_SECONDS = 300.0
 """Seconds for an own architecture's code to be loaded and tried."""
 
 
 def text_to_prepare(run: RunFile) -> Path | None:
     """The shipped prose, if the run has the default data path and nothing is there yet."""
-    wanted = run.data.path == DATA and not run.data.content
-    return SHIPPED if wanted and not Path(run.data.path).exists() and SHIPPED.is_dir() else None
+    is_default = run.data.path == DATA and not run.data.content
+    return SHIPPED if is_default and not Path(run.data.path).exists() and SHIPPED.is_dir() else None
 
 
 def resolve(run: RunFile) -> RunFile:
@@ -52,11 +52,11 @@ def resolve(run: RunFile) -> RunFile:
         check_tokenizer(run)
         if problem := index.misfit(data.folders[0], data.content, vocabulary):
             raise CorpusError(f"{data.where} {problem}")
-        each = [
-            one.model_copy(update={"content": read_index(path).content})
-            for one, path in zip(data.corpora, data.folders, strict=False)
+        corpora = [
+            corpus.model_copy(update={"content": read_index(path).content})
+            for corpus, path in zip(data.corpora, data.folders, strict=False)
         ]
-        data = data.model_copy(update={"content": index.content, "corpora": tuple(each)})
+        data = data.model_copy(update={"content": index.content, "corpora": tuple(corpora)})
         vocabulary = vocabulary or index.vocabulary
     run = override(run, data=data.model_dump(), model__vocabulary=vocabulary)
     if run.model.module is not None and run.model.parts is None:
@@ -75,11 +75,18 @@ def _with_parts(run: RunFile) -> RunFile:
     command = calling("planaria.node.stage.own_code")
     try:
         done = subprocess.run(
-            command, input=dumps(run), capture_output=True, text=True, timeout=LOOKING, check=False
+            command,
+            input=dumps(run),
+            capture_output=True,
+            text=True,
+            timeout=BUILD_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise RunFileError(
-            f"model.module = {run.model.module}: it took longer than {LOOKING:.0f} s to build"
+            f"model.module = {run.model.module}: its model was not built within "
+            f"{BUILD_SECONDS:.0f} s; build it faster, or give model.parts "
+            "(docs/own-architecture.md)"
         ) from error
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [describe_status(done.returncode)])[-1]
@@ -91,9 +98,12 @@ def _with_parts(run: RunFile) -> RunFile:
 
 
 def _absolute(data: DataSection) -> DataSection:
-    each = [one.model_copy(update={"path": str(Path(one.path).absolute())}) for one in data.corpora]
-    path = data.path if each else str(Path(data.path).absolute())
-    return data.model_copy(update={"path": path, "corpora": tuple(each)})
+    corpora = [
+        corpus.model_copy(update={"path": str(Path(corpus.path).absolute())})
+        for corpus in data.corpora
+    ]
+    path = data.path if corpora else str(Path(data.path).absolute())
+    return data.model_copy(update={"path": path, "corpora": tuple(corpora)})
 
 
 def _check_policy(run: RunFile) -> None:
@@ -114,19 +124,19 @@ def _check_lora(run: RunFile) -> None:
         return
     if run.model.origin is None:
         raise RunFileError(
-            "training.lora trains adapters of a model that was trained before: name its folder by "
-            "model.from, or leave training.lora out to train a new model"
+            "training.lora trains adapters of a trained model: name its folder by model.from, or "
+            "leave training.lora out to train a new model"
         )
     if run.policy.swapped:
         raise RunFileError(
-            f"recovery.policy = {run.recovery.policy} trains stages in each other's places, and "
-            "with training.lora they stay what they are in the model: use checkfree or snapshot"
+            f"recovery.policy = {run.recovery.policy} swaps stages, but with training.lora each "
+            "stage keeps its part of the base model: use checkfree or snapshot"
         )
     names = matrix_names(run.config)
-    if strange := [name for name in lora.targets if name not in names]:
+    if unknown := [name for name in lora.targets if name not in names]:
         raise RunFileError(
-            f"training.lora.targets: no matrix of a layer is called {', '.join(strange)}; there "
-            f"are {', '.join(names)}"
+            f"training.lora.targets: no matrix of a layer is called {', '.join(unknown)}; use "
+            f"{', '.join(names)}"
         )
 
 
@@ -135,8 +145,8 @@ def run_id(run: RunFile) -> str:
 
     A newer planaria, which has keys that the file lacks, keeps the name.
     """
-    said = json.dumps(run.identifying_fields(), sort_keys=True)
-    return f"{run.name}-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
+    content = json.dumps(run.identifying_fields(), sort_keys=True)
+    return f"{run.name}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
 
 
 def registry_rules(run: RunFile) -> MembershipRules:

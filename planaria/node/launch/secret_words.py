@@ -12,27 +12,27 @@ INVITE = "planaria1."
 
 def taken_out(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The words without options that may have secrets, and these as environment variables."""
-    kept, values, left = [], dict[str, str](), iter(words)
-    for word in left:
-        option, is_one, value = word.partition("=")
+    public, values, rest = [], dict[str, str](), iter(words)
+    for word in rest:
+        option, equals, value = word.partition("=")
         if option in VARIABLES:
-            values[VARIABLES[option]] = value if is_one else next(left, "")
+            values[VARIABLES[option]] = value if equals else next(rest, "")
         else:
-            kept.append(word)
-    return kept, values
+            public.append(word)
+    return public, values
 
 
 def warnings(words: Sequence[str]) -> list[str]:
     """Warnings about visible secrets."""
     _, values = taken_out(words)
     token = values.get("PLANARIA_TOKEN", "")
-    seen = {
+    secrets = {
         "--join": ("invite", values.get("PLANARIA_JOIN", "").startswith(INVITE)),
         "--token": ("token", bool(token) and not token.startswith("@")),
     }
     return [
-        f"whoever is on this machine sees the {what} in its list of processes: put it into a file, "
-        f"and say {option} @FILE, or into {VARIABLES[option]}"
-        for option, (what, is_seen) in seen.items()
-        if is_seen
+        f"other users of this machine can see the {secret} in its list of processes: put it into a "
+        f"file and give {option} @FILE, or set {VARIABLES[option]}"
+        for option, (secret, is_visible) in secrets.items()
+        if is_visible
     ]

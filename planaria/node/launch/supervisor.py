@@ -84,16 +84,16 @@ def one_each(
     if len(devices) == 1:
         return {"the node": same_again()}
     commands = {}
-    for place, device in enumerate(devices):
-        own = ["--device", device]
+    for index, device in enumerate(devices):
+        replaced = ["--device", device]
         addresses = ("--listen", listen), ("--advertise", advertise), ("--metrics", metrics)
         for option, address in addresses:
             if address is not None and address.port:
-                counted_up = str(address._replace(port=address.port + place))
-                own += [option, str(Address.parse(counted_up))]
+                counted_up = str(address._replace(port=address.port + index))
+                replaced += [option, str(Address.parse(counted_up))]
         if save_dir is not None:
-            own += ["--save-dir", str(save_dir / device.replace(":", "-"))]
-        commands[f"the node on {device}"] = [*same_again(), *own]
+            replaced += ["--save-dir", str(save_dir / device.replace(":", "-"))]
+        commands[f"the node on {device}"] = [*same_again(), *replaced]
     return commands
 
 
@@ -103,17 +103,17 @@ async def supervise(nodes: Mapping[str, Sequence[str]], grace: float, again: boo
     highest exit status, as a shell has it."""
     stop = stop_signals()
 
-    async def keep(what: str, command: Sequence[str]) -> int:
-        status = await _keep(what, command, grace, again, stop)
+    async def keep(name: str, command: Sequence[str]) -> int:
+        status = await _keep(name, command, grace, again, stop)
         if len(nodes) > 1 and not stop.done():
-            log.warning("%s %s, and stays away", what, describe_status(status))
+            log.warning("%s %s and is not restarted", name, describe_status(status))
         return status
 
     return max(await asyncio.gather(*(keep(*node) for node in nodes.items())))
 
 
 async def _keep(
-    what: str, command: Sequence[str], grace: float, again: bool, stop: asyncio.Future[int]
+    name: str, command: Sequence[str], grace: float, again: bool, stop: asyncio.Future[int]
 ) -> int:
     _, secrets = taken_out(sys.argv[1:])
     environment = os.environ | secrets | {SUPERVISOR: str(os.getpid())}
@@ -127,15 +127,15 @@ async def _keep(
         await asyncio.wait([ended, stop], return_when=asyncio.FIRST_COMPLETED)
         if stop.done():
             status = await _end(node, ended, grace + SLOW)
-            told_before_it_had_begun = status == -signal.SIGTERM
-            return 0 if told_before_it_had_begun else _as_in_a_shell(status)
+            stopped_before_start = status == -signal.SIGTERM
+            return 0 if stopped_before_start else _as_in_a_shell(status)
         status, lasted = ended.result(), clock() - began
         if status in FINAL or not again:
             return _as_in_a_shell(status)
         pause = pauses.after(lasted)
         log.warning(
-            "%s %s after %.0f s; another is started in %g s (--restart no: none is)",
-            what,
+            "%s %s after %.0f s; it is restarted in %g s (not with --restart no)",
+            name,
             describe_status(status),
             lasted,
             pause,

@@ -29,7 +29,7 @@ from planaria.bootstrap.registry_pb2 import Description, View
 from planaria.node.data.mixture import index_of
 from planaria.node.data.progress import Track
 from planaria.node.hugging_face.taking_in import take_in
-from planaria.node.launch.own_folders import said_here
+from planaria.node.launch.own_folders import folder_options
 from planaria.node.launch.resolve import resolve, text_to_prepare
 from planaria.node.launch.supervisor import FINAL
 from planaria.node.local.losses import (
@@ -736,7 +736,7 @@ class _Swarm:
             ]
         saves = "none" if self.save_dir is None else str(self.save_dir / slot)
         stage = [] if slot in self.at_large else ["--stage", slot.partition(".")[0]]
-        module, folders = self.run.model.module, said_here(self.run)
+        module, folders = self.run.model.module, folder_options(self.run)
         own_code = [] if module is None else ["--allow-module", module]
         return [
             *("node", "--join", self.address, "--name", f"node-{slot}", *stage),

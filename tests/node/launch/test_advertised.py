@@ -105,7 +105,7 @@ def test_only_who_is_known_by_another_address_looks_for_it(listen, way, otherwis
 
 def test_else_peers_are_told_what_the_machine_calls_itself() -> None:
     assert own(EVERYWHERE, BEHIND) == Advertised(
-        Address("172.17.0.2", 7401), "that is what leads from here to the registry at 1.2.3.4"
+        Address("172.17.0.2", 7401), "connections to the registry at 1.2.3.4 come from it"
     )
     one = Address.parse("10.0.0.5:7401")
     assert own(one, BEHIND).address == one

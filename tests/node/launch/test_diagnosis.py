@@ -63,7 +63,7 @@ def test_a_proxy_that_is_set_is_said_not_to_be_used(registry: Any, verdict: Grad
     )
     one = found("proxy", proxies=set_here, registry_protocol=registry)
     assert one.verdict is verdict
-    assert one.what.startswith("a proxy is set (HTTPS_PROXY), and gRPC")
+    assert one.description.startswith("a proxy is set (HTTPS_PROXY), and gRPC")
     assert ("VPN" in one.remedy) == (verdict is Grade.WARNING)
     assert proxies({"no_proxy": "*", "http_proxy": ""}) == ""
 
@@ -79,7 +79,7 @@ def test_of_code_it_is_said_whether_it_may_be_loaded() -> None:
     own = override(RUN, model__module="gpt2:build")
     refused = found("code", run=own)
     assert refused.verdict is Grade.PROBLEM
-    assert "start the node with --allow-module gpt2:build" in refused.what
+    assert "start the node with --allow-module gpt2:build" in refused.description
     assert found("code", run=own, allow_module="gpt2:build").verdict is Grade.OK
 
 
@@ -116,14 +116,14 @@ SELF = DialledBack("::1", 7401, False)
         ("TLS", {"tls": False, "loopback": True}, OK, "none is needed on one machine"),
         ("port", {"port": UnknownFact("in use", P)}, P, "in use"),
         ("port", {"port": ""}, OK, "only dials out"),
-        ("reachable", {"port": ""}, OK, "carried by a third"),
+        ("reachable", {"port": ""}, OK, "a third relays"),
         ("reachable", {"port": UnknownFact("in use", P)}, W, "nothing can listen here"),
         ("reachable", {"back": DialledBack("203.0.113.5", 7401, None)}, P, "open the port"),
         ("reachable", {"back": DialledBack("203.0.113.5", 7401, False)}, P, "--advertise none"),
         ("reachable", {"advertise": ("a.org:7401", ("203.0.113.5",))}, OK, "reaches this machine"),
         ("reachable", {"advertise": ("a.org:7401", ("10.0.0.1",))}, W, "advertise 203.0.113.5"),
-        ("reachable", {"advertise": ("a.org:7401", ())}, W, "nothing that can be looked up"),
-        ("reachable", {"back": SELF}, W, "doesn't say whether others reach 0.0.0.0:7401"),
+        ("reachable", {"advertise": ("a.org:7401", ())}, W, "no address that can be looked up"),
+        ("reachable", {"back": SELF}, W, "can't test whether others reach 0.0.0.0:7401"),
         ("reachable", {"back": SELF, "port": "127.0.0.1:7401"}, OK, "on one machine"),
         ("bandwidth", {"link": Link(0.02, 0.5, 100.0)}, W, "fewer bytes"),
         ("bandwidth", {"tokens_per_second": 1e6}, W, "the others would wait"),
@@ -153,7 +153,7 @@ SELF = DialledBack("::1", 7401, False)
 def test_each_finding(about: str, changes: dict[str, Any], verdict: Grade, says: str) -> None:
     one = found(about, **changes)
     assert one.verdict is verdict, one
-    assert says in f"{one.what} {one.remedy}"
+    assert says in f"{one.description} {one.remedy}"
     if verdict is P and not isinstance(changes.get(about, ""), UnknownFact):
         assert one.remedy or about in ("registry", "port")
 

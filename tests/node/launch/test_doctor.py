@@ -23,7 +23,7 @@ from tests.bootstrap.conftest import serving
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 DEADLINE = 120.0  # seconds; only a hanging test gets there
-TAKE_ANY_TIME = ("KNOCK", "DESCRIBE", "DIAL", "MEASURE", "LOOK", "IN_ALL")
+TAKE_ANY_TIME = ("PROBE", "DESCRIBE", "DIAL", "MEASURE", "LOOK", "IN_ALL")
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ async def test_a_machine_that_could_join(tmp_path: Path) -> None:
     async with serving() as place:
         facts = await examine(asked(place.address, tmp_path), "1")
     assert isinstance(facts.back, DialledBack)
-    assert (facts.back.host, facts.back.there) == ("127.0.0.1", True)
+    assert (facts.back.host, facts.back.reached) == ("127.0.0.1", True)
     assert isinstance(facts.link, Link) and facts.link.up > 0 and facts.link.down > 0
     assert not isinstance(facts.clock, UnknownFact) and abs(facts.clock.ahead) <= facts.clock.rtt
     assert not isinstance(facts.saves, UnknownFact) and facts.saves.free > 0

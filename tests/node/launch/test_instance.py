@@ -38,4 +38,4 @@ def test_without_a_folder_an_instance_is_a_process(tmp_path: Path) -> None:
     assert find_instance(None).identity.public != find_instance(None).identity.public
     file = tmp_path / "file"
     file.touch()
-    assert find_instance(file / "state").held is None
+    assert find_instance(file / "state").lock is None

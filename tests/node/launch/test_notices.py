@@ -260,7 +260,7 @@ async def test_a_watch_waits_where_the_end_is_far_and_goes_on_after_nonsense(
     service.events = [event("Preempt", now - NOW + 30, NAME)]
     notice = await asyncio.wait_for(told.get(), 60)
     assert isinstance(notice, Notice)
-    assert notice.what.startswith("Azure: Preempt not before ")
+    assert notice.event.startswith("Azure: Preempt not before ")
     assert caplog.text.count("Azure's notices can't be read: TypeError") == 1
     watch.stop()
 

@@ -15,8 +15,8 @@ from planaria.node.launch.own_folders import (
     below,
     checkpoint_dir,
     data_below,
+    folder_options,
     own_folder,
-    said_here,
 )
 from planaria.node.launch.resolve import resolve
 from planaria.node.run_file import RunFile, RunFileError, loads, override
@@ -145,8 +145,8 @@ def test_up_says_to_its_nodes_what_its_run_file_names(tmp_path: Path, monkeypatc
     )
     shared = ["--checkpoint-dir", str(tmp_path / "shared")]
     prose = ["--data", str(tmp_path / "prose")]
-    assert said_here(run) == [*prose, "--model", "model", *shared]
+    assert folder_options(run) == [*prose, "--model", "model", *shared]
     (tmp_path / "model").rmdir()
-    assert said_here(run) == [*prose, *shared]
+    assert folder_options(run) == [*prose, *shared]
     corpora = loads("[[data.corpora]]\npath = '/a'\n[[data.corpora]]\npath = '/b b'")
-    assert said_here(corpora) == ["--data", "/a", "--data", "/b b"]
+    assert folder_options(corpora) == ["--data", "/a", "--data", "/b b"]

@@ -34,8 +34,8 @@ def test_what_may_be_secret_goes_from_the_command_line_into_the_environment() ->
 def test_who_types_a_secret_is_told_how_nobody_sees_it() -> None:
     assert INVITE == MARK
     invite, token = warnings(["node", "--join=planaria1.x", "--token", "y"])
-    assert "--join @FILE, or into PLANARIA_JOIN" in invite and "planaria1.x" not in invite
-    assert "--token @FILE, or into PLANARIA_TOKEN" in token
+    assert "--join @FILE, or set PLANARIA_JOIN" in invite and "planaria1.x" not in invite
+    assert "--token @FILE, or set PLANARIA_TOKEN" in token
     for hidden in ("--join @f --token @g", "--join 127.0.0.1:1", "--token=", ""):
         assert warnings(hidden.split()) == []
 

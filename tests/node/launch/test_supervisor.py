@@ -138,7 +138,7 @@ def test_a_node_that_is_killed_is_started_anew_and_again(supervised) -> None:
     os.kill(second, signal.SIGKILL)
     until(lambda: len(one.pids()) == 3)
     said = one.log.read_text()
-    assert re.findall(r"ended by SIGKILL after \d+ s; another is started in (\d) s", said) == [
+    assert re.findall(r"ended by SIGKILL after \d+ s; it is restarted in (\d) s", said) == [
         "1",
         "2",
     ]
@@ -185,7 +185,7 @@ def test_a_node_that_does_not_end_within_its_grace_is_killed(supervised) -> None
 
 def test_told_to_end_between_two_nodes_the_supervisor_ends(supervised) -> None:
     one = supervised(does=f"sys.exit({CRASHED})")
-    until(lambda: "another is started in 1 s" in one.log.read_text())
+    until(lambda: "it is restarted in 1 s" in one.log.read_text())
     one.process.send_signal(signal.SIGTERM)
     assert one.process.wait(60) == CRASHED
 
@@ -215,7 +215,7 @@ def test_a_node_that_is_gone_for_good_leaves_the_other_and_its_status(
     one = supervised(
         names=TWO, again=again, does=f"sys.argv[1] == {TWO[1]!r} and sys.exit({status})"
     )
-    until(lambda: f"{TWO[1]} ended with status {status}, and stays away" in one.log.read_text())
+    until(lambda: f"{TWO[1]} ended with status {status} and is not" in one.log.read_text())
     assert one.process.poll() is None
     until(lambda: len(one.pids()) == 2)
     one.process.send_signal(signal.SIGTERM)

@@ -313,7 +313,7 @@ def test_a_number_of_seats_that_is_none_is_refused(tmp_path, monkeypatch, comman
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, [*command.split(), f"--seats={text}"])
     assert result.exit_code == 2
-    assert "a number from 1 on, or auto" in result.output
+    assert "use a number from 1, or auto" in result.output
     assert not list(tmp_path.iterdir())
     assert (parse_seats("3"), parse_seats("auto")) == (3, None)
 
