@@ -149,8 +149,9 @@ class ChatTemplate:
                 before = self._text(conversation, messages[:at], add_generation_prompt=True)
         if other is others[0] and marked.count(MARK) > 1:
             raise CorpusError(
-                f"{conversation.place}: {self._name} writes message {at} more than once, so what "
-                "the assistant says can't be told: put {% generation %} and {% endgeneration %} "
+                f"{conversation.place}: {self._name} writes message {at} more than "
+                "once, so the assistant's tokens can't be marked: put {% generation %} and "
+                "{% endgeneration %} "
                 "around it in a copy of the template, and give that with --chat-template"
             )
         begin = _common(text, before or marked)

@@ -234,8 +234,8 @@ class _ShardFile:
                 )
             if highest >= self._vocabulary:
                 raise CorpusError(
-                    f"{self.file} has a token {highest}, and the index says that there are "
-                    f"{self._vocabulary}, from 0: {self._remedy}"
+                    f"{self.file} has token {highest}, but by its index tokens are below "
+                    f"{self._vocabulary}: {self._remedy}"
                 )
             self._verified = stamp
 

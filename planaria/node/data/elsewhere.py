@@ -62,7 +62,7 @@ class RemoteFolder:
             try:
                 return self._read(name, first, end)
             except CorpusError as error:
-                log.warning("%s; once more in %.1f s", error, pause)
+                log.warning("%s; retry in %.1f s", error, pause)
                 time.sleep(pause)
         return self._read(name, first, end)
 
@@ -88,8 +88,9 @@ class RemoteFolder:
             raise CorpusError(f"can't read {where}: {said(error)}") from error
         if len(data) != end - first:
             raise CorpusError(
-                f"can't read {where}: {len(data)} came. Either that file is another one, or "
-                "its server doesn't serve ranges of bytes"
+                f"can't read {where}: got {len(data)} bytes. Either the file was changed, or its "
+                "server "
+                "doesn't serve ranges of bytes"
             )
         return data
 
@@ -181,7 +182,8 @@ class ShardElsewhere:
             return block.result(PATIENCE)
         except TimeoutError as error:
             raise CorpusError(
-                f"a block of {self._place.url}/{self.shard.name} hasn't come in {PATIENCE:.0f} s"
+                f"a block of {self._place.url}/{self.shard.name} was not received in "
+                f"{PATIENCE:.0f} s"
             ) from error
 
     def _block(self, number: int) -> Future[bytes]:
@@ -205,8 +207,8 @@ class ShardElsewhere:
         highest = int(np.frombuffer(block, self._dtype).max(initial=0))
         if highest >= self._vocabulary:
             raise CorpusError(
-                f"{where} has a token {highest}, and the index says that there are "
-                f"{self._vocabulary}, from 0: copy the data there anew"
+                f"{where} has token {highest}, but by its index tokens are below "
+                f"{self._vocabulary}: copy the data there anew"
             )
         return block
 
@@ -262,7 +264,7 @@ def shards_of(folder: Path) -> Callable[[TokenShard, str, int], ShardElsewhere]:
 def stand_in(url: str, folder: Path) -> Index:
     """Make `folder` a stand-in for the prepared data at `url`, as it is now. Raises CorpusError."""
     if folder.exists() and not is_stand_in(folder) and any(folder.iterdir()):
-        raise CorpusError(f"{folder} exists, and is no link to data: choose another folder")
+        raise CorpusError(f"{folder} exists, but isn't a link to data: choose another folder")
     place = RemoteFolder(url)
     names = ["index.json", TOKENIZER, *(name for name in (CONFIG, TEMPLATE) if place.has(name))]
     contents = {name: place.file(name) for name in names}

@@ -130,7 +130,7 @@ def _message(place: str, message: object) -> tuple[dict[str, Any], bool]:
     calls = _calls(place, fields)
     if role == "assistant" and not content.strip() and not calls:
         raise CorpusError(
-            f"{place}: the assistant says nothing: there is neither content nor a call of a tool"
+            f"{place}: the assistant says nothing: it needs content, or a call of a tool"
         )
     more = {"tool_calls": calls} if calls else {}
     return {**fields, **thoughts, "role": role, "content": content or None, **more}, scored
@@ -167,7 +167,7 @@ def _role(place: str, fields: dict[str, Any]) -> str:
         return name
     if "role" not in fields:
         raise CorpusError(
-            f"{place} is from {role!r}: known are {', '.join(sorted({*USUAL, *ROLES}))}"
+            f"{place} has the unknown role {role!r}: use {', '.join(sorted({*USUAL, *ROLES}))}"
         )
     return role  # the template may know it
 
@@ -192,8 +192,8 @@ def _part(place: str, part: object) -> str:
     text = part.get("text") if isinstance(part, dict) else None
     if kind != "text" or not isinstance(text, str):
         raise CorpusError(
-            f"{place}: a part of the content is of type {shortened(kind)}, and only text can be "
-            "learned from: leave it out"
+            f"{place}: a part of the content is of type {shortened(kind)}, but training reads only "
+            "text: leave it out"
         )
     return text
 

@@ -205,7 +205,9 @@ def folders_of(section: DataSection, given: Sequence[Path] = ()) -> list[Path]:
         return section.folders
     if not section.corpora:
         if len(given) > 1:
-            raise CorpusError(f"the run has one corpus, and {_named(given)} are several folders")
+            raise CorpusError(
+                f"the run has one corpus, but {_named(given)} are several folders: name one"
+            )
         return list(given)
     inside = (sorted(folder.iterdir()) if folder.is_dir() else () for folder in given)
     prepared = [folder for folder in chain(given, *inside) if (folder / "index.json").is_file()]
@@ -213,7 +215,7 @@ def folders_of(section: DataSection, given: Sequence[Path] = ()) -> list[Path]:
     missing = [corpus for corpus in section.corpora if corpus.content not in by_content]
     if missing:
         raise CorpusError(
-            f"{_named(given)} has not all the data of the run: a copy of {missing[0].path} "
+            f"{_named(given)} lacks data of the run: a copy of {missing[0].path} "
             f"(content {missing[0].content}) is missing; each corpus is a folder of its own in "
             "there, or is named itself"
         )

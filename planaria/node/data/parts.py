@@ -259,7 +259,7 @@ def _rendered(
             case _:
                 raise CorpusError(
                     "there are documents of several kinds (texts, conversations, prompts with "
-                    "completions): prepare them apart, and train on both with [[data.corpora]]"
+                    "completions): prepare each kind apart, and train on all with [[data.corpora]]"
                 )
 
 

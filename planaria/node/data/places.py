@@ -129,7 +129,7 @@ def _files(path: Path, suffixes: Collection[str]) -> Listing:
             f"there is no file or folder {path}: check the path, or write hf:{path} for a dataset"
         )
     if not path.is_file():
-        raise CorpusError(f"{path} is no regular file: write what it gives into one")
+        raise CorpusError(f"{path} is no regular file: write its content into one")
     if not path.name.lower().endswith(ends):
         raise CorpusError(f"{path} does not end in {', '.join(suffixes)}: rename or convert it")
     return Listing([str(path)])

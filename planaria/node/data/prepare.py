@@ -128,7 +128,7 @@ def _occupant(out: Path) -> Index | None:
     if (out / "index.json").is_file():
         return read_index(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise CorpusError(f"{out} is there already and is no prepared data: choose another --out")
+        raise CorpusError(f"{out} exists, but isn't prepared data: choose another --out")
     return None
 
 
@@ -150,8 +150,8 @@ def _workshop(out: Path) -> Iterator[Path]:
             kept = any(folder.glob("*/part.json"))
             if kept and isinstance(error, CorpusError):
                 raise CorpusError(
-                    f"{error} (what is tokenized by now is kept in {folder} for the next try: "
-                    "remove that folder if there is none)"
+                    f"{error} (the tokens so far are kept in {folder} for the next try: remove "
+                    "that folder to begin anew)"
                 ) from error
             raise
         finally:
@@ -275,8 +275,8 @@ def _parts(
     for place, _ in parts:
         if not place.is_dir():
             raise CorpusError(
-                f"{place} isn't there, though a worker has written it: workers of --dask have to "
-                "see the same files under the same paths"
+                f"{place} is missing, though a worker has written it: workers of --dask must see "
+                "the same files under the same paths"
             )
     return parts
 
@@ -346,6 +346,6 @@ def _check_scored(splits: dict[str, Split]) -> None:
     for name, split in splits.items():
         if split.scored == 0:
             raise CorpusError(
-                f"in the {split.documents} conversations for {name} the assistant says nothing, "
-                "and only that is learned from: are there messages with the role assistant?"
+                f"the assistant says nothing in the {split.documents} conversations for {name}, "
+                "but training scores only its text: add messages with the role assistant"
             )

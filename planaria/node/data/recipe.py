@@ -45,7 +45,7 @@ class Recipe(PrepareOptions):
         if not 0 <= self.skip_bad <= 1:
             raise CorpusError(f"--skip-bad is a share between 0 and 1, not {self.skip_bad}")
         if self.context is not None and self.context < 1:
-            raise CorpusError(f"--context is a number of tokens from 1 on, not {self.context}")
+            raise CorpusError(f"--context is a number of tokens, at least 1, not {self.context}")
         if not self.inputs:
             raise CorpusError("nothing to prepare: name a text file, a folder or a dataset")
         separator = self.document_separator or ""
@@ -88,21 +88,22 @@ class Recipe(PrepareOptions):
         first = next((row for row in rows if not isinstance(row, RowError)), None)
         if not isinstance(first, Conversation) and self.chat_template is not None:
             raise CorpusError(
-                f"--chat-template {self.chat_template} is for records with messages, and the "
-                "first document is a text"
+                f"--chat-template {self.chat_template} is for records with messages, but the first "
+                "document is a text: leave it out"
             )
         if not isinstance(first, Conversation | Completion):
             return None
         if self.tokenizer is None:
             raise CorpusError(
-                "conversations need the tokenizer of the model that is to learn from them: give "
-                "its tokenizer.json with --tokenizer; the chat template is found beside it"
+                "conversations need the tokenizer of the model to train: give its tokenizer.json "
+                "with --tokenizer; the chat template is found beside it"
             )
         if isinstance(first, Completion):
             return COMPLETIONS
         if self.bos != "auto":
             raise CorpusError(
-                f"--bos {self.bos} is for texts: how a conversation begins its chat template says"
+                f"--bos {self.bos} is for texts: leave it out, since a conversation begins as its "
+                "chat template says"
             )
         template = template_of(self.tokenizer, self.chat_template)
         if self.end_token is not None:

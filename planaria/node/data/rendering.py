@@ -88,7 +88,7 @@ class Renderer:
             return f"it makes a text of more than {LONGEST >> 20} MiB"
         status = self._process.wait()
         if status == -signal.SIGPROF:
-            return f"it takes more than {self._patience:g} s of CPU time; does it ever end?"
+            return f"it takes more than {self._patience:g} s of CPU time: look for an endless loop"
         return f"its process has ended with status {status}"
 
 

@@ -53,7 +53,7 @@ def over_processes(jobs: int) -> Spread:
             yield from results
         except BrokenProcessPool as error:
             raise CorpusError(
-                f"one of {workers} processes was killed: perhaps memory was short; try --jobs "
+                f"one of {workers} processes was killed, perhaps for lack of memory: try --jobs "
                 f"{max(1, workers // 2)}"
             ) from error
         except BaseException:  # no caller will read their results
@@ -103,7 +103,7 @@ def over_dask(address: str, in_order: bool = True) -> Iterator[Spread]:
         except TimeoutError as error:
             raise CorpusError(
                 f"the Dask cluster at {address} has had no worker for {WORKERS_COME:g} s: start "
-                f"some, with `dask worker {address}`"
+                f"one with `dask worker {address}`"
             ) from error
 
         def spread(do: Callable[..., T], *columns: Sequence[Any]) -> Iterator[T]:

@@ -77,8 +77,8 @@ def bounds_of(
             )
     elif len(behind) > 1:
         raise CorpusError(
-            f"the {TOKENIZER} in {folder} ends a text with {len(behind)} tokens, and here a "
-            f"document ends with one: name it with --end-token; {special_tokens_in(tokenizer)}"
+            f"the {TOKENIZER} in {folder} ends a text with {len(behind)} tokens, but a document "
+            f"must end with one: name it with --end-token; {special_tokens_in(tokenizer)}"
         )
     elif behind:
         [end] = behind
@@ -237,7 +237,7 @@ def _named(tokenizer: Tokenizer, folder: Path, named: dict[str, str], kind: str)
     number = tokenizer.token_to_id(token)
     if number is None:
         raise CorpusError(
-            f"{folder} names {token} as {kind}_token, and its {TOKENIZER} has no such token: "
+            f"{folder} names {token} as {kind}_token, but its {TOKENIZER} has no such token: "
             f"{special_tokens_in(tokenizer)}"
         )
     return int(number)

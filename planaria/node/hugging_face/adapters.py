@@ -61,8 +61,8 @@ def way_out(run: RunFile, config: ModelConfig, into_weights: bool, base: str) ->
     if not into_weights:
         if not HUB_NAME.fullmatch(base):
             log.warning(
-                "the adapters name %s as their base, a folder's name: --base ORG/NAME gives the "
-                "name by which others find it",
+                "the adapters name the folder %s as their base model: give its name on the hub "
+                "by --base ORG/NAME",
                 base,
             )
         return partial(_apart, base)

@@ -61,7 +61,8 @@ class Portion:
         available = self.corpus.count(split, context)
         if not available:
             raise CorpusError(
-                f"--split {split} of {data} has no {context} tokens, which a sample is"
+                f"--split {split} of {data} has fewer than {context} tokens, the length of a "
+                "sample: prepare more text"
             )
         self.count = min(samples or available, available)
         self._scored = 0
@@ -82,8 +83,8 @@ class Portion:
         """The evaluation; `total`: sum of the scored losses of all `rows`. Raises CorpusError."""
         if not self._scored:
             raise CorpusError(
-                f"none of the tokens in {self.count} samples of {self.corpus.path} is scored: name "
-                "more --samples"
+                f"none of the tokens in {self.count} samples of {self.corpus.path} is scored: "
+                "evaluate more --samples"
             )
         split = self.corpus.index.splits[self._split]
         whole = None if self.corpus.masked else split.text_bytes / split.tokens

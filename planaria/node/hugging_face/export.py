@@ -92,7 +92,7 @@ def export(
 def whole_or_not(out: Path) -> Iterator[Path]:
     """A temporary folder, renamed to `out` at the end. Raises ExportError."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ExportError(f"{out} is there already: choose another folder, or remove it")
+        raise ExportError(f"{out} exists already: choose another folder, or remove it")
     unfinished = out.with_name(out.name + ".unfinished")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -57,8 +57,8 @@ def saved_model(run: RunFile, saves: Sequence[SaveFile]) -> SavedModel:
     if missing:
         names = ", ".join(map(str, missing))
         raise ExportError(
-            f"there is no save of stage {names}, and a model is all of its stages 0 to {stages}: "
-            "name the folders of the nodes that have had it"
+            f"there is no save of stage {names}, but a model needs its stages 0 to {stages}: name "
+            "the folders of the nodes that served it"
         )
     return SavedModel(
         replace(config, stages=stages),
@@ -95,7 +95,7 @@ def vocabulary_of(run: RunFile, data: Path | None) -> Vocabulary | None:
         return of_data(run, [], model)
     except CorpusError as error:
         if (vocabulary := of_model(model)) is None:
-            log.warning("without a tokenizer: %s (--data DIR says where the data is)", error)
+            log.warning("exported without a tokenizer: %s (name the data by --data DIR)", error)
         return vocabulary
 
 

@@ -93,12 +93,12 @@ class LivingModel(LivingRun):
         try:
             state = (await self._exchanges.outcome(fetch)).state
         except ComplaintError as error:
-            raise ExportError(f"stage {stage} has gone: {error}. Try again") from error
+            raise ExportError(f"stage {stage} was lost meanwhile: {error}. Try again") from error
         if state.last.step == self.step:
             made = Ballot.of(state.last.ballot)
             if self._made not in (NEVER, made):
                 raise ExportError(
-                    f"the run has gone back and made step {self.step} anew meanwhile: export again"
+                    f"the run went back and repeated step {self.step} meanwhile: export again"
                 )
             self._made, self.loss = made, state.last.loss
         return state.tensors[WEIGHTS]

@@ -45,7 +45,7 @@ def generate(
     Tokens beyond the context are dropped from the front. Raises ValueError for an empty prompt.
     """
     if not prompt:
-        raise ValueError("there is nothing to go on from: the prompt has no tokens")
+        raise ValueError("the prompt has no tokens to continue: give a longer one")
     generator = torch.Generator().manual_seed(sampling.seed)
     known = list(prompt)
     for _ in range(tokens):

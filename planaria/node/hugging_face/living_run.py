@@ -169,7 +169,7 @@ class LivingRun:
             if seat in seats:
                 seats.remove(seat)
                 if not seats:
-                    raise StageGoneError(f"stage {stage} has gone: {why}. Try again")
+                    raise StageGoneError(f"stage {stage} was lost meanwhile: {why}. Try again")
 
     async def _find_seats(self) -> None:
         """Find seats of all stages. Raises ExportError, and exceptions of `Access.view`."""
@@ -183,8 +183,8 @@ class LivingRun:
         routes = self._ways(stage, view)
         if not any(stage in stages_of(member) for member in view.members):
             raise ExportError(
-                f"stage {stage} has no node at the moment: try again when it has been rebuilt, "
-                "which `planaria status` tells, or take what was saved"
+                f"stage {stage} has no node at the moment: try again when `planaria status` shows "
+                "one, or use the run's saves"
             )
         seats: list[str] = []
         failures: list[str] = []
@@ -207,7 +207,7 @@ class LivingRun:
             reasons = "; ".join(dict.fromkeys(failures)) or "no node of this run can be dialled"
             raise ExportError(
                 f"stage {stage} can't be reached from here: {reasons}. Ask from a machine that "
-                "reaches the nodes, or take what was saved"
+                "reaches the nodes, or use the run's saves"
             )
         return seats
 
@@ -222,7 +222,9 @@ class LivingRun:
                 answers = await self._ask(0)
                 newest = max(answer.committed for answer in answers.values())
                 if newest == 0:
-                    raise ExportError("no step is committed yet: there is no model to take")
+                    raise ExportError(
+                        "no step is committed yet, so there is no model: try again later"
+                    )
                 step = min(newest + ahead, max(self.run.steps, newest))
                 if await self._all_keep(step, min(end, self.loop.time() + wait / 4)):
                     return
@@ -237,7 +239,7 @@ class LivingRun:
         )
         raise ExportError(
             f"in {wait:g} s no step was committed that all stages could keep ({stand}): see "
-            "`planaria status`, and try again, with a longer --wait where steps take that long"
+            "`planaria status`, and try again, with a longer --wait if steps take that long"
         )
 
     async def _all_keep(self, step: int, until: float) -> bool:

@@ -87,8 +87,8 @@ def find(origin: str, parts: Sequence[str] = PARTS) -> Path | None:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         at = f" --revision {revision}" if revision else ""
         raise OSError(
-            f"there is no such folder, and it can't be had from the Hugging Face hub: {why} Where "
-            f"there is a network, `hf download {name}{at} --local-dir FOLDER` gets it: name that"
+            f"there is no such folder, and it can't be loaded from the Hugging Face hub: {why} "
+            f"With a network, run `hf download {name}{at} --local-dir FOLDER`, and name that folder"
         ) from error
 
 
@@ -122,8 +122,9 @@ def tokenizer_in(folder: Path) -> Path:
     tokenizer = folder / TOKENIZER
     if not tokenizer.is_file():
         raise CorpusError(
-            f"{folder} has no {TOKENIZER}, so nobody knows which text its tokens stand for: "
-            "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes one"
+            f"{folder} has no {TOKENIZER}, which says what text its tokens stand for: "
+            "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes "
+            "one"
         )
     return tokenizer
 

@@ -161,7 +161,7 @@ class LivingStages(LivingRun):
             self._check_made(seat, frame.fields.get("made"))
             (tensor,) = decode(frame.descriptors, frame.payload)
         except TimeoutError:
-            raise NoAnswerError(f"{node_of(seat)}: nothing in {progress:g} s") from None
+            raise NoAnswerError(f"{node_of(seat)} sent nothing for {progress:g} s") from None
         except (WireError, ValueError) as error:
             raise NoAnswerError(f"{node_of(seat)} sent an invalid message: {error}") from error
         finally:
@@ -174,10 +174,10 @@ class LivingStages(LivingRun):
         if not self.step:
             return
         if made is None:
-            raise NoAnswerError(f"{node_of(seat)} can't answer for one step: its planaria is older")
+            raise NoAnswerError(f"{node_of(seat)} can't answer for one step: update its planaria")
         self._made = self._made or made
         if made != self._made:
-            raise ExportError(f"the run has gone back and made step {self.step} anew: try again")
+            raise ExportError(f"the run went back and repeated step {self.step}: try again")
 
     def answered(self, seat: str, item: pb.Message | Frame) -> None:
         if not isinstance(item, Frame):
@@ -198,7 +198,7 @@ class LivingStages(LivingRun):
 def _of(x: Tensor, shape: tuple[int, ...], whose: str) -> Tensor:
     """Check dtype and shape. Raises ExportError."""
     if x.dtype != torch.float32 or x.shape != shape:
-        raise ExportError(f"{whose} has made {x.dtype} {list(x.shape)} of it")
+        raise ExportError(f"{whose} answered with a tensor {x.dtype} {list(x.shape)}")
     return x
 
 
@@ -236,9 +236,8 @@ async def evaluate_swarm(
         config, rows = stages.config, min(options.batch, stages.rows)
         if not rows:
             raise ExportError(
-                f"a sample of {config.context} tokens takes more than the {FRAME_LIMIT} bytes that "
-                f"can be shown to a stage at a time: `planaria export --join` the model, and "
-                "evaluate that"
+                f"a sample of {config.context} tokens takes more than the {FRAME_LIMIT} bytes of a "
+                "frame to a stage: evaluate what `planaria export --join` writes"
             )
         samples, apart = options.samples, config.block_causal
         portion = Portion(options.data, options.split, config.context, samples, apart)
@@ -268,6 +267,6 @@ def check_tokenizer(run: RunFile, data: Path) -> None:
         raise CorpusError(f"{data} {problem}")
     if index.content != run.data.content:
         log.warning(
-            "%s isn't what the run trains on: whether it has the run's tokenizer can't be told",
+            "%s isn't the run's data: its tokenizer may be another one",
             data,
         )

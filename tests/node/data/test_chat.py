@@ -221,7 +221,9 @@ def test_shards_of_masks_go_with_those_of_tokens(
 def test_texts_and_conversations_are_a_mixture(folder: Path, chat: Corpus, tmp_path: Path) -> None:
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(f'{{"text": "One {n} two three four."}}\n' for n in range(30)))
-    with pytest.raises(CorpusError, match=r"prepare them apart, and train on both with \[\[data"):
+    with pytest.raises(
+        CorpusError, match=r"prepare each kind apart, and train on all with \[\[data"
+    ):
         prepare(recipe(folder, texts, CONVERSATIONS), tmp_path / "both")
     plain, _ = prepare(recipe(folder, texts), tmp_path / "texts")
     both = Mixture([plain, chat], [1, 1])

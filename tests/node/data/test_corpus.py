@@ -318,7 +318,7 @@ def test_out_is_only_replaced_by_force_and_only_if_it_is_prepared_data(tmp_path:
     assert replaced.content == Corpus.open(out, verify=True).content != first.content
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("")
-    with pytest.raises(CorpusError, match="is no prepared data"):
+    with pytest.raises(CorpusError, match="isn't prepared data"):
         prepare(other, tmp_path / "mine", force=True)
     assert (tmp_path / "mine" / "thesis.tex").exists()
 
@@ -755,7 +755,7 @@ def test_a_token_that_the_model_does_not_know_is_refused(copy: Path) -> None:
     index.splits["train"].shards[0].checksum = file_checksum(shard)
     index.content = index.content_hash()
     (copy / "index.json").write_text(index.model_dump_json())
-    with pytest.raises(CorpusError, match="has a token 300, and the index says that there are 300"):
+    with pytest.raises(CorpusError, match="has token 300, but by its index tokens are below 300"):
         Corpus.open(copy).sample("train", 16, 0)
 
 

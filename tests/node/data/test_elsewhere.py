@@ -135,7 +135,7 @@ def test_a_stand_in_is_of_what_is_there_now(served: Served, tmp_path: Path) -> N
         folder_of(f"{served.url}/nothing", tmp_path)
     with pytest.raises(CorpusError, match=r"can't read http.*: Cannot connect to host"):
         folder_of("http://127.0.0.1:1/prose", tmp_path)
-    with pytest.raises(CorpusError, match="exists, and is no link to data"):
+    with pytest.raises(CorpusError, match="exists, but isn't a link to data"):
         stand_in(served.url, served.folder)
 
 

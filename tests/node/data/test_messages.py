@@ -177,7 +177,10 @@ def test_a_prompt_and_its_completion_may_be_texts() -> None:
         ({"messages": [ASKED], "tools": [1]}, "'tools' has no object but 1"),
         ({"messages": [said("a", weight=0.5)]}, "weight is 0 or 1, not 0.5"),
         ({"messages": [said("a", train="no")]}, "train is true or false, not 'no'"),
-        ({"conversations": [{"from": "narrator", "value": "a"}]}, "message 0 is from 'narrator'"),
+        (
+            {"conversations": [{"from": "narrator", "value": "a"}]},
+            "message 0 has the unknown role 'narrator'",
+        ),
         ({"instruction": "q", "output": 5}, "'output' is no text but int"),
         ({"instruction": "q", "output": ""}, "message 1: the assistant says nothing"),
         (

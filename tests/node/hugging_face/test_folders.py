@@ -250,7 +250,7 @@ def test_what_is_exported_begins_and_ends_texts_as_the_data_does(
 
 def test_a_folder_that_is_taken_stays_as_it_is(tmp_path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(ExportError, match="is there already: choose another folder"):
+    with pytest.raises(ExportError, match="exists already: choose another folder"):
         exported(tmp_path, GROUPED)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 

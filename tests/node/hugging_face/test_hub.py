@@ -55,8 +55,10 @@ def test_what_cannot_be_had_says_why_and_how_to_get_it(tmp_path: Path) -> None:
     with serving() as hub:
         unknown = find(hub, "org/other@v2", tmp_path / "home")
     alone = find(hub, "org/name", tmp_path / "home")
-    assert "`hf download org/other --revision v2 --local-dir FOLDER` gets it" in unknown.stderr
-    assert "`hf download org/name --local-dir FOLDER` gets it: name that" in alone.stderr
+    assert (
+        "`hf download org/other --revision v2 --local-dir FOLDER`, and name that" in unknown.stderr
+    )
+    assert "`hf download org/name --local-dir FOLDER`, and name that" in alone.stderr
 
 
 def test_a_run_without_data_says_that_its_model_is_missing(tmp_path, monkeypatch) -> None:
