@@ -167,7 +167,7 @@ def test_a_node_says_at_once_that_it_has_to_try_on(monkeypatch: pytest.MonkeyPat
     result = CliRunner().invoke(app, ["node", "--join", join])
     assert result.exit_code == 3
     assert f"{join} refuses connections: nothing listens there" in result.output
-    assert result.output.endswith("Trying on\n")
+    assert result.output.endswith("Trying again\n")
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_nodes_are_refused_without_loading_torch(arguments: str, says: str) -> N
         ("generate --join 127.0.0.1:{port} Once", "nothing listens there"),
         ("evaluate {empty} --data {empty}", "{empty} holds no model"),
         ("evaluate {model} --data {empty}", "there is no prepared data at {empty}"),
-        ("export {empty}/none --out {empty}/out", "there is no run in {empty}/none"),
+        ("export {empty}/none --out {empty}/out", "{empty}/none is not a folder"),
         ("export --join 127.0.0.1:{port} --out {empty}/out", "nothing listens there"),
     ],
 )
@@ -292,4 +292,6 @@ def test_a_folder_that_is_named_is_meant_though_the_environment_names_a_registry
 def test_what_is_to_be_exported_or_to_speak_has_to_be_said_once(command: str) -> None:
     result = CliRunner().invoke(app, command.split())
     assert result.exit_code == 1
-    assert re.search("not of a folder|say what to export|say planaria generate", result.output)
+    assert re.search(
+        "leave the folders out|nothing to export|usage: planaria generate", result.output
+    )

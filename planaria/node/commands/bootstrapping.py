@@ -34,8 +34,8 @@ Part = Callable[[RegistryServer], AbstractAsyncContextManager[None]]
 
 @dataclass(frozen=True)
 class Bootstrapping:
-    """What a registry begins with: its options, and what follows from them. Its methods raise what
-    they are made of does."""
+    """A registry's options, and what follows from them. Methods raise what the parts that they
+    start raise."""
 
     options: BootstrapOptions
     listen: Address
@@ -47,7 +47,7 @@ class Bootstrapping:
     page: PageAddress | None
 
     def alone(self) -> None:
-        """Serves with a journal, or none, until this process is told to stop."""
+        """Serve with a journal, or none, until this process gets a signal."""
         journal, after, folder = self.options.journal, self.options.after, self.options.authority
         if after is not None and journal is None:
             raise ValueError(f"--after {after}: give this run a --journal of its own, too")
@@ -60,25 +60,26 @@ class Bootstrapping:
         with Journal(journal, self.rules.run, admission.key) as log:
             if after is not None and log.view is None:
                 last, damage = read_view(after)
-                log.go_on_from(last, damage, f"the run {last.run} goes on in other numbers")
-            kept = self.page and replace(
+                log.go_on_from(last, damage, f"the run {last.run} continues with other settings")
+            page = self.page and replace(
                 self.page, port_file=journal.with_name(f"{journal.name}.page")
             )
-            serving = replace(self, page=kept)
+            serving = replace(self, page=page)
             run_on_loop(serving._serve(admission, self._certified(admission), log))
 
     def among(self) -> None:
-        """Serves in turns with those that share the store, until this process is told to stop."""
+        """Serve when elected leader among the registries of the store, until this process gets a
+        signal."""
         authority = self.options.authority
         if authority is None or not self.listen.port:
             raise ValueError(
-                "--store wants --authority DIR, in which each of the run's registries has the same "
-                "authority.pem, and a port in --listen"
+                "--store needs a port in --listen, and --authority DIR, with the same "
+                "authority.pem at each of the run's registries"
             )
         admission = Admission(authority, self._certifies)
         certified = self._certified(admission)
         credentials = self._credentials(certified)
-        at = advertised(self.listen, self.listen.port, self._known(self.listen.port))
+        at = advertised(self.listen, self.listen.port, self._advertised(self.listen.port))
         etcd = Etcd(EtcdPlace.parse(self.options.store))
         shared = Store(etcd, self.rules.run, admission.key, str(at))
         patient = replace(self, rules=replace(self.rules, restart_grace=self.rules.grace + GRACE))
@@ -107,8 +108,8 @@ class Bootstrapping:
             return self.credentials
         return Credentials.of(certified, self.credentials.token)
 
-    def _known(self, port: int) -> Address | None:
-        """What it is to be known as."""
+    def _advertised(self, port: int) -> Address | None:
+        """The address in --advertise; None: not given."""
         named = self.options.advertise
         return None if named is None else Address.parse_host(named, port)
 
@@ -116,11 +117,11 @@ class Bootstrapping:
         self,
         admission: Admission,
         certified: Certified | None,
-        kept: ViewStore | None,
+        store: ViewStore | None,
         stop: asyncio.Event | None = None,
         *parts: Part,
     ) -> Coroutine[object, object, None]:
-        registry = RegistryServer(self.rules, self.run_file, kept, admission=admission)
+        registry = RegistryServer(self.rules, self.run_file, store, admission=admission)
         if self.page is not None:
             parts = (*parts, partial(self._page_beside, self.page))
         if certified is not None:
@@ -136,7 +137,7 @@ class Bootstrapping:
         at = enrol or beside(listen._replace(port=registry.port if listen.port else 0))
 
         def addresses_for(port: int) -> tuple[Address, Address]:
-            place = advertised(listen, registry.port, self._known(registry.port))
+            place = advertised(listen, registry.port, self._advertised(registry.port))
             if enrol is None or enrol.is_any:
                 return place, place._replace(port=port)
             return place, enrol._replace(port=port)
@@ -162,10 +163,10 @@ async def _all_beside(parts: Sequence[Part], registry: RegistryServer) -> AsyncI
 
 
 def _show_invites(folder: Path | None, invites: Mapping[Role, str]) -> None:
-    """On a terminal itself; where what is printed may be kept, the file that has it, if there is
-    one."""
+    """Print commands with the invites. Output that isn't a terminal may be logged, so there the
+    invite's file is named, if there is one."""
     for role, text in invites.items():
         word = text if folder is None or console.is_terminal else f"@{folder / f'{role}.invite'}"
         command = "invite" if role is Role.OPERATOR else "node"
-        what = f"{role}: planaria {command} --join {word}"
-        console.print(what, markup=False, highlight=False, soft_wrap=True)
+        line = f"{role}: planaria {command} --join {word}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -22,8 +22,8 @@ data_app = typer.Typer(no_args_is_help=True, help="Prepare data for training, an
 
 SHOWN = 3
 """Documents that `inspect` shows."""
-LOOKED_AT = 1 << 16
-"""Tokens among which it looks for them."""
+SEARCHED = 1 << 16
+"""Tokens in which `inspect` searches them."""
 
 
 @data_app.command("prepare")
@@ -49,24 +49,24 @@ def data_prepare(
     """Turn text, or conversations, into tokens that training reads."""
     from planaria.node.data.corpus import CorpusError
 
-    with refusing(CorpusError), interruptible("the same command goes on from what is done"):
+    with refusing(CorpusError), interruptible("the same command continues from what is done"):
         from planaria.node.data.prepare import prepare
         from planaria.node.data.recipe import Recipe
         from planaria.node.data.spread import spreading
         from planaria.node.hugging_face.taking_in import find_tokenizer
 
-        given = options.tokenizer
-        file = None if given is None else find_tokenizer(str(given))
+        tokenizer = options.tokenizer
+        file = None if tokenizer is None else find_tokenizer(str(tokenizer))
         recipe = Recipe(**vars(options) | {"tokenizer": file})
         with spreading(jobs, dask) as spread, tracking("") as track:
             corpus, written = prepare(recipe, out, spread=spread, force=force, track=track)
         if not written:
-            console.print(f"{out} holds this very data already")
+            console.print(f"{out} already has this data")
         _print_corpus(corpus)
     if options.tokenizer is None and corpus.vocabulary < options.vocabulary:
         console.print(
             f"--vocabulary {options.vocabulary}: this text has only enough for {corpus.vocabulary} "
-            "tokens; models that train on it have so many",
+            "tokens, which is the vocabulary of models that train on it",
             style="yellow",
             highlight=False,
             soft_wrap=True,
@@ -113,7 +113,7 @@ def data_inspect(
         corpus = Corpus.open(path, verify)
         _print_corpus(corpus)
         if verify:
-            console.print("checksums: all right")
+            console.print("checksums: correct")
         marks = "\u27e6\u27e7" if console.encoding.startswith("utf") else ("[[", "]]")
         texts = _first_documents(corpus, context, *marks)
     console.print(
@@ -127,11 +127,11 @@ def data_inspect(
 
 
 def _first_documents(corpus: Corpus, context: int, opening: str, closing: str) -> list[str]:
-    """As texts. Raises CorpusError."""
+    """Texts of the first documents. Raises CorpusError."""
     from planaria.node.data.corpus import TRAIN
 
     tokenizer = corpus.tokenizer()
-    size = max(1, min(corpus.index.splits[TRAIN].tokens - 1, LOOKED_AT))
+    size = max(1, min(corpus.index.splits[TRAIN].tokens - 1, SEARCHED))
     tokens = corpus.sample(TRAIN, size, 0).tolist()
     scored = [False, *corpus.scored(TRAIN, size, 0).tolist()]
     begins = corpus.begins(TRAIN, size, 0).tolist()
@@ -141,8 +141,8 @@ def _first_documents(corpus: Corpus, context: int, opening: str, closing: str) -
         text = ""
         shown = slice(start, min(end, start + context))
         marked = zip(scored[shown], tokens[shown], strict=True)
-        for is_scored, run in groupby(marked, itemgetter(0)):
-            part = str(tokenizer.decode([token for _, token in run], skip_special_tokens=False))
+        for is_scored, same in groupby(marked, itemgetter(0)):
+            part = str(tokenizer.decode([token for _, token in same], skip_special_tokens=False))
             text += f"{opening}{part}{closing}" if is_scored and corpus.masked else part
         texts.append(text)
     return texts
@@ -216,8 +216,8 @@ def _print_corpus(corpus: Corpus) -> None:
 def _read_and_left_out(source: CorpusSource) -> str:
     read = f"files read: {source.files:,}, rows: {source.rows:,}, bytes: {source.bytes:,}"
     left_out = ", ".join(
-        f"{what}: {number:,}" + (f" ({size:,} bytes)" if size else "")
-        for what, (number, size) in source.left_out.items()
+        f"{reason}: {number:,}" + (f" ({size:,} bytes)" if size else "")
+        for reason, (number, size) in source.left_out.items()
     )
     return f"{read}; left out: {left_out or 'nothing'}"
 
@@ -225,7 +225,7 @@ def _read_and_left_out(source: CorpusSource) -> str:
 def _longer(source: CorpusSource) -> str:
     if source.context is None:
         return (
-            "no file of the tokenizer says how many tokens a model looks at: conversations that "
-            "are longer aren't counted; --context says it"
+            "the tokenizer's files don't give the model's context, so longer conversations aren't "
+            "counted; give it by --context"
         )
     return f"{source.cut:,} conversations have more than {source.context:,} tokens, and are cut"

@@ -104,18 +104,18 @@ def probe_command(
     from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.report.probe import ProbeError, probe, table
 
-    async def look(client: RegistryClient) -> None:
-        found = await probe(client, wait, lambda text: console.print(text, style="dim"))
+    async def measure(client: RegistryClient) -> None:
+        measurements = await probe(client, wait, lambda text: console.print(text, style="dim"))
         if out is not None:
-            out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            out.write_text(json.dumps(measurements, indent=1) + "\n", encoding="utf-8")
         if as_json:
-            console.print_json(data=found)
+            console.print_json(data=measurements)
         else:
-            for part in table(found):
+            for part in table(measurements):
                 console.print(part)
 
     with refusing(CredentialsError, ProbeError, ValueError, OSError):
-        ask_registry(join, credentials_for(join, security), look)
+        ask_registry(join, credentials_for(join, security), measure)
 
 
 @flattened
@@ -139,16 +139,18 @@ def page_command(
     from planaria.bootstrap.credentials import CredentialsError
 
     if (folder is None) == (join is None):
-        end("say which run: a folder that it has left, or --join INVITE of one that lives")
+        end("name one run: a folder that it wrote, or --join INVITE of a running one")
     with refusing(CredentialsError, OSError, ValueError):
         place = security.place(http, insecure)
         if place is None:
-            raise ValueError("--http none: a page that is shown nowhere is none")
+            raise ValueError("--http none: the page needs an address, --http HOST:PORT")
         if join is None:
             assert folder is not None
             _replay(folder, place, price)
         elif price is not None:
-            raise ValueError(f"--price {price:g}: what a living run costs, its registry is told")
+            raise ValueError(
+                f"--price {price:g}: for a running run, give it to `planaria bootstrap`"
+            )
         else:
             _follow(join, place, credentials_for(join, security))
 
@@ -166,7 +168,7 @@ def _replay(folder: Path, place: PageAddress, price: float | None) -> None:
             replay = replay_of(folder, price)
 
         async def until_interrupted() -> None:
-            await show(replay, place, partial(_say_where, str(folder)), _for_ever())
+            await show(replay, place, partial(_print_address, str(folder)), _forever())
 
         asyncio.run(until_interrupted())
 
@@ -176,17 +178,17 @@ def _follow(join: str, place: PageAddress, credentials: Credentials) -> None:
     from planaria.node.page.serving import show_living
 
     async def follow(client: RegistryClient) -> None:
-        await show_living(client, place, partial(_say_where, "the run"))
+        await show_living(client, place, partial(_print_address, "the run"))
 
     with refusing(OSError, UnheardError):
         ask_registry(join, credentials, follow)
 
 
-def _say_where(what: str, url: str) -> None:
-    console.print(f"{what} is shown at {url}", highlight=False, soft_wrap=True)
+def _print_address(subject: str, url: str) -> None:
+    console.print(f"{subject} is shown at {url}", highlight=False, soft_wrap=True)
 
 
-async def _for_ever() -> None:
+async def _forever() -> None:
     import asyncio
 
     await asyncio.get_running_loop().create_future()

@@ -78,7 +78,7 @@ def node_command(options: NodeOptions) -> None:
 
     kinds = (JoinRefused, NotAdmitted, NodeError, CorpusError, LedgerError, RunFileError)
     refused = (*kinds, CredentialsError, SaveError, OSError, ValueError)
-    with ending_whatever_hangs(), saying_whether_another_would_do(), refusing(*refused):
+    with ending_hanging_threads(), exit_status_by_error(), refusing(*refused):
         security = options.security
         setup = Setup(
             options,
@@ -93,17 +93,17 @@ def node_command(options: NodeOptions) -> None:
     raise typer.Exit(status)
 
 
-def _serve(*begun: Any) -> Awaitable[int]:
-    """Loads torch, so it is called once nothing else can be wrong."""
+def _serve(*arguments: Any) -> Awaitable[int]:
+    """Loads torch, so it is called after all other checks."""
     from planaria.node.serve import serve
 
-    return serve(*begun)
+    return serve(*arguments)
 
 
 @contextmanager
-def ending_whatever_hangs() -> Iterator[None]:
-    """The process ends even if its compute thread doesn't: what that waits for (a device, for
-    one) may hold up the interpreter's own end, too."""
+def ending_hanging_threads() -> Iterator[None]:
+    """End the process even if its compute thread hangs, in a device for example; that would also
+    block the interpreter's normal exit."""
     import logging
     import os
     import sys
@@ -125,8 +125,8 @@ def ending_whatever_hangs() -> Iterator[None]:
 
 
 @contextmanager
-def saying_whether_another_would_do() -> Iterator[None]:
-    """A node's end that another process might not come to has an exit status of its own."""
+def exit_status_by_error() -> Iterator[None]:
+    """Turn errors that a restart may mend into their exit statuses, TRY_AGAIN and CRASHED."""
     import logging
 
     from planaria.bootstrap.client import RegistryUnreachable
@@ -150,7 +150,7 @@ def saying_whether_another_would_do() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class BootstrapOptions:
-    """Of `planaria bootstrap`."""
+    """Options of `planaria bootstrap`."""
 
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Address to listen on; port 0: any free one.")
@@ -274,14 +274,14 @@ def bootstrap_command(options: BootstrapOptions) -> None:
     kinds = (AdmissionError, CorpusError, CredentialsError, JournalError, RunFileError)
     with refusing(*kinds, EtcdRefused, StoreError, OSError, ValueError):
         if options.store and not (options.journal is None is options.after):
-            raise ValueError("--store is instead of --journal and --after; leave those out")
-        listen = Address.parse(options.listen)  # said at once, before a model is looked at
+            raise ValueError("--store replaces --journal and --after; leave those out")
+        listen = Address.parse(options.listen)  # checked first: resolving a model takes time
         insecure = options.insecure or options.insecure_http
         page = options.security.place(options.http, insecure)
         run = resolve(load(options.run_file))
         if problem := too_long(run):
             warn(problem)
-        begun = Bootstrapping(
+        bootstrapping = Bootstrapping(
             options,
             listen,
             rules=replace(
@@ -296,9 +296,9 @@ def bootstrap_command(options: BootstrapOptions) -> None:
             page=page,
         )
         if options.store:
-            begun.among()
+            bootstrapping.among()
         else:
-            begun.alone()
+            bootstrapping.alone()
 
 
 @flattened
@@ -312,16 +312,18 @@ def doctor_command(options: DoctorOptions) -> None:
 
     with refusing(CredentialsError, ValueError):
         addresses = Addresses.of(options)
-        if options.advertise is None and (rented := forwarded(addresses.listen, os.environ)):
-            addresses = addresses._replace(advertise=rented.address)
-        asked = Examined(options, addresses, credentials_for(options.join, options.security))
-        with errors.status("looking, for 15 seconds at most"):
-            found = findings(
-                run_on_loop(examine(asked, version("planaria"), time.monotonic() - BEGAN))
+        if options.advertise is None and (
+            forwarded_address := forwarded(addresses.listen, os.environ)
+        ):
+            addresses = addresses._replace(advertise=forwarded_address.address)
+        examined = Examined(options, addresses, credentials_for(options.join, options.security))
+        with errors.status("checking, for at most 15 seconds"):
+            all_findings = findings(
+                run_on_loop(examine(examined, version("planaria"), time.monotonic() - BEGAN))
             )
     colours = {"ok": "green", "warning": "yellow", "problem": "red"}
-    for about, verdict, said in lines(found):
-        text = f"[{colours[verdict]}]{verdict:<8}[/] [bold]{about:<10}[/] {escape(said)}"
-        console.print(text, soft_wrap=True, highlight=False, emoji=False)
-    if (status := worst(found)) is not Grade.OK:
+    for about, verdict, text in lines(all_findings):
+        line = f"[{colours[verdict]}]{verdict:<8}[/] [bold]{about:<10}[/] {escape(text)}"
+        console.print(line, soft_wrap=True, highlight=False, emoji=False)
+    if (status := worst(all_findings)) is not Grade.OK:
         raise typer.Exit(int(status))

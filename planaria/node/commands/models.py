@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from planaria.node.hugging_face.generate import Speaker
 
     Reply: TypeAlias = Callable[[Speaker], Iterable[str]]
-    """What a model says, in pieces."""
+    """A model's reply, in pieces."""
 
 
 @flattened
@@ -58,20 +58,20 @@ def export_command(
     """Write a run's model as a folder that Hugging Face's transformers reads; where adapters were
     trained (LoRA), these, as peft has them."""
     if join is not None and folders:
-        end("with --join the model is that of a living run, not of a folder")
+        end("--join exports the model of a running swarm: leave the folders out, or --join")
     if join is not None:
         check_registry(join)
     elif not folders:
-        end("say what to export: folders with saves, or --join HOST:PORT")
+        end("nothing to export: name folders with saves, or give --join HOST:PORT")
     for folder in folders or []:
         if not folder.is_dir():
-            end(f"there is no run in {folder}: it is no folder; name what `planaria up` wrote")
+            end(f"{folder} is not a folder: name one that `planaria up` wrote")
     if options.private and not options.push:
-        end("--private is of what goes to the hub: say where to by --push ORG/NAME")
+        end("--private needs --push ORG/NAME: it is for a repository on the hub")
 
     from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.data.corpus import CorpusError
-    from planaria.node.hugging_face.adapters import what
+    from planaria.node.hugging_face.adapters import kind_of_result
     from planaria.node.hugging_face.export import ExportError
     from planaria.node.hugging_face.from_saves import export_saves
     from planaria.node.hugging_face.push import check_push, upload
@@ -100,17 +100,19 @@ def export_command(
             plan = read_plan(folders[0])
             run, saves, summary = plan.run, plan.kept.find(), read_summary(plan.out)
         else:
-            raise ExportError("with several folders, say by --run whose saves are in them")
+            raise ExportError("several folders need --run RUN.toml, the run file of their saves")
         with tracking("tensors") as track:
             saved = export_saves(run, saves, summary, options, track)
         if saved.doubt:
-            _tell(saved.doubt)
-        _tell(f"{options.out} has the {what(run, options.merged)} of step {saved.step}")
+            _print_line(saved.doubt)
+        _print_line(
+            f"{options.out} has the {kind_of_result(run, options.merged)} of step {saved.step}"
+        )
         if options.push:
-            upload(options.out, options.push, options.private, _tell)
+            upload(options.out, options.push, options.private, _print_line)
 
 
-def _tell(line: str) -> None:
+def _print_line(line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -118,19 +120,19 @@ def _export_living(join: str, credentials: Credentials, options: ExportOptions) 
     from planaria.node.hugging_face.from_swarm import export_swarm
     from planaria.node.hugging_face.push import upload
 
-    async def take(client: RegistryClient) -> None:
+    async def export(client: RegistryClient) -> None:
         with tracking("tensors") as track:
-            what, step = await export_swarm(client, credentials, options, track)
-        _tell(f"{options.out} has the {what} of step {step}")
+            kind, step = await export_swarm(client, credentials, options, track)
+        _print_line(f"{options.out} has the {kind} of step {step}")
         if options.push:
-            await asyncio.to_thread(upload, options.out, options.push, options.private, _tell)
+            await asyncio.to_thread(upload, options.out, options.push, options.private, _print_line)
 
-    ask_registry(join, credentials, take)
+    ask_registry(join, credentials, export)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """Of `planaria generate`."""
+    """Options of `planaria generate`."""
 
     words: Annotated[
         list[str] | None,
@@ -173,12 +175,12 @@ class GenerateOptions:
 def generate_command(options: GenerateOptions) -> None:
     """Let an exported model, or that of a living run where it is trained, continue a text, or
     answer questions (--chat)."""
-    said, join = list(options.words or []), options.join
-    folder = None if join is not None else Path(said.pop(0)) if said else None
-    if len(said) > 1 or (join is None and folder is None):
-        end("say planaria generate DIR [PROMPT], or --join HOST:PORT [PROMPT]")
+    words, join = list(options.words or []), options.join
+    folder = None if join is not None else Path(words.pop(0)) if words else None
+    if len(words) > 1 or (join is None and folder is None):
+        end("usage: planaria generate DIR [PROMPT], or planaria generate --join HOST:PORT [PROMPT]")
     if options.system and not options.chat:
-        end("--system is the system's message of a conversation: add --chat")
+        end("--system is for conversations only: add --chat")
     if join is not None:
         check_registry(join)
     if folder is not None:
@@ -196,12 +198,12 @@ def generate_command(options: GenerateOptions) -> None:
     from planaria.node.serve import pick_device
 
     kinds = (CorpusError, CredentialsError, ExportError, NodeError, RunFileError)
-    with refusing(*kinds, UnsupportedModelError, ValueError), TemporaryDirectory() as kept:
+    with refusing(*kinds, UnsupportedModelError, ValueError), TemporaryDirectory() as downloads:
         sampling = Sampling(options.temperature, options.top_p, options.seed)
-        prompt, tokens = "".join(said), options.tokens
+        prompt, tokens = "".join(words), options.tokens
         if join is not None:
             credentials = credentials_for(join, options.security)
-            say = partial(_say_living, join, credentials, options.data, Path(kept))
+            say = partial(_say_living, join, credentials, options.data, Path(downloads))
         elif folder is not None:
             model = WholeModel.load(folder, pick_device(options.device))
             say = partial(_say, Speaker.of(model, folder))
@@ -222,17 +224,17 @@ def _say(speaker: Speaker, reply: Reply) -> None:
 
 
 def _say_living(
-    join: str, credentials: Credentials, data: Path | None, kept: Path, reply: Reply
+    join: str, credentials: Credentials, data: Path | None, downloads: Path, reply: Reply
 ) -> None:
-    """By the model of a living run, whose tokenizer is `kept` there from the first reply on. Raises
-    KeyboardInterrupt, as without one."""
+    """Print the reply of a running swarm's model. `downloads`: folder that has its tokenizer after
+    the first reply. Raises KeyboardInterrupt when the reply is interrupted."""
     from planaria.node.hugging_face.through_swarm import speak
 
     complete = False
 
     async def ask(client: RegistryClient) -> None:
         nonlocal complete
-        await speak(client, credentials, data, reply, _show, kept)
+        await speak(client, credentials, data, reply, _show, downloads)
         complete = True
 
     ask_registry(join, credentials, ask)
@@ -242,7 +244,7 @@ def _say_living(
 
 
 def _converse(answer: Callable[[str], None]) -> None:
-    """Answers each line that is typed, or comes from a pipe, until there are no more or Ctrl-C."""
+    """Answer each line of stdin until its end or Ctrl-C."""
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal:
         with suppress(ImportError):
@@ -257,7 +259,7 @@ def _converse(answer: Callable[[str], None]) -> None:
 
 
 def _check_model(folder: Path) -> None:
-    """Ends at once, before torch is loaded, where no model was exported to."""
+    """End before torch is loaded if the folder has no exported model."""
     from planaria.node.model.config import CONFIG, UnsupportedModelError, check_not_adapters
 
     with refusing(UnsupportedModelError):
@@ -285,7 +287,7 @@ def evaluate_command(
     """Loss and perplexity, on prepared data, of an exported model, or of one step of a living run,
     computed where it is trained."""
     if (folder is None) == (join is None):
-        end("say which model: a folder that `planaria export` has written, or --join HOST:PORT")
+        end("name one model: a folder that `planaria export` has written, or --join HOST:PORT")
     if folder is not None:
         _check_model(folder)
     if join is not None:
@@ -306,16 +308,16 @@ def evaluate_command(
     from planaria.node.run_file import RunFileError
     from planaria.node.serve import pick_device
 
-    def show(found: Evaluation) -> None:
+    def show(evaluation: Evaluation) -> None:
         table = Table("", Column(options.split, justify="right"))
-        for name, value in found.rows().items():
+        for name, value in evaluation.rows().items():
             table.add_row(name, value)
         console.print(table)
 
     async def ask(client: RegistryClient) -> None:
         with tracking("batches") as track:
-            step, found = await evaluate_swarm(client, credentials, options, track)
-        show(found)
+            step, evaluation = await evaluate_swarm(client, credentials, options, track)
+        show(evaluation)
         console.print(f"of the model of step {step}")
 
     kinds = (CorpusError, CredentialsError, ExportError, NodeError, RunFileError)
@@ -326,8 +328,8 @@ def evaluate_command(
         elif folder is not None:
             model = WholeModel.load(folder, pick_device(device))
             with tracking("batches") as track:
-                found = evaluate(model, folder, options, track)
-            show(found)
+                evaluation = evaluate(model, folder, options, track)
+            show(evaluation)
 
 
 def presets_command(
@@ -367,16 +369,16 @@ def presets_command(
         )
     console.print(table)
     console.print(
-        f"Parameters are those with a vocabulary of {vocabulary:,} tokens. Memory is what a node "
-        "takes that serves the largest stage, in the first number of stages: weights, gradient, "
-        "Adam's moments and half as much again.",
+        f"Parameters are for a vocabulary of {vocabulary:,} tokens. Memory is that of a node with "
+        "the largest stage, for the first number of stages: weights, gradient, Adam's moments, "
+        "and half as much again.",
         highlight=False,
         soft_wrap=True,
     )
 
 
 def _counted(parameters: int) -> str:
-    """In thousands, millions or billions, three figures."""
+    """The number in thousands, millions or billions, with three digits."""
     for unit, name in ((10**9, "B"), (10**6, "M")):
         if parameters >= unit:
             return f"{parameters / unit:.3g}{name}"

@@ -24,7 +24,7 @@ say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
 
 @dataclass(frozen=True, kw_only=True)
 class InviteOptions:
-    """Of `planaria invite`."""
+    """Options of `planaria invite`."""
 
     join: Join
     uses: Annotated[int, typer.Option(min=0, help="How often it can be used; 0: unlimited.")] = 1
@@ -73,16 +73,20 @@ def invite_command(options: InviteOptions) -> None:
             say(done.what)
             return
         if options.listing:
-            found = await client.command("ListInvites", ListInvitesRequest())
+            listed = await client.command("ListInvites", ListInvitesRequest())
             table = Table("id", "as", "used", "until")
-            for one in found.invites:
-                used = f"{one.used} of {one.uses}" if one.uses else f"{one.used}"
-                as_whom = f"{one.role} of stage {one.stage}" if one.HasField("stage") else one.role
-                table.add_row(one.id, as_whom, used, _until(one.ends, one.revoked))
+            for invite in listed.invites:
+                used = f"{invite.used} of {invite.uses}" if invite.uses else f"{invite.used}"
+                scope = (
+                    f"{invite.role} of stage {invite.stage}"
+                    if invite.HasField("stage")
+                    else invite.role
+                )
+                table.add_row(invite.id, scope, used, _until(invite.ends, invite.revoked))
             console.print(table)
             return
         if invitation is None:
-            end("--join has to be an operator's invite: others are made like it, for its addresses")
+            end("--join must be an operator's invite, from which a new one takes the addresses")
         role, stage, seconds = options.role, options.stage, 3600 * options.hours
         if (role, stage) == ("node", 0):
             role = "owner"
@@ -114,18 +118,18 @@ def members_command(join: Join, security: Security) -> None:
     from planaria.bootstrap.spelling import readable
 
     async def show(client: RegistryClient) -> None:
-        found = await client.command("ListEnrolled", ListEnrolledRequest())
+        listed = await client.command("ListEnrolled", ListEnrolledRequest())
         described = await client.describe()
-        members = {one.instance: one.member for one in described.members}
-        came = {one.instance: one for one in found.enrolled}
+        members = {entry.instance: entry.member for entry in described.members}
+        enrolled = {entry.instance: entry for entry in listed.enrolled}
         table = Table("instance", "as", "node", "address", "invite")
-        for instance in dict.fromkeys([*members, *came, *found.banned]):
-            member, entry = members.get(instance), came.get(instance)
+        for instance in dict.fromkeys([*members, *enrolled, *listed.banned]):
+            member, entry = members.get(instance), enrolled.get(instance)
             own_role = "owner" if member and member.owner else "node"
             role = entry.role if entry else own_role
             table.add_row(
                 instance,
-                "banned" if instance in found.banned else role,
+                "banned" if instance in listed.banned else role,
                 readable(member.node) if member else "",
                 readable(member.address) if member else "",
                 entry.invite if entry else "",
@@ -146,7 +150,7 @@ def evict_command(
     from planaria.bootstrap.enrolment_pb2 import EvictRequest
 
     request = EvictRequest(node=node)
-    _have_done(join, security, "Evict", request)
+    _command(join, security, "Evict", request)
 
 
 @flattened
@@ -162,7 +166,7 @@ def ban_command(
     from planaria.bootstrap.enrolment_pb2 import BanRequest
 
     request = BanRequest(who=who)
-    _have_done(join, security, "Ban", request)
+    _command(join, security, "Ban", request)
 
 
 @flattened
@@ -177,10 +181,10 @@ def allow_command(
     from planaria.bootstrap.enrolment_pb2 import AllowRequest
 
     request = AllowRequest(instance=instance)
-    _have_done(join, security, "Allow", request)
+    _command(join, security, "Allow", request)
 
 
-def _have_done(join: str, security: Security, method: str, request: Message) -> None:
+def _command(join: str, security: Security, method: str, request: Message) -> None:
     from planaria.bootstrap.credentials import CredentialsError
 
     async def act(client: RegistryClient) -> None:

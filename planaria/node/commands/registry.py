@@ -1,4 +1,4 @@
-"""How commands ask a registry, and say at once that none is there."""
+"""How commands ask a registry, and end at once if none can be reached."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-KNOCK = 3.0
+PROBE = 3.0
 """Seconds to wait for an address to take, or refuse, a connection."""
 
 
 def credentials_for(join: str, security: Security, role: str | None = None) -> Credentials:
-    """By an invite, if --join is one, else from files, if there are some. `role`: that the invite
-    has to be for. Raises InviteError, CredentialsError; ends where the invite gets nothing."""
+    """Credentials by the invite in --join, else from files, if given. `role`: required role of the
+    invite. Raises InviteError, CredentialsError; ends if the invite is refused."""
     from planaria.bootstrap.credentials import Credentials
     from planaria.bootstrap.enrolment_client import EnrolmentUnreachable
     from planaria.bootstrap.invites import NotAdmitted
@@ -46,7 +46,7 @@ def credentials_for(join: str, security: Security, role: str | None = None) -> C
 
 
 def check_registry(join: str) -> None:
-    """Ends at once where there is no registry to ask."""
+    """End at once if no registry can be reached."""
     from planaria.bootstrap.reachability import Reachability
     from planaria.node.launch.enrolled import addresses_of
 
@@ -56,20 +56,21 @@ def check_registry(join: str) -> None:
 
 
 def check_there(addresses: Sequence[str], final: Sequence[Reachability], status: int) -> None:
-    """Ends with that status where all that the addresses say is final, else says what they do."""
+    """End with that status if all addresses have a final answer, else warn of those that don't
+    answer."""
     import asyncio
     import os
 
     from planaria.bootstrap.reachability import NO_PROXY, NOBODY, dead_end, probe_all, proxies
 
     with refusing(ValueError):
-        answers = asyncio.run(probe_all(addresses, KNOCK))
-    proxy = f". {said}: {NO_PROXY}" if (said := proxies(os.environ)) else ""
+        answers = asyncio.run(probe_all(addresses, PROBE))
+    proxy = f". {warning}: {NO_PROXY}" if (warning := proxies(os.environ)) else ""
     if why := dead_end(answers, final):
         refuse(f"{why}{proxy}")
         raise typer.Exit(status)
     if why := dead_end(answers, NOBODY):
-        warn(f"{why}{proxy}. Trying on")
+        warn(f"{why}{proxy}. Trying again")
 
 
 def ask_registry(
@@ -77,7 +78,7 @@ def ask_registry(
     credentials: Credentials,
     question: Callable[[RegistryClient], Coroutine[object, object, None]],
 ) -> None:
-    """Asks the registry, until it has answered or Ctrl-C, for however long that takes."""
+    """Ask the registry, without a time limit, until it has answered or Ctrl-C."""
     from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
     from planaria.node.launch.enrolled import addresses_of, renewed
 
@@ -98,7 +99,7 @@ def ask_registry(
 
 
 def run_on_loop(work: Coroutine[object, object, T]) -> T:
-    """Runs on the quicker loop, where there is one."""
+    """Run on uvloop, which is faster; on Windows on asyncio's own loop."""
     import asyncio
     import sys
 

@@ -38,16 +38,16 @@ def regroup_command(
     async def write(client: RegistryClient) -> None:
         described = await client.describe()
         run = loads(described.run_file, "the registry's run file")
-        found = of_one_run(find_saves(*folders), excluded=described.run)
+        saves = of_one_run(find_saves(*folders), excluded=described.run)
         config = run.model.config
 
         def open_folder(stage: int) -> Saves:
             contents = Contents.of(config, stage)
             return Saves(out, described.run, stage, run.saves.keep, contents)
 
-        at = regroup(found, config, open_folder, run.training.betas)
+        regrouped = regroup(saves, config, open_folder, run.training.betas)
         console.print(
-            f"step {at.step} of {found[0].run} is in {out} for {described.run}: stage-0 to "
+            f"step {regrouped.step} of {saves[0].run} is in {out} for {described.run}: stage-0 to "
             f"stage-{config.stages}, each for the --save-dir of a node of that stage",
             highlight=False,
             soft_wrap=True,
@@ -65,23 +65,23 @@ def audit_command(
     from planaria.node.report.ledger import LedgerError, audit
 
     with refusing(LedgerError):
-        found = audit(directory)
+        report = audit(directory)
     table = Table("samples", Column("number", justify="right"))
     for name in ("expected", "duplicates", "missing", "extra"):
-        table.add_row(name, f"{getattr(found, name):,}")
+        table.add_row(name, f"{getattr(report, name):,}")
     console.print(table)
-    planned = f" of {found.planned}" if found.planned else ""
-    console.print(f"{found.steps} committed steps{planned}, {found.superseded} superseded lines")
-    if found.chained:
-        console.print(f"{found.chained} commits follow the one before, whose hash they name")
-    for sentence in (*found.cut, *found.unchained):
+    planned = f" of {report.planned}" if report.planned else ""
+    console.print(f"{report.steps} committed steps{planned}, {report.superseded} superseded lines")
+    if report.chained:
+        console.print(f"{report.chained} commits name the hash of the commit before")
+    for sentence in (*report.cut, *report.unchained):
         console.print(sentence, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    if found.exact and found.steps < found.planned:
+    if report.exact and report.steps < report.planned:
         console.print(
-            f"steps {found.steps + 1} to {found.planned} are not there: the run is not finished, "
+            f"steps {report.steps + 1} to {report.planned} are missing: the run has not finished, "
             "or the end of its ledger is cut off",
             highlight=False,
             soft_wrap=True,
         )
-    if not found.exact:
+    if not report.exact:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""What commands say to people: results, progress, and errors as sentences."""
+"""Output of commands: results, progress, and errors as sentences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ errors: Console = ReadableConsole(stderr=True)
 
 @contextmanager
 def refusing(*kinds: type[Exception]) -> Iterator[None]:
-    """Turns errors that are sentences for the user into a message and exit status 1."""
+    """Print these errors, which are sentences for the user, and end with exit status 1."""
     try:
         yield
     except kinds as error:
@@ -33,7 +33,7 @@ def refusing(*kinds: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def interruptible(kept: str) -> Iterator[None]:
-    """Ctrl-C ends with a line that says what is kept, and exit status 130."""
+    """On Ctrl-C print what is kept, and end with exit status 130."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -46,8 +46,8 @@ def end(why: str) -> NoReturn:
     raise typer.Exit(1)
 
 
-def warn(what: str) -> None:
-    errors.print(what, style="yellow", markup=False, highlight=False, emoji=False, soft_wrap=True)
+def warn(text: str) -> None:
+    errors.print(text, style="yellow", markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def refuse(why: str) -> None:
@@ -56,8 +56,8 @@ def refuse(why: str) -> None:
 
 
 @contextmanager
-def tracking(what: str) -> Iterator[Track]:
-    """Shows the progress of what goes through these."""
+def tracking(unit: str) -> Iterator[Track]:
+    """Show the progress of iterations; `unit`: of their numbers."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -72,7 +72,7 @@ def tracking(what: str) -> Iterator[Track]:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn(what),
+        TextColumn(unit),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=errors) as progress:

@@ -42,8 +42,8 @@ def up_command(options: UpOptions) -> None:
             others = replace(changes, stages=None, replicas=None) != RunChanges()
             if others or any((options.run_file, options.out, options.save_dir)):
                 raise SwarmError(
-                    "--resume goes on with the run as it was started: of the other options only "
-                    "--stages, --replicas and those about losses go with it"
+                    "--resume continues the run as it was started: give it "
+                    "only --stages, --replicas and those about losses"
                 )
             resumed = read_plan(options.resume)
             run = changed(resumed.run, changes.stages, changes.replicas)

@@ -151,8 +151,8 @@ class ChatTemplate:
             raise CorpusError(
                 f"{conversation.place}: {self._name} writes message {at} more than "
                 "once, so the assistant's tokens can't be marked: put {% generation %} and "
-                "{% endgeneration %} "
-                "around it in a copy of the template, and give that with --chat-template"
+                "{% endgeneration %} around it in a copy of the template, and give that with "
+                "--chat-template"
             )
         begin = _common(text, before or marked)
         end = len(text) - _common(text[begin:][::-1], marked[begin:][::-1])

@@ -69,8 +69,8 @@ def way_out(run: RunFile, config: ModelConfig, into_weights: bool, base: str) ->
     return partial(_merged, _checkpoint(run, config), run.model.content or ())
 
 
-def what(run: RunFile, into_weights: bool) -> str:
-    """The kind of that result."""
+def kind_of_result(run: RunFile, into_weights: bool) -> str:
+    """What an export writes: adapters, or a model."""
     return "adapters" if run.training.lora is not None and not into_weights else "model"
 
 

@@ -18,7 +18,7 @@ from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import Credentials
 from planaria.bootstrap.registry_pb2 import Cause, Description
 from planaria.node.data.progress import Track
-from planaria.node.hugging_face.adapters import REMEDY, base_of, begun_from, way_out, what
+from planaria.node.hugging_face.adapters import REMEDY, base_of, begun_from, kind_of_result, way_out
 from planaria.node.hugging_face.card import model_card
 from planaria.node.hugging_face.export import ExportError, ModelParts
 from planaria.node.hugging_face.living_run import LOOK, Access, LivingRun, from_outside
@@ -147,7 +147,7 @@ async def export_swarm(
             parts = ModelParts(model.config, model.blocking_read, vocabulary, card)
             await asyncio.to_thread(write, options.out, parts, options.dtype, track)
             await model.exported()
-            return what(access.run, merged), model.step
+            return kind_of_result(access.run, merged), model.step
 
 
 async def card_of(

@@ -33,7 +33,7 @@ def test_prepare_makes_what_inspect_shows(data: Path) -> None:
     assert result.exit_code == 0
     assert f"content:   {corpus.content}" in result.output
     assert f"hash {corpus.index.tokenizer}" in result.output
-    assert "checksums: all right" in result.output
+    assert "checksums: correct" in result.output
     tokens = corpus.index.splits["train"].tokens
     assert re.search(rf"train +│ +\d+ │ +{tokens:,} │", result.output)
     _, shown = result.output.split("\nfirst documents to train on, 40 tokens of each at most:\n")
@@ -44,7 +44,7 @@ def test_preparing_again_changes_nothing(data: Path) -> None:
     before = (data / "index.json").stat()
     result = planaria("data", "prepare", PERSUASION, "--out", data, "--vocabulary", 512)
     assert result.exit_code == 0
-    assert "holds this very data already" in result.output
+    assert "already has this data" in result.output
     assert (data / "index.json").stat() == before
     result = planaria("data", "prepare", PERSUASION, "--out", data, "--vocabulary", 400)
     assert result.exit_code == 1
@@ -73,7 +73,7 @@ def test_ctrl_c_is_a_line_and_status_130(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("planaria.node.data.prepare.prepare", interrupted)
     result = planaria("data", "prepare", PERSUASION, "--out", tmp_path / "out")
     assert result.exit_code == 130
-    assert "interrupted: the same command goes on from what is done" in result.stderr
+    assert "interrupted: the same command continues from what is done" in result.stderr
 
 
 def test_options_reach_the_recipe(data: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import typer
 from planaria.bootstrap.enrolment_client import EnrolmentUnreachable
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.invites import InviteError
-from planaria.node.commands.machines import saying_whether_another_would_do
+from planaria.node.commands.machines import exit_status_by_error
 from planaria.node.launch.enrolled import check_role, folder_of, invitation_of
 from planaria.node.launch.supervisor import TRY_AGAIN
 
@@ -67,7 +67,7 @@ def test_an_invite_for_another_role_is_not_used_up() -> None:
 def test_a_node_that_nobody_enrols_says_so_in_a_sentence_and_tries_again(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(typer.Exit) as end, saying_whether_another_would_do():
+    with pytest.raises(typer.Exit) as end, exit_status_by_error():
         raise EnrolmentUnreachable("no registry at registry:7399 accepts invites")
     assert end.value.exit_code == TRY_AGAIN
     assert "no registry at registry:7399 accepts invites" in capsys.readouterr().err
