@@ -26,7 +26,7 @@ from planaria_lab.bench.swarm import Lines, swarm
 
 STAGES = 2
 FSYNC = 5.0  # seconds
-ROUNDS = 3
+ROUNDS = 10
 SECONDS = 15.0  # of each part of a round
 GOAL = 0.95
 PLACES = {"body node": "1.0", "stage 0": "0.0"}
