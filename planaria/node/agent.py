@@ -80,6 +80,7 @@ from planaria.node.wire.budget import ITEM, Budget
 from planaria.node.wire.exchange import ComplaintError, Exchange, Outcome, PeerLostError
 from planaria.node.wire.frames import Descriptor, Frame, WireError
 from planaria.node.wire.link_speed import LARGEST
+from planaria.node.wire.naming import node_of
 from planaria.node.wire.outbox import NodeOutbox
 from planaria.recovery.facts import ORIGIN, Kind
 
@@ -936,6 +937,17 @@ class Agent:
         if state is not None and state.id.step > 0:
             save = partial(self.holdings.save, state, first=False, always=True)
             await self.exchanges.compute(save)
+
+    async def deposit(self) -> str:
+        """Ends the attempt, and leaves this last node's state of stage 0 with a body node; returns
+        that node. Raises ComplaintError."""
+        self._carry_out(self.driver.rest("the last node of stage 0 leaves", self.exchanges.now))
+        while self.member.changing:
+            await self.exchanges.compute(lambda: None)
+        staying = {member.node for member in self.driver.view.members if not member.leaving}
+        stages = {node: self.peers[node] for node in staying & self.peers.keys()}
+        linked = [n for n in sorted(stages) if stages[n] and node_of(n) != node_of(self.node)]
+        return await self.holdings.deposit(filter(self.net.linked, linked))
 
     def _save_last_step(self) -> None:
         self.save_tried = self.exchanges.now

@@ -87,6 +87,7 @@ from planaria.node.transaction.leaving import Leaving
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.chain import has_records
+from planaria.node.wire.exchange import ComplaintError
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings, Peer
 from planaria.node.wire.link_speed import measure
@@ -288,7 +289,7 @@ class Node:
         """Saves and hands over seats; before a run begins, and after it ends, only saves count.
         Writes in progress when the node has left are awaited at its end."""
         seats = {} if self.hang else dict(self.seats.agents)
-        needed = [s for s in seats.values() if s.member.halt is None and s.member.committed > 0]
+        needed = {n: s for n, s in seats.items() if s.member.halt is None and s.member.committed}
         leaving = Leaving(self.node, self.view, self.loop.time())
         self.leaving = self.retiring = True
         self.report()
@@ -297,8 +298,8 @@ class Node:
                 await self._save_now(seats)
         except TimeoutError:
             log.warning("no save before the node leaves: %s", self.hang or "the disk is too slow")
-        for seat in needed:
-            await self._hand_over(seat, leaving)
+        for name, seat in needed.items():
+            await self._hand_over(name, seat, leaving)
 
     async def _save_now(self, seats: Mapping[str, Agent]) -> None:
         for name, seat in seats.items():
@@ -308,7 +309,7 @@ class Node:
                 except ClosedError as closed:
                     log.info("stage %s is not saved: %s", seat.stage, closed)
 
-    async def _hand_over(self, seat: Agent, leaving: Leaving) -> None:
+    async def _hand_over(self, name: str, seat: Agent, leaving: Leaving) -> None:
         """Hands over the seat if it is its stage's last; otherwise the remaining replicas go on."""
         stage, now = seat.stage, self.loop.time()
         while now < self.leaves_by and leaving.waits(stage, self.view, seat.members, now):
@@ -316,8 +317,21 @@ class Node:
             now = self.loop.time()
         if heir := leaving.heir(stage, self.view, seat.members):
             self.tell(HandedOver(to=heir, stage=stage))
-        elif not leaving.lives_on(stage, self.view):
+        elif leaving.lives_on(stage, self.view):
+            return
+        elif stage == 0:
+            await self._deposit(name, seat)
+        else:
             log.warning("no node has taken over stage %s", stage)
+
+    async def _deposit(self, name: str, seat: Agent) -> None:
+        """Leaves stage 0's exact state with a body node, until a node of the owner's is back."""
+        try:
+            async with asyncio.timeout_at(self.leaves_by):
+                holder = await self.exchanges[name].outcome(seat.deposit())
+            log.info("%s has the exact state of stage 0", holder)
+        except (TimeoutError, ClosedError, ComplaintError) as error:
+            log.warning("no node has the exact state of stage 0: %s", error or "it took too long")
 
     async def leave(self, why: str) -> None:
         """Reports the departure to the registry, which then needn't detect it."""

@@ -48,6 +48,9 @@ def decide(stage: int, left: Left, policy: Policy, strict: bool = False) -> Deci
     if left.adapters and stage == 0:
         reason = "stage 0 is not trained: it equals the checkpoint"
         return Rebuild(stage, ORIGIN, (), exact=True, reason=reason)
+    if deposits := _of_this_step("deposit", stage, left):
+        reason = f"stage {stage} has no replica left: its last node left the exact state at a peer"
+        return Rebuild(stage, "deposit", deposits[:1], exact=True, reason=reason)
     if in_memory := _of_this_step("memory", stage, left):
         reason = f"stage {stage} has this step in memory, from before the run went back"
         return Rebuild(stage, "memory", in_memory, exact=True, reason=reason)

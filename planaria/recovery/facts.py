@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["copy", "snapshot", "redundant", "checkpoint", "save", "memory", "weights"]
+Kind = Literal[
+    "copy", "snapshot", "deposit", "redundant", "checkpoint", "save", "memory", "weights"
+]
 Made = tuple[int, int]
 """View and attempt of the commit that made a step. If only lost nodes knew a commit, the step is
 made again: with the same number, but not the same state."""
@@ -44,10 +46,11 @@ class Source:
 class Held:
     """State of a stage that a node keeps besides training it.
 
-    `copy`: stage 0's weights, `snapshot`: a running snapshot, `redundant`: a twin, each of another
-    node's stage, in memory. `checkpoint`, `save`: of the node's own stage, in a file. `memory`: its
-    own state, which counts if the run goes back to it, or none is newer. `weights`: of its own
-    stage, received from a node that was lost before it had sent the moments.
+    `copy`: stage 0's weights, `deposit`: its whole state, left by its last node, `snapshot`: a
+    running snapshot, `redundant`: a twin, each of another node's stage, in memory. `checkpoint`,
+    `save`: of the node's own stage, in a file. `memory`: its own state, which counts if the run
+    goes back to it, or none is newer. `weights`: of its own stage, received from a node that was
+    lost before it had sent the moments.
     """
 
     kind: Kind

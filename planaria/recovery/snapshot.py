@@ -402,11 +402,12 @@ class Sent(Protocol):
 
 
 class SentCopy:
-    """Copies of all weights. May serve several holders: an update is made once, and kept until the
-    next step's update reuses its memory."""
+    """Copies of the first `tensors` tensors: 1, the weights, or 3, with both moments. May serve
+    several holders: an update is made once, and kept until the next step's update reuses its
+    memory."""
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+    def __init__(self, layout: Layout, tensors: int = 1) -> None:
+        self._layout, self._tensors = layout, tensors
         self._at: tuple[int, int] | None = None
         self._payload = torch.empty(0, dtype=torch.uint8)
 
@@ -414,10 +415,13 @@ class SentCopy:
     def take(self, at: tuple[int, int], tensors: Sequence[Tensor]) -> SnapshotUpdate:
         if self._at != at:
             if not len(self._payload):
-                self._payload = torch.empty(4 * self._layout.values, dtype=torch.uint8)
-            self._payload.view(torch.float32).copy_(tensors[0])
+                size = 4 * self._layout.values * self._tensors
+                self._payload = torch.empty(size, dtype=torch.uint8)
+            copies = self._payload.view(torch.float32).view(self._tensors, -1)
+            for copy, tensor in zip(copies, tensors, strict=False):
+                copy.copy_(tensor)
             self._at = at
-        return SnapshotUpdate(self._payload, self._layout.blocks, 1, "none", 0.0)
+        return SnapshotUpdate(self._payload, self._layout.blocks, self._tensors, "none", 0.0)
 
     def lost(self, step: int) -> None:
         self._at, self._payload = None, torch.empty(0, dtype=torch.uint8)

@@ -50,6 +50,17 @@ def test_those_that_were_told_to_go_hand_over_what_nobody_else_has():
     assert (other.method, nodes(other)) == ("replica", ["b", "c"])
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_the_last_node_of_stage_0_left_is_exact_while_the_run_has_not_gone_on(policy):
+    left = Held("deposit", Source("b", 0, STEP), made=(3, 7))
+    lost = replace(without(0, held=(left, holds("copy", 0))), made=(3, 7))
+    decision = rebuild(0, lost, policy)
+    assert (decision.method, nodes(decision), decision.exact) == ("deposit", ["b"], True)
+    for later in (replace(lost, step=STEP + 1), replace(lost, made=(4, 0))):
+        other = decide(0, later, policy)
+        assert not isinstance(other, Rebuild) or other.method != "deposit"
+
+
 def test_before_the_first_step_a_stage_is_that_of_the_checkpoint():
     lost = Left(3, 0, {0: ["a"], 1: ["b"], 3: ["d"]}, origin=["d", "a"])
     decision = rebuild(2, lost, "checkfree")

@@ -53,7 +53,7 @@ from planaria.recovery.snapshot import (
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Kind = Literal["copy", "snapshot"]
+Kind = Literal["copy", "snapshot", "deposit"]
 Send = Callable[[str, pb.Message | Frame], bool]
 """Sends to a peer; False: there is no link to it."""
 Accuse = Callable[[str, str, Cause], None]
@@ -104,6 +104,11 @@ class Outgoing:
         """Stage 0's weights, all of them, after each commit."""
         sent = SentCopy(layout)
         return cls("copy", 0, 1, math.inf, lambda: sent)
+
+    @classmethod
+    def deposit(cls, layout: Layout) -> Outgoing:
+        """Stage 0's weights and moments, once, when its last node leaves."""
+        return cls("deposit", 0, 1, math.inf, lambda: SentCopy(layout, 3))
 
     @classmethod
     def snapshots(
@@ -304,15 +309,28 @@ class Sender:
         self.critical_seconds += time.perf_counter() - started
         return update
 
+    async def deliver(self, holder: str) -> None:
+        """Sends the present state, and waits until it counts. Raises ComplaintError."""
+        if (state := self._state()) is None:
+            raise ComplaintError("there is no state")
+        self._update = _Update(holder, next(self._transfers), state.id.step)
+        try:
+            await self._deliver(self._update, self._outgoing.new_sent(), state)
+        finally:
+            self._update = None
+
+    async def _deliver(self, update: _Update, sent: Sent, state: StageState) -> None:
+        # Posted as soon as it is started, before a later step can be.
+        content = await self._exchanges.compute(partial(self._take, sent, state))
+        if self._outgoing.kind == "snapshot":  # a copy belongs to its `Sent`
+            update.memory_bytes = content.payload.nbytes
+        header, payload = self._compose(update, state, content)
+        await self._transfer(update, header, payload)
+        await self._wait(update, lambda: update.kept, "the confirmation")
+
     async def _bring(self, update: _Update, sent: Sent, state: StageState) -> None:
         try:
-            # Posted as soon as it is started, before a later step can be.
-            content = await self._exchanges.compute(partial(self._take, sent, state))
-            if self._outgoing.kind == "snapshot":  # a copy belongs to its `Sent`
-                update.memory_bytes = content.payload.nbytes
-            header, payload = self._compose(update, state, content)
-            await self._transfer(update, header, payload)
-            await self._wait(update, lambda: update.kept, "the confirmation")
+            await self._deliver(update, sent, state)
         except ComplaintError as lost:
             sent.lost(update.step)
             log.warning(
@@ -486,7 +504,7 @@ class Holder:
             if not held.state.missing
         ]
 
-    def state(self, kind: Kind, stage: int) -> StageState | None:
+    def state(self, kind: str, stage: int) -> StageState | None:
         """A held state, for StateServer; None: nothing is held, or blocks are missing."""
         held = self._held.get((kind, stage))
         if held is None or held.state.missing:
@@ -518,6 +536,8 @@ class Holder:
 
     def committed(self, own: StateId) -> None:
         """Record a state of this node's own stage: applied, fetched or loaded."""
+        if (deposit := self._held.get(("deposit", 0))) and deposit.header.age < own.age:
+            del self._held["deposit", 0]  # the run has gone on: it is not exact any more
         if own.lineage != self._applied.lineage:
             self._own.clear()
             for key, held in list(self._held.items()):
@@ -604,9 +624,10 @@ class Holder:
                 f"it has {header.size} bytes, {header.commit} of them for its commit"
             )
         form = header.blocks, header.tensors, header.codec
-        if header.kind == "copy" and form != (layout.blocks, 1, "none"):
+        tensors = {"copy": 1, "deposit": 3}.get(header.kind)
+        if tensors is not None and form != (layout.blocks, tensors, "none"):
             contents = f"{header.tensors} tensors, {header.blocks} blocks in codec {header.codec}"
-            raise FiguresError(f"a copy of {contents}")
+            raise FiguresError(f"a {header.kind} of {contents}")
         return _Arriving(peer, header, torch.empty(header.size, dtype=torch.uint8))
 
     def _take_up(self, key: tuple[str, int], update: _Arriving) -> None:
@@ -673,7 +694,7 @@ class Holder:
         if header.lineage < self._applied.lineage or (held and held.header.age > header.age):
             self._refuse(update, "a newer one is held already")
             return
-        if header.kind == "copy":
+        if header.kind != "snapshot":
             state = HeldSnapshot.whole(layout, header.step, update.payload, header.tensors)
             self._held[key] = _Held(header, update.last, state)
         else:

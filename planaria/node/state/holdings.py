@@ -8,7 +8,7 @@ decide which of these exist.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from planaria.node.report.events import HoldingCost
 from planaria.node.run_file import RunFile
 from planaria.node.state.boundary import BoundaryKeeper
 from planaria.node.state.copies import Holder, Outgoing, Sender
+from planaria.node.state.copies import Kind as CopyKind
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.state.twin import Twin
 from planaria.node.transaction.effects import Ballot
@@ -100,6 +101,7 @@ class Holdings:
             steps = run.recovery.relearn.steps
             self.boundary = BoundaryKeeper(host.exchanges, host.tensors, steps)
         self.sender: Sender | None = None
+        self.depositor: Sender | None = None  # at stage 0
         self.holder: Holder | None = None
         self.sends = self.policy.sends(self.stage, run.recovery.snapshot.first)
         self._carry_copies(layout)
@@ -118,10 +120,12 @@ class Holdings:
             stage for stage in range(self.config.stages + 1) if self.config.trained[min(stage, 1)]
         ]
         kinds = {stage: self.policy.sends(stage, snapshot.first) for stage in trained}
-        layouts = {
+        layouts: dict[tuple[CopyKind, int], Layout] = {
             (kind, stage): layout(stage) for stage, kind in kinds.items() if kind is not None
         }
         own_layout = layouts.pop((self.sends, self.stage), None) if self.sends is not None else None
+        if self.stage and 0 in trained:
+            layouts["deposit", 0] = layout(0)
         if layouts:
             self.holder = Holder(host.exchanges, layouts, host.send, host.accuse)
         if own_layout is not None:
@@ -130,6 +134,9 @@ class Holdings:
             else:
                 outgoing = Outgoing.snapshots(self.stage, own_layout, snapshot, self.run.seed)
             self.sender = Sender(host.exchanges, outgoing, host.own_state, self._send_at_once)
+        if self.stage == 0 and 0 in trained:
+            outgoing = Outgoing.deposit(layout(0))
+            self.depositor = Sender(host.exchanges, outgoing, host.own_state, self._send_at_once)
 
     def _send_at_once(self, peer: str, item: pb.Message | Frame) -> bool:
         """Send now or never: once a link comes up, a newer state is sent."""
@@ -198,12 +205,29 @@ class Holdings:
         if self.holder is not None:
             self.holder.committed(own)
 
+    async def deposit(self, holders: Iterable[str]) -> str:
+        """Leave stage 0's exact state with the first of these nodes that takes it; returns that
+        node. Raises ComplaintError."""
+        refusal = ComplaintError("there is no body node to leave it with")
+        depositor = self.depositor
+        if depositor is None:
+            raise ComplaintError("stage 0 is not trained: it equals the checkpoint")
+        for holder in holders:
+            try:
+                await depositor.deliver(holder)
+            except ComplaintError as error:
+                refusal = error
+            else:
+                return holder
+        raise refusal
+
     # --- messages
 
     def on_message(self, peer: str, message: pb.Message) -> None:
         """Handle a Kept."""
-        if self.sender is not None:
-            self.sender.on_kept(peer, message.kept)
+        sender = self.depositor if message.kept.kind == "deposit" else self.sender
+        if sender is not None:
+            sender.on_kept(peer, message.kept)
 
     def on_frame(self, peer: str, frame: Frame) -> None:
         """Handle a frame of kind "copy" or "twin"."""
@@ -213,8 +237,9 @@ class Holdings:
             self.holder.on_frame(peer, frame)
 
     def on_peer_lost(self, peer: str, reason: str) -> None:
-        if self.sender is not None:
-            self.sender.on_peer_lost(peer, reason)
+        for sender in (self.sender, self.depositor):
+            if sender is not None:
+                sender.on_peer_lost(peer, reason)
         if self.holder is not None:
             self.holder.on_peer_lost(peer)
 
@@ -246,9 +271,7 @@ class Holdings:
             return replace(
                 self.twin.state, digest=digest if state_id == self.twin.state.id else b""
             )
-        if kind in ("copy", "snapshot") and self.holder is not None:
-            return self.holder.state("copy" if kind == "copy" else "snapshot", stage)
-        return None
+        return None if self.holder is None else self.holder.state(kind, stage)
 
     async def load(self, source: pb.Source, method: str) -> StageState:
         """Load the node's own file that the driver has chosen. Raises ComplaintError."""
@@ -280,7 +303,8 @@ class Holdings:
             )
         if self.holder is not None:
             held = HoldingCost(0, self.holder.memory_bytes, self.holder.critical_seconds)
-            costs[name] = costs.get(name, HoldingCost()) + held
+            if held != HoldingCost():
+                costs[name] = costs.get(name, HoldingCost()) + held
         for files in self.files:
             disk = files.disk
             costs["checkpoint" if files.kind == "checkpoint" else "saves"] = HoldingCost(

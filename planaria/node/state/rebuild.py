@@ -32,6 +32,7 @@ log = logging.getLogger("planaria")
 HELD: Final = {
     "stage0-copy": "copy",
     "snapshot": "snapshot",
+    "deposit": "deposit",
     "redundant": "redundant",
     ORIGIN: ORIGIN,
     PRETRAINED: ORIGIN,

@@ -701,6 +701,13 @@ class Driver:
         begin = self._what_next()
         return self._finish(now) if begin is None else self._send_step(pb.Step(begin=begin), now)
 
+    def rest(self, why: str, now: float) -> list[Effect]:
+        """Ends the attempt, and begins no other, since this node is about to leave."""
+        if self.view.driver != self.node:
+            return []
+        self.pause_until = math.inf
+        return self._gather(why, now)
+
     def _is_over(self) -> bool:
         step = self.standing.committed
         validated = not self.rules.validation_microbatches or self.validated[0] == step
