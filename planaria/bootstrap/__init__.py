@@ -7,7 +7,6 @@ Decisions, pure:
 - `neighbours.py`: which nodes keep links with each other
 - `cuts.py`: members that can't reach each other; `accusations.py`: what members report of others
 - `quarantine.py`: nodes evicted for cause; `commit_watermark.py`: how far the run has come
-- `votes.py`: votes for a step
 
 The service:
 

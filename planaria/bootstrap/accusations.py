@@ -1,25 +1,23 @@
 """Accusations between members, with causes, and the rule by which the registry accepts them.
 
-A single accusation never evicts a node that answers. It takes proof signed by the accused; or
-two accusers, one possibly the accused; or the driver, if no other node could drive. If
-only the driver accuses, another node becomes driver and observes for itself: an uncorroborated
-accusation costs a driver its role, and costs other nodes nothing. Pure, as membership.py is: `now`
-is passed in, and decisions are returned.
+A single accusation never evicts a node that answers. It takes two accusers, one possibly the
+accused; or the driver, if no other node could drive. If only the driver accuses, another node
+becomes driver and observes for itself: an uncorroborated accusation costs a driver its role, and
+costs other nodes nothing. Pure, as membership.py is: `now` is passed in, and decisions are
+returned.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from planaria.bootstrap.failure_domains import FailureDomain
-from planaria.bootstrap.identity import is_message_signed
-from planaria.bootstrap.registry_pb2 import HANG, SILENT, Cause, Proof, Suspicion
+from planaria.bootstrap.registry_pb2 import HANG, SILENT, Cause, Suspicion
 from planaria.bootstrap.spelling import readable
-from planaria.bootstrap.votes import is_without_vote
 
 WHY_LENGTH = 300  # characters of an accusation's reason
 STANDS = 1800.0  # seconds that an accusation counts unless its accuser sends another one
@@ -37,10 +35,6 @@ class AccusationContext(Protocol):
         ...
 
     def place(self, node: str) -> FailureDomain: ...
-
-    def keys(self) -> Mapping[str, bytes]:
-        """Their public keys."""
-        ...
 
     def hangs(self, node: str) -> bool:
         """Whether the node itself reports a hang."""
@@ -76,9 +70,9 @@ class _Accused:
 
 
 class Accusations:
-    def __init__(self, run: str, corroboration_time: float) -> None:
+    def __init__(self, corroboration_time: float) -> None:
         """`corroboration_time`: seconds allowed for corroboration of the driver's accusation."""
-        self.run, self.corroboration_time = run, corroboration_time
+        self.corroboration_time = corroboration_time
         self._accused: dict[str, _Accused] = {}
         self._newest: dict[str, str] = {}  # accuser -> its latest accused
         self._alone: Counter[str] = Counter()  # drives lost by uncorroborated accusations
@@ -101,7 +95,6 @@ class Accusations:
             ]
         if why := self._convicted(name, context, now):
             return Convicted(name, suspicion.cause, why)
-        suspicion.ClearField("proof")  # it did not convict, and may be large
         if accuser == context.driver and accused.corroborate_by == math.inf:
             accused.corroborate_by = now + self.corroboration_time
         return None
@@ -154,17 +147,13 @@ class Accusations:
             accused.charges.pop(accuser, None)
 
     def _convicted(self, name: str, context: AccusationContext, now: float) -> str:
-        """The reason to evict the node, though it may be alive; empty: not enough evidence. Proof
-        signed by the accused suffices. A driver as accused requires more than half of the other
-        serving nodes, since a contradiction between two nodes has no known culprit."""
-        all_charges = self._accused[name].charges
-        for accuser, (_, charge) in all_charges.items():
-            if charge.HasField("proof") and self._is_proved(charge.proof, name, context.keys()):
-                return f"{evidence(charge)}, proved by {accuser}"
+        """The reason to evict the node, though it may be alive; empty: not enough evidence. A
+        driver as accused requires more than half of the other serving nodes, since a contradiction
+        between two nodes has no known culprit."""
         serving = {node for node in context.serving() if node != name}
         charges = {
             accuser: charge
-            for accuser, (time, charge) in all_charges.items()
+            for accuser, (time, charge) in self._accused[name].charges.items()
             if accuser in serving and now - time < STANDS
         }
         by_driver = charges.get(context.driver)
@@ -198,22 +187,6 @@ class Accusations:
             and context.may_drive(node)
             and self._voices(accused, (driver, node), context) > 1
         ]
-
-    def _is_proved(self, proof: Proof, accused: str, keys: Mapping[str, bytes]) -> bool:
-        """Whether the accused has signed two decisions of one attempt, or one without the required
-        votes."""
-        if len(proof.decisions) != 2:
-            return is_without_vote(proof, keys[accused], keys, self.run)
-        first, second = proof.decisions
-        twice = (first.step, first.view, first.attempt) == (
-            second.step,
-            second.view,
-            second.attempt,
-        )
-        signed = (
-            is_message_signed(keys[accused], decision, self.run) for decision in proof.decisions
-        )
-        return twice and first.hash != second.hash and all(signed)
 
 
 def evidence(suspicion: Suspicion) -> str:

@@ -32,7 +32,6 @@ from planaria.bootstrap.registry_pb2 import (
     LeaveRequest,
     MeasureReply,
     MeasureRequest,
-    Proof,
     Renewal,
     Report,
     Shown,
@@ -238,17 +237,13 @@ class RegistryClient:
         """Queues an event log line for a later renewal. A full queue drops its oldest line."""
         self._events.append(line)
 
-    def suspect(
-        self, accused: str, why: str, cause: Cause = SILENT, proof: Proof | None = None
-    ) -> None:
+    def suspect(self, accused: str, why: str, cause: Cause = SILENT) -> None:
         """Reports a silent node for a liveness check, or accuses it of `cause` with evidence `why`.
         Returns at once; the outcome arrives as a view. A node that has left suspects nobody,
         because its peers close their links."""
         if self._node == self._left:
             return
-        suspicion = Suspicion(
-            accuser=self._node, accused=accused, why=why, cause=cause, proof=proof
-        )
+        suspicion = Suspicion(accuser=self._node, accused=accused, why=why, cause=cause)
         self.sign(suspicion)
         task = asyncio.get_running_loop().create_task(self._suspect(suspicion))
         self._tasks.add(task)

@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -284,7 +284,7 @@ class Membership:
         self._quarantine = Quarantine()
         self._banned: list[str] = []  # instances, in order
         self._evicted: dict[str, str] = {}  # node -> reason; the oldest are dropped
-        self._accusations = Accusations(rules.run, rules.corroboration_time)
+        self._accusations = Accusations(rules.corroboration_time)
         self._heir = ""  # the next driver, by an accusation
         self._rebuilds: dict[tuple[int, int, str], Rebuild] = {}  # by step, stage, method
         self._evictions: deque[tuple[float, Eviction]] = deque(maxlen=EVICTIONS_LISTED)
@@ -1514,9 +1514,6 @@ class _MembersNow:
 
     def place(self, node: str) -> FailureDomain:
         return _location(self.machine._nodes[node].member)
-
-    def keys(self) -> Mapping[str, bytes]:
-        return {name: node.member.key for name, node in self.machine._nodes.items()}
 
     def hangs(self, node: str) -> bool:
         return self.machine._nodes[node].report.stalled_seconds > 0

@@ -363,90 +363,18 @@ class WatchRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., node: _Optional[str] = ..., known: _Optional[bytes] = ...) -> None: ...
 
 class Suspicion(_message.Message):
-    __slots__ = ("accuser", "accused", "why", "cause", "signature", "proof")
+    __slots__ = ("accuser", "accused", "why", "cause", "signature")
     ACCUSER_FIELD_NUMBER: _ClassVar[int]
     ACCUSED_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
-    PROOF_FIELD_NUMBER: _ClassVar[int]
     accuser: str
     accused: str
     why: str
     cause: Cause
     signature: bytes
-    proof: Proof
-    def __init__(self, accuser: _Optional[str] = ..., accused: _Optional[str] = ..., why: _Optional[str] = ..., cause: _Optional[_Union[Cause, str]] = ..., signature: _Optional[bytes] = ..., proof: _Optional[_Union[Proof, _Mapping]] = ...) -> None: ...
-
-class Proof(_message.Message):
-    __slots__ = ("decisions", "votes", "voter", "roll")
-    DECISIONS_FIELD_NUMBER: _ClassVar[int]
-    VOTES_FIELD_NUMBER: _ClassVar[int]
-    VOTER_FIELD_NUMBER: _ClassVar[int]
-    ROLL_FIELD_NUMBER: _ClassVar[int]
-    decisions: _containers.RepeatedCompositeFieldContainer[Decision]
-    votes: Votes
-    voter: str
-    roll: Roll
-    def __init__(self, decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., votes: _Optional[_Union[Votes, _Mapping]] = ..., voter: _Optional[str] = ..., roll: _Optional[_Union[Roll, _Mapping]] = ...) -> None: ...
-
-class Decision(_message.Message):
-    __slots__ = ("step", "view", "attempt", "hash", "signature", "votes")
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    VIEW_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    HASH_FIELD_NUMBER: _ClassVar[int]
-    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
-    VOTES_FIELD_NUMBER: _ClassVar[int]
-    step: int
-    view: int
-    attempt: int
-    hash: bytes
-    signature: bytes
-    votes: bytes
-    def __init__(self, step: _Optional[int] = ..., view: _Optional[int] = ..., attempt: _Optional[int] = ..., hash: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., votes: _Optional[bytes] = ...) -> None: ...
-
-class Vote(_message.Message):
-    __slots__ = ("node", "view", "attempt", "ready", "signature")
-    NODE_FIELD_NUMBER: _ClassVar[int]
-    VIEW_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    READY_FIELD_NUMBER: _ClassVar[int]
-    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
-    node: str
-    view: int
-    attempt: int
-    ready: bytes
-    signature: bytes
-    def __init__(self, node: _Optional[str] = ..., view: _Optional[int] = ..., attempt: _Optional[int] = ..., ready: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
-
-class Roll(_message.Message):
-    __slots__ = ("view", "attempt", "nodes", "signature")
-    VIEW_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    NODES_FIELD_NUMBER: _ClassVar[int]
-    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
-    view: int
-    attempt: int
-    nodes: _containers.RepeatedScalarFieldContainer[str]
-    signature: bytes
-    def __init__(self, view: _Optional[int] = ..., attempt: _Optional[int] = ..., nodes: _Optional[_Iterable[str]] = ..., signature: _Optional[bytes] = ...) -> None: ...
-
-class Votes(_message.Message):
-    __slots__ = ("alike",)
-    ALIKE_FIELD_NUMBER: _ClassVar[int]
-    alike: _containers.RepeatedCompositeFieldContainer[Alike]
-    def __init__(self, alike: _Optional[_Iterable[_Union[Alike, _Mapping]]] = ...) -> None: ...
-
-class Alike(_message.Message):
-    __slots__ = ("ready", "nodes", "signatures")
-    READY_FIELD_NUMBER: _ClassVar[int]
-    NODES_FIELD_NUMBER: _ClassVar[int]
-    SIGNATURES_FIELD_NUMBER: _ClassVar[int]
-    ready: bytes
-    nodes: _containers.RepeatedScalarFieldContainer[str]
-    signatures: bytes
-    def __init__(self, ready: _Optional[bytes] = ..., nodes: _Optional[_Iterable[str]] = ..., signatures: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, accuser: _Optional[str] = ..., accused: _Optional[str] = ..., why: _Optional[str] = ..., cause: _Optional[_Union[Cause, str]] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("member", "reason", "view")

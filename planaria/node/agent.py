@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.registry_pb2 import NUMBERS, SHAPE, SILENT, Cause
+from planaria.bootstrap.registry_pb2 import DIVERGENCE, NUMBERS, SHAPE, SILENT, Cause
 from planaria.node.model import learning_rate
 from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.ports import Learned, Ports, Priority
@@ -48,7 +48,7 @@ from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.transfer import WEIGHTS, StateClient, StateServer
 from planaria.node.state.weight_pins import PIN, WeightPins
 from planaria.node.transaction.attempt import Attempt, Workplace
-from planaria.node.transaction.averaging import Averaging, Coding
+from planaria.node.transaction.averaging import Averaging, Coding, ReductionRound
 from planaria.node.transaction.bounds import LONGEST_WORDS
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import (
@@ -77,6 +77,7 @@ from planaria.node.transaction.resting import DriverPhase
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.budget import ITEM, Budget
+from planaria.node.wire.chain import hash_of
 from planaria.node.wire.exchange import ComplaintError, Exchange, Outcome, PeerLostError
 from planaria.node.wire.frames import Descriptor, Frame, WireError
 from planaria.node.wire.link_speed import LARGEST
@@ -152,7 +153,6 @@ class Agent:
         self.driver = self._new_driver()
         self.driver.identity = ports.identity
         self.member = self._new_member()
-        self.member.identity, self.member.chance = ports.identity, ports.chance
         self.member.digest = self.learned.digest
         self.member.weightless = self.arithmetic.weightless
         self.member.origin = self.arithmetic.origin
@@ -186,7 +186,7 @@ class Agent:
         wire = self.run.wire
         coding = Coding.of_run(tensors, wire, trained_shapes(self.config, self.stage).values())
         chance = None if self.run.trust.gradients == "off" else self.chance
-        self.averaging = Averaging(self.node, exchanges, send, coding, some, chance=chance)
+        self.averaging = Averaging(exchanges, send, coding, some, chance=chance)
         self.pins, self.observer_pins = StatePins(tensors), WeightPins(tensors)
         self.gradients = ReducedGradients(self.arithmetic.gradient, tensors)
         linked = self.net.linked
@@ -223,12 +223,6 @@ class Agent:
             self._check(peer, message)
         elif body in TO_MEMBER:
             self._carry_out(self.member.received(peer, message))
-        elif body == "heard":
-            self._carry_out(self.member.told(peer, message.heard))
-        elif body == "votes_request":
-            self._carry_out(self.member.asked_for_votes(peer, message.votes_request))
-        elif body == "votes_shown":
-            self._carry_out(self.member.shown_votes(message.votes_shown.votes))
         elif body in ("state_request", "shard_request"):
             self._serve_state(peer, message)
         elif body == "pin_request":
@@ -350,7 +344,6 @@ class Agent:
     def tick(self, now: float) -> None:
         self.exchanges.at(now)
         self._carry_out(self.driver.tick(now))
-        self._carry_out(self.member.tick(now))
         self.observer_pins.expire(now)
         if now - self.origins_asked > ASKED_AGAIN:
             self.origins.clear()
@@ -441,8 +434,8 @@ class Agent:
                 if self.fetching is not None:
                     self.fetching.cancel()
                 self.fetching = self.exchanges.start(self._fetch(ballot, sync))
-            case Suspect(node, why, cause, proof):
-                self.record.suspect(node, why, cause, proof)
+            case Suspect(node, why, cause):
+                self.record.suspect(node, why, cause)
             case Rejoin(reason):
                 self.record.over(reason)
             case Halted(halt):
@@ -527,20 +520,26 @@ class Agent:
         try:
             norm, seen = await self._reduce_all(ballot, attempt)
         except ComplaintError as error:
-            if isinstance(error, PeerLostError) or error.cause != SILENT:
+            if isinstance(error, PeerLostError) or error.cause not in (SILENT, DIVERGENCE):
                 for node in error.accused:
                     self.cut_off(ballot, node, str(error), error.cause)
             else:
-                self.attempt_failed(ballot, str(error), error.accused)
+                failed = self.member.failed(ballot, str(error), error.accused, error.cause)
+                self._carry_out(failed)
             return
         await self._is_noted()
         seconds = self.workplace.seconds_per_microbatch
-        relearned = await self._offer()
+        relearned, relearning = await self._offer()
         digest = await self.exchanges.compute(self.arithmetic.digest)
-        finite = math.isfinite(norm)
-        self._carry_out(
-            self.member.reduced(ballot, norm, finite, seconds, digest, seen, *relearned)
+        ready = pb.Ready(
+            squared_norm=norm,
+            finite=math.isfinite(norm),
+            seconds_per_microbatch=seconds,
+            digest=digest,
+            relearned=relearned,
+            relearning=relearning,
         )
+        self._carry_out(self.member.reduced(ballot, ready, seen))
         self.exchanges.start(self._feed(ballot, attempt.begin))
 
     async def _is_noted(self) -> None:
@@ -558,16 +557,16 @@ class Agent:
         gradient = self.arithmetic.gradient
         replicas = sorted(place.node for place in begin.members if place.stage == self.stage)
         await attempt.complete(self.exchanges)
-        seen = await self.averaging.reduce(
+        reduction = ReductionRound(
+            self.node,
             ballot,
             replicas,
-            gradient,
-            attempt.applied,
-            begin.untold + len(begin.plan),
-            progress,
-            begin.non_finite,
-            begin.step,
+            window=begin.untold + len(begin.plan),
+            step=begin.step,
+            non_finite=begin.non_finite,
+            last=hash_of(self.member.last),
         )
+        seen = await self.averaging.reduce(reduction, gradient, attempt.applied, progress)
         norm = await self.exchanges.compute(self.arithmetic.reduced)
         if self.holdings.twin is not None:
             await self.holdings.twin.exchange(ballot, begin.members, gradient, norm, progress)
@@ -676,7 +675,8 @@ class Agent:
         adopt = partial(self.arithmetic.adopt, self.gradients.get(ballot))
         norm = await self.exchanges.compute(adopt)
         digest = await self.exchanges.compute(self.arithmetic.digest)
-        self._carry_out(self.member.reduced(ballot, norm, math.isfinite(norm), 0.0, digest))
+        ready = pb.Ready(squared_norm=norm, finite=math.isfinite(norm), digest=digest)
+        self._carry_out(self.member.reduced(ballot, ready))
 
     # --- commits and state
 
@@ -705,7 +705,7 @@ class Agent:
             beside = task.enters(fixed) if task is not None else None
             learned = self.arithmetic.apply(commit, lr, beside)
             if not commit.skipped:
-                self.averaging.held_back.commit(Ballot.of(commit.ballot))
+                self.averaging.feedback.commit(Ballot.of(commit.ballot))
             self.holdings.apply(commit, lr)
             state = replace(after, omega=learned.omega, optimizer_step=learned.optimizer_step)
             if task is not None:
@@ -736,7 +736,7 @@ class Agent:
                     self.states.forget()
                     self._carry_out(member.fetched(synced, member.last, member.boosted_at))
                 return
-            await self.exchanges.compute(self.averaging.held_back.drop)
+            await self.exchanges.compute(self.averaging.feedback.drop)
             rebuilt = await self.rebuilding.rebuild(ballot, sync)
         except ComplaintError as error:
             self._carry_out(member.failed(ballot, str(error), error.accused, error.cause))

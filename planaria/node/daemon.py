@@ -154,13 +154,7 @@ class Registry(Protocol):
     ) -> None: ...
     def report(self, report: registry.Report) -> None: ...
     def tell(self, line: str) -> None: ...
-    def suspect(
-        self,
-        accused: str,
-        why: str,
-        cause: registry.Cause = registry.SILENT,
-        proof: registry.Proof | None = None,
-    ) -> None: ...
+    def suspect(self, accused: str, why: str, cause: registry.Cause = registry.SILENT) -> None: ...
     async def leave(self, node: str, why: str) -> None: ...
 
 
@@ -765,17 +759,11 @@ class SeatRecord:
         log.info("the weights of %s are kept until Ctrl-C", self._seat)
         self._node.report()
 
-    def suspect(
-        self,
-        node: str,
-        why: str,
-        cause: registry.Cause,
-        proof: registry.Proof | None = None,
-    ) -> None:
+    def suspect(self, node: str, why: str, cause: registry.Cause) -> None:
         if node_of(node) == self._node.node:
             self.over(why)  # no other node can be blamed
         else:
-            self._node.client.suspect(node_of(node), why, cause, proof)
+            self._node.client.suspect(node_of(node), why, cause)
 
     def replace(self, why: str) -> None:
         log.warning("%s", why)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from planaria.bootstrap.identity import Identity
-    from planaria.bootstrap.registry_pb2 import Cause, Proof
+    from planaria.bootstrap.registry_pb2 import Cause
     from planaria.node.report.events import Event
     from planaria.node.state.boundary import Fetched
     from planaria.node.state.relearn import Lesson
@@ -322,10 +322,9 @@ class Record(Protocol):
         """The run is over, or stopped; the weights are kept."""
         ...
 
-    def suspect(self, node: str, why: str, cause: Cause, proof: Proof | None = None) -> None:
+    def suspect(self, node: str, why: str, cause: Cause) -> None:
         """Asks the registry to probe this member or, for any cause but SILENT, to remove it. `why`
-        is the evidence, a sentence for people. `proof` is what the member signed and shouldn't
-        have."""
+        is the evidence, a sentence for people."""
         ...
 
     def replace(self, why: str) -> None:

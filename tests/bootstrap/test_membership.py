@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from planaria.bootstrap.accusations import STANDS
-from planaria.bootstrap.identity import Identity, instance_of
+from planaria.bootstrap.identity import instance_of
 from planaria.bootstrap.membership import (
     LEAVES_COLLECTED,
     MOST_DIALLED,
@@ -34,11 +34,9 @@ from planaria.bootstrap.registry_pb2 import (
     SILENT,
     Cause,
     Complaint,
-    Decision,
     JoinReply,
     JoinRequest,
     Member,
-    Proof,
     Rebuild,
     Relay,
     Renewal,
@@ -47,11 +45,8 @@ from planaria.bootstrap.registry_pb2 import (
     SeatReport,
     Suspicion,
     View,
-    Vote,
 )
 from planaria.bootstrap.views import hash_of, sign
-from planaria.bootstrap.votes import gathered
-from planaria.bootstrap.votes import hash_of as hash_of_votes
 from tests.bootstrap.conftest import identity
 
 KEY = identity("registry")
@@ -142,9 +137,8 @@ class Swarm:
         accused: str,
         cause: Cause = SILENT,
         why: str = "silent",
-        proof: Proof | None = None,
     ) -> list[Effect]:
-        suspicion = Suspicion(accuser=accuser, accused=accused, why=why, cause=cause, proof=proof)
+        suspicion = Suspicion(accuser=accuser, accused=accused, why=why, cause=cause)
         return self.after(self.machine.suspect(suspicion, self.now))
 
     def lose(self, node: str, there: bool | None = None) -> list[Effect]:
@@ -1138,50 +1132,6 @@ def test_words_against_the_driver_count_together_when_they_fall_together() -> No
     swarm.suspect("n2", "n0", DIVERGENCE, "other weights")
     swarm.answer()
     assert "n0" in swarm.nodes()
-
-
-def decided(identity: Identity, content: bytes, **fields: int) -> Decision:
-    """As its key has signed it."""
-    decision = Decision(**{"step": 5, "view": 3, "attempt": 7, **fields}, hash=content)
-    identity.sign_message(decision, "r")
-    return decision
-
-
-def test_who_shows_what_a_driver_has_signed_need_not_be_one_of_several() -> None:
-    swarm, driver = Swarm(stages=3), Identity.generate()
-    swarm.join("n0", 0, key=driver.public)
-    for stage in (1, 2, 3):
-        swarm.join(f"n{stage}", stage)
-    swarm.open("n0", "n1", "n2", "n3")
-    one, other = decided(driver, b"one"), decided(driver, b"other")
-    forged = decided(Identity.generate(), b"other")
-    for proof in ((one,), (one, one), (one, forged), (one, decided(driver, b"other", attempt=8))):
-        swarm.suspect("n1", "n0", NUMBERS, "two commits of step 5", Proof(decisions=proof))
-        assert "n0" in swarm.nodes(), "that can be"
-        swarm.answer()
-    proof = Proof(decisions=(one, other))
-    swarm.suspect("n1", "n0", NUMBERS, "two commits of step 5", proof)
-    assert swarm.effects[0] == Evict("n0", "numbers: two commits of step 5, proved by n1")
-
-
-def test_who_shows_that_a_driver_did_without_a_vote_need_not_be_one_of_several() -> None:
-    swarm, driver, voter = Swarm(stages=3), Identity.generate(), Identity.generate()
-    swarm.join("n0", 0, key=driver.public)
-    swarm.join("n1", 1, key=voter.public)
-    swarm.join("n2", 2)
-    swarm.join("n3", 3)
-    swarm.open("n0", "n1", "n2", "n3")
-    vote = Vote(node="n1/0", view=3, attempt=7, ready=b"so")
-    for forger, said in (voter, "n0"), (driver, ""):
-        forger.sign_message(vote, "r")
-        votes = gathered([vote])
-        told = decided(driver, b"one")
-        told.votes = hash_of_votes(votes)
-        driver.sign_message(told, "r")
-        proof = Proof(decisions=[told], votes=votes, voter="n1/0")
-        swarm.suspect("n2", "n0", NUMBERS, "a vote that n1 hasn't signed", proof)
-        assert ("n0" if "n0" in swarm.nodes() else "") == said
-    assert swarm.effects[0] == Evict("n0", "numbers: a vote that n1 hasn't signed, proved by n2")
 
 
 def test_of_two_nodes_the_one_that_drives_is_believed() -> None:

@@ -88,7 +88,6 @@ class Memory:
         node: str,
         why: str,
         cause: registry.Cause,
-        proof: registry.Proof | None = None,
     ) -> None:
         self.suspected.append(node)
 

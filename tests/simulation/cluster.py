@@ -145,6 +145,7 @@ class Attempt:
     chain: bytes
     digests: dict[int, bytes] = field(default_factory=dict)
     nodes: set[str] = field(default_factory=set)
+    parted: bool = False  # whether a faulty driver has begun it at nodes with different histories
 
 
 @dataclass
@@ -243,6 +244,7 @@ class Cluster:
         self.lying: set[str] = set()
         """Hosts that say what they like."""
         self.unheard: set[str] = set()
+        self.parting = False  # whether a driver signs two commits of one step
         """Hosts that the registry may not hear for so long that they go where others have their
         stage."""
         self.tampering: dict[str, Callable[[pb.Message | Frame], pb.Message | Frame]] = {}
@@ -475,6 +477,10 @@ class Cluster:
         lost = lost or (kind == "rebuilding" and fields["method"] not in (*COPIED, "twin"))
         self.demand(not lost, "I6", f"{kind}, although nobody has died: {fields}")
 
+    def agree(self, holds: bool, what: str) -> None:
+        """Demands one history, unless a driver signs two: then no step follows on that one."""
+        self.demand(holds or self.parting, "I2", what)
+
     def check_start(self, seat: Seat, ballot: Ballot, begin: pb.Begin) -> None:
         """In the compute thread, when everything before the attempt is done."""
         weights, stage = seat.weights, seat.stage
@@ -485,10 +491,11 @@ class Cluster:
         attempt = self.attempts.setdefault(ballot, Attempt(begin.step, weights.chain))
         attempt.nodes.add(seat.name)
         self.replicas[ballot, stage] = {at.node for at in begin.members if at.stage == stage}
-        self.demand(attempt.chain == weights.chain, "I2", f"{who} with another history")
+        self.agree(attempt.chain == weights.chain, f"{who} with another history")
+        attempt.parted |= attempt.chain != weights.chain
         own = weights.optimizer.digest()
         digest = own if weights.corrupted else attempt.digests.setdefault(stage, own)
-        self.demand(digest == own, "I2", f"{who}; its replicas have other weights")
+        self.agree(digest == own, f"{who}; its replicas have other weights")
         known = self.known.get((weights.chain, stage), ())
         self.demand(not weights.void and own in known, "I5", f"{who}, unfit weights")
         if ballot <= self.confirmed_in or ballot < self.lineage_from:
@@ -505,7 +512,7 @@ class Cluster:
         self.demand(base >= newest, "I3", f"{who}, but step {newest} was committed by all")
         if base in self.confirmed:
             same = self.confirmed[base] == weights.chain
-            self.demand(same, "I2", f"{who} with another history than was confirmed")
+            self.agree(same, f"{who} with another history than was confirmed")
 
     def check_goes_on(self, seat: Seat, ballot: Ballot, begin: pb.Begin) -> None:
         """Without nodes that were lost; what it began with stays."""
@@ -542,7 +549,8 @@ class Cluster:
             self.demand(False, "I1", f"{who} with {found}, not {window}")
         ballot = Ballot.of(commit.ballot)
         attempt = self.attempts[ballot]
-        self.demand(attempt.chain == weights.chain, "I2", f"{who} with another history")
+        same = attempt.chain == weights.chain and not attempt.parted
+        self.demand(same, "I2", f"{who} with another history")
         if seat.name in attempt.nodes:
             told = self.voted.setdefault((ballot, weights.stage), weights.told)
             self.demand(told == weights.told, "I2", f"{who}, and its replicas told of others")
@@ -572,7 +580,7 @@ class Cluster:
         if commit.skipped or seat.name not in trained:
             return
         there = self.owed.setdefault((ballot, stage), {})
-        there[seat.name] = _more(seat.averaging.held_back, ballot)
+        there[seat.name] = _more(seat.averaging.feedback, ballot)
         if there.keys() == trained:
             left = sum(there.values()) + above
             who = f"the replicas of stage {stage} in step {commit.step}"
@@ -585,10 +593,10 @@ class Cluster:
         ballot = Ballot.of(commit.ballot)
         ready = self.attempts[ballot].nodes
         applied = self.commits.setdefault(ballot, Attempt(commit.step, weights.chain, nodes=ready))
-        self.demand(applied.chain == weights.chain, "I2", f"{who}; others committed another thing")
+        self.agree(applied.chain == weights.chain, f"{who}; others committed another thing")
         own = weights.optimizer.digest()
         digest = own if weights.corrupted else applied.digests.setdefault(stage, own)
-        self.demand(digest == own, "I2", f"{who}; its replicas have other weights")
+        self.agree(digest == own, f"{who}; its replicas have other weights")
         known = self.known.setdefault((weights.chain, stage), set())
         known.update(_digests(weights.optimizer))
         self.steps[weights.chain] = commit.step
@@ -817,6 +825,7 @@ class Cluster:
         # Who lies alone at its stage takes it along, whatever it says when it is too late.
         justified |= bool(self.lying) and all(" is lost and " in reason for reason in stopped)
         justified |= bool(self.guilty) and all(reason.startswith("paused: 3") for reason in stopped)
+        justified |= self.parting and all("two commits of step" in reason for reason in stopped)
         self.demand(justified, "I4", f"stopped without need: {stopped[0]}")
         return f"stopped: {stopped[0]}"
 

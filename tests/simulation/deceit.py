@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from planaria.bootstrap.registry_pb2 import DIVERGENCE, HANG, NONFINITE, NUMBERS, SHAPE
-from planaria.node.transaction.attempting import Attempting, Vote
 from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import Effect, Send
 from planaria.node.transaction.rules import TransactionRules
-from planaria.node.transaction.voting import sign, vote_of
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import seal, without_votes
+from planaria.node.wire.chain import seal
 from simulation.byzantine import Lying
 from simulation.cluster import Host, Trap
 from simulation.node import Node
@@ -24,6 +22,7 @@ class Deceitful(Driver):
     """Tells one replica of each stage of another commit than the rest, in whichever way."""
 
     lie: str
+    changes_weights = True
     told = 0  # lies
 
     def _send_step(self, step: pb.Step, now: float) -> list[Effect]:
@@ -51,7 +50,9 @@ class Deceitful(Driver):
         if self.lie == "unchained":
             commit.previous = bytes(32)
         else:
-            commit.clip_scale[:] = [2 * scale + 1 for scale in commit.clip_scale]
+            commit.loss += 1.0
+            if self.changes_weights:
+                commit.clip_scale[:] = [2 * scale + 1 for scale in commit.clip_scale]
         if self.lie != "unsigned":
             assert self.identity is not None
             seal(commit, self.identity, self.view.run)
@@ -87,39 +88,6 @@ class Vanishing(Deceitful):
         return [effect]
 
 
-class Hurried(Driver):
-    """Decides when one vote is still to come: without it, or with one that it makes up."""
-
-    forges: bool
-    hurried = 0  # commits
-
-    def _if_all_ready(self, now: float) -> list[Effect]:
-        match self.current:
-            case Attempting(vote=Vote(awaited=[late]) as vote) if late != self.node:
-                self._do_without(vote, late)
-        return super()._if_all_ready(now)
-
-    def _commit_for(self, nodes: Iterable[str]) -> dict[str, pb.Commit]:
-        """It doesn't accuse itself."""
-        told = super()._commit_for(nodes)
-        return {n: without_votes(one) if n == self.node else one for n, one in told.items()}
-
-    def _do_without(self, vote: Vote, late: str) -> None:
-        stage = vote.stages[late]
-        others = [node for node in vote.ready if vote.stages[node] == stage]
-        if not others:
-            return
-        self.hurried += 1
-        if self.forges:
-            assert self.identity is not None
-            made_up = pb.Ready()
-            made_up.CopyFrom(vote.ready[others[0]])
-            sign(made_up, late, self.ballot, self.identity, self.view.run)
-            vote.ready[late], vote.cast[late] = made_up, vote_of(late, self.ballot, made_up)
-        else:
-            vote.stages = {node: at for node, at in vote.stages.items() if node != late}
-
-
 class Turning(Lying):
     """Whoever drives after a few steps lies from then on."""
 
@@ -144,6 +112,8 @@ class Turning(Lying):
 class Deceived(Turning):
     """All stages have replicas, to which the driver tells different things."""
 
+    lie = ""
+
     def _hosts(self, rules: TransactionRules) -> list[Host]:
         replicas, stages = self.random.choice([2, 2, 3]), range(rules.stages + 1)
         names = [f"{replica}{stage}" for replica in range(replicas) for stage in stages]
@@ -157,17 +127,24 @@ class Deceived(Turning):
     def _turn(self, driver: Driver) -> None:
         driver.__class__ = Deceitful
         assert isinstance(driver, Deceitful)
-        driver.lie = self.random.choice(LIES)
+        driver.lie = self.lie or self.random.choice(LIES)
+        driver.changes_weights = self.random.choice([True, False])
+        self.cluster.parting |= driver.lie == "another"
         self.world.say(driver.node, f"deceives from now on: {driver.lie}")
 
 
 class DeceivedCrowd(Crowded, Deceived):
-    """Replicas that don't all compare what they have heard with each other."""
+    """Replicas in rows."""
+
+
+class Parted(Deceived):
+    lie = "another"
 
 
 class DividedCrowd(DeceivedCrowd):
     def _turn(self, driver: Driver) -> None:
         driver.__class__ = Dividing
+        self.cluster.parting = True
 
 
 class Abandoned(Deceived):
@@ -179,6 +156,7 @@ class Abandoned(Deceived):
 
     def _turn(self, driver: Driver) -> None:
         driver.__class__ = Vanishing
+        self.cluster.parting = True
 
     def _look(self, node: Node) -> None:
         drivers = [seat.driver for seat in node.seats.agents.values()]
@@ -187,26 +165,6 @@ class Abandoned(Deceived):
             self.cluster.crash(node.process, "when it has told some of a commit")
         elif not node.ended:
             self.world.after(0.02, self._look, node)
-
-
-class Rushed(Deceived):
-    """The driver doesn't wait for the last vote."""
-
-    def _turn(self, driver: Driver) -> None:
-        driver.__class__ = Hurried
-        assert isinstance(driver, Hurried)
-        driver.forges = self.random.choice([False, True])
-        self.world.say(driver.node, f"hurries from now on; forges votes: {driver.forges}")
-        self._look(driver)
-
-    def _look(self, driver: Hurried) -> None:
-        """Whether the registry has been shown what it does."""
-        counts, issued = self.cluster.counts, self.cluster.registry.issued
-        reasons = [view.reason for view in issued.values() if ", proved by " in view.reason]
-        counts["hurried"] = counts["hurried"] or int(driver.hurried > 0)
-        counts["without"] = sum("without the vote of" in reason for reason in reasons)
-        counts["forged"] = sum("hasn't signed" in reason for reason in reasons)
-        self.world.after(0.5, self._look, driver)
 
 
 class Accusing(Turning):

@@ -433,12 +433,11 @@ class SeatRecord:
         node: str,
         why: str,
         cause: registry.Cause,
-        proof: registry.Proof | None = None,
     ) -> None:
         if node_of(node) == self._node.name:
             self.over(why)
         else:
-            self._node.client.suspect(node_of(node), why, cause, proof)
+            self._node.client.suspect(node_of(node), why, cause)
 
     def replace(self, why: str) -> None:
         self._node.leaving = True

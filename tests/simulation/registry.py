@@ -320,11 +320,8 @@ class Client:
         accused: str,
         why: str,
         cause: pb.Cause = pb.SILENT,
-        proof: pb.Proof | None = None,
     ) -> None:
-        told = pb.Suspicion(
-            accuser=self.node.name, accused=accused, why=why, cause=cause, proof=proof
-        )
+        told = pb.Suspicion(accuser=self.node.name, accused=accused, why=why, cause=cause)
         self._tell(told)
 
     def _tell(self, item: Any) -> None:

@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 
-from planaria.bootstrap.registry_pb2 import Votes
 from planaria.node.state.copies import Holder, _Arriving
 from planaria.node.transaction import averaging
 from planaria.node.transaction.driver import Driver
@@ -74,8 +73,8 @@ class Presumptuous(Driver):
 class DoubleCounting(MemberSide):
     """Has its gradient applied twice over."""
 
-    def _commit(self, commit: pb.Commit, votes: Votes) -> list[Effect]:
-        return 2 * super()._commit(commit, votes)
+    def _commit(self, commit: pb.Commit) -> list[Effect]:
+        return 2 * super()._commit(commit)
 
 
 class Hasty(Holder):

@@ -126,12 +126,9 @@ class LocalClient:
         accused: str,
         why: str,
         cause: registry.Cause = registry.SILENT,
-        proof: registry.Proof | None = None,
     ) -> None:
         if self.heard and self.node in self.registry.nodes:
-            suspicion = registry.Suspicion(
-                accuser=self.node, accused=accused, why=why, cause=cause, proof=proof
-            )
+            suspicion = registry.Suspicion(accuser=self.node, accused=accused, why=why, cause=cause)
             self.registry.carry_out(
                 self.registry.membership.suspect(suspicion, self.registry.now())
             )

@@ -299,7 +299,7 @@ async def test_what_is_held_back_leaves_replicas_identical(corpus, tmp_path, rep
     run = small(replicas=replicas, steps=ENDLESS, wire=wire, training__batch=6)
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 4)
-        held = [node.seat.averaging.held_back.row for node, _ in swarm.nodes.values()]
+        held = [node.seat.averaging.feedback.row for node, _ in swarm.nodes.values()]
         assert all(row is not None and row.any() for row in held)
         await swarm.kill(1, 1)
         await swarm.until(lambda: swarm.committed() >= 7)
@@ -307,7 +307,7 @@ async def test_what_is_held_back_leaves_replicas_identical(corpus, tmp_path, rep
         await swarm.until(lambda: joined.member and joined.member.phase.value == "running")
         here = swarm.committed()
         await swarm.until(lambda: all_running(swarm, here + 12))
-        assert joined.seat.averaging.held_back.row.any()
+        assert joined.seat.averaging.feedback.row.any()
     assert_replicas_applied_the_same(swarm)
     found = losses(tmp_path)
     assert sum(found[-3:]) < sum(found[:3])

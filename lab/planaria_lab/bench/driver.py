@@ -5,9 +5,8 @@ The driver is the machine that ships, without sockets and tensors. Each message 
 serialised and sealed, and each that it gets is opened and parsed, as on a link. Members answer as
 honest ones do; what they spend isn't counted. The reference is the smallest swarm: what a node
 costs, over what it costs there, stays 1 where costs grow with the nodes, and grows where they grow
-with their square. What it takes to check the signature of each vote is said apart: they are checked
-beforehand, a lot at a time, and the driver finds that it knows them (`bootstrap/votes.py`). So the
-clock is read a few times a step, and not for each message, which would count itself.
+with their square. The clock is read a few times a step, and not for each message, which would count
+itself.
 """
 
 from __future__ import annotations
@@ -25,15 +24,13 @@ from typing import Final
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import INSTANCE_LETTERS, Identity
-from planaria.bootstrap.votes import is_cast
 from planaria.node.agent import rules
 from planaria.node.model.shape import model_config
 from planaria.node.run_file import loads
 from planaria.node.serve import collect_often
 from planaria.node.transaction.attempting import Attempting
 from planaria.node.transaction.driver import Driver
-from planaria.node.transaction.effects import Ballot, Effect, Send
-from planaria.node.transaction.voting import sign, vote_of
+from planaria.node.transaction.effects import Effect, Send
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import seal, unseal
 from planaria_lab.bench.rows import keep
@@ -42,9 +39,9 @@ STAGES: Final = 10  # with stage 0
 SIZES: Final = (100, 300, 1_000, 3_000, 10_000)
 A_NODE: Final = 0.4  # microbatches
 STEPS: Final = 5
-LOT: Final = 2_000  # votes that are checked at a time; their outcomes are remembered that long
+LOT: Final = 2_000  # answers that arrive at a time
 GOALS: Final = {1_000: (0.05, 1.0), 10_000: (0.6, 12.0)}
-"""Processor time in s, without checks of signatures, and MB sent; at most."""
+"""Processor time in s, and MB sent; at most."""
 DIGEST: Final = b"\x5a" * 32
 
 
@@ -52,8 +49,7 @@ DIGEST: Final = b"\x5a" * 32
 class Step:
     """What one has cost the driver."""
 
-    seconds: float  # of processor time, without what it takes to check signatures
-    checking: float  # those
+    seconds: float  # of processor time
     sent: int  # bytes
     received: int
 
@@ -64,9 +60,7 @@ class Drive:
 
     driver: Driver
     seats: Sequence[Sequence[str]]
-    identities: Mapping[str, Identity]
     spent: float = 0.0
-    checking: float = 0.0
     sent: int = 0
     received: int = 0
     waiting: list[Send] = field(default_factory=list)
@@ -77,9 +71,7 @@ class Drive:
     def begin(self) -> None:
         """A view with all seats; all are asked, and the first step begins."""
         members = [
-            registry.Member(
-                node=seat, seats=[registry.Seat(stage=stage)], key=self.identities[seat].public
-            )
+            registry.Member(node=seat, seats=[registry.Seat(stage=stage)])
             for stage, seats in enumerate(self.seats)
             for seat in seats
         ]
@@ -90,12 +82,12 @@ class Drive:
     def steps(self) -> Iterator[Step]:
         """Each from its begin until the next one begins."""
         while True:
-            self.spent, self.checking, self.sent, self.received = 0.0, 0.0, 0, 0
+            self.spent, self.sent, self.received = 0.0, 0, 0
             committed = self.driver.standing.committed
             while self.driver.standing.committed == committed:
                 assert self.waiting, self.driver.explain()
                 self._exchange()
-            yield Step(self.spent, self.checking, self.sent, self.received)
+            yield Step(self.spent, self.sent, self.received)
 
     def _exchange(self) -> None:
         """What the driver has said arrives, and what is said to that."""
@@ -115,7 +107,6 @@ class Drive:
             self._homeward() if "records" in bodies else (),
         )
         while lot := list(islice(answers, LOT)):
-            self._check(lot)
             replies = [(node, _wired(answer)) for node, answer in lot]
             self.received += sum(len(data) for _, data in replies)
             effects: list[Effect] = []
@@ -124,16 +115,6 @@ class Drive:
                     message = pb.Message.FromString(unseal(data))
                     effects += self.driver.received(node, message, 0.0)
             self._note(effects)
-
-    def _check(self, lot: Iterable[tuple[str, pb.Message]]) -> None:
-        cast = [
-            (vote_of(node, Ballot.of(answer.ballot), answer.ready), self.identities[node].public)
-            for node, answer in lot
-            if answer.HasField("ready")
-        ]
-        began = time.thread_time()
-        assert all(is_cast(vote, key, "") for vote, key in cast)
-        self.checking += time.thread_time() - began
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -151,9 +132,9 @@ class Drive:
                 status = pb.Status(digest=DIGEST, seconds_per_microbatch=0.1, trained=True)
                 yield pb.Message(ballot=message.ballot, status=status)
             case "step" if node not in self.ends and not message.step.begin.keeps:
-                yield self._vote(node)
+                yield self._vote()
             case "records" if node not in self.ends:
-                yield self._vote(node)
+                yield self._vote()
 
     def _scored(self) -> Iterator[tuple[str, pb.Message]]:
         """Sources tell of their losses."""
@@ -166,7 +147,7 @@ class Drive:
         homes, ballot = self._homes(), self.driver.ballot.message()
         for node in self.seats[0]:
             yield from ((node, pb.Message(ballot=ballot, home=home)) for home in homes[node])
-            yield node, self._vote(node)
+            yield node, self._vote()
 
     def _homes(self) -> Mapping[str, Sequence[pb.Home]]:
         """By source; as many microbatches of each are out at a time as it has."""
@@ -176,12 +157,10 @@ class Drive:
             homes[microbatch.source].append(_home(microbatch.id, self.driver.rules.tokens))
         return homes
 
-    def _vote(self, node: str) -> pb.Message:
-        ready, ballot = self._ready(node), self.driver.ballot
-        sign(ready, node, ballot, self.identities[node], "")
-        return pb.Message(ballot=ballot.message(), ready=ready)
+    def _vote(self) -> pb.Message:
+        return pb.Message(ballot=self.driver.ballot.message(), ready=self._ready())
 
-    def _ready(self, node: str) -> pb.Ready:
+    def _ready(self) -> pb.Ready:
         return pb.Ready(
             step=self.driver.standing.committed + 1,
             squared_norm=1.0,
@@ -217,29 +196,28 @@ validation_microbatches = 0
     names = [hashlib.sha256(b"%d" % node).hexdigest()[:INSTANCE_LETTERS] for node in range(nodes)]
     seats = [[f"{name}/{stage}" for name in names[stage::STAGES]] for stage in range(STAGES)]
     driver = Driver(seats[0][0], rules(run, model_config(run.model, 512)), Random(0))
-    identities = {seat: Identity.generate() for at_stage in seats for seat in at_stage}
-    driver.identity = identities[driver.node]
-    drive = Drive(driver, seats, identities)
+    driver.identity = Identity.generate()
+    drive = Drive(driver, seats)
     drive.begin()
     return list(islice(drive.steps(), STEPS))
 
 
 def main() -> None:
     collect_often()  # as a node does when it begins
-    heads = f"{'nodes':>6} {'s':>8} {'checking':>8} {'MB sent':>8} {'MB got':>7}"
+    heads = f"{'nodes':>6} {'s':>8} {'MB sent':>8} {'MB got':>7}"
     print(f"{heads}   a node, over the smallest")
     first: list[float] = []
     for nodes in SIZES:
         steps = map(astuple, measure(nodes))
-        seconds, checking, sent, received = map(statistics.median, zip(*steps, strict=True))
-        a_node = [figure / nodes for figure in (seconds, checking, sent, received)]
+        seconds, sent, received = map(statistics.median, zip(*steps, strict=True))
+        a_node = [figure / nodes for figure in (seconds, sent, received)]
         first = first or a_node
         grows = [f"{figure / smallest:.2f}" for figure, smallest in zip(a_node, first, strict=True)]
         goal = "" if nodes not in GOALS else "   goal {} s, {:g} MB sent".format(*GOALS[nodes])
-        row = f"{nodes:>6} {seconds:>8.4f} {checking:>8.4f}"
+        row = f"{nodes:>6} {seconds:>8.4f}"
         row += f" {sent / 1e6:>8.3f} {received / 1e6:>7.3f}"
         print(f"{row}   {' '.join(grows)}{goal}", flush=True)
-        figures = {"seconds": seconds, "checking": checking, "sent": sent, "received": received}
+        figures = {"seconds": seconds, "sent": sent, "received": received}
         keep("driver", nodes=nodes, **figures)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from planaria.node.run_file import WireSection
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.transaction.averaging import Coding, Reduction
+from planaria.node.transaction.averaging import Coding, Reduction, ReductionRound, feeds_back
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.error_feedback import ErrorFeedback
 from planaria.node.wire import tensors
@@ -107,14 +107,11 @@ class Replicas:
         count = len(rows)
         reductions = {
             name: Reduction(
-                name,
-                ballot,
-                self.names,
+                ReductionRound(name, ballot, self.names, window=microbatches),
                 row,
-                ids=range(number, microbatches, count),
-                window=microbatches,
-                coding=coding,
-                held_back=feedback,
+                range(number, microbatches, count),
+                coding,
+                feedback if feeds_back(coding.codec) else None,
             )
             for number, (name, row, feedback) in enumerate(
                 zip(self.names, rows, held_back, strict=True)

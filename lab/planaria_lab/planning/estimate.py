@@ -27,7 +27,7 @@ from planaria_lab.emulation.links import Link, Network
 from planaria_lab.simulator import reaction
 from planaria_lab.simulator.churn import HOUR
 from planaria_lab.simulator.clock import ON_WIRE
-from planaria_lab.simulator.step import averaging_pieces, averaging_seconds, compares
+from planaria_lab.simulator.step import averaging_pieces, averaging_seconds
 from planaria_lab.simulator.swarm import (
     VALUE,
     Seconds,
@@ -145,8 +145,8 @@ def _slowest(swarm: Swarm, stage: int) -> Seconds:
 
 
 def step_seconds(swarm: Swarm, reach: Reach) -> float:
-    """Seconds from decision to decision: replicas compare which one they have heard; a microbatch
-    alone, and then what takes longest of: computing at the busiest stage, frames on the fullest
+    """Seconds from decision to decision: the commit arrives and is applied; a microbatch alone, and
+    then what takes longest of: computing at the busiest stage, frames on the fullest
     link, rounds of the window, with those of the last one that come behind its first. Each stage
     averages and votes once the last gradient has left it."""
     stages = range(swarm.config.stages + 1)
@@ -185,8 +185,7 @@ def step_seconds(swarm: Swarm, reach: Reach) -> float:
         for stage in stages
     )
     sums = max(_uplinks_averaging(swarm, reach, voting, behind), default=0.0)
-    comparing = away if compares(replicas[0], 0) else 0.0
-    return comparing + apply + away + pipeline + max(reduce, sums)
+    return apply + away + pipeline + max(reduce, sums)
 
 
 def _alone(

@@ -17,7 +17,7 @@ from itertools import islice
 from random import Random
 from typing import Final, Literal
 
-from planaria.bootstrap.neighbours import lengths, partners
+from planaria.bootstrap.neighbours import lengths
 from planaria.node.model.shape import named_shapes
 from planaria.node.ports import Priority
 from planaria.node.state.copies import FRAME, OUTSTANDING
@@ -122,13 +122,12 @@ class Cast:
     others: int  # nodes besides, with which the driver exchanges messages too
     away: float  # seconds one way from the driver to the other sources that its node stands for
     reduces: Mapping[int, float] | None  # stage -> seconds; None: simulated
-    comparing: Mapping[int, float]  # stage -> seconds until all tell of the same commit, likewise
 
 
 def _each(swarm: Swarm) -> Cast:
     training = swarm.run.training
     alone = dict.fromkeys(range(swarm.config.stages + 1), 1.0)
-    return Cast(swarm, swarm.nodes(), training.microbatches, alone, 0, 0.0, None, {})
+    return Cast(swarm, swarm.nodes(), training.microbatches, alone, 0, 0.0, None)
 
 
 def _why_not_pooled(swarm: Swarm) -> str | None:
@@ -168,19 +167,7 @@ def lane(swarm: Swarm) -> Cast:
         sum(swarm.counts) - len(stages),
         single.link(0, 0).delay_ms / 1e3 if sources > 1 else 0.0,
         {stage: averaging_seconds(swarm, stage) for stage in stages},
-        {
-            stage: single.link(stage, stage).delay_ms / 1e3
-            for stage in stages
-            if compares(swarm.replicas(stage), stage)
-        },
     )
-
-
-def compares(replicas: int, stage: int) -> bool:
-    """Whether that its replicas compare commits holds a lane up. Of two sources one is the driver,
-    which waits for the other's word as long as that one's last microbatch will be on its way to be
-    known as home."""
-    return replicas > (1 if stage else 2)
 
 
 def averaging_seconds(swarm: Swarm, stage: int, link: Link | None = None) -> float:
@@ -229,9 +216,6 @@ class _Node:
         self.seconds: Seconds = group.seconds
         self.thread, self.loop = thread, loop
         self.step = 0  # that it has begun
-        self.heard = 0  # commits of the driver's
-        self.told = 0  # by its partners, of commits that they have heard
-        self.partners: list[_Node] = []  # replicas with which it compares them
         self.held: list[Then] = []  # frames of the next one
         self.visits = 0  # in a step
         self.left = 0  # of these, whose gradient has yet to go back
@@ -405,9 +389,6 @@ class _Training:
         for node in self.nodes.values():
             self.by_stage[node.stage].append(node)
         self.driver = self.by_stage[0][0]
-        for node in self.nodes.values():
-            names = [other.name for other in self.by_stage[node.stage]]
-            node.partners = [self.nodes[name] for name in partners(node.name, names)]
         replicas = [[node.name for node in self.by_stage[stage]] for stage in self.stages]
         speeds = {name: node.seconds.microbatch for name, node in self.nodes.items()}
         orders = window_orders(1, cast.microbatches, swarm.config.stages, swarm.swapped)
@@ -543,7 +524,7 @@ class _Training:
         }
         self.speak_to_others()
         for node in self.nodes.values():
-            self.message(self.driver, node, partial(self.hear, node))
+            self.message(self.driver, node, partial(self.begun, node))
 
     def _fills_anew(self) -> bool:
         """A source has another number out than in the step before, and there may be such steps."""
@@ -564,25 +545,6 @@ class _Training:
             wire.busy_seconds, wire.sent = 0.0, 0
         for uplink in self.uplinks.values():
             uplink.busy_seconds = 0.0
-
-    def hear(self, node: _Node) -> None:
-        """Of a commit; whoever hears of one tells its partners, and applies it when they have told
-        it (node/transaction/comparing.py)."""
-        node.heard += 1
-        for other in node.partners:
-            self.message(node, other, partial(self.tell, other))
-        if far := self.cast.comparing.get(node.stage):
-            self.clock.after(far, partial(self.begun, node))
-        else:
-            self.if_compared(node)
-
-    def tell(self, node: _Node) -> None:
-        node.told += 1
-        self.if_compared(node)
-
-    def if_compared(self, node: _Node) -> None:
-        if node.step < node.heard and node.told == node.heard * len(node.partners):
-            self.begun(node)
 
     def begun(self, node: _Node) -> None:
         """A node applies the commit, and begins."""

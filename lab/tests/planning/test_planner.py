@@ -384,7 +384,7 @@ def test_steps_are_near_the_simulators() -> None:
             simulated = simulate_step(plan.swarm, steps=2, pooled=False).seconds
             ratios.append(plan.estimate.step / simulated)
     assert len(ratios) > 20
-    assert 0.7 < min(ratios) <= max(ratios) < 1.8
+    assert 0.7 < min(ratios) <= max(ratios) < 1.9
     assert 0.85 < statistics.median(ratios) < 1.15
 
 

@@ -391,20 +391,6 @@ def test_large_swarms_are_pooled_only_where_nodes_are_alike() -> None:
         simulate_step(mixed, pooled=True)
 
 
-def test_replicas_compare_the_commit_before_they_apply_it() -> None:
-    """The sources wait for each other's word, but where there are two: the one that isn't the
-    driver has it as soon as the commit."""
-    nothing = dict.fromkeys(range(5), Seconds(0.0, 0.0))
-    of = {
-        replicas: simulate_step(
-            swarm(4, replicas, replicas, delay=40.0, mbps=1e6, seconds=nothing)
-        ).seconds
-        for replicas in (2, 3, 8)
-    }
-    assert of[3] - of[2] == pytest.approx(0.04, abs=1e-3)
-    assert of[8] == pytest.approx(of[3], abs=1e-3)
-
-
 @pytest.mark.parametrize("replicas", [3, 8])
 def test_equal_replicas_get_equal_shares(replicas: int) -> None:
     """However few microbatches a source has out."""

@@ -14,7 +14,6 @@ One attempt:
 - `attempt.py`: a node's microbatches; `in_flight_window.py`: how many a source has out
 - `averaging.py`: sums the gradients of replicas; `error_feedback.py`: what its codec left out;
   `scales.py`: factors of a commit
-- `voting.py`: signed votes; `comparing.py`: replicas compare commits
 - `record_replication.py`: who keeps the records of a step
 - `relearning_progress.py`: updates of stages that relearn meanwhile
 - `following.py`: a joiner that copies while others train

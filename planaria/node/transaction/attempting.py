@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
 
-from planaria.bootstrap.registry_pb2 import Vote as SignedVote
-from planaria.bootstrap.votes import gathered, hash_of
 from planaria.node.report.events import NonFinite
 from planaria.node.transaction.divergence_detection import ReplicaDigest
 from planaria.node.transaction.effects import Ballot
@@ -21,7 +19,6 @@ from planaria.node.transaction.rules import TransactionRules
 from planaria.node.transaction.scales import collapsed
 from planaria.node.transaction.stragglers import StragglerDetector
 from planaria.node.transaction.takeover import Takeover, holders, to_be_taken_over
-from planaria.node.transaction.voting import norm
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import hash_of_records, head
 from planaria.node.wire.naming import node_of
@@ -42,7 +39,6 @@ class Vote:
     records: Sequence[pb.Home] = ()  # the records, once they have been sent
     hurried: bool = False  # whether `Reduce` was sent to those without a vote
     ready: dict[str, pb.Ready] = field(default_factory=dict)
-    cast: dict[str, SignedVote] = field(default_factory=dict)  # signed votes of all members
     complete: float = 0.0  # when the last member was ready
     joiners: dict[str, pb.Ready] = field(default_factory=dict)
     """Joiners with the attempt's gradient, which can enter with the commit."""
@@ -223,11 +219,10 @@ class Attempting:
     ) -> pb.Commit:
         finite = all(ready.finite for ready in vote.ready.values())
         squared = {vote.stages[node]: vote.ready[node].squared_norm for node in sorted(vote.ready)}
-        total = norm(squared) if finite else math.nan
+        total = math.sqrt(math.fsum(squared.values())) if finite else math.nan
         scale = min(1.0, rules.clip / (total + 1e-6)) if finite else 0.0
         records = vote.records
         relearned = vote.relearned(len(squared)) if finite else []
-        votes = gathered(cast for node, cast in vote.cast.items() if node in vote.ready)
         return pb.Commit(
             step=self.begin.step,
             ballot=ballot.message(),
@@ -244,8 +239,6 @@ class Attempting:
             lineage=at.lineage,
             previous=head(at.last, at.lineage),
             relearned=relearned if any(relearned) else [],
-            votes=votes,
-            voted=hash_of(votes),
         )
 
     # --- going on without lost nodes

@@ -38,7 +38,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from planaria.bootstrap.neighbours import lengths, places, row_of, rows
-from planaria.bootstrap.registry_pb2 import NUMBERS
+from planaria.bootstrap.registry_pb2 import DIVERGENCE, NUMBERS
 from planaria.node.ports import Tensors
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.error_feedback import ErrorFeedback
@@ -214,6 +214,19 @@ def _name_ids(ids: Sequence[int], holders: Mapping[int, Sequence[str]]) -> str:
     return ", ".join(named) + (f" and {len(ids) - NAMED} more" if len(ids) > NAMED else "")
 
 
+@dataclass(frozen=True)
+class ReductionRound:
+    """One reduction, on whose terms all replicas agree."""
+
+    node: str  # this one
+    ballot: Ballot
+    replicas: Sequence[str]  # of the stage, including this node
+    window: int  # microbatches of the step, over all replicas
+    step: int = LATE  # of the run
+    non_finite: bool = False  # gradients need not be finite, since the model causes that
+    last: bytes = b""  # hash of the commit that the replicas applied last
+
+
 class Averaging:
     """One node's side of the reductions, one at a time.
 
@@ -223,7 +236,6 @@ class Averaging:
 
     def __init__(
         self,
-        node: str,
         exchanges: Exchanges,
         send: Callable[[str, Frame], bool],
         coding: Coding,
@@ -233,31 +245,21 @@ class Averaging:
     ) -> None:
         """`limit`: bytes of one peer that wait, before a reduction and in it. `chance`: draws the
         piece whose contributions are examined; None: none is."""
-        self._node, self._chance = node, chance
+        self._chance = chance
         self._exchanges = exchanges
         self._send = send
         self._coding = coding
-        self.held_back = ErrorFeedback()
+        self.feedback = ErrorFeedback()
         self._together: Counter[str] = Counter()  # consecutive reductions, by replica
         self._inboxes: Inboxes[Ballot, Frame] = Inboxes(exchanges, NEVER, limit, limit)
 
     async def reduce(
-        self,
-        ballot: Ballot,
-        replicas: Sequence[str],
-        gradient: Tensor,
-        ids: Collection[int],
-        window: int,
-        patience: float,
-        non_finite: bool = False,
-        step: int = LATE,
+        self, round: ReductionRound, gradient: Tensor, ids: Collection[int], patience: float
     ) -> list[Contribution]:
-        """Replace `gradient` (float32 [n]) by its sum over `replicas`, in place.
+        """Replace `gradient` (float32 [n]) by its sum over the replicas, in place.
 
-        `replicas` are the stage's members, including this node. `ids`: microbatches in this node's
-        gradient. `window`: their number over all replicas. `patience`: seconds to wait for the next
-        frame after `hurry`; until then others may still compute. With `non_finite`, gradients need
-        not be finite: the model causes that. `step`: of the run, a late one by default.
+        `ids`: microbatches in this node's gradient. `patience`: seconds to wait for the next frame
+        after `hurry`; until then others may still compute.
 
         Returns statistics of the replicas' contributions, as seen in one piece.
 
@@ -268,21 +270,10 @@ class Averaging:
         accused, and ValueError for invalid arguments. After failure or cancellation the gradient's
         contents are void.
         """
-        coding = self._coding.at(step)
-        together = {n for n in replicas if self._together[n] >= coding.settles}
-        reduction = Reduction(
-            self._node,
-            ballot,
-            replicas,
-            gradient,
-            ids=ids,
-            window=window,
-            coding=coding,
-            held_back=self.held_back,
-            non_finite=non_finite,
-            chance=self._chance,
-            comparable=together,
-        )
+        coding, ballot = self._coding.at(round.step), round.ballot
+        together = {n for n in round.replicas if self._together[n] >= coding.settles}
+        feedback = self.feedback if feeds_back(coding.codec) else None
+        reduction = Reduction(round, gradient, ids, coding, feedback, self._chance, together)
         try:
             with self._inboxes.open(ballot) as inbox:
                 await self._compute(reduction.start)
@@ -373,29 +364,25 @@ class Reduction:
     """The arithmetic of one reduction at one node: frames in, frames out. All of it runs in the
     compute thread, except `awaited` and `needs`, which are called between two tasks.
 
-    A frame's `fields` have phase and piece: {"phase": "contribution", "piece": k} goes to the owner
-    of a part in the row; the first one has "ids". {"phase": "row sum", "piece": k} goes from there
-    to the owner that makes the sum. {"phase": "sum", "piece": k} goes from that owner to its row
-    and to the other owners, which pass it to their rows. Piece numbers are the owner's: the
-    receiver's in the first two phases, the sender's in a sum.
+    A frame's `fields` have phase, piece and "last", the hash of the commit that the sender applied
+    last: replicas that applied different commits don't sum. {"phase": "contribution", "piece": k}
+    goes to the owner of a part in the row; the first one has "ids". {"phase": "row sum", "piece":
+    k} goes from there to the owner that makes the sum. {"phase": "sum", "piece": k} goes from that
+    owner to its row and to the other owners, which pass it to their rows. Piece numbers are the
+    owner's: the receiver's in the first two phases, the sender's in a sum.
     """
 
     def __init__(
         self,
-        node: str,
-        ballot: Ballot,
-        replicas: Sequence[str],
+        round: ReductionRound,
         gradient: Tensor,
-        *,
         ids: Collection[int],
-        window: int,
         coding: Coding,
-        held_back: ErrorFeedback | None = None,
-        non_finite: bool = False,
+        feedback: ErrorFeedback | None = None,
         chance: Random | None = None,
         comparable: Collection[str] = (),
     ) -> None:
-        """`held_back`: used where the coding has error feedback. `comparable`: replicas whose
+        """`feedback`: given if the coding has error feedback. `comparable`: replicas whose
         contributions may be examined; `chance` draws the piece.
 
         Raises ValueError, and ComplaintError when this node is alone and ids are wrong."""
@@ -404,12 +391,11 @@ class Reduction:
                 "a gradient to be averaged is one row of float32, not "
                 f"{gradient.dtype} {tuple(gradient.shape)}"
             )
-        self.nodes = sorted(replicas)
+        node, self.nodes = round.node, sorted(round.replicas)
         if node not in self.nodes or len(set(self.nodes)) < len(self.nodes):
             raise ValueError(f"replicas {self.nodes} don't name {node} and each other once")
-        self.node, self.ballot, self.window = node, ballot, window
-        self.gradient, self.coding, self.non_finite = gradient.detach(), coding, non_finite
-        self.held_back = held_back if feeds_back(coding.codec) else None
+        self.node, self.round, self.ballot = node, round, round.ballot
+        self.gradient, self.coding, self.feedback = gradient.detach(), coding, feedback
         self.owed: Tensor | None = None  # error feedback of the last commit
         self.owing: Tensor | None = None  # error feedback of the coming commit
         self._lay_out()
@@ -425,7 +411,7 @@ class Reduction:
             self.watched = chance.randrange(len(self.own))
             self.looked_at = looked_at(node, known)
         if len(self.nodes) == 1:
-            check_ids(self.shares, window)
+            check_ids(self.shares, round.window)
 
     def _lay_out(self) -> None:
         """Computes the owners of the parts that concern this node."""
@@ -495,13 +481,13 @@ class Reduction:
 
     def start(self) -> Outgoing:
         """Runs before all else in the compute thread."""
-        if self.held_back is None:
+        if self.feedback is None:
             return []
         if len(self.nodes) == 1:
-            self.held_back.begin_alone(self.ballot)
+            self.feedback.begin_alone(self.ballot)
             return []
-        self.owed = self.held_back.row
-        self.owing = self.held_back.begin(self.ballot, self.gradient)
+        self.owed = self.feedback.row
+        self.owing = self.feedback.begin(self.ballot, self.gradient)
         return []
 
     def contribute(self, number: int) -> Outgoing:
@@ -526,6 +512,9 @@ class Reduction:
 
         Raises ComplaintError for an invalid frame, and for ids that aren't the window's.
         """
+        if frame.fields.get("last") != self.round.last:
+            reason = f"{peer} has applied another last commit than this node"
+            raise ComplaintError(reason, [peer], DIVERGENCE)
         phase, number = frame.fields.get("phase"), frame.fields.get("piece")
         sums = self.to_pass_on if peer in self.to_pass_on else self.sums
         due = {"contribution": self.contributions, "row sum": self.row_sums, "sum": sums}
@@ -602,7 +591,7 @@ class Reduction:
     def _take_sum(self, peer: str, piece: GradientPiece, frame: Frame) -> Outgoing:
         """Copies a sum into the gradient; another owner's is passed on to the row unchanged."""
         piece.of(self.gradient).copy_(self._values(peer, frame, piece))
-        fields = {"phase": "sum", "piece": frame.fields["piece"]}
+        fields: dict[str, Any] = {"phase": "sum", "last": self.round.last}
         if piece.names:
             fields["ids"] = ids = frame.fields.get("ids")
             self._note_row(peer, self.rows[piece.home], ids)
@@ -642,7 +631,7 @@ class Reduction:
             self.tellers.setdefault(node, teller)
         whole = len(self.shares) == len(self.nodes)
         if whole or len(self.rows) > 1:
-            check_ids(self.shares, self.window, self.tellers, whole)
+            check_ids(self.shares, self.round.window, self.tellers, whole)
 
     # --- statistics of contributions
 
@@ -684,13 +673,13 @@ class Reduction:
         return frame, sent
 
     def _frame(self, phase: Phase, number: int, piece: GradientPiece, values: Tensor) -> Frame:
-        fields = {"phase": phase, "piece": number}
+        fields = {"phase": phase, "piece": number, "last": self.round.last}
         return Frame("average", self.ballot, fields, *self.coding.encode(values, piece.start))
 
     def _values(self, peer: str, frame: Frame, piece: GradientPiece) -> Tensor:
         try:
             values = self.coding.decode(frame, piece.of(self.gradient), piece.start)
-            if not (self.non_finite or self.coding.tensors.finite(values)):
+            if not (self.round.non_finite or self.coding.tensors.finite(values)):
                 raise NonFiniteError("it is not finite")
         except WireError as error:
             reason = f"{peer} sent a bad gradient: {error}"

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable
 from typing import Final
 
-from planaria.bootstrap import votes
 from planaria.bootstrap.registry_pb2 import Cause
 from planaria.node.transaction.gradient_outliers import LOOKED_AT
 from planaria.node.transaction.rules import TransactionRules
@@ -81,7 +80,7 @@ def fault_to_member(message: pb.Message, stage: int) -> str:
             step = message.step
             if step.HasField("commit"):
                 fault = fault or _commit(step.commit) or _to_apply(step.commit, stage)
-            return fault or _count("step", step.begin.step) or _hash("roll", step.begin.roll)
+            return fault or _count("step", step.begin.step)
         case "sync":
             sync = message.sync
             relearning = _seconds("time for relearning", sync.relearning)
@@ -172,7 +171,6 @@ def _ready(ready: pb.Ready) -> str:
         or _seconds("seconds per microbatch", ready.seconds_per_microbatch)
         or _hash("digest", ready.digest)
         or _hash("digest", ready.applied)
-        or _hash("signature", ready.signature)
         or _standing_out(ready)
     )
 
@@ -198,7 +196,6 @@ def _commit(commit: pb.Commit) -> str:
         or _hash("hash of a commit", commit.previous)
         or _hash("signature", commit.signature)
         or _records(commit)
-        or _votes(commit)
         or _first(_within("scale", scale, LARGEST) for scale in scales)
         or _seconds("seconds of a step", commit.seconds)
         or ("" if commit.skipped else _within("gradient norm", commit.gradient_norm, LARGEST_NORM))
@@ -210,12 +207,6 @@ def _records(commit: pb.Commit) -> str:
     if has_records and hash_of_records(commit.microbatches) != commit.records:
         return f"records of the commit of step {commit.step} that aren't those of its hash"
     return _hash("hash of records", commit.records)
-
-
-def _votes(commit: pb.Commit) -> str:
-    if commit.HasField("votes") and votes.hash_of(commit.votes) != commit.voted:
-        return f"votes for the commit of step {commit.step} that aren't those of its hash"
-    return _hash("hash of votes", commit.voted)
 
 
 def _to_apply(commit: pb.Commit, stage: int) -> str:

@@ -21,10 +21,7 @@ from typing import Any
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.neighbours import stages_of
-from planaria.bootstrap.registry_pb2 import HANG, NONFINITE, NUMBERS, SILENT, Votes
-from planaria.bootstrap.registry_pb2 import Vote as SignedVote
-from planaria.bootstrap.votes import hash_of as hash_of_votes
-from planaria.bootstrap.votes import is_cast
+from planaria.bootstrap.registry_pb2 import HANG, NONFINITE, NUMBERS, SILENT
 from planaria.node.report.events import (
     Aborted,
     Accused,
@@ -71,7 +68,7 @@ from planaria.node.transaction.hang_detection import HangDetector, is_last, slow
 from planaria.node.transaction.joining import FOLLOWED, FOLLOWS, Joining
 from planaria.node.transaction.leaving import may_have_heir
 from planaria.node.transaction.plan_encoding import PlanEncoder
-from planaria.node.transaction.record_replication import record_holders, to_replicate, witnesses
+from planaria.node.transaction.record_replication import record_holders, to_replicate
 from planaria.node.transaction.resting import DriverPhase, Resting
 from planaria.node.transaction.routing import Pair
 from planaria.node.transaction.rules import TransactionRules
@@ -82,7 +79,7 @@ from planaria.node.transaction.spot_checks import (
     UndecidedCheck,
     WrongResult,
 )
-from planaria.node.transaction.status_validation import KnownFacts, StatusVerdict, examine
+from planaria.node.transaction.status_validation import KnownFacts, examine
 from planaria.node.transaction.stragglers import is_late
 from planaria.node.transaction.syncing import (
     Rebuilds,
@@ -94,15 +91,8 @@ from planaria.node.transaction.syncing import (
     rebuilt,
 )
 from planaria.node.transaction.takeover import Takeover, beside
-from planaria.node.transaction.voting import roll_of, vote_of
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import (
-    has_records,
-    seal,
-    with_votes,
-    without_records,
-    without_votes,
-)
+from planaria.node.wire.chain import has_records, seal, without_records
 from planaria.node.wire.naming import node_of
 from planaria.recovery.decide import Resume, resume
 from planaria.recovery.facts import COPIED, Rebuild, RollBack, Source, Stop
@@ -141,9 +131,6 @@ class Driver:
         self.current: Gathering | Syncing | Attempting | Resting = INACTIVE
         self.view = registry.View()
         self.drivers: dict[int, registry.Member] = {}  # by view, of the last ones
-        self.keys: dict[str, bytes] = {}  # with which members sign their votes
-        self.votes = Votes()  # for the last commit that was decided here
-        self.witnesses = frozenset[str]()  # receive the attempt's votes
         self.keepers = frozenset[str]()  # get the attempt's records before they vote
         self.recorded = frozenset[str]()  # got that commit's records before they voted
         self.coming: Coming | None = None
@@ -190,7 +177,6 @@ class Driver:
         if view.number <= max(self.view.number, self.coming.view.number if self.coming else 0):
             return []
         self._note_who_drives(view)
-        self.keys |= {member.node: member.key for member in view.members}
         if view.driver != self.node:
             self.current, self.view, self.coming = INACTIVE, view, None
             self.knows = False
@@ -228,11 +214,11 @@ class Driver:
                     return effects
                 attempt.came_home(message.home, now)
                 return self._if_all_home(attempt, now)
-            case "ready", Attempting(vote=vote) as attempt if is_current:
-                cast = vote_of(peer, self.ballot, message.ready)
-                if wrong := self._is_no_vote(cast, message.ready, attempt.begin.step):
-                    return self._nonsense(peer, wrong, now)
-                vote.cast[peer] = cast
+            case "ready", Attempting() as attempt if is_current:
+                voted, step = message.ready.step, attempt.begin.step
+                if voted != step:
+                    why = f"it votes for step {voted}, and this is step {step}"
+                    return self._nonsense(peer, why, now)
                 if joiner is None:
                     self.seconds[peer] = message.ready.seconds_per_microbatch
                 attempt.heard(peer, message.ready, now)
@@ -368,9 +354,7 @@ class Driver:
     def _greetings(self, coming: Coming) -> list[Effect]:
         return [coming.greeting(node) for node in sorted(coming.unanswered)]
 
-    def _gather(
-        self, why: str, now: float, taken_over: bool = False, votes: bool = False
-    ) -> list[Effect]:
+    def _gather(self, why: str, now: float, taken_over: bool = False) -> list[Effect]:
         effects: list[Effect] = []
         match self.current:
             case Attempting(begin=begin) as attempt if begin.kind == pb.Begin.TRAIN:
@@ -384,7 +368,6 @@ class Driver:
         if self.coming is not None:
             self.view, self.coming = self.coming.view, None
             self.members = dict(sorted(active(self.view).items()))
-            self.keys = {member.node: member.key for member in self.view.members}
             self.idle.keep(self.members)
             self.spoiling.keep(self.members)
             self.cuts = {pair for pair in self.cuts if pair <= self.members.keys()}
@@ -406,7 +389,6 @@ class Driver:
             taken_over=taken_over,
             distrusted=self.doubts.distrusted,
             leaving={member.node for member in self.view.members if member.leaving},
-            votes=votes,
         )
         return effects + gathering.ask()
 
@@ -424,14 +406,13 @@ class Driver:
     def _resolve(self, gathering: Gathering, now: float) -> list[Effect]:
         """All members have answered: agree on the step, then get state to nodes without it."""
         effects = self.doubts.settle(gathering, self.rules, self.standing.committed)
-        verdict = examine(gathering.statuses, self._witness(), self.doubts.distrusted)
-        if verdict.to_show and not gathering.votes:
-            why = "some say that others haven't voted for the step that they have"
-            return effects + self._gather(why, now, gathering.taken_over, votes=True)
+        verdict = examine(gathering.statuses, self._known_facts(), self.doubts.distrusted)
+        if verdict.parted:
+            halt = pb.Halt(reason=verdict.parted, step=self.standing.committed)
+            return effects + self._halt(halt, now)
         for node, why in verdict.lies.items():
             failed = pb.Failed(reason=why, accused=[node], cause=NUMBERS)
             effects += self._accuse(self.node, failed)
-        effects += self._accuse_drivers(verdict)
         gathering.distrusted = self.doubts.distrusted | verdict.doubted
         gathering.distrusted |= self._without_part(gathering) | self._far_ahead(gathering)
         if gathering.distrusted >= gathering.statuses.keys():
@@ -477,11 +458,11 @@ class Driver:
             return effects + self._halt(halt, now)
         return effects + self._sync(gathering, now)
 
-    def _witness(self) -> KnownFacts:
+    def _known_facts(self) -> KnownFacts:
         at, view = self.standing, self.view
         decided = (at.lineage, at.committed) if self.knows else None
         registered = view.lineage, view.committed
-        return KnownFacts(self.node, registered, decided, view.run, self.drivers, self.keys)
+        return KnownFacts(self.node, registered, decided, view.run, self.drivers)
 
     def _note_who_drives(self, view: registry.View) -> None:
         for member in view.members:
@@ -489,19 +470,6 @@ class Driver:
                 self.drivers[view.number] = member
         for number in sorted(self.drivers)[:-DRIVERS]:
             del self.drivers[number]
-
-    def _accuse_drivers(self, verdict: StatusVerdict) -> list[Effect]:
-        """Accuses drivers, still members, that signed two commits of a step, or one without all
-        votes."""
-        effects: list[Effect] = []
-        for node, proof in verdict.proofs.items():
-            if node in self.members and node != self.node:
-                step, twice = proof.decisions[0].step, len(proof.decisions) > 1
-                what = "two commits" if twice else f"without the vote of {proof.voter} a commit"
-                why = f"it has signed {what} of step {step}, which it drove"
-                told = Accused(node=node, stage=self.members[node], by=self.node, reason=why)
-                effects += [Suspect(node, why, NUMBERS, proof), told]
-        return effects
 
     # --- sync: state for those without it
 
@@ -850,7 +818,6 @@ class Driver:
         commit.doubted.extend(self.checks.take_doubted())
         if self.identity is not None:
             seal(commit, self.identity, self.view.run)
-        self.votes, commit = commit.votes, without_votes(commit)
         self.recorded = vote.keepers
         self.standing = replace(self.standing, committed=commit.step, last=commit)
         self.failures = FailedAttempts()
@@ -866,16 +833,6 @@ class Driver:
         if commit.skips >= SKIPS:
             return effects + self._skipped(vote, commit, now)
         return effects + self._after_step(attempt, pb.Step(commit=commit), now)
-
-    def _is_no_vote(self, cast: SignedVote, ready: pb.Ready, step: int) -> str:
-        """Why it isn't a vote for the step; empty: it is. Checked one by one, on arrival, so that
-        nothing else waits for long."""
-        if ready.step != step:
-            return f"step {ready.step} as what it votes for, and this is step {step}"
-        key = self.keys.get(cast.node, b"")
-        if key and not is_cast(cast, key, self.view.run):
-            return f"a vote for step {step} that isn't signed by its key"
-        return ""
 
     def _standing_out(self, vote: Vote, commit: pb.Commit) -> list[Effect]:
         """Events about gradient outliers; accuses them if the rules exclude them."""
@@ -1420,22 +1377,11 @@ class Driver:
             sends = self.ballot.send_all(rest, step=pb.Step())
         begins = {send.to: send.message.step.begin for send in sends}
         self.telling.tell(self.ballot, step.begin, begins, rest, spare)
-        self._call_roll(step.begin, begins)
         for node in checks.keys() & begins.keys():
             begins[node].checks.extend(checks[node])
         for node in self.keepers & begins.keys():
             begins[node].keeps = True
         return [*sends]
-
-    def _call_roll(self, begin: pb.Begin, begins: Mapping[str, pb.Begin]) -> None:
-        """Sends the roll of required votes, before any vote, to those that will get the votes."""
-        stages = {place.node: place.stage for place in begin.members}
-        self.witnesses = witnesses(stages, self.ledgers)
-        if self.identity is not None:
-            roll = roll_of(stages, self.ballot)
-            self.identity.sign_message(roll, self.view.run)
-            for node in self.witnesses & begins.keys():
-                begins[node].roll = roll.signature
 
     def _tell_commit(self, nodes: Iterable[str]) -> list[Effect]:
         return [*self._send_commit(nodes)]
@@ -1453,11 +1399,7 @@ class Driver:
         """The last commit, in the form for each of these nodes."""
         whole, bare = self.standing.last, without_records(self.standing.last)
         keep = record_holders(self._rest(), self.ledgers) - self.recorded
-        commits = {node: whole if node in keep else bare for node in nodes}
-        if hash_of_votes(self.votes) == whole.voted:
-            for node in self.witnesses & commits.keys():
-                commits[node] = with_votes(commits[node], self.votes)
-        return commits
+        return {node: whole if node in keep else bare for node in nodes}
 
     def _to_note(self) -> list[str]:
         """Nodes that are sent the last step's records once more."""

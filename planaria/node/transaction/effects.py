@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from planaria.bootstrap.registry_pb2 import SILENT, Cause, Proof
+from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.report.events import Event
 from planaria.node.wire import stage_pb2 as pb
 
@@ -122,13 +122,11 @@ class Fetch:
 @dataclass(frozen=True)
 class Suspect:
     """Report a node to the registry: it didn't answer or, for any cause but SILENT, it is faulty
-    and must be removed though it lives. `why` is the evidence. `proof` is what the node signed and
-    shouldn't have; it makes trust in the accuser unnecessary."""
+    and must be removed though it lives. `why` is the evidence."""
 
     node: str
     why: str
     cause: Cause = SILENT
-    proof: Proof | None = None
 
 
 @dataclass(frozen=True)

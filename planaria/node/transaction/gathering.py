@@ -75,7 +75,6 @@ class Gathering:
     taken_over: bool  # whether it is the first one after another driver
     distrusted: Collection[str] = ()  # nodes whose state differs from their replicas'
     leaving: Collection[str] = ()  # nodes that are leaving
-    votes: bool = False  # whether votes for the last commit are queried, too
     statuses: dict[str, pb.Status] = field(default_factory=dict)
 
     def explain(self) -> str:
@@ -92,7 +91,7 @@ class Gathering:
         return [*self._query(self.members)]
 
     def _query(self, nodes: Iterable[str]) -> list[Send]:
-        return self.ballot.send_all(nodes, query=pb.Query(votes=self.votes))
+        return self.ballot.send_all(nodes, query=pb.Query())
 
     def ask_again(self, now: float, condemned: Mapping[str, str]) -> list[Effect]:
         """Queries silent members again. `condemned`: hanging nodes that can't answer, and why."""

@@ -8,25 +8,12 @@ gradient until the driver decides or a newer driver queries it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Sequence
-from random import Random
+from collections.abc import Callable, Sequence
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.neighbours import partners
-from planaria.bootstrap.registry_pb2 import (
-    NONFINITE,
-    NUMBERS,
-    SILENT,
-    Cause,
-    Decision,
-    Proof,
-    Roll,
-    Votes,
-)
+from planaria.bootstrap.registry_pb2 import DIVERGENCE, NONFINITE, NUMBERS, SILENT, Cause
 from planaria.node.report.events import MessageRefused
-from planaria.node.transaction.bounds import HASH, LONGEST_WORDS, fault_to_member
-from planaria.node.transaction.comparing import UNHEARD, Comparing, same_attempt
+from planaria.node.transaction.bounds import LONGEST_WORDS, fault_to_member
 from planaria.node.transaction.effects import (
     NEVER,
     Adopt,
@@ -49,26 +36,14 @@ from planaria.node.transaction.gathering import active
 from planaria.node.transaction.gradient_outliers import Contribution, ReplicaGradients
 from planaria.node.transaction.plan_encoding import PlanDecoder
 from planaria.node.transaction.relearning_progress import entering
-from planaria.node.transaction.voting import (
-    KeptVotes,
-    UnvotedError,
-    about,
-    check,
-    has_voted,
-    is_of,
-    roll_of,
-    sign,
-)
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import (
-    decision,
     has_records,
     hash_of,
     hash_of_records,
     head,
     is_sealed,
     with_records,
-    without_votes,
 )
 from planaria.node.wire.naming import node_of
 from planaria.recovery.facts import COPIED
@@ -100,7 +75,6 @@ class MemberSide:
         self.stage = stage
         self.phase = MemberPhase.IDLE
         self.view = registry.View()
-        self.beside: frozenset[str] = frozenset()  # other replicas of this stage, in the view
         self.promised = NEVER
         self.driver = ""
         self.began = NEVER  # ballot with which the running or ready attempt began
@@ -112,17 +86,6 @@ class MemberSide:
         self.heard = PlanDecoder()
         self.decider, self.key = "", b""  # driver of the attempt, and its key
         self.replicas: frozenset[str] = frozenset()  # others of this stage in the attempt
-        self.partners: frozenset[str] = frozenset()  # those with which it compares commits
-        self.identity: Identity | None = None  # without it, votes aren't signed
-        self.chance = Random(0)  # draws the votes of others that it checks
-        self.stages: dict[str, int] = {}  # of the attempt's members
-        self.roll = Roll()  # of the members, signed by the driver, if it was
-        self.votes = KeptVotes()
-        self.shows_votes = False  # the driver asks for the votes for the last commit
-        self.doubted = Decision()  # made without its vote; it requests the votes for it
-        self.decisions: dict[str, Decision] = {}  # last reported by replicas
-        self.mute: set[str] = set()  # replicas awaited in vain
-        self.comparing: Comparing | None = None
         self.keeps = False  # whether it keeps the attempt's records
         self.records: Sequence[pb.Home] = ()  # the records, once received
         self.ready: pb.Ready | None = None  # its vote, until it may cast it
@@ -155,18 +118,11 @@ class MemberSide:
         if view.number <= self.view.number:
             return []
         self.view = view
-        others = [n for n, at in active(view).items() if at == self.stage and n != self.node]
-        self.beside = frozenset(others)
         self.refused.clear()
         self.accused.clear()
         if all(member.node != self.node for member in view.members):
             return [Rejoin(f"view {view.number} is without this node: {view.reason}")]
-        self.decisions = {n: commit for n, commit in self.decisions.items() if n in self.beside}
-        self.mute &= self.beside
-        if view.driver != self.driver:  # the next one finds out what others have applied
-            self.comparing = None
-            self.decisions.clear()
-        return self._wait_no_more(self.partners - self.beside)
+        return []
 
     def received(self, peer: str, message: pb.Message) -> list[Effect]:
         """A control message for this state machine has come from `peer`."""
@@ -176,22 +132,16 @@ class MemberSide:
             return self._refuse(peer, body or "nothing", ballot)
         if ballot < self.promised or (body == "query" and ballot == self.promised != NEVER):
             if body == "query" and ballot == self.promised and peer == self.driver:
-                self.shows_votes = message.query.votes
                 return self._answer(peer, ballot)
             return [Send(peer, pb.Message(ballot=self.promised.message(), stale=pb.Stale()))]
         if wrong := fault_to_member(message, self.stage):
             refused = MessageRefused(peer=peer, body=body, why=f"it tells of {wrong}")
             return [refused, Suspect(peer, f"{peer}, which drives, tells of {wrong}", NUMBERS)]
-        if self.comparing is not None and body in ("step", "records", "reduce", "halt"):
-            self._promise(peer, ballot)
-            self._put_off(self.comparing, peer, ballot, message)
-            return []
         return self._obey(peer, ballot, message)
 
     def _obey(self, peer: str, ballot: Ballot, message: pb.Message) -> list[Effect]:
         match body := message.WhichOneof("body"):
             case "query":
-                self.shows_votes = message.query.votes
                 return self._queried(peer, ballot)
             case "step":
                 return self._stepped(peer, ballot, message.step)
@@ -222,35 +172,24 @@ class MemberSide:
         return [MessageRefused(peer=peer, body=body, why=why)]
 
     def reduced(
-        self,
-        ballot: Ballot,
-        squared_norm: float,
-        finite: bool,
-        seconds_per_microbatch: float,
-        digest: bytes = b"",
-        contributions: Sequence[Contribution] = (),
-        relearned: int = 0,
-        relearning: int = 0,
+        self, ballot: Ballot, ready: pb.Ready, contributions: Sequence[Contribution] = ()
     ) -> list[Effect]:
-        """The stage's gradient is averaged and has every microbatch once. `digest`: of the current
-        weights; empty: not computed. `contributions`: of replicas, as far as examined. `relearned`:
-        updates that may enter with the commit, which leaves `relearning`."""
+        """The stage's gradient is averaged and has every microbatch once. `ready`: its norm,
+        whether it is finite, the digest of the current weights (empty: not computed), seconds per
+        microbatch, and the relearned updates that may enter. `contributions`: of replicas, as far
+        as examined."""
         if not self._is_voting() or ballot != self.attempt:
             return []
-        self.seconds_per_microbatch = seconds_per_microbatch
-        self.offered, self.contributions = relearned, contributions
+        self.seconds_per_microbatch = ready.seconds_per_microbatch
+        self.offered, self.contributions = ready.relearned, contributions
         self.ready = pb.Ready(
             step=self.step,
-            squared_norm=squared_norm,
-            finite=finite,
-            digest=digest or self.digest,
             applied=self.digest,
-            seconds_per_microbatch=seconds_per_microbatch,
             recording=self.recording(),
             standing_out=self.gradients.standing_out(),
-            relearned=relearned,
-            relearning=relearning,
         )
+        self.ready.MergeFrom(ready)
+        self.ready.digest = ready.digest or self.digest
         return self._vote()
 
     def _vote(self) -> list[Effect]:
@@ -260,8 +199,6 @@ class MemberSide:
             return []
         ready, self.ready = self.ready, None
         self.phase = MemberPhase.READY
-        if self.identity is not None:
-            sign(ready, self.node, self.attempt, self.identity, self.view.run)
         return [self._to_driver(pb.Message(ready=ready))]
 
     def applied(self, digest: bytes) -> list[Effect]:
@@ -325,8 +262,7 @@ class MemberSide:
         """Reports that data from or for `node` can't get through or can't be used. The driver
         decides whether the attempt can go on without that node. After this node's vote, data for
         others may be lost."""
-        over = not self._attempting() or self.comparing is not None
-        if over or not self._is_of_attempt(ballot):
+        if not (self._attempting() and self._is_of_attempt(ballot)):
             return []
         reports = self._tell_registry(node, reason, cause)
         return [*reports, self._to_driver(pb.Message(cut=_cut(node, reason, cause)))]
@@ -342,9 +278,10 @@ class MemberSide:
     def _tell_registry(self, node: str, reason: str, cause: Cause) -> list[Effect]:
         """Accuses a node to the registry, once in a step, for what this member saw itself: one
         accusation isn't enough there, and a report by way of the driver would be the driver's. The
-        driver alone finds out whether the model causes non-finite values."""
+        driver alone finds out whether the model causes non-finite values, and which of two replicas
+        differs."""
         own = node_of(node) == node_of(self.node)
-        if own or cause in (SILENT, NONFINITE) or node in self.accused:
+        if own or cause in (SILENT, NONFINITE, DIVERGENCE) or node in self.accused:
             return []
         self.accused.add(node)
         return [Suspect(node, reason[:LONGEST_WORDS], cause)]
@@ -374,44 +311,16 @@ class MemberSide:
 
     def link_lost(self, peer: str) -> list[Effect]:
         """Messages and frames of `peer`, and those for it, are lost."""
-        effects = self._wait_no_more({peer})
         if self.following is None:
-            return effects
+            return []
         self.following.lost(peer)
         self.following.caught_up = self.following.caught_up and peer != self.driver
-        return effects + self._follow_on()
-
-    def told(self, peer: str, heard: pb.Heard) -> list[Effect]:
-        """A replica of this stage reports which commit it has received."""
-        told = heard.decision
-        if peer not in self.beside or max(len(told.hash), len(told.signature)) > HASH:
-            return []
-        self.decisions[peer] = told
-        self.mute.discard(peer)
-        if self.comparing is not None:
-            return self._compare(self.comparing)
-        own = decision(self.last)
-        if not same_attempt(told, own):
-            return []
-        if told.hash != own.hash:
-            return self._accuse_of_two(own, peer, told)
-        return [] if heard.answer else [self._tell(peer, own, answer=True)]
-
-    def tick(self, now: float) -> list[Effect]:
-        """Does what has become due."""
-        if self.comparing is None or not (mute := self.comparing.overdue(now)):
-            return []
-        self.mute |= mute
-        step = self.comparing.commit.step
-        why = f"it hasn't told in {UNHEARD:.0f} s which commit of step {step} it has heard"
-        return [*(Suspect(node, why) for node in sorted(mute)), *self._compare(self.comparing)]
+        return self._follow_on()
 
     def frames(self, ballot: Ballot) -> Frames:
         """What to do with a frame that was sent by the plan of `ballot`."""
         if self._is_of_attempt(ballot) and self._attempting():  # others may still work on it
             return Frames.TAKE
-        if self.comparing is not None:  # what follows the commit may have begun elsewhere
-            return Frames.HOLD if ballot > self.attempt else Frames.DROP
         if self.phase is not MemberPhase.HALTED and ballot > max(self.promised, self.attempt):
             return Frames.HOLD
         return Frames.DROP
@@ -435,8 +344,6 @@ class MemberSide:
         effects: list[Effect] = []
         if self._is_voting():
             effects.append(DropAttempt(self.attempt))
-        if self.comparing is not None:
-            self.comparing.later.clear()
         if self.phase is not MemberPhase.READY:
             self.phase = MemberPhase.FOLLOWING if self.following is not None else MemberPhase.IDLE
         if self.following is not None:
@@ -460,7 +367,7 @@ class MemberSide:
         return self._is_voting() or self.phase is MemberPhase.READY
 
     def _answer(self, peer: str, ballot: Ballot, attempting: int = 0) -> list[Effect]:
-        if self.changing or self.comparing is not None:
+        if self.changing:
             self.unanswered = (peer, ballot)
             hang = pb.Account(hang=self.hang[:LONGEST_WORDS])  # so that the driver may go on
             return [ballot.send(peer, account=hang)] if self.hang else []
@@ -486,7 +393,6 @@ class MemberSide:
             trained=self.trained,
             relearning=self.relearning,
             viewless=not self.heard.has(ballot.view),
-            votes=self.votes.get(hash_of(self.last)) if self.shows_votes else None,
         )
         return [Send(peer, pb.Message(ballot=ballot.message(), status=status))]
 
@@ -494,12 +400,7 @@ class MemberSide:
         self._promise(peer, ballot)
         effects: list[Effect] = []
         if step.HasField("commit"):
-            effects += self._commit(without_votes(step.commit), step.commit.votes)
-            if self.comparing is not None:
-                if step.HasField("begin"):
-                    later = pb.Message(step=pb.Step(begin=step.begin))
-                    self._put_off(self.comparing, peer, ballot, later)
-                return effects
+            effects += self._commit(step.commit)
         if step.HasField("begin"):
             try:
                 begin = self.heard.whole(ballot, step.begin)
@@ -508,23 +409,8 @@ class MemberSide:
             effects += self._begun(ballot, begin)
         return effects
 
-    def _put_off(
-        self, comparing: Comparing, peer: str, ballot: Ballot, message: pb.Message
-    ) -> None:
-        """Puts a message off. Restores its members now: they are encoded as differences from the
-        previous plan, which a newer one replaces."""
-        if message.step.HasField("begin"):
-            try:
-                whole = self.heard.whole(ballot, message.step.begin)
-            except ValueError:
-                pass  # reported when its turn comes
-            else:
-                commit = message.step.commit if message.step.HasField("commit") else None
-                message = pb.Message(step=pb.Step(commit=commit, begin=whole))
-        comparing.put_off(peer, ballot, message)
-
     def _begun(self, ballot: Ballot, begin: pb.Begin) -> list[Effect]:
-        self._note_who_takes_part(ballot, begin)
+        self._note_who_takes_part(begin)
         if any(joiner.node == self.node for joiner in begin.joining):
             return self._begun_without(ballot, begin)
         if ballot <= self.attempt:
@@ -572,28 +458,21 @@ class MemberSide:
         self.began, self.attempt, self.step = since, ballot, begin.step
         return [StartAttempt(since, begin), GoOn(ballot, begin)]
 
-    def _commit(self, commit: pb.Commit, votes: Votes) -> list[Effect]:
+    def _commit(self, commit: pb.Commit) -> list[Effect]:
         ready = self.phase is MemberPhase.READY and self.attempt == Ballot.of(commit.ballot)
         if self.following is not None and not ready:
             return self._hear(commit)
         if not has_records(self.last) and has_records(commit) and self._is_last(commit):
             self.last = commit
             return [Note(commit)]
-        commit, own = self._with_known_records(commit), decision(commit)
-        if self._is_without_own_vote(own):
-            return self._doubt(own)
         if commit.step != self.committed + 1 or not ready:
             return []  # a repetition, or not for this node: the next query finds out
-        if not self._has_signed(own):
-            return self._refuse_commit(f"step {own.step}, which {self.decider} hasn't signed")
-        tell = [self._tell(node, own) for node in sorted(self.partners)]
-        # Others may have received another one.
+        commit = self._with_known_records(commit)
+        if self.key and not is_sealed(commit, self.key, self.view.run):
+            return self._refuse_commit(f"step {commit.step}, which {self.decider} hasn't signed")
         if why := self._is_no_link(commit) or self._is_not_offered(commit):
-            return [*tell, *self._refuse_commit(why)]
-        wrong = self._look_at(commit, votes) if votes.alike else []
-        wrong += self._look_at_records(commit)
-        self.comparing = Comparing(commit, own, {*self.partners} - self.mute)
-        return [*wrong, *tell, *self._compare(self.comparing)]
+            return self._refuse_commit(why)
+        return [*self._look_at_records(commit), *self._apply(commit)]
 
     def _with_known_records(self, commit: pb.Commit) -> pb.Commit:
         """Adds the records received before the vote, if they are the commit's."""
@@ -602,7 +481,8 @@ class MemberSide:
         return with_records(commit, self.records)
 
     def _look_at_records(self, commit: pb.Commit) -> list[Effect]:
-        """Checks the records. As with votes, a wrong one is no reason to stay behind."""
+        """Checks the records. Wrong ones are no reason to stay behind: others have applied the
+        commit."""
         if not self.records or has_records(commit):
             return []
         difference = f"step {commit.step} of other microbatches than it had told before"
@@ -616,10 +496,6 @@ class MemberSide:
         why = f"{self.driver}, which drives, tells of a commit of {fault}"
         refused = MessageRefused(peer=self.driver, body="step", why=f"a commit of {fault}")
         return [refused, Suspect(self.driver, why, NUMBERS)]
-
-    def _has_signed(self, told: Decision) -> bool:
-        """Whether the attempt's driver has signed this decision."""
-        return not self.key or is_sealed(told, self.key, self.view.run)
 
     def _is_no_link(self, commit: pb.Commit) -> str:
         """Why the commit can't follow the last one applied here; empty: it can."""
@@ -654,105 +530,13 @@ class MemberSide:
         self.accused.clear()
         return [Apply(commit)]
 
-    # --- the votes for a commit
-
-    def _look_at(self, commit: pb.Commit, votes: Votes) -> list[Effect]:
-        """Checks votes that this node keeps. A wrong one is no reason to stay behind: others have
-        applied the commit, and its driver must go."""
-        if Ballot.of(commit.ballot) != (self.roll.view, self.roll.attempt):
-            return []
-        shown = self.votes.keep(decision(commit), votes, self.roll)
-        keys = {member.node: member.key for member in self.view.members}
-        try:
-            check(commit, shown, self.stages, keys, self.view.run, self.chance)
-        except UnvotedError as fault:
-            return self._accuse_of_haste(commit.step, str(fault), fault.proof)
-        return []
-
-    def _accuse_of_haste(self, step: int, what: str, proof: Proof | None) -> list[Effect]:
-        why = f"{self.decider} has committed step {step} {what}"
-        told = MessageRefused(peer=self.decider, body="step", why=f"step {step} {what}")
-        return [told, Suspect(self.decider, why, NUMBERS, proof)]
-
-    def _is_without_own_vote(self, told: Decision) -> bool:
-        """Whether it is a commit of an attempt in which this node has yet to vote."""
-        taking_part = self._is_voting() and self.node in self.stages and self.following is None
-        return taking_part and (told.view, told.attempt) == self.attempt and self._has_signed(told)
-
-    def _doubt(self, told: Decision) -> list[Effect]:
-        """Requests the votes for a commit without this node's; they are the proof."""
-        self.doubted = told
-        asked = [node for node, stage in sorted(active(self.view).items()) if stage == 0]
-        wanted = pb.VotesRequest(commit=told.hash)
-        return [
-            *self._accuse_of_haste(told.step, f"without the vote of {self.node}", None),
-            *(NEVER.send(node, votes_request=wanted) for node in asked if node != self.node),
-        ]
-
-    def asked_for_votes(self, peer: str, request: pb.VotesRequest) -> list[Effect]:
-        if peer not in active(self.view) or not (shown := self.votes.show(peer, request.commit)):
-            return []
-        return [NEVER.send(peer, votes_shown=pb.VotesShown(votes=shown))]
-
-    def shown_votes(self, shown: Proof) -> list[Effect]:
-        """Takes in the votes for a commit that this node hasn't voted for."""
-        told, run = self.doubted, self.view.run
-        if not told.hash or not is_of(shown, told):
-            return []
-        self.doubted = Decision()
-        if self.identity is None or has_voted(shown, self.node, self.identity.public, run):
-            return []
-        what = f"without the vote of {self.node}, as its votes show"
-        return self._accuse_of_haste(told.step, what, about(shown, self.node))
-
-    # --- comparison of commits between replicas
-
-    def _note_who_takes_part(self, ballot: Ballot, begin: pb.Begin) -> None:
+    def _note_who_takes_part(self, begin: pb.Begin) -> None:
         self.decider = self.driver
         self.key = next((m.key for m in self.view.members if m.node == self.driver), b"")
-        self.stages = {place.node: place.stage for place in begin.members}
-        self.roll = roll_of(self.stages, ballot, begin.roll)
         self.keeps, self.records, self.ready = begin.keeps, (), None
         stage_members = {place.node for place in begin.members if place.stage == self.stage}
         taking_part = self.node in stage_members
         self.replicas = frozenset(stage_members - {self.node} if taking_part else ())
-        self.partners = frozenset(partners(self.node, stage_members) if taking_part else ())
-
-    def _tell(self, peer: str, own: Decision, answer: bool = False) -> Send:
-        return self.attempt.send(peer, heard=pb.Heard(decision=own, answer=answer))
-
-    def _wait_no_more(self, lost: Collection[str]) -> list[Effect]:
-        if self.comparing is None or self.comparing.awaited.isdisjoint(lost):
-            return []
-        self.comparing.awaited -= set(lost)
-        return self._compare(self.comparing)
-
-    def _compare(self, comparing: Comparing) -> list[Effect]:
-        """Applies the commit, and what the driver has sent since, when all replicas have the same
-        one. Applies neither of two that one driver has signed."""
-        effects: list[Effect] = []
-        for peer, other in comparing.look(self.decisions).items():
-            effects += self._accuse_of_two(comparing.own, peer, other)
-            if self._has_signed(other):
-                self.comparing = None
-                return effects + self._answer_late()
-            comparing.awaited.discard(peer)
-        if comparing.awaited:
-            return effects
-        self.comparing = None
-        effects += self._apply(comparing.commit)
-        for peer, ballot, message in comparing.later:
-            effects += self._obey(peer, ballot, message)
-        return effects
-
-    def _accuse_of_two(self, own: Decision, peer: str, other: Decision) -> list[Effect]:
-        """Accuses the driver if it has signed another commit, too; otherwise the replica."""
-        self.decisions.pop(peer, None)
-        if self._has_signed(other):
-            why = f"{self.decider} has told {peer} of another commit of step {own.step}"
-            return [Suspect(self.decider, why, NUMBERS, Proof(decisions=[own, other]))]
-        why = f"{peer} tells of a commit of step {own.step} that {self.decider} hasn't signed"
-        return [Suspect(peer, why, NUMBERS)]
 
     def _answer_late(self) -> list[Effect]:
         if self.unanswered is None:
@@ -777,7 +561,6 @@ class MemberSide:
 
     def _synced(self, peer: str, ballot: Ballot, sync: pb.Sync) -> list[Effect]:
         self._promise(peer, ballot)
-        self.comparing = None
         effects: list[Effect] = [DropAttempt(self.attempt)] if self._attempting() else []
         if sync.method in COPIED and (sync.lineage, sync.step) == (self.lineage, self.committed):
             self.lineage = self.committed = 0  # its state differs from its replicas'

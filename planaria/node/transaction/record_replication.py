@@ -3,8 +3,6 @@
 At stage 0, a few nodes with a ledger write it there. A few nodes of other stages keep it in memory
 until the next step, in case all of those are lost. So the cost of a step's records grows neither
 with the nodes nor with the stages. All others have the records' hash.
-
-The votes for a step go to fewer nodes, since each node has one.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ from planaria.node.wire import stage_pb2 as pb
 
 LEDGERS: Final = 8
 """Nodes of stage 0 that record a step, if it has as many."""
-WITNESSES: Final = 3
-"""Nodes of stage 0 that also get the votes, and keep them for a while."""
 MEMORIES: Final = 8
 """Nodes of other stages that remember it, if there are as many."""
 OF_A_STAGE: Final = 2
@@ -51,12 +47,6 @@ def record_holders(stages: Mapping[str, int], ledgers: Mapping[str, pb.Recording
     others = [_first(OF_A_STAGE, by_stage[stage], ledgers) for stage in sorted(by_stage)]
     in_turn = [node for nodes in zip_longest(*others) for node in nodes if node is not None]
     return {*ledgered, *in_turn[:MEMORIES]}
-
-
-def witnesses(stages: Mapping[str, int], ledgers: Mapping[str, pb.Recording]) -> frozenset[str]:
-    """The members of the attempt that get the votes."""
-    ends = [node for node, stage in stages.items() if stage == 0]
-    return frozenset(_first(WITNESSES, ends, ledgers))
 
 
 def to_replicate(ledgers: Mapping[str, pb.Recording]) -> list[str]:

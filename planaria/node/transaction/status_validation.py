@@ -1,15 +1,13 @@
 """Validates each member's `Status` against what the others know. Pure.
 
-A step is committed when all training members have voted for it. So a training member without a vote
-for a step knows that it wasn't committed, and a driver knows all commits of its time. A `Status`
-with an unknown commit is a lie, and the run goes on without it.
+A commit needs its driver's signature and the vote of every training member. So a status that is
+ahead of the others counts only with a commit that the driver of its view has signed, and that
+follows the commit which the others have. A driver also knows all commits of its own time. If it
+doesn't know the driver of that view, the members with and without a vote for the commit are
+counted. The run goes on without members that lie.
 
-If others deny that they voted for a member's commit, the votes may be asked for. If those are
-valid, no provable lie exists; if not, the driver lied. The majority decides which.
-
-Where records of one commit differ, signatures show the liar: a member with one that its driver
-hasn't signed, or the driver that signed two. In the second case no member has lied, and still the
-run goes on from one of them.
+Two commits of one attempt, both signed by its driver, mean that the driver is faulty. No member has
+lied then, and nobody can say which commit is right: the run stops.
 """
 
 from __future__ import annotations
@@ -19,17 +17,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from planaria.bootstrap.registry_pb2 import Member, Proof
+from planaria.bootstrap.registry_pb2 import Member
 from planaria.node.transaction.effects import Ballot
-from planaria.node.transaction.voting import about, has_voted, is_of
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import decision, hash_of, is_sealed
+from planaria.node.wire.chain import hash_of, head, is_sealed
 from planaria.node.wire.naming import node_of
 
 Age = tuple[int, int]
 """Lineage and committed step."""
 LINEAGES: Final = 16
 """Limit of lineages that the run may have opened without a survivor that knows."""
+NAMED: Final = 3
+"""Members named in a sentence for each commit."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,13 @@ class KnownFacts:
     )
     run: str = ""
     drivers: Mapping[int, Member] = field(default_factory=dict)  # drivers, by view
-    keys: Mapping[str, bytes] = field(default_factory=dict)  # of members
 
-    def has_signed(self, commit: pb.Commit) -> bool:
-        """Whether the driver of the commit's view signed it; False if that driver is unknown."""
+    def has_signed(self, commit: pb.Commit) -> bool | None:
+        """Whether the driver of the commit's view signed it; None: that driver is unknown."""
         driver = self.drivers.get(commit.ballot.view)
-        return driver is not None and is_sealed(decision(commit), driver.key, self.run)
+        if driver is None or not driver.key:
+            return None
+        return is_sealed(commit, driver.key, self.run)
 
 
 @dataclass
@@ -56,10 +56,8 @@ class StatusVerdict:
     lies: dict[str, str] = field(default_factory=dict)  # why the claim is impossible
     unproven: set[str] = field(default_factory=set)
     """Claims that may be true, but from which no member can go on."""
-    proofs: dict[str, Proof] = field(default_factory=dict)
-    """Proofs against drivers that signed two commits of one attempt, or one without its votes."""
-    to_show: bool = False
-    """Whether votes must be examined first: their holders haven't lied until then."""
+    parted: str = ""
+    """Why the run must stop: members have applied different signed commits; empty: they haven't."""
 
     @property
     def doubted(self) -> set[str]:
@@ -67,7 +65,7 @@ class StatusVerdict:
 
 
 def examine(
-    statuses: Mapping[str, pb.Status], witness: KnownFacts, distrusted: Collection[str] = ()
+    statuses: Mapping[str, pb.Status], known: KnownFacts, distrusted: Collection[str] = ()
 ) -> StatusVerdict:
     """The answers to reject. `distrusted`: members that don't count anyway."""
     verdict = StatusVerdict()
@@ -75,13 +73,14 @@ def examine(
     while believed:
         newest = max(map(_age, believed.values()))
         groups: dict[Ballot, set[str]] = {}
-        for node, one in believed.items():
-            if _age(one) == newest and one.committed:
-                groups.setdefault(Ballot.of(one.last.ballot), set()).add(node)
+        for node, status in believed.items():
+            if _age(status) == newest and status.committed:
+                groups.setdefault(Ballot.of(status.last.ballot), set()).add(node)
         for ballot, claimants in groups.items():
-            if witness.seat not in claimants:
-                _judge(believed, claimants, (newest, ballot), witness, verdict)
-            _compare(believed, claimants - verdict.doubted, witness, verdict)
+            if known.seat not in claimants:
+                _judge(believed, claimants, (newest, ballot), known, verdict)
+            _compare(believed, claimants - verdict.doubted, known, verdict)
+            _compare_previous(believed, claimants - verdict.doubted, known, verdict)
         if not verdict.doubted & believed.keys():
             break
         believed = {node: one for node, one in believed.items() if node not in verdict.doubted}
@@ -92,7 +91,7 @@ def _judge(
     statuses: Mapping[str, pb.Status],
     claimants: Collection[str],
     claim: tuple[Age, Ballot],
-    witness: KnownFacts,
+    known: KnownFacts,
     verdict: StatusVerdict,
 ) -> None:
     """Checks whether that commit is possible."""
@@ -100,101 +99,120 @@ def _judge(
     others = {node: one for node, one in statuses.items() if node not in claimants}
     before = [one.lineage for one in others.values() if one.trained]
     what = f"it says that it has step {step} of lineage {lineage}"
-    if witness.decided is not None:
-        if (lineage, step) > witness.decided:
-            why = f"{what}; what was committed last is step {witness.decided[1]}"
+    if known.decided is not None:
+        if (lineage, step) > known.decided:
+            why = f"{what}; what was committed last is step {known.decided[1]}"
             verdict.lies |= dict.fromkeys(claimants, why)
     elif before and lineage > max(before):  # its opener may have died then
-        most = max(*before, witness.registered[0])
+        most = max(*before, known.registered[0])
         if lineage > most + LINEAGES:
             verdict.lies |= dict.fromkeys(claimants, f"{what}; others know of {most}")
         else:
             verdict.unproven |= set(claimants)
-    else:
-        against = [n for n, one in others.items() if _denies(one, claim)]
+    elif against := [n for n, one in others.items() if _denies(one, claim)]:
         in_favour = [n for n, one in others.items() if _voted(one, claim)] + [*claimants]
-        signed = {node for node in claimants if against and witness.has_signed(statuses[node].last)}
-        if (shown := _shown(statuses, signed)) is not None:
-            _count(shown, against, witness, verdict)
-        verdict.to_show = verdict.to_show or (bool(signed) and shown is None)
-        if not _stands(in_favour, against, statuses, step, witness, shown is not None):
-            deniers = ", ".join(sorted(against))
-            why = f"{what}, by attempt {ballot.attempt} of view {ballot.view}, for which {deniers}"
-            lies = claimants if shown is None else set(claimants) - signed
-            verdict.lies |= dict.fromkeys(lies, f"{why} would have had to vote")
-            verdict.unproven |= set(claimants) - verdict.lies.keys()
+        of_attempt = f"{what}, by attempt {ballot.attempt} of view {ballot.view}"
+        for node in claimants:
+            last = statuses[node].last
+            signed = known.has_signed(last) if last.step == step else False
+            if signed is False:
+                verdict.lies[node] = f"{of_attempt}, whose driver hasn't signed that commit"
+            elif signed is None and not _outweighs(in_favour, against, statuses, step, known):
+                deniers = ", ".join(sorted(against))
+                verdict.lies[node] = f"{of_attempt}, for which {deniers} would have had to vote"
 
 
-def _shown(statuses: Mapping[str, pb.Status], claimants: Collection[str]) -> Proof | None:
-    """The votes for the claimants' commit, if one of them sent them."""
-    for node in sorted(claimants):
-        if is_of(statuses[node].votes, decision(statuses[node].last)):
-            return statuses[node].votes
-    return None
-
-
-def _count(
-    shown: Proof, against: Collection[str], witness: KnownFacts, verdict: StatusVerdict
-) -> None:
-    """Checks whether the members that deny a vote have cast it. If not, their driver lied."""
-    (told,) = shown.decisions
-    for node in sorted(against):
-        key = witness.keys.get(node, b"")
-        if key and not has_voted(shown, node, key, witness.run):
-            verdict.proofs[witness.drivers[told.view].node] = about(shown, node)
-
-
-def _stands(
+def _outweighs(
     in_favour: Collection[str],
     against: Collection[str],
     statuses: Mapping[str, pb.Status],
     step: int,
-    witness: KnownFacts,
-    shown: bool,
+    known: KnownFacts,
 ) -> bool:
-    """Whether a claim stands. The validating driver believes itself, unless votes are shown and
-    more nodes support it. On a tie, shown votes decide, or the distance to the registry's step."""
-    if not against or witness.seat in in_favour:
-        return True
+    """Whether a claim stands without a known signature. The validating driver believes itself. On a
+    tie, the distance to the registry's step decides."""
+    if known.seat in in_favour or known.seat in against:
+        return known.seat in in_favour
     yes, no = ({node_of(seat) for seat in seats} for seats in (in_favour, against))
-    if witness.seat in against:
-        return shown and len(yes) > len(no)
-    if shown or len(yes) != len(no):
-        return len(yes) >= len(no)
+    if len(yes) != len(no):
+        return len(yes) > len(no)
     other = max(statuses[node].committed for node in against)
-    return abs(step - witness.registered[1]) <= abs(other - witness.registered[1])
+    return abs(step - known.registered[1]) <= abs(other - known.registered[1])
 
 
 def _compare(
     statuses: Mapping[str, pb.Status],
     claimants: Collection[str],
-    witness: KnownFacts,
+    known: KnownFacts,
     verdict: StatusVerdict,
 ) -> None:
-    """Checks that all members have the same record of a commit. A commit that a run went back to
-    may have a different one at each stage."""
+    """Checks that all members have the same commit of an attempt. A commit that a run went back to
+    may be a different one at each stage."""
     last = {node: statuses[node].last for node in sorted(claimants)}
     if all(one.lineage != statuses[node].lineage for node, one in last.items()):
         return
-    records = {node: hash_of(one) + one.signature for node, one in last.items()}
-    if len(set(records.values())) < 2:
+    hashes = {node: hash_of(one) for node, one in last.items()}
+    if len(set(hashes.values())) < 2:
         return
-    signed = {node: decision(one) for node, one in last.items() if witness.has_signed(one)}
-    for node in last.keys() - signed.keys() - {witness.seat} if signed else ():
+    signed = [node for node, one in last.items() if known.has_signed(one)]
+    for node in last.keys() - {*signed, known.seat} if signed else ():
         if statuses[node].trained:  # else it would have refused it
             step = last[node].step
             verdict.lies[node] = f"its record of the commit of step {step} isn't its driver's"
-    for other in signed.values():
-        one = next(iter(signed.values()))
-        if other.hash != one.hash:
-            proof = Proof(decisions=[one, other])
-            verdict.proofs[witness.drivers[one.view].node] = proof
-    believed = signed.keys() or records.keys()
-    votes = Counter(records[node] for node in believed)
-    most = max(votes, key=lambda record: (votes[record], record))
-    right = records[witness.seat] if witness.seat in believed else most
-    differing = {node for node, record in records.items() if record != right}
+    if len({hashes[node] for node in signed}) > 1:
+        verdict.parted = _sentence({node: last[node] for node in signed}, known)
+    believed = signed or [*hashes]
+    counts = Counter(hashes[node] for node in believed)
+    most = max(counts, key=lambda commit: (counts[commit], commit))
+    right = hashes[known.seat] if known.seat in believed else most
+    differing = {node for node, commit in hashes.items() if commit != right}
     verdict.unproven |= differing - verdict.lies.keys()
+
+
+def _compare_previous(
+    statuses: Mapping[str, pb.Status],
+    claimants: Collection[str],
+    known: KnownFacts,
+    verdict: StatusVerdict,
+) -> None:
+    """Checks that the newest commit follows those of members that are one step behind."""
+    for newest in sorted(claimants):
+        lineage, step = _age(statuses[newest])
+        commit = statuses[newest].last
+        if (commit.lineage, commit.step) != (lineage, step):
+            return  # the run went back to it
+        for node, status in statuses.items():
+            if not status.trained or _age(status) != (lineage, step - 1):
+                continue
+            if head(status.last, lineage) == commit.previous:
+                continue
+            if known.has_signed(status.last) is False:
+                why = f"its record of the commit of step {step - 1} isn't its driver's"
+                verdict.lies[node] = why
+            elif known.has_signed(status.last) and known.has_signed(commit):
+                commits = {other: statuses[other].last for other in claimants}
+                verdict.parted = _sentence({**commits, node: status.last}, known)
+            else:
+                verdict.unproven.add(node)
+        return
+
+
+def _sentence(commits: Mapping[str, pb.Commit], known: KnownFacts) -> str:
+    """Why the run stops, with the commits by the members that applied them."""
+    step = min(commit.step for commit in commits.values())
+    nodes: dict[str, list[str]] = {}
+    for node, commit in commits.items():
+        previous = commit.previous if commit.step > step else hash_of(commit)
+        nodes.setdefault(previous.hex()[:16], []).append(node)
+    drivers = {known.drivers[commit.ballot.view].node for commit in commits.values()}
+    applied = "; ".join(
+        f"{commit} at {', '.join(having[:NAMED])}" for commit, having in sorted(nodes.items())
+    )
+    return (
+        f"the driver {', '.join(sorted(drivers))} has signed two commits of step {step}: "
+        f"{applied}. All states are kept. Stop the nodes that have one of them, and the run goes "
+        "on from the other; report this fault with the nodes' logs"
+    )
 
 
 def _voted(status: pb.Status, claim: tuple[Age, Ballot]) -> bool:

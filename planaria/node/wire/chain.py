@@ -2,12 +2,11 @@
 
 A chain belongs to one lineage. Its first commit names none: the state that a run goes back to may
 have been made by a different commit at each stage. The hash of a commit covers all fields but the
-signature. The signature covers step, ballot, that hash and the hash of the votes. So two signed
-commits of one attempt prove to anybody that their driver is faulty.
+signature. The driver signs that hash.
 
-Only some members get the commit's records, which say what became of each microbatch, and its votes
-(`record_replication`). All members get the hashes of both, and the hash of the commit covers those
-hashes. So it is the same with and without records and votes.
+Only some members get the commit's records, which say what became of each microbatch
+(`record_replication`). All members get the hash of the records, and the hash of the commit covers
+it. So it is the same with and without records.
 """
 
 from __future__ import annotations
@@ -15,17 +14,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import Final
 
-from planaria.bootstrap.identity import Identity, is_message_signed
-from planaria.bootstrap.registry_pb2 import Decision, Votes
+from planaria.bootstrap.identity import Identity, is_signed
 from planaria.node.wire import stage_pb2 as pb
+
+PURPOSE: Final = "commit"  # of the signature
 
 
 def hash_of(commit: pb.Commit) -> bytes:
     unsigned = pb.Commit()
     unsigned.CopyFrom(commit)
     unsigned.ClearField("signature")
-    unsigned.ClearField("votes")
     if commit.records:
         unsigned.ClearField("microbatches")
     return hashlib.sha256(unsigned.SerializeToString(deterministic=True)).digest()
@@ -51,20 +51,6 @@ def with_records(commit: pb.Commit, microbatches: Iterable[pb.Home]) -> pb.Commi
     return whole
 
 
-def without_votes(commit: pb.Commit) -> pb.Commit:
-    bare = pb.Commit()
-    bare.CopyFrom(commit)
-    bare.ClearField("votes")
-    return bare
-
-
-def with_votes(commit: pb.Commit, votes: Votes) -> pb.Commit:
-    whole = pb.Commit()
-    whole.CopyFrom(commit)
-    whole.votes.CopyFrom(votes)
-    return whole
-
-
 def has_records(commit: pb.Commit) -> bool:
     return bool(commit.microbatches) or not commit.records
 
@@ -74,30 +60,17 @@ def head(last: pb.Commit, lineage: int) -> bytes:
     return hash_of(last) if last.step and last.lineage == lineage else b""
 
 
-def decision(commit: pb.Commit) -> Decision:
-    """The part of a commit that its driver signs."""
-    return Decision(
-        step=commit.step,
-        view=commit.ballot.view,
-        attempt=commit.ballot.attempt,
-        hash=hash_of(commit),
-        signature=commit.signature,
-        votes=commit.voted,
-    )
-
-
 def seal(commit: pb.Commit, identity: Identity, run: str) -> None:
     """Sign the commit; it must not change afterwards."""
-    signed = decision(commit)
-    identity.sign_message(signed, run)
-    commit.signature = signed.signature
+    commit.signature = identity.sign(PURPOSE, run.encode(), hash_of(commit))
 
 
-def is_sealed(decision: Decision, key: bytes, run: str) -> bool:
-    return _is_sealed(decision.SerializeToString(deterministic=True), key, run)
+def is_sealed(commit: pb.Commit, key: bytes, run: str) -> bool:
+    """Whether the key has signed the commit, for this run."""
+    return _is_sealed(hash_of(commit), commit.signature, key, run)
 
 
 @lru_cache(maxsize=64)
-def _is_sealed(decision: bytes, key: bytes, run: str) -> bool:
-    """Cached: all seats of a node receive the same decision."""
-    return is_message_signed(key, Decision.FromString(decision), run)
+def _is_sealed(commit: bytes, signature: bytes, key: bytes, run: str) -> bool:
+    """Cached: all seats of a node receive the same commit."""
+    return is_signed(key, signature, PURPOSE, run.encode(), commit)

@@ -30,7 +30,7 @@ class Ballot(_message.Message):
     def __init__(self, view: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("ballot", "query", "status", "sync", "synced", "step", "home", "reduce", "ready", "failed", "stale", "halt", "state_request", "state_manifest", "shard_request", "shard_refusal", "heartbeat", "kept", "boundary_request", "boundary_manifest", "relearn", "cut", "inquiry", "account", "carried", "pin_request", "pinned", "log_request", "log_lines", "heard", "check", "compared", "votes_request", "votes_shown", "acknowledged", "farewell", "scored", "records", "seat", "sender", "checksum")
+    __slots__ = ("ballot", "query", "status", "sync", "synced", "step", "home", "reduce", "ready", "failed", "stale", "halt", "state_request", "state_manifest", "shard_request", "shard_refusal", "heartbeat", "kept", "boundary_request", "boundary_manifest", "relearn", "cut", "inquiry", "account", "carried", "pin_request", "pinned", "log_request", "log_lines", "check", "compared", "acknowledged", "farewell", "scored", "records", "seat", "sender", "checksum")
     BALLOT_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -60,11 +60,8 @@ class Message(_message.Message):
     PINNED_FIELD_NUMBER: _ClassVar[int]
     LOG_REQUEST_FIELD_NUMBER: _ClassVar[int]
     LOG_LINES_FIELD_NUMBER: _ClassVar[int]
-    HEARD_FIELD_NUMBER: _ClassVar[int]
     CHECK_FIELD_NUMBER: _ClassVar[int]
     COMPARED_FIELD_NUMBER: _ClassVar[int]
-    VOTES_REQUEST_FIELD_NUMBER: _ClassVar[int]
-    VOTES_SHOWN_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
     FAREWELL_FIELD_NUMBER: _ClassVar[int]
     SCORED_FIELD_NUMBER: _ClassVar[int]
@@ -101,11 +98,8 @@ class Message(_message.Message):
     pinned: Pinned
     log_request: LogRequest
     log_lines: LogLines
-    heard: Heard
     check: Check
     compared: Compared
-    votes_request: VotesRequest
-    votes_shown: VotesShown
     acknowledged: Acknowledged
     farewell: Farewell
     scored: Scored
@@ -113,7 +107,7 @@ class Message(_message.Message):
     seat: str
     sender: str
     checksum: int
-    def __init__(self, ballot: _Optional[_Union[Ballot, _Mapping]] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., sync: _Optional[_Union[Sync, _Mapping]] = ..., synced: _Optional[_Union[Synced, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., home: _Optional[_Union[Home, _Mapping]] = ..., reduce: _Optional[_Union[Reduce, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., halt: _Optional[_Union[Halt, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_manifest: _Optional[_Union[StateManifest, _Mapping]] = ..., shard_request: _Optional[_Union[ShardRequest, _Mapping]] = ..., shard_refusal: _Optional[_Union[ShardRefusal, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ..., boundary_request: _Optional[_Union[BoundaryRequest, _Mapping]] = ..., boundary_manifest: _Optional[_Union[BoundaryManifest, _Mapping]] = ..., relearn: _Optional[_Union[Relearn, _Mapping]] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ..., inquiry: _Optional[_Union[Inquiry, _Mapping]] = ..., account: _Optional[_Union[Account, _Mapping]] = ..., carried: _Optional[_Union[Carried, _Mapping]] = ..., pin_request: _Optional[_Union[PinRequest, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., log_request: _Optional[_Union[LogRequest, _Mapping]] = ..., log_lines: _Optional[_Union[LogLines, _Mapping]] = ..., heard: _Optional[_Union[Heard, _Mapping]] = ..., check: _Optional[_Union[Check, _Mapping]] = ..., compared: _Optional[_Union[Compared, _Mapping]] = ..., votes_request: _Optional[_Union[VotesRequest, _Mapping]] = ..., votes_shown: _Optional[_Union[VotesShown, _Mapping]] = ..., acknowledged: _Optional[_Union[Acknowledged, _Mapping]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., scored: _Optional[_Union[Scored, _Mapping]] = ..., records: _Optional[_Union[Records, _Mapping]] = ..., seat: _Optional[str] = ..., sender: _Optional[str] = ..., checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, ballot: _Optional[_Union[Ballot, _Mapping]] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., sync: _Optional[_Union[Sync, _Mapping]] = ..., synced: _Optional[_Union[Synced, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., home: _Optional[_Union[Home, _Mapping]] = ..., reduce: _Optional[_Union[Reduce, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., halt: _Optional[_Union[Halt, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_manifest: _Optional[_Union[StateManifest, _Mapping]] = ..., shard_request: _Optional[_Union[ShardRequest, _Mapping]] = ..., shard_refusal: _Optional[_Union[ShardRefusal, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ..., boundary_request: _Optional[_Union[BoundaryRequest, _Mapping]] = ..., boundary_manifest: _Optional[_Union[BoundaryManifest, _Mapping]] = ..., relearn: _Optional[_Union[Relearn, _Mapping]] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ..., inquiry: _Optional[_Union[Inquiry, _Mapping]] = ..., account: _Optional[_Union[Account, _Mapping]] = ..., carried: _Optional[_Union[Carried, _Mapping]] = ..., pin_request: _Optional[_Union[PinRequest, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., log_request: _Optional[_Union[LogRequest, _Mapping]] = ..., log_lines: _Optional[_Union[LogLines, _Mapping]] = ..., check: _Optional[_Union[Check, _Mapping]] = ..., compared: _Optional[_Union[Compared, _Mapping]] = ..., acknowledged: _Optional[_Union[Acknowledged, _Mapping]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., scored: _Optional[_Union[Scored, _Mapping]] = ..., records: _Optional[_Union[Records, _Mapping]] = ..., seat: _Optional[str] = ..., sender: _Optional[str] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Carried(_message.Message):
     __slots__ = ("head", "payload")
@@ -124,13 +118,11 @@ class Carried(_message.Message):
     def __init__(self, head: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class Query(_message.Message):
-    __slots__ = ("votes",)
-    VOTES_FIELD_NUMBER: _ClassVar[int]
-    votes: bool
-    def __init__(self, votes: _Optional[bool] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("committed", "ready", "ready_ballot", "last", "boosted_at", "digest", "seconds_per_microbatch", "attempting", "lineage", "holdings", "following", "following_lineage", "heard", "weightless", "origin", "trained", "recording", "hang", "relearning", "votes", "viewless")
+    __slots__ = ("committed", "ready", "ready_ballot", "last", "boosted_at", "digest", "seconds_per_microbatch", "attempting", "lineage", "holdings", "following", "following_lineage", "heard", "weightless", "origin", "trained", "recording", "hang", "relearning", "viewless")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     READY_BALLOT_FIELD_NUMBER: _ClassVar[int]
@@ -150,7 +142,6 @@ class Status(_message.Message):
     RECORDING_FIELD_NUMBER: _ClassVar[int]
     HANG_FIELD_NUMBER: _ClassVar[int]
     RELEARNING_FIELD_NUMBER: _ClassVar[int]
-    VOTES_FIELD_NUMBER: _ClassVar[int]
     VIEWLESS_FIELD_NUMBER: _ClassVar[int]
     committed: int
     ready: int
@@ -171,9 +162,8 @@ class Status(_message.Message):
     recording: Recording
     hang: str
     relearning: int
-    votes: _registry_pb2.Proof
     viewless: bool
-    def __init__(self, committed: _Optional[int] = ..., ready: _Optional[int] = ..., ready_ballot: _Optional[_Union[Ballot, _Mapping]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., boosted_at: _Optional[int] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., attempting: _Optional[int] = ..., lineage: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., following: _Optional[int] = ..., following_lineage: _Optional[int] = ..., heard: _Optional[int] = ..., weightless: _Optional[bool] = ..., origin: _Optional[bool] = ..., trained: _Optional[bool] = ..., recording: _Optional[_Union[Recording, str]] = ..., hang: _Optional[str] = ..., relearning: _Optional[int] = ..., votes: _Optional[_Union[_registry_pb2.Proof, _Mapping]] = ..., viewless: _Optional[bool] = ...) -> None: ...
+    def __init__(self, committed: _Optional[int] = ..., ready: _Optional[int] = ..., ready_ballot: _Optional[_Union[Ballot, _Mapping]] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., boosted_at: _Optional[int] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., attempting: _Optional[int] = ..., lineage: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., following: _Optional[int] = ..., following_lineage: _Optional[int] = ..., heard: _Optional[int] = ..., weightless: _Optional[bool] = ..., origin: _Optional[bool] = ..., trained: _Optional[bool] = ..., recording: _Optional[_Union[Recording, str]] = ..., hang: _Optional[str] = ..., relearning: _Optional[int] = ..., viewless: _Optional[bool] = ...) -> None: ...
 
 class Holding(_message.Message):
     __slots__ = ("kind", "stage", "step", "lineage", "mean_step", "oldest_step", "perturbation", "made", "digest")
@@ -300,7 +290,7 @@ class Microbatch(_message.Message):
     def __init__(self, id: _Optional[int] = ..., source: _Optional[str] = ..., order: _Optional[_Iterable[int]] = ..., places: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("step", "kind", "plan", "lr_scale", "members", "joining", "since", "non_finite", "entering", "checks", "untold", "members_of", "left", "keeps", "roll")
+    __slots__ = ("step", "kind", "plan", "lr_scale", "members", "joining", "since", "non_finite", "entering", "checks", "untold", "members_of", "left", "keeps")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         TRAIN: _ClassVar[Begin.Kind]
@@ -321,7 +311,6 @@ class Begin(_message.Message):
     MEMBERS_OF_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
     KEEPS_FIELD_NUMBER: _ClassVar[int]
-    ROLL_FIELD_NUMBER: _ClassVar[int]
     step: int
     kind: Begin.Kind
     plan: _containers.RepeatedCompositeFieldContainer[Microbatch]
@@ -336,8 +325,7 @@ class Begin(_message.Message):
     members_of: Ballot
     left: _containers.RepeatedScalarFieldContainer[str]
     keeps: bool
-    roll: bytes
-    def __init__(self, step: _Optional[int] = ..., kind: _Optional[_Union[Begin.Kind, str]] = ..., plan: _Optional[_Iterable[_Union[Microbatch, _Mapping]]] = ..., lr_scale: _Optional[_Iterable[float]] = ..., members: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., joining: _Optional[_Iterable[_Union[Joiner, _Mapping]]] = ..., since: _Optional[_Union[Ballot, _Mapping]] = ..., non_finite: _Optional[bool] = ..., entering: _Optional[_Iterable[str]] = ..., checks: _Optional[_Iterable[_Union[Check, _Mapping]]] = ..., untold: _Optional[int] = ..., members_of: _Optional[_Union[Ballot, _Mapping]] = ..., left: _Optional[_Iterable[str]] = ..., keeps: _Optional[bool] = ..., roll: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., kind: _Optional[_Union[Begin.Kind, str]] = ..., plan: _Optional[_Iterable[_Union[Microbatch, _Mapping]]] = ..., lr_scale: _Optional[_Iterable[float]] = ..., members: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., joining: _Optional[_Iterable[_Union[Joiner, _Mapping]]] = ..., since: _Optional[_Union[Ballot, _Mapping]] = ..., non_finite: _Optional[bool] = ..., entering: _Optional[_Iterable[str]] = ..., checks: _Optional[_Iterable[_Union[Check, _Mapping]]] = ..., untold: _Optional[int] = ..., members_of: _Optional[_Union[Ballot, _Mapping]] = ..., left: _Optional[_Iterable[str]] = ..., keeps: _Optional[bool] = ...) -> None: ...
 
 class Check(_message.Message):
     __slots__ = ("microbatch", "position", "double")
@@ -376,7 +364,7 @@ class Joiner(_message.Message):
     def __init__(self, node: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("step", "ballot", "skipped", "clip_scale", "lr_scale", "loss", "tokens", "gradient_norm", "microbatches", "seconds", "skips", "lineage", "previous", "records", "signature", "doubted", "relearned", "votes", "voted")
+    __slots__ = ("step", "ballot", "skipped", "clip_scale", "lr_scale", "loss", "tokens", "gradient_norm", "microbatches", "seconds", "skips", "lineage", "previous", "records", "signature", "doubted", "relearned")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BALLOT_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
@@ -394,8 +382,6 @@ class Commit(_message.Message):
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     DOUBTED_FIELD_NUMBER: _ClassVar[int]
     RELEARNED_FIELD_NUMBER: _ClassVar[int]
-    VOTES_FIELD_NUMBER: _ClassVar[int]
-    VOTED_FIELD_NUMBER: _ClassVar[int]
     step: int
     ballot: Ballot
     skipped: bool
@@ -413,9 +399,7 @@ class Commit(_message.Message):
     signature: bytes
     doubted: _containers.RepeatedCompositeFieldContainer[Doubted]
     relearned: _containers.RepeatedScalarFieldContainer[int]
-    votes: _registry_pb2.Votes
-    voted: bytes
-    def __init__(self, step: _Optional[int] = ..., ballot: _Optional[_Union[Ballot, _Mapping]] = ..., skipped: _Optional[bool] = ..., clip_scale: _Optional[_Iterable[float]] = ..., lr_scale: _Optional[_Iterable[float]] = ..., loss: _Optional[float] = ..., tokens: _Optional[int] = ..., gradient_norm: _Optional[float] = ..., microbatches: _Optional[_Iterable[_Union[Home, _Mapping]]] = ..., seconds: _Optional[float] = ..., skips: _Optional[int] = ..., lineage: _Optional[int] = ..., previous: _Optional[bytes] = ..., records: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., doubted: _Optional[_Iterable[_Union[Doubted, _Mapping]]] = ..., relearned: _Optional[_Iterable[int]] = ..., votes: _Optional[_Union[_registry_pb2.Votes, _Mapping]] = ..., voted: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., ballot: _Optional[_Union[Ballot, _Mapping]] = ..., skipped: _Optional[bool] = ..., clip_scale: _Optional[_Iterable[float]] = ..., lr_scale: _Optional[_Iterable[float]] = ..., loss: _Optional[float] = ..., tokens: _Optional[int] = ..., gradient_norm: _Optional[float] = ..., microbatches: _Optional[_Iterable[_Union[Home, _Mapping]]] = ..., seconds: _Optional[float] = ..., skips: _Optional[int] = ..., lineage: _Optional[int] = ..., previous: _Optional[bytes] = ..., records: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., doubted: _Optional[_Iterable[_Union[Doubted, _Mapping]]] = ..., relearned: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Doubted(_message.Message):
     __slots__ = ("node", "stage", "since")
@@ -426,26 +410,6 @@ class Doubted(_message.Message):
     stage: int
     since: int
     def __init__(self, node: _Optional[str] = ..., stage: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
-
-class Heard(_message.Message):
-    __slots__ = ("decision", "answer")
-    DECISION_FIELD_NUMBER: _ClassVar[int]
-    ANSWER_FIELD_NUMBER: _ClassVar[int]
-    decision: _registry_pb2.Decision
-    answer: bool
-    def __init__(self, decision: _Optional[_Union[_registry_pb2.Decision, _Mapping]] = ..., answer: _Optional[bool] = ...) -> None: ...
-
-class VotesRequest(_message.Message):
-    __slots__ = ("commit",)
-    COMMIT_FIELD_NUMBER: _ClassVar[int]
-    commit: bytes
-    def __init__(self, commit: _Optional[bytes] = ...) -> None: ...
-
-class VotesShown(_message.Message):
-    __slots__ = ("votes",)
-    VOTES_FIELD_NUMBER: _ClassVar[int]
-    votes: _registry_pb2.Proof
-    def __init__(self, votes: _Optional[_Union[_registry_pb2.Proof, _Mapping]] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("commit", "begin")
@@ -486,7 +450,7 @@ class Reduce(_message.Message):
     def __init__(self) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("step", "squared_norm", "finite", "digest", "seconds_per_microbatch", "applied", "recording", "relearned", "relearning", "signature", "standing_out")
+    __slots__ = ("step", "squared_norm", "finite", "digest", "seconds_per_microbatch", "applied", "recording", "relearned", "relearning", "standing_out")
     STEP_FIELD_NUMBER: _ClassVar[int]
     SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
     FINITE_FIELD_NUMBER: _ClassVar[int]
@@ -496,7 +460,6 @@ class Ready(_message.Message):
     RECORDING_FIELD_NUMBER: _ClassVar[int]
     RELEARNED_FIELD_NUMBER: _ClassVar[int]
     RELEARNING_FIELD_NUMBER: _ClassVar[int]
-    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     STANDING_OUT_FIELD_NUMBER: _ClassVar[int]
     step: int
     squared_norm: float
@@ -507,9 +470,8 @@ class Ready(_message.Message):
     recording: Recording
     relearned: int
     relearning: int
-    signature: bytes
     standing_out: _containers.RepeatedCompositeFieldContainer[StandsOut]
-    def __init__(self, step: _Optional[int] = ..., squared_norm: _Optional[float] = ..., finite: _Optional[bool] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., applied: _Optional[bytes] = ..., recording: _Optional[_Union[Recording, str]] = ..., relearned: _Optional[int] = ..., relearning: _Optional[int] = ..., signature: _Optional[bytes] = ..., standing_out: _Optional[_Iterable[_Union[StandsOut, _Mapping]]] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., squared_norm: _Optional[float] = ..., finite: _Optional[bool] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., applied: _Optional[bytes] = ..., recording: _Optional[_Union[Recording, str]] = ..., relearned: _Optional[int] = ..., relearning: _Optional[int] = ..., standing_out: _Optional[_Iterable[_Union[StandsOut, _Mapping]]] = ...) -> None: ...
 
 class StandsOut(_message.Message):
     __slots__ = ("node", "reason")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from functools import partial, reduce
 from typing import Any, Literal, get_args
 
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.bootstrap.neighbours import partners, rows
-from planaria.bootstrap.registry_pb2 import CHECKSUM, NONFINITE, NUMBERS
+from planaria.bootstrap.registry_pb2 import CHECKSUM, DIVERGENCE, NONFINITE, NUMBERS
 from planaria.node.run_file import WireSection
 from planaria.node.transaction import averaging
 from planaria.node.transaction.averaging import (
@@ -22,6 +22,7 @@ from planaria.node.transaction.averaging import (
     Averaging,
     Coding,
     Reduction,
+    ReductionRound,
     check_ids,
     gradient_bytes,
 )
@@ -76,7 +77,7 @@ class Network:
             return True
 
         coding = Coding(tensors, codec, 0.25, self.after, shapes=SHAPES)
-        return Averaging(node, self.exchanges[node], send, coding, chance=chance)
+        return Averaging(self.exchanges[node], send, coding, chance=chance)
 
     def _deliver(self) -> None:
         index = self.random.randrange(len(self.in_flight))
@@ -84,12 +85,30 @@ class Network:
         if self.passes(source, target, frame):
             self.nodes[target].on_frame(source, copied(frame))
 
-    def start(self, node: str, *arguments: Any) -> Exchange[None]:
-        self.nodes[node].hurry(arguments[0])
-        return self.exchanges[node].start(self.nodes[node].reduce(*arguments))
+    def start(self, node: str, ballot: Ballot, *arguments: Any, **terms: Any) -> Exchange[None]:
+        self.nodes[node].hurry(ballot)
+        return self.exchanges[node].start(
+            reduced(self.nodes[node], node, ballot, *arguments, **terms)
+        )
 
     def reduce(self, node: str, *arguments: Any) -> None:
         self.time.outcome(self.start(node, *arguments))
+
+
+def reduced(
+    averaging: Averaging,
+    node: str,
+    ballot: Ballot,
+    replicas: Sequence[str],
+    gradient: torch.Tensor,
+    ids: Collection[int],
+    window: int,
+    patience: float,
+    **terms: Any,
+) -> Coroutine[Any, Any, Any]:
+    return averaging.reduce(
+        ReductionRound(node, ballot, replicas, window, **terms), gradient, ids, patience
+    )
 
 
 def copied(frame: Frame) -> Frame:
@@ -116,7 +135,9 @@ def start_all(
     nodes = list(network.nodes)
     ids = shares(nodes, window) if ids is None else ids
     return [
-        network.start(node, BALLOT, nodes[::-1], gradient, share, window, 60.0, non_finite)
+        network.start(
+            node, BALLOT, nodes[::-1], gradient, share, window, 60.0, non_finite=non_finite
+        )
         for node, gradient, share in zip(nodes, values, ids, strict=True)
     ]
 
@@ -264,7 +285,7 @@ LOSSY: list[Averaged] = ["int8", "int4", "lowrank"]
 
 def held_by(network: Network) -> torch.Tensor | float:
     """By all of them together."""
-    rows = [node.held_back.row for node in network.nodes.values()]
+    rows = [node.feedback.row for node in network.nodes.values()]
     return sum((row.double() for row in rows if row is not None), torch.zeros(1).double())
 
 
@@ -283,7 +304,7 @@ def one_step(network: Network, values: Sequence[torch.Tensor], step: int) -> tor
 
 def commit(network: Network, step: int) -> None:
     for node in network.nodes.values():
-        node.held_back.commit(Ballot(3, step))
+        node.feedback.commit(Ballot(3, step))
 
 
 @given(
@@ -327,14 +348,14 @@ def test_of_one_ballot_only_that_commit_counts() -> None:
     network = Network(NODES[:2], "lowrank")
     one_step(network, gradients("ab", 40), 1)
     commit(network, 1)
-    before = [node.held_back.row for node in network.nodes.values()]
+    before = [node.feedback.row for node in network.nodes.values()]
     kept = [row.clone() for row in before if row is not None]
     one_step(network, gradients("ab", 40, seed=2), 2)  # which is not committed
     commit(network, 1)
     commit(network, 3)
     for node, row in zip(network.nodes.values(), kept, strict=True):
-        assert node.held_back.row is not None
-        assert torch.equal(node.held_back.row, row)
+        assert node.feedback.row is not None
+        assert torch.equal(node.feedback.row, row)
 
 
 @pytest.mark.parametrize("codec", LOSSY)
@@ -346,7 +367,7 @@ def test_a_joiner_begins_with_nothing_and_whoever_is_left_keeps_what_it_holds(
     for step in (1, 2):
         one_step(network, gradients("abc", 50, seed=step), step)
         commit(network, step)
-    gone = network.nodes.pop("b").held_back.row
+    gone = network.nodes.pop("b").feedback.row
     assert gone is not None
     before = held_by(network)
     for step, replicas in ((3, "ac"), (4, "acd")):
@@ -368,16 +389,16 @@ def test_who_is_alone_sends_nothing_and_drops_what_it_held_back() -> None:
     del network.nodes["b"]
     (gradient,) = gradients("a", 50, seed=2)
     assert torch.equal(one_step(network, [gradient], 2), gradients("a", 50, seed=2)[0])
-    assert network.nodes["a"].held_back.row is not None
+    assert network.nodes["a"].feedback.row is not None
     commit(network, 2)
-    assert network.nodes["a"].held_back.row is None
+    assert network.nodes["a"].feedback.row is None
 
 
 def told_in(network: Network, values: Sequence[torch.Tensor], step: int) -> list[Any]:
     """By each node, of the contributions that it has looked at."""
     nodes = list(network.nodes)
     exchanges = [
-        network.start(node, Ballot(3, step), nodes, gradient, share, 6, 60.0, False, step)
+        network.start(node, Ballot(3, step), nodes, gradient, share, 6, 60.0, step=step)
         for node, gradient, share in zip(nodes, values, shares(nodes, 6), strict=True)
     ]
     return [network.time.outcome(one) for one in exchanges]
@@ -459,7 +480,19 @@ def test_a_peer_lost_after_its_part_does_no_harm(seed: int) -> None:
 
 
 def replica(node: str, nodes: Sequence[str], gradient: torch.Tensor, ids: list[int]) -> Reduction:
-    return Reduction(node, BALLOT, nodes, gradient, ids=ids, window=4, coding=Coding(tensors))
+    terms = ReductionRound(node, BALLOT, nodes, window=4)
+    return Reduction(terms, gradient, ids, Coding(tensors))
+
+
+def test_replicas_that_have_applied_different_commits_do_not_sum() -> None:
+    network, nodes = Network(["a", "b"]), ["a", "b"]
+    exchanges = [
+        network.start(node, BALLOT, nodes, torch.ones(8), [i], 2, 60.0, last=node.encode())
+        for i, node in enumerate(nodes)
+    ]
+    with pytest.raises(ComplaintError, match="b has applied another last commit") as caught:
+        network.time.outcome(exchanges[0])
+    assert (caught.value.accused, caught.value.cause) == (["b"], DIVERGENCE)
 
 
 class Alone:
@@ -468,11 +501,11 @@ class Alone:
     def __init__(self, send: Callable[[str, Frame], bool] = lambda peer, frame: True) -> None:
         self.time = Nodes()
         self.exchanges = self.time.new()
-        self.averaging = Averaging("a", self.exchanges, send, Coding(tensors))
+        self.averaging = Averaging(self.exchanges, send, Coding(tensors))
         self.on_frame = self.averaging.on_frame
 
     def start(self, *arguments: Any) -> Exchange[None]:
-        return self.exchanges.start(self.averaging.reduce(*arguments))
+        return self.exchanges.start(reduced(self.averaging, "a", *arguments))
 
     def reduce(self, *arguments: Any) -> None:
         self.averaging.hurry(arguments[0])
@@ -694,9 +727,9 @@ def test_what_it_computed_when_it_was_cancelled_is_not_sent() -> None:
     sent: list[str] = []
     time = Nodes()
     exchanges = time.new(Slow(time, random.Random(0)))
-    member = Averaging("a", exchanges, lambda peer, frame: not sent.append(peer), Coding(tensors))
+    member = Averaging(exchanges, lambda peer, frame: not sent.append(peer), Coding(tensors))
     gradient = torch.ones(9)
-    one = exchanges.start(member.reduce(BALLOT, ["a", "b"], gradient, [0], 2, 60.0))
+    one = exchanges.start(reduced(member, "a", BALLOT, ["a", "b"], gradient, [0], 2, 60.0))
     one.cancel()
     while time.step():
         pass

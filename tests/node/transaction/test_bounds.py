@@ -154,7 +154,7 @@ def test_no_message_of_any_content_is_too_much_for_a_member(
         step = pb.Step(begin=pb.Begin(step=1))
         member.received("a", pb.Message(ballot=ballot.message(), step=step))
         member.received("a", pb.Message(ballot=ballot.message(), reduce=pb.Reduce()))
-        member.reduced(ballot, 1.0, True, 0.1)
+        member.reduced(ballot, pb.Ready(squared_norm=2.0, finite=True))
     for message in says:
         message.ballot.view = 1
         member.received("a", message)

@@ -30,6 +30,7 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import hash_of_records, head
 
 FIRST = pb.Commit()
+READY = pb.Ready(squared_norm=2.0, finite=True, seconds_per_microbatch=0.1)
 SWARM = {"driver": 0, "self": 1, "other": 2}
 
 
@@ -90,7 +91,7 @@ class Told:
     def make_ready(self, step: int, ballot: Ballot) -> list[Effect]:
         self.hears(ballot, step=begin(step))
         self.hears(ballot, reduce=pb.Reduce())
-        return self.member.reduced(ballot, 2.0, True, 0.1)
+        return self.member.reduced(ballot, READY)
 
     def commits(self, step: int, ballot: Ballot) -> list[Effect]:
         """The commit of what is ready, in the next ballot."""
@@ -211,7 +212,7 @@ def test_an_attempt_from_begin_to_commit(told: Told):
     (start,) = told.hears(ballot, step=begin(1))
     assert isinstance(start, StartAttempt)
     assert told.hears(ballot, reduce=pb.Reduce()) == [AllHome(ballot)]
-    (send,) = told.member.reduced(ballot, 2.0, True, 0.1)
+    (send,) = told.member.reduced(ballot, READY)
     assert isinstance(send, Send)
     assert (send.message.ready.step, send.message.ready.squared_norm) == (1, 2.0)
     both = pb.Step(commit=commit(1, ballot), begin=begin(2).begin)
@@ -226,7 +227,7 @@ def test_who_keeps_the_records_votes_once_it_has_them(told: Told):
     step = begin(1)
     step.begin.keeps = True
     told.hears(ballot, step=step)
-    assert told.member.reduced(ballot, 2.0, True, 0.1) == []
+    assert told.member.reduced(ballot, READY) == []
     assert told.member.phase is MemberPhase.RUNNING
     assert bodies(told.hears(ballot, records=records)) == ["ready"]
     assert told.hears(ballot, reduce=pb.Reduce()) == []
@@ -234,7 +235,7 @@ def test_who_keeps_the_records_votes_once_it_has_them(told: Told):
     again = Ballot(1, 4)
     told.hears(again, step=step)
     assert told.hears(ballot, records=records) != [], "that is stale"
-    assert told.member.reduced(again, 2.0, True, 0.1) == [], "they are another attempt's"
+    assert told.member.reduced(again, READY) == [], "they are another attempt's"
     assert bodies(told.hears(again, records=records)) == ["ready"]
 
 
@@ -244,16 +245,15 @@ def test_who_has_voted_still_says_whom_it_cannot_reach_until_it_hears_the_commit
     ballot = Ballot(2, 1)
     members = [pb.Place(node=node, stage=stage) for node, stage in paired.items()]
     told.hears(ballot, step=begin(1, members=members))
-    told.member.reduced(ballot, 2.0, True, 0.1)
+    told.member.reduced(ballot, READY)
     assert bodies(told.member.cut_off(ballot, "driver", "the link broke")) == ["cut"]
     told.commits(1, ballot)
-    assert told.member.comparing is not None
     assert told.member.cut_off(ballot, "driver", "the link broke") == []
 
 
 def test_others_vote_as_soon_as_their_stage_has_reduced(told: Told):
     told.hears(Ballot(1, 2), step=begin(1))
-    assert bodies(told.member.reduced(Ballot(1, 2), 2.0, True, 0.1)) == ["ready"]
+    assert bodies(told.member.reduced(Ballot(1, 2), READY)) == ["ready"]
 
 
 def test_a_commit_is_applied_once(told: Told):
@@ -276,7 +276,9 @@ def test_what_was_relearned_enters_as_it_was_offered_or_not_at_all(
 ):
     told.hears(Ballot(1, 2), step=begin(1))
     told.hears(Ballot(1, 2), reduce=pb.Reduce())
-    (send,) = told.member.reduced(Ballot(1, 2), 2.0, True, 0.1, relearned=3, relearning=5)
+    (send,) = told.member.reduced(
+        Ballot(1, 2), pb.Ready(squared_norm=2.0, finite=True, relearned=3, relearning=5)
+    )
     assert isinstance(send, Send)
     assert (send.message.ready.relearned, send.message.ready.relearning) == (3, 5)
     decided = commit(1, Ballot(1, 2))
@@ -298,7 +300,7 @@ def test_what_was_seen_of_replicas_counts_once_the_step_is_committed(
     def named(step: int, ballot: Ballot) -> list[str]:
         told.hears(ballot, step=begin(step, members=stage))
         told.hears(ballot, reduce=pb.Reduce())
-        (send,) = told.member.reduced(ballot, 2.0, True, 0.1, contributions=seen)
+        (send,) = told.member.reduced(ballot, READY, seen)
         assert isinstance(send, Send)
         return [one.node for one in send.message.ready.standing_out]
 
@@ -336,7 +338,7 @@ def test_what_was_reduced_for_an_older_attempt_is_nothing(told: Told):
     told.hears(Ballot(1, 2), step=begin(1))
     told.hears(Ballot(1, 2), reduce=pb.Reduce())
     told.queried(Ballot(1, 3))
-    assert told.member.reduced(Ballot(1, 2), 2.0, True, 0.1) == []
+    assert told.member.reduced(Ballot(1, 2), READY) == []
     assert told.member.phase is MemberPhase.IDLE
 
 
@@ -520,7 +522,7 @@ def test_who_has_caught_up_votes_when_asked_and_enters_with_the_commit():
     told.begun(2, 8)
     assert told.hears(Ballot(1, 2), reduce=pb.Reduce()) == [], "its gradient isn't here yet"
     assert told.gradient(2) == [Adopt(Ballot(1, 2))]
-    assert bodies(told.member.reduced(Ballot(1, 2), 2.0, True, 0.0)) == ["ready"]
+    assert bodies(told.member.reduced(Ballot(1, 2), READY)) == ["ready"]
     inside = pb.Begin(step=9, members=[*STAGE, pb.Place(node="self", stage=1)])
     apply, start = told.hears(
         Ballot(1, 3),
@@ -539,7 +541,7 @@ def test_records_of_an_attempt_before_it_followed_are_none_of_one_that_it_enters
     told.begun(2, 8)
     told.hears(Ballot(1, 2), reduce=pb.Reduce())
     told.gradient(2)
-    told.member.reduced(Ballot(1, 2), 2.0, True, 0.0)
+    told.member.reduced(Ballot(1, 2), READY)
     made = commit(8, Ballot(1, 2), told.member.last)
     made.records = hash_of_records([pb.Home(microbatch=1)])
     assert told.hears(Ballot(1, 3), step=pb.Step(commit=made)) == [Apply(made)], "no accusation"
@@ -553,11 +555,11 @@ def test_when_the_others_did_not_wait_for_its_vote_it_goes_on_following(ready: b
     told.gradient(2)
     told.hears(Ballot(1, 2), reduce=pb.Reduce())
     if ready:
-        told.member.reduced(Ballot(1, 2), 2.0, True, 0.0)
+        told.member.reduced(Ballot(1, 2), READY)
     effects = told.begun(3, 9, commit(8, Ballot(1, 2), told.member.last))
     assert [e.commit.step for e in effects if isinstance(e, Apply)] == [8]
     assert told.member.phase is MemberPhase.FOLLOWING
-    assert told.member.reduced(Ballot(1, 2), 2.0, True, 0.0) == []
+    assert told.member.reduced(Ballot(1, 2), READY) == []
     told.member.applied(b"8")
     told.gradient(3)
     assert told.hears(Ballot(1, 3), reduce=pb.Reduce()) == [Adopt(Ballot(1, 3))]
@@ -745,7 +747,7 @@ def attempting(told: Told, phase: MemberPhase) -> None:
     if phase is not MemberPhase.RUNNING:
         told.hears(Ballot(1, 1), reduce=pb.Reduce())
     if phase is MemberPhase.READY:
-        told.member.reduced(Ballot(1, 1), 2.0, True, 0.1)
+        told.member.reduced(Ballot(1, 1), READY)
     assert told.member.phase is phase
 
 
@@ -754,11 +756,9 @@ def test_an_attempt_goes_on_from_wherever_it_stands(told: Told, phase: MemberPha
     attempting(told, phase)
     step = going_on(1, Ballot(1, 1))
     assert told.hears(Ballot(1, 2), step=step) == [GoOn(Ballot(1, 2), step.begin)]
-    assert (
-        told.member.reduced(Ballot(1, 1), 2.0, True, 0.1) == []
-    )  # of the sum that came to nothing
+    assert told.member.reduced(Ballot(1, 1), READY) == []  # of the sum that came to nothing
     assert told.hears(Ballot(1, 2), reduce=pb.Reduce()) == [AllHome(Ballot(1, 2))]
-    assert bodies(told.member.reduced(Ballot(1, 2), 3.0, True, 0.1)) == ["ready"]
+    assert bodies(told.member.reduced(Ballot(1, 2), READY)) == ["ready"]
     assert told.commits(1, Ballot(1, 1)) == []  # it is ready for another one
     assert Apply(commit(1, Ballot(1, 2))) in told.hears(
         Ballot(1, 4), step=pb.Step(commit=commit(1, Ballot(1, 2)))

@@ -30,9 +30,8 @@ from planaria.node.wire.chain import (
     hash_of_records,
     seal,
     without_records,
-    without_votes,
 )
-from tests.node.transaction.test_comparing import DRIVER, RUN, Replica, commit
+from tests.node.transaction.test_commits import DRIVER, RUN, Replica, commit
 from tests.node.transaction.test_driver import SWARM, Told, sent
 
 THREE_ENDS = {**SWARM, "y": 0, "z": 0}
@@ -172,7 +171,7 @@ def test_a_step_that_is_in_no_ledger_any_more_is_told_once_more_and_only_once() 
     others = {"a": lacking, "b": lacking, "c": lacking, "d": lacking, "e": remembering}
     again = told.statuses(1, **others, y=spare, z=spare)
     (told_to, message) = sent(again, "step").popitem()
-    assert (told_to, without_votes(message.step.commit)) == ("y", last)
+    assert (told_to, message.step.commit) == ("y", last)
     assert told.driver.phase is DriverPhase.GATHERING
     begins = told.statuses(1, **others, y=spare, z=spare)
     assert isinstance(told.driver.current, Attempting), "y lies, or can't"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.registry_pb2 import Member, Proof, Vote
-from planaria.bootstrap.votes import gathered
-from planaria.bootstrap.votes import hash_of as hash_of_votes
+from planaria.bootstrap.registry_pb2 import Member
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.status_validation import LINEAGES, KnownFacts, StatusVerdict, examine
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import decision, hash_of, seal
+from planaria.node.wire.chain import hash_of, seal
 
 RUN = "run"
 MADE = Ballot(3, 8)
@@ -19,6 +17,8 @@ MADE = Ballot(3, 8)
 def at(step: int, lineage: int = 0, made: Ballot = MADE, **more: object) -> pb.Status:
     fields: dict[str, object] = {"trained": True, **more}
     last = pb.Commit(step=step, ballot=made.message())
+    if step == 8:
+        last.previous = hash_of(ready(step).last)
     return pb.Status(committed=step, lineage=lineage, last=last, **fields)  # type: ignore[arg-type]
 
 
@@ -44,9 +44,16 @@ def lies(*statuses: pb.Status, **more: int) -> set[str]:
     return set(judged(*statuses, **more).lies)
 
 
+def counted(*statuses: pb.Status, registered: int = 0) -> StatusVerdict:
+    """The verdict of a driver that doesn't know who drove before."""
+    own, *others = statuses
+    named = {"a/0": own} | {f"{'bcdefg'[i]}/{i + 1}": one for i, one in enumerate(others)}
+    return examine(named, KnownFacts("a/0", (0, registered), run=RUN))
+
+
 def test_a_driver_knows_what_was_committed_while_it_drove() -> None:
     assert lies(at(7), at(7), at(10**6), at(8, trained=False), decided=7) == {"c/2", "d/3"}
-    assert lies(at(7), at(6), at(7), decided=7) == set()
+    assert lies(at(7), at(5), at(7), decided=7) == set()
 
 
 def test_a_commit_that_some_have_heard_of_is_believed_since_all_have_voted_for_it() -> None:
@@ -56,21 +63,21 @@ def test_a_commit_that_some_have_heard_of_is_believed_since_all_have_voted_for_i
     assert judged(NEW, at(8), following).doubted == set()
 
 
-def test_what_who_asks_would_have_had_to_vote_for_was_not_committed() -> None:
-    assert lies(at(7), at(8), at(8)) == {"b/1", "c/2"}
-    assert lies(ready(8, under=Ballot(3, 9)), at(8)) == {"b/1"}
-    (why,) = judged(at(7), at(10**6)).lies.values()
+def test_a_driver_that_does_not_know_its_predecessor_believes_itself() -> None:
+    assert counted(at(7), at(8), at(8)).lies.keys() == {"b/1", "c/2"}
+    assert counted(ready(8, under=Ballot(3, 9)), at(8)).lies.keys() == {"b/1"}
+    (why,) = counted(at(7), at(10**6)).lies.values()
     assert why == (
         "it says that it has step 1000000 of lineage 0, by attempt 8 of view 3, for which a/0 "
         "would have had to vote"
     )
 
 
-def test_a_driver_without_a_vote_believes_those_who_are_most() -> None:
-    assert lies(NEW, at(10**6), at(7), at(7)) == {"b/1"}
-    assert lies(NEW, at(8), ready(8), at(3)) == set()
-    assert lies(NEW, at(10**6), at(7), registered=7) == {"b/1"}
-    assert lies(NEW, at(9), at(1), registered=8) == set(), "whoever says less isn't believed more"
+def test_without_a_vote_of_its_own_it_believes_the_majority() -> None:
+    assert counted(NEW, at(10**6), at(7), at(7)).lies.keys() == {"b/1"}
+    assert counted(NEW, at(8), ready(8), at(3)).lies == {}
+    assert counted(NEW, at(10**6), at(7), registered=7).lies.keys() == {"b/1"}
+    assert counted(NEW, at(9), at(1), registered=8).lies == {}, "whoever says less isn't better"
 
 
 def test_who_has_only_copied_may_be_behind() -> None:
@@ -111,88 +118,45 @@ def test_who_has_a_record_that_the_driver_has_not_signed_lies() -> None:
     assert (verdict.lies, verdict.doubted) == ({}, {"b/1"}), "joiners believe their driver"
 
 
-def test_a_driver_that_has_signed_two_commits_is_the_liar_and_nobody_else() -> None:
+def test_a_driver_that_signed_two_commits_stops_the_run_and_nobody_lies() -> None:
     for verdict in judged(TOLD, OTHERWISE, TOLD), judged(NEW, TOLD, OTHERWISE, TOLD):
         assert verdict.lies == {}
-        ((node, proof),) = verdict.proofs.items()
-        assert node == "gone/0"
-        assert {one.hash for one in proof.decisions} == {
-            hash_of(TOLD.last),
-            hash_of(OTHERWISE.last),
-        }
-    assert judged(TOLD, OTHERWISE, TOLD).doubted == {"b/1"}, "the run goes on from one of them"
-    assert len(judged(NEW, TOLD, OTHERWISE).doubted) == 1, "from either"
+        assert verdict.parted.startswith("the driver gone/0 has signed two commits of step 7: ")
+        for node in ("b/1", "c/2"):
+            assert node in verdict.parted
     verdict = judged(TOLD, OTHERWISE, MADE_UP)
-    assert (verdict.lies.keys(), verdict.proofs.keys()) == ({"c/2"}, {"gone/0"})
+    assert (verdict.lies.keys(), bool(verdict.parted)) == ({"c/2"}, True)
+    assert not judged(TOLD, MADE_UP, TOLD).parted
 
 
-# --- votes for a commit that others haven't voted for, they say
-
-
-MEMBERS = {node: Identity.generate() for node in ("a/0", "b/1", "c/2", "d/3")}
-
-
-def shown(*voters: str, forged: str = "") -> pb.Status:
-    """Who has step 8, and shows the votes of these for it; one of them has the driver's key."""
-    cast = [Vote(node=node, view=MADE.view, attempt=MADE.attempt) for node in voters]
-    for vote in cast:
-        (DRIVER if vote.node == forged else MEMBERS[vote.node]).sign_message(vote, RUN)
-    votes, status = gathered(cast), at(8)
-    status.last.voted = hash_of_votes(votes)
-    seal(status.last, DRIVER, RUN)
-    status.votes.CopyFrom(Proof(decisions=[decision(status.last)], votes=votes))
+def after(last: pb.Commit, identity: Identity) -> pb.Status:
+    """The status of a member with the commit after `last`."""
+    status = at(last.step + 1)
+    status.last.previous = hash_of(last)
+    seal(status.last, identity, RUN)
     return status
 
 
-def unshown(status: pb.Status) -> pb.Status:
-    kept = pb.Status()
-    kept.CopyFrom(status)
-    kept.ClearField("votes")
-    return kept
+def test_the_newest_commit_follows_those_of_members_a_step_behind() -> None:
+    newest = after(TOLD.last, DRIVER)
+    assert judged(newest, TOLD, newest).doubted == set()
+    parted = judged(newest, OTHERWISE, newest).parted
+    assert "two commits of step 7" in parted and "at b/1" in parted and "at c/2, a/0" in parted
+    verdict = judged(newest, MADE_UP, newest)
+    assert (verdict.lies.keys(), verdict.parted) == ({"b/1"}, "")
 
 
-def counted(own: pb.Status, *others: pb.Status, registered: int = 0) -> StatusVerdict:
-    """As `judged`, by who knows everybody's key."""
-    drove = {MADE.view: Member(node="gone/0", key=DRIVER.public)}
-    keys = {node: one.public for node, one in MEMBERS.items()}
-    witness = KnownFacts("a/0", (0, registered), None, RUN, drove, keys)
-    return examine({"a/0": own} | dict(zip(list(MEMBERS)[1:], others, strict=False)), witness)
-
-
-def test_votes_are_asked_for_where_somebody_says_that_it_has_not_voted() -> None:
-    claim = unshown(shown(*MEMBERS))
-    assert counted(NEW, claim, at(7)).to_show
-    assert not counted(ready(8), claim, ready(8)).to_show, "all have"
-    assert not counted(NEW, at(8), at(7)).to_show, "its driver hasn't signed it"
-
-
-def test_who_shows_all_votes_has_not_lied_and_is_believed_unless_most_say_otherwise() -> None:
-    claim = shown(*MEMBERS)
-    verdict = counted(NEW, claim, at(7), registered=7)
-    assert (verdict.doubted, verdict.proofs, verdict.to_show) == (set(), {}, False)
-    verdict = counted(NEW, claim, at(7), at(7))
-    assert (verdict.lies, verdict.doubted, verdict.proofs) == ({}, {"b/1"}, {}), (
-        "it may be of an attempt that was given up"
-    )
-    assert counted(at(7), claim).doubted == {"b/1"}, "who asks knows what it has done since"
-
-
-def test_a_driver_that_did_without_a_vote_is_the_liar_and_not_who_has_applied_its_commit() -> None:
-    for claim in shown("a/0", "b/1", "d/3"), shown(*MEMBERS, forged="c/2"):
-        verdict = counted(NEW, claim, at(7), unshown(claim))
-        assert (verdict.lies, verdict.doubted) == ({}, set())
-        ((node, proof),) = verdict.proofs.items()
-        assert (node, proof.voter) == ("gone/0", "c/2")
-        verdict = counted(NEW, claim, at(7), at(7))
-        assert (verdict.lies, verdict.doubted) == ({}, {"b/1"})
-        assert "gone/0" in verdict.proofs
-
-
-def test_votes_for_another_commit_show_nothing() -> None:
-    claim, other = shown(*MEMBERS), shown("a/0", "b/1")
-    claim.votes.CopyFrom(other.votes)
-    verdict = counted(NEW, claim, at(7), at(7))
-    assert (verdict.lies.keys(), verdict.to_show) == ({"b/1"}, True)
+def test_a_claim_of_a_step_that_others_deny_needs_its_drivers_signature() -> None:
+    for own, claim in (at(7), at(8)), (NEW, after(TOLD.last, Identity.generate())):
+        (why,) = judged(own, claim, at(7)).lies.values()
+        assert why == (
+            "it says that it has step 8 of lineage 0, by attempt 8 of view 3, whose driver hasn't "
+            "signed that commit"
+        )
+    claim = after(TOLD.last, DRIVER)
+    assert judged(NEW, claim, TOLD).doubted == set(), "however many deny it"
+    claim.committed = 10**6
+    assert judged(TOLD, claim).lies.keys() == {"b/1"}, "it has signed another step"
 
 
 def test_where_nobody_knows_who_drove_the_run_goes_on_from_one_record_and_nobody_lies() -> None:
