@@ -1,9 +1,10 @@
 """Accusations between members, with causes, and the rule by which the registry accepts them.
 
-A single accusation never evicts a node that answers. It takes two accusers, one possibly the
-accused; or the driver, if no other node could drive. If only the driver accuses, another node
-becomes driver and observes for itself: an uncorroborated accusation costs a driver its role, and
-costs other nodes nothing. Pure, as membership.py is: `now` is passed in, and decisions are
+An accusation counts only if the driver makes it, too: it does when the accused's part in an
+attempt or a rebuild has failed. A single accusation never evicts a node that answers. It takes two
+accusers, one possibly the accused; or the driver, if no other node could drive. If only the driver
+accuses, another node becomes driver and observes for itself: an uncorroborated accusation costs a
+driver its role, and costs other nodes nothing. Pure, as membership.py is: `now` is passed in, and decisions are
 returned.
 """
 
@@ -147,9 +148,9 @@ class Accusations:
             accused.charges.pop(accuser, None)
 
     def _convicted(self, name: str, context: AccusationContext, now: float) -> str:
-        """The reason to evict the node, though it may be alive; empty: not enough evidence. A
-        driver as accused requires more than half of the other serving nodes, since a contradiction
-        between two nodes has no known culprit."""
+        """The reason to evict the node, though it may be alive; empty: not enough evidence. The
+        driver must be among the accusers. A driver as accused requires more than half of the other
+        serving nodes, since a contradiction between two nodes has no known culprit."""
         serving = {node for node in context.serving() if node != name}
         charges = {
             accuser: charge
@@ -160,6 +161,8 @@ class Accusations:
         several = self._voices(name, charges, context) > 1
         if name == context.driver:
             several = several and 2 * len(charges) > len(serving)
+        elif by_driver is None:
+            return ""
         if several:
             first = by_driver or next(iter(charges.values()))
             return f"{evidence(first)}, according to {', '.join(charges)}"

@@ -1050,7 +1050,8 @@ class Driver:
             return []
         if self.failures.accused.get(peer, {}).get(self.members[cut.node]) == cut.node:
             return []  # already known
-        return self._accuse(peer, pb.Failed(reason=cut.reason, accused=[cut.node], cause=cut.cause))
+        failed = pb.Failed(reason=cut.reason, accused=[cut.node], cause=cut.cause)
+        return self._accuse(peer, failed, harmed=False)
 
     # --- stragglers and hangs
 
@@ -1221,10 +1222,12 @@ class Driver:
         own = stages.get(self.node)
         return [node for node, stage in stages.items() if stage == own and node != self.node]
 
-    def _accuse(self, peer: str, failed: pb.Failed) -> list[Effect]:
+    def _accuse(self, peer: str, failed: pb.Failed, harmed: bool = True) -> list[Effect]:
+        """Carries out an accusation. `harmed`: whether the attempt or the rebuild failed by it; if
+        not, the accused stays a member, whoever accuses it."""
         effects: list[Effect] = []
         for node in self.failures.guilty(peer, failed, self.members):
-            if failed.cause != SILENT and not self._believes(peer, node):
+            if failed.cause != SILENT and not (self._believes(peer, node) and harmed):
                 if self.charges.keeps(peer, node):
                     self.idle.rest(node, self.members[peer] == self.members[node])
                 effects += self._in_vain(peer, node, failed)
