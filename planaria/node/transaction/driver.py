@@ -454,7 +454,7 @@ class Driver:
             )
             return effects + self._halt(pb.Halt(reason=reason, step=standing.committed), now)
         members, halt = self.paused
-        if members == self.members and halt.step == standing.committed:
+        if self.members.keys() <= members.keys() and halt.step == standing.committed:
             return effects + self._halt(halt, now)
         return effects + self._sync(gathering, now)
 
@@ -848,7 +848,7 @@ class Driver:
 
     def _skipped(self, vote: Vote, commit: pb.Commit, now: float) -> list[Effect]:
         """Pauses the run after a few skipped steps in a row. One may be an overflow; more teach
-        nothing until the members change."""
+        nothing until a node joins."""
         effects = self._send_step(pb.Step(commit=commit), now)
         halt = pb.Halt(reason=vote.explain_skips(commit.skips), step=commit.step)
         self.paused = self.members, halt

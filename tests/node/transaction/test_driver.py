@@ -2728,8 +2728,12 @@ def test_after_three_skipped_steps_in_a_row_the_run_pauses_and_says_why():
     told.views()  # as when somebody says that it will leave soon
     again = sent(told.statuses(**held), "halt")
     assert [message.halt for message in again.values()] == [halt] * len(told.members)
-    told.views({node: stage for node, stage in told.members.items() if node != "b"})
-    assert sent(told.statuses(**held), "step").keys() == told.members.keys()
+    fewer = {node: stage for node, stage in told.members.items() if node != "b"}
+    told.views(fewer)
+    assert sent(told.statuses(**held), "halt").keys() == fewer.keys(), "who is left learns nothing"
+    told.views({**fewer, "new": 1})
+    told.statuses(**held, new=pb.Status())
+    assert told.driver.phase is not DriverPhase.HALTED
 
 
 # --- lies
