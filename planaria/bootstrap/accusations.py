@@ -4,8 +4,8 @@ An accusation counts only if the driver makes it, too: it does when the accused'
 attempt or a rebuild has failed. A single accusation never evicts a node that answers. It takes two
 accusers, one possibly the accused; or the driver, if no other node could drive. If only the driver
 accuses, another node becomes driver and observes for itself: an uncorroborated accusation costs a
-driver its role, and costs other nodes nothing. Pure, as membership.py is: `now` is passed in, and decisions are
-returned.
+driver its role, and costs other nodes nothing. Pure, as membership.py is: `now` is passed in, and
+decisions are returned.
 """
 
 from __future__ import annotations

@@ -20,19 +20,19 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import DIVERGENCE, NUMBERS, SHAPE, SILENT, Cause
 from planaria.node.model import learning_rate
 from planaria.node.model.shape import ModelConfig, trained_shapes
-from planaria.node.ports import Learned, Ports, Priority
+from planaria.node.ports import Learned, Ports
 from planaria.node.report.events import (
     Applied,
     Event,
     HoldingCost,
-    RelearnedBeside,
     RelearningRound,
     Saved,
     SaveFailed,
 )
 from planaria.node.run_file import RunFile
-from planaria.node.state.background_relearning import BackgroundRelearning
+from planaria.node.state.background_relearning import GapRelearning
 from planaria.node.state.boundary import BoundaryClient, BoundaryServer
+from planaria.node.state.checkpoint_stages import CheckpointStages
 from planaria.node.state.feeding import (
     FEWEST,
     UNSENT,
@@ -42,11 +42,12 @@ from planaria.node.state.feeding import (
     no_gradient,
     unsent,
 )
+from planaria.node.state.observing import ObserverService
 from planaria.node.state.rebuild import Peers, Rebuilding
 from planaria.node.state.relearn import Relearning
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.transfer import WEIGHTS, StateClient, StateServer
-from planaria.node.state.weight_pins import PIN, WeightPins
+from planaria.node.state.weight_pins import PIN
 from planaria.node.transaction.attempt import Attempt, Workplace
 from planaria.node.transaction.averaging import Averaging, Coding, ReductionRound
 from planaria.node.transaction.bounds import LONGEST_WORDS
@@ -79,15 +80,13 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.budget import ITEM, Budget
 from planaria.node.wire.chain import hash_of
 from planaria.node.wire.exchange import ComplaintError, Exchange, Outcome, PeerLostError
-from planaria.node.wire.frames import Descriptor, Frame, WireError
+from planaria.node.wire.frames import Frame, WireError
 from planaria.node.wire.link_speed import LARGEST
 from planaria.node.wire.naming import node_of
 from planaria.node.wire.outbox import NodeOutbox
 from planaria.recovery.facts import ORIGIN, Kind
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from planaria.node.state.holdings import Holdings
 
 log = logging.getLogger("planaria")
@@ -102,10 +101,6 @@ NOTING = 0.02
 """Seconds between two checks whether the ledger is written."""
 SAVED_AGAIN = 15.0
 """Seconds between two attempts to save the last step of a finished run."""
-ASKED_AGAIN = 30.0
-"""Seconds within which a node that fetches a checkpoint stage requests its next part."""
-LOOKING = 4
-"""Maximum observers whose tensors wait to be computed with."""
 OF_AN_ATTEMPT = frozenset(["activation", "gradient", "average", "twin"])
 """Kinds of frames without which the attempt fails."""
 
@@ -135,13 +130,10 @@ class Agent:
         """Maximum bytes of a microbatch at a boundary."""
         self.holding = Budget(self.crossing)  # of the frames in `held`
         self.flooding: set[str] = set()  # peers that have sent too many of them
-        self.looking: set[str] = set()  # observers whose tensors are computed with
         self.attempt: Attempt | None = None
         self.reducing: tuple[Ballot, Exchange[None]] | None = None
         self.all_home: Outcome[None] = Outcome(self.exchanges)  # of the attempt
         self.fetching: Exchange[None] | None = None
-        self.relearning_task: BackgroundRelearning | None = None  # background relearning left
-        self.learning: Exchange[None] | None = None  # in the gaps of the attempt
         self.based_on = (0, pb.Commit())  # step of the attempt's weights, newest commit in them
         self.learned = Learned(self.arithmetic.digest(), omega=0.0, optimizer_step=0)
         self.finished = False  # whether the run has finished, for good
@@ -156,8 +148,9 @@ class Agent:
         self.member.digest = self.learned.digest
         self.member.weightless = self.arithmetic.weightless
         self.member.origin = self.arithmetic.origin
-        self.origins: dict[int, StageState] = {}  # checkpoint stages, for nodes without them
-        self.origins_asked = 0.0  # when one was last requested
+        self.origins = CheckpointStages(self.exchanges, self.arithmetic.of_checkpoint)
+        self.gaps = GapRelearning(stage, self.member, self.exchanges, self.record.tell)
+        self.observers = ObserverService(self)
         self.holdings = make_holdings(self)
         self.member.holdings = self.kept
         self.member.recording = self.record.recording
@@ -187,7 +180,7 @@ class Agent:
         coding = Coding.of_run(tensors, wire, trained_shapes(self.config, self.stage).values())
         chance = None if self.run.trust.gradients == "off" else self.chance
         self.averaging = Averaging(exchanges, send, coding, some, chance=chance)
-        self.pins, self.observer_pins = StatePins(tensors), WeightPins(tensors)
+        self.pins = StatePins(tensors)
         self.gradients = ReducedGradients(self.arithmetic.gradient, tensors)
         linked = self.net.linked
         self.states = StateClient(exchanges, tensors, send, self.accuse, linked=linked)
@@ -226,7 +219,7 @@ class Agent:
         elif body in ("state_request", "shard_request"):
             self._serve_state(peer, message)
         elif body == "pin_request":
-            self._pin(peer, message.pin_request)
+            self.observers.pin(peer, message.pin_request)
         elif body in ("state_manifest", "shard_refusal"):
             self.states.on_message(peer, message)
         elif body == "kept":
@@ -259,12 +252,11 @@ class Agent:
     def on_look(self, peer: str, frame: Frame, now: float) -> None:
         """An observer sends a tensor for the stage to compute with."""
         self.exchanges.at(now)
-        if peer not in self.looking and len(self.looking) < LOOKING:
-            self.exchanges.start(self._look(peer, frame))
+        self.observers.compute(peer, frame)
 
     def on_observer_gone(self, peer: str) -> None:
         """The observer needs nothing any more."""
-        self.observer_pins.forget(peer)
+        self.observers.pins.forget(peer)
 
     def on_link_up(self, peer: str, now: float) -> None:
         self.exchanges.at(now)
@@ -344,9 +336,8 @@ class Agent:
     def tick(self, now: float) -> None:
         self.exchanges.at(now)
         self._carry_out(self.driver.tick(now))
-        self.observer_pins.expire(now)
-        if now - self.origins_asked > ASKED_AGAIN:
-            self.origins.clear()
+        self.observers.pins.expire(now)
+        self.origins.expire(now)
         self.outbox.tick(now)
         is_saved = self.saved_step >= self.member.committed
         if self.finished and not is_saved and now - self.save_tried > SAVED_AGAIN:
@@ -402,12 +393,12 @@ class Agent:
                 self.based_on = self.member.committed, self.member.last
                 self._forget(ballot)
                 self.holdings.attempted(ballot, begin)
-                self._learn_on(begin)
+                self.gaps.attempted(company(begin, self.node, self.stage))
                 self._follow_plan(self._begin_attempt, ballot, begin)
             case GoOn(ballot, begin) if self.attempt is not None:
                 self._forget(ballot)
                 self.holdings.follow(begin)
-                self._learn_on(begin)
+                self.gaps.attempted(company(begin, self.node, self.stage))
                 self._follow_plan(self.attempt.go_on, ballot, begin)
             case DropAttempt(ballot):
                 self._forget(ballot.next())
@@ -430,7 +421,7 @@ class Agent:
                 self.exchanges.start(self._adopt(ballot))
             case Fetch(ballot, sync):
                 self.gradients.forget(ballot)
-                self._end_relearning("the stage gets another state")
+                self.gaps.end("the stage gets another state")
                 if self.fetching is not None:
                     self.fetching.cancel()
                 self.fetching = self.exchanges.start(self._fetch(ballot, sync))
@@ -529,7 +520,7 @@ class Agent:
             return
         await self._is_noted()
         seconds = self.workplace.seconds_per_microbatch
-        relearned, relearning = await self._offer()
+        relearned, relearning = await self.gaps.offer(self.all_home)
         digest = await self.exchanges.compute(self.arithmetic.digest)
         ready = pb.Ready(
             squared_norm=norm,
@@ -571,66 +562,6 @@ class Agent:
         if self.holdings.twin is not None:
             await self.holdings.twin.exchange(ballot, begin.members, gradient, norm, progress)
         return norm, seen
-
-    # --- background relearning
-
-    def _learn_on(self, begin: pb.Begin) -> None:
-        """Relearns beside this attempt, unless another node is to have the stage's weights."""
-        task = self.relearning_task
-        if task is None:
-            return
-        if other := company(begin, self.node, self.stage):
-            self._end_relearning(f"{other} has the stage, too")
-            return
-        if self.learning is not None:
-            self.learning.cancel()
-        self.learning = self.exchanges.start(self._learn(task))
-
-    async def _learn(self, task: BackgroundRelearning) -> None:
-        await self.exchanges.compute(task.goes_on)
-        while await self.exchanges.compute(task.update, Priority.BACKGROUND):
-            pass
-
-    async def _offer(self) -> tuple[int, int]:
-        """The updates that may enter with the step, and how many are left then."""
-        task = self.relearning_task
-        if task is None:
-            return 0, 0
-        await self.all_home  # until then there are gaps
-        while await self.exchanges.compute(task.update_if_due):
-            pass
-        offered = await self.exchanges.compute(task.offer)
-        if task.over and task is self.relearning_task:
-            self._end_relearning("what it has learned is not finite")
-        return offered
-
-    def _end_relearning(self, why: str) -> None:
-        if self.relearning_task is not None:
-            self._tell_of(self.relearning_task, math.nan, why)
-            self.relearning_task.over, self.relearning_task, self.member.relearning = True, None, 0
-
-    async def _learned_by_now(self, task: BackgroundRelearning) -> None:
-        """Reports, after a commit, relearning that is finished."""
-        if task is not self.relearning_task:
-            return
-        self.member.relearning = task.left
-        if task.left == 0:
-            self.relearning_task = None
-            residual = await self.exchanges.compute(task.residual, Priority.BACKGROUND)
-            self._tell_of(task, residual)
-
-    def _tell_of(self, task: BackgroundRelearning, residual: float, why: str = "") -> None:
-        event = RelearnedBeside(
-            stage=self.stage,
-            step=self.member.committed + 1,
-            residual=residual,
-            updates=task.updates,
-            left=task.left,
-            steps=task.steps,
-            seconds=task.seconds,
-            reason=why,
-        )
-        self.record.tell(event)
 
     # --- joiners that follow
 
@@ -692,12 +623,12 @@ class Agent:
         after = self._state(lineage, commit.step, commit, boosted_at)
         self.holdings.committing(commit.step, lineage)
         keep = self.pins.keep(fetched, before)
-        take = self.observer_pins.keep(before, commit.step, self.exchanges.now)
+        take = self.observers.pins.keep(before, commit.step, self.exchanges.now)
         self.gradients.forget(Ballot.of(commit.ballot))
         if self.run.training.lora is None:
             self.origins.clear()
 
-        task, fixed = self.relearning_task, entering(commit, stage)
+        task, fixed = self.gaps.task, entering(commit, stage)
 
         def apply() -> Learned:
             keep()
@@ -716,7 +647,7 @@ class Agent:
 
         self.learned = await self.exchanges.compute(apply)
         if task is not None:
-            self.exchanges.start(self._learned_by_now(task))
+            self.exchanges.start(self.gaps.committed(task))
         self.record.committed(commit)
         if commit.seconds:
             self.tokens_per_second = commit.tokens / commit.seconds
@@ -743,8 +674,8 @@ class Agent:
             return
         if rebuilt is None:
             return
-        synced, state, self.relearning_task = rebuilt
-        member.relearning = 0 if self.relearning_task is None else self.relearning_task.left
+        synced, state, relearning_task = rebuilt
+        self.gaps.begin(relearning_task)
         self.states.forget()
         self.learned = Learned(synced.digest, state.omega, state.optimizer_step)
         log.info(
@@ -798,9 +729,7 @@ class Agent:
 
     def _serve_state(self, peer: str, message: pb.Message) -> None:
         request = getattr(message, message.WhichOneof("body"))
-        if request.kind == ORIGIN:
-            self.origins_asked = self.exchanges.now
-        unread = request.kind == ORIGIN and request.stage not in self.origins
+        unread = request.kind == ORIGIN and self.origins.get(request.stage) is None
         if unread and self._has_origin(request.stage):
             self.exchanges.start(self._serve_origin(peer, message, request.stage))
         else:
@@ -813,19 +742,13 @@ class Agent:
         return own or (self.member.origin and stage <= self.config.stages)
 
     async def _serve_origin(self, peer: str, message: pb.Message, stage: int) -> None:
-        """Serves the checkpoint. Its stage stays in memory until the first commit, or until no node
-        has requested it for a while."""
-        try:
-            read = partial(self.arithmetic.of_checkpoint, stage)
-            self.origins[stage] = await self.exchanges.compute(read)
-        except ComplaintError as error:
-            log.warning("%s", error)
+        await self.origins.load(stage)
         self.state_server.on_message(peer, message)
 
     def _served(self, kind: str, stage: int, step: int) -> StageState | None:
         """The requested state; None: it isn't here."""
         if kind == PIN:
-            return self.observer_pins.get(step, None if self.member.hang else self.own_state())
+            return self.observers.pins.get(step, None if self.member.hang else self.own_state())
         if kind == ORIGIN:
             return self.origins.get(stage)
         if kind:
@@ -834,78 +757,6 @@ class Agent:
             self._leave_unread(self.member.hang)
             return None
         return self.pins.get(step) or self.own_state()
-
-    def _pin(self, peer: str, request: pb.PinRequest) -> None:
-        """An observer requests the weights of a step for export."""
-        state, member = self.own_state(), self.member
-        answer = pb.Pinned(transfer=request.transfer, step=request.step, lineage=member.lineage)
-        if state is None or member.hang:
-            answer.error = member.hang or f"the state of stage {self.stage} has not arrived yet"
-        else:
-            answer.committed = state.id.step
-            if 0 < state.id.step <= request.step:
-                answer.error = self.observer_pins.want(peer, request.step, self.exchanges.now)
-            else:
-                self.observer_pins.renew(peer, request.step, self.exchanges.now)
-            is_pinned = request.step > 0 and self.observer_pins.get(request.step, state) is not None
-            answer.kept = is_pinned and not answer.error
-            if request.exported and request.step == state.id.step:
-                self._is_safe(state.id.age)
-        self.send(peer, pb.Message(pinned=answer))
-
-    async def _look(self, peer: str, frame: Frame) -> None:
-        """Computes for an observer. Text generation goes between two microbatches; requests about
-        one step, which may be long, go behind all of training."""
-        self.looking.add(peer)
-        fields: dict[str, object] = {"transfer": frame.fields.get("transfer")}
-        descriptors: list[Descriptor] = []
-        payload: tuple[memoryview, ...] = ()
-        try:
-            if "file" in frame.fields:
-                part = partial(self._part_of, frame)
-                descriptors, payload = await self.exchanges.compute(part, Priority.FORWARD)
-            else:
-                descriptors, payload = await self._seen(frame, fields)
-        except (WireError, ValueError) as error:
-            fields["error"] = str(error)[:200]
-        self.looking.remove(peer)
-        self.send(peer, Frame("state", frame.ballot, fields, descriptors, payload))
-
-    async def _seen(
-        self, frame: Frame, fields: dict[str, object]
-    ) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
-        """Computes the stage's result for the frame. Raises WireError, ValueError."""
-        step = frame.fields.get("step") or 0
-        while True:
-            state = own = self.own_state()
-            if step and isinstance(step, int):
-                state = self.observer_pins.get(step, own)
-            if state is None:
-                subject = f"step {step}" if step else "the state"
-                raise ValueError(f"{subject} of stage {self.stage} isn't available, or not yet")
-            weights = None if state is own else state.tensors[WEIGHTS]
-            if step:
-                fields["made"] = [*Ballot.of(state.last.ballot)]
-            seen = await self.exchanges.compute(
-                partial(self._looked_at, frame, weights),
-                Priority.BACKGROUND if step else Priority.FORWARD,
-            )
-            now = self.own_state()
-            if not step or weights is not None or (now and own and now.id == own.id):
-                return seen  # else they may have changed before this was computed
-
-    def _looked_at(
-        self, frame: Frame, weights: Tensor | None
-    ) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
-        """Runs in the compute thread. Raises WireError, ValueError."""
-        shown = self.tensors.decode(frame.descriptors, frame.payload)
-        seen = self.arithmetic.look(shown, frame.fields.get("head") is True, weights)
-        return self.tensors.encode([seen], "none")
-
-    def _part_of(self, frame: Frame) -> tuple[list[Descriptor], tuple[memoryview, ...]]:
-        """Part of a tokenizer file; runs in the compute thread. Raises ValueError."""
-        part = self.arithmetic.part_of(frame.fields["file"], frame.fields.get("first"))
-        return self.tensors.encode([part], "none")
 
     def _hangs(self) -> bool:
         return bool(self.member.hang)
@@ -956,9 +807,10 @@ class Agent:
     def saved(self, kind: Kind, save: Age) -> None:
         self.trouble = ""
         self.record.tell(Saved(holding=kind, step=save.step))
-        self._is_safe(save)
+        self.exported(save)
 
-    def _is_safe(self, state: Age) -> None:
+    def exported(self, state: Age) -> None:
+        """The state is on disk, or an observer has exported it."""
         self.saved_state = max(self.saved_state, state)
         if self.finished:
             self.record.changed()

@@ -350,7 +350,7 @@ class Lesson:
 
 def test_a_stage_that_relearns_votes_when_it_hears_that_all_is_home() -> None:
     seat: Any = Seat("b")
-    seat.agent.relearning_task = Lesson()
+    seat.agent.gaps.task = Lesson()
     nothing_to_do = begin()
     del nothing_to_do.begin.plan[:]
     seat.hears("a", ATTEMPT, step=nothing_to_do)
@@ -471,8 +471,8 @@ def test_what_is_asked_of_a_step_is_computed_with_the_weights_that_it_had() -> N
     weights = agent.arithmetic.tensors["weights"]
     then = looked_at(seat, shown, step=5)
     assert "isn't available" in looked_at(seat, shown, step=6).fields["error"]
-    agent.observer_pins.want("b/?1", 5, 1.0)
-    agent.observer_pins.keep(agent.own_state(), 6, 1.0)()
+    agent.observers.pins.want("b/?1", 5, 1.0)
+    agent.observers.pins.keep(agent.own_state(), 6, 1.0)()
     weights.mul_(2.0)
     agent.member.committed = 6
     assert looked_at(seat, shown).payload != then.payload
@@ -498,7 +498,7 @@ def test_an_onlooker_is_told_what_a_stage_can_not_look_at(node, shown, why) -> N
     seat = Seat(node)
     seat.net.up.add("b/?1")
     assert why in looked_at(seat, shown).fields["error"]
-    assert not seat.agent.looking
+    assert not seat.agent.observers.computing_for
 
 
 def test_a_step_that_will_not_be_kept_is_not_said_to_be() -> None:

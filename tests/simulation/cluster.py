@@ -686,7 +686,7 @@ class Cluster:
     def check_saved(self, seat: Seat, state: StageState) -> None:
         """In the compute thread: what is about to be written says of itself what it is."""
         weights = seat.weights
-        left = 0 if seat.relearning_task is None else seat.relearning_task.left
+        left = 0 if seat.gaps.task is None else seat.gaps.task.left
         says = state.id.step, state.omega, state.optimizer_step, state.relearning
         own = weights.step, weights.omega, weights.optimizer.steps, left
         self.counts["saved while it relearned"] += left > 0

@@ -6,7 +6,8 @@
 - `rebuild.py`: a newcomer's side: `transfer.py` (exact state from peers), `feeding.py` (while it
   follows), `relearn.py` (training of a guess), `background_relearning.py` (the rest of that, while
   the run trains)
-- `weight_pins.py`: weights of a step that an export reads
+- `observing.py`: service for observers; `weight_pins.py`: weights of a step that an export reads
+- `checkpoint_stages.py`: the initial checkpoint's stages, for nodes without them
 - `handover.py`: whether a node that must leave can pass its state on in time
 - `regroup.py`: saves rewritten for other numbers of stages
 """

@@ -8,11 +8,17 @@ are in the weights, or the next attempt begins.
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from planaria.node.ports import Priority
+from planaria.node.report.events import Event, RelearnedBeside
+from planaria.node.transaction.member import MemberSide
 from planaria.node.transaction.relearning_progress import RelearningProgress
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.exchange import Exchange, Exchanges
 from planaria.recovery.relearning import ratio
 
 if TYPE_CHECKING:
@@ -82,3 +88,77 @@ class BackgroundRelearning:
             assert result.error is not None
             error, norm = error + result.error, norm + result.norm
         return ratio(error, norm)
+
+
+class GapRelearning:
+    """Runs a seat's relearning task in the gaps of its attempts, and reports its end. Its methods
+    are called on the event loop's thread."""
+
+    def __init__(
+        self, stage: int, member: MemberSide, exchanges: Exchanges, tell: Callable[[Event], None]
+    ) -> None:
+        self._stage, self._member, self._exchanges, self._tell = stage, member, exchanges, tell
+        self.task: BackgroundRelearning | None = None
+        self._running: Exchange[None] | None = None  # in the gaps of the attempt
+
+    def begin(self, task: BackgroundRelearning | None) -> None:
+        self.task, self._member.relearning = task, 0 if task is None else task.left
+
+    def attempted(self, other: str) -> None:
+        """An attempt begins or goes on. `other`: a node that is to have the stage's weights, too,
+        which ends the task; empty: none."""
+        if self.task is None:
+            return
+        if other:
+            self.end(f"{other} has the stage, too")
+            return
+        if self._running is not None:
+            self._running.cancel()
+        self._running = self._exchanges.start(self._run(self.task))
+
+    async def _run(self, task: BackgroundRelearning) -> None:
+        await self._exchanges.compute(task.goes_on)
+        while await self._exchanges.compute(task.update, Priority.BACKGROUND):
+            pass
+
+    async def offer(self, all_home: Awaitable[None]) -> tuple[int, int]:
+        """The updates that may enter with the step, and how many are left then. There are gaps
+        until `all_home`."""
+        task = self.task
+        if task is None:
+            return 0, 0
+        await all_home
+        while await self._exchanges.compute(task.update_if_due):
+            pass
+        offered = await self._exchanges.compute(task.offer)
+        if task.over and task is self.task:
+            self.end("what it has learned is not finite")
+        return offered
+
+    def end(self, why: str) -> None:
+        if self.task is not None:
+            self._report(self.task, math.nan, why)
+            self.task.over, self.task, self._member.relearning = True, None, 0
+
+    async def committed(self, task: BackgroundRelearning) -> None:
+        """Reports, after a commit, relearning that is finished."""
+        if task is not self.task:
+            return
+        self._member.relearning = task.left
+        if task.left == 0:
+            self.task = None
+            residual = await self._exchanges.compute(task.residual, Priority.BACKGROUND)
+            self._report(task, residual)
+
+    def _report(self, task: BackgroundRelearning, residual: float, why: str = "") -> None:
+        event = RelearnedBeside(
+            stage=self._stage,
+            step=self._member.committed + 1,
+            residual=residual,
+            updates=task.updates,
+            left=task.left,
+            steps=task.steps,
+            seconds=task.seconds,
+            reason=why,
+        )
+        self._tell(event)
