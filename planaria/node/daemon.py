@@ -192,11 +192,11 @@ class Node:
                 silence=run.swarm.silence,
                 payload=frame_bytes(run, config),
                 held=held_bytes(run, config),
+                insecure=place.insecure,
+                reach=place.reach,
             ),
             credentials=place.credentials,
-            insecure=place.insecure,
             observers=self.observers,
-            reach=place.reach,
         )
         self.events = EventLog(place.out, self.node, BackgroundLineFile)
         self.files = [] if self.events.file is None else [self.events.file]

@@ -94,8 +94,8 @@ class Figures:
 class _Node:
     def __init__(self, name: str, rule: Callable[[], Background] = Background) -> None:
         self.name = name
-        settings = LinkSettings(background=rule)
-        self.links = Links("bench", name, KEY, self, settings, insecure=True)
+        settings = LinkSettings(background=rule, insecure=True)
+        self.links = Links("bench", name, KEY, self, settings)
         self.up = asyncio.Event()
 
     def on_message(self, _: str, __: Message) -> None: ...

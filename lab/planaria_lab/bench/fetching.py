@@ -35,7 +35,7 @@ from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.link import Links, Peer
+from planaria.node.wire.link import Links, LinkSettings, Peer
 from planaria.node.wire.looped import LoopedExchanges
 from planaria_lab.bench.copying import KEY
 from planaria_lab.bench.rows import keep
@@ -55,7 +55,7 @@ class _Node:
 
     def __init__(self, name: str) -> None:
         loop = asyncio.get_running_loop()
-        self.links = Links("bench", name, KEY, self, insecure=True)
+        self.links = Links("bench", name, KEY, self, LinkSettings(insecure=True))
         self.compute = ComputeThread(name, loop)
         self.exchanges = LoopedExchanges(self.compute, loop, _crash)
         self.client = StateClient(self.exchanges, tensors, self.links.send, _accuse)

@@ -26,7 +26,7 @@ from planaria.bootstrap.registry_pb2 import Cause
 from planaria.node.local.swarm import ProcessHome
 from planaria.node.machine.processes import enter_network
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.link import Links, Peer
+from planaria.node.wire.link import Links, LinkSettings, Peer
 from planaria.node.wire.stage_pb2 import Message
 from planaria_lab.bench.processes import receive, start
 from planaria_lab.bench.rows import keep
@@ -47,7 +47,8 @@ class _End:
     """One of two nodes between which a link comes up, again and again."""
 
     def __init__(self, node: str, credentials: Credentials) -> None:
-        self.links = Links("bench", node, KEYS[node], self, credentials=credentials, insecure=True)
+        settings = LinkSettings(insecure=True)
+        self.links = Links("bench", node, KEYS[node], self, settings, credentials)
         self.up: asyncio.Queue[None] = asyncio.Queue()
 
     def on_message(self, _: str, __: Message) -> None: ...

@@ -116,6 +116,8 @@ class LinkSettings:
     messages: int = 64 << 20  # unacknowledged by a peer
     held: int = 4 << 30  # of unacknowledged messages and frames
     background: Callable[[], Background] = Background  # for each connection
+    insecure: bool = False  # plain text is accepted beyond this machine
+    reach: Reach = EVERYWHERE  # addresses at which other nodes may be dialled
 
     def __post_init__(self) -> None:
         if not 0 < self.chunk <= CHUNK_LIMIT:
@@ -707,15 +709,12 @@ class Links:
         events: LinkEvents,
         settings: LinkSettings | None = None,
         credentials: Credentials = PLAIN,
-        insecure: bool = False,
         observers: Observers | None = None,
-        reach: Reach = EVERYWHERE,
     ) -> None:
-        """`reach`: addresses at which other nodes may be dialled."""
         self.run, self.node, self.events = run, node, events
         self._greetings = Greetings(run, node, identity)
         self.settings = settings or LinkSettings()
-        self._credentials, self._insecure, self._reach = credentials, insecure, reach
+        self._credentials, self._reach = credentials, self.settings.reach
         self._observers = observers  # None: only members are answered
         self.traffic: dict[str, Traffic] = {}  # by peer, of all its links so far
         self._server: Any = None
@@ -751,7 +750,7 @@ class Links:
         if self._observers is not None:
             handlers["Ask"] = grpc.stream_stream_rpc_method_handler(self._accept_observer)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        port = add_port(server, listen, self._credentials, self._insecure)
+        port = add_port(server, listen, self._credentials, self.settings.insecure)
         healthy = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
         await server.start()

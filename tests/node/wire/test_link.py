@@ -390,7 +390,8 @@ async def test_nobody_is_dialled_where_the_registry_is_not_near(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("WARNING", "planaria")
-    a, b = Node("a", reach=Reach()), Node("b", reach=Reach())
+    settings = replace(QUICK, reach=Reach())
+    a, b = Node("a", settings=settings), Node("b", settings=settings)
     async with started(a, b):
         view(1, a, b)
         async with asyncio.timeout(DEADLINE):
