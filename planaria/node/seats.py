@@ -146,10 +146,21 @@ class Seats(Generic[A]):
 
     def on_message(self, peer: str, message: pb.Message, now: float) -> None:
         """Raises SenselessError."""
-        with _handling(peer, message.WhichOneof("body")):
-            self._deliver(
-                _EarlyMessage(now, seat_id(peer, message.sender), message.seat, message), now
-            )
+        sender = seat_id(peer, message.sender)
+        self._handle(_EarlyMessage(now, sender, message.seat, message), now)
+
+    def _handle(self, early: _EarlyMessage, now: float) -> None:
+        """Delivers a message. Raises SenselessError if it can't be handled. If the view's driver
+        has sent it, this node is at fault and crashes: the driver belongs to the run's owner."""
+        try:
+            with _handling(early.sender, early.message.WhichOneof("body")):
+                self._deliver(early, now)
+        except SenselessError as error:
+            agent = self.agents.get(early.name)
+            by_driver = early.sender == self.view.driver and _is_drivers(early.message)
+            if agent is None or not by_driver:
+                raise
+            agent.crashed(error)
 
     def _deliver(self, early: _EarlyMessage, now: float) -> None:
         _, sender, name, message = early
@@ -180,8 +191,7 @@ class Seats(Generic[A]):
         self._early_bytes.clear()
         for early in waiting:
             try:
-                with _handling(early.sender, early.message.WhichOneof("body")):
-                    self._deliver(early, now)
+                self._handle(early, now)
             except SenselessError as error:  # the link may be another one by now
                 self.agents[early.name].accuse(early.sender, str(error), error.cause)
 

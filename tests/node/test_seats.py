@@ -206,6 +206,9 @@ class Fragile(Listener):
     def accuse(self, node: str, reason: str, cause: registry.Cause) -> None:
         self.heard.append((node, "accused", registry.Cause.Name(cause)))
 
+    def crashed(self, error: BaseException) -> None:
+        self.heard.append(("crashed", str(error)))
+
 
 def test_a_message_that_cannot_be_dealt_with_is_its_senders_failure() -> None:
     machine = Machine()
@@ -220,6 +223,20 @@ def test_a_message_that_cannot_be_dealt_with_is_its_senders_failure() -> None:
     machine.seats.on_message("b", query, 0.0)
     machine.seats.viewed(view(2, a=[(0, 0), (1, 0)], b=[(2, 0)]), 0.0)
     assert ("b/2", "accused", "NUMBERS") in fragile.heard
+
+
+def test_a_node_that_cannot_handle_a_message_of_its_driver_crashes_and_accuses_nobody() -> None:
+    machine = Machine()
+    machine.build("1")
+    machine.seats.viewed(view(2, b=[(0, 0)], a=[(1, 0)]), 0.0)
+    fragile = machine.seats.agents["1"] = Fragile(machine.nodes.new())
+    query = pb.Message(seat="1", sender="0", query=pb.Query())
+    machine.seats.on_message("b", query, 0.0)
+    ((kind, why),) = fragile.heard
+    assert kind == "crashed" and "query that can't be handled: KeyError" in why
+    query.ready.step = 1
+    with pytest.raises(SenselessError):
+        machine.seats.on_message("b", query, 0.0)
 
 
 def test_a_link_is_up_or_lost_for_each_seat_of_the_peer_and_who_sent_what_is_told_so() -> None:
