@@ -354,7 +354,10 @@ class MemberSide:
     def _changed(self, digest: bytes) -> list[Effect]:
         self.digest = digest
         self.changing = False
-        return self._answer_late()
+        if self.unanswered is None:
+            return []
+        (peer, ballot), self.unanswered = self.unanswered, None
+        return self._answer(peer, ballot) if ballot == self.promised else []
 
     def _is_of_attempt(self, ballot: Ballot) -> bool:
         return self.began <= ballot <= self.attempt
@@ -410,7 +413,12 @@ class MemberSide:
         return effects
 
     def _begun(self, ballot: Ballot, begin: pb.Begin) -> list[Effect]:
-        self._note_who_takes_part(begin)
+        self.decider = self.driver
+        self.key = next((m.key for m in self.view.members if m.node == self.driver), b"")
+        self.keeps, self.records, self.ready = begin.keeps, (), None
+        stage_members = {place.node for place in begin.members if place.stage == self.stage}
+        taking_part = self.node in stage_members
+        self.replicas = frozenset(stage_members - {self.node} if taking_part else ())
         if any(joiner.node == self.node for joiner in begin.joining):
             return self._begun_without(ballot, begin)
         if ballot <= self.attempt:
@@ -462,23 +470,20 @@ class MemberSide:
         ready = self.phase is MemberPhase.READY and self.attempt == Ballot.of(commit.ballot)
         if self.following is not None and not ready:
             return self._hear(commit)
-        if not has_records(self.last) and has_records(commit) and self._is_last(commit):
+        lacks_records = not has_records(self.last) and has_records(commit)
+        if lacks_records and hash_of(commit) == hash_of(self.last):
             self.last = commit
             return [Note(commit)]
         if commit.step != self.committed + 1 or not ready:
             return []  # a repetition, or not for this node: the next query finds out
-        commit = self._with_known_records(commit)
+        if not has_records(commit) and hash_of_records(self.records) == commit.records:
+            commit = with_records(commit, self.records)
         if self.key and not is_sealed(commit, self.key, self.view.run):
             return self._refuse_commit(f"step {commit.step}, which {self.decider} hasn't signed")
-        if why := self._is_no_link(commit) or self._is_not_offered(commit):
+        why = fault_in_chain(commit, self.last, self.lineage)
+        if why := why or fault_in_relearned(commit, self.stage, self.offered):
             return self._refuse_commit(why)
         return [*self._look_at_records(commit), *self._apply(commit)]
-
-    def _with_known_records(self, commit: pb.Commit) -> pb.Commit:
-        """Adds the records received before the vote, if they are the commit's."""
-        if has_records(commit) or hash_of_records(self.records) != commit.records:
-            return commit
-        return with_records(commit, self.records)
 
     def _look_at_records(self, commit: pb.Commit) -> list[Effect]:
         """Checks the records. Wrong ones are no reason to stay behind: others have applied the
@@ -489,34 +494,10 @@ class MemberSide:
         event = MessageRefused(peer=self.decider, body="step", why=difference)
         return [event, Suspect(self.decider, f"{self.decider} has committed {difference}", NUMBERS)]
 
-    def _is_last(self, commit: pb.Commit) -> bool:
-        return commit.step == self.committed and hash_of(commit) == hash_of(self.last)
-
     def _refuse_commit(self, fault: str) -> list[Effect]:
         why = f"{self.driver}, which drives, tells of a commit of {fault}"
         refused = MessageRefused(peer=self.driver, body="step", why=f"a commit of {fault}")
         return [refused, Suspect(self.driver, why, NUMBERS)]
-
-    def _is_no_link(self, commit: pb.Commit) -> str:
-        """Why the commit can't follow the last one applied here; empty: it can."""
-        step, before = commit.step, self.last.step
-        if commit.lineage != self.lineage:
-            return f"step {step} of lineage {commit.lineage}, and this is {self.lineage}"
-        if commit.previous != head(self.last, self.lineage):
-            return (
-                f"step {step} that comes after another commit of step {before} than was made here"
-            )
-        return ""
-
-    def _is_not_offered(self, commit: pb.Commit) -> str:
-        """Why the relearned updates can't enter with the commit; empty: they can."""
-        fixed = entering(commit, self.stage)
-        if fixed in (0, self.offered):
-            return ""
-        return (
-            f"step {commit.step} with {fixed} updates of what stage {self.stage} relearns, where "
-            f"{self.offered} were offered"
-        )
 
     def _apply(self, commit: pb.Commit) -> list[Effect]:
         self.phase = MemberPhase.IDLE
@@ -529,20 +510,6 @@ class MemberSide:
         self.changing = True
         self.accused.clear()
         return [Apply(commit)]
-
-    def _note_who_takes_part(self, begin: pb.Begin) -> None:
-        self.decider = self.driver
-        self.key = next((m.key for m in self.view.members if m.node == self.driver), b"")
-        self.keeps, self.records, self.ready = begin.keeps, (), None
-        stage_members = {place.node for place in begin.members if place.stage == self.stage}
-        taking_part = self.node in stage_members
-        self.replicas = frozenset(stage_members - {self.node} if taking_part else ())
-
-    def _answer_late(self) -> list[Effect]:
-        if self.unanswered is None:
-            return []
-        (peer, ballot), self.unanswered = self.unanswered, None
-        return self._answer(peer, ballot) if ballot == self.promised else []
 
     def _recorded(self, ballot: Ballot, records: pb.Records) -> list[Effect]:
         if not self._is_voting() or ballot != self.attempt:
@@ -638,3 +605,26 @@ class MemberSide:
 
 def _cut(node: str, reason: str, cause: Cause) -> pb.Cut:
     return pb.Cut(node=node, reason=reason[:LONGEST_WORDS], cause=cause)
+
+
+def fault_in_chain(commit: pb.Commit, last: pb.Commit, lineage: int) -> str:
+    """Why the commit can't follow the last one applied here; empty: it can."""
+    if commit.lineage != lineage:
+        return f"step {commit.step} of lineage {commit.lineage}, and this is {lineage}"
+    if commit.previous != head(last, lineage):
+        return (
+            f"step {commit.step} that comes after another commit of step {last.step} than was made "
+            "here"
+        )
+    return ""
+
+
+def fault_in_relearned(commit: pb.Commit, stage: int, offered: int) -> str:
+    """Why the relearned updates can't enter with the commit; empty: they can."""
+    fixed = entering(commit, stage)
+    if fixed in (0, offered):
+        return ""
+    return (
+        f"step {commit.step} with {fixed} updates of what stage {stage} relearns, where {offered} "
+        "were offered"
+    )
