@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from planaria.node.run_file import override
-from planaria.node.transaction import gradient_outliers, joining
+from planaria.node.transaction import gradient_outliers
 from planaria.node.transaction.effects import Effect
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
@@ -95,13 +95,12 @@ async def test_the_others_train_without_whom_only_its_replica_cannot_use(corpus,
     assert methods == {(1, "replica")}
 
 
-async def test_who_has_a_fault_of_its_own_in_each_step_does_not_stop_the_run(
-    corpus, tmp_path, monkeypatch
+async def test_who_has_a_fault_of_its_own_in_each_step_crashes_and_the_run_goes_on(
+    corpus, tmp_path
 ):
-    monkeypatch.setattr(joining, "ENTERING", 0.005)
     async with LocalSwarm(PAIRS, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)
-        sick = swarm.nodes[1, 1][0]
+        sick, crashed = swarm.nodes.pop((1, 1))
         received = sick.member.received
 
         def at_fault(peer: str, message: pb.Message) -> list[Effect]:
@@ -110,12 +109,12 @@ async def test_who_has_a_fault_of_its_own_in_each_step_does_not_stop_the_run(
             return received(peer, message)
 
         sick.member.received = at_fault
+        await swarm.until(crashed.done)
+        sick.client.die()
         at = swarm.committed()
         await swarm.until(lambda: swarm.committed() >= at + 5)
-        await swarm.until(sick.over.done)
-        others = [node for node, _ in swarm.nodes.values() if node is not sick]
-        assert not any(node.over.done() for node in others)
-    assert "nobody has foreseen this" in sick.over.result()
+        assert not any(node.over.done() for node, _ in swarm.nodes.values())
+    assert "nobody has foreseen this" in str(crashed.exception())
 
 
 async def test_who_floods_with_frames_of_a_coming_attempt_is_taken_out(corpus, tmp_path):
