@@ -409,7 +409,7 @@ def test_the_end_that_is_cut_off_is_said(tmp_path: Path) -> None:
     assert command.exit_code == 0
     assert "2 committed steps of 9" in command.output
     assert "is cut off: it is not counted" in command.output
-    assert "steps 3 to 9 are not there" in command.output
+    assert "steps 3 to 9 are missing" in command.output
 
 
 def test_ledgers_are_of_one_run_whether_or_not_they_say_how_many_steps(tmp_path: Path) -> None:
