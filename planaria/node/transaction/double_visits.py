@@ -77,10 +77,10 @@ class DoubledNeighbour:
         if node in made:
             return
         made[node] = frame
-        for one, other in combinations(made, 2):
-            if node in (one, other):
+        for first, second in combinations(made, 2):
+            if node in (first, second):
                 yield DoubledResult(
-                    key, frame.kind == "gradient", one, other, (made[one], made[other])
+                    key, frame.kind == "gradient", first, second, (made[first], made[second])
                 )
 
     def knows(self, key: Key, double: str) -> bool:

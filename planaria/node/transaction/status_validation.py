@@ -69,7 +69,7 @@ def examine(
 ) -> StatusVerdict:
     """The answers to reject. `distrusted`: members that don't count anyway."""
     verdict = StatusVerdict()
-    believed = {node: one for node, one in statuses.items() if node not in distrusted}
+    believed = {node: status for node, status in statuses.items() if node not in distrusted}
     while believed:
         newest = max(map(_age, believed.values()))
         groups: dict[Ballot, set[str]] = {}
@@ -83,7 +83,9 @@ def examine(
             _compare_previous(believed, claimants - verdict.doubted, known, verdict)
         if not verdict.doubted & believed.keys():
             break
-        believed = {node: one for node, one in believed.items() if node not in verdict.doubted}
+        believed = {
+            node: status for node, status in believed.items() if node not in verdict.doubted
+        }
     return verdict
 
 
@@ -96,22 +98,22 @@ def _judge(
 ) -> None:
     """Checks whether that commit is possible."""
     (lineage, step), ballot = claim
-    others = {node: one for node, one in statuses.items() if node not in claimants}
-    before = [one.lineage for one in others.values() if one.trained]
-    what = f"it says that it has step {step} of lineage {lineage}"
+    others = {node: status for node, status in statuses.items() if node not in claimants}
+    before = [status.lineage for status in others.values() if status.trained]
+    claimed = f"it says that it has step {step} of lineage {lineage}"
     if known.decided is not None:
         if (lineage, step) > known.decided:
-            why = f"{what}; what was committed last is step {known.decided[1]}"
+            why = f"{claimed}; what was committed last is step {known.decided[1]}"
             verdict.lies |= dict.fromkeys(claimants, why)
     elif before and lineage > max(before):  # its opener may have died then
         most = max(*before, known.registered[0])
         if lineage > most + LINEAGES:
-            verdict.lies |= dict.fromkeys(claimants, f"{what}; others know of {most}")
+            verdict.lies |= dict.fromkeys(claimants, f"{claimed}; others know of {most}")
         else:
             verdict.unproven |= set(claimants)
-    elif against := [n for n, one in others.items() if _denies(one, claim)]:
-        in_favour = [n for n, one in others.items() if _voted(one, claim)] + [*claimants]
-        of_attempt = f"{what}, by attempt {ballot.attempt} of view {ballot.view}"
+    elif against := [n for n, status in others.items() if _denies(status, claim)]:
+        in_favour = [n for n, status in others.items() if _voted(status, claim)] + [*claimants]
+        of_attempt = f"{claimed}, by attempt {ballot.attempt} of view {ballot.view}"
         for node in claimants:
             last = statuses[node].last
             signed = known.has_signed(last) if last.step == step else False
@@ -149,12 +151,12 @@ def _compare(
     """Checks that all members have the same commit of an attempt. A commit that a run went back to
     may be a different one at each stage."""
     last = {node: statuses[node].last for node in sorted(claimants)}
-    if all(one.lineage != statuses[node].lineage for node, one in last.items()):
+    if all(commit.lineage != statuses[node].lineage for node, commit in last.items()):
         return
-    hashes = {node: hash_of(one) for node, one in last.items()}
+    hashes = {node: hash_of(commit) for node, commit in last.items()}
     if len(set(hashes.values())) < 2:
         return
-    signed = [node for node, one in last.items() if known.has_signed(one)]
+    signed = [node for node, commit in last.items() if known.has_signed(commit)]
     for node in last.keys() - {*signed, known.seat} if signed else ():
         if statuses[node].trained:  # else it would have refused it
             step = last[node].step
