@@ -192,7 +192,7 @@ def _compare_previous(
                 why = f"its record of the commit of step {step - 1} isn't its driver's"
                 verdict.lies[node] = why
             elif known.has_signed(status.last) and known.has_signed(commit):
-                commits = {other: statuses[other].last for other in claimants}
+                commits = {other: statuses[other].last for other in sorted(claimants)}
                 verdict.parted = _sentence({**commits, node: status.last}, known)
             else:
                 verdict.unproven.add(node)

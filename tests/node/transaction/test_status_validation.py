@@ -141,7 +141,7 @@ def test_the_newest_commit_follows_those_of_members_a_step_behind() -> None:
     newest = after(TOLD.last, DRIVER)
     assert judged(newest, TOLD, newest).doubted == set()
     parted = judged(newest, OTHERWISE, newest).parted
-    assert "two commits of step 7" in parted and "at b/1" in parted and "at c/2, a/0" in parted
+    assert "two commits of step 7" in parted and "at b/1" in parted and "at a/0, c/2" in parted
     verdict = judged(newest, MADE_UP, newest)
     assert (verdict.lies.keys(), verdict.parted) == ({"b/1"}, "")
 
