@@ -73,7 +73,7 @@ from planaria.node.transaction.gathering import active
 from planaria.node.transaction.gradient_outliers import Contribution
 from planaria.node.transaction.in_flight_window import InFlightWindow
 from planaria.node.transaction.member import Frames, MemberPhase, MemberSide
-from planaria.node.transaction.relearning_progress import company, entering
+from planaria.node.transaction.relearning_progress import entering
 from planaria.node.transaction.resting import DriverPhase
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
@@ -149,7 +149,7 @@ class Agent:
         self.member.weightless = self.arithmetic.weightless
         self.member.origin = self.arithmetic.origin
         self.origins = CheckpointStages(self.exchanges, self.arithmetic.of_checkpoint)
-        self.gaps = GapRelearning(stage, self.member, self.exchanges, self.record.tell)
+        self.gaps = GapRelearning(self.member, self.exchanges, self.record.tell)
         self.observers = ObserverService(self)
         self.holdings = make_holdings(self)
         self.member.holdings = self.kept
@@ -393,12 +393,12 @@ class Agent:
                 self.based_on = self.member.committed, self.member.last
                 self._forget(ballot)
                 self.holdings.attempted(ballot, begin)
-                self.gaps.attempted(company(begin, self.node, self.stage))
+                self.gaps.attempted(begin)
                 self._follow_plan(self._begin_attempt, ballot, begin)
             case GoOn(ballot, begin) if self.attempt is not None:
                 self._forget(ballot)
                 self.holdings.follow(begin)
-                self.gaps.attempted(company(begin, self.node, self.stage))
+                self.gaps.attempted(begin)
                 self._follow_plan(self.attempt.go_on, ballot, begin)
             case DropAttempt(ballot):
                 self._forget(ballot.next())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from planaria.node.ports import Priority
 from planaria.node.report.events import Event, RelearnedBeside
 from planaria.node.transaction.member import MemberSide
-from planaria.node.transaction.relearning_progress import RelearningProgress
+from planaria.node.transaction.relearning_progress import RelearningProgress, company
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import Exchange, Exchanges
 from planaria.recovery.relearning import ratio
@@ -95,21 +95,21 @@ class GapRelearning:
     are called on the event loop's thread."""
 
     def __init__(
-        self, stage: int, member: MemberSide, exchanges: Exchanges, tell: Callable[[Event], None]
+        self, member: MemberSide, exchanges: Exchanges, tell: Callable[[Event], None]
     ) -> None:
-        self._stage, self._member, self._exchanges, self._tell = stage, member, exchanges, tell
+        self._member, self._exchanges, self._tell = member, exchanges, tell
         self.task: BackgroundRelearning | None = None
         self._running: Exchange[None] | None = None  # in the gaps of the attempt
 
     def begin(self, task: BackgroundRelearning | None) -> None:
         self.task, self._member.relearning = task, 0 if task is None else task.left
 
-    def attempted(self, other: str) -> None:
-        """An attempt begins or goes on. `other`: a node that is to have the stage's weights, too,
-        which ends the task; empty: none."""
+    def attempted(self, begin: pb.Begin) -> None:
+        """An attempt begins or goes on. If another node is to have the stage's weights, too, the
+        task ends."""
         if self.task is None:
             return
-        if other:
+        if other := company(begin, self._member.node, self._member.stage):
             self.end(f"{other} has the stage, too")
             return
         if self._running is not None:
@@ -152,7 +152,7 @@ class GapRelearning:
 
     def _report(self, task: BackgroundRelearning, residual: float, why: str = "") -> None:
         event = RelearnedBeside(
-            stage=self._stage,
+            stage=self._member.stage,
             step=self._member.committed + 1,
             residual=residual,
             updates=task.updates,
