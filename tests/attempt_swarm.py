@@ -255,19 +255,19 @@ class Node:
         self.swarm.under_way.append((self.name, peer, replace(item, payload=payload)))
         return True
 
-    def all_scored(self, ballot: Ballot, scored: pb.Scored) -> None:
-        self.scored = scored.microbatches
-        assert not {home.microbatch for home in self.scored} & self.homes.keys()
-
-    def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None:
-        assert home.microbatch not in self.homes
-        self.homes[home.microbatch] = home
+    def tell_driver(self, ballot: Ballot, **body: Any) -> None:
+        match body:
+            case {"scored": scored}:
+                self.scored = scored.microbatches
+                assert not {home.microbatch for home in self.scored} & self.homes.keys()
+            case {"home": home}:
+                assert home.microbatch not in self.homes
+                self.homes[home.microbatch] = home
+            case {"compared": compared}:
+                self.swarm.compared.append((self.name, compared))
 
     def cut_off(self, ballot: Ballot, node: str, reason: str, cause: Cause = SILENT) -> None:
         raise AssertionError(reason, [node], cause)
-
-    def compared(self, ballot: Ballot, compared: pb.Compared) -> None:
-        self.swarm.compared.append((self.name, compared))
 
     def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None:
         raise AssertionError(reason, accused)

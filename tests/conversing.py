@@ -11,12 +11,28 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
+from planaria.node.agent import Agent
 from planaria.node.ports import Priority
+from planaria.node.transaction.member import MemberPhase
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.budget import ITEM
 from planaria.node.wire.exchange import Exchange, Exchanges
 from planaria.node.wire.frames import Frame
 
 T = TypeVar("T")
+
+
+def validate(seat: Agent) -> None:
+    """Checks what holds between any two events of an agent. Raises AssertionError."""
+    member, attempt = seat.member, seat.attempt
+    if member.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING) and member.following is None:
+        assert attempt is not None and not attempt.over, f"{member.phase}, but no attempt"
+        assert attempt.began == member.began, f"{attempt.began} began, not {member.began}"
+        assert attempt.ballot == member.attempt, f"at {attempt.ballot}, not {member.attempt}"
+    if seat.reducing is not None and not seat.reducing[1].done:
+        voting = member.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING)
+        assert voting, f"reduces {seat.reducing[0]} in {member.phase}"
+    assert seat.held.used == sum(frame.size + ITEM for _, frame in seat.held.frames)
 
 
 class AtOnce:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import DIVERGENCE, NUMBERS, SHAPE, SILENT, Cause
@@ -26,28 +26,18 @@ from planaria.node.report.events import (
     Event,
     HoldingCost,
     RelearningRound,
-    Saved,
-    SaveFailed,
 )
 from planaria.node.run_file import RunFile
 from planaria.node.state.background_relearning import GapRelearning
 from planaria.node.state.boundary import BoundaryClient, BoundaryServer
-from planaria.node.state.checkpoint_stages import CheckpointStages
-from planaria.node.state.feeding import (
-    FEWEST,
-    UNSENT,
-    ReducedGradients,
-    StatePins,
-    gradient_frame,
-    no_gradient,
-    unsent,
-)
+from planaria.node.state.feeding import FEWEST, UNSENT, GradientFeed
 from planaria.node.state.observing import ObserverService
+from planaria.node.state.own_saves import OwnSaves
 from planaria.node.state.rebuild import Peers, Rebuilding
 from planaria.node.state.relearn import Relearning
-from planaria.node.state.stage_state import Age, StageState, StateId
-from planaria.node.state.transfer import WEIGHTS, StateClient, StateServer
-from planaria.node.state.weight_pins import PIN
+from planaria.node.state.serving import StateService
+from planaria.node.state.stage_state import StageState, StateId
+from planaria.node.state.transfer import WEIGHTS, StateClient
 from planaria.node.transaction.attempt import Attempt, Workplace
 from planaria.node.transaction.averaging import Averaging, Coding, ReductionRound
 from planaria.node.transaction.bounds import LONGEST_WORDS
@@ -68,7 +58,6 @@ from planaria.node.transaction.effects import (
     StartAttempt,
     Suspect,
 )
-from planaria.node.transaction.following import feeders
 from planaria.node.transaction.gathering import active
 from planaria.node.transaction.gradient_outliers import Contribution
 from planaria.node.transaction.in_flight_window import InFlightWindow
@@ -77,14 +66,13 @@ from planaria.node.transaction.relearning_progress import entering
 from planaria.node.transaction.resting import DriverPhase
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.budget import ITEM, Budget
+from planaria.node.wire.budget import HeldFrames
 from planaria.node.wire.chain import hash_of
 from planaria.node.wire.exchange import ComplaintError, Exchange, Outcome, PeerLostError
-from planaria.node.wire.frames import Frame, WireError
+from planaria.node.wire.frames import Frame
 from planaria.node.wire.link_speed import LARGEST
 from planaria.node.wire.naming import node_of
 from planaria.node.wire.outbox import NodeOutbox
-from planaria.recovery.facts import ORIGIN, Kind
 
 if TYPE_CHECKING:
     from planaria.node.state.holdings import Holdings
@@ -99,8 +87,6 @@ TO_DRIVER = frozenset(
 TO_MEMBER = frozenset(["query", "sync", "step", "records", "reduce", "halt"])
 NOTING = 0.02
 """Seconds between two checks whether the ledger is written."""
-SAVED_AGAIN = 15.0
-"""Seconds between two attempts to save the last step of a finished run."""
 OF_AN_ATTEMPT = frozenset(["activation", "gradient", "average", "twin"])
 """Kinds of frames without which the attempt fails."""
 
@@ -124,12 +110,10 @@ class Agent:
         self.ports, self.chance = ports, ports.chance
         self.peers: dict[str, int] = {}  # all members, and their stages
         self.outbox = NodeOutbox(ports.net, self._undelivered, held_bytes(run, config))
-        self.held: list[tuple[str, Frame]] = []  # frames of a coming attempt
         self.crossing = crossing_bytes(run, config)
         self.passing = 4 * run.training.microbatch * config.context * config.crossing
         """Maximum bytes of a microbatch at a boundary."""
-        self.holding = Budget(self.crossing)  # of the frames in `held`
-        self.flooding: set[str] = set()  # peers that have sent too many of them
+        self.held = HeldFrames(self.crossing)  # of a coming attempt
         self.attempt: Attempt | None = None
         self.reducing: tuple[Ballot, Exchange[None]] | None = None
         self.all_home: Outcome[None] = Outcome(self.exchanges)  # of the attempt
@@ -138,9 +122,6 @@ class Agent:
         self.learned = Learned(self.arithmetic.digest(), omega=0.0, optimizer_step=0)
         self.finished = False  # whether the run has finished, for good
         self.tokens_per_second = 0.0
-        self.trouble = ""  # why saving fails
-        self.saved_state = Age(lineage=0, step=0)  # the newest on disk, or exported
-        self.save_tried = 0.0  # when a save of the last step was last begun
         self.damaged = False  # whether the weights beside a hanging thread are damaged
         self.driver = self._new_driver()
         self.driver.identity = ports.identity
@@ -148,7 +129,7 @@ class Agent:
         self.member.digest = self.learned.digest
         self.member.weightless = self.arithmetic.weightless
         self.member.origin = self.arithmetic.origin
-        self.origins = CheckpointStages(self.exchanges, self.arithmetic.of_checkpoint)
+        self.own_saves = OwnSaves(self)
         self.gaps = GapRelearning(self.member, self.exchanges, self.record.tell)
         self.observers = ObserverService(self)
         self.holdings = make_holdings(self)
@@ -165,6 +146,7 @@ class Agent:
             redundant=self.holdings.twin is not None,
         )
         self._converse()
+        self._route()
 
     def _new_driver(self) -> Driver:
         return Driver(self.node, rules(self.run, self.config), self.chance)
@@ -174,27 +156,64 @@ class Agent:
 
     def _converse(self) -> None:
         """Makes the exchanges with peers: of gradients, states and boundary tensors."""
+
+        def relearned(round: int, residual: float) -> None:
+            self.record.tell(RelearningRound(stage=self.stage, round=round, residual=residual))
+
         exchanges, tensors, send = self.exchanges, self.tensors, self.send
         some = 2 * self.arithmetic.gradient.nbytes + SLACK  # of two attempts, for one node
         wire = self.run.wire
         coding = Coding.of_run(tensors, wire, trained_shapes(self.config, self.stage).values())
         chance = None if self.run.trust.gradients == "off" else self.chance
         self.averaging = Averaging(exchanges, send, coding, some, chance=chance)
-        self.pins = StatePins(tensors)
-        self.gradients = ReducedGradients(self.arithmetic.gradient, tensors)
+        self.feed = GradientFeed(self)
+        self.serving = StateService(self)
         linked = self.net.linked
         self.states = StateClient(exchanges, tensors, send, self.accuse, linked=linked)
-        self.state_server = StateServer(exchanges, tensors, send, self._served, self._hangs)
         parse, crossing = self.arithmetic.boundary_tensor, self.crossing
         self.crossings = BoundaryClient(exchanges, send, parse, self.accuse, crossing)
-        keeper = self.holdings.boundary
-        self.crossing_server = BoundaryServer(keeper, tensors, send) if keeper else None
-        self.relearning = Relearning(exchanges, tensors, send, self._relearning, crossing)
+        self.relearning = Relearning(exchanges, tensors, send, relearned, crossing)
         peers = Peers(self.states, self.crossings, self.relearning)
         run, config, member, holdings = self.run, self.config, self.member, self.holdings
         self.rebuilding = Rebuilding(
             self.ports, run, config, member, holdings, peers, self._in_place
         )
+
+    def _route(self) -> None:
+        """Makes the tables of handlers, by a message's body and by a frame's kind."""
+
+        def to_driver(peer: str, message: pb.Message) -> None:
+            self.carry_out(self.driver.received(peer, message, self.exchanges.now))
+
+        def to_member(peer: str, message: pb.Message) -> None:
+            self.carry_out(self.member.received(peer, message))
+
+        self.on_body: dict[str | None, Callable[[str, pb.Message], None]] = {
+            **dict.fromkeys(TO_DRIVER, to_driver),
+            **dict.fromkeys(TO_MEMBER, to_member),
+            "inquiry": self._inquired,
+            "check": self._check,
+            "state_request": self.serving.on_message,
+            "shard_request": self.serving.on_message,
+            "pin_request": self.observers.pin,
+            "state_manifest": self.states.on_message,
+            "shard_refusal": self.states.on_message,
+            "kept": self.holdings.on_message,
+            "boundary_manifest": self.crossings.on_message,
+            "relearn": self.relearning.on_message,
+        }
+        if (keeper := self.holdings.boundary) is not None:
+            server = BoundaryServer(keeper, self.tensors, self.send)
+            self.on_body["boundary_request"] = server.on_message
+        self.on_kind: dict[str, Callable[[str, Frame], None]] = {
+            "state": self.states.on_frame,
+            "average": self.averaging.on_frame,
+            "boundary": self.crossings.on_frame,
+            "relearn": self.relearning.on_frame,
+            "follow": self.feed.on_frame,
+            "twin": self.holdings.on_frame,
+            "copy": self.holdings.on_frame,
+        }
 
     # --- events
 
@@ -202,65 +221,21 @@ class Agent:
         """The registry has issued `view`, with this node at this stage."""
         self.exchanges.at(now)
         self.peers = active(view)
-        self._carry_out(self.member.viewed(view))
-        self._carry_out(self.driver.viewed(view, now))
+        self.carry_out(self.member.viewed(view))
+        self.carry_out(self.driver.viewed(view, now))
 
     def on_message(self, peer: str, message: pb.Message, now: float) -> None:
         self.exchanges.at(now)
-        body = message.WhichOneof("body")
-        if body in TO_DRIVER:
-            self._carry_out(self.driver.received(peer, message, now))
-        elif body == "inquiry":
-            self._inquired(peer, message)
-        elif body == "check":
-            self._check(peer, message)
-        elif body in TO_MEMBER:
-            self._carry_out(self.member.received(peer, message))
-        elif body in ("state_request", "shard_request"):
-            self._serve_state(peer, message)
-        elif body == "pin_request":
-            self.observers.pin(peer, message.pin_request)
-        elif body in ("state_manifest", "shard_refusal"):
-            self.states.on_message(peer, message)
-        elif body == "kept":
-            self.holdings.on_message(peer, message)
-        elif body == "boundary_request" and self.crossing_server is not None:
-            self.crossing_server.on_message(peer, message)
-        elif body == "boundary_manifest":
-            self.crossings.on_message(peer, message)
-        elif body == "relearn":
-            self.relearning.on_message(peer, message)
+        if (handle := self.on_body.get(message.WhichOneof("body"))) is not None:
+            handle(peer, message)
 
     def on_frame(self, peer: str, frame: Frame, now: float) -> None:
         self.exchanges.at(now)
-        match frame.kind:
-            case "state":
-                self.states.on_frame(peer, frame)
-            case "average":
-                self.averaging.on_frame(peer, frame)
-            case "boundary":
-                self.crossings.on_frame(peer, frame)
-            case "relearn":
-                self.relearning.on_frame(peer, frame)
-            case "follow":
-                self.exchanges.start(self._take_gradient(peer, frame))
-            case "twin" | "copy":
-                self.holdings.on_frame(peer, frame)
-            case _:
-                self._take(peer, frame)
-
-    def on_look(self, peer: str, frame: Frame, now: float) -> None:
-        """An observer sends a tensor for the stage to compute with."""
-        self.exchanges.at(now)
-        self.observers.compute(peer, frame)
-
-    def on_observer_gone(self, peer: str) -> None:
-        """The observer needs nothing any more."""
-        self.observers.pins.forget(peer)
+        self.on_kind.get(frame.kind, self._take)(peer, frame)
 
     def on_link_up(self, peer: str, now: float) -> None:
         self.exchanges.at(now)
-        self._carry_out(self.driver.link_up(peer, now))
+        self.carry_out(self.driver.link_up(peer, now))
         self.outbox.linked(peer)
 
     def on_link_lost(
@@ -290,8 +265,8 @@ class Agent:
         if lost:  # those of older attempts may be among them
             why = f"the link to {peer} broke before a frame was delivered: {reason}"
             self.cut_off(Ballot(*max(lost)), peer, why)
-        self._carry_out(self.member.link_lost(peer))
-        self._carry_out(self.driver.link_lost(peer, reason, now))
+        self.carry_out(self.member.link_lost(peer))
+        self.carry_out(self.driver.link_lost(peer, reason, now))
 
     def compute_hangs(self, why: str, now: float) -> None:
         """The compute thread takes too long with a task; empty: no longer."""
@@ -311,7 +286,7 @@ class Agent:
             given_up=given_up,
             hang=self.member.hang[:LONGEST_WORDS],
         )
-        self._carry_out([self.member.promised.send(self.member.driver, account=account)])
+        self.carry_out([self.member.promised.send(self.member.driver, account=account)])
 
     def _inquired(self, peer: str, message: pb.Message) -> None:
         ballot = Ballot.of(message.ballot)
@@ -321,7 +296,7 @@ class Agent:
             if self.is_readable():
                 self.record.replace(why)
             else:
-                self._leave_unread(why)
+                self.leave_unread(why)
         if message.inquiry.relieve and self.attempt is not None:
             self.attempt.give_up(self._account)
         self._account()
@@ -335,13 +310,11 @@ class Agent:
 
     def tick(self, now: float) -> None:
         self.exchanges.at(now)
-        self._carry_out(self.driver.tick(now))
+        self.carry_out(self.driver.tick(now))
         self.observers.pins.expire(now)
-        self.origins.expire(now)
+        self.serving.tick(now)
         self.outbox.tick(now)
-        is_saved = self.saved_step >= self.member.committed
-        if self.finished and not is_saved and now - self.save_tried > SAVED_AGAIN:
-            self._save_last_step()
+        self.own_saves.tick(now)
 
     # --- sending
 
@@ -355,31 +328,27 @@ class Agent:
 
     # --- the attempt's reports
 
-    def all_scored(self, ballot: Ballot, scored: pb.Scored) -> None:
-        self._carry_out([ballot.send(self.member.driver, scored=scored)])
-
-    def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None:
-        self._carry_out([ballot.send(self.member.driver, home=home)])
-
-    def compared(self, ballot: Ballot, compared: pb.Compared) -> None:
-        self._carry_out([ballot.send(self.member.driver, compared=compared)])
+    def tell_driver(self, ballot: Ballot, **body: Any) -> None:
+        self.carry_out([ballot.send(self.member.driver, **body)])
 
     def cut_off(self, ballot: Ballot, node: str, reason: str, cause: Cause = SILENT) -> None:
-        self._carry_out(self.member.cut_off(ballot, node, reason, cause))
+        self.carry_out(self.member.cut_off(ballot, node, reason, cause))
 
-    def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None:
-        self._carry_out(self.member.failed(ballot, reason, accused))
+    def attempt_failed(
+        self, ballot: Ballot, reason: str, accused: Sequence[str], cause: Cause = SILENT
+    ) -> None:
+        self.carry_out(self.member.failed(ballot, reason, accused, cause))
 
     def accuse(self, node: str, reason: str, cause: Cause) -> None:
         """Accuses a node for an invalid message that belongs to no attempt."""
-        self._carry_out(self.member.accuse(node, reason, cause))
+        self.carry_out(self.member.accuse(node, reason, cause))
 
     def crashed(self, error: BaseException) -> None:
         self.exchanges.crashed(error)
 
     # --- effects
 
-    def _carry_out(self, effects: Iterable[Effect]) -> None:
+    def carry_out(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
             self._carry_out_one(effect)
 
@@ -418,9 +387,9 @@ class Agent:
             case Note(commit):
                 self.record.committed(commit)
             case Adopt(ballot):
-                self.exchanges.start(self._adopt(ballot))
+                self.exchanges.start(self.feed.adopt(ballot))
             case Fetch(ballot, sync):
-                self.gradients.forget(ballot)
+                self.feed.gradients.forget(ballot)
                 self.gaps.end("the stage gets another state")
                 if self.fetching is not None:
                     self.fetching.cancel()
@@ -431,7 +400,7 @@ class Agent:
                 self.record.over(reason)
             case Halted(halt):
                 if halt.finished:
-                    self._save_last_step()
+                    self.own_saves.save_last()
                 if not (halt.finished and self.finished):  # reported before
                     self.record.halted(halt)
                 self.finished = self.finished or halt.finished
@@ -457,10 +426,7 @@ class Agent:
         if begin.kind == pb.Begin.TRAIN and self.attempt is not None:
             self.all_home = Outcome(self.exchanges)
             self.reducing = ballot, self.exchanges.start(self._reduce(ballot, self.attempt))
-        held, self.held = self.held, []
-        self.holding.clear()
-        self.flooding.clear()
-        for peer, frame in held:
+        for peer, frame in self.held.take():
             self._take(peer, frame)
 
     def _take(self, peer: str, frame: Frame) -> None:
@@ -471,28 +437,12 @@ class Agent:
                 self.cut_off(Ballot(*frame.ballot), peer, why, SHAPE)
             case Frames.TAKE if self.attempt is not None:
                 self.attempt.take(peer, frame)
-            case Frames.HOLD if peer not in self.flooding:
-                self._hold(peer, frame)
-
-    def _hold(self, peer: str, frame: Frame) -> None:
-        """Keeps a frame until its attempt begins here."""
-        while greedy := self.holding.spend(peer, frame.size):
-            ballots = [f.ballot for p, f in [*self.held, (peer, frame)] if p == greedy]
-            stale = [f for p, f in self.held if p == greedy and f.ballot < max(ballots)]
-            self.held = [(p, f) for p, f in self.held if p != greedy or f not in stale]
-            for old in stale:  # of an attempt that came to nothing
-                self.holding.free(greedy, old.size)
-            if not stale:
-                self._refuse(greedy, self.holding.sentence(greedy))
-                if greedy == peer:
-                    return
-        self.held.append((peer, frame))
+            case Frames.HOLD:
+                for node, why in self.held.hold(peer, frame).items():
+                    self._refuse(node, why)
 
     def _refuse(self, peer: str, why: str) -> None:
-        """Drops the frames of a peer that floods this node, and has it removed."""
-        self.flooding.add(peer)
-        self.held = [(p, f) for p, f in self.held if p != peer]
-        self.holding.drop(peer)
+        """Has a peer removed that floods this node."""
         if self.member.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING):
             self.cut_off(self.member.attempt, peer, why, NUMBERS)
         else:
@@ -515,10 +465,12 @@ class Agent:
                 for node in error.accused:
                     self.cut_off(ballot, node, str(error), error.cause)
             else:
-                failed = self.member.failed(ballot, str(error), error.accused, error.cause)
-                self._carry_out(failed)
+                self.attempt_failed(ballot, str(error), error.accused, error.cause)
             return
-        await self._is_noted()
+        # A vote waits until the previous step is in this member's ledger, or can't be written. So
+        # each step is in a ledger, whichever nodes are lost when.
+        while self.record.recording() == pb.LEDGER_WRITING:
+            await self.exchanges.sleep(NOTING)
         seconds = self.workplace.seconds_per_microbatch
         relearned, relearning = await self.gaps.offer(self.all_home)
         digest = await self.exchanges.compute(self.arithmetic.digest)
@@ -530,14 +482,8 @@ class Agent:
             relearned=relearned,
             relearning=relearning,
         )
-        self._carry_out(self.member.reduced(ballot, ready, seen))
-        self.exchanges.start(self._feed(ballot, attempt.begin))
-
-    async def _is_noted(self) -> None:
-        """Waits until the previous step is in this member's ledger, or can't be written. Votes come
-        after that, so each step is in a ledger, whichever nodes are lost when."""
-        while self.record.recording() == pb.LEDGER_WRITING:
-            await self.exchanges.sleep(NOTING)
+        self.carry_out(self.member.reduced(ballot, ready, seen))
+        self.exchanges.start(self.feed.feed(ballot, attempt.begin))
 
     async def _reduce_all(
         self, ballot: Ballot, attempt: Attempt
@@ -563,52 +509,6 @@ class Agent:
             await self.holdings.twin.exchange(ballot, begin.members, gradient, norm, progress)
         return norm, seen
 
-    # --- joiners that follow
-
-    async def _feed(self, ballot: Ballot, begin: pb.Begin) -> None:
-        """Sends the reduced gradient to the joiners that this node feeds."""
-        joiners = [joiner for joiner, by in feeders(begin).items() if by == self.node]
-        if not joiners:
-            return
-        gradient = self.arithmetic.gradient
-        frame = await self.exchanges.compute(
-            partial(gradient_frame, ballot, gradient, self.tensors)
-        )
-        for joiner in joiners:
-            fits = self.net.unacknowledged_by(joiner) + frame.size <= unsent(gradient)
-            self.send(joiner, frame if fits else no_gradient(ballot))
-
-    async def _take_gradient(self, peer: str, frame: Frame) -> None:
-        """Takes a reduced gradient from a replica of this node's stage."""
-        ballot = Ballot(*frame.ballot)
-        if self.member.following is None or self.peers.get(peer) != self.stage:
-            return
-        if not frame.descriptors:  # too many wait to be sent
-            self._carry_out(self.member.gradient_missed(ballot))
-            return
-        with self.gradients.parsing(frame) as fits:
-            if not fits:
-                self._carry_out(self.member.gradient_missed(ballot))
-                return
-            try:
-                gradient = await self.exchanges.compute(partial(self.gradients.parse, frame))
-            except WireError as error:
-                reason = f"{peer} sent an invalid gradient for a joiner: {error}"
-                self._carry_out(self.member.gradient_refused(reason, peer, error.cause))
-                return
-        if self.gradients.put(ballot, gradient):
-            self._carry_out(self.member.gradient_came(ballot, peer))
-        else:
-            self._carry_out(self.member.gradient_missed(ballot))
-
-    async def _adopt(self, ballot: Ballot) -> None:
-        """Adopts a replica's reduced gradient as this node's own."""
-        adopt = partial(self.arithmetic.adopt, self.gradients.get(ballot))
-        norm = await self.exchanges.compute(adopt)
-        digest = await self.exchanges.compute(self.arithmetic.digest)
-        ready = pb.Ready(squared_norm=norm, finite=math.isfinite(norm), digest=digest)
-        self._carry_out(self.member.reduced(ballot, ready))
-
     # --- commits and state
 
     async def _apply(self, commit: pb.Commit) -> None:
@@ -622,12 +522,9 @@ class Agent:
         before = self._state(lineage, *self.based_on, boosted_at)
         after = self._state(lineage, commit.step, commit, boosted_at)
         self.holdings.committing(commit.step, lineage)
-        keep = self.pins.keep(fetched, before)
+        keep = self.serving.committing(fetched, before)
         take = self.observers.pins.keep(before, commit.step, self.exchanges.now)
-        self.gradients.forget(Ballot.of(commit.ballot))
-        if self.run.training.lora is None:
-            self.origins.clear()
-
+        self.feed.gradients.forget(Ballot.of(commit.ballot))
         task, fixed = self.gaps.task, entering(commit, stage)
 
         def apply() -> Learned:
@@ -653,7 +550,7 @@ class Agent:
             self.tokens_per_second = commit.tokens / commit.seconds
         digest = self.learned.digest
         self.record.tell(Applied(lineage=lineage, step=commit.step, digest=digest.hex()))
-        self._carry_out(member.applied(digest))
+        self.carry_out(member.applied(digest))
         self.holdings.in_place(after.id)
         self.record.changed()
 
@@ -665,12 +562,12 @@ class Agent:
                 synced = await self.rebuilding.rebuild_twin(ballot, sync)
                 if synced is not None:
                     self.states.forget()
-                    self._carry_out(member.fetched(synced, member.last, member.boosted_at))
+                    self.carry_out(member.fetched(synced, member.last, member.boosted_at))
                 return
             await self.exchanges.compute(self.averaging.feedback.drop)
             rebuilt = await self.rebuilding.rebuild(ballot, sync)
         except ComplaintError as error:
-            self._carry_out(member.failed(ballot, str(error), error.accused, error.cause))
+            self.attempt_failed(ballot, str(error), error.accused, error.cause)
             return
         if rebuilt is None:
             return
@@ -687,7 +584,7 @@ class Agent:
             synced.seconds,
         )
         self.record.committed(state.last)  # the node that was to record it may be gone
-        self._carry_out(member.fetched(synced, state.last, state.boosted_at))
+        self.carry_out(member.fetched(synced, state.last, state.boosted_at))
         self.holdings.in_place(state.id)
 
     def kept(self) -> list[pb.Holding]:
@@ -698,9 +595,6 @@ class Agent:
         if arrived is not None and arrived.id.step > 0:
             holdings.append(arrived.id.holding(WEIGHTS))
         return holdings
-
-    def _relearning(self, round: int, residual: float) -> None:
-        self.record.tell(RelearningRound(stage=self.stage, round=round, residual=residual))
 
     def own_state(self) -> StageState | None:
         """The state of this seat's stage, as of the newest commit; None: there is none."""
@@ -727,40 +621,6 @@ class Agent:
             digest=self.learned.digest,
         )
 
-    def _serve_state(self, peer: str, message: pb.Message) -> None:
-        request = getattr(message, message.WhichOneof("body"))
-        unread = request.kind == ORIGIN and self.origins.get(request.stage) is None
-        if unread and self._has_origin(request.stage):
-            self.exchanges.start(self._serve_origin(peer, message, request.stage))
-        else:
-            self.state_server.on_message(peer, message)
-
-    def _has_origin(self, stage: int) -> bool:
-        """Whether it has the stage's checkpoint: any with the folder, its own with adapters."""
-        adapters = self.run.training.lora is not None
-        own = adapters and stage == self.stage and not self.member.weightless
-        return own or (self.member.origin and stage <= self.config.stages)
-
-    async def _serve_origin(self, peer: str, message: pb.Message, stage: int) -> None:
-        await self.origins.load(stage)
-        self.state_server.on_message(peer, message)
-
-    def _served(self, kind: str, stage: int, step: int) -> StageState | None:
-        """The requested state; None: it isn't here."""
-        if kind == PIN:
-            return self.observers.pins.get(step, None if self.member.hang else self.own_state())
-        if kind == ORIGIN:
-            return self.origins.get(stage)
-        if kind:
-            return None if self.member.hang else self.holdings.served(kind, stage)
-        if self.member.hang and not self.is_readable():
-            self._leave_unread(self.member.hang)
-            return None
-        return self.pins.get(step) or self.own_state()
-
-    def _hangs(self) -> bool:
-        return bool(self.member.hang)
-
     def is_readable(self) -> bool:
         """Whether its state can be read beside a hanging compute thread: it is in this machine's
         memory, no update was under way, and the weights are those of the last commit."""
@@ -768,67 +628,27 @@ class Agent:
         here = all(tensor.device.type == "cpu" for tensor in tensors)
         return here and not (self.member.changing or self.damaged)
 
-    def _leave_unread(self, why: str) -> None:
+    def leave_unread(self, why: str) -> None:
         """Leaves, because others would wait for an unreadable state."""
         how = "damaged" if self.damaged else "out of reach"
         self.record.over(f"{why}; its state is {how}, so the node leaves without a handover")
 
-    def save_beside(self) -> None:
-        """Saves the state in place although the compute thread hangs and is abandoned. Runs in any
-        thread, once nothing else runs here."""
-        state = self.own_state()
-        if self.is_readable() and state is not None and state.id.step > 0:
-            self.holdings.save(state, first=False, always=True)
-
-    async def save_now(self) -> None:
-        """Saves the current step."""
+    async def settled(self) -> None:
+        """Waits until no update of the state is under way."""
         while self.member.changing:
             await self.exchanges.compute(lambda: None)  # behind the update, whose figures come then
-        state = self.own_state()
-        if state is not None and state.id.step > 0:
-            save = partial(self.holdings.save, state, first=False, always=True)
-            await self.exchanges.compute(save)
 
     async def deposit(self) -> str:
         """Ends the attempt, and leaves this last node's state of stage 0 with a body node; returns
         that node. Raises ComplaintError."""
-        self._carry_out(self.driver.rest("the last node of stage 0 leaves", self.exchanges.now))
-        while self.member.changing:
-            await self.exchanges.compute(lambda: None)
+        self.carry_out(self.driver.rest("the last node of stage 0 leaves", self.exchanges.now))
+        await self.settled()
         staying = {member.node for member in self.driver.view.members if not member.leaving}
         stages = {node: self.peers[node] for node in staying & self.peers.keys()}
         linked = [n for n in sorted(stages) if stages[n] and node_of(n) != node_of(self.node)]
         return await self.holdings.deposit(filter(self.net.linked, linked))
 
-    def _save_last_step(self) -> None:
-        self.save_tried = self.exchanges.now
-        self.exchanges.start(self.save_now())
-
-    def saved(self, kind: Kind, save: Age) -> None:
-        self.trouble = ""
-        self.record.tell(Saved(holding=kind, step=save.step))
-        self.exported(save)
-
-    def exported(self, state: Age) -> None:
-        """The state is on disk, or an observer has exported it."""
-        self.saved_state = max(self.saved_state, state)
-        if self.finished:
-            self.record.changed()
-
-    def save_failed(self, reason: str) -> None:
-        if self.finished:
-            reason += ". The run is over: this one is tried again, or take it away by export"
-        self.trouble = reason
-        self.record.tell(SaveFailed(reason=reason))
-        self.record.changed()
-
     # --- reports
-
-    @property
-    def saved_step(self) -> int:
-        """The newest step of its state that is on disk, or was exported."""
-        lineage, step = self.saved_state
-        return step if lineage == self.member.lineage else 0
 
     @property
     def members(self) -> Sequence[pb.Place]:
@@ -846,13 +666,9 @@ class Agent:
 
     def costs(self) -> dict[str, HoldingCost]:
         """The costs of keeping state for a loss, by purpose."""
-        return self.holdings.costs() | {"masking": HoldingCost(memory_bytes=self.most_kept)}
-
-    @property
-    def most_kept(self) -> int:
-        """Bytes, at an attempt's end, of what might have been sent or averaged again."""
         kept = self.attempt.kept if self.attempt is not None else 0
-        return max(kept, self.workplace.most_kept)
+        masking = HoldingCost(memory_bytes=max(kept, self.workplace.most_kept))
+        return self.holdings.costs() | {"masking": masking}
 
     def report(self) -> registry.SeatReport:
         """The report of this seat to the registry."""
@@ -874,20 +690,8 @@ class Agent:
             stopped=halt is not None and not halt.finished,
             finished=halt is not None and halt.finished,
             in_flight=self.workplace.filling.out if self.stage == 0 else 0,
-            saved=self.saved_step,
+            saved=self.own_saves.step,
         )
-
-    def validate_state(self) -> None:
-        """Checks the invariants between any two events. Raises AssertionError."""
-        member, attempt = self.member, self.attempt
-        if member.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING) and member.following is None:
-            assert attempt is not None and not attempt.over, f"{member.phase}, but no attempt"
-            assert attempt.began == member.began, f"{attempt.began} began, not {member.began}"
-            assert attempt.ballot == member.attempt, f"at {attempt.ballot}, not {member.attempt}"
-        if self.reducing is not None and not self.reducing[1].done:
-            voting = member.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING)
-            assert voting, f"reduces {self.reducing[0]} in {member.phase}"
-        assert self.holding.used == sum(frame.size + ITEM for _, frame in self.held)
 
 
 def crossing_bytes(run: RunFile, config: ModelConfig) -> int:

@@ -299,7 +299,7 @@ class Node:
         for name, seat in seats.items():
             if name in self.exchanges:  # it wasn't given back since then
                 try:
-                    await self.exchanges[name].outcome(seat.save_now())
+                    await self.exchanges[name].outcome(seat.own_saves.save_now())
                 except ClosedError as closed:
                     log.info("stage %s is not saved: %s", seat.stage, closed)
 
@@ -335,7 +335,7 @@ class Node:
     def unsaved(self) -> list[int]:
         """Stages to be saved whose last step is in memory only."""
         seats = self.seats.agents.values() if self.place.save_dir is not None else ()
-        return [s.stage for s in seats if s.finished and s.saved_step < s.member.committed]
+        return [seat.stage for seat in seats if seat.own_saves.lacks_last]
 
     def stop(self, why: str) -> None:
         """Ends `live`, which returns `why`."""
@@ -359,7 +359,7 @@ class Node:
             self.abandoned = str(self.hang or "its compute thread doesn't end")
             log.error("%s", self.abandoned)
             for seat in self.seats.agents.values():
-                await asyncio.to_thread(seat.save_beside)
+                await asyncio.to_thread(seat.own_saves.save_beside)
         self.tell(Wall(**self.wall.report()))
         for seat in self.seats.agents.values():
             await self._finish_saves(seat)
@@ -699,7 +699,8 @@ class Node:
         """The report about the machine and its seats."""
         number, links = self.measured
         troubles = [file.report() for file in self.files if file.trouble]
-        troubles += [seat.trouble for seat in self.seats.agents.values() if seat.trouble]
+        saves = [seat.own_saves for seat in self.seats.agents.values()]
+        troubles += [own.trouble for own in saves if own.trouble]
         return registry.Report(
             seats=[seat.report() for seat in self.seats.agents.values()],
             bytes_in=self.links.bytes_in,

@@ -206,14 +206,14 @@ class Seats(Generic[A]):
         if frame.seat.startswith(OBSERVER):
             self._tell_observer(frame.seat, replace(frame, sender=sender))
         elif agent is not None and frame.sender.startswith(OBSERVER):
-            agent.on_look(sender, frame, now)
+            agent.observers.compute(sender, frame, now)
         elif agent is not None:
             agent.on_frame(sender, frame, now)
 
     def on_gone(self, observer: str) -> None:
         """An observer of this node is gone; seats of other nodes notice when it stops asking."""
         for agent in self.agents.values():
-            agent.on_observer_gone(seat_id(self.node, observer))
+            agent.observers.pins.forget(seat_id(self.node, observer))
 
     def on_shown(self, observer: str, frame: Frame, now: float) -> None:
         """An observer of this node sends a seat, of any node, a frame to compute with."""

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from conversing import AtOnce, Nodes, VirtualNet
+from conversing import AtOnce, Nodes, VirtualNet, validate
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
@@ -131,7 +131,7 @@ class Seat:
         while not self.agent.exchanges.idle:
             self.nodes.step()
         assert not self.nodes.crashes
-        self.agent.validate_state()
+        validate(self.agent)
 
     def sent_to(self, peer: str) -> list[str]:
         """Bodies of messages, and kinds of frames."""
@@ -183,7 +183,7 @@ def test_what_comes_before_its_attempt_is_held_until_that_begins() -> None:
     assert seat.sent_to("c") == []
     seat.hears("a", ATTEMPT, step=begin())
     assert seat.sent_to("c") == ["activation"]
-    assert seat.agent.held == []
+    assert seat.agent.held.frames == []
 
 
 def test_what_was_held_for_an_attempt_that_never_came_is_dropped_with_the_next() -> None:
@@ -191,7 +191,7 @@ def test_what_was_held_for_an_attempt_that_never_came_is_dropped_with_the_next()
     seat.agent.on_frame("a", activation(ATTEMPT), 0.0)
     seat.hears("a", NEXT, step=begin())
     assert seat.sent_to("c") == []
-    assert seat.agent.held == []
+    assert seat.agent.held.frames == []
 
 
 def flood(ballot: Ballot, count: int) -> list[Frame]:
@@ -206,19 +206,19 @@ def test_who_floods_with_frames_of_a_coming_attempt_is_accused_and_fills_nothing
     seat.agent.on_frame("a", activation(NEXT), 0.0)
     for frame in flood(NEXT, 64):
         seat.agent.on_frame("c", frame, 0.0)
-        assert seat.agent.holding.used <= seat.agent.crossing < 20 << 20
+        assert seat.agent.held.used <= seat.agent.crossing < 20 << 20
     seat.run()
     (cut,) = [m.cut for to, m in seat.net.sent if isinstance(m, pb.Message) and m.HasField("cut")]
     assert (cut.node, cut.cause) == ("c", registry.NUMBERS)
     assert cut.reason.startswith("c has sent more than the ")
-    assert [peer for peer, _ in seat.agent.held] == ["a"], "the others' are as safe as before"
+    assert [peer for peer, _ in seat.agent.held.frames] == ["a"], "the others' are safe"
 
 
 def test_who_floods_a_node_that_is_in_no_attempt_is_accused_at_the_registry() -> None:
     seat = Seat("b")
     for frame in flood(ATTEMPT, 64):
         seat.agent.on_frame("c", frame, 0.0)
-    assert (seat.agent.held, seat.record.suspected) == ([], ["c"])
+    assert (seat.agent.held.frames, seat.record.suspected) == ([], ["c"])
 
 
 def test_who_sends_more_than_a_microbatch_has_is_accused_before_it_is_computed_on() -> None:
@@ -249,9 +249,9 @@ def test_what_is_held_of_attempts_that_never_came_makes_room_before_anybody_is_a
     for number in range(2, 12):
         for frame in flood(Ballot(1, number), 4):
             seat.agent.on_frame("c", frame, 0.0)
-            assert seat.agent.holding.used <= seat.agent.crossing
+            assert seat.agent.held.used <= seat.agent.crossing
     assert seat.record.suspected == []
-    assert seat.agent.held[-1][1].ballot == Ballot(1, 11)
+    assert seat.agent.held.frames[-1][1].ballot == Ballot(1, 11)
     seat.run()
 
 
@@ -261,7 +261,7 @@ def test_what_is_of_an_older_attempt_has_no_effect() -> None:
     seat.agent.on_frame("a", activation(ATTEMPT), 0.0)
     seat.run()
     assert seat.sent_to("c") == []
-    assert seat.agent.held == []
+    assert seat.agent.held.frames == []
 
 
 def test_a_twins_gradient_that_was_lost_with_the_link_is_sent_again() -> None:
@@ -421,7 +421,7 @@ def looked_at(seat: Seat, x: torch.Tensor, head: bool = False, step: int = 0) ->
 
 
 def answered(seat: Seat, frame: Frame) -> Frame:
-    seat.agent.on_look("b/?1", frame, 1.0)
+    seat.agent.observers.compute("b/?1", frame, 1.0)
     seat.run()
     to, answer = seat.net.sent[-1]
     assert to == "b/?1"
@@ -479,7 +479,7 @@ def test_what_is_asked_of_a_step_is_computed_with_the_weights_that_it_had() -> N
     again = looked_at(seat, shown, step=5)
     assert [bytes(part) for part in again.payload] == [bytes(part) for part in then.payload]
     assert again.fields["made"] == then.fields["made"]
-    agent.on_observer_gone("b/?1")
+    agent.observers.pins.forget("b/?1")
     agent.tick(2.0)
     assert agent.arithmetic._other is None, "it is kept for nobody"
 
@@ -518,7 +518,7 @@ def test_a_step_that_will_not_be_kept_is_not_said_to_be() -> None:
     refused = pinned("c/?3", 5)
     assert "try again" in refused.error
     assert not refused.kept
-    seat.agent.on_observer_gone("c/?1")
+    seat.agent.observers.pins.forget("c/?1")
     assert pinned("c/?3", 5).kept
 
 
@@ -535,10 +535,10 @@ def test_a_run_that_has_committed_nothing_has_nothing_to_be_taken_home() -> None
 def test_a_state_that_can_not_be_is_noticed() -> None:
     seat = Seat("b")
     seat.hears("a", ATTEMPT, step=begin())
-    seat.agent.validate_state()
+    validate(seat.agent)
     seat.agent.member.attempt = NEXT
     with pytest.raises(AssertionError, match=r"at .*2.*, not .*3"):
-        seat.agent.validate_state()
+        validate(seat.agent)
     seat.agent.attempt = None
     with pytest.raises(AssertionError, match="but no attempt"):
-        seat.agent.validate_state()
+        validate(seat.agent)

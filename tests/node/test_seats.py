@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,10 +49,14 @@ class Listener:
     def on_frame(self, peer: str, frame: Frame, now: float) -> None:
         self.heard.append((peer, frame.kind, bytes(frame.payload[0])))
 
-    def on_look(self, peer: str, frame: Frame, now: float) -> None:
+    @property
+    def observers(self) -> Any:
+        return SimpleNamespace(compute=self.compute, pins=SimpleNamespace(forget=self.forget))
+
+    def compute(self, peer: str, frame: Frame, now: float) -> None:
         self.heard.append((peer, "looks at", bytes(frame.payload[0])))
 
-    def on_observer_gone(self, peer: str) -> None:
+    def forget(self, peer: str) -> None:
         self.heard.append((peer, "is gone"))
 
     def on_link_up(self, peer: str, now: float) -> None:

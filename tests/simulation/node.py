@@ -10,6 +10,8 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from conversing import validate
+
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.neighbours import to_link
 from planaria.node import ports
@@ -162,7 +164,7 @@ class Node:
         self.retiring = self.leaving = True
         self.changed()
         for seat in self.seats.agents.values():
-            seat.exchanges.start(seat.save_now())
+            seat.exchanges.start(seat.own_saves.save_now())
         self._leave_in_time(leaving, [seat for seat in seats if seat.member.committed > 0])
 
     def _leave_in_time(self, leaving: Leaving, needed: list[Seat]) -> None:
@@ -350,7 +352,7 @@ class Node:
 
     def _validate(self) -> None:
         for seat in () if self.ended else self.seats.agents.values():
-            seat.validate_state()
+            validate(seat)
 
     def changed(self) -> None:
         reports = [seat.report() for seat in self.seats.agents.values()]
@@ -387,7 +389,7 @@ class TimedExchanges(Exchanges):
         if self.wake < self._alarm:
             self._alarm = self.wake
             self._node.process.after(self._alarm - self._node.world.now, self._woken)
-        self.seat.validate_state()
+        validate(self.seat)
 
     def _woken(self) -> None:
         self._alarm = math.inf

@@ -129,7 +129,7 @@ async def test_who_floods_with_frames_of_a_coming_attempt_is_taken_out(corpus, t
             for peer in sick.seat.peers:
                 if sick.seat.net.unacknowledged_by(peer) < 4 << 20:
                     sick.seat.net.send(peer, flood)
-            assert all(n.seat.holding.used <= n.seat.crossing for n in others)
+            assert all(n.seat.held.used <= n.seat.crossing for n in others)
             return sick.over.done()
 
         await swarm.until(floods_until_it_is_out)

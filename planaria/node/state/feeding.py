@@ -6,18 +6,24 @@ own. A joiner's feeder sends it the exact reduced gradient of each attempt.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from planaria.node.ports import Tensors
 from planaria.node.state.stage_state import StageState
 from planaria.node.transaction.effects import Ballot
-from planaria.node.wire.frames import Form, Frame, check_forms
+from planaria.node.transaction.following import feeders
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.frames import Form, Frame, WireError, check_forms
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from planaria.node.agent import Agent
 
 BACKLOG: Final = 4 << 30
 """Bytes of gradients that may wait at the joiner to be applied."""
@@ -122,3 +128,57 @@ class ReducedGradients:
     def forget(self, through: Ballot) -> None:
         """Forget gradients of that ballot, and of older ones."""
         self._waiting = {b: g for b, g in self._waiting.items() if b > through}
+
+
+class GradientFeed:
+    """A seat's part in the joins of its stage: it feeds joiners, or is a joiner that is fed."""
+
+    def __init__(self, seat: Agent) -> None:
+        self._seat = seat
+        self.gradients = ReducedGradients(seat.arithmetic.gradient, seat.tensors)
+
+    async def feed(self, ballot: Ballot, begin: pb.Begin) -> None:
+        """Sends the reduced gradient to the joiners that this node feeds."""
+        seat = self._seat
+        joiners = [joiner for joiner, by in feeders(begin).items() if by == seat.node]
+        if not joiners:
+            return
+        gradient = seat.arithmetic.gradient
+        frame = await seat.exchanges.compute(
+            partial(gradient_frame, ballot, gradient, seat.tensors)
+        )
+        for joiner in joiners:
+            fits = seat.net.unacknowledged_by(joiner) + frame.size <= unsent(gradient)
+            seat.send(joiner, frame if fits else no_gradient(ballot))
+
+    def on_frame(self, peer: str, frame: Frame) -> None:
+        self._seat.exchanges.start(self._take(peer, frame))
+
+    async def _take(self, peer: str, frame: Frame) -> None:
+        """Takes a reduced gradient from a replica of this node's stage."""
+        seat, member, ballot = self._seat, self._seat.member, Ballot(*frame.ballot)
+        if member.following is None or seat.peers.get(peer) != seat.stage:
+            return
+        with self.gradients.parsing(frame) as fits:
+            if not (fits and frame.descriptors):  # too many wait, here or to be sent
+                seat.carry_out(member.gradient_missed(ballot))
+                return
+            try:
+                gradient = await seat.exchanges.compute(partial(self.gradients.parse, frame))
+            except WireError as error:
+                reason = f"{peer} sent an invalid gradient for a joiner: {error}"
+                seat.carry_out(member.gradient_refused(reason, peer, error.cause))
+                return
+        if self.gradients.put(ballot, gradient):
+            seat.carry_out(member.gradient_came(ballot, peer))
+        else:
+            seat.carry_out(member.gradient_missed(ballot))
+
+    async def adopt(self, ballot: Ballot) -> None:
+        """Adopts a replica's reduced gradient as this node's own."""
+        seat = self._seat
+        adopt = partial(seat.arithmetic.adopt, self.gradients.get(ballot))
+        norm = await seat.exchanges.compute(adopt)
+        digest = await seat.exchanges.compute(seat.arithmetic.digest)
+        ready = pb.Ready(squared_norm=norm, finite=math.isfinite(norm), digest=digest)
+        seat.carry_out(seat.member.reduced(ballot, ready))

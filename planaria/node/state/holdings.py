@@ -22,6 +22,7 @@ from planaria.node.run_file import RunFile
 from planaria.node.state.boundary import BoundaryKeeper
 from planaria.node.state.copies import Holder, Outgoing, Sender
 from planaria.node.state.copies import Kind as CopyKind
+from planaria.node.state.own_saves import OwnSaves
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.state.twin import Twin
 from planaria.node.transaction.effects import Ballot
@@ -47,12 +48,11 @@ class Host(Protocol):
     exchanges: Exchanges
     tensors: Tensors
     net: Net
+    own_saves: OwnSaves
 
     def send(self, peer: str, item: pb.Message | Frame) -> bool: ...
     def accuse(self, node: str, reason: str, cause: Cause) -> None: ...
     def own_state(self) -> StageState | None: ...
-    def saved(self, kind: Kind, save: Age) -> None: ...
-    def save_failed(self, reason: str) -> None: ...
 
 
 class Files:
@@ -143,7 +143,7 @@ class Holdings:
         return self.host.net.linked(peer) and self.host.send(peer, item)
 
     def _add_files(self, kind: Kind, folder: Path, every: int, keep: int) -> None:
-        saved, failed = partial(self.host.saved, kind), self.host.save_failed
+        saved, failed = partial(self.host.own_saves.saved, kind), self.host.own_saves.failed
         disk = self._open_disk(folder, keep, saved, failed)
         self.files.append(Files(kind, disk, every))
 

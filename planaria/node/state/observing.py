@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
-from planaria.node.ports import Arithmetic, Priority, Tensors
-from planaria.node.state.stage_state import Age, StageState
+from planaria.node.ports import Priority
 from planaria.node.state.transfer import WEIGHTS
 from planaria.node.state.weight_pins import WeightPins
 from planaria.node.transaction.effects import Ballot
-from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.exchange import Exchanges
 from planaria.node.wire.frames import Descriptor, Frame, WireError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from planaria.node.agent import Agent
 
 AT_A_TIME: Final = 4
 """Maximum observers whose tensors wait to be computed with."""
@@ -24,31 +23,17 @@ LONGEST_REASON: Final = 200
 """Characters of an error that an observer is sent."""
 
 
-class ObservedSeat(Protocol):
-    """What an `ObserverService` needs of its seat."""
-
-    stage: int
-    member: MemberSide
-    exchanges: Exchanges
-    tensors: Tensors
-    arithmetic: Arithmetic
-
-    def own_state(self) -> StageState | None: ...
-    def exported(self, state: Age) -> None: ...
-    def send(self, peer: str, item: pb.Message | Frame) -> bool: ...
-
-
 class ObserverService:
     """Serves the observers of one seat. Its methods are called on the event loop's thread."""
 
-    def __init__(self, seat: ObservedSeat) -> None:
+    def __init__(self, seat: Agent) -> None:
         self._seat = seat
         self.pins = WeightPins(seat.tensors)
         self.computing_for: set[str] = set()
 
-    def pin(self, peer: str, request: pb.PinRequest) -> None:
+    def pin(self, peer: str, message: pb.Message) -> None:
         """An observer requests the weights of a step for export."""
-        seat, now = self._seat, self._seat.exchanges.now
+        seat, now, request = self._seat, self._seat.exchanges.now, message.pin_request
         state, member = seat.own_state(), seat.member
         answer = pb.Pinned(transfer=request.transfer, step=request.step, lineage=member.lineage)
         if state is None or member.hang:
@@ -62,11 +47,12 @@ class ObserverService:
             is_pinned = request.step > 0 and self.pins.get(request.step, state) is not None
             answer.kept = is_pinned and not answer.error
             if request.exported and request.step == state.id.step:
-                seat.exported(state.id.age)
+                seat.own_saves.exported(state.id.age)
         seat.send(peer, pb.Message(pinned=answer))
 
-    def compute(self, peer: str, frame: Frame) -> None:
+    def compute(self, peer: str, frame: Frame, now: float) -> None:
         """An observer sends a tensor for the stage to compute with."""
+        self._seat.exchanges.at(now)
         if peer not in self.computing_for and len(self.computing_for) < AT_A_TIME:
             self._seat.exchanges.start(self._compute(peer, frame))
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT, Cause
 from planaria.node.ports import Compute, Priority
@@ -191,10 +191,8 @@ class AttemptHost(Protocol):
     """What a node does for its attempt; all methods are called on the event loop."""
 
     def send(self, peer: str, item: Frame) -> bool: ...
-    def all_scored(self, ballot: Ballot, scored: pb.Scored) -> None: ...
-    def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None: ...
+    def tell_driver(self, ballot: Ballot, **body: Any) -> None: ...
     def cut_off(self, ballot: Ballot, node: str, reason: str, cause: Cause = SILENT) -> None: ...
-    def compared(self, ballot: Ballot, compared: pb.Compared) -> None: ...
     def attempt_failed(self, ballot: Ballot, reason: str, accused: Sequence[str]) -> None: ...
     def crashed(self, error: BaseException) -> None: ...
 
@@ -488,7 +486,7 @@ class Attempt:
         out = [m for m in sourced if m not in self.applied]
         if out and all(m in scored for m in out):
             message = pb.Scored(microbatches=[scored[m] for m in out])
-            self.place.host.all_scored(self.ballot, message)
+            self.place.host.tell_driver(self.ballot, scored=message)
 
     def _came_home(self, microbatch: int) -> None:
         if self._is_timed(microbatch):
@@ -506,7 +504,7 @@ class Attempt:
         """Sends the homes of microbatches whose source is this node."""
         for microbatch in [m for m in self._homes if self._plan.routes[m].nodes[0] == self.node]:
             self._homes.discard(microbatch)
-            self.place.host.microbatch_home(self.ballot, self._scored.pop(microbatch))
+            self.place.host.tell_driver(self.ballot, home=self._scored.pop(microbatch))
 
     # --- frames
 
@@ -686,7 +684,7 @@ class Attempt:
                     other=pair.other,
                     difference=difference,
                 )
-                self.place.host.compared(self.ballot, compared)
+                self.place.host.tell_driver(self.ballot, compared=compared)
             self._raise_error(difference)
 
         work = partial(self.place.work.difference, *pair.made)

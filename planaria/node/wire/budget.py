@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
+from planaria.node.wire.frames import Frame
+
 ITEM: Final = 1 << 10
 """Bytes of an item's overhead, beside its payload."""
 PEERS: Final = 4
@@ -48,3 +50,38 @@ class Budget:
 
     def sentence(self, peer: str) -> str:
         return f"{peer} has sent more than the {self.each} bytes that may wait here of one peer"
+
+
+class HeldFrames(Budget):
+    """Frames of a coming attempt, until it begins here."""
+
+    def __init__(self, each: int) -> None:
+        super().__init__(each)
+        self.frames: list[tuple[str, Frame]] = []  # with their senders
+        self._refused: set[str] = set()
+
+    def hold(self, peer: str, frame: Frame) -> dict[str, str]:
+        """Keep a frame; those of older attempts make room. Returns the peers that flood this node
+        with frames, and a sentence about each. Nothing is kept of them until `take`."""
+        floods: dict[str, str] = {}
+        while peer not in self._refused and (greedy := self.spend(peer, frame.size)):
+            ballots = [f.ballot for p, f in [*self.frames, (peer, frame)] if p == greedy]
+            stale = [f for p, f in self.frames if p == greedy and f.ballot < max(ballots)]
+            self.frames = [(p, f) for p, f in self.frames if p != greedy or f not in stale]
+            for old in stale:  # of an attempt that came to nothing
+                self.free(greedy, old.size)
+            if not stale:
+                floods[greedy] = self.sentence(greedy)
+                self._refused.add(greedy)
+                self.frames = [(p, f) for p, f in self.frames if p != greedy]
+                self.drop(greedy)
+        if peer not in self._refused:
+            self.frames.append((peer, frame))
+        return floods
+
+    def take(self) -> list[tuple[str, Frame]]:
+        """Remove and return all frames."""
+        frames, self.frames = self.frames, []
+        self.clear()
+        self._refused.clear()
+        return frames

@@ -568,7 +568,7 @@ class Daemon:
         self.sent.append(item)
         return True
 
-    def microbatch_home(self, ballot: Ballot, home: pb.Home) -> None: ...
+    def tell_driver(self, ballot: Ballot, **body: Any) -> None: ...
 
     def cut_off(self, ballot: Ballot, node: str, reason: str, cause: Cause = SILENT) -> None:
         raise AssertionError(reason)

@@ -73,6 +73,7 @@ class Host:
         self.exchanges = self.nodes.new()
         self.saves: list[tuple[str, int]] = []
         self.trouble: list[str] = []
+        self.own_saves = self
 
     def send(self, *_: object) -> bool:
         return False
@@ -86,7 +87,7 @@ class Host:
     def saved(self, kind: str, save: Any) -> None:
         self.saves.append((kind, save.step))
 
-    def save_failed(self, reason: str) -> None:
+    def failed(self, reason: str) -> None:
         self.trouble.append(reason)
 
 

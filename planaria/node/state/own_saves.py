@@ -1,0 +1,79 @@
+"""What is on disk of a seat's own state, when it is saved besides, and what fails."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from planaria.node.report.events import Saved, SaveFailed
+from planaria.node.state.stage_state import Age
+from planaria.recovery.facts import Kind
+
+if TYPE_CHECKING:
+    from planaria.node.agent import Agent
+
+AGAIN: Final = 15.0
+"""Seconds between two attempts to save the last step of a finished run."""
+
+
+class OwnSaves:
+    """The saves of one seat's state."""
+
+    def __init__(self, seat: Agent) -> None:
+        self._seat = seat
+        self.trouble = ""  # why saving fails
+        self._newest = Age(lineage=0, step=0)  # on disk, or exported
+        self._tried = 0.0  # when a save of the last step was last begun
+
+    @property
+    def step(self) -> int:
+        """The newest step that is on disk, or was exported."""
+        lineage, step = self._newest
+        return step if lineage == self._seat.member.lineage else 0
+
+    @property
+    def lacks_last(self) -> bool:
+        """Whether the run is finished, and its last step is in memory only."""
+        return self._seat.finished and self.step < self._seat.member.committed
+
+    def tick(self, now: float) -> None:
+        if self.lacks_last and now - self._tried > AGAIN:
+            self.save_last()
+
+    def save_last(self) -> None:
+        self._tried = self._seat.exchanges.now
+        self._seat.exchanges.start(self.save_now())
+
+    async def save_now(self) -> None:
+        """Saves the current step."""
+        seat = self._seat
+        await seat.settled()
+        state = seat.own_state()
+        if state is not None and state.id.step > 0:
+            save = partial(seat.holdings.save, state, first=False, always=True)
+            await seat.exchanges.compute(save)
+
+    def save_beside(self) -> None:
+        """Saves the state in place although the compute thread hangs and is abandoned. Runs in any
+        thread, once nothing else runs here."""
+        state = self._seat.own_state()
+        if self._seat.is_readable() and state is not None and state.id.step > 0:
+            self._seat.holdings.save(state, first=False, always=True)
+
+    def saved(self, kind: Kind, save: Age) -> None:
+        self.trouble = ""
+        self._seat.record.tell(Saved(holding=kind, step=save.step))
+        self.exported(save)
+
+    def exported(self, state: Age) -> None:
+        """The state is on disk, or an observer has exported it."""
+        self._newest = max(self._newest, state)
+        if self._seat.finished:
+            self._seat.record.changed()
+
+    def failed(self, reason: str) -> None:
+        if self._seat.finished:
+            reason += ". The run is over: this one is tried again, or take it away by export"
+        self.trouble = reason
+        self._seat.record.tell(SaveFailed(reason=reason))
+        self._seat.record.changed()

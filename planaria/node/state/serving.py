@@ -1,0 +1,91 @@
+"""Serves states to other nodes: a seat's own, its holdings, and stages of the run's checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Final
+
+from planaria.node.state.feeding import StatePins
+from planaria.node.state.stage_state import StageState
+from planaria.node.state.transfer import StateServer
+from planaria.node.state.weight_pins import PIN
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.exchange import ComplaintError
+from planaria.recovery.facts import ORIGIN
+
+if TYPE_CHECKING:
+    from planaria.node.agent import Agent
+
+log = logging.getLogger(__name__)
+
+REQUESTED_AGAIN: Final = 30.0
+"""Seconds within which a node that fetches a stage requests its next part."""
+
+
+class StateService:
+    """Serves the states of one seat. A stage of the checkpoint stays in memory until the first
+    commit, or until no node has requested one for a while."""
+
+    def __init__(self, seat: Agent) -> None:
+        self._seat = seat
+        self._pins = StatePins(seat.tensors)
+        self._server = StateServer(
+            seat.exchanges, seat.tensors, seat.send, self._served, lambda: bool(seat.member.hang)
+        )
+        self._checkpoint: dict[int, StageState] = {}
+        self._requested = 0.0  # when a stage of it was last requested
+
+    def on_message(self, peer: str, message: pb.Message) -> None:
+        """Handles a StateRequest or a ShardRequest."""
+        request = getattr(message, message.WhichOneof("body"))
+        unread = request.kind == ORIGIN and self._of_checkpoint(request.stage) is None
+        if unread and self._has_checkpoint(request.stage):
+            self._seat.exchanges.start(self._read_and_serve(peer, message, request.stage))
+        else:
+            self._server.on_message(peer, message)
+
+    def tick(self, now: float) -> None:
+        if now - self._requested > REQUESTED_AGAIN:
+            self._checkpoint.clear()
+
+    def committing(self, fetched: Collection[int], state: StageState) -> Callable[[], None]:
+        """A commit is about to change `state`. Pins it if joiners fetch it: the steps `fetched`.
+        Run the returned function in the compute thread before the change."""
+        if self._seat.run.training.lora is None:
+            self._checkpoint.clear()
+        return self._pins.keep(fetched, state)
+
+    def _of_checkpoint(self, stage: int) -> StageState | None:
+        self._requested = self._seat.exchanges.now
+        return self._checkpoint.get(stage)
+
+    def _has_checkpoint(self, stage: int) -> bool:
+        """Whether the stage's checkpoint is here: any with the folder, its own with adapters."""
+        seat = self._seat
+        adapters = seat.run.training.lora is not None
+        own = adapters and stage == seat.stage and not seat.member.weightless
+        return own or (seat.member.origin and stage <= seat.config.stages)
+
+    async def _read_and_serve(self, peer: str, message: pb.Message, stage: int) -> None:
+        seat = self._seat
+        try:
+            read = seat.exchanges.compute(lambda: seat.arithmetic.of_checkpoint(stage))
+            self._checkpoint[stage] = await read
+        except ComplaintError as error:
+            log.warning("%s", error)
+        self._server.on_message(peer, message)
+
+    def _served(self, kind: str, stage: int, step: int) -> StageState | None:
+        """The requested state; None: it isn't here."""
+        seat, hangs = self._seat, bool(self._seat.member.hang)
+        if kind == PIN:
+            return seat.observers.pins.get(step, None if hangs else seat.own_state())
+        if kind == ORIGIN:
+            return self._of_checkpoint(stage)
+        if kind:
+            return None if hangs else seat.holdings.served(kind, stage)
+        if hangs and not seat.is_readable():
+            seat.leave_unread(seat.member.hang)
+            return None
+        return self._pins.get(step) or seat.own_state()
