@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from planaria.bootstrap.registry_pb2 import CHECKSUM, SILENT, Cause
+from planaria.node.driver.spot_checks import SpotChecks
 from planaria.node.ports import Priority
 from planaria.node.transaction.attempt import Attempt, Done, StageWork, Visit, Workplace
 from planaria.node.transaction.bounds import UNLIKE
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.in_flight_window import InFlightWindow
 from planaria.node.transaction.plan_encoding import PlanDecoder, PlanEncoder
-from planaria.node.transaction.spot_checks import SpotChecks
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchange, Exchanges
 from planaria.node.wire.frames import Frame, buffers_of

@@ -19,7 +19,8 @@ A room imports only the rooms after it (`make lint` checks that):
 - `hugging_face/`: models in the format of transformers, into a run and out of it
 - `stage/`: computes
 - `state/`: keeps what a loss may need, and restores it
-- `transaction/`: decides
+- `driver/`: plans and decides each step, at one node of stage 0
+- `transaction/`: each node's part in a step
 - `report/`: events, ledger, summary
 - `wire/`: carries
 - `model/`: the model: shapes, layers, files

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import DIVERGENCE, NUMBERS, SHAPE, SILENT, Cause
+from planaria.node.driver.driver import Driver
+from planaria.node.driver.phases import DriverPhase
 from planaria.node.model import learning_rate
 from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.ports import Learned, Ports
@@ -41,7 +43,7 @@ from planaria.node.state.transfer import WEIGHTS, StateClient
 from planaria.node.transaction.attempt import Attempt, Workplace
 from planaria.node.transaction.averaging import Averaging, Coding, ReductionRound
 from planaria.node.transaction.bounds import LONGEST_WORDS
-from planaria.node.transaction.driver import Driver
+from planaria.node.transaction.commits import entering
 from planaria.node.transaction.effects import (
     Adopt,
     AllHome,
@@ -58,12 +60,10 @@ from planaria.node.transaction.effects import (
     StartAttempt,
     Suspect,
 )
-from planaria.node.transaction.gathering import active
 from planaria.node.transaction.gradient_outliers import Contribution
 from planaria.node.transaction.in_flight_window import InFlightWindow
 from planaria.node.transaction.member import Frames, MemberPhase, MemberSide
-from planaria.node.transaction.relearning_progress import entering
-from planaria.node.transaction.resting import DriverPhase
+from planaria.node.transaction.plan_encoding import active
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.budget import HeldFrames

@@ -12,7 +12,7 @@ from conversing import AtOnce, Nodes, VirtualNet
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.ports import Priority
 from planaria.node.seats import VIEW_TO_COME, SeatCompute, SeatNet, Seats, SenselessError
-from planaria.node.transaction.gathering import active
+from planaria.node.transaction.plan_encoding import active
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import Exchanges
 from planaria.node.wire.frames import Frame

@@ -36,6 +36,9 @@ import torch
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.neighbours import stages_of
+from planaria.node.driver.driver import Driver
+from planaria.node.driver.fault_policy import NOBODY_ELSE
+from planaria.node.driver.phases import DriverPhase
 from planaria.node.model.shape import model_config
 from planaria.node.run_file import RunFile, from_fields
 from planaria.node.stage.optimizer import StageOptimizer
@@ -43,13 +46,10 @@ from planaria.node.stage.optimizer import digest as weights_digest
 from planaria.node.state.copies import Holder
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.stage_state import StageState
-from planaria.node.transaction.driver import Driver
+from planaria.node.transaction.commits import entering
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.error_feedback import ErrorFeedback
-from planaria.node.transaction.fault_attribution import NOBODY_ELSE
 from planaria.node.transaction.member import MemberSide
-from planaria.node.transaction.relearning_progress import entering
-from planaria.node.transaction.resting import DriverPhase
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame

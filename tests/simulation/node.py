@@ -16,6 +16,7 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.neighbours import to_link
 from planaria.node import ports
 from planaria.node.agent import Agent
+from planaria.node.driver.driver import Driver
 from planaria.node.machine.watch import Hang
 from planaria.node.ports import Ports, Priority
 from planaria.node.report.events import Event
@@ -25,7 +26,6 @@ from planaria.node.seats import SeatCompute, SeatNet, Seats
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.stage_state import Age
 from planaria.node.state.twin import next_stage
-from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import Ballot, Effect, GoOn
 from planaria.node.transaction.leaving import Leaving
 from planaria.node.transaction.member import MemberSide

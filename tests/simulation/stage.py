@@ -22,8 +22,8 @@ from planaria.node.state.relearn import PairSlice, PairSliceResult
 from planaria.node.state.stage_state import Age, StageState, StateId
 from planaria.node.state.twin import Twin
 from planaria.node.transaction.attempt import Done, Visit
+from planaria.node.transaction.commits import of_stage
 from planaria.node.transaction.effects import NEVER, Ballot
-from planaria.node.transaction.scales import of_stage
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import hash_of
 from planaria.node.wire.exchange import ComplaintError

@@ -8,9 +8,9 @@ from unittest.mock import patch
 import pytest
 
 from planaria.node.agent import Agent
-from planaria.node.transaction import record_replication
-from planaria.node.transaction.attempting import Vote
-from planaria.node.transaction.driver import Driver
+from planaria.node.driver import records
+from planaria.node.driver.attempting import Vote
+from planaria.node.driver.driver import Driver
 from simulation.cluster import Trap
 from simulation.scenario import InRows, Scenario, ScenarioError, run
 
@@ -66,7 +66,7 @@ def few_are_told() -> ExitStack:
     """What becomes of microbatches: one of each stage is, as in a swarm of a thousand."""
     patches = ExitStack()
     for name in ("LEDGERS", "MEMORIES"):
-        patches.enter_context(patch.object(record_replication, name, 1))
+        patches.enter_context(patch.object(records, name, 1))
     return patches
 
 
@@ -100,7 +100,7 @@ class Bereft(InRows):
             if 0 in node.stages:
                 self.cluster.files.stalled[node.process.host] = self.world.now + 9.0
         there = [node for node in self._some() if 1 in node.stages]
-        for node in there[: record_replication.OF_A_STAGE]:
+        for node in there[: records.OF_A_STAGE]:
             self.cluster.network.latency[driver.process.host, node.process.host] = 9.0
         self.world.after(0.5, self._strike, self._crash_stage_0)
         self.world.after(4.0, self.cluster.network.latency.clear)

@@ -8,7 +8,7 @@ from planaria.bootstrap import membership
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.accusations import Accusations
 from planaria.bootstrap.views import sign
-from planaria.node.transaction.driver import Driver
+from planaria.node.driver.driver import Driver
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.member import MemberSide
 from simulation.babbling import Babbling

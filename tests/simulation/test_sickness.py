@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planaria.node.transaction.attempting import Vote
-from planaria.node.transaction.driver import Driver
+from planaria.node.driver.attempting import Vote
+from planaria.node.driver.driver import Driver
 from planaria.node.transaction.effects import Effect
 from simulation.cluster import Machines
 from simulation.scenario import Scenario, ScenarioError, run

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from planaria.node.transaction.attempting import Attempting
-from planaria.node.transaction.driver import Driver
+from planaria.node.driver.attempting import Attempting
+from planaria.node.driver.driver import Driver
 from planaria.node.transaction.effects import Ballot, Effect
 from planaria.node.transaction.member import MemberSide
 from planaria.node.transaction.rules import TransactionRules

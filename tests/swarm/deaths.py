@@ -110,15 +110,15 @@ class Swarm:
 def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
     """By name: the method at whose call a node dies, and the step that the call is about."""
     from planaria.node.agent import Agent
+    from planaria.node.driver.driver import Driver
+    from planaria.node.driver.phases import DriverPhase
     from planaria.node.stage.arithmetic import TorchStage
     from planaria.node.stage.work import TorchWork
     from planaria.node.state.stage_state import Age
     from planaria.node.state.transfer import StateServer
     from planaria.node.transaction.attempt import Attempt
     from planaria.node.transaction.averaging import Averaging
-    from planaria.node.transaction.driver import Driver
     from planaria.node.transaction.member import MemberSide
-    from planaria.node.transaction.resting import DriverPhase
     from planaria.node.wire import stage_pb2 as pb
 
     def trained(begin: pb.Begin) -> int:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from planaria.node.data.corpus import Corpus
+from planaria.node.driver.driver import Driver
+from planaria.node.driver.joining import Joining
 from planaria.node.report.ledger import audit
-from planaria.node.transaction.driver import Driver
-from planaria.node.transaction.joining import Joining
 from tests.swarm.in_process import LocalSwarm
 from tests.swarm.small import small
 

@@ -25,11 +25,11 @@ from typing import Final
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import INSTANCE_LETTERS, Identity
 from planaria.node.agent import rules
+from planaria.node.driver.attempting import Attempting
+from planaria.node.driver.driver import Driver
 from planaria.node.model.shape import model_config
 from planaria.node.run_file import loads
 from planaria.node.serve import collect_often
-from planaria.node.transaction.attempting import Attempting
-from planaria.node.transaction.driver import Driver
 from planaria.node.transaction.effects import Effect, Send
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import seal, unseal

@@ -48,9 +48,9 @@ def is_ready(step: int) -> bool:
 
 def run_alternating(arguments: list[str]) -> None:
     """`planaria ARGUMENTS...`, with readiness by `is_ready`."""
+    from planaria.node.driver.driver import Driver
     from planaria.node.state.holdings import Holdings
     from planaria.node.transaction.attempt import Attempt
-    from planaria.node.transaction.driver import Driver
 
     attempted, start, plan = Holdings.attempted, Attempt.start, Driver._plan
     originals: dict[int, Any] = {}

@@ -34,7 +34,7 @@ from planaria.node.report.event_log import EventLog, Tail
 from planaria.node.report.events import Applied, Exited, Killed, Started, SwarmEnding, parse
 from planaria.node.report.live_view import Story
 from planaria.node.run_file import RunFile, dumps
-from planaria.node.transaction.gathering import active
+from planaria.node.transaction.plan_encoding import active
 from planaria.node.wire.naming import node_of, seated
 from planaria_lab.chaos.proxy import Proxy, Way
 from planaria_lab.chaos.schedule import BLINKS, REGISTRY, Fault, Shape

@@ -29,8 +29,8 @@ from planaria.node.stage.work import TorchWork
 from planaria.node.state.boundary import Fetched
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.state.twin import Twin, next_stage
+from planaria.node.transaction.commits import of_stage
 from planaria.node.transaction.effects import NEVER
-from planaria.node.transaction.scales import of_stage
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError, Exchanges

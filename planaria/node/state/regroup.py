@@ -18,7 +18,7 @@ import numpy as np
 from planaria.node.model.shape import BETAS, ModelConfig
 from planaria.node.state.saves import Bytes, SaveFile, Saves, Values
 from planaria.node.state.stage_state import SaveError, StageState, StateId
-from planaria.node.transaction.scales import has_for, of_stage
+from planaria.node.transaction.commits import has_for, of_stage
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import Resume, resume
 from planaria.recovery.facts import Held, Source

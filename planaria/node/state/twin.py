@@ -5,7 +5,7 @@ replicas of s + 1 send their reduced gradient to the nodes of s *before* either 
 Ready. So both have the same gradient when a commit comes, and both apply it, whichever dies next.
 
 When the last node of s + 1 dies within a step, another node takes its seat with this state, and the
-step goes on (node/transaction/takeover.py). Bamboo's node also computes the forward passes of the
+step goes on (node/driver/takeover.py). Bamboo's node also computes the forward passes of the
 held stage, so that only backward passes are left. Here the new node computes both: the inner
 activations of a stage over a window often take more memory than the stage itself.
 """
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Final
 from planaria.bootstrap.registry_pb2 import NUMBERS, Cause
 from planaria.node.ports import Optimizer, Tensors
 from planaria.node.state.stage_state import StageState, StateId
+from planaria.node.transaction.commits import of_stage
 from planaria.node.transaction.effects import NEVER, Ballot
-from planaria.node.transaction.scales import of_stage
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import (
     OPEN_LIMIT,

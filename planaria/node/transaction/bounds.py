@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from typing import Final
 
 from planaria.bootstrap.registry_pb2 import Cause
+from planaria.node.transaction.commits import has_for
 from planaria.node.transaction.gradient_outliers import LOOKED_AT
 from planaria.node.transaction.rules import TransactionRules
-from planaria.node.transaction.scales import has_for
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import hash_of_records
 

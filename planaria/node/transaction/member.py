@@ -14,6 +14,7 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import DIVERGENCE, NONFINITE, NUMBERS, SILENT, Cause
 from planaria.node.report.events import MessageRefused
 from planaria.node.transaction.bounds import LONGEST_WORDS, fault_to_member
+from planaria.node.transaction.commits import entering, fault_in_chain, fault_in_relearned
 from planaria.node.transaction.effects import (
     NEVER,
     Adopt,
@@ -32,16 +33,13 @@ from planaria.node.transaction.effects import (
     Suspect,
 )
 from planaria.node.transaction.following import FollowingJoiner
-from planaria.node.transaction.gathering import active
 from planaria.node.transaction.gradient_outliers import Contribution, ReplicaGradients
-from planaria.node.transaction.plan_encoding import PlanDecoder
-from planaria.node.transaction.relearning_progress import entering
+from planaria.node.transaction.plan_encoding import PlanDecoder, active
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import (
     has_records,
     hash_of,
     hash_of_records,
-    head,
     is_sealed,
     with_records,
 )
@@ -605,26 +603,3 @@ class MemberSide:
 
 def _cut(node: str, reason: str, cause: Cause) -> pb.Cut:
     return pb.Cut(node=node, reason=reason[:LONGEST_WORDS], cause=cause)
-
-
-def fault_in_chain(commit: pb.Commit, last: pb.Commit, lineage: int) -> str:
-    """Why the commit can't follow the last one applied here; empty: it can."""
-    if commit.lineage != lineage:
-        return f"step {commit.step} of lineage {commit.lineage}, and this is {lineage}"
-    if commit.previous != head(last, lineage):
-        return (
-            f"step {commit.step} that comes after another commit of step {last.step} than was made "
-            "here"
-        )
-    return ""
-
-
-def fault_in_relearned(commit: pb.Commit, stage: int, offered: int) -> str:
-    """Why the relearned updates can't enter with the commit; empty: they can."""
-    fixed = entering(commit, stage)
-    if fixed in (0, offered):
-        return ""
-    return (
-        f"step {commit.step} with {fixed} updates of what stage {stage} relearns, where {offered} "
-        "were offered"
-    )

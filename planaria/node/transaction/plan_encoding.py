@@ -19,12 +19,18 @@ from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
 
+from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.masking import stand_ins
 
 Members = Mapping[str, int]
 """Stages of the attempt's members, by node."""
+
+
+def active(view: registry.View) -> dict[str, int]:
+    """The stages of the members that aren't standbys, each of which has one seat here."""
+    return {member.node: member.seats[0].stage for member in view.members if member.seats}
 
 
 class PlanEncoder:

@@ -71,8 +71,3 @@ def company(begin: pb.Begin, node: str, stage: int) -> str:
     nodes = [place.node for place in begin.members if place.stage == stage]
     nodes += [joiner.node for joiner in begin.joining if joiner.stage == stage]
     return next((other for other in nodes if other != node), "")
-
-
-def entering(commit: pb.Commit, stage: int) -> int:
-    """Relearning updates of the stage that enter with the commit."""
-    return commit.relearned[stage] if stage < len(commit.relearned) else 0

@@ -5,7 +5,7 @@ have been made by a different commit at each stage. The hash of a commit covers 
 signature. The driver signs that hash.
 
 Only some members get the commit's records, which say what became of each microbatch
-(`record_replication`). All members get the hash of the records, and the hash of the commit covers
+(`driver/records.py`). All members get the hash of the records, and the hash of the commit covers
 it. So it is the same with and without records.
 """
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from planaria.bootstrap.registry_pb2 import NONFINITE
 from planaria.node.data.corpus import Corpus
 from planaria.node.data.mixture import beginnings, windows
+from planaria.node.driver.spot_checks import SpotChecks
 from planaria.node.machine.compute import ComputeThread
 from planaria.node.model.modules import build_stage
 from planaria.node.model.shape import model_config
@@ -35,7 +36,6 @@ from planaria.node.transaction.attempt import (
 from planaria.node.transaction.bounds import UNLIKE
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.routing import Route
-from planaria.node.transaction.spot_checks import SpotChecks
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
 from planaria.node.wire.frames import Frame

@@ -26,6 +26,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planaria.bootstrap.registry_pb2 import CHECKSUM, NUMBERS
+from planaria.node.driver.spot_checks import SpotChecks
 from planaria.node.ports import Priority
 from planaria.node.transaction.attempt import (
     FORGIVEN,
@@ -37,7 +38,6 @@ from planaria.node.transaction.attempt import (
 )
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.in_flight_window import InFlightWindow
-from planaria.node.transaction.spot_checks import SpotChecks
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
 from planaria.node.wire.frames import Frame

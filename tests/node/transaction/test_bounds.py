@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import NUMBERS
+from planaria.node.driver.driver import EVICTED
 from planaria.node.transaction.bounds import fault_to_driver, fault_to_member
-from planaria.node.transaction.driver import EVICTED
 from planaria.node.transaction.effects import Ballot, Effect, Suspect
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
-from tests.node.transaction.test_driver import RULES, Told, charges, sent
+from tests.node.driver.test_driver import RULES, Told, charges, sent
 
 TWINS = {"a": 0, "b": 1, "c": 2, "a2": 0, "b2": 1, "c2": 2}
 PAIRED = replace(RULES, stages=2, tokens=2)

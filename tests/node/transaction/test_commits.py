@@ -1,13 +1,17 @@
-"""Which commits a member applies: signed by the attempt's driver, after the last one applied."""
+"""Which commits a member applies: signed by the attempt's driver, after the last one applied.
+Factors of a commit are sent once where all stages have the same."""
 
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import NUMBERS
 from planaria.node.report.events import MessageRefused
+from planaria.node.transaction.commits import collapsed, has_for, of_stage
 from planaria.node.transaction.effects import Apply, Ballot, Effect, StartAttempt, Suspect
 from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
@@ -89,3 +93,18 @@ def test_another_commit_is_refused_and_its_driver_accused(made: pb.Commit, why: 
     assert isinstance(suspect, Suspect)
     assert (suspect.node, suspect.cause) == ("driver", NUMBERS)
     assert replica.member.committed == 0
+
+
+@given(st.lists(st.sampled_from([0.5, 1.0, 1.1]), min_size=2, max_size=12))
+def test_each_stage_finds_its_own(by_stage: list[float]) -> None:
+    told = collapsed(by_stage)
+    assert len(told) == (1 if len(set(by_stage)) == 1 else len(by_stage))
+    assert [of_stage(told, stage) for stage in range(len(by_stage))] == by_stage
+    assert all(has_for(told, stage) for stage in range(len(by_stage)))
+
+
+def test_a_stage_may_have_none() -> None:
+    for scales, stage in (([], 0), ([1.0, 1.1], 2)):
+        assert not has_for(scales, stage)
+        with pytest.raises(IndexError):
+            of_stage(scales, stage)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.node.transaction.relearning_progress import RelearningProgress, company, entering
+from planaria.node.transaction.commits import entering
+from planaria.node.transaction.relearning_progress import RelearningProgress, company
 from planaria.node.wire import stage_pb2 as pb
 
 

@@ -5,8 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.node.transaction.hang_detection import HEIR, SLOW, HangDetector, slow_and_alone
-from planaria.node.transaction.stragglers import ASK, LAPSE, STILL, StragglerDetector
+from planaria.node.driver.hangs import (
+    ASK,
+    HEIR,
+    LAPSE,
+    SLOW,
+    STILL,
+    HangDetector,
+    StragglerDetector,
+    slow_and_alone,
+)
 from planaria.node.wire import stage_pb2 as pb
 
 BEGIN = pb.Begin(

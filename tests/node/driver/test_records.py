@@ -9,20 +9,20 @@ from unittest.mock import patch
 import pytest
 
 from planaria.bootstrap.registry_pb2 import NUMBERS
-from planaria.node.report.events import MessageRefused
-from planaria.node.transaction import record_replication
-from planaria.node.transaction.attempting import Attempting
-from planaria.node.transaction.bounds import fault_to_member
-from planaria.node.transaction.effects import Apply, Effect, Note, Suspect
-from planaria.node.transaction.gathering import Gathering
-from planaria.node.transaction.record_replication import (
+from planaria.node.driver import records
+from planaria.node.driver.attempting import Attempting
+from planaria.node.driver.gathering import Gathering
+from planaria.node.driver.phases import DriverPhase
+from planaria.node.driver.records import (
     LEDGERS,
     MEMORIES,
     OF_A_STAGE,
     record_holders,
     to_replicate,
 )
-from planaria.node.transaction.resting import DriverPhase
+from planaria.node.report.events import MessageRefused
+from planaria.node.transaction.bounds import fault_to_member
+from planaria.node.transaction.effects import Apply, Effect, Note, Suspect
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import (
     has_records,
@@ -31,15 +31,15 @@ from planaria.node.wire.chain import (
     seal,
     without_records,
 )
+from tests.node.driver.test_driver import SWARM, Told, sent
 from tests.node.transaction.test_commits import DRIVER, RUN, Replica, commit
-from tests.node.transaction.test_driver import SWARM, Told, sent
 
 THREE_ENDS = {**SWARM, "y": 0, "z": 0}
 
 
 @pytest.fixture(autouse=True)
 def one_ledger() -> Iterator[None]:
-    with patch.object(record_replication, "LEDGERS", 1):
+    with patch.object(records, "LEDGERS", 1):
         yield
 
 
@@ -85,7 +85,7 @@ def test_records_that_are_not_those_of_the_hash_are_refused() -> None:
 
 def test_a_few_of_stage_0_are_told_and_two_of_each_other_one() -> None:
     stages = {f"{stage}-{node:02}": stage for stage in range(3) for node in range(20)}
-    with patch.object(record_replication, "LEDGERS", LEDGERS):
+    with patch.object(records, "LEDGERS", LEDGERS):
         told = record_holders(stages, {})
     assert sorted(told) == sorted(
         [f"0-{node:02}" for node in range(LEDGERS)]

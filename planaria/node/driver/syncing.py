@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from planaria.node.driver.gathering import Gathering
 from planaria.node.report.events import Origin, RebuildOrdered, RelearningResult, StageRebuilt
 from planaria.node.transaction.effects import Effect, Send
-from planaria.node.transaction.gathering import Gathering
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.decide import decide

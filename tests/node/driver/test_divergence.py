@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.node.transaction.divergence_detection import (
+from planaria.node.driver.divergence import (
     ReplicaDigest,
     changed,
     differing,

@@ -21,6 +21,19 @@ from planaria.bootstrap.registry_pb2 import (
     SILENT,
     Cause,
 )
+from planaria.node.driver.attempting import UNREACHED, Attempting
+from planaria.node.driver.driver import COMPLAINED, EVICTED, REPLACED, Driver
+from planaria.node.driver.fault_policy import (
+    HELD_UP,
+    HELD_UP_BY_SEVERAL,
+    LONGEST_PAUSE,
+    VAIN,
+    FailedAttempts,
+)
+from planaria.node.driver.gathering import ANSWER, QUERY_AGAIN, Gathering
+from planaria.node.driver.hangs import ASK, HEIR
+from planaria.node.driver.joining import IN_VAIN
+from planaria.node.driver.phases import DriverPhase
 from planaria.node.report.events import (
     Aborted,
     Accused,
@@ -40,24 +53,10 @@ from planaria.node.report.events import (
     Waiting,
     WeightsChanged,
 )
-from planaria.node.transaction.attempting import UNREACHED, Attempting
-from planaria.node.transaction.driver import COMPLAINED, EVICTED, REPLACED, Driver
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
-from planaria.node.transaction.fault_attribution import (
-    HELD_UP,
-    HELD_UP_BY_SEVERAL,
-    LONGEST_PAUSE,
-    VAIN,
-    FailedAttempts,
-)
-from planaria.node.transaction.gathering import ANSWER, QUERY_AGAIN, Gathering
-from planaria.node.transaction.hang_detection import HEIR
-from planaria.node.transaction.joining import IN_VAIN
 from planaria.node.transaction.plan_encoding import PlanDecoder
-from planaria.node.transaction.resting import DriverPhase
 from planaria.node.transaction.routing import routes
 from planaria.node.transaction.rules import TransactionRules
-from planaria.node.transaction.stragglers import ASK
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import hash_of, seal
 from planaria.recovery.policy import POLICIES

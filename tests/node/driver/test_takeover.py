@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from planaria.bootstrap import registry_pb2 as registry
+from planaria.node.driver.gathering import QUERY_AGAIN
+from planaria.node.driver.takeover import ASK_AGAIN, VACANT
 from planaria.node.report.events import Aborted, AttemptMasked, RebuildFailed, SeatTaken
 from planaria.node.transaction.effects import Ballot, DropAttempt, GoOn, Send, StartAttempt
-from planaria.node.transaction.gathering import QUERY_AGAIN
 from planaria.node.transaction.member import MemberPhase, MemberSide
 from planaria.node.transaction.routing import routes
-from planaria.node.transaction.takeover import ASK_AGAIN, VACANT
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.policy import POLICIES
-from tests.node.transaction.test_driver import RULES, Told, events, sent
+from tests.node.driver.test_driver import RULES, Told, events, sent
 
 TWINS = replace(RULES, stages=3, policy=POLICIES["redundant"])
 ONE_EACH = {"a": 0, "b/1": 1, "c/2": 2, "d/3": 3}

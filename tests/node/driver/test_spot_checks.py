@@ -6,9 +6,8 @@ from random import Random
 
 import pytest
 
-from planaria.node.transaction.attempting import planned
-from planaria.node.transaction.routing import routes
-from planaria.node.transaction.spot_checks import (
+from planaria.node.driver.attempting import planned
+from planaria.node.driver.spot_checks import (
     UNDECIDED,
     WRONG,
     CheckedVisit,
@@ -16,6 +15,7 @@ from planaria.node.transaction.spot_checks import (
     UndecidedCheck,
     WrongResult,
 )
+from planaria.node.transaction.routing import routes
 from planaria.node.wire import stage_pb2 as pb
 
 ORDERS = [(1, 2), (2, 1)] * 4

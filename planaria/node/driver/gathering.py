@@ -8,6 +8,7 @@ from typing import Any
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import HANG
+from planaria.node.driver.records import unrecorded
 from planaria.node.transaction.effects import Ballot, Effect, Send, Suspect
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import has_records, hash_of
@@ -17,11 +18,6 @@ QUERY_AGAIN = 1.0
 """Seconds before a member without an answer is queried again."""
 ANSWER = 4.0
 """Seconds that a member has to answer before it is reported to the registry."""
-
-
-def active(view: registry.View) -> dict[str, int]:
-    """The stages of the members that aren't standbys, each of which has one seat here."""
-    return {member.node: member.seats[0].stage for member in view.members if member.seats}
 
 
 @dataclass
@@ -297,18 +293,6 @@ class Gathering:
 
     def vacant(self) -> list[int]:
         return [stage for stage in range(self.stages + 1) if not self.nodes_of(stage)]
-
-
-def unrecorded(ledgers: Iterable[pb.Recording]) -> str:
-    """Why no step may begin, given the ledgers of stage 0; empty: one is written, or none is
-    wanted."""
-    states = set(ledgers)
-    if pb.LEDGER_FAILING not in states or states & {pb.LEDGER_WRITTEN, pb.LEDGER_WRITING}:
-        return ""
-    return (
-        "no node of stage 0 can write its ledger (--out): free space on its disk, or let another "
-        "node join stage 0"
-    )
 
 
 def _age(status: pb.Status) -> tuple[int, int]:

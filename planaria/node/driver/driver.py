@@ -22,6 +22,45 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import HANG, NONFINITE, NUMBERS, SILENT
+from planaria.node.driver.attempting import Attempting, Vote, planned
+from planaria.node.driver.divergence import DivergenceRepair
+from planaria.node.driver.fault_policy import (
+    HELD_UP,
+    NOBODY_ELSE,
+    UNVOTED,
+    VAIN,
+    Charges,
+    FailedAttempts,
+    NonFiniteSources,
+    RestingMembers,
+)
+from planaria.node.driver.gathering import (
+    Coming,
+    Gathering,
+    Standing,
+)
+from planaria.node.driver.hangs import HangDetector, is_last, is_late, slow_and_alone
+from planaria.node.driver.joining import FOLLOWED, FOLLOWS, Joining
+from planaria.node.driver.phases import DriverPhase, Resting
+from planaria.node.driver.records import record_holders, to_replicate
+from planaria.node.driver.spot_checks import (
+    WRONG,
+    CheckedVisit,
+    SpotChecks,
+    UndecidedCheck,
+    WrongResult,
+)
+from planaria.node.driver.status_validation import KnownFacts, examine
+from planaria.node.driver.syncing import (
+    Rebuilds,
+    Syncing,
+    copy_twins,
+    decide_each,
+    name_checkpoint,
+    rebuild,
+    rebuilt,
+)
+from planaria.node.driver.takeover import Takeover, beside
 from planaria.node.report.events import (
     Aborted,
     Accused,
@@ -43,54 +82,13 @@ from planaria.node.report.events import (
     Validated,
     Waiting,
 )
-from planaria.node.transaction.attempting import Attempting, Vote, planned
 from planaria.node.transaction.bounds import fault_to_driver
-from planaria.node.transaction.divergence_repair import DivergenceRepair
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
-from planaria.node.transaction.fault_attribution import (
-    HELD_UP,
-    NOBODY_ELSE,
-    UNVOTED,
-    VAIN,
-    Charges,
-    FailedAttempts,
-    NonFiniteSources,
-    RestingMembers,
-)
-from planaria.node.transaction.gathering import (
-    Coming,
-    Gathering,
-    Standing,
-    active,
-)
 from planaria.node.transaction.gradient_outliers import GradientOutliers
-from planaria.node.transaction.hang_detection import HangDetector, is_last, slow_and_alone
-from planaria.node.transaction.joining import FOLLOWED, FOLLOWS, Joining
 from planaria.node.transaction.leaving import may_have_heir
-from planaria.node.transaction.plan_encoding import PlanEncoder
-from planaria.node.transaction.record_replication import record_holders, to_replicate
-from planaria.node.transaction.resting import DriverPhase, Resting
+from planaria.node.transaction.plan_encoding import PlanEncoder, active
 from planaria.node.transaction.routing import Pair
 from planaria.node.transaction.rules import TransactionRules
-from planaria.node.transaction.spot_checks import (
-    WRONG,
-    CheckedVisit,
-    SpotChecks,
-    UndecidedCheck,
-    WrongResult,
-)
-from planaria.node.transaction.status_validation import KnownFacts, examine
-from planaria.node.transaction.stragglers import is_late
-from planaria.node.transaction.syncing import (
-    Rebuilds,
-    Syncing,
-    copy_twins,
-    decide_each,
-    name_checkpoint,
-    rebuild,
-    rebuilt,
-)
-from planaria.node.transaction.takeover import Takeover, beside
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import has_records, seal, without_records
 from planaria.node.wire.naming import node_of

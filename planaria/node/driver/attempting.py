@@ -9,16 +9,17 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
 
+from planaria.node.driver.divergence import ReplicaDigest
+from planaria.node.driver.gathering import Standing
+from planaria.node.driver.hangs import StragglerDetector
+from planaria.node.driver.records import unrecorded
+from planaria.node.driver.takeover import Takeover, holders, to_be_taken_over
 from planaria.node.report.events import NonFinite
-from planaria.node.transaction.divergence_detection import ReplicaDigest
+from planaria.node.transaction.commits import collapsed
 from planaria.node.transaction.effects import Ballot
-from planaria.node.transaction.gathering import Standing, unrecorded
 from planaria.node.transaction.plan_encoding import in_order
 from planaria.node.transaction.routing import Pair, paces, plan, share_out
 from planaria.node.transaction.rules import TransactionRules
-from planaria.node.transaction.scales import collapsed
-from planaria.node.transaction.stragglers import StragglerDetector
-from planaria.node.transaction.takeover import Takeover, holders, to_be_taken_over
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import hash_of_records, head
 from planaria.node.wire.naming import node_of

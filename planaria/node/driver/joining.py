@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from planaria.node.driver.attempting import Vote
+from planaria.node.driver.gathering import Gathering
+from planaria.node.driver.syncing import rebuilt
 from planaria.node.report.events import StageRebuilt
-from planaria.node.transaction.attempting import Vote
 from planaria.node.transaction.effects import Effect, Send
-from planaria.node.transaction.gathering import Gathering
-from planaria.node.transaction.syncing import rebuilt
 from planaria.node.wire import stage_pb2 as pb
 
 FOLLOWS = 2

@@ -57,3 +57,15 @@ def to_replicate(ledgers: Mapping[str, pb.Recording]) -> list[str]:
     return sorted(node for node, recording in ledgers.items() if recording == pb.LEDGER_SPARE)[
         :LEDGERS
     ]
+
+
+def unrecorded(ledgers: Iterable[pb.Recording]) -> str:
+    """Why no step may begin, given the ledgers of stage 0; empty: one is written, or none is
+    wanted."""
+    states = set(ledgers)
+    if pb.LEDGER_FAILING not in states or states & {pb.LEDGER_WRITTEN, pb.LEDGER_WRITING}:
+        return ""
+    return (
+        "no node of stage 0 can write its ledger (--out): free space on its disk, or let another "
+        "node join stage 0"
+    )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import Member
+from planaria.node.driver.status_validation import LINEAGES, KnownFacts, StatusVerdict, examine
 from planaria.node.transaction.effects import Ballot
-from planaria.node.transaction.status_validation import LINEAGES, KnownFacts, StatusVerdict, examine
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import hash_of, seal
 
