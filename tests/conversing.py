@@ -29,9 +29,9 @@ def validate(seat: Agent) -> None:
         assert attempt is not None and not attempt.over, f"{member.phase}, but no attempt"
         assert attempt.began == member.began, f"{attempt.began} began, not {member.began}"
         assert attempt.ballot == member.attempt, f"at {attempt.ballot}, not {member.attempt}"
-    if seat.reducing is not None and not seat.reducing[1].done:
+    if seat.reducing.runs:
         voting = member.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING)
-        assert voting, f"reduces {seat.reducing[0]} in {member.phase}"
+        assert voting, f"reduces {seat.reducing.ballot} in {member.phase}"
     assert seat.held.used == sum(frame.size + ITEM for _, frame in seat.held.frames)
 
 

@@ -10,14 +10,13 @@ asyncio, gRPC and torch, tests/simulation in a virtual world. A node has no othe
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.registry_pb2 import DIVERGENCE, NUMBERS, SHAPE, SILENT, Cause
+from planaria.bootstrap.registry_pb2 import NUMBERS, SHAPE, SILENT, Cause
 from planaria.node.driver.driver import Driver
 from planaria.node.driver.phases import DriverPhase
 from planaria.node.model import learning_rate
@@ -36,12 +35,13 @@ from planaria.node.state.feeding import FEWEST, UNSENT, GradientFeed
 from planaria.node.state.observing import ObserverService
 from planaria.node.state.own_saves import OwnSaves
 from planaria.node.state.rebuild import Peers, Rebuilding
+from planaria.node.state.reducing import Reducing
 from planaria.node.state.relearn import Relearning
 from planaria.node.state.serving import StateService
 from planaria.node.state.stage_state import StageState, StateId
-from planaria.node.state.transfer import WEIGHTS, StateClient
+from planaria.node.state.transfer import StateClient
 from planaria.node.transaction.attempt import Attempt, Workplace
-from planaria.node.transaction.averaging import Averaging, Coding, ReductionRound
+from planaria.node.transaction.averaging import Averaging, Coding
 from planaria.node.transaction.bounds import LONGEST_WORDS
 from planaria.node.transaction.commits import entering
 from planaria.node.transaction.effects import (
@@ -60,18 +60,15 @@ from planaria.node.transaction.effects import (
     StartAttempt,
     Suspect,
 )
-from planaria.node.transaction.gradient_outliers import Contribution
 from planaria.node.transaction.in_flight_window import InFlightWindow
 from planaria.node.transaction.member import Frames, MemberPhase, MemberSide
 from planaria.node.transaction.plan_encoding import active
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.budget import HeldFrames
-from planaria.node.wire.chain import hash_of
-from planaria.node.wire.exchange import ComplaintError, Exchange, Outcome, PeerLostError
+from planaria.node.wire.exchange import ComplaintError, Exchange
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link_speed import LARGEST
-from planaria.node.wire.naming import node_of
 from planaria.node.wire.outbox import NodeOutbox
 
 if TYPE_CHECKING:
@@ -85,8 +82,6 @@ TO_DRIVER = frozenset(
     ["status", "synced", "scored", "home", "ready", "failed", "cut", "account", "stale", "compared"]
 )
 TO_MEMBER = frozenset(["query", "sync", "step", "records", "reduce", "halt"])
-NOTING = 0.02
-"""Seconds between two checks whether the ledger is written."""
 OF_AN_ATTEMPT = frozenset(["activation", "gradient", "average", "twin"])
 """Kinds of frames without which the attempt fails."""
 
@@ -115,8 +110,7 @@ class Agent:
         """Maximum bytes of a microbatch at a boundary."""
         self.held = HeldFrames(self.crossing)  # of a coming attempt
         self.attempt: Attempt | None = None
-        self.reducing: tuple[Ballot, Exchange[None]] | None = None
-        self.all_home: Outcome[None] = Outcome(self.exchanges)  # of the attempt
+        self.reducing = Reducing(self)
         self.fetching: Exchange[None] | None = None
         self.based_on = (0, pb.Commit())  # step of the attempt's weights, newest commit in them
         self.learned = Learned(self.arithmetic.digest(), omega=0.0, optimizer_step=0)
@@ -133,7 +127,6 @@ class Agent:
         self.gaps = GapRelearning(self.member, self.exchanges, self.record.tell)
         self.observers = ObserverService(self)
         self.holdings = make_holdings(self)
-        self.member.holdings = self.kept
         self.member.recording = self.record.recording
         self.workplace = Workplace(
             node=node,
@@ -162,21 +155,20 @@ class Agent:
 
         exchanges, tensors, send = self.exchanges, self.tensors, self.send
         some = 2 * self.arithmetic.gradient.nbytes + SLACK  # of two attempts, for one node
-        wire = self.run.wire
-        coding = Coding.of_run(tensors, wire, trained_shapes(self.config, self.stage).values())
+        shapes = trained_shapes(self.config, self.stage).values()
+        coding = Coding.of_run(tensors, self.run.wire, shapes)
         chance = None if self.run.trust.gradients == "off" else self.chance
         self.averaging = Averaging(exchanges, send, coding, some, chance=chance)
         self.feed = GradientFeed(self)
         self.serving = StateService(self)
-        linked = self.net.linked
-        self.states = StateClient(exchanges, tensors, send, self.accuse, linked=linked)
+        self.member.holdings = self.serving.listed
+        self.states = StateClient(exchanges, tensors, send, self.accuse, linked=self.net.linked)
         parse, crossing = self.arithmetic.boundary_tensor, self.crossing
         self.crossings = BoundaryClient(exchanges, send, parse, self.accuse, crossing)
         self.relearning = Relearning(exchanges, tensors, send, relearned, crossing)
         peers = Peers(self.states, self.crossings, self.relearning)
-        run, config, member, holdings = self.run, self.config, self.member, self.holdings
         self.rebuilding = Rebuilding(
-            self.ports, run, config, member, holdings, peers, self._in_place
+            self.ports, self.run, self.config, self.member, self.holdings, peers, self._in_place
         )
 
     def _route(self) -> None:
@@ -242,27 +234,25 @@ class Agent:
         self,
         peer: str,
         reason: str,
-        unacknowledged: Sequence[Frame],
+        undelivered: Sequence[Frame],
         now: float,
         cause: Cause = SILENT,
     ) -> None:
         """`cause`: for any but SILENT, that of what the peer has sent."""
         self.exchanges.at(now)
-        self.averaging.on_peer_lost(peer, reason)
-        self.states.on_peer_lost(peer, reason)
-        self.crossings.on_peer_lost(peer, reason)
-        self.relearning.on_peer_lost(peer, reason)
+        for exchange in (self.averaging, self.states, self.crossings, self.relearning):
+            exchange.on_peer_lost(peer, reason)
         if peer not in self.peers:
             return
         self.holdings.on_peer_lost(peer, reason)
         if cause != SILENT:
             self.cut_off(self.member.attempt, peer, reason, cause)
-        for frame in unacknowledged:
+        for frame in undelivered:
             # A ready member can't fail the attempt any more, so lost frames are sent again.
             if frame.kind == "twin" and frame.ballot == self.member.attempt:
                 self.send(peer, frame)
-        lost = [f.ballot for f in unacknowledged if f.kind in ("activation", "gradient")]
-        if lost:  # those of older attempts may be among them
+        # Those of older attempts may be among them.
+        if lost := [f.ballot for f in undelivered if f.kind in ("activation", "gradient")]:
             why = f"the link to {peer} broke before a frame was delivered: {reason}"
             self.cut_off(Ballot(*max(lost)), peer, why)
         self.carry_out(self.member.link_lost(peer))
@@ -286,17 +276,15 @@ class Agent:
             given_up=given_up,
             hang=self.member.hang[:LONGEST_WORDS],
         )
-        self.carry_out([self.member.promised.send(self.member.driver, account=account)])
+        self.tell_driver(self.member.promised, account=account)
 
     def _inquired(self, peer: str, message: pb.Message) -> None:
         ballot = Ballot.of(message.ballot)
         if not self.member.obeys(peer, ballot) or ballot != self.member.promised:
             return
         if why := message.inquiry.replace:
-            if self.is_readable():
-                self.record.replace(why)
-            else:
-                self.leave_unread(why)
+            leave = self.record.replace if self.is_readable() else self.leave_unread
+            leave(why)
         if message.inquiry.relieve and self.attempt is not None:
             self.attempt.give_up(self._account)
         self._account()
@@ -304,9 +292,8 @@ class Agent:
     def _check(self, peer: str, message: pb.Message) -> None:
         """Another node computes a visit of which two nodes' results differ."""
         ballot = Ballot.of(message.ballot)
-        attempt = self.attempt
-        if self.member.obeys(peer, ballot) and attempt is not None and attempt.ballot == ballot:
-            attempt.check(message.check)
+        if self.member.obeys(peer, ballot) and self.attempt and self.attempt.ballot == ballot:
+            self.attempt.check(message.check)
 
     def tick(self, now: float) -> None:
         self.exchanges.at(now)
@@ -377,10 +364,7 @@ class Agent:
                     self.attempt = None
             case AllHome(ballot) if self.attempt is not None:
                 self.attempt.hurry(self.exchanges.now + self.run.swarm.progress)
-                self.averaging.hurry(ballot)
-                if self.holdings.twin is not None:
-                    self.holdings.twin.hurry(ballot)
-                self.all_home.fulfil(None)
+                self.reducing.hurry(ballot)
             case Apply(commit):
                 # Posts at once: later work must find it ahead of itself in the thread.
                 self.exchanges.start(self._apply(commit))
@@ -424,8 +408,7 @@ class Agent:
             self.attempt_failed(ballot, str(error), [])
             return
         if begin.kind == pb.Begin.TRAIN and self.attempt is not None:
-            self.all_home = Outcome(self.exchanges)
-            self.reducing = ballot, self.exchanges.start(self._reduce(ballot, self.attempt))
+            self.reducing.start(ballot, self.attempt)
         for peer, frame in self.held.take():
             self._take(peer, frame)
 
@@ -450,64 +433,8 @@ class Agent:
 
     def _forget(self, before: Ballot) -> None:
         """Ballots older than that are void."""
-        if self.reducing is not None and self.reducing[0] < before:
-            self.reducing[1].cancel()
-        self.averaging.forget(before)
+        self.reducing.forget(before)
         self.holdings.forget(before)
-
-    # --- reducing
-
-    async def _reduce(self, ballot: Ballot, attempt: Attempt) -> None:
-        try:
-            norm, seen = await self._reduce_all(ballot, attempt)
-        except ComplaintError as error:
-            if isinstance(error, PeerLostError) or error.cause not in (SILENT, DIVERGENCE):
-                for node in error.accused:
-                    self.cut_off(ballot, node, str(error), error.cause)
-            else:
-                self.attempt_failed(ballot, str(error), error.accused, error.cause)
-            return
-        # A vote waits until the previous step is in this member's ledger, or can't be written. So
-        # each step is in a ledger, whichever nodes are lost when.
-        while self.record.recording() == pb.LEDGER_WRITING:
-            await self.exchanges.sleep(NOTING)
-        seconds = self.workplace.seconds_per_microbatch
-        relearned, relearning = await self.gaps.offer(self.all_home)
-        digest = await self.exchanges.compute(self.arithmetic.digest)
-        ready = pb.Ready(
-            squared_norm=norm,
-            finite=math.isfinite(norm),
-            seconds_per_microbatch=seconds,
-            digest=digest,
-            relearned=relearned,
-            relearning=relearning,
-        )
-        self.carry_out(self.member.reduced(ballot, ready, seen))
-        self.exchanges.start(self.feed.feed(ballot, attempt.begin))
-
-    async def _reduce_all(
-        self, ballot: Ballot, attempt: Attempt
-    ) -> tuple[float, list[Contribution]]:
-        """Sums the stage's gradient over its replicas, and the twin's. Returns the squared norm of
-        the former and the replicas' contributions. Raises ComplaintError."""
-        begin, progress = attempt.begin, self.run.swarm.progress
-        gradient = self.arithmetic.gradient
-        replicas = sorted(place.node for place in begin.members if place.stage == self.stage)
-        await attempt.complete(self.exchanges)
-        reduction = ReductionRound(
-            self.node,
-            ballot,
-            replicas,
-            window=begin.untold + len(begin.plan),
-            step=begin.step,
-            non_finite=begin.non_finite,
-            last=hash_of(self.member.last),
-        )
-        seen = await self.averaging.reduce(reduction, gradient, attempt.applied, progress)
-        norm = await self.exchanges.compute(self.arithmetic.reduced)
-        if self.holdings.twin is not None:
-            await self.holdings.twin.exchange(ballot, begin.members, gradient, norm, progress)
-        return norm, seen
 
     # --- commits and state
 
@@ -575,33 +502,17 @@ class Agent:
         self.gaps.begin(relearning_task)
         self.states.forget()
         self.learned = Learned(synced.digest, state.omega, state.optimizer_step)
-        log.info(
-            "stage %s is at step %d by %s: %d bytes, %.2f s",
-            self.stage,
-            sync.step,
-            sync.method,
-            synced.fetched_bytes,
-            synced.seconds,
-        )
+        cost = f"{synced.fetched_bytes} bytes, {synced.seconds:.2f} s"
+        log.info("stage %s is at step %d by %s: %s", self.stage, sync.step, sync.method, cost)
         self.record.committed(state.last)  # the node that was to record it may be gone
         self.carry_out(member.fetched(synced, state.last, state.boosted_at))
         self.holdings.in_place(state.id)
 
-    def kept(self) -> list[pb.Holding]:
-        """All holdings, as reported to the driver, and weights that came before their source was
-        lost. The run's initial state is left out: it has other sources."""
-        arrived = self.states.weights(self.stage)
-        holdings = self.holdings.listed()
-        if arrived is not None and arrived.id.step > 0:
-            holdings.append(arrived.id.holding(WEIGHTS))
-        return holdings
-
     def own_state(self) -> StageState | None:
         """The state of this seat's stage, as of the newest commit; None: there is none."""
         member = self.member
-        if member.phase is MemberPhase.SYNCING and member.sync.method != "twin":
-            return None
-        if member.following is not None and member.following.state is None:
+        syncing = member.phase is MemberPhase.SYNCING and member.sync.method != "twin"
+        if syncing or (member.following is not None and member.following.state is None):
             return None
         return self._in_place()
 
@@ -633,21 +544,6 @@ class Agent:
         how = "damaged" if self.damaged else "out of reach"
         self.record.over(f"{why}; its state is {how}, so the node leaves without a handover")
 
-    async def settled(self) -> None:
-        """Waits until no update of the state is under way."""
-        while self.member.changing:
-            await self.exchanges.compute(lambda: None)  # behind the update, whose figures come then
-
-    async def deposit(self) -> str:
-        """Ends the attempt, and leaves this last node's state of stage 0 with a body node; returns
-        that node. Raises ComplaintError."""
-        self.carry_out(self.driver.rest("the last node of stage 0 leaves", self.exchanges.now))
-        await self.settled()
-        staying = {member.node for member in self.driver.view.members if not member.leaving}
-        stages = {node: self.peers[node] for node in staying & self.peers.keys()}
-        linked = [n for n in sorted(stages) if stages[n] and node_of(n) != node_of(self.node)]
-        return await self.holdings.deposit(filter(self.net.linked, linked))
-
     # --- reports
 
     @property
@@ -657,12 +553,10 @@ class Agent:
 
     def doing(self) -> str:
         """The work that holds this seat up while its compute is idle; empty: nothing known."""
-        reducing = self.reducing is not None and not self.reducing[1].done
-        if reducing and self.attempt is not None and self.attempt.is_complete:
+        if self.reducing.runs and self.attempt is not None and self.attempt.is_complete:
             return "average"
-        syncing = DriverPhase.SYNCING
-        rebuilding = self.member.phase is MemberPhase.SYNCING or self.driver.phase is syncing
-        return "rebuild" if rebuilding else ""
+        phases = {self.member.phase, self.driver.phase}
+        return "rebuild" if phases & {MemberPhase.SYNCING, DriverPhase.SYNCING} else ""
 
     def costs(self) -> dict[str, HoldingCost]:
         """The costs of keeping state for a loss, by purpose."""
@@ -674,10 +568,9 @@ class Agent:
         """The report of this seat to the registry."""
         member, halt = self.member, self.member.halt
         driving = self.driver.phase is not DriverPhase.INACTIVE
-        message = self.driver.explain() if driving else ""
-        if left := self.member.relearning:
-            progress = f"relearning in the background, {left} updates remain"
-            message = "; ".join(filter(None, (message, progress)))
+        parts = [self.driver.explain()] if driving else []
+        if left := member.relearning:
+            parts.append(f"relearning in the background, {left} updates remain")
         return registry.SeatReport(
             stage=self.stage,
             committed=member.committed,
@@ -686,7 +579,7 @@ class Agent:
             loss=member.last.loss,
             microbatches=self.workplace.computed,
             tokens_per_second=self.tokens_per_second,
-            message=(halt.reason if halt else "") or member.hang or message,
+            message=(halt.reason if halt else "") or member.hang or "; ".join(filter(None, parts)),
             stopped=halt is not None and not halt.finished,
             finished=halt is not None and halt.finished,
             in_flight=self.workplace.filling.out if self.stage == 0 else 0,

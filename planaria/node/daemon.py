@@ -322,7 +322,7 @@ class Node:
         """Leaves stage 0's exact state with a body node, until a node of the owner's is back."""
         try:
             async with asyncio.timeout_at(self.leaves_by):
-                holder = await self.exchanges[name].outcome(seat.deposit())
+                holder = await self.exchanges[name].outcome(seat.own_saves.deposit())
             log.info("%s has the exact state of stage 0", holder)
         except (TimeoutError, ClosedError, ComplaintError) as error:
             log.warning("no node has the exact state of stage 0: %s", error or "it took too long")

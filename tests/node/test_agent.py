@@ -15,7 +15,7 @@ from conversing import AtOnce, Nodes, VirtualNet, validate
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
-from planaria.node.agent import NOTING, Agent, crossing_bytes, frame_bytes, held_bytes
+from planaria.node.agent import Agent, crossing_bytes, frame_bytes, held_bytes
 from planaria.node.data import tokenizer
 from planaria.node.model.shape import model_config
 from planaria.node.ports import Ports
@@ -24,6 +24,7 @@ from planaria.node.run_file import loads
 from planaria.node.stage.arithmetic import TorchStage
 from planaria.node.stage.initial import Beginning
 from planaria.node.state.holdings import Holdings
+from planaria.node.state.reducing import NOTING
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.member import MemberPhase
 from planaria.node.wire import stage_pb2 as pb

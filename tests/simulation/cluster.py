@@ -358,7 +358,7 @@ class Cluster:
                 Ballot.of(one.made),
             )
             for seat in seats
-            for one in seat.kept()
+            for one in seat.serving.listed()
         ]
 
     def decisions(self, step: int, having: list[Seat], left: list[Seat]) -> list[Decision]:

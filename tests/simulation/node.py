@@ -83,7 +83,7 @@ class Seat(Agent):
         return self.attempt is not None and not self.member.following
 
     def _announced(self) -> list[pb.Holding]:
-        found = self.kept()
+        found = self.serving.listed()
         for one in found:
             held = self.states.weights(one.stage) if one.kind == "weights" else None
             if one.kind == "copy" and self.holdings.holder is not None:

@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 import pytest
 
-from planaria.node.agent import Agent
 from planaria.node.driver import records
 from planaria.node.driver.attempting import Vote
 from planaria.node.driver.driver import Driver
+from planaria.node.state.reducing import Reducing
 from simulation.cluster import Trap
 from simulation.scenario import InRows, Scenario, ScenarioError, run
 
@@ -40,13 +40,13 @@ def test_each_step_is_in_a_ledger_whoever_dies_while_its_disk_stalls() -> None:
         run(seed, kind=Stalling)
 
 
-async def votes_at_once(agent: Agent) -> None:
+async def votes_at_once(reducing: Reducing) -> None:
     """Whatever its ledger has."""
 
 
 @pytest.mark.parametrize(
     ("of", "name", "faulty", "first"),
-    [(Agent, "_is_noted", votes_at_once, 1), (Vote, "unrecorded", lambda vote: "", 53)],
+    [(Reducing, "_is_noted", votes_at_once, 1), (Vote, "unrecorded", lambda vote: "", 53)],
 )
 def test_a_step_that_is_in_no_ledger_is_caught(
     of: type, name: str, faulty: object, first: int

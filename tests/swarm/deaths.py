@@ -109,11 +109,11 @@ class Swarm:
 
 def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
     """By name: the method at whose call a node dies, and the step that the call is about."""
-    from planaria.node.agent import Agent
     from planaria.node.driver.driver import Driver
     from planaria.node.driver.phases import DriverPhase
     from planaria.node.stage.arithmetic import TorchStage
     from planaria.node.stage.work import TorchWork
+    from planaria.node.state.reducing import Reducing
     from planaria.node.state.stage_state import Age
     from planaria.node.state.transfer import StateServer
     from planaria.node.transaction.attempt import Attempt
@@ -138,7 +138,8 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
         agent = averaging._send.__self__
         return agent.member.step if agent.attempt and agent.attempt.is_complete else 0
 
-    def saved(seat: Any, *_: Any) -> int:
+    def saved(reducing: Any) -> int:
+        seat = reducing._seat
         (files,) = seat.holdings.files
         before = seat.member.step - 1
         if before == 0 or before % files.every:
@@ -164,7 +165,7 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
         "source": (Attempt, "_came_home", brought_home),
         "patch": (Attempt, "go_on", lambda attempt, ballot, begin: begin.step),
         # when the step before is on its disk, and before it is ready for another
-        "saved": (Agent, "_is_noted", saved),
+        "saved": (Reducing, "_is_noted", saved),
         "sync": (Driver, "_synced", lambda driver, syncing, peer, synced, now: synced.step),
     }
 

@@ -20,7 +20,6 @@ import torch
 from planaria.bootstrap.client import RegistryUnreachable
 from planaria.bootstrap.credentials import PLAIN
 from planaria.bootstrap.registry_pb2 import SILENT, Description
-from planaria.node import agent
 from planaria.node.data.corpus import UNSCORED, Corpus
 from planaria.node.data.mixture import Data, Mixture
 from planaria.node.hugging_face.export import ModelParts, export
@@ -46,6 +45,7 @@ from planaria.node.run_file import (
 )
 from planaria.node.serve import check_saved
 from planaria.node.stage.own_code import fill_in
+from planaria.node.state import own_saves
 from planaria.node.state.holdings import CLOSE, Holdings
 from planaria.node.state.saves import Saves, find_saves
 from planaria.node.state.stage_state import StageState
@@ -623,7 +623,7 @@ async def test_a_full_disk_is_said_and_training_goes_on(corpus, tmp_path, monkey
     def full(self: Saves, state: StageState) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(agent, "SAVED_AGAIN", 0.0)
+    monkeypatch.setattr(own_saves, "AGAIN", 0.0)
     run = small(saves__every=2)
     async with LocalSwarm(run, corpus, tmp_path, tmp_path / "saves") as swarm:
         with monkeypatch.context() as disk:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from planaria.node.report.events import Saved, SaveFailed
 from planaria.node.state.stage_state import Age
+from planaria.node.wire.naming import node_of
 from planaria.recovery.facts import Kind
 
 if TYPE_CHECKING:
@@ -47,11 +48,27 @@ class OwnSaves:
     async def save_now(self) -> None:
         """Saves the current step."""
         seat = self._seat
-        await seat.settled()
+        await self._settled()
         state = seat.own_state()
         if state is not None and state.id.step > 0:
             save = partial(seat.holdings.save, state, first=False, always=True)
             await seat.exchanges.compute(save)
+
+    async def _settled(self) -> None:
+        """Waits until no update of the state is under way."""
+        while self._seat.member.changing:
+            await self._seat.exchanges.compute(lambda: None)  # behind the update
+
+    async def deposit(self) -> str:
+        """Ends the attempt, and leaves this last node's state of stage 0 with a body node; returns
+        that node. Raises ComplaintError."""
+        seat = self._seat
+        seat.carry_out(seat.driver.rest("the last node of stage 0 leaves", seat.exchanges.now))
+        await self._settled()
+        staying = {member.node for member in seat.driver.view.members if not member.leaving}
+        stages = {node: seat.peers[node] for node in staying & seat.peers.keys()}
+        linked = [n for n in sorted(stages) if stages[n] and node_of(n) != node_of(seat.node)]
+        return await seat.holdings.deposit(filter(seat.net.linked, linked))
 
     def save_beside(self) -> None:
         """Saves the state in place although the compute thread hangs and is abandoned. Runs in any

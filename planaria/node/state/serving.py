@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from planaria.node.state.feeding import StatePins
 from planaria.node.state.stage_state import StageState
-from planaria.node.state.transfer import StateServer
+from planaria.node.state.transfer import WEIGHTS, StateServer
 from planaria.node.state.weight_pins import PIN
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
@@ -55,6 +55,15 @@ class StateService:
         if self._seat.run.training.lora is None:
             self._checkpoint.clear()
         return self._pins.keep(fetched, state)
+
+    def listed(self) -> list[pb.Holding]:
+        """All holdings, as reported to the driver, and weights that came before their source was
+        lost. The run's initial state is left out: it has other sources."""
+        arrived = self._seat.states.weights(self._seat.stage)
+        holdings = self._seat.holdings.listed()
+        if arrived is not None and arrived.id.step > 0:
+            holdings.append(arrived.id.holding(WEIGHTS))
+        return holdings
 
     def _of_checkpoint(self, stage: int) -> StageState | None:
         self._requested = self._seat.exchanges.now

@@ -1,0 +1,107 @@
+"""Sums the gradient of an attempt over the replicas of a seat's stage, and lets the member vote."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+from planaria.bootstrap.registry_pb2 import DIVERGENCE, SILENT
+from planaria.node.transaction.averaging import ReductionRound
+from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.chain import hash_of
+from planaria.node.wire.exchange import ComplaintError, Exchange, Outcome, PeerLostError
+
+if TYPE_CHECKING:
+    from planaria.node.agent import Agent
+    from planaria.node.transaction.attempt import Attempt
+    from planaria.node.transaction.gradient_outliers import Contribution
+
+NOTING: Final = 0.02
+"""Seconds between two checks whether the ledger is written."""
+
+
+class Reducing:
+    """The reduction of a seat's newest attempt, from its beginning to the vote."""
+
+    def __init__(self, seat: Agent) -> None:
+        self._seat = seat
+        self.ballot = NEVER
+        self._exchange: Exchange[None] | None = None
+        self._all_home: Outcome[None] = Outcome(seat.exchanges)
+
+    @property
+    def runs(self) -> bool:
+        return self._exchange is not None and not self._exchange.done
+
+    def start(self, ballot: Ballot, attempt: Attempt) -> None:
+        self._all_home = Outcome(self._seat.exchanges)
+        self.ballot = ballot
+        self._exchange = self._seat.exchanges.start(self._reduce(ballot, attempt))
+
+    def hurry(self, ballot: Ballot) -> None:
+        """All microbatches are home."""
+        self._seat.averaging.hurry(ballot)
+        if self._seat.holdings.twin is not None:
+            self._seat.holdings.twin.hurry(ballot)
+        self._all_home.fulfil(None)
+
+    def forget(self, before: Ballot) -> None:
+        """Ballots older than that are void."""
+        if self._exchange is not None and self.ballot < before:
+            self._exchange.cancel()
+        self._seat.averaging.forget(before)
+
+    async def _reduce(self, ballot: Ballot, attempt: Attempt) -> None:
+        seat = self._seat
+        try:
+            norm, contributions = await self._sum(ballot, attempt)
+        except ComplaintError as error:
+            if isinstance(error, PeerLostError) or error.cause not in (SILENT, DIVERGENCE):
+                for node in error.accused:
+                    seat.cut_off(ballot, node, str(error), error.cause)
+            else:
+                seat.attempt_failed(ballot, str(error), error.accused, error.cause)
+            return
+        await self._is_noted()
+        seconds = seat.workplace.seconds_per_microbatch
+        relearned, relearning = await seat.gaps.offer(self._all_home)
+        digest = await seat.exchanges.compute(seat.arithmetic.digest)
+        ready = pb.Ready(
+            squared_norm=norm,
+            finite=math.isfinite(norm),
+            seconds_per_microbatch=seconds,
+            digest=digest,
+            relearned=relearned,
+            relearning=relearning,
+        )
+        seat.carry_out(seat.member.reduced(ballot, ready, contributions))
+        seat.exchanges.start(seat.feed.feed(ballot, attempt.begin))
+
+    async def _is_noted(self) -> None:
+        """Waits until the previous step is in this member's ledger, or can't be written. Votes come
+        after that, so each step is in a ledger, whichever nodes are lost when."""
+        while self._seat.record.recording() == pb.LEDGER_WRITING:
+            await self._seat.exchanges.sleep(NOTING)
+
+    async def _sum(self, ballot: Ballot, attempt: Attempt) -> tuple[float, list[Contribution]]:
+        """Sums the stage's gradient over its replicas, and the twin's. Returns the squared norm of
+        the former and the replicas' contributions. Raises ComplaintError."""
+        seat, begin = self._seat, attempt.begin
+        progress, gradient = seat.run.swarm.progress, seat.arithmetic.gradient
+        replicas = sorted(place.node for place in begin.members if place.stage == seat.stage)
+        await attempt.complete(seat.exchanges)
+        reduction = ReductionRound(
+            seat.node,
+            ballot,
+            replicas,
+            window=begin.untold + len(begin.plan),
+            step=begin.step,
+            non_finite=begin.non_finite,
+            last=hash_of(seat.member.last),
+        )
+        contributions = await seat.averaging.reduce(reduction, gradient, attempt.applied, progress)
+        norm = await seat.exchanges.compute(seat.arithmetic.reduced)
+        if seat.holdings.twin is not None:
+            await seat.holdings.twin.exchange(ballot, begin.members, gradient, norm, progress)
+        return norm, contributions
