@@ -2,11 +2,14 @@
 
 Decisions, pure:
 
-- `membership.py`: the state machine; the modules that follow are parts of it
-- `placement.py`: which node gets a vacant seat; `failure_domains.py`: where nodes are
-- `neighbours.py`: which nodes keep links with each other
+- `membership.py`: the state machine: events in, effects out (`effects.py`), by the run's `rules.py`
+- `members.py`: the table of members with its indexes
+- `joining.py`: who may join, and at which stage; `quarantine.py`: nodes evicted for cause
+- `leases.py`: who is silent; `isolation.py`: when all are, for this registry
 - `cuts.py`: members that can't reach each other; `accusations.py`: what members report of others
-- `quarantine.py`: nodes evicted for cause; `commit_watermark.py`: how far the run has come
+- `placement.py`: which node gets a vacant seat; `failure_domains.py`: where nodes are
+- `driving.py`: which node drives; `commit_watermark.py`: how far the run has come
+- `neighbours.py`: which nodes keep links with each other; `history.py`: what has happened
 
 The service:
 

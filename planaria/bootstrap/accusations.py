@@ -12,38 +12,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from planaria.bootstrap.failure_domains import FailureDomain
+from planaria.bootstrap.members import MembersNow
 from planaria.bootstrap.registry_pb2 import HANG, SILENT, Cause, Suspicion
 from planaria.bootstrap.spelling import readable
 
 WHY_LENGTH = 300  # characters of an accusation's reason
 STANDS = 1800.0  # seconds that an accusation counts unless its accuser sends another one
 KEPT = 100  # accusations stored against one node
-
-
-class AccusationContext(Protocol):
-    """What the rule queries about the members."""
-
-    @property
-    def driver(self) -> str: ...
-
-    def serving(self) -> Collection[str]:
-        """The nodes with seats, in the order of joining."""
-        ...
-
-    def place(self, node: str) -> FailureDomain: ...
-
-    def hangs(self, node: str) -> bool:
-        """Whether the node itself reports a hang."""
-        ...
-
-    def may_drive(self, node: str) -> bool:
-        """Whether the node has a seat at stage 0, is heard, and stays."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -80,9 +58,7 @@ class Accusations:
 
     # -- events ----------------------------------------------------------------------------------
 
-    def heard(
-        self, suspicion: Suspicion, context: AccusationContext, now: float
-    ) -> Convicted | None:
+    def heard(self, suspicion: Suspicion, context: MembersNow, now: float) -> Convicted | None:
         """Records an accusation with a cause. It replaces the accuser's former one: an accuser has
         one accused at a time."""
         accuser, name = suspicion.accuser, suspicion.accused
@@ -100,9 +76,7 @@ class Accusations:
             accused.corroborate_by = now + self.corroboration_time
         return None
 
-    def review(
-        self, context: AccusationContext, now: float
-    ) -> Iterator[Convicted | Uncorroborated]:
+    def review(self, context: MembersNow, now: float) -> Iterator[Convicted | Uncorroborated]:
         """Decides the accusations whose corroboration deadline has passed."""
         handed_over = False
         for name in sorted(
@@ -147,7 +121,7 @@ class Accusations:
         if accused := self._accused.get(self._newest.pop(accuser, "")):
             accused.charges.pop(accuser, None)
 
-    def _convicted(self, name: str, context: AccusationContext, now: float) -> str:
+    def _convicted(self, name: str, context: MembersNow, now: float) -> str:
         """The reason to evict the node, though it may be alive; empty: not enough evidence. The
         driver must be among the accusers. A driver as accused requires more than half of the other
         serving nodes, since a contradiction between two nodes has no known culprit."""
@@ -173,14 +147,14 @@ class Accusations:
             return f"{reason} and to {name} itself"
         return "" if self._heirs(name, context) else f"{reason}; no other node could confirm it"
 
-    def _voices(self, accused: str, accusers: Iterable[str], context: AccusationContext) -> int:
+    def _voices(self, accused: str, accusers: Iterable[str], context: MembersNow) -> int:
         """The number of independent accusers. Nodes of one failure domain count as one against an
         accused elsewhere, since the fault may be their domain's."""
         own = context.place(accused)
         places = {name: context.place(name) for name in accusers}
         return len({name if place == own else place for name, place in places.items()})
 
-    def _heirs(self, accused: str, context: AccusationContext) -> list[str]:
+    def _heirs(self, accused: str, context: MembersNow) -> list[str]:
         """Nodes that could replace the driver and would count as a second accuser."""
         driver = context.driver
         return [

@@ -19,7 +19,6 @@ from planaria.bootstrap.credentials import PLAIN, Credentials, about_time, chann
 from planaria.bootstrap.enrolment_pb2_grpc import OperatorStub
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.liveness import is_alive
-from planaria.bootstrap.membership import first_misspelt
 from planaria.bootstrap.registry_pb2 import (
     SILENT,
     Cause,
@@ -41,6 +40,7 @@ from planaria.bootstrap.registry_pb2 import (
     WatchRequest,
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
+from planaria.bootstrap.spelling import first_misspelt
 from planaria.bootstrap.truncation import fitting, shorten_all
 from planaria.bootstrap.views import follows, is_genuine, unpack, unpacked, view_in
 

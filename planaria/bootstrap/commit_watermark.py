@@ -8,8 +8,10 @@ after the loss of the journal, or when a run starts from files.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
+
+from planaria.bootstrap.registry_pb2 import SeatReport
 
 Age = tuple[int, int]
 """Lineage and committed step."""
@@ -18,6 +20,13 @@ STEPS_PER_SECOND: Final = 1000
 """Upper bound of a run's commits."""
 LINEAGES_PER_SECOND: Final = 1
 """Upper bound of a run's returns to files."""
+WITHOUT_STATE: Final = frozenset(["syncing", "following"])
+"""Phases in reports (node/transaction)."""
+
+
+def age_of(seat: SeatReport) -> Age:
+    """Lineage and committed step of the seat's state."""
+    return seat.lineage, seat.committed
 
 
 class CommitWatermark:
@@ -53,6 +62,18 @@ class CommitWatermark:
         if reported > self.newest:
             self.newest, self._at = reported, now
         return ""
+
+    def has_state(self, seat: SeatReport) -> bool:
+        """Whether a seat has its stage's state. Age (0, 0) counts only at the start of a run."""
+        if seat.phase in WITHOUT_STATE:
+            return False
+        return age_of(seat) > (0, 0) or self.newest <= (0, 1)
+
+    def is_lost(self, seats: Iterable[SeatReport]) -> bool:
+        """Whether a run with state has lost it at all seats. Files may restore it, and the newest
+        may be at a node yet to come. Step 1 is no proof: it may be so new that only one node has
+        reported it."""
+        return self.newest > (0, 1) and not any(age_of(seat) > (0, 0) for seat in seats)
 
     def _is_in_time(self, reported: Age, now: float) -> bool:
         self._at = now if self._at is None else self._at

@@ -19,8 +19,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from planaria.bootstrap.members import MembersNow
 from planaria.bootstrap.registry_pb2 import Complaint, Cut, Relay
 
 LOOKS = 10  # reviews per lease
@@ -29,45 +29,6 @@ MOST_TRIED = 3  # relays that failed for a pair
 TRIED_AGAIN = 12  # leases without a candidate after which failed relays are retried
 MOST_COMPLAINTS = 64  # per node
 MOST_PAIRS = 10_000
-
-
-class LinkContext(Protocol):
-    """What the cuts query about the members."""
-
-    def names(self) -> Iterable[str]:
-        """All members, in the order of joining."""
-        ...
-
-    def heard(self, node: str) -> bool:
-        """Whether the node is a member and alive, as far as the registry knows."""
-        ...
-
-    def heard_since(self, node: str, time: float) -> bool:
-        """Whether a renewal of the node arrived after `time`."""
-        ...
-
-    def linkable(self, a: str, b: str) -> bool:
-        """Whether at least one of the two can be dialled."""
-        ...
-
-    def neighbours(self, a: str, b: str) -> bool:
-        """Whether the two need a link in every step, so that no complaint implies a link."""
-        ...
-
-    def believed(self, node: str) -> bool:
-        """Whether the node's silence implies that its links work: its lease is valid, though its
-        stream may be broken, and its placement is old enough to have tested its links."""
-        ...
-
-    def spared(self, node: str) -> bool:
-        """Whether the node is the last holder of a stage and makes progress."""
-        ...
-
-    def drives(self, node: str) -> bool: ...
-
-    def replicas(self, node: str) -> int:
-        """The number of nodes with the state of its stage, itself included."""
-        ...
 
 
 @dataclass
@@ -169,7 +130,7 @@ class Cuts:
             if pair.idle_since < math.inf:
                 pair.idle_since = min(now, pair.idle_since + seconds)
 
-    def review(self, context: LinkContext, now: float) -> list[RelayChange | Goes]:
+    def review(self, context: MembersNow, now: float) -> list[RelayChange | Goes]:
         """The actions due now. After an eviction, which ends the list, call again."""
         done: list[RelayChange | Goes] = []
         if now < self._reviewed_at + self.lease / LOOKS:
@@ -195,7 +156,7 @@ class Cuts:
     def relays(self) -> list[Relay]:
         return [Relay(a=a, b=b, via=p.via) for (a, b), p in sorted(self._pairs.items()) if p.via]
 
-    def listed(self, context: LinkContext, now: float) -> list[Cut]:
+    def listed(self, context: MembersNow, now: float) -> list[Cut]:
         """The cuts, as `planaria status` lists them."""
         return [
             Cut(
@@ -210,7 +171,7 @@ class Cuts:
             if pair.complaints
         ]
 
-    def reached_by(self, context: LinkContext, node: str) -> str:
+    def reached_by(self, context: MembersNow, node: str) -> str:
         """A member that reports a link with `node`; empty: none."""
         others = (other for other in context.names() if other != node)
         return next((other for other in others if self._says_linked(context, other, node)), "")
@@ -250,14 +211,14 @@ class Cuts:
         a, b = key
         return [RelayChange(f"{a} and {b} reach each other again")] if pair.via else []
 
-    def _is_due(self, context: LinkContext, key: tuple[str, str], pair: _Pair, now: float) -> bool:
+    def _is_due(self, context: MembersNow, key: tuple[str, str], pair: _Pair, now: float) -> bool:
         """Whether both nodes are alive, as far as known, and no direct link is expected soon."""
         waited = now - pair.since >= PATIENCE * self.lease
         both = all(context.heard_since(node, pair.since) for node in key)
         return (waited and both) or not context.linkable(*key)
 
     def _see_to(
-        self, context: LinkContext, key: tuple[str, str], pair: _Pair, now: float
+        self, context: MembersNow, key: tuple[str, str], pair: _Pair, now: float
     ) -> list[RelayChange | Goes]:
         """Chooses a relay or an eviction for a pair whose cut is due."""
         a, b = key
@@ -279,7 +240,7 @@ class Cuts:
             pair.failed.clear()
         return [RelayChange(f"no member relays for {a} and {b} any more")] if former else []
 
-    def _goes_on(self, context: LinkContext, key: tuple[str, str], pair: _Pair, now: float) -> bool:
+    def _goes_on(self, context: MembersNow, key: tuple[str, str], pair: _Pair, now: float) -> bool:
         """Whether the pair's relay carries, or has time left to begin."""
         cut_off = {node for node in key if self._stands(pair.via, node)}
         if pair.carried:
@@ -291,7 +252,7 @@ class Cuts:
             return False
         return self._reaches(context, pair.via, key)
 
-    def _third(self, context: LinkContext, key: tuple[str, str], pair: _Pair) -> str:
+    def _third(self, context: MembersNow, key: tuple[str, str], pair: _Pair) -> str:
         """The relay for a pair: by preference a node that has links to both already, then one that
         carries for the fewest pairs, then the oldest; empty: none."""
         carried = Counter(other.via for other in self._pairs.values())
@@ -307,7 +268,7 @@ class Cuts:
 
         return min(candidates, key=cost, default="")
 
-    def _reaches(self, context: LinkContext, node: str, others: Iterable[str]) -> bool:
+    def _reaches(self, context: MembersNow, node: str, others: Iterable[str]) -> bool:
         """Whether `node` can link to all `others`, as far as the reports say."""
         return context.heard(node) and all(
             context.linkable(node, other) and not self._apart(node, other) for other in others
@@ -325,7 +286,7 @@ class Cuts:
             for key in keys
         )
 
-    def _reached(self, context: LinkContext, node: str, but: str) -> bool:
+    def _reached(self, context: MembersNow, node: str, but: str) -> bool:
         """Whether a node other than `but` can reach `node`."""
         others = (other for other in context.names() if other not in (node, but))
         return any(
@@ -335,7 +296,7 @@ class Cuts:
             for other in others
         )
 
-    def _says_linked(self, context: LinkContext, node: str, other: str) -> bool:
+    def _says_linked(self, context: MembersNow, node: str, other: str) -> bool:
         """Whether `node` needs a link with `other` and has no complaint except a relayed one."""
         if not context.believed(node):
             return False
@@ -344,7 +305,7 @@ class Cuts:
             return pair.complaints[node]
         return context.neighbours(node, other) and node not in self._more
 
-    def _goes(self, context: LinkContext, a: str, b: str) -> str:
+    def _goes(self, context: MembersNow, a: str, b: str) -> str:
         """The node of the pair to evict; empty: neither.
 
         A candidate's partner must be able to work without it and be reachable by another node. A
@@ -360,16 +321,16 @@ class Cuts:
             for node, other in ((a, b), (b, a))
             if reached[other] and (not context.spared(node) or not reached[node])
         ]
-        driver = next((n for n in order if context.drives(n) and n not in (a, b)), "")
+        driver = context.driver
 
         def cost(node: str) -> tuple[bool, bool, int, int, int]:
-            undriven = bool(driver) and self._stands(node, driver)
+            undriven = driver not in (a, b) and self._stands(node, driver)
             spared = context.spared(node)
             return not spared, undriven, self.cut_off(node), context.replicas(node), order[node]
 
         return max(free, key=cost, default="")
 
-    def _state(self, context: LinkContext, a: str, b: str) -> str:
+    def _state(self, context: MembersNow, a: str, b: str) -> str:
         pair = self._pairs[a, b]
         if pair.via:
             return f"{pair.via} {'relays' if pair.carried else 'is to relay'} for them"

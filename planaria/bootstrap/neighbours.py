@@ -55,6 +55,13 @@ def stages_of(member: Member) -> list[int]:
     return [seat.stage for seat in member.seats]
 
 
+def place_of(member: Member) -> str:
+    """The member's stages, as text."""
+    stages = stages_of(member)
+    many = "s" if len(stages) > 1 else ""
+    return f"stage{many} {', '.join(map(str, stages))}" if stages else "standby"
+
+
 class Lane:
     """The nodes of a stage in lane order."""
 

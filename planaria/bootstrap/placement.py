@@ -96,6 +96,29 @@ class Staffing:
         return place.block not in blocks or (len(hosts) == 1 and place.host not in hosts)
 
 
+def choose_among(fits: list[int], staff: Staffing, place: FailureDomain) -> tuple[int, str]:
+    """The weakest stage. First, stages with several nodes in one failure domain other than the
+    newcomer's. Else the stage of least capacity, or, up to twice that, the one with the fewest
+    nodes in the newcomer's domain."""
+    in_one = [s for s in fits if staff.count[s] > 1 and staff.is_apart(place, s)]
+    least = min(staff.capacity[s] for s in in_one or fits)
+    suitable = [s for s in in_one or fits if staff.capacity[s] <= 2 * least]
+
+    def order(stage: int) -> tuple[bool, bool, float, int]:
+        blocks, hosts = staff.shared(place, stage)
+        return blocks > 0, hosts > 0, staff.capacity[stage], stage
+
+    stage = min(suitable, key=order)
+    if in_one:
+        return stage, f"stage {stage} had all its nodes in one failure domain"
+    if staff.capacity[stage] > least:
+        return (
+            stage,
+            f"stage {stage} had no node in its failure domain (capacity {staff.capacity[stage]:g})",
+        )
+    return stage, f"stage {stage} had the least capacity ({staff.capacity[stage]:g})"
+
+
 def assign(
     candidates: Sequence[Candidate],
     stages: int,

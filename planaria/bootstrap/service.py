@@ -22,28 +22,26 @@ from planaria.bootstrap.admission import Admission
 from planaria.bootstrap.authority import Role
 from planaria.bootstrap.connection_limits import limit_message, open_descriptors, server_options
 from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
-from planaria.bootstrap.enrolment import OperatorServer
-from planaria.bootstrap.enrolment_pb2_grpc import add_OperatorServicer_to_server
-from planaria.bootstrap.failure_domains import block_of
-from planaria.bootstrap.gate import Gate, host_of, who_calls
-from planaria.bootstrap.identity import instance_of, is_message_signed
-from planaria.bootstrap.journal import JournalError
-from planaria.bootstrap.liveness import is_alive
-from planaria.bootstrap.membership import (
-    PROTOCOL,
+from planaria.bootstrap.effects import (
     Contradict,
     Dial,
     Effect,
     Evict,
     Issue,
-    JoinAttempt,
-    Membership,
-    MembershipRules,
     Probe,
     Refused,
     Settle,
     not_served,
 )
+from planaria.bootstrap.enrolment import OperatorServer
+from planaria.bootstrap.enrolment_pb2_grpc import add_OperatorServicer_to_server
+from planaria.bootstrap.failure_domains import block_of
+from planaria.bootstrap.gate import Gate, host_of, who_calls
+from planaria.bootstrap.identity import instance_of, is_message_signed
+from planaria.bootstrap.joining import JoinAttempt
+from planaria.bootstrap.journal import JournalError
+from planaria.bootstrap.liveness import is_alive
+from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.registry_pb2 import (
     DESCRIPTOR,
     DescribeRequest,
@@ -68,6 +66,7 @@ from planaria.bootstrap.registry_pb2 import (
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryServicer, add_RegistryServicer_to_server
 from planaria.bootstrap.reply_budget import ReplyBudget
+from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.spelling import readable
 from planaria.bootstrap.store import NotLeading
 from planaria.bootstrap.views import difference, pack, packed
@@ -250,14 +249,15 @@ class RegistryServer(RegistryServicer):
     @property
     def driver_step(self) -> int:
         """The newest step that the driver reports as committed."""
-        return self._machine.reported_step(self.driver)
+        driver = self._machine.members.by_name.get(self.driver)
+        return 0 if driver is None else driver.committed
 
     # -- operators' commands ---------------------------------------------------------------------
 
     def instance_of(self, node: str) -> str | None:
         """The instance of a member; None: `node` is not a member."""
-        key = self._machine.key_of(node)
-        return None if key is None else instance_of(key)
+        record = self._machine.members.by_name.get(node)
+        return None if record is None else instance_of(record.member.key)
 
     def evict(self, node: str, why: str) -> None:
         """Evicts a node. The node is notified at once, the other members by the next view."""
@@ -398,7 +398,7 @@ class RegistryServer(RegistryServicer):
         run = self._machine.rules.run
         await _check_length(context, "run", request.run, NAME_BYTES)
         if request.run and request.run != run:
-            await _abort(context, "NOT_FOUND", not_served(run, request.run))
+            await _refuse(context, not_served(run, request.run))
         if self._watchers >= self._limits.watchers:
             await _abort(
                 context, "RESOURCE_EXHAUSTED", "the registry has its maximum of watchers; try again"
@@ -534,7 +534,7 @@ class RegistryServer(RegistryServicer):
     def _unproved_join(self, request: JoinRequest, caller: str) -> Refused | None:
         """Why a join is refused; None: it is signed by the key that it shows."""
         if request.run != self.run:
-            return Refused("NOT_FOUND", not_served(self.run, request.run))
+            return not_served(self.run, request.run)
         if is_message_signed(request.key, request, self.run):
             return None
         who = readable(request.node)
@@ -550,7 +550,8 @@ class RegistryServer(RegistryServicer):
     ) -> Refused | None:
         """Why a message is refused; None: the key of node `who` has signed it. A message of a
         non-member passes, since it has no effect."""
-        key = self._machine.key_of(node)
+        record = self._machine.members.by_name.get(node)
+        key = None if record is None else record.member.key
         if key is None and isinstance(message, Renewal):  # a renewal may carry the node's view
             key = next((m.key for m in message.view.members if m.node == node), None)
         if key is None or is_message_signed(key, message, self.run):
@@ -736,8 +737,9 @@ class RegistryServer(RegistryServicer):
             stream.notices.put_nowait(notice)
 
     def _log_decisions(self) -> None:
-        new, self._logged = self._machine.decided - self._logged, self._machine.decided
-        for decision in list(self._machine.decisions)[-new:] if new else ():
+        history = self._machine.history
+        new, self._logged = history.decided - self._logged, history.decided
+        for decision in list(history.decisions)[-new:] if new else ():
             log.info("%s", decision)
 
 

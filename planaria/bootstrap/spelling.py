@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Final
 
-from planaria.bootstrap.registry_pb2 import Report
+from planaria.bootstrap.address import EVERYWHERE, not_to_dial
+from planaria.bootstrap.registry_pb2 import JoinRequest, Member, Report
 
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Node ids occur in logs, file names and seat names."""
@@ -19,6 +21,23 @@ def misspelt(kind: str, name: str) -> str:
         f"the {kind} {name[:40]!r} is not a valid name: use up to 128 ASCII letters, digits, "
         "dots, dashes and underscores, beginning with a letter or digit"
     )
+
+
+def misspelt_member(member: Member | JoinRequest) -> str:
+    """Why a member's address or names are invalid; empty: they are valid."""
+    problem = member.address and not_to_dial(member.address, EVERYWHERE)
+    problem = problem or misspelt("node id", member.node)
+    problem = problem or (member.data and misspelt("content of data", member.data))
+    for kind, text in (("host", member.host), ("device", member.device)):
+        problem = problem or (
+            "" if text.isprintable() else f"the {kind} {text[:40]!r} isn't printable"
+        )
+    return problem
+
+
+def first_misspelt(members: Iterable[Member]) -> str:
+    """The first spelling error among the members; empty: none."""
+    return next(filter(None, map(misspelt_member, members)), "")
 
 
 def shortened(value: object) -> str:

@@ -26,8 +26,8 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.address import EVERYWHERE, Address, Reach
 from planaria.bootstrap.credentials import PLAIN, Credentials
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.membership import PROTOCOL
 from planaria.bootstrap.neighbours import to_link
+from planaria.bootstrap.rules import PROTOCOL
 from planaria.bootstrap.spelling import readable
 from planaria.node.agent import Agent, frame_bytes, held_bytes
 from planaria.node.data.mixture import Data

@@ -19,8 +19,8 @@ from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import PLAIN, Credentials
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.journal import Journal
-from planaria.bootstrap.membership import PROTOCOL, MembershipRules
 from planaria.bootstrap.registry_pb2 import JoinReply, JoinRequest, View
+from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.service import Limits, RegistryServer
 
 DEADLINE = 120.0  # seconds; only a hanging test gets there

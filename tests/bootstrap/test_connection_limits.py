@@ -13,8 +13,8 @@ import pytest
 from planaria.bootstrap import service
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.connection_limits import connections_within, limit_message
-from planaria.bootstrap.membership import MembershipRules
 from planaria.bootstrap.registry_pb2 import Report, View
+from planaria.bootstrap.rules import MembershipRules
 from tests.bootstrap.conftest import identity, joining
 
 DEADLINE = 120.0  # seconds; only a hanging test gets there
@@ -23,7 +23,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 PROGRAM = """
 import logging, resource, sys
 import uvloop
-from planaria.bootstrap.membership import MembershipRules
+from planaria.bootstrap.rules import MembershipRules
 from planaria.bootstrap.service import RegistryServer, serve
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))

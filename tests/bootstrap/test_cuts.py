@@ -9,15 +9,11 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from planaria.bootstrap.membership import (
-    PROTOCOL,
-    Effect,
-    Evict,
-    Membership,
-    MembershipRules,
-)
+from planaria.bootstrap.effects import Effect, Evict
+from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.neighbours import related
 from planaria.bootstrap.registry_pb2 import Complaint, JoinRequest, Renewal, Report, SeatReport
+from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 
 LEASE, SILENCE, STEP = 5.0, 3.0, 1.0
 STAGES = 3

@@ -31,8 +31,8 @@ from planaria.bootstrap.enrolment_pb2 import (
 from planaria.bootstrap.enrolment_pb2_grpc import OperatorStub
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.invites import NotAdmitted, encode
-from planaria.bootstrap.membership import PROTOCOL, MembershipRules
 from planaria.bootstrap.registry_pb2 import JoinRequest
+from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.service import RegistryServer
 from planaria.node.commands.registry import ask_registry, credentials_for
 from planaria.node.launch.options import Security

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from planaria.bootstrap.effects import Evict, Issue
 from planaria.bootstrap.leader_election import LOOK
-from planaria.bootstrap.membership import Evict, Issue, Membership
+from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.service import FAREWELL, TICK
 from planaria.bootstrap.store import LEASE, RENEWALS, Store
 from tests.bootstrap.conftest import KEY, RULES, identity, joining

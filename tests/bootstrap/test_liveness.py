@@ -15,7 +15,7 @@ from planaria.bootstrap.address import Reach
 from planaria.bootstrap.client import JoinRefused, RegistryClient
 from planaria.bootstrap.credentials import PLAIN
 from planaria.bootstrap.liveness import is_alive
-from planaria.bootstrap.membership import MembershipRules
+from planaria.bootstrap.rules import MembershipRules
 from tests.bootstrap.conftest import Place, identity, joining, serving
 
 LONG = 60.0  # seconds; only a hanging test gets there
@@ -90,7 +90,7 @@ async def join(place: Place, node: str, address: str, deadline: float = LONG) ->
 
 async def until_silent(place: Place) -> None:
     async with asyncio.timeout(LONG):
-        while not place.registry._machine._isolated:  # noqa: ASYNC110  it tells nobody
+        while not place.registry._machine.isolation.isolated:  # noqa: ASYNC110  it tells nobody
             await asyncio.sleep(0.01)
 
 

@@ -6,24 +6,20 @@ from typing import Any
 import pytest
 
 from planaria.bootstrap.accusations import STANDS
-from planaria.bootstrap.identity import instance_of
-from planaria.bootstrap.membership import (
-    LEAVES_COLLECTED,
-    MOST_DIALLED,
-    PROTOCOL,
-    SECONDS_PER_MEMBER,
+from planaria.bootstrap.effects import (
     Contradict,
     Dial,
     Effect,
     Evict,
     Issue,
-    JoinAttempt,
-    Membership,
-    MembershipRules,
     Probe,
     Refused,
     Settle,
 )
+from planaria.bootstrap.identity import instance_of
+from planaria.bootstrap.isolation import MOST_DIALLED
+from planaria.bootstrap.joining import JoinAttempt
+from planaria.bootstrap.membership import LEAVES_COLLECTED, SECONDS_PER_MEMBER, Membership
 from planaria.bootstrap.neighbours import stages_of, to_link
 from planaria.bootstrap.registry_pb2 import (
     CHECKSUM,
@@ -46,6 +42,7 @@ from planaria.bootstrap.registry_pb2 import (
     Suspicion,
     View,
 )
+from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.views import hash_of, sign
 from tests.bootstrap.conftest import identity
 
@@ -583,7 +580,9 @@ def test_a_seat_that_was_given_back_and_taken_again_is_another_one() -> None:
     swarm.after(swarm.machine.leave("c", "", swarm.now))
     assert seats(swarm) == {"a": [0, 1]}
     assert swarm.view.members[0].seats[1].since > first
-    assert swarm.machine._nodes["a"].holds == {0}, "what it had told of the former one is no more"
+    assert swarm.machine.members.by_name["a"].holds == {0}, (
+        "what it had told of the former one is no more"
+    )
 
 
 def test_who_joins_as_a_standby_waits_until_a_stage_has_nobody() -> None:
@@ -728,7 +727,7 @@ def silent(swarm: Swarm, seconds: float, silent: str, **complaints: Sequence[str
 def test_a_last_holder_that_is_not_heard_stays_while_anybody_reaches_it() -> None:
     swarm = full(lease=5)
     assert silent(swarm, 60, "n1", n0=["n1"]) == []
-    decided = " ".join(swarm.machine.decisions)
+    decided = " ".join(swarm.machine.history.decisions)
     assert decided.count("n1 (stage 1) is not heard, but n2 reaches it: it stays") == 1
     assert [one.reached_by for one in swarm.machine.describe(swarm.now).members] == ["", "n2", ""]
     effects = silent(swarm, 0.5, "n1", n0=["n1"], n2=["n1"])
@@ -751,7 +750,7 @@ def test_a_last_holder_that_is_heard_again_is_as_before() -> None:
     swarm = full(lease=5)
     silent(swarm, 8, "n1")
     swarm.renew("n1")
-    assert swarm.machine.decisions[-1] == "n1 (stage 1) is heard again"
+    assert swarm.machine.history.decisions[-1] == "n1 (stage 1) is heard again"
     assert silent(swarm, 4.5, "n1", n0=["n1"], n2=["n1"]) == []
     silent(swarm, 0.5, "n1", n0=["n1"], n2=["n1"])
     assert swarm.nodes() == ["n0", "n2"]
@@ -764,7 +763,7 @@ def test_whom_somebody_reaches_by_way_of_a_third_is_reached() -> None:
         swarm.renew("n0", report=swarm.report("n0", complaints))
         swarm.miss("n2", "n1")
         assert swarm.wait(0.5) == []
-    assert "n0 reaches it" in swarm.machine.decisions[-1]
+    assert "n0 reaches it" in swarm.machine.history.decisions[-1]
 
 
 def test_who_has_a_replica_goes_though_others_reach_it() -> None:
@@ -1062,7 +1061,7 @@ def test_where_nobody_else_could_drive_but_the_accused_nothing_changes() -> None
     assert swarm.wait(1) == []
     assert swarm.view.driver == "n0"
     assert swarm.nodes() == ["n0", "n1", "n2", "m0"]
-    assert swarm.machine.decisions[-1] == (
+    assert swarm.machine.history.decisions[-1] == (
         "m0 stays, since only n0 accuses it: divergence: other weights"
     )
 
@@ -1566,7 +1565,7 @@ def test_a_lone_node_that_neither_registry_nor_newcomer_can_dial_is_gone(stream:
     assert swarm.join_again("new", reply).reason == "stage 0 was vacant"
     assert swarm.nodes() == ["new"]
     reason = "not heard, and no answer to dials by the registry and new"
-    assert f"old (stage 0) is gone: {reason}" in list(swarm.machine.decisions)[-2]
+    assert f"old (stage 0) is gone: {reason}" in list(swarm.machine.history.decisions)[-2]
     assert swarm.wait(0.1) == []
     swarm.join("newer")
     assert swarm.nodes() == ["new", "newer"], "nobody has to be waited for any more"
@@ -1652,7 +1651,7 @@ def test_a_lone_node_that_only_dials_out_has_the_grace_to_call() -> None:
     swarm.wait(1)
     swarm.join_again("new", reply)
     assert swarm.nodes() == ["new"]
-    assert "not heard, and not reconnected within 10 s" in swarm.machine.decisions[-2]
+    assert "not heard, and not reconnected within 10 s" in swarm.machine.history.decisions[-2]
 
 
 def test_all_vanish_at_once_and_come_back_one_by_one() -> None:
@@ -1871,7 +1870,7 @@ def test_more_steps_than_the_run_has_are_refused_and_no_view_has_them(liar: str)
     assert swarm.renew(liar, report=swarm.report(liar, committed=10**9)) == [], "it was told"
     swarm.join("x")
     assert (swarm.view.lineage, swarm.view.committed) == (0, 7)
-    assert [told for told in swarm.machine.decisions if why in told and liar in told]
+    assert [told for told in swarm.machine.history.decisions if why in told and liar in told]
     described = swarm.machine.describe(swarm.now).members
     assert all(seat.committed <= 7 for one in described for seat in one.report.seats)
 
@@ -1889,7 +1888,7 @@ def test_a_view_with_more_steps_than_the_run_has_is_not_learned_from() -> None:
     swarm = Swarm(steps=100)
     swarm.after(swarm.machine.stream_opened(Renewal(node="n0", run="r", view=shown), swarm.now))
     assert swarm.nodes() == []
-    assert "can't be committed in a run of 100 steps" in swarm.machine.decisions[-1]
+    assert "can't be committed in a run of 100 steps" in swarm.machine.history.decisions[-1]
 
 
 def test_a_run_that_goes_on_from_files_is_believed_when_all_stages_say_so() -> None:

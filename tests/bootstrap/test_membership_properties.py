@@ -4,16 +4,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from planaria.bootstrap.membership import (
-    PROTOCOL,
-    Dial,
-    Effect,
-    Issue,
-    Membership,
-    MembershipRules,
-    Refused,
-    stages_of,
-)
+from planaria.bootstrap.effects import Dial, Effect, Issue, Refused
+from planaria.bootstrap.membership import Membership
+from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import (
     Complaint,
     JoinReply,
@@ -24,6 +17,7 @@ from planaria.bootstrap.registry_pb2 import (
     Suspicion,
     View,
 )
+from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.views import follows
 from tests.bootstrap.conftest import identity
 
@@ -176,7 +170,7 @@ class Registry(RuleBasedStateMachine):
     def break_stream(self, pick: int, there: bool | None) -> None:
         """`there`: what the registry's dial comes to; None: nothing yet."""
         node = self.node(pick)
-        if node in self.machine._nodes and self.machine._nodes[node].streaming:
+        if node in self.machine.members.by_name and self.machine.members.by_name[node].streaming:
             self.broken.add(node)
         dials = self.machine.stream_lost(node, self.now)
         self.after(dials)
@@ -192,7 +186,7 @@ class Registry(RuleBasedStateMachine):
             self.after(self.machine.suspect(suspicion, self.now))
         except Refused as refusal:
             assert refusal.reason
-        node = self.machine._nodes.get(suspicion.accused)
+        node = self.machine.members.by_name.get(suspicion.accused)
         if node is not None and node.lost is not None:  # it has no stream that could be probed
             self.broken.add(suspicion.accused)
 
@@ -204,13 +198,13 @@ class Registry(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
         self.after(self.machine.tick(self.now))
-        if self.now >= self.machine._quiet_until and not self.machine._isolated:
+        if self.now >= self.machine.isolation.quiet_until and not self.machine.isolation.isolated:
             members = list(self.machine.view.members)
             for member in members:
                 if self.now >= self.renewed[member.node] + RULES.lease:
                     others = [m for m in members if m != member and self.heard(m.node)]
                     served = {stage for other in others for stage in stages_of(other)}
-                    assert self.machine._nodes[member.node].reached_by
+                    assert self.machine.members.by_name[member.node].reached_by
                     assert set(stages_of(member)) - served
 
     @rule(seconds=st.sampled_from([1.2, 4.0]))

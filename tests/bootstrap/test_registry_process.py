@@ -26,7 +26,7 @@ from pathlib import Path
 import uvloop
 from planaria.bootstrap.admission import Admission, folder_beside
 from planaria.bootstrap.journal import Journal
-from planaria.bootstrap.membership import MembershipRules
+from planaria.bootstrap.rules import MembershipRules
 from planaria.bootstrap.service import RegistryServer, serve
 
 logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")

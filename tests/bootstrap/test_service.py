@@ -31,10 +31,11 @@ from planaria.bootstrap.client import (
     _Membership,
 )
 from planaria.bootstrap.credentials import Credentials, CredentialsError
+from planaria.bootstrap.effects import Effect, Evict
 from planaria.bootstrap.gate import host_of
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.journal import Journal
-from planaria.bootstrap.membership import PROTOCOL, Effect, Evict, Membership, MembershipRules
+from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.registry_pb2 import (
     NONFINITE,
     Complaint,
@@ -53,6 +54,7 @@ from planaria.bootstrap.registry_pb2 import (
     WatchRequest,
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
+from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.service import (
     LOAD_BYTES,
     NAME_BYTES,

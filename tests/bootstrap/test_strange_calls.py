@@ -12,15 +12,8 @@ import grpc
 import pytest
 from drawn_messages import Drawing
 
-from planaria.bootstrap.membership import (
-    PROTOCOL,
-    Dial,
-    Effect,
-    Membership,
-    MembershipRules,
-    Probe,
-    Refused,
-)
+from planaria.bootstrap.effects import Dial, Effect, Probe, Refused
+from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.registry_pb2 import (
     DescribeRequest,
     ExamineRequest,
@@ -34,6 +27,7 @@ from planaria.bootstrap.registry_pb2 import (
     WatchRequest,
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
+from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from tests.bootstrap.conftest import RUN_FILE, identity, joining, signed, soon
 
 HONEST = ("a", "b", "c")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.bootstrap.membership import Membership, MembershipRules
+from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.registry_pb2 import (
     Complaint,
     Cut,
@@ -21,6 +21,7 @@ from planaria.bootstrap.registry_pb2 import (
     SeatReport,
     View,
 )
+from planaria.bootstrap.rules import MembershipRules
 from planaria.bootstrap.truncation import (
     CUTS_LISTED,
     DECISIONS_BYTES,

@@ -30,8 +30,9 @@ from planaria.bootstrap.identity import PUBLIC_BYTES, Identity, is_signed
 from planaria.bootstrap.invites import MARK, InviteError, NotAdmitted
 from planaria.bootstrap.invites import decode as decode_invite
 from planaria.bootstrap.journal import Journal, JournalError, _record, read_view
-from planaria.bootstrap.membership import Membership, MembershipRules
+from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.registry_pb2 import Member, NewView, Relay, Seat, View
+from planaria.bootstrap.rules import MembershipRules
 from planaria.bootstrap.store import LEASE, Store, StoreError
 from planaria.bootstrap.views import is_genuine, sign, unpacked, view_in
 from planaria.node.data.chat import ChatTemplate, Conversation

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 from typer.testing import CliRunner
 
-from planaria.bootstrap.membership import MembershipRules
+from planaria.bootstrap.rules import MembershipRules
 from planaria.bootstrap.service import PAUSED_ABOVE
 from planaria.node.cli import app
 from planaria.node.launch.resolve import registry_rules

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.membership import PROTOCOL
+from planaria.bootstrap.rules import PROTOCOL
 from planaria.node.transaction.bounds import fault_to_driver, fault_to_member
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame, seal

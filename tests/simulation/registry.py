@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING, Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from planaria.bootstrap import registry_pb2 as pb
-from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.membership import (
-    PROTOCOL,
+from planaria.bootstrap.effects import (
     Contradict,
     Dial,
     Effect,
     Evict,
     Issue,
-    Membership,
-    MembershipRules,
     Probe,
     Refused,
     Settle,
 )
+from planaria.bootstrap.identity import Identity
+from planaria.bootstrap.membership import Membership
+from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.views import apply, difference, follows, is_genuine
 from simulation.network import Stream
 from simulation.world import Process

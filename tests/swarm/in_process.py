@@ -13,16 +13,10 @@ from typing import Any
 import torch
 
 from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.effects import Dial, Evict, Issue, Probe, Refused
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.membership import (
-    Dial,
-    Evict,
-    Issue,
-    Membership,
-    MembershipRules,
-    Probe,
-    Refused,
-)
+from planaria.bootstrap.membership import Membership
+from planaria.bootstrap.rules import MembershipRules
 from planaria.bootstrap.views import sign
 from planaria.node.agent import Agent
 from planaria.node.daemon import Node, NodePlace

@@ -9,7 +9,6 @@ from planaria.bootstrap.authority import Role
 from planaria.bootstrap.client import JoinRefused, RegistryClient
 from planaria.bootstrap.credentials import PLAIN, Credentials, channel
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.membership import PROTOCOL
 from planaria.bootstrap.registry_pb2 import (
     JoinRequest,
     LeaveRequest,
@@ -21,6 +20,7 @@ from planaria.bootstrap.registry_pb2 import (
     View,
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
+from planaria.bootstrap.rules import PROTOCOL
 from planaria.node.wire.link import Links, LinkSettings, Peer
 
 MANY = 10**9  # steps

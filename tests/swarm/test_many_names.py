@@ -17,8 +17,8 @@ from planaria.bootstrap.enrolment_client import Enrolment
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.invites import encode
-from planaria.bootstrap.membership import PROTOCOL
 from planaria.bootstrap.registry_pb2 import JoinReply, JoinRequest, Member, Report
+from planaria.bootstrap.rules import PROTOCOL
 from planaria.node.report.ledger import audit
 from tests.swarm.machines import DEADLINE, TOKEN, Machines, machines
 

@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.journal import read_view
-from planaria.bootstrap.membership import PROTOCOL
 from planaria.bootstrap.registry_pb2 import JoinRequest, Report, SeatReport, View
+from planaria.bootstrap.rules import PROTOCOL
 from planaria.node.local.swarm import ADDRESS
 from tests.swarm.small import small
 from tests.swarm.stranger import MANY, Stranger

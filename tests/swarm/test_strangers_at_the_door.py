@@ -15,7 +15,6 @@ from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import JoinRefused, RegistryClient
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.journal import read_view
-from planaria.bootstrap.membership import PROTOCOL
 from planaria.bootstrap.registry_pb2 import (
     Description,
     JoinRequest,
@@ -27,6 +26,7 @@ from planaria.bootstrap.registry_pb2 import (
     View,
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
+from planaria.bootstrap.rules import PROTOCOL
 from planaria.node.machine.processes import run_planaria
 from planaria.node.report.ledger import audit
 from tests.swarm.machines import DEADLINE, Machines, machines

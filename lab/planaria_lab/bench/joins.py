@@ -27,7 +27,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from planaria.bootstrap import service
 from planaria.bootstrap.client import JOIN, OPTIONS, RENEWALS
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.membership import PROTOCOL
 from planaria.bootstrap.registry_pb2 import (
     JoinReply,
     JoinRequest,
@@ -36,6 +35,7 @@ from planaria.bootstrap.registry_pb2 import (
     View,
     WatchRequest,
 )
+from planaria.bootstrap.rules import PROTOCOL
 from planaria.bootstrap.views import unpack, unpacked
 from planaria_lab.bench.processes import ask, receive, start
 from planaria_lab.bench.registry import RULES, STREAMS_A_CONNECTION, _name, serve

@@ -22,7 +22,6 @@ from planaria.bootstrap.admission import Admission, folder_beside
 from planaria.bootstrap.client import OPTIONS
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.journal import Journal
-from planaria.bootstrap.membership import MembershipRules
 from planaria.bootstrap.registry_pb2 import (
     DescribeRequest,
     Description,
@@ -34,6 +33,7 @@ from planaria.bootstrap.registry_pb2 import (
     View,
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
+from planaria.bootstrap.rules import MembershipRules
 from planaria.bootstrap.service import RegistryServer
 from planaria.bootstrap.views import sign
 from planaria_lab.bench.processes import ask, receive, start

@@ -23,8 +23,8 @@ import uvloop
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.membership import PROTOCOL, MembershipRules
 from planaria.bootstrap.registry_pb2 import JoinRequest
+from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.service import RegistryServer
 from planaria_lab.bench.handshakes import answering, handshakes
 from planaria_lab.bench.processes import receive, start

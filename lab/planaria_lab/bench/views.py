@@ -34,7 +34,6 @@ from planaria.bootstrap.admission import Admission, folder_beside
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.journal import Journal
-from planaria.bootstrap.membership import PROTOCOL
 from planaria.bootstrap.registry_pb2 import (
     JoinRequest,
     Member,
@@ -43,6 +42,7 @@ from planaria.bootstrap.registry_pb2 import (
     View,
     WatchRequest,
 )
+from planaria.bootstrap.rules import PROTOCOL
 from planaria.bootstrap.views import apply, difference, follows, is_genuine, pack, sign, unpacked
 from planaria_lab.bench.processes import WAIT, ask, receive, start
 from planaria_lab.bench.registry import KEY, RULES, _name, serve

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Final, NamedTuple
 
-from planaria.bootstrap.membership import MembershipRules
 from planaria.bootstrap.neighbours import ALL
+from planaria.bootstrap.rules import MembershipRules
 from planaria.node.run_file import RunFile
 from planaria.node.stage.crossing import kept_bytes
 from planaria.node.state.handover import Handover

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from planaria.bootstrap.membership import MembershipRules
+from planaria.bootstrap.rules import MembershipRules
 from planaria.node.stage.crossing import kept_bytes
 from planaria.recovery.facts import INEXACT
 from planaria.recovery.relearning import passes, updates_to_look

@@ -18,7 +18,7 @@ from planaria.bootstrap.credentials import Certified, Credentials
 from planaria.bootstrap.etcd import Etcd, EtcdPlace
 from planaria.bootstrap.journal import Journal, read_view
 from planaria.bootstrap.leader_election import GRACE, ending_with, lead_in_turn
-from planaria.bootstrap.membership import MembershipRules
+from planaria.bootstrap.rules import MembershipRules
 from planaria.bootstrap.service import RegistryServer, ViewStore, serve
 from planaria.bootstrap.store import Store
 from planaria.node.commands.registry import run_on_loop

@@ -27,9 +27,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
 from planaria.bootstrap.credentials import Credentials, CredentialsError, add_port
-from planaria.bootstrap.membership import PROTOCOL
 from planaria.bootstrap.reachability import NOBODY, dead_end, probe_all, proxies
 from planaria.bootstrap.registry_pb2 import Description, ExamineRequest
+from planaria.bootstrap.rules import PROTOCOL
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.elsewhere import folder_of
 from planaria.node.data.mixture import folders_of, index_of

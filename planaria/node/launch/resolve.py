@@ -7,7 +7,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from planaria.bootstrap.membership import MembershipRules
+from planaria.bootstrap.rules import MembershipRules
 from planaria.node.data.corpus import CorpusError, read_index
 from planaria.node.data.mixture import index_of
 from planaria.node.hugging_face.taking_in import check_tokenizer, take_in

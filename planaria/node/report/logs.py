@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from planaria.bootstrap.client import RegistryClient
-from planaria.bootstrap.membership import place_of
-from planaria.bootstrap.neighbours import stages_of
+from planaria.bootstrap.neighbours import place_of, stages_of
 from planaria.bootstrap.registry_pb2 import Description, Member
 from planaria.bootstrap.spelling import readable
 from planaria.node.report.log_stream import LONGEST, MOST_KEPT

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from planaria.bootstrap.membership import place_of
-from planaria.bootstrap.neighbours import stages_of
+from planaria.bootstrap.neighbours import place_of, stages_of
 from planaria.bootstrap.registry_pb2 import (
     Description,
     Eviction,

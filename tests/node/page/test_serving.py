@@ -12,8 +12,8 @@ import pytest
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.client import JoinRefused, RegistryClient
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.membership import PROTOCOL, MembershipRules
 from planaria.bootstrap.registry_pb2 import JoinRequest, Report, SeatReport
+from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.service import RegistryServer
 from planaria.node.page import serving
 from planaria.node.page.app import UnheardError

@@ -1,0 +1,76 @@
+"""What the membership machine asks its shell to do, and refusals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planaria.bootstrap.registry_pb2 import View
+from planaria.bootstrap.spelling import readable
+
+
+class Refused(Exception):  # noqa: N818  an answer, not a fault
+    """A refused request. `code`: a gRPC status name; `reason`: problem, value and remedy."""
+
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Issue:
+    """Write the view to the journal, then send it to all watchers."""
+
+    view: View
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Request an immediate answer with `number` on the node's KeepAlive stream."""
+
+    node: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Evict:
+    """Notify the node of its eviction on its KeepAlive stream; close the stream."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Settle:
+    """Answer all pending suspicions of the node."""
+
+    node: str
+    member: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Contradict:
+    """Notify the node on its KeepAlive stream that its report is refused, and why."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Dial:
+    """Check for `seconds` whether the node answers at HOST:PORT, and call `dialled`."""
+
+    question: int
+    node: str
+    address: str
+    seconds: float
+
+
+Effect = Issue | Probe | Evict | Settle | Contradict | Dial
+
+
+def not_served(run: str, requested: str) -> Refused:
+    """The answer to a request that names another run."""
+    reason = f"this registry serves run {run}, not {requested}; check the address"
+    return Refused("NOT_FOUND", readable(reason))

@@ -1,0 +1,432 @@
+"""The table of members with its indexes, and what cuts and accusations query about members."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from planaria.bootstrap.commit_watermark import Age, age_of
+from planaria.bootstrap.failure_domains import FailureDomain
+from planaria.bootstrap.identity import instance_of
+from planaria.bootstrap.neighbours import Neighbours, related, stages_of
+from planaria.bootstrap.placement import Candidate, SeatAssigned, SeatReleased, Staffing
+from planaria.bootstrap.registry_pb2 import (
+    SILENT,
+    Cause,
+    Member,
+    MemberDescription,
+    Report,
+    Seat,
+    SeatReport,
+    View,
+)
+from planaria.bootstrap.rules import MembershipRules
+
+
+@dataclass(eq=False)
+class Claim:
+    """A join with another key from a member's address."""
+
+    question: int  # number of the dial to the member
+    asked: float
+    alive: bool | None = None
+    answered: bool = False
+
+
+@dataclass(eq=False)
+class Node:
+    """A member or standby, and its health. The table changes `member`."""
+
+    member: Member
+    why: str  # reason of the latest decision about its seats
+    renewed: float
+    placed: float  # time since which it serves, or is a standby
+    due: float = math.inf  # time of its live entry in the heap of deadlines
+    reasons: dict[int, str] = field(default_factory=dict)  # for each of its seats, by stage
+    report: Report = field(default_factory=Report)
+    holds: set[int] | None = None  # stages with state, by its last report; None: no report yet
+    streaming: bool = False
+    lost: float | None = None  # time of the loss of its stream
+    dial: int = 0  # number of the dial since then
+    gone: bool = False  # whether it refused that dial
+    reached_by: str = ""  # a member that reaches it, which spares it from eviction
+    checked: float = -math.inf  # time of the last check of `reached_by`
+    probe: int = 0  # number of the unanswered probe; 0: none
+    probed: float = 0.0
+    accusers: dict[str, str] = field(default_factory=dict)  # accuser -> reason, until settled
+    doomed: str = ""  # reason of its eviction, due at once; empty: none
+    cause: Cause = SILENT  # of that eviction
+    claim: Claim | None = None  # the newest claim to its address
+    contradicted: float = -math.inf  # time of the last notice
+    stages: list[int] = field(init=False)  # of its seats; empty: a standby
+
+    def __post_init__(self) -> None:
+        self.stages = stages_of(self.member)
+
+    @property
+    def name(self) -> str:
+        return self.member.node
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the view says that it will leave soon."""
+        return self.member.leaving
+
+    @property
+    def place(self) -> FailureDomain:
+        return FailureDomain(self.member.block, self.member.host)
+
+    @property
+    def committed(self) -> int:
+        """The newest step that its report has as committed."""
+        return max((seat.committed for seat in self.report.seats), default=0)
+
+    def leased(self, lease: float, now: float) -> bool:
+        """Whether its lease is valid and its stream isn't lost."""
+        return self.lost is None and now < self.renewed + lease
+
+    def heard(self, lease: float, now: float) -> bool:
+        """Whether it is alive, as far as the registry knows."""
+        return self.leased(lease, now) and not (self.probe or self.doomed or self.reached_by)
+
+
+class Members:
+    """The members in the order of joining. Each change of the table updates its indexes."""
+
+    def __init__(self, rules: MembershipRules) -> None:
+        self.rules = rules
+        self.clear()
+
+    def clear(self) -> None:
+        """Empties the table."""
+        self.by_name: dict[str, Node] = {}  # in join order
+        self.by_address: dict[str, Node] = {}
+        self._by_key: dict[bytes, list[Node]] = {}
+        self._hidden: dict[str, Node] = {}  # those without an address, in join order
+        self._at: list[dict[str, Node]] = [{} for _ in range(self.rules.stages + 1)]
+        self._standbys: set[str] = set()
+        self._staffing: Staffing | None = None  # None: to be recounted
+        self._neighbour_graph: Neighbours | None = None  # None: to be recomputed
+        self._driver = ""
+
+    # -- changes ---------------------------------------------------------------------------------
+
+    def restore(self, view: View, now: float) -> None:
+        """Replaces the table by a view's members. Known ones keep their health."""
+        former, before = self.by_name, "a member before the restart"
+        self.clear()
+        for member in view.members:
+            node = former.get(member.node) or Node(member, before, now, now)
+            node.member, node.stages = member, stages_of(member)
+            node.reasons = {s: node.reasons.get(s, before) for s in node.stages}
+            self.enter(node)
+        self.driver = view.driver
+
+    def enter(self, node: Node) -> None:
+        member = node.member
+        self.by_name[member.node] = node
+        self._by_key.setdefault(member.key, []).append(node)
+        if member.address:
+            self.by_address[member.address] = node
+        else:
+            self._hidden[member.node] = node
+        if self._staffing is not None and not node.leaving:
+            self._staffing.add(node.stages, member.speed, node.place)
+        self._neighbour_graph = None
+        self._seat(node)
+
+    def remove(self, node: Node) -> None:
+        member = node.member
+        del self.by_name[member.node]
+        self.by_address.pop(member.address, None)
+        self._hidden.pop(member.node, None)
+        self._by_key[member.key].remove(node)
+        if not self._by_key[member.key]:
+            del self._by_key[member.key]
+        self._unseat(node)
+
+    def apply(self, change: SeatAssigned | SeatReleased, since: int, now: float) -> None:
+        """Carries out a change of placement, for view `since`."""
+        node = self.by_name[change.node]
+        stages = set(node.stages) - {change.stage}
+        if isinstance(change, SeatAssigned):
+            stages = (stages - {change.gives}) | {change.stage}
+        if not node.stages:
+            node.placed = now
+        self._reseat(node, stages, since)
+        node.why = change.why
+        node.reasons = {s: node.reasons.get(s, change.why) for s in sorted(stages)}
+
+    def set_leaving(self, node: Node, leaving: bool) -> None:
+        member = _copy(node.member)
+        member.leaving = leaving
+        self._become(node, member)
+
+    @property
+    def driver(self) -> str:
+        return self._driver
+
+    @driver.setter
+    def driver(self, name: str) -> None:
+        if name != self._driver:
+            self._driver, self._neighbour_graph = name, None
+
+    def _reseat(self, node: Node, stages: Iterable[int], since: int) -> None:
+        """Changes a node's seats; new ones are of view `since`, and do not inherit state reported
+        for former ones."""
+        former = {seat.stage: seat for seat in node.member.seats}
+        member = _copy(node.member)
+        del member.seats[:]
+        member.seats.extend(former.get(s, Seat(stage=s, since=since)) for s in sorted(stages))
+        self._become(node, member)
+        if node.holds is not None:
+            node.holds &= former.keys()
+
+    def _become(self, node: Node, member: Member) -> None:
+        self._unseat(node)
+        node.member, node.stages = member, stages_of(member)
+        self._seat(node)
+
+    def _seat(self, node: Node) -> None:
+        for stage in node.stages:
+            self._at[stage][node.name] = node
+        if not node.stages:
+            self._standbys.add(node.name)
+
+    def _unseat(self, node: Node) -> None:
+        self._staffing = self._neighbour_graph = None
+        self._standbys.discard(node.name)
+        for stage in node.stages:
+            del self._at[stage][node.name]
+
+    # -- answers ---------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.by_name.values())
+
+    def __len__(self) -> int:
+        return len(self.by_name)
+
+    def with_key(self, key: bytes) -> Sequence[Node]:
+        return self._by_key.get(key, ())
+
+    def at(self, stage: int) -> list[Node]:
+        """The stage's nodes, in the order of joining."""
+        return sorted(self._at[stage].values(), key=lambda node: node.member.joined)
+
+    def count(self, stage: int) -> int:
+        return len(self._at[stage])
+
+    def vacant(self) -> list[int]:
+        return [stage for stage, nodes in enumerate(self._at) if not nodes]
+
+    @property
+    def several_seats(self) -> bool:
+        """Whether any node has several seats."""
+        return sum(map(len, self._at)) > len(self.by_name) - len(self._standbys)
+
+    @property
+    def settled(self) -> bool:
+        """Whether each stage has a node that stays, and each node one seat."""
+        return all(self.staffing().count) and not (self._standbys or self.several_seats)
+
+    def staffing(self) -> Staffing:
+        """The staffing, counted once and updated per join, since many may join at once."""
+        if self._staffing is None:
+            self._staffing = Staffing(self.rules.stages)
+            for node in self:
+                if not node.leaving:
+                    self._staffing.add(node.stages, node.member.speed, node.place)
+        return self._staffing
+
+    def neighbours(self) -> Neighbours:
+        """The neighbours, recomputed after a change."""
+        if self._neighbour_graph is None:
+            members, rules = (node.member for node in self), self.rules
+            swapped = rules.policy.swapped
+            self._neighbour_graph = Neighbours(members, self.driver, rules.stages, swapped)
+        return self._neighbour_graph
+
+    def unreachable(self, address: str, stage: int) -> Member | None:
+        """A member that a node with this address must link to, and can reach by relay only."""
+        if address:
+            return None
+        stages, swapped = self.rules.stages, self.rules.policy.swapped
+        return next(
+            (
+                node.member
+                for node in self._hidden.values()
+                if any(related(other, stage, stages, swapped) for other in node.stages)
+            ),
+            None,
+        )
+
+    def has_relay(self) -> bool:
+        """Whether any member can relay between two nodes that can't be dialled."""
+        return any(not node.leaving for node in self.by_address.values())
+
+    def has_holder(self, stage: int) -> bool:
+        """Whether a staying node reports the stage's state."""
+        return any(node.holds and stage in node.holds for node in self if not node.leaving)
+
+    def confirmed_age(self) -> Age:
+        """The newest age confirmed by members of every stage."""
+        newest = dict.fromkeys(range(self.rules.stages + 1), (0, 0))
+        for node in self:
+            for seat in node.report.seats:
+                if seat.stage in node.stages:
+                    newest[seat.stage] = max(newest[seat.stage], age_of(seat))
+        return min(newest.values())
+
+    def seat_reports(self) -> Iterator[SeatReport]:
+        return itertools.chain.from_iterable(node.report.seats for node in self)
+
+    def hears_nobody(self, now: float) -> bool:
+        """Whether no member is heard. Then this registry's own network is down: the members
+        continue training, and get the same time to return as after a restart."""
+        lease = self.rules.lease
+        return any(not node.doomed for node in self) and not any(
+            node.leased(lease, now) and not node.doomed for node in self
+        )
+
+    def candidates(self, now: float) -> list[Candidate]:
+        """All nodes, as placement.py needs them."""
+        numbers, carried = range(self.rules.stages + 1), self.has_relay()
+        served = frozenset(numbers[1:]), frozenset(numbers)  # without and with stage 0
+        candidates = []
+        for node in self:
+            member, seated = node.member, frozenset(node.stages)
+            fits = served[self.rules.serves_stage_0(member.owner, member.data)]
+            if not carried:
+                fits = frozenset(s for s in fits if not self.unreachable(member.address, s))
+            candidate = Candidate(
+                member.node,
+                seated,
+                frozenset(node.holds or ()) & seated,
+                fits,
+                member.room or 1,
+                member.speed or 1.0,
+                heard=node.heard(self.rules.lease, now),
+                leaving=node.leaving,
+                drives=member.node == self.driver,
+                place=node.place,
+                waits=member.standby,
+            )
+            candidates.append(candidate)
+        return candidates
+
+    def described(self, now: float) -> list[MemberDescription]:
+        """All nodes, for people."""
+        return [
+            MemberDescription(
+                member=node.member,
+                report=node.report,
+                since_renewal=max(0.0, now - node.renewed),
+                suspected=bool(node.accusers),
+                reached_by=node.reached_by,
+                why=[node.reasons.get(s, node.why) for s in node.stages] or [node.why],
+                instance=instance_of(node.member.key),
+            )
+            for node in self
+        ]
+
+    def validate_state(self) -> None:
+        """Asserts that the indexes fit the table; called by tests."""
+        nodes = list(self)
+        assert self.by_address == {n.member.address: n for n in nodes if n.member.address}
+        assert list(self._hidden.values()) == [n for n in nodes if not n.member.address]
+        assert {id(n) for same in self._by_key.values() for n in same} == {*map(id, nodes)}
+        assert self._standbys == {n.name for n in nodes if not n.stages}
+        for stage in range(self.rules.stages + 1):
+            assert self.at(stage) == [n for n in nodes if stage in n.stages]
+        counted, self._staffing = self._staffing, None
+        assert counted is None or counted == self.staffing(), "newcomers were added otherwise"
+
+
+@dataclass(frozen=True)
+class MembersNow:
+    """The members' state at `now`."""
+
+    members: Members
+    now: float
+
+    @property
+    def driver(self) -> str:
+        return self.members.driver
+
+    def names(self) -> Iterable[str]:
+        """All members, in the order of joining."""
+        return self.members.by_name
+
+    def serving(self) -> list[str]:
+        """The nodes with seats, in the order of joining."""
+        return [node.name for node in self.members if node.stages]
+
+    def place(self, node: str) -> FailureDomain:
+        return self.members.by_name[node].place
+
+    def heard(self, node: str) -> bool:
+        """Whether the node is a member and alive, as far as the registry knows."""
+        record = self.members.by_name.get(node)
+        return record is not None and record.heard(self.members.rules.lease, self.now)
+
+    def heard_since(self, node: str, time: float) -> bool:
+        """Whether a renewal of the node arrived after `time`."""
+        return self.members.by_name[node].renewed > time
+
+    def linkable(self, a: str, b: str) -> bool:
+        """Whether at least one of the two can be dialled."""
+        return any(self.members.by_name[node].member.address for node in (a, b))
+
+    def neighbours(self, a: str, b: str) -> bool:
+        """Whether the two need a link in every step, so that no complaint implies a link."""
+        return b in self.members.neighbours().of(a)
+
+    def believed(self, node: str) -> bool:
+        """Whether the node's silence implies that its links work: its lease is valid, though its
+        stream may be broken, and its placement is old enough to have tested its links."""
+        record, lease = self.members.by_name[node], self.members.rules.lease
+        alive = self.now < record.renewed + lease and not (record.gone or record.doomed)
+        return alive and self.now >= record.placed + lease / 2
+
+    def spared(self, node: str) -> bool:
+        """Whether the node is the last holder of a stage and makes progress."""
+        record = self.members.by_name[node]
+        if self.hangs(node):
+            return False
+        reported = {seat.stage for seat in record.report.seats}
+        if record.renewed >= record.placed + self.members.rules.lease:
+            reported.update(record.stages)  # it has had time to report them
+        without_state = reported - (record.holds or set())
+        with_state = (stage for stage in record.stages if stage not in without_state)
+        return any(all(other is record for other in self._holders(stage)) for stage in with_state)
+
+    def replicas(self, node: str) -> int:
+        """The least number of heard nodes with the state of one of its stages."""
+        stages = self.members.by_name[node].stages
+        return min((sum(1 for _ in self._holders(stage)) for stage in stages), default=0)
+
+    def hangs(self, node: str) -> bool:
+        """Whether the node itself reports a hang."""
+        return self.members.by_name[node].report.stalled_seconds > 0
+
+    def may_drive(self, node: str) -> bool:
+        """Whether the node has a seat at stage 0, is heard, and stays."""
+        record = self.members.by_name[node]
+        alive = record.leased(self.members.rules.lease, self.now)
+        return alive and 0 in record.stages and not (record.doomed or record.leaving)
+
+    def _holders(self, stage: int) -> Iterable[Node]:
+        """The stage's nodes with its state that are heard."""
+        lease = self.members.rules.lease
+        with_state = (n for n in self.members.at(stage) if n.holds and stage in n.holds)
+        return (node for node in with_state if node.heard(lease, self.now))
+
+
+def _copy(member: Member) -> Member:
+    """A mutable copy, since members of an issued view never change."""
+    copy = Member()
+    copy.CopyFrom(member)
+    return copy

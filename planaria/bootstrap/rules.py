@@ -1,0 +1,113 @@
+"""The registry's parameters, and the check of a restored view against them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planaria.bootstrap.failure_domains import is_block
+from planaria.bootstrap.invites import is_instance
+from planaria.bootstrap.neighbours import stages_of
+from planaria.bootstrap.quarantine import MOST_KEPT
+from planaria.bootstrap.registry_pb2 import View
+from planaria.bootstrap.spelling import first_misspelt
+from planaria.recovery.policy import POLICIES, Policy
+
+PROTOCOL = 1
+
+
+@dataclass(frozen=True)
+class MembershipRules:
+    """The registry's parameters. Times in seconds."""
+
+    run: str
+    stages: int  # body stages, L; stages are numbered 0..L
+    replicas: int = 1  # nodes per stage to wait for before the first driver is named
+    max_replicas: int = 64  # useful nodes per stage; more become standbys
+    start_grace: float = 20.0  # maximum wait for `replicas` after the latest join
+    lease: float = 5.0
+    probe_timeout: float = 3.0
+    reconnect: float = 0.4  # for a node that lost its stream and refuses connections to return
+    dial_timeout: float = 4.0  # for a silent member to answer a dial
+    corroboration_time: float = 1.0  # for corroboration of the driver's accusation
+    restart_grace: float | None = None  # lease + 1
+    steps: int = 0  # of the run; 0: unknown
+    data: str = ""  # content hash that stage-0 nodes must have; empty: not checked
+    policy: Policy = POLICIES["checkfree"]
+    joins_per_second: float = 200.0
+    max_nodes: int = 10_000
+    max_per_block: int = 0  # nodes per address block; 0: unlimited
+    allowed: frozenset[str] | None = None  # instances that may be members; None: all
+
+    def __post_init__(self) -> None:
+        if not self.run:
+            raise ValueError("run is empty: give the run a name")
+        if self.stages < 1:
+            raise ValueError(f"stages = {self.stages}: at least one body stage is needed")
+        if not 1 <= self.replicas <= self.max_replicas:
+            raise ValueError(
+                f"replicas = {self.replicas}: choose 1 to max_replicas = {self.max_replicas}"
+            )
+        above = ("lease", "probe_timeout", "reconnect", "dial_timeout", "corroboration_time")
+        for name in (*above, "joins_per_second"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be above 0")
+
+    @property
+    def grace(self) -> float:
+        """Seconds without new views after a restart: a dead member's fresh lease expires within."""
+        return self.lease + 1.0 if self.restart_grace is None else self.restart_grace
+
+    def allows(self, instance: str) -> bool:
+        """Whether the instance may be a member."""
+        return self.allowed is None or instance in self.allowed
+
+    def serves_stage_0(self, owner: bool, data: str) -> bool:
+        """Whether a node may serve stage 0. `owner`: the run's owner started it; `data`: content
+        hash of its data."""
+        return owner and (not self.data or data == self.data)
+
+
+def problem_with(view: View, rules: MembershipRules) -> str:
+    """Why the view can't be one of the run; empty: it can."""
+    members = list(view.members)
+    addresses = [m.address for m in members if m.address]
+    joined = [m.joined for m in members]
+    if view.run != rules.run:
+        return f"it is of run {view.run}, not {rules.run}"
+    if not view.reason.isprintable():
+        return f"its reason isn't printable: {view.reason[:40]!r}"
+    if not 0 < view.number < 2**62:
+        return f"its number is {view.number}"
+    if len(members) > rules.max_nodes:
+        return f"it has {len(members)} nodes, more than {rules.max_nodes}"
+    if len({m.node for m in members}) < len(members):
+        return "a node is listed twice"
+    if problem := first_misspelt(members):
+        return problem
+    if not all(is_block(m.block) for m in members):
+        return "a node's address block is invalid"
+    if len(set(addresses)) < len(addresses):
+        return "an address is listed twice"
+    if joined != sorted(set(joined)):
+        return "its nodes are not in the order of joining"
+    if any(stage > rules.stages for m in members for stage in stages_of(m)):
+        return f"it has stages above {rules.stages}"
+    if stranger := next((m.node for m in members if 0 in stages_of(m) and not m.owner), ""):
+        return f"its stage 0 has {stranger}, which is not the run owner's"
+    if any(stages_of(m) != sorted(set(stages_of(m))) for m in members):
+        return "a node has two seats at a stage, or they are not in order"
+    ends = [(relay.a, relay.b) for relay in view.relays]
+    if ends != sorted(set(ends)) or any(
+        not relay.a < relay.b or relay.via in (relay.a, relay.b) for relay in view.relays
+    ):
+        return "its relays are not in order"
+    if not {name for r in view.relays for name in (r.a, r.b, r.via)} <= {m.node for m in members}:
+        return "a relay names a node that is no member"
+    invalid = any(not entry.instance or not entry.seconds >= 0 for entry in view.quarantined)
+    if invalid or len(view.quarantined) > MOST_KEPT:
+        return "its quarantine has an invalid entry, or too many"
+    if list(view.banned) != sorted(set(view.banned)) or not all(map(is_instance, view.banned)):
+        return "its banned instances are invalid, or not in order"
+    if view.driver and view.driver not in {m.node for m in members if 0 in stages_of(m)}:
+        return f"its driver {view.driver} is no stage-0 member"
+    return ""
