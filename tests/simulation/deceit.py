@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from planaria.bootstrap.registry_pb2 import DIVERGENCE, HANG, NONFINITE, NUMBERS, SHAPE
 from planaria.node.driver.driver import Driver
+from planaria.node.driver.phases import Turn
 from planaria.node.transaction.effects import Effect, Send
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
@@ -25,12 +26,13 @@ class Deceitful(Driver):
     changes_weights = True
     told = 0  # lies
 
-    def _send_step(self, step: pb.Step, now: float) -> list[Effect]:
-        effects = super()._send_step(step, now)
+    def send_step(self, step: pb.Step, now: float) -> Turn:
+        turn = super().send_step(step, now)
         if not step.HasField("commit"):
-            return effects
+            return turn
         deceived = self._deceived()
-        return [told for one in effects for told in self._told(one, deceived)]
+        told = [told for one in turn.effects for told in self._told(one, deceived)]
+        return Turn(told, turn.phase)
 
     def _deceived(self) -> set[str]:
         """The last one of each stage that has others."""

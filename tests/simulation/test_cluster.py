@@ -4,10 +4,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from planaria.node.driver.answers import Answers
 from planaria.node.driver.driver import Driver
 from planaria.node.driver.gathering import QUERY_AGAIN, Gathering
 from planaria.node.state.copies import Holder, _Arriving
@@ -49,24 +51,16 @@ class Forgetful(MemberSide):
         return super()._queried(peer, ballot)
 
 
-class Oblivious(Driver):
-    """Begins anew as if nobody had committed what only some have."""
-
-    def _resolve(self, gathering: Gathering, now: float) -> list[Effect]:
-        gathering.behind = lambda: []
-        return super()._resolve(gathering, now)
-
-
 class Presumptuous(Driver):
     """Takes the silence of a member for consent."""
 
     def tick(self, now: float) -> list[Effect]:
         match self.current:
-            case Gathering() as gathering if now - gathering.asked >= QUERY_AGAIN:
-                for node in gathering.unheard():
+            case Gathering(answers=answers) as gathering if now - gathering.asked >= QUERY_AGAIN:
+                for node in answers.unheard():
                     del self.members[node]
-                if gathering.statuses:
-                    return self._resolve(gathering, now)
+                if answers.statuses:
+                    return self._take(gathering._resolve(now))
         return super().tick(now)
 
 
@@ -88,14 +82,14 @@ class Hasty(Holder):
 class Timeless(Driver):
     """Goes back without saying that what is committed from then on is another thing."""
 
-    def _open_lineage(self, gathering: Gathering, step: int) -> None:
+    def open_lineage(self, answers: Answers, step: int) -> None:
         self.standing = replace(self.standing, committed=step)
 
 
 class Reckless(Driver):
     """Goes on without whom it can't reach, whoever else can."""
 
-    def _masked_members(self) -> list[str]:
+    def masked_members(self) -> list[str]:
         return []
 
 
@@ -154,7 +148,6 @@ def test_they_hold_where_they_once_did_not(seed: int) -> None:
         (Machines(member=DoubleCounting), None, "I1|I3", 0),
         (Machines(member=Muddled), "checkfree", "I[12]", 14),
         (Machines(member=Forgetful), None, "stopped without need|but .* had it|I3", 57),
-        (Machines(driver=Oblivious), None, "stopped without need|but .* had it|I3", 6),
         (Machines(driver=Presumptuous), None, "I[234]", 25),
         (Machines(holder=Hasty), "checkfree+", "I5: .* announces a copy", 0),
         (Machines(driver=Timeless), "checkpoint", "I3", 4),
@@ -167,6 +160,13 @@ def test_a_faulty_machine_is_caught(
     with pytest.raises(ScenarioError, match=invariant):
         for seed in (*range(first, 100), *range(first)):
             run(seed, machines, policy)
+
+
+def test_a_driver_that_ignores_what_only_some_have_committed_is_caught() -> None:
+    oblivious = patch.object(Answers, "behind", lambda answers: [])
+    with oblivious, pytest.raises(ScenarioError, match=r"without need|but .* had it|I3"):
+        for seed in (*range(6, 100), *range(6)):
+            run(seed)
 
 
 class Interrupted(Scenario):

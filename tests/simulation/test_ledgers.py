@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from planaria.node.driver import records
-from planaria.node.driver.attempting import Vote
+from planaria.node.driver.attempt_state import Vote
 from planaria.node.driver.driver import Driver
 from planaria.node.state.reducing import Reducing
 from simulation.cluster import Trap
@@ -77,7 +77,7 @@ def test_each_step_is_in_a_ledger_though_few_are_told_what_became_of_it() -> Non
 
 
 def test_a_step_that_nobody_is_told_once_more_is_caught() -> None:
-    never = patch.object(Driver, "_to_note", lambda driver: [])
+    never = patch.object(Driver, "to_note", lambda driver: [])
     with few_are_told(), never, pytest.raises(ScenarioError, match="I7: no ledger has"):
         for seed in FEW:
             run(seed, kind=Stalling)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 
 from planaria.bootstrap import membership
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.accusations import Accusations
 from planaria.bootstrap.views import sign
-from planaria.node.driver.driver import Driver
+from planaria.node.driver.fault_policy import FaultPolicy
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.member import MemberSide
 from simulation.babbling import Babbling
@@ -153,13 +155,8 @@ def test_who_never_votes_or_whose_work_nobody_gets_does_not_stop_the_run() -> No
         assert run(seed, kind=Dropping).counts["lies"]
 
 
-class Gullible(Driver):
-    """Believes every accusation."""
-
-    def _believes(self, peer: str, node: str) -> bool:
-        return True
-
-
 def test_a_driver_that_believes_every_accusation_is_caught() -> None:
-    with pytest.raises(ScenarioError, match=r"I6: .* evicted: .*, according to the driver \w+"):
-        run(245, Machines(driver=Gullible), kind=Lying)
+    gullible = patch.object(FaultPolicy, "believes", lambda policy, by, node: True)
+    why = r"I6: .* evicted: .*, according to the driver \w+"
+    with gullible, pytest.raises(ScenarioError, match=why):
+        run(245, kind=Lying)

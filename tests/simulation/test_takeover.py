@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
 from planaria.node.driver.attempting import Attempting
-from planaria.node.driver.driver import Driver
+from planaria.node.driver.phases import Turn
 from planaria.node.transaction.effects import Ballot, Effect
 from planaria.node.transaction.member import MemberSide
 from planaria.node.transaction.rules import TransactionRules
@@ -131,11 +133,9 @@ class Drifting(ChainedTwin):
         self.optimizer.weights[TRAINED][0] += 1.0
 
 
-class Rash(Driver):
+def rash(phase: Attempting, message: pb.Message, now: float) -> Turn:
     """Lets a seat enter that hasn't got its state yet."""
-
-    def _heard_of_seat(self, attempt: Attempting, message: pb.Message, now: float) -> list[Effect]:
-        return self._taken_over(attempt, now)
+    return phase.stays(phase._taken_over(now))
 
 
 class Barging(MemberSide):
@@ -203,15 +203,16 @@ def test_a_twin_that_alone_has_a_step_is_held_to_what_it_applied() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machines", "invariant"),
+    ("machines", "heard", "invariant"),
     [
-        (Machines(twin=Belated), "I5: .* of another history"),
-        (Machines(driver=Rash, member=Barging), "I[12]: .* starts"),
+        (Machines(twin=Belated), Attempting._heard_of_seat, "I5: .* of another history"),
+        (Machines(member=Barging), rash, "I[12]: .* starts"),
     ],
 )
 def test_a_seat_that_enters_with_another_state_is_caught(
-    machines: Machines, invariant: str
+    machines: Machines, heard: Callable[..., Turn], invariant: str
 ) -> None:
-    with pytest.raises(ScenarioError, match=invariant):
+    hears = patch.object(Attempting, "_heard_of_seat", heard)
+    with hears, pytest.raises(ScenarioError, match=invariant):
         for seed in range(10):
             run(seed, machines, kind=Bereft)

@@ -109,8 +109,9 @@ class Swarm:
 
 def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
     """By name: the method at whose call a node dies, and the step that the call is about."""
-    from planaria.node.driver.driver import Driver
+    from planaria.node.driver.attempting import Attempting
     from planaria.node.driver.phases import DriverPhase
+    from planaria.node.driver.syncing import Syncing
     from planaria.node.stage.arithmetic import TorchStage
     from planaria.node.stage.work import TorchWork
     from planaria.node.state.reducing import Reducing
@@ -152,7 +153,7 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
         # between Ready and Commit: a member that has the commit in its hands, the driver that has
         # decided and told nobody
         "commit": (MemberSide, "_commit", lambda member, commit, *_: commit.step),
-        "decide": (Driver, "_decide", lambda driver, attempt, *_: attempt.begin.step),
+        "decide": (Attempting, "_decide", lambda phase, now: phase.state.begin.step),
         # in a rebuild: the joiner with all it has fetched, a source, the driver that has sent Sync
         "place": (TorchStage, "put_in_place", lambda stage, sync, states: sync.step),
         "serve": (StateServer, "_send_manifest", lambda s, p, message: message.state_request.step),
@@ -166,7 +167,7 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
         "patch": (Attempt, "go_on", lambda attempt, ballot, begin: begin.step),
         # when the step before is on its disk, and before it is ready for another
         "saved": (Reducing, "_is_noted", saved),
-        "sync": (Driver, "_synced", lambda driver, syncing, peer, synced, now: synced.step),
+        "sync": (Syncing, "_synced", lambda phase, peer, synced, now: synced.step),
     }
 
 

@@ -153,7 +153,7 @@ class Drive:
         """By source; as many microbatches of each are out at a time as it has."""
         assert isinstance(self.driver.current, Attempting)
         homes = defaultdict[str, list[pb.Home]](list)
-        for microbatch in self.driver.current.begin.plan:
+        for microbatch in self.driver.current.state.begin.plan:
             homes[microbatch.source].append(_home(microbatch.id, self.driver.rules.tokens))
         return homes
 

@@ -2,14 +2,16 @@
 
 State machines without clock, socket or tensor; docs/protocol.md specifies them.
 
-- `driver.py`: the state machine. Its phases: `gathering.py`, `syncing.py`, `attempting.py`,
-  `phases.py`
-- `joining.py`: members that copy their state meanwhile; `takeover.py`: a stage whose last node is
-  gone; `records.py`: who keeps the records of a step
+- `driver.py`: view, phase and what outlives a phase; `phases.py`: what all phases have in common
+- `gathering.py`: queries all members; `answers.py`: what they have
+- `syncing.py`: waits for state; `rebuilds.py`: who fetches which state from where
+- `attempting.py`: an attempt at a step; `attempt_state.py`: its plan, what is done, the votes;
+  `takeover.py`: a stage whose last node is gone
+- `joining.py`: members that copy their state meanwhile; `records.py`: who keeps a step's records
 
 Faults:
 
-- `fault_policy.py`: whose fault failed attempts are
+- `fault_policy.py`: whose fault failures are, and what that costs
 - `hangs.py`: who delays an attempt, and whose device hangs
 - `status_validation.py`: what a member can't have
 - `divergence.py`: which replica differs, and what happens to it

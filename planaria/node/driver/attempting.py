@@ -1,479 +1,542 @@
-"""An attempt as its driver sees it: its plan, what is home, which nodes are ready or lost."""
+"""Attempting: the members compute a step, and the driver commits it once all have voted.
+
+What is planned and done is an `AttemptState`. Lost, hanging and slow members lead to another plan,
+or the attempt is given up.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from types import MappingProxyType
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from planaria.node.driver.divergence import ReplicaDigest
-from planaria.node.driver.gathering import Standing
-from planaria.node.driver.hangs import StragglerDetector
-from planaria.node.driver.records import unrecorded
-from planaria.node.driver.takeover import Takeover, holders, to_be_taken_over
-from planaria.node.report.events import NonFinite
-from planaria.node.transaction.commits import collapsed
-from planaria.node.transaction.effects import Ballot
-from planaria.node.transaction.plan_encoding import in_order
-from planaria.node.transaction.routing import Pair, paces, plan, share_out
-from planaria.node.transaction.rules import TransactionRules
+from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.registry_pb2 import HANG, NONFINITE, SILENT
+from planaria.node.driver.attempt_state import AttemptState, Vote
+from planaria.node.driver.fault_policy import HELD_UP, UNVOTED
+from planaria.node.driver.hangs import is_last
+from planaria.node.driver.joining import FOLLOWED
+from planaria.node.driver.phases import DriverPhase, Phase, Turn
+from planaria.node.driver.rebuilds import rebuilt
+from planaria.node.driver.spot_checks import WRONG, CheckedVisit, UndecidedCheck, WrongResult
+from planaria.node.driver.takeover import Takeover
+from planaria.node.report.events import (
+    AttemptMasked,
+    ComputedWrong,
+    HeldUp,
+    NodeLost,
+    NonFinite,
+    RebuildFailed,
+    Relieved,
+    ResultsDiffer,
+    Validated,
+)
+from planaria.node.transaction.effects import Ballot, Effect, Rejoin, Suspect
+from planaria.node.transaction.plan_encoding import active
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import hash_of_records, head
-from planaria.node.wire.naming import node_of
-from planaria.recovery.masking import stand_ins
 
-UNREACHED = 2.0
-"""Seconds within which a node that a member can't reach must turn out to be lost; then the attempt
-is given up."""
+if TYPE_CHECKING:
+    from planaria.node.driver.driver import Driver
+
+SKIPS = 3
+"""Skipped steps in a row after which the run pauses."""
+EVICTED = 3.0
+"""Seconds that a complete attempt without a lost node waits for the view without that node; then
+the node isn't lost, and the attempt is given up."""
+COMPLAINED = 2.0
+"""Seconds that votes are awaited beyond the members' wait for each other: a member that waits in
+vain reports for which node."""
 
 
-@dataclass
-class Vote:
-    """The votes by one plan. A training member votes once its stage's gradient is the sum. Joiners
-    that have caught up may vote once all microbatches are scored."""
+class Attempting(Phase):
+    state: AttemptState
 
-    stages: Mapping[str, int]  # of training members
-    keepers: frozenset[str] = frozenset()  # training members that get the records before they vote
-    records: Sequence[pb.Home] = ()  # the records, once they have been sent
-    hurried: bool = False  # whether `Reduce` was sent to those without a vote
-    ready: dict[str, pb.Ready] = field(default_factory=dict)
-    complete: float = 0.0  # when the last member was ready
-    joiners: dict[str, pb.Ready] = field(default_factory=dict)
-    """Joiners with the attempt's gradient, which can enter with the commit."""
+    def __init__(self, driver: Driver, state: AttemptState) -> None:
+        super().__init__(driver)
+        self.state = state
 
     @property
-    def awaited(self) -> list[str]:
-        return sorted(self.stages.keys() - self.ready.keys())
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.ready) == len(self.stages)
-
-    def replicas(self) -> dict[int, dict[str, ReplicaDigest]]:
-        """Digests of each stage's replicas."""
-        digests: dict[int, dict[str, ReplicaDigest]] = {}
-        for node, ready in self.ready.items():
-            digests.setdefault(self.stages[node], {})[node] = ReplicaDigest.by(ready)
-        return digests
-
-    def unrecorded(self) -> str:
-        """Why the step can't be committed: the previous step is in no ledger. Empty: it can."""
-        return unrecorded(self.ledgers().values())
-
-    def ledgers(self) -> dict[str, pb.Recording]:
-        return {n: ready.recording for n, ready in self.ready.items() if self.stages[n] == 0}
-
-    def relearned(self, stages: int) -> list[int]:
-        """Relearning updates that enter, by stage; 0 where other nodes have the stage, too."""
-        replicas = Counter(self.stages.values())
-        alone = {self.stages[n]: r.relearned for n, r in self.ready.items()}
-        return [alone[of] if replicas[of] == 1 else 0 for of in range(stages)]
-
-    def relearning(self) -> set[int]:
-        """Stages that go on relearning."""
-        return {self.stages[node] for node, ready in self.ready.items() if ready.relearning}
-
-    def not_finite(self, step: int) -> list[NonFinite]:
-        """Members with non-finite gradients."""
-        return [
-            NonFinite(step=step, node=node, stage=self.stages[node], reason="its gradient")
-            for node, ready in sorted(self.ready.items())
-            if not ready.finite
-        ]
-
-    def explain_skips(self, skips: int) -> str:
-        """Why the run pauses after so many skipped steps in a row."""
-        stages = {self.stages[node] for node, ready in self.ready.items() if not ready.finite}
-        return (
-            f"paused: {skips} steps in a row were skipped, since the gradient of stage "
-            f"{', '.join(map(str, sorted(stages)))} was not finite; lower the learning rate, or go "
-            "on from an older save"
-        )
-
-    def dissents_from(self, stage: int, ready: pb.Ready) -> str:
-        """The replica with other weights or another gradient, if that counts; empty: none."""
-        replica = next(node for node in sorted(self.ready) if self.stages[node] == stage)
-        other = self.ready[replica]
-        same = (ready.squared_norm, ready.digest) == (other.squared_norm, other.digest)
-        return "" if same or not ready.finite else replica
-
-
-@dataclass
-class Attempting:
-    """One attempt, from its `Begin` until it is decided or given up."""
-
-    begin: pb.Begin
-    since: Ballot  # ballot with which it began
-    began: float
-    progressed: float
-    masked: frozenset[str]  # lost members without which it goes on
-    vote: Vote
-    unreached: dict[str, tuple[float, str, str]] = field(default_factory=dict)
-    """Nodes that a member can't reach: since when, by which member, and why."""
-    scored: dict[int, pb.Home] = field(default_factory=dict)  # microbatches with a known loss
-    homes: dict[int, pb.Home] = field(default_factory=dict)  # those of `scored` that are back
-    inquest: StragglerDetector = field(default_factory=StragglerDetector)
-    held_up: dict[str, str] = field(default_factory=dict)  # by node, why it is held up
-    regather: str = ""  # why to gather when it is over
-    takeover: Takeover | None = None
-    """Set while a stage has no node: the lost node stays in the plan until the seat is taken."""
-    given_up: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    """Microbatches that a node was too slow for, and won't compute in this attempt, by node."""
+    def kind(self) -> DriverPhase:
+        return DriverPhase.REDUCING if self.state.is_home() else DriverPhase.RUNNING
 
     def explain(self) -> str:
-        held_up = "".join(f"; held up by {who}" for who in self._held_up().values())
-        held_up += f"; waiting for {self.takeover}" if self.takeover is not None else ""
-        if self.is_home():
-            return f"step {self.begin.step}: waiting for {', '.join(self.awaited)}{held_up}"
-        done, planned = len(self.homes), len(self.begin.plan)
-        computed = f"step {self.begin.step}: {done} of {planned} microbatches computed{held_up}"
-        return computed + "".join(f"; {joiner.node} follows" for joiner in self.begin.joining)
+        return self.state.explain()
 
-    def _held_up(self) -> dict[str, str]:
-        return {
-            place.node: f"{place.node} of stage {place.stage}: {self.held_up[place.node]}"
-            for place in self.begin.members
-            if place.node in self.held_up
-        }
+    # --- events
 
-    def waited_for(self) -> dict[str, str]:
-        """The nodes that hold up the attempt, each with a sentence about why, as far as known."""
-        if held_up := self._held_up():
-            return held_up
-        if self.is_home():
-            return {node: node for node in self.vote.awaited}
-        awaited = self.inquest.awaited(self.begin, self.homes)
-        return {visit.node: str(visit) for visit in reversed(awaited)}  # the first of each
+    def received(self, peer: str, message: pb.Message, now: float) -> Turn:
+        ballot, driver = Ballot.of(message.ballot), self.driver
+        of_attempt, is_current = self.state.since <= ballot, ballot == driver.ballot
+        follows = peer in driver.joining.joiners
+        match message.WhichOneof("body"):
+            case "scored" if of_attempt:
+                wrong = self._scored(peer, message.scored.microbatches, now)
+                return self.stays(self._send_records()) if wrong is None else wrong
+            case "home" if of_attempt:
+                if (wrong := self._scored(peer, [message.home], now)) is not None:
+                    return wrong
+                self.state.came_home(message.home, now)
+                return self._if_all_home(now)
+            case "ready" if is_current:
+                return self._voted(peer, message.ready, now)
+            case "status" | "synced" | "failed" if peer == self.seat and of_attempt:
+                return self._heard_of_seat(message, now)
+            case "failed" if follows:
+                given_up = super().received(peer, message, now)
+                return self._if_all_ready(now).after(given_up.effects)
+            case "failed" if is_current:
+                return self._failed(peer, message.failed, now)
+            case "account" if of_attempt:
+                return self._accounted(peer, message.account, now)
+            case "cut" if of_attempt:
+                return self._cut(peer, message.cut, now)
+            case "compared" if is_current:
+                return self._compared(peer, message.compared, now)
+        return super().received(peer, message, now)
 
-    def missing(self) -> set[frozenset[str]]:
-        """Pairs of nodes between which something was lost, as far as accounts show."""
-        return set() if self.is_home() else self.inquest.missing(self.begin, self.homes)
+    def viewed(self, view: registry.View, now: float) -> Turn | None:
+        """Goes on until the view can be adopted at the end, and greets newcomers."""
+        driver = self.driver
+        known = driver.members.keys() | (active(driver.coming.view) if driver.coming else {})
+        stay = active(view)
+        coming, gone = driver.greets(view, now)
+        effects = self._lose(gone, view.reason, now)
+        if effects is None:
+            return None
+        if self.state.needs_seat(stay):
+            state, former = self.state, self.seat
+            seat = state.choose_seat(stay, known)
+            if not seat and state.begins_anew_with(stay):
+                return None
+            driver.members = {n: s for n, s in driver.members.items() if n != former}
+            if seat:  # else a newcomer may have it soon
+                driver.members |= {seat: stay[seat]}
+                coming.unanswered.discard(seat)
+                effects += self._ask_seat(now)
+        return self.stays([*effects, *coming.greetings()])
 
-    @property
-    def awaited(self) -> list[str]:
-        if self.takeover is not None and self.takeover.seat:
-            return [self.takeover.seat]
-        return self.vote.awaited if self.is_home() else []
+    def link_lost(self, lost: NodeLost, why: str, now: float) -> Turn:
+        driver, node = self.driver, lost.node
+        if node == self.seat:
+            return self.stays(self._ask_seat(now))  # its link may only have been dialled again
+        if node in driver.joining.waiting:
+            return self.stays([lost])
+        if node in driver.joining.joiners:
+            driver.joining.joiners[node].caught_up = None
+            self.state.forget(node)
+            return self._if_all_ready(now).after([lost])
+        effects = [lost, *driver.holds_up(node, why)]
+        goes_on = self._lose([node], why, now)
+        turn = self.gather(why, now) if goes_on is None else self.stays(goes_on)
+        return turn.after(effects)
 
-    @property
-    def lost(self) -> frozenset[str]:
-        """Lost members, including one that no other node replaces yet."""
-        return self.masked | ({self.takeover.lost} if self.takeover is not None else set())
+    def tick(self, now: float) -> Turn:
+        driver, state = self.driver, self.state
+        if state.is_home() and state.vote.is_complete:
+            return self._if_all_ready(now)
+        effects: list[Effect] = []
+        limit = FOLLOWED * driver.rules.progress
+        for node, why in driver.joining.hopeless(now, limit).items():
+            effects += self.give_up_following(node, why, now).effects
+        by, why = state.unreachable(now)
+        if by:
+            effects += self._fails(by, why, now)
+        if why := why or state.vacant(now):
+            return self.gather(why, now).after(effects)
+        if state.takeover is not None and state.takeover.may_ask(now):
+            effects += self._ask_seat(now)
+        return self.stays(effects) if effects else self._out_of_patience(now)
 
-    def is_source(self, peer: str, home: pb.Home) -> bool:
-        """Whether `peer` is the microbatch's source by the current plan. Raises ValueError for a
-        second, different result."""
-        plan, identity = self.begin.plan, home.microbatch
-        if identity >= len(plan) or plan[identity].source != peer:
-            return False
-        first = self.scored.setdefault(identity, home)
-        if (
-            first is not home and first.SerializeToString() != home.SerializeToString()
-        ):  # NaN != NaN
-            raise ValueError(f"two results of microbatch {identity} in one attempt")
-        return True
+    # --- ends
 
-    def came_home(self, home: pb.Home, now: float) -> None:
-        self.homes[home.microbatch] = home
-        self.progressed = now
+    def gather(self, why: str, now: float) -> Turn:
+        if self.state.begin.kind != pb.Begin.TRAIN:
+            return super().gather(why, now)
+        waited_for = self.state.waited_for()
+        reason, suspects = self.driver.faults.given_up(why, waited_for)
+        aborted = self.driver.aborted(self.state.begin.step, reason)
+        return super().gather(why, now).after([aborted, *suspects])
 
-    def is_scored(self) -> bool:
-        return len(self.scored) == len(self.begin.plan)
+    def unfollowed(self, peer: str, why: str, now: float) -> Turn:
+        self.state.forget(peer)
+        self.state.regather = why
+        return self.stays()
 
-    def is_home(self) -> bool:
-        return len(self.homes) == len(self.begin.plan)
+    def _after_step(self, step: pb.Step, now: float) -> Turn:
+        """A step boundary: adopts a newer view, if there is one."""
+        driver, coming, why = self.driver, self.driver.coming, self.state.regather
+        if coming is not None and coming.is_due(now, driver.rules.progress):
+            why = f"view {coming.view.number}: {coming.view.reason}"
+        begin = None if why else driver.what_next()
+        if begin is not None:
+            step.begin.CopyFrom(begin)
+            return driver.send_step(step, now)
+        driver.finished = driver.finished or driver.is_over()
+        turn = driver.send_step(step, now)
+        return super().gather(why or "all shall have the end", now).after(turn.effects)
 
-    def mean_loss(self) -> float:
-        """Mean loss over the scored tokens; 0 when there are none."""
-        scored = sum(home.tokens for home in self.homes.values())
-        return math.fsum(home.loss for home in self.homes.values()) / max(1, scored)
+    # --- microbatches
 
-    def heard(self, peer: str, ready: pb.Ready, now: float) -> None:
-        if peer not in self.vote.stages:
-            self.vote.joiners[peer] = ready
-            return
-        self.vote.ready[peer] = ready
-        self.progressed = now
-        if self.vote.is_complete:
-            self.vote.complete = self.vote.complete or now
+    def _scored(self, peer: str, scored: Iterable[pb.Home], now: float) -> Turn | None:
+        """Takes in losses from a source. None: all are valid, and still of this source."""
+        for home in scored:
+            if not (math.isfinite(home.loss) or self.state.begin.non_finite):
+                why = f"its loss in microbatch {home.microbatch} is not finite"
+                return self._not_finite(peer, peer, why, now)
+            try:
+                if not self.state.is_source(peer, home):
+                    return self.stays()
+            except ValueError as error:
+                return self.invalid(peer, f"it tells of {error}", now)
+        return None
 
-    def has_work_for(self, node: str) -> bool:
-        """Whether the plan gives the node a microbatch."""
-        index = [place.node for place in self.begin.members]
-        return any(
-            node == microbatch.source or node in [index[place] for place in microbatch.places]
-            for microbatch in self.begin.plan
-        )
+    def _send_records(self) -> list[Effect]:
+        """Once all microbatches are scored, sends records to the record holders while gradients are
+        on their way, and lets joiners vote."""
+        state, vote, ballot = self.state, self.state.vote, self.driver.ballot
+        training = state.begin.kind == pb.Begin.TRAIN
+        if not training or state.takeover is not None or vote.records or not state.is_scored():
+            return []
+        vote.records = state.records()
+        records = pb.Records(microbatches=vote.records)
+        return [
+            *ballot.send_all(sorted(vote.keepers), records=records),
+            *ballot.send_all(sorted(self.driver.joining.caught_up()), reduce=pb.Reduce()),
+        ]
 
-    def forget(self, joiner: str) -> None:
-        self.vote.joiners.pop(joiner, None)
+    def _hurry(self) -> list[Effect]:
+        """Once all microbatches are home, asks for the votes."""
+        effects, vote = self._send_records(), self.state.vote
+        if self.state.takeover is None and self.state.is_home() and not vote.hurried:
+            vote.hurried = True
+            asked = {*vote.awaited, *self.driver.joining.caught_up()}
+            effects += self.driver.ballot.send_all(sorted(asked), reduce=pb.Reduce())
+        return effects
 
-    def records(self) -> list[pb.Home]:
-        """The result of each microbatch, once all are scored."""
-        return [self.scored[identity] for identity in sorted(self.scored)]
+    def _if_all_home(self, now: float) -> Turn:
+        driver, state = self.driver, self.state
+        if state.begin.kind == pb.Begin.TRAIN:
+            effects = self._hurry()
+            return self._if_all_ready(now).after(effects)
+        if not state.is_home():
+            return self.stays()
+        driver.validated = driver.standing.committed, state.mean_loss()
+        event = Validated(step=driver.validated[0], loss=driver.validated[1])
+        spoilt = driver.faults.spoilt(state.begin, driver.members)
+        return self._after_step(pb.Step(), now).after([event, *spoilt])
 
-    def commit(
-        self, vote: Vote, ballot: Ballot, rules: TransactionRules, at: Standing, now: float
-    ) -> pb.Commit:
-        finite = all(ready.finite for ready in vote.ready.values())
-        squared = {vote.stages[node]: vote.ready[node].squared_norm for node in sorted(vote.ready)}
-        total = math.sqrt(math.fsum(squared.values())) if finite else math.nan
-        scale = min(1.0, rules.clip / (total + 1e-6)) if finite else 0.0
-        records = vote.records
-        relearned = vote.relearned(len(squared)) if finite else []
-        return pb.Commit(
-            step=self.begin.step,
-            ballot=ballot.message(),
-            skipped=not finite,
-            clip_scale=[scale],
-            lr_scale=collapsed(self.begin.lr_scale),
-            loss=self.mean_loss(),
-            tokens=len(self.homes) * rules.tokens,
-            gradient_norm=total,
-            microbatches=records,
-            records=hash_of_records(records),
-            seconds=now - self.began,
-            skips=0 if finite else at.last.skips + 1,
-            lineage=at.lineage,
-            previous=head(at.last, at.lineage),
-            relearned=relearned if any(relearned) else [],
-        )
+    # --- votes
+
+    def _voted(self, peer: str, ready: pb.Ready, now: float) -> Turn:
+        step = self.state.begin.step
+        if ready.step != step:
+            why = f"it votes for step {ready.step}, and this is step {step}"
+            return self.invalid(peer, why, now)
+        if peer not in self.driver.joining.joiners:
+            self.driver.seconds[peer] = ready.seconds_per_microbatch
+        self.state.heard(peer, ready, now)
+        return self._if_all_ready(now)
+
+    def _if_all_ready(self, now: float) -> Turn:
+        """Decides when all training members are ready, after a short wait for joiners.
+
+        Not while a node without which the attempt goes on is a member: in a view that this driver
+        doesn't have, others may train with that node and without this one."""
+        driver, state, vote = self.driver, self.state, self.state.vote
+        if state.takeover is not None or not (vote.is_complete and state.is_home()):
+            return self.stays()
+        effects, why = driver.doubts.look(vote, driver.standing.committed)
+        if why:  # once all members are queried, holdings decide which replica is wrong
+            return self.gather(why, now).after(effects)
+        driver.ledgers = vote.ledgers()
+        if why := vote.unrecorded():
+            return self.gather(why, now)
+        if driver.to_note():
+            return self.gather(f"no ledger has step {driver.standing.committed}", now)
+        if members := driver.masked_members():
+            if now - vote.complete < EVICTED:
+                return self.stays()
+            return self.gather(f"{', '.join(members)} isn't lost after all", now)
+        if driver.joining.hold_up(vote, state.began, now):
+            return self.stays()
+        return self._decide(now)
+
+    def _decide(self, now: float) -> Turn:
+        """All members are ready: commits, and begins what comes next in the same message."""
+        driver, vote = self.driver, self.state.vote
+        effects = self._let_in(vote, now) + driver.commit(self.state, now)
+        relearning, patience = vote.relearning(), driver.rules.relearn_seconds
+        if copying := driver.joining.no_longer_wait(relearning, patience, now):
+            self.state.regather = f"{', '.join(copying)} may have a state now"
+        step = pb.Step(commit=driver.standing.last)
+        if step.commit.skips < SKIPS:
+            return self._after_step(step, now).after(effects)
+        # One may be an overflow; more teach nothing until a node joins.
+        turn = driver.send_step(step, now)
+        halt = pb.Halt(reason=vote.explain_skips(step.commit.skips), step=step.commit.step)
+        driver.paused = driver.members, halt
+        return driver.halt(halt, now).after(effects + turn.effects)
+
+    def _let_in(self, vote: Vote, now: float) -> list[Effect]:
+        """Lets joiners train that have the attempt's gradient and agree with a replica on it."""
+        driver, effects, step = self.driver, list[Effect](), self.driver.standing.committed
+        for node, joiner in driver.joining.voting(vote):
+            if other := vote.dissents_from(joiner.stage, vote.joiners[node]):
+                why = f"its weights, or its gradient, are not those of {other}"
+                effects += driver.doubts.differ(joiner.stage, [other], {node: why}, step)
+                effects += self.give_up_following(node, why, now).effects
+            else:
+                del driver.joining.joiners[node]
+                driver.rebuilds.rebuilt.append(joiner.entered(node, now))
+        return effects
 
     # --- going on without lost nodes
 
-    def can_do_without(self, nodes: Collection[str], rules: TransactionRules) -> bool:
-        """Whether all of them train, and every microbatch has a remaining node at each of their
-        stages that hasn't given it up."""
-        if rules.masking == "abort" or self.begin.kind != pb.Begin.TRAIN:
-            return False
-        trains = {place.node for place in self.begin.members}
-        nobodys: dict[int, frozenset[int]] = {}  # by stage, given up by all remaining nodes
-        for place in self.begin.members:
-            if place.node not in nodes:
-                given_up = self._given_up_by(place.node)
-                nobodys[place.stage] = nobodys.get(place.stage, given_up) & given_up
-        covered = len(nobodys) > rules.stages and not any(nobodys.values())
-        return trains.issuperset(nodes) and covered
+    def _can_mask(self, nodes: Collection[str]) -> bool:
+        """Whether the attempt can go on without these nodes."""
+        driver = self.driver
+        return driver.node not in nodes and self.state.can_do_without(nodes, driver.rules)
 
-    def without(
-        self,
-        nodes: Collection[str],
-        rules: TransactionRules,
-        seconds: Mapping[str, float],
-        apart: Collection[Pair],
-        now: float,
-    ) -> tuple[Attempting, int]:
-        """The attempt by a plan that gives these nodes' microbatches to others, and their number,
-        counted at each stage. Members that were ready must reduce again. `apart`: pairs of members
-        between which as few microbatches as possible go."""
-        masked = self.masked.union(nodes)
-        begin, moved = self._plan_without(masked, rules, seconds, apart)
-        same_source = [
-            a.source == b.source for a, b in zip(begin.plan, self.begin.plan, strict=True)
-        ]
-        scored = {identity: home for identity, home in self.scored.items() if same_source[identity]}
-        homes = {identity: home for identity, home in self.homes.items() if same_source[identity]}
-        attempt = replace(
-            self, begin=begin, masked=masked, scored=scored, homes=homes, progressed=now
-        )
-        return attempt, moved
-
-    def to_be_taken_over(self, nodes: Collection[str], rules: TransactionRules) -> str | None:
-        """The lost node whose seat another node must take so that the attempt can go on without all
-        `nodes`. One at a time."""
-        if self.takeover is not None:
+    def _lose(self, nodes: Collection[str], why: str, now: float) -> list[Effect] | None:
+        """Goes on without these nodes, after a takeover if one leaves its stage without any. None:
+        the attempt can't."""
+        driver = self.driver
+        nodes = [node for node in nodes if node not in self.lost | {self.seat}]
+        if not nodes:
+            return []
+        if self._can_mask(nodes):
+            return self._mask(nodes, why, now)
+        if driver.node in nodes:
             return None
-        return to_be_taken_over(self.begin, nodes, rules)
-
-    def waiting_for(self, takeover: Takeover) -> Attempting:
-        """Waits for the seat's new node before committing."""
-        return replace(self, takeover=takeover, progressed=takeover.since)
-
-    def vacant(self, now: float) -> str:
-        """Why the attempt stops waiting for a vacant seat; empty: it goes on, or none is vacant."""
-        return self.takeover.overdue(now) if self.takeover is not None else ""
-
-    def needs_seat(self, view: Mapping[str, int]) -> bool:
-        """Whether neither the lost node nor its successor is in the view."""
-        takeover = self.takeover
-        return takeover is not None and not view.keys() & {takeover.lost, takeover.seat}
-
-    def choose_seat(self, view: Mapping[str, int], known: Collection[str]) -> str:
-        """The node that takes the lost seat in this view, and is waited for from now on; empty:
-        none. `known`: members that aren't new."""
-        assert self.takeover is not None
-        takeover = self.takeover
-        takeover.seat = takeover.choose(view, known, self.holders(takeover))
-        return takeover.seat
-
-    def begins_anew_with(self, view: Mapping[str, int]) -> bool:
-        """Whether the stage's current node had joined before, and waits for the next attempt."""
-        return self.takeover is not None and self.takeover.stage in view.values()
-
-    def awaited_seat(self) -> str:
-        """The new node of a lost seat, while it has no part in the attempt."""
-        return self.takeover.seat if self.takeover is not None else ""
-
-    def holders(self, takeover: Takeover) -> list[str]:
-        """Nodes with the state that the seat needs."""
-        return holders(self.begin, takeover.stage, self.lost)
-
-    def taken_over(
-        self,
-        rules: TransactionRules,
-        seconds: Mapping[str, float],
-        apart: Collection[Pair],
-        now: float,
-    ) -> tuple[Attempting, int]:
-        """The attempt by a plan that gives the lost node's microbatches to the new seat, and their
-        number."""
-        assert self.takeover is not None
-        entering = {self.takeover.seat: self.takeover.stage}
-        begin, moved = self._plan_without(self.lost, rules, seconds, apart, entering=entering)
-        attempt = replace(self, begin=begin, masked=self.lost, progressed=now, takeover=None)
-        return attempt, moved
-
-    def may_relieve(self, rules: TransactionRules) -> bool:
-        """Whether others may do what a slow node hasn't begun. Not with stand-ins: they may have
-        done some of it ahead, in one sum with what that node has begun."""
-        return rules.masking == "reassign" and self.begin.kind == pb.Begin.TRAIN
-
-    def relieved(
-        self,
-        node: str,
-        given_up: Collection[int],
-        rules: TransactionRules,
-        seconds: Mapping[str, float],
-        apart: Collection[Pair],
-    ) -> tuple[Attempting, int] | None:
-        """The attempt by a plan that gives these microbatches of a slow node to others of its
-        stage, and their number. None: one has no node left, since those others were lost before the
-        slow node answered."""
-        of_node = self._given_up_by(node).union(given_up)
-        attempt = replace(self, given_up={**self.given_up, node: of_node})
-        if not attempt.can_do_without([], rules):
+        if (last := self.state.to_be_taken_over(nodes, driver.rules)) is None:
             return None
-        attempt.begin, moved = attempt._plan_without(self.masked, rules, seconds, apart)
-        return attempt, moved
+        others = [node for node in nodes if node != last]
+        self.state = self.state.waiting_for(Takeover(last, driver.members[last], now, why))
+        return self._mask(others, why, now) if others else []
 
-    def _given_up_by(self, node: str) -> frozenset[int]:
-        return self.given_up.get(node, frozenset())
+    def _mask(self, nodes: Sequence[str], why: str, now: float) -> list[Effect]:
+        """Goes on by a plan that gives these nodes' microbatches to others."""
+        driver = self.driver
+        state, moved = self.state.without(nodes, driver.rules, driver.seconds, driver.apart(), now)
+        step, names = state.begin.step, tuple(sorted(nodes))
+        event = AttemptMasked(step=step, nodes=names, microbatches=moved, reason=why)
+        return [event, *self._go_on(state)]
 
-    def _plan_without(
-        self,
-        masked: Collection[str],
-        rules: TransactionRules,
-        seconds: Mapping[str, float],
-        apart: Collection[Pair],
-        entering: Mapping[str, int] = MappingProxyType({}),
-    ) -> tuple[pb.Begin, int]:
-        """`entering`: nodes new in the attempt, with their stages."""
-        begin = pb.Begin()
-        begin.CopyFrom(self.begin)
-        begin.since.CopyFrom(self.since.message())
-        del begin.members[:], begin.entering[:]
-        left = [place for place in self.begin.members if place.node not in masked]
-        new = [pb.Place(node=node, stage=at) for node, at in entering.items()]
-        begin.members.extend(in_order([*left, *new]))
-        begin.entering.extend(entering)
-        index = {place.node: index for index, place in enumerate(begin.members)}
-        moved, stages = 0, range(rules.stages + 1)
-        replicas = [[p.node for p in begin.members if p.stage == stage] for stage in stages]
-        everywhere = [[_server(self.begin, m, stage) for m in self.begin.plan] for stage in stages]
-        pace = [paces(nodes, seconds) for nodes in replicas]
-        busy = _busy(everywhere, pace)
-        apart = [pair for pair in apart if pair.isdisjoint(masked)]
-        for stage, served in enumerate(everywhere):
-            lost = [
-                identity
-                for identity, node in enumerate(served)
-                if node in masked or identity in self._given_up_by(node)
-            ]
-            owners = [served[identity] for identity in lost]
+    def _go_on(self, state: AttemptState) -> list[Effect]:
+        """Goes on by a new plan, which has no votes yet."""
+        driver, self.state = self.driver, state
+        driver.ballot = driver.ballot.next()
+        driver.checks.over()
+        effects = driver.tell_step(pb.Step(begin=state.begin))
+        state.vote = Vote(driver.training(), driver.keepers)
+        return effects + self._hurry()
 
-            def detours(identity: int, node: str, stage: int = stage) -> int:
-                way = (0, *begin.plan[identity].order, 0)
-                if identity in self._given_up_by(node):
-                    return len(way)  # more than any other node can have
-                beside = [b if a == stage else a for a, b in pairwise(way) if stage in (a, b)]
-                return sum(frozenset((node, everywhere[s][identity])) in apart for s in beside)
+    def _cut(self, peer: str, cut: pb.Cut, now: float) -> Turn:
+        """`peer` can't reach a node, which is lost or may be found to be; or it can't use what that
+        node has sent."""
+        driver = self.driver
+        if cut.node in self.lost or cut.node not in driver.members:
+            return self.stays()  # a view that has yet to come here may have it already
+        if cut.cause == NONFINITE:
+            return self._not_finite(cut.node, peer, cut.reason, now)
+        if cut.cause != SILENT:
+            failed = pb.Failed(reason=cut.reason, accused=[cut.node], cause=cut.cause)
+            return self.wronged(peer, failed, now)
+        driver.faults.cuts.add(frozenset((peer, cut.node)))
+        why = f"{peer} can't reach {cut.node}: {cut.reason}"
+        self.state.unreached.setdefault(cut.node, (now, peer, why))
+        here = driver.faults.is_here(cut.node)
+        return self.stays([] if here else [Suspect(cut.node, cut.reason)])
 
-            successors = share_out(lost, replicas[stage], pace[stage], detours, busy)
-            if rules.masking == "spare":  # prefer stand-ins: they may have done part of it ahead
-                ahead = stand_ins(self.begin.members)
-                successors = [
-                    ahead[owner] if ahead.get(owner) in replicas[stage] else other
-                    for owner, other in zip(owners, successors, strict=True)
-                ]
-            for identity, node in zip(lost, successors, strict=True):
-                served[identity] = node
-                busy[node_of(node)] += pace[stage][node]
-            moved += len(lost)
-            for microbatch, node in zip(begin.plan, served, strict=True):
-                if stage == 0:
-                    microbatch.source = node
-                else:
-                    microbatch.places[list(microbatch.order).index(stage)] = index[node]
-        return begin, moved
+    # --- a takeover
 
-    def unreachable(self, now: float) -> tuple[str, str]:
-        """The member that says that the attempt must be given up though all links of the driver are
-        up, and why. Reports about links have no effect while microbatches come home."""
-        for node, (since, by, why) in self.unreached.items():
-            if node not in self.lost and now - max(since, self.progressed) >= UNREACHED:
-                return by, why
-        return "", ""
+    def _ask_seat(self, now: float) -> list[Effect]:
+        """Queries the new seat; its answer leads to the `Sync` with its state."""
+        assert self.state.takeover is not None
+        takeover, self.state.progressed = self.state.takeover, now
+        takeover.asked, takeover.ordered = now, False
+        return [self.driver.ballot.send(takeover.seat, query=pb.Query())]
 
+    def _heard_of_seat(self, message: pb.Message, now: float) -> Turn:
+        assert self.state.takeover is not None
+        takeover, at = self.state.takeover, self.driver.standing
+        match message.WhichOneof("body"):
+            case "status" if (at.lineage, at.committed) == (0, 0) and not message.status.weightless:
+                return self.stays(self._taken_over(now))  # it has initial weights, as all have
+            case "status" if not takeover.ordered:
+                return self.stays(self._hand_over(takeover))
+            case "synced" if takeover.ordered and message.synced.step == at.committed:
+                seconds, stall = now - takeover.asked, now - takeover.since
+                event = rebuilt(takeover.seat, takeover.stage, message.synced, seconds, stall)
+                return self.stays([event, *self._taken_over(now)])
+            case "failed":
+                failed = RebuildFailed(node=takeover.seat, reason=message.failed.reason)
+                return self._failed(takeover.seat, message.failed, now).after([failed])
+        return self.stays()
 
-def _busy(
-    everywhere: Iterable[Iterable[str]], pace: Iterable[Mapping[str, float]]
-) -> dict[str, float]:
-    """Seconds that each node computes in all its seats, by the node of each microbatch at each
-    stage; of nodes with a known pace."""
-    busy = defaultdict[str, float](float)
-    for served, seconds in zip(everywhere, pace, strict=True):
-        for node in served:
-            busy[node_of(node)] += seconds.get(node, 0.0)
-    return busy
+    def _hand_over(self, takeover: Takeover) -> list[Effect]:
+        holders, at = self.state.holders(takeover), self.driver.standing
+        event, sync = takeover.order(self.state.begin.step, holders, at)
+        return [event, self.driver.ballot.send(takeover.seat, sync=sync)]
 
+    def _taken_over(self, now: float) -> list[Effect]:
+        """Goes on by a plan that gives the new seat the lost node's microbatches."""
+        assert self.state.takeover is not None
+        takeover, driver = self.state.takeover, self.driver
+        state, moved = self.state.taken_over(driver.rules, driver.seconds, driver.apart(), now)
+        return [takeover.taken(state.begin.step, moved, now), *self._go_on(state)]
 
-def _server(begin: pb.Begin, microbatch: pb.Microbatch, stage: int) -> str:
-    """The node that has this microbatch at that stage."""
-    if stage == 0:
-        return microbatch.source
-    return begin.members[microbatch.places[list(microbatch.order).index(stage)]].node
+    # --- stragglers and hangs
 
+    def _inquire(self, now: float) -> list[Effect]:
+        """Asks all members for accounts if the attempt is late."""
+        driver, state = self.driver, self.state
+        if not driver.hanging.is_late(now - state.began) or not state.inquest.is_due(now):
+            return []
+        effects = [*driver.ballot.send_all(driver.present(), inquiry=pb.Inquiry())]
+        if driver.hanging.usual and state.may_relieve(driver.rules):
+            for node in state.inquest.slow(state.begin.members):
+                if state.can_do_without([node], driver.rules):
+                    effects.append(driver.ballot.send(node, inquiry=pb.Inquiry(relieve=True)))
+        return [*effects]
 
-def planned(
-    members: Mapping[str, int],
-    orders: Sequence[Sequence[int]],
-    seconds: Mapping[str, float],
-    idle: Collection[str] = (),
-    apart: Collection[Pair] = (),
-) -> list[pb.Microbatch]:
-    """A microbatch for each of these orders, with a node for each visit. `members`: stages by node,
-    in the order of names. `idle` nodes get none where their stage has others. As few as possible go
-    between nodes that are `apart`."""
-    everybody = _by_stage(members)
-    at_work = _by_stage({node: at for node, at in members.items() if node not in idle})
-    replicas = [at_work[stage] or everybody[stage] for stage in range(len(orders[0]) + 1)]
-    index = {node: index for index, node in enumerate(members)}
-    return [
-        pb.Microbatch(
-            id=identity,
-            source=route.nodes[0],
-            order=route.stages[1:-1],
-            places=[index[node] for node in route.nodes[1:-1]],
-        )
-        for identity, route in enumerate(plan(orders, replicas, seconds, apart))
-    ]
+    def _accounted(self, peer: str, account: pb.Account, now: float) -> Turn:
+        driver, inquest = self.driver, self.state.inquest
+        driver.hanging.hear(peer, account.hang, now)
+        inquest.heard(peer, account, now)
+        turn = self.stays()
+        if account.given_up and self.state.may_relieve(driver.rules):
+            turn = self._relieve(peer, account.given_up, now)
+        hanging = driver.hanging.still_for_too_long(inquest.standing_still())
+        if account.hang:
+            hanging[peer] = account.hang
+        for node, why in hanging.items():
+            if turn.phase is self:
+                turn = self._held_up(node, why, now).after(turn.effects)
+        return turn
 
+    def _relieve(self, node: str, given_up: Collection[int], now: float) -> Turn:
+        """Gives microbatches that a slow node hasn't begun to others of its stage. The node won't
+        do them, so if no such others are left, the step is tried again."""
+        driver = self.driver
+        step, stage = self.state.begin.step, driver.members[node]
+        relieved = self.state.relieved(node, given_up, driver.rules, driver.seconds, driver.apart())
+        if relieved is None:
+            why = f"{node} of stage {stage} is slow, and nobody is left to do what it has given up"
+            return self.gather(why, now)
+        state, moved = relieved
+        event = Relieved(step=step, node=node, stage=stage, microbatches=moved)
+        return self.stays([event, *self._go_on(state)])
 
-def _by_stage(members: Mapping[str, int]) -> defaultdict[int, list[str]]:
-    by_stage = defaultdict[int, list[str]](list)
-    for node, stage in members.items():
-        by_stage[stage].append(node)
-    return by_stage
+    def _held_up(self, node: str, why: str, now: float) -> Turn:
+        """Goes on, or begins again, without a hanging node. A node that alone has its stage's state
+        is named, and awaited until `rules.progress` is over."""
+        driver, held_up, stages = self.driver, self.state.held_up, self.driver.training()
+        if node in held_up or node not in stages:
+            return self.stays()
+        held_up[node] = why
+        stage, step = stages[node], self.state.begin.step
+        effects: list[Effect] = [HeldUp(step=step, node=node, stage=stage, reason=why)]
+        if is_last(node, stages, stages.keys() - held_up.keys()):
+            return self.stays(effects)
+        if node == driver.node:
+            others = [n for n, of in stages.items() if of == stage and n not in held_up]
+            return self.stays([*effects, Rejoin(f"{why}; {others[0]} can drive")])
+        effects.append(Suspect(node, why, HANG))
+        if self._can_mask([node]):
+            return self.stays(effects + self._mask([node], why, now))
+        return self.gather(f"{node} of stage {stage} hangs: {why}", now).after(effects)
+
+    # --- faults
+
+    def _compared(self, peer: str, compared: pb.Compared, now: float) -> Turn:
+        """Handles a comparison of a doubled visit. Accuses a node that was wrong `WRONG` times."""
+        driver = self.driver
+        match driver.checks.compared(peer, compared):
+            case CheckedVisit() as again:
+                neighbours = sorted({again.before, again.behind})
+                sends = [driver.ballot.send(node, check=again.message()) for node in neighbours]
+                return self.stays(sends)
+            case UndecidedCheck(nodes, step, off):
+                at = driver.members[nodes[0]]
+                return self.stays([ResultsDiffer(step=step, nodes=nodes, stage=at, difference=off)])
+            case WrongResult(node, by, step, off, times):
+                stage = driver.members[node]
+                event = ComputedWrong(step=step, node=node, stage=stage, by=by, difference=off)
+                if times < WRONG:
+                    return self.stays([event])
+                by, failed = driver.checks.charge(node, stage, off)
+                return self.wronged(by or driver.node, failed, now).after([event])
+        return self.stays()
+
+    def _not_finite(self, node: str, by: str, reason: str, now: float) -> Turn:
+        """Handles a non-finite tensor, whose source the first boundary names. The step is tried
+        again without that node. If all nodes of its stage make such tensors, the model causes them,
+        and they are let through. A node that makes one without any work is wrong."""
+        driver, state = self.driver, self.state
+        spoiling = driver.faults.spoiling
+        if node in spoiling.why and not state.has_work_for(node):
+            failed = pb.Failed(reason=reason, accused=[node], cause=NONFINITE)
+            return self.wronged(by, failed, now)
+        spoiling.heard(node, by, reason)
+        driver.faults.failures.count += 1
+        stage = driver.members[node]
+        event = NonFinite(step=state.begin.step, node=node, stage=stage, reason=reason)
+        return self.gather(f"{node} made what is not finite: {reason}", now).after([event])
+
+    def wronged(self, peer: str, failed: pb.Failed, now: float) -> Turn:
+        """Goes on without the guilty, if possible; else the attempt has failed."""
+        driver = self.driver
+        guilty = driver.faults.sentence(peer, failed, driver.members)
+        others = driver.faults.successors(driver.training())
+        if driver.node in guilty and peer != driver.node and others:
+            reason = f"{peer} says, too: {failed.reason}; {others[0]} can drive"
+            return self.stays([Rejoin(reason)])
+        if guilty and self._can_mask(guilty):
+            effects = driver.accuse(peer, failed)
+            return self.stays(effects + self._mask(guilty, f"{peer} says: {failed.reason}", now))
+        return self._failed(peer, failed, now)
+
+    def _failed(self, peer: str, failed: pb.Failed, now: float) -> Turn:
+        driver = self.driver
+        accusations = self._fails(peer, failed.reason, now)
+        effects = driver.accuse(peer, failed)
+        pair = frozenset({peer, *failed.accused})
+        if (
+            failed.cause == SILENT
+            and len(pair) == 2
+            and pair <= driver.members.keys()
+            and now - self.state.began >= driver.rules.progress  # no link was lost
+        ):
+            effects += self._lost_between([pair], failed.reason)
+        turn = self.gather(f"{peer} says: {failed.reason}", now)
+        return turn.after(effects + accusations)
+
+    def _fails(self, peer: str, why: str, now: float) -> list[Effect]:
+        """Counts a failure that `peer` reported."""
+        self.driver.fails(now)
+        return self.driver.holds_up(peer, why)
+
+    def _lost_between(self, pairs: Collection[frozenset[str]], why: str) -> list[Effect]:
+        driver = self.driver
+        return [*driver.faults.lost_between(pairs, why, driver.members, driver.training())]
+
+    def _out_of_patience(self, now: float) -> Turn:
+        """Gives up after `rules.progress` without any; asks a late attempt's members before."""
+        driver, state = self.driver, self.state
+        seconds, voting = now - state.progressed, state.is_home()
+        if seconds < driver.rules.progress + (COMPLAINED if voting else 0):
+            return self.stays(self._inquire(now))
+        driver.faults.failures.count += 1
+        problem = "held up" if state.held_up else "no progress"
+        waited = f"{problem} for {seconds:.0f} s: {state.explain()}"
+        effects: list[Effect] = []
+        for node in sorted({*state.awaited, *state.held_up} - {driver.node}):
+            if node not in state.held_up:
+                effects.append(Suspect(node, waited))
+                if voting:
+                    effects += driver.holds_up(node, waited, HELD_UP // UNVOTED)
+            elif node not in driver.hanging.why:  # else it may be copied first
+                effects.append(Suspect(node, state.held_up[node], HANG))
+        effects += self._lost_between(state.missing(), waited)
+        return self.gather(waited, now).after(effects)

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from planaria.bootstrap.registry_pb2 import DIVERGENCE
-from planaria.node.driver.gathering import Gathering
+from planaria.node.driver.answers import Answers
 from planaria.node.report.events import Diverged, WeightsChanged, changed_by_themselves
 from planaria.node.transaction.effects import Effect, Suspect
 from planaria.node.transaction.rules import TransactionRules
@@ -25,7 +25,7 @@ from planaria.recovery.decide import decide
 from planaria.recovery.facts import Rebuild
 
 if TYPE_CHECKING:
-    from planaria.node.driver.attempting import Vote
+    from planaria.node.driver.attempt_state import Vote
 
 NOBODY: Final[Mapping[str, bytes]] = MappingProxyType({})
 STATE: Final = "weights or moments"
@@ -258,34 +258,32 @@ class DivergenceRepair:
 
     # --- once the holdings are known
 
-    def settle(self, gathering: Gathering, rules: TransactionRules, step: int) -> list[Effect]:
+    def settle(self, answers: Answers, rules: TransactionRules, step: int) -> list[Effect]:
         """Decides about the stages in doubt."""
         effects: list[Effect] = []
         doubted, self._open = self._open, {}
         for stage, before in sorted(doubted.items()):
-            digests = {
-                n: digest for n, digest in before.items() if gathering.members.get(n) == stage
-            }
+            digests = {n: digest for n, digest in before.items() if answers.members.get(n) == stage}
             if not digests:
                 continue
             if changed(digests, self._digests()) == digests.keys() and (
-                rebuild := self._restorable(gathering, stage, digests, rules)
+                rebuild := self._restorable(answers, stage, digests, rules)
             ):
                 self._open[stage] = digests  # a holding may turn out to be damaged
                 if not digests.keys() <= self.distrusted:
                     effects += self._restore(stage, digests, rebuild, step)
             else:
-                effects += self._believe(stage, digests, gathering.twins(stage), step)
+                effects += self._believe(stage, digests, answers.twins(stage), step)
         return effects
 
     def _restorable(
-        self, gathering: Gathering, stage: int, nodes: Collection[str], rules: TransactionRules
+        self, answers: Answers, stage: int, nodes: Collection[str], rules: TransactionRules
     ) -> Rebuild | None:
         """How to restore the stage's right weights without these nodes' state; None: impossible."""
         distrusted = {*self.distrusted, *nodes}
-        if not gathering.statuses.keys() - distrusted:
+        if not answers.statuses.keys() - distrusted:
             return None
-        without = replace(gathering, distrusted=distrusted)
+        without = replace(answers, distrusted=distrusted)
         decision = decide(stage, without.left(), rules.policy, rules.strict)
         return decision if isinstance(decision, Rebuild) and decision.same_weights else None
 

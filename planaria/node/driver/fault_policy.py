@@ -1,4 +1,4 @@
-"""Attribution of failed attempts to nodes, as their driver sees it."""
+"""Whose fault failures are, and what that costs. A charge goes in, a verdict comes out."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
-from planaria.bootstrap.registry_pb2 import SILENT
+from planaria.bootstrap.registry_pb2 import NONFINITE, NUMBERS, SILENT
+from planaria.node.driver.divergence import STRIKES
+from planaria.node.driver.spot_checks import WRONG
+from planaria.node.report.events import Accused
+from planaria.node.transaction.effects import Rejoin, Suspect
+from planaria.node.transaction.routing import Pair
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.naming import node_of
 
@@ -27,11 +32,204 @@ HELD_UP_BY_SEVERAL: Final = 4 * HELD_UP
 """Number of such failures after which a node is accused, whatever others do."""
 LONGEST_PAUSE: Final = 5.0
 """Maximum seconds between attempts, after many failures in a row."""
+UNEXPLAINED: Final = 2
+"""Attempts with lost messages that one node must explain before it is accused of them."""
 SPOILT: Final = 3
 """Steps in which a node alone of its stage may make non-finite values; in the last one it is
 accused."""
 LONGEST_REST: Final = 10
 """Limit of doublings of a rest."""
+
+
+class Charge(NamedTuple):
+    """What a node is charged with, and what it costs it where its stage has others."""
+
+    what: str
+    cost: str
+
+
+CHARGES: Final = (
+    Charge("accused by one member", "rest"),
+    Charge("accused by one replica", "rest, as a joiner"),
+    Charge("accused by two nodes or the driver", "eviction"),
+    Charge("accuses two replicas of a stage", "is accused itself"),
+    Charge(f"{VAIN} accusations that nobody else makes", "eviction"),
+    Charge(f"{HELD_UP} failed attempts, less those of others", "eviction"),
+    Charge(f"{HELD_UP_BY_SEVERAL} failed attempts", "eviction"),
+    Charge(f"{UNVOTED} votes too late, alone", "eviction"),
+    Charge(f"{UNEXPLAINED} losses of messages, explained by it alone", "eviction"),
+    Charge(f"{SPOILT} steps with non-finite values, alone", "eviction"),
+    Charge("differs from its replicas", "a new copy"),
+    Charge(f"differs {STRIKES} times", "eviction"),
+    Charge(f"computes otherwise than two others {WRONG} times", "eviction"),
+)
+"""The table in docs/protocol.md, where a rest is explained."""
+
+Stages = Mapping[str, int]
+"""Stages by node."""
+Verdict = list[Accused | Suspect | Rejoin]
+"""What is to be done, in order."""
+
+
+class FaultPolicy:
+    """The charges against members since a driver drives, and what followed. `node`: the driver's
+    seat, which believes its own observations."""
+
+    def __init__(self, node: str) -> None:
+        self.node = node
+        self.failures = FailedAttempts()
+        self.charges = Charges()
+        self.idle = RestingMembers()
+        self.spoiling = NonFiniteSources()
+        self.cuts: set[Pair] = set()  # pairs of members without a link at one end
+
+    def keep(self, members: Collection[str]) -> None:
+        """Drops nodes that are no longer members."""
+        self.cuts = {pair for pair in self.cuts if pair <= set(members)}
+        for part in (self.idle, self.spoiling, self.charges, self.failures):
+            part.keep(members)
+
+    def committed(self) -> None:
+        self.failures = FailedAttempts()
+        self.charges.committed()
+        self.idle.committed()
+
+    def is_here(self, seat: str) -> bool:
+        """Whether it is a seat of the driver's node, which ends when it suspects itself."""
+        return node_of(seat) == node_of(self.node)
+
+    # --- accusations
+
+    def knows(self, by: str, node: str, members: Stages) -> bool:
+        """Whether that accusation is already known."""
+        return self.failures.accused.get(by, {}).get(members[node]) == node
+
+    def accuse(self, by: str, failed: pb.Failed, members: Stages, harmed: bool = True) -> Verdict:
+        """An accusation by a member or, for its own observations, by the driver. `harmed`: whether
+        the attempt or the rebuild failed by it; if not, the accused stays a member, whoever accuses
+        it."""
+        verdict: Verdict = []
+        for node in self.failures.guilty(by, failed, members):
+            if failed.cause == SILENT:
+                verdict += self._suspects(node, failed)
+                continue
+            if self.believes(by, node) and harmed:
+                self.idle.stop([node])
+                verdict += self._suspects(node, failed)
+            else:
+                if self.charges.keeps(by, node):
+                    self.idle.rest(node, members[by] == members[node])
+                if self.charges.in_vain(by):
+                    why = f"it has accused others {VAIN} times, {node} the last time, and "
+                    verdict += self._goes(by, why + NOBODY_ELSE, members)
+            accuser = by if by != node else self.node
+            verdict.append(
+                Accused(node=node, stage=members[node], by=accuser, reason=failed.reason)
+            )
+        return verdict
+
+    def _suspects(self, node: str, failed: pb.Failed) -> Verdict:
+        return [] if self.is_here(node) else [Suspect(node, failed.reason, failed.cause)]
+
+    def _goes(self, node: str, why: str, members: Stages) -> Verdict:
+        """The driver itself accuses the node: it gets no more work."""
+        self.idle.stop([node])
+        event = Accused(node=node, stage=members[node], by=self.node, reason=why)
+        return [event, *([Suspect(node, why, NUMBERS)] if node != self.node else [])]
+
+    def believes(self, by: str, node: str) -> bool:
+        """Whether the driver believes an accusation. It believes its own observations, and no other
+        member alone: its accusation of a node must not rest on one member's."""
+        if by in (node, self.node):
+            return True
+        believed = self.charges.believes(by, node)
+        if believed:
+            self.failures.proven(node)
+        return believed
+
+    def sentence(self, by: str, failed: pb.Failed, members: Stages) -> list[str]:
+        """The accused that are found guilty. A single accuser gets as little as possible to do with
+        the others, so that other members can find out."""
+        accused = self.failures.guilty(by, failed, members)
+        guilty = [node for node in accused if self.believes(by, node)]
+        self.cuts |= {frozenset((by, node)) for node in accused if node not in guilty}
+        return guilty
+
+    # --- failures without an accusation
+
+    def fails(self) -> float:
+        """Counts a failed attempt or rebuild; seconds until the next one."""
+        self.failures.count += 1
+        return self.failures.pause()
+
+    def given_up(self, why: str, waited_for: Mapping[str, str]) -> tuple[str, Verdict]:
+        """Why an attempt is given up. Suspects the awaited nodes, each with a sentence about why,
+        if two in a row fail for the same reason."""
+        if not self.failures.again(why) or not waited_for:
+            return why, []
+        why += f"; it waited for {', '.join(waited_for.values())}"
+        return why, [Suspect(node, why) for node in waited_for if node != self.node]
+
+    def holds_up(self, node: str, why: str, members: Stages, times: int = 1) -> Verdict:
+        """A node that alone prevents commits, by its reports, link or silence, whatever it says."""
+        if not self.failures.alone(node, times) or node == self.node:
+            return []
+        why = f"it holds the run up again and again, as {NOBODY_ELSE}: {why}"
+        return self._goes(node, why, members)
+
+    def lost_between(
+        self, pairs: Collection[Pair], why: str, members: Stages, training: Stages
+    ) -> Verdict:
+        """Messages were lost between the nodes of each pair. Until it is known which one is wrong,
+        one rests: then all goes well, or the other one loses something, too."""
+        guilty = self.failures.between(pairs)
+        if guilty == self.node and (others := self.successors(training)):
+            return [Rejoin(f"{why}, as before, with somebody else; {others[0]} can drive")]
+        if guilty:
+            return self.holds_up(guilty, why, members, HELD_UP) if guilty in members else []
+        for pair in sorted(pairs, key=sorted):
+            self._let_one_rest(pair, training)
+        return []
+
+    def _let_one_rest(self, pair: Pair, training: Stages) -> None:
+        common = self.failures.lost_at
+        working = Counter(stage for node, stage in training.items() if node not in self.idle)
+        candidates = sorted(pair & training.keys() - {self.node})
+        able = [n for n in candidates if working[training[n]] > (n not in self.idle)]
+        if able:
+            node = min(able, key=lambda node: node not in common)
+            by_replica = {training.get(node) for node in pair} == {training[node]}
+            self.idle.rest(node, by_replica)
+
+    def successors(self, training: Stages) -> list[str]:
+        """Nodes that could drive in this node's place."""
+        own = training.get(self.node)
+        return [node for node, stage in training.items() if stage == own and node != self.node]
+
+    # --- non-finite values
+
+    def lets_through(self, training: Stages) -> bool:
+        """Whether the model causes the step's non-finite values: all working nodes of a stage make
+        them."""
+        if not self.spoiling.why:
+            return False
+        working = training.keys() - self.idle.nodes
+        return self.spoiling.lets_through({node: training[node] for node in working})
+
+    def spoilt(self, begin: pb.Begin, members: Stages) -> Verdict:
+        """Accuses repeated sources of non-finite values at the end of a step. If only one member
+        reported a source, others are to find out."""
+        verdict: Verdict = []
+        for node, reason in self.spoiling.over(begin).items():
+            reporters = self.spoiling.by.get(node, set())
+            several = len({*map(node_of, reporters)}) > 1
+            by = self.node if several else min(reporters, default=node)
+            if by not in members:  # it has left, and was the only one to report
+                continue
+            self.cuts |= {frozenset((reporter, node)) for reporter in reporters if reporter != node}
+            failed = pb.Failed(reason=reason, accused=[node], cause=NONFINITE)
+            verdict += self.accuse(by, failed, members)
+        return verdict
 
 
 @dataclass
@@ -69,7 +267,7 @@ class FailedAttempts:
         for pair in sorted(pairs, key=sorted):
             self.lost_at = (self.lost_at & pair) or pair
         *others, node = sorted(self.lost_at)
-        return "" if others or self.lost < 2 else node
+        return "" if others or self.lost < UNEXPLAINED else node
 
     def keep(self, members: Collection[str]) -> None:
         """Drops failures of nodes that are no longer members."""

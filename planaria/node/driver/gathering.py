@@ -1,299 +1,333 @@
-"""The query round of a view: which member has which state, and what that leaves of the run."""
+"""Gathering: all members are queried. Once they have answered, the driver gets state to those
+without it, or begins the next step."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
 
-from planaria.bootstrap import registry_pb2 as registry
-from planaria.bootstrap.registry_pb2 import HANG
-from planaria.node.driver.records import unrecorded
-from planaria.node.transaction.effects import Ballot, Effect, Send, Suspect
+from planaria.bootstrap.neighbours import stages_of
+from planaria.bootstrap.registry_pb2 import HANG, NUMBERS
+from planaria.node.driver.answers import Answers
+from planaria.node.driver.hangs import is_last
+from planaria.node.driver.joining import FOLLOWS
+from planaria.node.driver.phases import DriverPhase, Phase, Resting, Turn
+from planaria.node.driver.rebuilds import copy_twins, decide_each, name_checkpoint, rebuild
+from planaria.node.driver.status_validation import examine
+from planaria.node.driver.syncing import Syncing
+from planaria.node.report.events import (
+    Paused,
+    Resuming,
+    RolledBack,
+    Waiting,
+)
+from planaria.node.transaction.effects import Ballot, Effect, Rejoin, Send, Suspect
+from planaria.node.transaction.leaving import may_have_heir
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.chain import has_records, hash_of
-from planaria.recovery.facts import Held, Left, Source
+from planaria.recovery.decide import Resume, resume
+from planaria.recovery.facts import COPIED, Rebuild, RollBack, Source, Stop
+from planaria.recovery.relearning import time_for
+
+if TYPE_CHECKING:
+    from planaria.node.driver.driver import Driver
 
 QUERY_AGAIN = 1.0
 """Seconds before a member without an answer is queried again."""
 ANSWER = 4.0
 """Seconds that a member has to answer before it is reported to the registry."""
+UNRECORDED_PAUSE = 2.0
+"""Seconds between two checks whether a ledger can be written again."""
+UNWRITTEN_PAUSE = 0.05
+"""Seconds between two checks whether the last step is in the ledger."""
+REPLACED = 2.0
+"""Seconds until the driver checks whether a node has been replaced."""
 
 
-@dataclass
-class Coming:
-    """A newer view, which the driver adopts at a step boundary. A newcomer that is still building
-    its stage can't answer, so the driver doesn't wait for it yet."""
+class Gathering(Phase):
+    _kind = DriverPhase.GATHERING
 
-    view: registry.View
-    since: float
-    unanswered: set[str]  # newcomers
-
-    def greeting(self, newcomer: str) -> Send:
-        return Ballot(self.view.number, 0).send(newcomer, query=pb.Query())
-
-    def is_due(self, now: float, patience: float) -> bool:
-        return not self.unanswered or now - self.since >= patience
-
-
-@dataclass(frozen=True)
-class Standing:
-    """The newest state that a member has, or the one to which the run goes back."""
-
-    lineage: int = 0  # how often the run has gone back to files
-    committed: int = 0
-    last: pb.Commit = field(default_factory=pb.Commit)
-    boosted_at: Mapping[int, int] = field(default_factory=dict)
-    """The step after which a stage was guessed, by stage; 0: never."""
-
-    def sync(self, method: str, reason: str, sources: Iterable[Source], **more: Any) -> pb.Sync:
-        """The `Sync` that brings a node to this state."""
-        named = [
-            pb.Source(node=s.node, stage=s.stage, step=s.step, lineage=s.lineage) for s in sources
-        ]
-        at = self.committed
-        return pb.Sync(
-            step=at, lineage=self.lineage, method=method, reason=reason, sources=named, **more
-        )
-
-
-@dataclass
-class Gathering:
-    """A query to all active members for their state."""
-
-    why: str
-    ballot: Ballot
-    members: Mapping[str, int]  # node -> stage
-    stages: int  # body stages
-    began: float
-    asked: float
-    suspected: float  # when silent members were reported to the registry
-    taken_over: bool  # whether it is the first one after another driver
-    distrusted: Collection[str] = ()  # nodes whose state differs from their replicas'
-    leaving: Collection[str] = ()  # nodes that are leaving
-    statuses: dict[str, pb.Status] = field(default_factory=dict)
+    def __init__(self, driver: Driver, answers: Answers, taken_over: bool) -> None:
+        """`taken_over`: whether it is the first one after another driver."""
+        super().__init__(driver)
+        self.answers, self.taken_over = answers, taken_over
+        self.asked = self.suspected = answers.began  # when silent members were reported
 
     def explain(self) -> str:
-        return f"{self.why}; waiting for the status of {', '.join(self.unheard())}"
+        unheard = ", ".join(self.answers.unheard())
+        return f"{self.answers.why}; waiting for the status of {unheard}"
 
-    def unheard(self) -> list[str]:
-        return sorted(self.members.keys() - self.statuses.keys())
+    def received(self, peer: str, message: pb.Message, now: float) -> Turn:
+        driver, status = self.driver, message.status
+        is_current = Ballot.of(message.ballot) == driver.ballot
+        if message.WhichOneof("body") != "status" or not is_current:
+            return super().received(peer, message, now)
+        self.answers.statuses[peer] = status
+        if status.following:
+            driver.doubts.trust(peer)  # it knows that its old state is void
+        driver.hanging.hear(peer, status.hang, now)
+        if status.seconds_per_microbatch:
+            driver.seconds[peer] = status.seconds_per_microbatch
+            driver.hanging.knows(peer)
+        complete = len(self.answers.statuses) == len(self.answers.members)
+        return self._resolve(now) if complete else self.stays()
 
-    @property
-    def is_complete(self) -> bool:
-        return len(self.statuses) == len(self.members)
-
-    def ask(self) -> list[Effect]:
-        return [*self._query(self.members)]
-
-    def _query(self, nodes: Iterable[str]) -> list[Send]:
-        return self.ballot.send_all(nodes, query=pb.Query())
-
-    def ask_again(self, now: float, condemned: Mapping[str, str]) -> list[Effect]:
-        """Queries silent members again. `condemned`: hanging nodes that can't answer, and why."""
+    def tick(self, now: float) -> Turn:
+        """Queries silent members again."""
         if now - self.asked < QUERY_AGAIN:
-            return []
-        self.asked = now
-        effects: list[Effect] = []
+            return self.stays()
+        driver, answers = self.driver, self.answers
+        self.asked, unheard, effects = now, answers.unheard(), list[Effect]()
         if now - self.suspected >= ANSWER:
             self.suspected = now
             why = f"no answer to the driver's query for {ANSWER:.0f} s"
+            hanging = driver.hanging.condemned(driver.members, answers.statuses, now)
             effects += [
-                Suspect(node, condemned[node], HANG) if node in condemned else Suspect(node, why)
-                for node in self.unheard()
+                Suspect(node, hanging[node], HANG) if node in hanging else Suspect(node, why)
+                for node in unheard
             ]
-        return [*effects, *self._query(self.unheard())]
+        return self.stays([*effects, *answers.ballot.send_all(unheard, query=pb.Query())])
 
-    # --- once all members have answered
+    # --- all members have answered: agree on the step
 
-    @property
-    def newest(self) -> pb.Status:
-        return max((s for n, s in self.statuses.items() if n not in self.distrusted), key=_age)
+    def _resolve(self, now: float) -> Turn:
+        driver, answers, rules = self.driver, self.answers, self.driver.rules
+        effects = driver.doubts.settle(answers, rules, driver.standing.committed)
+        verdict = examine(answers.statuses, driver.known_facts(), driver.doubts.distrusted)
+        if verdict.parted:
+            halt = pb.Halt(reason=verdict.parted, step=driver.standing.committed)
+            return driver.halt(halt, now).after(effects)
+        for node, why in verdict.lies.items():
+            failed = pb.Failed(reason=why, accused=[node], cause=NUMBERS)
+            effects += driver.accuse(driver.node, failed)
+        answers.distrusted = driver.doubts.distrusted | verdict.doubted
+        answers.distrusted |= self._without_part() | self._far_ahead()
+        if answers.distrusted >= answers.statuses.keys():
+            answers.distrusted = verdict.doubted
+        driver.agree(answers)
+        at = driver.standing.lineage, driver.standing.committed
+        tried = {status.attempting for status in answers.statuses.values()}
+        if self.taken_over and at[1] + 1 in tried:
+            effects.append(driver.aborted(at[1] + 1, "its driver is gone"))
+        behind, all_lost = answers.behind(), answers.all_lost(driver.view)
+        if all_lost and driver.resent != at:
+            driver.resent, behind = at, behind + answers.missing_one()
+        if behind:
+            effects += driver.tell_commit(behind)
+            return self.gather(f"step {at[1]} is committed by some", now).after(effects)
+        if noting := driver.to_note():
+            driver.noted_again = at
+            effects += driver.tell_commit(noting)
+            return self.gather(f"no ledger has step {at[1]}", now).after(effects)
+        without = answers.without_checkpoint() if rules.adapters else []
+        if without and not driver.finished:
+            return self._wait_for_origin(without).after(effects)
+        if all_lost or at == (0, 0):
+            saved = resume(answers.held(), rules.stages)
+            if saved is not None:
+                return self._resume(saved, all_lost, now).after(effects)
+        if all_lost:
+            return self._start_again(all_lost, now).after(effects)
+        members, halt = driver.paused
+        if driver.members.keys() <= members.keys() and halt.step == at[1]:
+            return driver.halt(halt, now).after(effects)
+        return self._sync(now).after(effects)
 
-    def having(self) -> dict[str, pb.Status]:
-        """The answers with the newest state. A joiner's state doesn't count if no training member
-        of its stage has it: the stage was rebuilt while it followed."""
-        age, statuses = _age(self.newest), self.statuses.items()
-        newest = {
-            n: s
-            for n, s in statuses
-            if _age(s) == age and n not in self.distrusted and not s.weightless
-        }
-        trained: dict[int, set[bytes]] = {}
-        for node, status in newest.items():
-            if not status.following:
-                trained.setdefault(self.members[node], set()).add(status.digest)
+    def _without_part(self) -> set[str]:
+        """Nodes that only follow, since replicas can't use what they send, or they must go. While
+        their stage has others, they can copy from those, and no node has to wait for them."""
+        driver, answers = self.driver, self.answers
+        if driver.is_over() or driver.rules.policy.waits or not answers.newest.committed:
+            return set()
+        idle, stages = driver.faults.idle, answers.members
+        apart = {n for n in stages if idle.has_no_part(n) and n != driver.node}
+        left = {stages[n] for n, s in answers.having().items() if not s.following}
+        stay = {stages[n] for n in answers.having().keys() - apart} & left
         return {
-            node: status
-            for node, status in newest.items()
-            if status.digest in trained.get(self.members[node], [status.digest])
+            node
+            for node in apart
+            if stages[node] in stay - driver.rebuilds.stages()
+            and driver.joining.failures[node] < FOLLOWS
         }
 
-    def standing(self) -> Standing:
-        newest = self.newest
-        boosted_at = {self.members[n]: status.boosted_at for n, status in self.having().items()}
-        return Standing(newest.lineage, newest.committed, self._with_records(), boosted_at)
+    def _far_ahead(self) -> set[str]:
+        """Nodes that are to be removed and claim a state that no other node has."""
+        statuses, is_to_go = self.answers.statuses, self.driver.faults.idle.is_to_go
+        ages = {node: (status.lineage, status.committed) for node, status in statuses.items()}
+        others = [age for node, age in ages.items() if not is_to_go(node)]
+        return {n for n, age in ages.items() if is_to_go(n) and age > max(others, default=age)}
 
-    def _with_records(self) -> pb.Commit:
-        """The newest commit, with its records if any member has them."""
-        newest = self.newest
-        commits = (s.last for s in self.having().values() if has_records(s.last))
-        return next(
-            (commit for commit in commits if hash_of(commit) == hash_of(newest.last)), newest.last
+    # --- everything is lost
+
+    def _start_again(self, all_lost: str, now: float) -> Turn:
+        if not self.driver.rules.policy.checkpoints:
+            reason = (
+                f"everything is lost: {all_lost}; start nodes that have saves (--save-dir) of it, "
+                "or a new run"
+            )
+            halt = pb.Halt(reason=reason, step=self.driver.standing.committed)
+            return self.driver.halt(halt, now)
+        if vacant := self.answers.vacant():
+            return self._wait_for_nodes(vacant)
+        reason = "everything is lost, and no checkpoint is whole yet: back to initial weights"
+        return self._roll_back(RollBack(0, 0, reason), now)
+
+    def _roll_back(self, to: RollBack, now: float) -> Turn:
+        """Takes all stages back, by the checkpoint policy."""
+        driver = self.driver
+        effects: list[Effect] = [
+            RolledBack(lost=driver.standing.committed, step=to.step, reason=to.reason)
+        ]
+        driver.open_lineage(self.answers, to.step)
+        for node, stage in sorted(driver.members.items()):
+            source = Source(node, stage, to.step, to.lineage)
+            sync = driver.standing.sync("checkpoint", to.reason, [source])
+            effects.append(driver.ballot.send(node, sync=sync))
+        return self._go_back(effects, now)
+
+    def _resume(self, saved: Resume, why: str, now: float) -> Turn:
+        """Resumes from files, the only state left to go on from: nodes with a fitting one go back
+        to it, the others copy later."""
+        driver = self.driver
+        if vacant := self.answers.vacant():
+            return self._wait_for_nodes(vacant)
+        reason = "; ".join(filter(None, (why, saved.reason)))
+        effects: list[Effect] = [Resuming(step=saved.step, exact=saved.exact, reason=reason)]
+        driver.open_lineage(self.answers, saved.step)
+        for holding in chain.from_iterable(saved.held.values()):
+            method = "save" if holding.kind == "checkpoint" else holding.kind
+            sync = driver.standing.sync(method, reason, [holding.source])
+            effects.append(driver.ballot.send(holding.source.node, sync=sync))
+        return self._go_back(effects, now)
+
+    def _go_back(self, effects: list[Effect], now: float) -> Turn:
+        if self.driver.rules.adapters:
+            name_checkpoint(effects, self.answers)
+        return self._wait_for_state(effects, now)
+
+    # --- state for those without it
+
+    def _sync(self, now: float) -> Turn:
+        driver, answers, rules = self.driver, self.answers, self.driver.rules
+        vacant, decisions = answers.vacant(), decide_each(answers, rules)
+        for decision in decisions.values():
+            if isinstance(decision, Stop):
+                halt = pb.Halt(reason=decision.reason, step=driver.standing.committed)
+                return driver.finish(now) if driver.finished else driver.halt(halt, now)
+        effects = self._go_on_following(now)
+        rebuilds = {of: d for of, d in decisions.items() if isinstance(d, Rebuild)}
+        if driver.finished:
+            rebuilds = {of: d for of, d in rebuilds.items() if d.same_weights}
+        if vacant:  # a later newcomer may have more; replicas need not wait for that
+            rebuilds = {of: d for of, d in rebuilds.items() if d.method in COPIED}
+        elif len(rebuilds) < len(decisions) and not driver.finished:
+            back = next(d for d in decisions.values() if isinstance(d, RollBack))
+            return self._roll_back(back, now)
+        lacking = driver.joining.lacking(answers)
+        for stage in self._put_off(lacking, now):
+            rebuilds.pop(stage, None)
+        follow = not vacant and all(self._may_follow(d, lacking) for d in rebuilds.values())
+        syncs = rebuild(answers, rebuilds, lacking, rules, follow, self._time_to_relearn(now))
+        if follow:
+            driver.joining.begin(syncs, answers, now)
+            fetching = {effect.to for effect in syncs if isinstance(effect, Send)}
+            effects, syncs = effects + syncs, []
+            # They must know it before anything is committed without them.
+            has_no_part = driver.faults.idle.has_no_part
+            if anew := driver.doubts.distrusted.union(filter(has_no_part, fetching)):
+                names = ", ".join(sorted(anew))
+                return self.gather(f"{names} copies its state anew", now).after(effects)
+        if not (vacant or driver.finished):
+            syncs = syncs or copy_twins(answers, rules)
+        if syncs:
+            return self._wait_for_state(syncs, now).after(effects)
+        if vacant and not driver.finished:
+            return self._wait_for_nodes(vacant).after(effects)
+        if weightless := answers.weightless():
+            return self._wait_for_origin(sorted(weightless)).after(effects)
+        return self._go_on(now).after(effects)
+
+    def _go_on(self, now: float) -> Turn:
+        """Nobody lacks a state: begins what comes next, unless there is a reason to wait."""
+        driver, answers = self.driver, self.answers
+        if node := driver.hanging.to_replace(driver.members, answers.having(), now):
+            return self._replace(node, now)
+        over, paused = driver.is_over(), driver.unrecorded
+        driver.unrecorded = answers.unwritten() if over else answers.unrecorded()
+        if driver.unrecorded:
+            driver.pause_until = now + (UNWRITTEN_PAUSE if over else UNRECORDED_PAUSE)
+            event = [] if paused or over else [Paused(reason=driver.unrecorded)]
+            return Turn([*event], Resting(driver, DriverPhase.PAUSING, driver.unrecorded))
+        if now < driver.pause_until:
+            return Turn([], Resting(driver, DriverPhase.PAUSING, answers.why))
+        return driver.next(now)
+
+    def _go_on_following(self, now: float) -> list[Effect]:
+        driver = self.driver
+        rebuilt, over = driver.rebuilds.stages(), driver.is_over()
+        unsure, entered = driver.joining.go_on(self.answers, rebuilt, over, now)
+        driver.rebuilds.rebuilt += [joiner.entered(n, now) for n, joiner in entered.items()]
+        return [*driver.tell_commit(unsure)]
+
+    def _put_off(self, lacking: Mapping[int, list[str]], now: float) -> set[int]:
+        """Stages that no node copies yet, since they relearn while they train. A leaving node's
+        stage is copied at once."""
+        driver = self.driver
+        leaving = {stage for m in driver.view.members if m.leaving for stage in stages_of(m)}
+        relearning = set() if driver.is_over() else self.answers.relearning() - leaving
+        return driver.joining.put_off(lacking, relearning, driver.rules.relearn_seconds, now)
+
+    def _may_follow(self, decision: Rebuild, lacking: Mapping[int, list[str]]) -> bool:
+        """Whether nodes may follow. Replicas of a just rebuilt stage are awaited, as was its first
+        node; with some policies, all are."""
+        driver = self.driver
+        tried = any(driver.joining.failures[node] >= FOLLOWS for node in lacking[decision.stage])
+        new = decision.stage in driver.rebuilds.stages()
+        copied = decision.method in COPIED and not driver.rules.policy.waits
+        copied = copied and driver.standing.committed > 0
+        copied = copied and any(s.node not in driver.hanging.why for s in decision.sources)
+        return copied and not (tried or new or driver.is_over())
+
+    def _time_to_relearn(self, now: float) -> float:
+        driver, rebuilds = self.driver, self.driver.rebuilds
+        stalled = now if rebuilds.stalled is None else rebuilds.stalled
+        trained = 0.0 if driver.trains_since is None else stalled - driver.trains_since
+        return time_for(driver.rules.relearn_seconds, max(0.0, trained), rebuilds.spent)
+
+    # --- what the driver waits for
+
+    def _wait_for_state(self, effects: list[Effect], now: float) -> Turn:
+        awaited = {effect.to for effect in effects if isinstance(effect, Send)}
+        for node in awaited:
+            self.driver.joining.joiners.pop(node, None)
+        return Turn(effects, Syncing(self.driver, self.answers, awaited, now))
+
+    def _wait_for_nodes(self, vacant: Sequence[int]) -> Turn:
+        stages = ", ".join(map(str, vacant))
+        return self._wait(
+            vacant, f"waiting for a node to join stage {stages}: planaria node --join ..."
         )
 
-    def all_lost(self, view: registry.View) -> str:
-        """Why the run can't go on from the newest state; empty: it can."""
-        newest = self.newest
-        if self._only_joiners():
-            return (
-                "none of those who trained is left, and they may have gone on after step "
-                f"{newest.committed} without the joiners that have its state"
-            )
-        if (newest.lineage, newest.committed + 1) < (view.lineage, view.committed):
-            return (
-                f"step {view.committed} was committed once, but the newest state that is left is "
-                f"of step {newest.committed}"
-            )
-        return ""
-
-    def _only_joiners(self) -> bool:
-        """Whether all nodes with the newest state only follow: no commit needed their vote."""
-        having = [*self.having(), *self.behind()]
-        return self.newest.committed > 0 and all(self.statuses[n].following for n in having)
-
-    def behind(self) -> list[str]:
-        """Members that were ready for the very attempt that others have committed."""
-        newest = self.newest
-        return [
-            node
-            for node, status in self.statuses.items()
-            if node not in self.distrusted
-            and status.committed + 1 == newest.committed == status.ready
-            and status.ready_ballot == newest.last.ballot
-        ]
-
-    def missing_one(self) -> list[str]:
-        """Joiners that may lack only the newest commit: they haven't received it for certain."""
-        newest = self.newest
-        return [
-            node
-            for node, status in self.statuses.items()
-            if status.following
-            and status.following_lineage == newest.lineage
-            and status.heard + 1 == newest.committed
-        ]
-
-    def held(self) -> list[Held]:
-        """What members keep of other stages and in files, and their own states. A stage's received
-        weights don't count if some of its nodes are distrusted: they may come from those."""
-        doubted = {at for node, at in self.members.items() if node in self.distrusted}
-        own = [
-            Held(
-                "memory",
-                Source(node, self.members[node], status.committed, status.lineage),
-                Ballot.of(status.last.ballot),
-            )
-            for node, status in sorted(self.statuses.items())
-            if status.committed and node not in self.distrusted
-        ]
-        return own + [
-            Held(
-                holding.kind,  # type: ignore[arg-type]
-                Source(node, holding.stage, holding.step, holding.lineage),
-                (holding.made.view, holding.made.attempt),
-            )
-            for node, status in sorted(self.statuses.items())
-            for holding in status.holdings
-            if holding.kind != "weights" or holding.stage in {self.members[node]} - doubted
-        ]
-
-    def left(self) -> Left:
-        newest = self.newest
-        survivors: dict[int, list[str]] = {}
-        trained = set()
-        for node, status in self.having().items():
-            survivors.setdefault(self.members[node], []).append(node)
-            if status.boosted_at < newest.committed:
-                trained.add(self.members[node])
-        return Left(
-            self.stages,
-            newest.committed,
-            survivors,
-            newest.lineage,
-            self.held(),
-            untrained=frozenset(survivors.keys() - trained),
-            made=Ballot.of(newest.last.ballot),
-            origin=[n for n, s in self.statuses.items() if s.origin and n not in self.distrusted],
-            leaving=self.leaving,
+    def _wait_for_origin(self, stages: Sequence[int]) -> Turn:
+        why = (
+            "waiting for a node that has the checkpoint which the run begins from, for stage "
+            f"{', '.join(map(str, stages))}: planaria node --join ... --model DIR"
         )
+        return self._wait(stages, why)
 
-    def relearning(self) -> set[int]:
-        """Stages whose only node relearns while it trains, and doesn't hang."""
-        return {
-            self.members[node]
-            for node, status in self.having().items()
-            if status.relearning and not status.hang
-        }
+    def _wait(self, stages: Sequence[int], why: str) -> Turn:
+        waiting = Waiting(stages=tuple(stages), reason=why)
+        return Turn([waiting], Resting(self.driver, DriverPhase.WAITING, why))
 
-    def weightless(self) -> dict[int, list[str]]:
-        """Nodes without the run's initial weights, by stage; only before the first step."""
-        if _age(self.newest) != (0, 0):
-            return {}
-        nodes: dict[int, list[str]] = {}
-        for node, status in sorted(self.statuses.items()):
-            if status.weightless:
-                nodes.setdefault(self.members[node], []).append(node)
-        return nodes
-
-    def checkpoint(self, stage: int) -> list[str]:
-        """Nodes with the stage's checkpoint weights, where those aren't trained."""
-        return [
-            node
-            for node, status in sorted(self.statuses.items())
-            if status.origin or (self.members[node] == stage and not status.weightless)
-        ]
-
-    def without_checkpoint(self) -> list[int]:
-        """Stages whose checkpoint weights no node has."""
-        stages = {self.members[n] for n, status in self.statuses.items() if status.weightless}
-        return sorted(stage for stage in stages if not self.checkpoint(stage))
-
-    def twins(self, stage: int) -> dict[str, bytes]:
-        """Digests of the stage's twins of the newest step, by the node that keeps them."""
-        newest = _age(self.newest)
-        return {
-            node: holding.digest
-            for node, status in self.statuses.items()
-            for holding in status.holdings
-            if (holding.kind, holding.stage) == ("redundant", stage)
-            and (holding.lineage, holding.step) == newest
-            and holding.digest
-        }
-
-    def unrecorded(self) -> str:
-        """Why no step may begin, as far as ledgers go."""
-        return unrecorded(self.ledgers().values())
-
-    def unwritten(self) -> str:
-        """Why the run isn't over yet, as far as ledgers go: the driver may fail at any moment, and
-        its unwritten lines would be lost."""
-        writing = pb.LEDGER_WRITING in self.ledgers().values()
-        return "the last step is on its way to the ledger" if writing else ""
-
-    def having_view(self) -> list[str]:
-        """Members that know the members of this view."""
-        return [node for node, status in self.statuses.items() if not status.viewless]
-
-    def ledgers(self) -> dict[str, pb.Recording]:
-        return {n: s.recording for n, s in self.statuses.items() if self.members[n] == 0}
-
-    def nodes_of(self, stage: int) -> list[str]:
-        return sorted(node for node, at in self.members.items() if at == stage)
-
-    def vacant(self) -> list[int]:
-        return [stage for stage in range(self.stages + 1) if not self.nodes_of(stage)]
-
-
-def _age(status: pb.Status) -> tuple[int, int]:
-    return status.lineage, status.committed
+    def _replace(self, node: str, now: float) -> Turn:
+        """Lets an heir copy the state of a stage's last node, if possible; then that node goes."""
+        driver, hanging = self.driver, self.driver.hanging
+        why = f"{node} of stage {driver.members[node]} is to be replaced: {hanging.why[node]}"
+        driver.pause_until = now + REPLACED
+        effect: Effect = Suspect(node, why, HANG)
+        last = is_last(node, driver.members, driver.members)
+        if last and may_have_heir(driver.view, node) and hanging.heir_has_time(node, now):
+            effect = driver.ballot.send(node, inquiry=pb.Inquiry(replace=why))
+        elif node == driver.node:
+            effect = Rejoin(why)
+        return Turn([effect], Resting(driver, DriverPhase.PAUSING, why))

@@ -152,16 +152,6 @@ def _passes(route: Route, training: bool) -> list[tuple[int, bool]]:
     return forward + [(position, True) for position in reversed(range(last))] * training
 
 
-def patience(usual: float) -> float:
-    """Seconds in which a node has to compute something, if a step usually takes `usual`."""
-    return max(STILL, 2 * usual)
-
-
-def is_late(seconds: float, usual: float) -> bool:
-    """Whether an attempt should be over after so many seconds."""
-    return seconds >= max(LATE_SECONDS, LATE * usual)
-
-
 class HangDetector:
     """Detects hanging members. `progress`: seconds without any that replace a stage's last node."""
 
@@ -180,6 +170,11 @@ class HangDetector:
         """Usual seconds of a step; 0: unknown."""
         return statistics.median(self._steps) if self._steps else 0.0
 
+    def is_late(self, seconds: float) -> bool:
+        """Whether an attempt should be over after so many seconds."""
+        usual = self.usual
+        return seconds >= (max(LATE_SECONDS, LATE * usual) if usual else self._progress / 4)
+
     def committed(self, seconds: float, trained: Iterable[str]) -> None:
         """A step was committed by these nodes."""
         self._steps.append(seconds)
@@ -194,7 +189,7 @@ class HangDetector:
         more time."""
         if not self.usual or node not in self._proven:
             return self._progress / 2
-        return min(patience(self.usual), self._progress / 2)
+        return min(max(STILL, 2 * self.usual), self._progress / 2)
 
     def still_for_too_long(self, seconds: Mapping[str, float]) -> dict[str, str]:
         """Hanging nodes, and why; `seconds`: how long each had work and computed nothing."""

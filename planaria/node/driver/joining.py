@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from planaria.node.driver.attempting import Vote
-from planaria.node.driver.gathering import Gathering
-from planaria.node.driver.syncing import rebuilt
+from planaria.node.driver.answers import Answers
+from planaria.node.driver.attempt_state import Vote
+from planaria.node.driver.rebuilds import rebuilt
 from planaria.node.report.events import StageRebuilt
 from planaria.node.transaction.effects import Effect, Send
 from planaria.node.wire import stage_pb2 as pb
@@ -75,17 +75,17 @@ class Joining:
     # --- once all members have answered
 
     def go_on(
-        self, gathering: Gathering, rebuilt: Collection[int], is_over: bool, now: float
+        self, answers: Answers, rebuilt: Collection[int], is_over: bool, now: float
     ) -> tuple[list[str], dict[str, FollowingTry]]:
         """Sorts members: those with the newest state are in, those on the way to it go on, and the
         others begin again. Returns the joiners that lack the last commit, and those that are in.
         `rebuilt`: stages whose state differs from the one that joiners are on the way to."""
         before, self.joiners = self.joiners, {}
-        newest, having = gathering.newest, gathering.having()
-        alive = {gathering.members[node] for node in having}.difference(rebuilt)
+        newest, having = answers.newest, answers.having()
+        alive = {answers.members[node] for node in having}.difference(rebuilt)
         unsure = []
-        for node, status in gathering.statuses.items():
-            stage, joiner = gathering.members[node], before.get(node)
+        for node, status in answers.statuses.items():
+            stage, joiner = answers.members[node], before.get(node)
             if joiner is None or joiner.step != status.following:
                 joiner = FollowingTry(stage, status.following, now)
             missed = newest.committed - status.heard
@@ -100,12 +100,12 @@ class Joining:
             self.joiners[node] = joiner
         return unsure, {node: before[node] for node in having if node in before}
 
-    def lacking(self, gathering: Gathering) -> dict[int, list[str]]:
+    def lacking(self, answers: Answers) -> dict[int, list[str]]:
         """Members without the newest state that don't follow either, by stage."""
-        on_the_way = gathering.having().keys() | self.joiners.keys()
+        on_the_way = answers.having().keys() | self.joiners.keys()
         return {
-            stage: [node for node in gathering.nodes_of(stage) if node not in on_the_way]
-            for stage in range(gathering.stages + 1)
+            stage: [node for node in answers.nodes_of(stage) if node not in on_the_way]
+            for stage in range(answers.stages + 1)
         }
 
     def put_off(
@@ -135,11 +135,11 @@ class Joining:
             if stage not in relearning or now - since >= patience
         ]
 
-    def begin(self, syncs: list[Effect], gathering: Gathering, now: float) -> None:
+    def begin(self, syncs: list[Effect], answers: Answers, now: float) -> None:
         """Begins tries of members that are sent a `Sync` to follow; all have waited for them."""
         for send in [effect for effect in syncs if isinstance(effect, Send)]:
-            stage, sync = gathering.members[send.to], send.message.sync
-            waited = now - gathering.began
+            stage, sync = answers.members[send.to], send.message.sync
+            waited = now - answers.began
             self.joiners[send.to] = FollowingTry(stage, sync.step, now, sync.method, waited)
 
     # --- while the others train
@@ -150,6 +150,11 @@ class Joining:
             for node, joiner in self.joiners.items()
             if joiner.caught_up is not None and not self.stays_out(node)
         }
+
+    def voting(self, vote: Vote) -> list[tuple[str, FollowingTry]]:
+        """Joiners that have voted, and may enter with the commit."""
+        joiners = self.joiners.items()
+        return [(n, j) for n, j in joiners if n in vote.joiners and not self.stays_out(n)]
 
     def gives_up(self, node: str) -> bool:
         """Gives up its try; whether it hadn't before."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Final, NamedTuple
 
+from planaria.bootstrap.registry_pb2 import NUMBERS
 from planaria.node.transaction.routing import Route, route
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.naming import node_of
@@ -176,15 +177,16 @@ class SpotChecks:
         far = max(difference for pair, difference in differences.items() if alone in pair)
         return WrongResult(alone, by, self.step, far, len(self.wrong[alone]))
 
-    def accusers(self, node: str) -> list[str]:
-        """The members that found it wrong, one of each machine."""
-        accusers = sorted(set().union(*self.wrong[node].values()))
-        return list({node_of(by): by for by in accusers}.values())
-
     def take_doubted(self) -> list[pb.Doubted]:
         """The nodes doubted since the last commit, for its record."""
         doubted, self.doubted = self.doubted, []
         return doubted
 
-    def doubt(self, node: str, stage: int) -> None:
+    def charge(self, node: str, stage: int, off: float) -> tuple[str, pb.Failed]:
+        """The accusation of a node that was wrong, and the member that makes it; empty: several
+        machines do. `off`: the difference."""
         self.doubted.append(pb.Doubted(node=node, stage=stage, since=self.right.get(node, 0)))
+        reason = f"it computes otherwise than two others of its stage, off by {off:.2g}"
+        failed = pb.Failed(reason=reason, accused=[node], cause=NUMBERS)
+        accusers = {node_of(by): by for by in sorted(set().union(*self.wrong[node].values()))}
+        return "" if len(accusers) > 1 else min(accusers.values()), failed

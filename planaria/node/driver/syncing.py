@@ -1,50 +1,90 @@
-"""Rebuilds and copies: which node fetches which state from where, and the events about it."""
+"""Syncing: some members fetch a state, and nothing trains until all of them have it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from planaria.node.driver.gathering import Gathering
-from planaria.node.report.events import Origin, RebuildOrdered, RelearningResult, StageRebuilt
-from planaria.node.transaction.effects import Effect, Send
-from planaria.node.transaction.rules import TransactionRules
+from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.registry_pb2 import HANG
+from planaria.node.driver.answers import Answers
+from planaria.node.driver.phases import DriverPhase, Phase, Turn
+from planaria.node.driver.rebuilds import rebuilt
+from planaria.node.report.events import RebuildFailed, StageRebuilt
+from planaria.node.transaction.effects import Ballot, Suspect
 from planaria.node.wire import stage_pb2 as pb
-from planaria.recovery.decide import decide
-from planaria.recovery.facts import (
-    ARRIVED,
-    COPIED,
-    INEXACT,
-    OWN,
-    Decision,
-    Rebuild,
-    Source,
-    giver,
-)
-from planaria.recovery.orders import adjoining, all_orders, blocks
+from planaria.recovery.facts import ARRIVED
+
+if TYPE_CHECKING:
+    from planaria.node.driver.driver import Driver
 
 
-@dataclass
-class Syncing:
-    """Some nodes fetch a state, and nothing trains until all of them have it."""
+class Syncing(Phase):
+    _kind = DriverPhase.SYNCING
 
-    gathering: Gathering
-    awaited: set[str]
-    began: float
-    progressed: float
+    def __init__(self, driver: Driver, answers: Answers, awaited: set[str], now: float) -> None:
+        super().__init__(driver)
+        self.answers, self.awaited = answers, awaited
+        self.began = self.progressed = now
 
     def explain(self) -> str:
-        why, awaited = self.gathering.why, ", ".join(sorted(self.awaited))
+        why, awaited = self.answers.why, ", ".join(sorted(self.awaited))
         return f"{why}; waiting for the state of {awaited}"
 
-    def came(self, peer: str, synced: pb.Synced, now: float) -> list[StageRebuilt]:
+    def received(self, peer: str, message: pb.Message, now: float) -> Turn:
+        joins = peer in self.driver.joining.joiners
+        if not joins and Ballot.of(message.ballot) == self.driver.ballot:
+            match message.WhichOneof("body"):
+                case "synced":
+                    return self._synced(peer, message.synced, now)
+                case "failed":
+                    return self.wronged(peer, message.failed, now)
+        return super().received(peer, message, now)
+
+    def viewed(self, view: registry.View, now: float) -> Turn | None:
+        coming, gone = self.driver.greets(view, now)
+        return None if gone else self.stays(coming.greetings())
+
+    def tick(self, now: float) -> Turn:
+        """Gives up after `rules.progress` without any."""
+        driver, hanging = self.driver, self.driver.hanging.why
+        seconds = now - self.progressed
+        if seconds < driver.rules.progress:
+            return self.stays()
+        driver.faults.failures.count += 1
+        problem = "held up" if hanging else "no progress"
+        waited = f"{problem} for {seconds:.0f} s: {self.explain()}"
+        suspects = [
+            Suspect(node, hanging[node], HANG) if node in hanging else Suspect(node, waited)
+            for node in sorted({*self.awaited, *hanging} - {driver.node})
+        ]
+        return self.gather(waited, now).after(suspects)
+
+    def wronged(self, peer: str, failed: pb.Failed, now: float) -> Turn:
+        self.driver.fails(now)
+        accusations = self.driver.accuse(peer, failed)
+        event = RebuildFailed(node=peer, reason=failed.reason)
+        return self.gather(f"{peer} says: {failed.reason}", now).after([*accusations, event])
+
+    def gather(self, why: str, now: float) -> Turn:
+        if self.awaited:
+            self.driver.rebuilds.spent += now - self.began
+        return super().gather(why, now)
+
+    def _synced(self, peer: str, synced: pb.Synced, now: float) -> Turn:
+        if synced.method != "twin":
+            self.driver.doubts.trust(peer)
+        self.driver.rebuilds.rebuilt += self._came(peer, synced, now)
+        return self.stays() if self.awaited else self.gather("state is in place", now)
+
+    def _came(self, peer: str, synced: pb.Synced, now: float) -> list[StageRebuilt]:
         """The peer has its state; returns the events of its rebuild."""
         self.awaited.discard(peer)
         self.progressed = now
         if synced.method == "twin":
             return []
-        stage = self.gathering.members[peer]
+        stage = self.answers.members[peer]
         event = rebuilt(peer, stage, synced, now - self.began, math.nan)
         if synced.method in ARRIVED and synced.sources:
             step = synced.sources[0].step
@@ -56,7 +96,7 @@ class Syncing:
         snapshots = [
             holding
             for source in synced.sources[:1]
-            for holding in self.gathering.statuses.get(source.node, pb.Status()).holdings
+            for holding in self.answers.statuses.get(source.node, pb.Status()).holdings
             if (holding.kind, holding.stage) == ("snapshot", source.stage)
         ]
         if not snapshots:
@@ -67,163 +107,3 @@ class Syncing:
             mean_step=snapshots[0].mean_step,
             perturbation=snapshots[0].perturbation,
         )
-
-
-@dataclass
-class Rebuilds:
-    """Events of rebuilds for when the run goes on, and how long nothing trained."""
-
-    stalled: float | None = None  # since when
-    spent: float = 0.0  # seconds of that on abandoned rebuilds
-    rebuilt: list[StageRebuilt] = field(default_factory=list)
-
-    def stages(self) -> set[int]:
-        """Stages whose state no node had any more."""
-        return {event.stage for event in self.rebuilt if event.method not in COPIED}
-
-    def events(self, now: float) -> list[Effect]:
-        stall = 0.0 if self.stalled is None else now - self.stalled
-        return [
-            replace(event, stall_seconds=stall) if math.isnan(event.stall_seconds) else event
-            for event in self.rebuilt
-        ]
-
-
-def rebuilt(node: str, stage: int, synced: pb.Synced, seconds: float, stall: float) -> StageRebuilt:
-    """The event of a node's rebuild. `stall`: seconds without training because of it; NaN: until
-    all go on."""
-    relearned = synced.relearned
-    result = RelearningResult(
-        residual_before=relearned.residual_before,
-        residual_after=relearned.residual_after,
-        passes=relearned.passes,
-        seconds=relearned.seconds,
-        bytes=relearned.fetched_bytes,
-        pairs=relearned.pairs,
-        updates=relearned.updates,
-        left=relearned.left,
-        left_out=relearned.left_out,
-        undone=relearned.undone,
-    )
-    return StageRebuilt(
-        stall_seconds=stall,
-        node=node,
-        stage=stage,
-        method=synced.method,
-        step=synced.step,
-        sources=tuple(Origin(node=s.node, stage=s.stage, step=s.step) for s in synced.sources),
-        bytes=synced.fetched_bytes,
-        fetch_seconds=synced.seconds,
-        relearned=result if synced.HasField("relearned") else None,
-        rebuild_seconds=seconds,
-    )
-
-
-# --- sources
-
-
-def decide_each(gathering: Gathering, rules: TransactionRules) -> dict[int, Decision]:
-    """Decides about each stage of which some node, or every one, lacks the newest state."""
-    left = replace(gathering.left(), adapters=rules.adapters)
-    if (left.lineage, left.step) == (0, 0) and not gathering.distrusted:
-        return {
-            stage: decide(stage, left, rules.policy, rules.strict)
-            for stage in gathering.weightless()
-            if left.origin or left.survivors.get(stage)
-        }
-    having = {stage: len(left.survivors.get(stage, ())) for stage in range(rules.stages + 1)}
-    return {
-        stage: decide(stage, left, rules.policy, rules.strict)
-        for stage, count in having.items()
-        if not count or count < len(gathering.nodes_of(stage))
-    }
-
-
-def rebuild(
-    gathering: Gathering,
-    rebuilds: Mapping[int, Rebuild],
-    lacking: Mapping[int, list[str]],
-    rules: TransactionRules,
-    follow: bool = False,
-    relearning: float = 0.0,
-) -> list[Effect]:
-    """One node rebuilds a lost stage; its replicas copy from it later, so that they are identical.
-    `lacking`: nodes without the state, by stage; `follow`: no node waits for them; `relearning`:
-    seconds that it may take."""
-    standing, joiners = gathering.standing(), {}
-    for stage, decision in rebuilds.items():
-        nodes = lacking[stage]
-        if decision.method in (*OWN, *ARRIVED):
-            nodes = [source.node for source in decision.sources]
-        joiners[stage] = nodes if decision.method in (*COPIED, "memory") else nodes[:1]
-    orders = all_orders(rules.stages, rules.policy.swapped)
-    guessed = [stage for stage, decision in rebuilds.items() if decision.method in INEXACT]
-    together = {stage: block for block in blocks(orders, guessed) for stage in block}
-    effects: list[Effect] = []
-    for stage, decision in rebuilds.items():
-        what_and_whence = decision.method, decision.reason, decision.sources
-        sync = standing.sync(*what_and_whence, last=standing.last, follow=follow)
-        if rules.relearn and stage in together:
-            block = together[stage]
-            having = sorted(gathering.having())
-            sync.relearning = relearning
-            alone = len(block) == 1 and len(gathering.nodes_of(stage)) == 1
-            sync.goes_on = alone and not rules.policy.waits
-            sync.lost.extend(
-                pb.Place(node=joiners[lost_stage][0], stage=lost_stage) for lost_stage in block
-            )
-            sync.neighbours.extend(  # where microbatches come from and go to
-                pb.Place(node=node, stage=lost_stage)
-                for lost_stage in adjoining(orders, block)
-                for node in having
-                if gathering.members[node] == lost_stage
-            )
-        for node in joiners[stage]:
-            effects.append(_ordered(node, decision))
-            effects.append(gathering.ballot.send(node, sync=sync))
-    return name_checkpoint(effects, gathering) if rules.adapters else effects
-
-
-def name_checkpoint(effects: list[Effect], gathering: Gathering) -> list[Effect]:
-    """Names the giver of checkpoint weights in each Sync to a node that lacks those."""
-    for effect in effects:
-        if not isinstance(effect, Send) or not gathering.statuses[effect.to].weightless:
-            continue
-        stage = gathering.members[effect.to]
-        effect.message.sync.giver = giver(stage, gathering.checkpoint(stage))
-    return effects
-
-
-def copy_twins(gathering: Gathering, rules: TransactionRules) -> list[Effect]:
-    """Copies the next stage, with redundant computation, to nodes without a twin of this step."""
-    standing = gathering.standing()
-    if not rules.policy.twins or (standing.lineage, standing.committed) == (0, 0):
-        return []
-    effects: list[Effect] = []
-    for node, stage in sorted(gathering.members.items()):
-        next_stage = (stage + 1) % (rules.stages + 1)
-        wanted = ("redundant", next_stage, standing.committed, standing.lineage)
-        holdings = gathering.statuses[node].holdings
-        if wanted not in [
-            (holding.kind, holding.stage, holding.step, holding.lineage) for holding in holdings
-        ]:
-            sources = [
-                Source(n, next_stage, standing.committed, standing.lineage)
-                for n in gathering.nodes_of(next_stage)
-            ]
-            reason = f"{node} lacks a twin of stage {next_stage}"
-            sync = standing.sync("twin", reason, sources, last=standing.last)
-            effects.append(gathering.ballot.send(node, sync=sync))
-    return effects
-
-
-def _ordered(node: str, decision: Rebuild) -> RebuildOrdered:
-    return RebuildOrdered(
-        node=node,
-        stage=decision.stage,
-        method=decision.method,
-        sources=tuple(source.node for source in decision.sources),
-        exact=decision.exact,
-        fallback=decision.fallback,
-        reason=decision.reason,
-    )

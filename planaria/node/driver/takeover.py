@@ -11,9 +11,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from planaria.node.driver.answers import Standing
+from planaria.node.driver.rebuilds import ordered
+from planaria.node.report.events import RebuildOrdered, SeatTaken
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.naming import node_of
+from planaria.recovery.facts import Rebuild, Source
 
 VACANT = 3.0
 """Seconds that an attempt waits for the view in which another node has the seat."""
@@ -46,6 +50,32 @@ class Takeover:
         if self.seat or now - self.since < VACANT:
             return ""
         return f"no node has taken the seat of {self.lost} in {VACANT:g} s: {self.why}"
+
+    def order(self, step: int, holders: list[str], at: Standing) -> tuple[RebuildOrdered, pb.Sync]:
+        """The `Sync` to the seat, from one of these nodes that have its state."""
+        near = beside(self.seat, holders)  # no link is between them; others, if that is lost
+        holders = near + [node for node in holders if node not in near]
+        reason = (
+            f"{self.seat} takes the seat of {self.lost} at stage {self.stage} in step {step}: its "
+            "twin at the stage before takes over"
+        )
+        sources = [Source(node, self.stage, at.committed, at.lineage) for node in holders]
+        decision = Rebuild(self.stage, "redundant", tuple(sources), exact=True, reason=reason)
+        self.ordered = True
+        sync = at.sync("redundant", reason, sources, last=at.last)
+        return ordered(self.seat, decision), sync
+
+    def taken(self, step: int, moved: int, now: float) -> SeatTaken:
+        """The event of its end; `moved`: the microbatches that the seat gets."""
+        return SeatTaken(
+            step=step,
+            stage=self.stage,
+            lost=self.lost,
+            by=self.seat,
+            microbatches=moved,
+            seconds=now - self.since,
+            reason=self.why,
+        )
 
     def choose(
         self, view: Mapping[str, int], known: Collection[str], holders: Collection[str]

@@ -21,8 +21,9 @@ from planaria.bootstrap.registry_pb2 import (
     SILENT,
     Cause,
 )
-from planaria.node.driver.attempting import UNREACHED, Attempting
-from planaria.node.driver.driver import COMPLAINED, EVICTED, REPLACED, Driver
+from planaria.node.driver.attempt_state import UNREACHED, AttemptState
+from planaria.node.driver.attempting import COMPLAINED, EVICTED, Attempting
+from planaria.node.driver.driver import Driver
 from planaria.node.driver.fault_policy import (
     HELD_UP,
     HELD_UP_BY_SEVERAL,
@@ -30,7 +31,7 @@ from planaria.node.driver.fault_policy import (
     VAIN,
     FailedAttempts,
 )
-from planaria.node.driver.gathering import ANSWER, QUERY_AGAIN, Gathering
+from planaria.node.driver.gathering import ANSWER, QUERY_AGAIN, REPLACED, Gathering
 from planaria.node.driver.hangs import ASK, HEIR
 from planaria.node.driver.joining import IN_VAIN
 from planaria.node.driver.phases import DriverPhase
@@ -103,9 +104,9 @@ class Told:
         self.now = 100.0
 
     @property
-    def attempt(self) -> Attempting:
+    def attempt(self) -> AttemptState:
         assert isinstance(self.driver.current, Attempting)
-        return self.driver.current
+        return self.driver.current.state
 
     def views(
         self,
@@ -704,7 +705,7 @@ def test_a_newcomer_that_does_not_answer_is_asked_with_all_others_in_the_end():
     told.now += RULES.progress
     assert not told.commits()["b"].step.HasField("begin")
     assert isinstance(told.driver.current, Gathering)
-    assert told.driver.current.unheard() == sorted([*SWARM, "new"])
+    assert told.driver.current.answers.unheard() == sorted([*SWARM, "new"])
 
 
 def test_a_newcomer_at_the_very_end_is_not_forgotten():
@@ -1317,7 +1318,7 @@ def test_what_a_slow_node_has_given_up_goes_to_its_replicas():
     assert begins["z"].step.begin.HasField("since")
 
 
-def share(attempt: Attempting, node: str) -> list[int]:
+def share(attempt: AttemptState, node: str) -> list[int]:
     """The microbatches that it has by the plan."""
     return [m for m, route in routes(attempt.begin).items() if node in route.nodes]
 
@@ -2690,7 +2691,7 @@ def test_what_all_of_a_stage_make_is_let_through_and_nobodys_fault():
     step = sent(effects, "step")["a"].step
     assert step.commit.skipped
     assert not step.begin.non_finite
-    assert told.driver.spoiling.steps.total() == 0
+    assert told.driver.faults.spoiling.steps.total() == 0
 
 
 def test_a_gradient_that_is_not_finite_names_the_stage_whose_it_is():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import NUMBERS
-from planaria.node.driver.driver import EVICTED
+from planaria.node.driver.attempting import EVICTED
 from planaria.node.transaction.bounds import fault_to_driver, fault_to_member
 from planaria.node.transaction.effects import Ballot, Effect, Suspect
 from planaria.node.transaction.member import MemberSide

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.node.driver.attempting import planned
+from planaria.node.driver.attempt_state import planned
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.plan_encoding import PlanDecoder, PlanEncoder, in_order
 from planaria.node.transaction.routing import routes

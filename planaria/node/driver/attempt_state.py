@@ -1,0 +1,479 @@
+"""An attempt as its driver sees it: its plan, what is home, which nodes are ready or lost."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from types import MappingProxyType
+
+from planaria.node.driver.answers import Standing
+from planaria.node.driver.divergence import ReplicaDigest
+from planaria.node.driver.hangs import StragglerDetector
+from planaria.node.driver.records import unrecorded
+from planaria.node.driver.takeover import Takeover, holders, to_be_taken_over
+from planaria.node.report.events import NonFinite
+from planaria.node.transaction.commits import collapsed
+from planaria.node.transaction.effects import Ballot
+from planaria.node.transaction.plan_encoding import in_order
+from planaria.node.transaction.routing import Pair, paces, plan, share_out
+from planaria.node.transaction.rules import TransactionRules
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.chain import hash_of_records, head
+from planaria.node.wire.naming import node_of
+from planaria.recovery.masking import stand_ins
+
+UNREACHED = 2.0
+"""Seconds within which a node that a member can't reach must turn out to be lost; then the attempt
+is given up."""
+
+
+@dataclass
+class Vote:
+    """The votes by one plan. A training member votes once its stage's gradient is the sum. Joiners
+    that have caught up may vote once all microbatches are scored."""
+
+    stages: Mapping[str, int]  # of training members
+    keepers: frozenset[str] = frozenset()  # training members that get the records before they vote
+    records: Sequence[pb.Home] = ()  # the records, once they have been sent
+    hurried: bool = False  # whether `Reduce` was sent to those without a vote
+    ready: dict[str, pb.Ready] = field(default_factory=dict)
+    complete: float = 0.0  # when the last member was ready
+    joiners: dict[str, pb.Ready] = field(default_factory=dict)
+    """Joiners with the attempt's gradient, which can enter with the commit."""
+
+    @property
+    def awaited(self) -> list[str]:
+        return sorted(self.stages.keys() - self.ready.keys())
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.ready) == len(self.stages)
+
+    def replicas(self) -> dict[int, dict[str, ReplicaDigest]]:
+        """Digests of each stage's replicas."""
+        digests: dict[int, dict[str, ReplicaDigest]] = {}
+        for node, ready in self.ready.items():
+            digests.setdefault(self.stages[node], {})[node] = ReplicaDigest.by(ready)
+        return digests
+
+    def unrecorded(self) -> str:
+        """Why the step can't be committed: the previous step is in no ledger. Empty: it can."""
+        return unrecorded(self.ledgers().values())
+
+    def ledgers(self) -> dict[str, pb.Recording]:
+        return {n: ready.recording for n, ready in self.ready.items() if self.stages[n] == 0}
+
+    def relearned(self, stages: int) -> list[int]:
+        """Relearning updates that enter, by stage; 0 where other nodes have the stage, too."""
+        replicas = Counter(self.stages.values())
+        alone = {self.stages[n]: r.relearned for n, r in self.ready.items()}
+        return [alone[of] if replicas[of] == 1 else 0 for of in range(stages)]
+
+    def relearning(self) -> set[int]:
+        """Stages that go on relearning."""
+        return {self.stages[node] for node, ready in self.ready.items() if ready.relearning}
+
+    def not_finite(self, step: int) -> list[NonFinite]:
+        """Members with non-finite gradients."""
+        return [
+            NonFinite(step=step, node=node, stage=self.stages[node], reason="its gradient")
+            for node, ready in sorted(self.ready.items())
+            if not ready.finite
+        ]
+
+    def explain_skips(self, skips: int) -> str:
+        """Why the run pauses after so many skipped steps in a row."""
+        stages = {self.stages[node] for node, ready in self.ready.items() if not ready.finite}
+        return (
+            f"paused: {skips} steps in a row were skipped, since the gradient of stage "
+            f"{', '.join(map(str, sorted(stages)))} was not finite; lower the learning rate, or go "
+            "on from an older save"
+        )
+
+    def dissents_from(self, stage: int, ready: pb.Ready) -> str:
+        """The replica with other weights or another gradient, if that counts; empty: none."""
+        replica = next(node for node in sorted(self.ready) if self.stages[node] == stage)
+        other = self.ready[replica]
+        same = (ready.squared_norm, ready.digest) == (other.squared_norm, other.digest)
+        return "" if same or not ready.finite else replica
+
+
+@dataclass
+class AttemptState:
+    """One attempt, from its `Begin` until it is decided or given up."""
+
+    begin: pb.Begin
+    since: Ballot  # ballot with which it began
+    began: float
+    progressed: float
+    masked: frozenset[str]  # lost members without which it goes on
+    vote: Vote
+    unreached: dict[str, tuple[float, str, str]] = field(default_factory=dict)
+    """Nodes that a member can't reach: since when, by which member, and why."""
+    scored: dict[int, pb.Home] = field(default_factory=dict)  # microbatches with a known loss
+    homes: dict[int, pb.Home] = field(default_factory=dict)  # those of `scored` that are back
+    inquest: StragglerDetector = field(default_factory=StragglerDetector)
+    held_up: dict[str, str] = field(default_factory=dict)  # by node, why it is held up
+    regather: str = ""  # why to gather when it is over
+    takeover: Takeover | None = None
+    """Set while a stage has no node: the lost node stays in the plan until the seat is taken."""
+    given_up: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """Microbatches that a node was too slow for, and won't compute in this attempt, by node."""
+
+    def explain(self) -> str:
+        held_up = "".join(f"; held up by {who}" for who in self._held_up().values())
+        held_up += f"; waiting for {self.takeover}" if self.takeover is not None else ""
+        if self.is_home():
+            return f"step {self.begin.step}: waiting for {', '.join(self.awaited)}{held_up}"
+        done, planned = len(self.homes), len(self.begin.plan)
+        computed = f"step {self.begin.step}: {done} of {planned} microbatches computed{held_up}"
+        return computed + "".join(f"; {joiner.node} follows" for joiner in self.begin.joining)
+
+    def _held_up(self) -> dict[str, str]:
+        return {
+            place.node: f"{place.node} of stage {place.stage}: {self.held_up[place.node]}"
+            for place in self.begin.members
+            if place.node in self.held_up
+        }
+
+    def waited_for(self) -> dict[str, str]:
+        """The nodes that hold up the attempt, each with a sentence about why, as far as known."""
+        if held_up := self._held_up():
+            return held_up
+        if self.is_home():
+            return {node: node for node in self.vote.awaited}
+        awaited = self.inquest.awaited(self.begin, self.homes)
+        return {visit.node: str(visit) for visit in reversed(awaited)}  # the first of each
+
+    def missing(self) -> set[frozenset[str]]:
+        """Pairs of nodes between which something was lost, as far as accounts show."""
+        return set() if self.is_home() else self.inquest.missing(self.begin, self.homes)
+
+    @property
+    def awaited(self) -> list[str]:
+        if self.takeover is not None and self.takeover.seat:
+            return [self.takeover.seat]
+        return self.vote.awaited if self.is_home() else []
+
+    @property
+    def lost(self) -> frozenset[str]:
+        """Lost members, including one that no other node replaces yet."""
+        return self.masked | ({self.takeover.lost} if self.takeover is not None else set())
+
+    def is_source(self, peer: str, home: pb.Home) -> bool:
+        """Whether `peer` is the microbatch's source by the current plan. Raises ValueError for a
+        second, different result."""
+        plan, identity = self.begin.plan, home.microbatch
+        if identity >= len(plan) or plan[identity].source != peer:
+            return False
+        first = self.scored.setdefault(identity, home)
+        if (
+            first is not home and first.SerializeToString() != home.SerializeToString()
+        ):  # NaN != NaN
+            raise ValueError(f"two results of microbatch {identity} in one attempt")
+        return True
+
+    def came_home(self, home: pb.Home, now: float) -> None:
+        self.homes[home.microbatch] = home
+        self.progressed = now
+
+    def is_scored(self) -> bool:
+        return len(self.scored) == len(self.begin.plan)
+
+    def is_home(self) -> bool:
+        return len(self.homes) == len(self.begin.plan)
+
+    def mean_loss(self) -> float:
+        """Mean loss over the scored tokens; 0 when there are none."""
+        scored = sum(home.tokens for home in self.homes.values())
+        return math.fsum(home.loss for home in self.homes.values()) / max(1, scored)
+
+    def heard(self, peer: str, ready: pb.Ready, now: float) -> None:
+        if peer not in self.vote.stages:
+            self.vote.joiners[peer] = ready
+            return
+        self.vote.ready[peer] = ready
+        self.progressed = now
+        if self.vote.is_complete:
+            self.vote.complete = self.vote.complete or now
+
+    def has_work_for(self, node: str) -> bool:
+        """Whether the plan gives the node a microbatch."""
+        index = [place.node for place in self.begin.members]
+        return any(
+            node == microbatch.source or node in [index[place] for place in microbatch.places]
+            for microbatch in self.begin.plan
+        )
+
+    def forget(self, joiner: str) -> None:
+        self.vote.joiners.pop(joiner, None)
+
+    def records(self) -> list[pb.Home]:
+        """The result of each microbatch, once all are scored."""
+        return [self.scored[identity] for identity in sorted(self.scored)]
+
+    def commit(
+        self, vote: Vote, ballot: Ballot, rules: TransactionRules, at: Standing, now: float
+    ) -> pb.Commit:
+        finite = all(ready.finite for ready in vote.ready.values())
+        squared = {vote.stages[node]: vote.ready[node].squared_norm for node in sorted(vote.ready)}
+        total = math.sqrt(math.fsum(squared.values())) if finite else math.nan
+        scale = min(1.0, rules.clip / (total + 1e-6)) if finite else 0.0
+        records = vote.records
+        relearned = vote.relearned(len(squared)) if finite else []
+        return pb.Commit(
+            step=self.begin.step,
+            ballot=ballot.message(),
+            skipped=not finite,
+            clip_scale=[scale],
+            lr_scale=collapsed(self.begin.lr_scale),
+            loss=self.mean_loss(),
+            tokens=len(self.homes) * rules.tokens,
+            gradient_norm=total,
+            microbatches=records,
+            records=hash_of_records(records),
+            seconds=now - self.began,
+            skips=0 if finite else at.last.skips + 1,
+            lineage=at.lineage,
+            previous=head(at.last, at.lineage),
+            relearned=relearned if any(relearned) else [],
+        )
+
+    # --- going on without lost nodes
+
+    def can_do_without(self, nodes: Collection[str], rules: TransactionRules) -> bool:
+        """Whether all of them train, and every microbatch has a remaining node at each of their
+        stages that hasn't given it up."""
+        if rules.masking == "abort" or self.begin.kind != pb.Begin.TRAIN:
+            return False
+        trains = {place.node for place in self.begin.members}
+        nobodys: dict[int, frozenset[int]] = {}  # by stage, given up by all remaining nodes
+        for place in self.begin.members:
+            if place.node not in nodes:
+                given_up = self._given_up_by(place.node)
+                nobodys[place.stage] = nobodys.get(place.stage, given_up) & given_up
+        covered = len(nobodys) > rules.stages and not any(nobodys.values())
+        return trains.issuperset(nodes) and covered
+
+    def without(
+        self,
+        nodes: Collection[str],
+        rules: TransactionRules,
+        seconds: Mapping[str, float],
+        apart: Collection[Pair],
+        now: float,
+    ) -> tuple[AttemptState, int]:
+        """The attempt by a plan that gives these nodes' microbatches to others, and their number,
+        counted at each stage. Members that were ready must reduce again. `apart`: pairs of members
+        between which as few microbatches as possible go."""
+        masked = self.masked.union(nodes)
+        begin, moved = self._plan_without(masked, rules, seconds, apart)
+        same_source = [
+            a.source == b.source for a, b in zip(begin.plan, self.begin.plan, strict=True)
+        ]
+        scored = {identity: home for identity, home in self.scored.items() if same_source[identity]}
+        homes = {identity: home for identity, home in self.homes.items() if same_source[identity]}
+        attempt = replace(
+            self, begin=begin, masked=masked, scored=scored, homes=homes, progressed=now
+        )
+        return attempt, moved
+
+    def to_be_taken_over(self, nodes: Collection[str], rules: TransactionRules) -> str | None:
+        """The lost node whose seat another node must take so that the attempt can go on without all
+        `nodes`. One at a time."""
+        if self.takeover is not None:
+            return None
+        return to_be_taken_over(self.begin, nodes, rules)
+
+    def waiting_for(self, takeover: Takeover) -> AttemptState:
+        """Waits for the seat's new node before committing."""
+        return replace(self, takeover=takeover, progressed=takeover.since)
+
+    def vacant(self, now: float) -> str:
+        """Why the attempt stops waiting for a vacant seat; empty: it goes on, or none is vacant."""
+        return self.takeover.overdue(now) if self.takeover is not None else ""
+
+    def needs_seat(self, view: Mapping[str, int]) -> bool:
+        """Whether neither the lost node nor its successor is in the view."""
+        takeover = self.takeover
+        return takeover is not None and not view.keys() & {takeover.lost, takeover.seat}
+
+    def choose_seat(self, view: Mapping[str, int], known: Collection[str]) -> str:
+        """The node that takes the lost seat in this view, and is waited for from now on; empty:
+        none. `known`: members that aren't new."""
+        assert self.takeover is not None
+        takeover = self.takeover
+        takeover.seat = takeover.choose(view, known, self.holders(takeover))
+        return takeover.seat
+
+    def begins_anew_with(self, view: Mapping[str, int]) -> bool:
+        """Whether the stage's current node had joined before, and waits for the next attempt."""
+        return self.takeover is not None and self.takeover.stage in view.values()
+
+    def awaited_seat(self) -> str:
+        """The new node of a lost seat, while it has no part in the attempt."""
+        return self.takeover.seat if self.takeover is not None else ""
+
+    def holders(self, takeover: Takeover) -> list[str]:
+        """Nodes with the state that the seat needs."""
+        return holders(self.begin, takeover.stage, self.lost)
+
+    def taken_over(
+        self,
+        rules: TransactionRules,
+        seconds: Mapping[str, float],
+        apart: Collection[Pair],
+        now: float,
+    ) -> tuple[AttemptState, int]:
+        """The attempt by a plan that gives the lost node's microbatches to the new seat, and their
+        number."""
+        assert self.takeover is not None
+        entering = {self.takeover.seat: self.takeover.stage}
+        begin, moved = self._plan_without(self.lost, rules, seconds, apart, entering=entering)
+        attempt = replace(self, begin=begin, masked=self.lost, progressed=now, takeover=None)
+        return attempt, moved
+
+    def may_relieve(self, rules: TransactionRules) -> bool:
+        """Whether others may do what a slow node hasn't begun. Not with stand-ins: they may have
+        done some of it ahead, in one sum with what that node has begun."""
+        return rules.masking == "reassign" and self.begin.kind == pb.Begin.TRAIN
+
+    def relieved(
+        self,
+        node: str,
+        given_up: Collection[int],
+        rules: TransactionRules,
+        seconds: Mapping[str, float],
+        apart: Collection[Pair],
+    ) -> tuple[AttemptState, int] | None:
+        """The attempt by a plan that gives these microbatches of a slow node to others of its
+        stage, and their number. None: one has no node left, since those others were lost before the
+        slow node answered."""
+        of_node = self._given_up_by(node).union(given_up)
+        attempt = replace(self, given_up={**self.given_up, node: of_node})
+        if not attempt.can_do_without([], rules):
+            return None
+        attempt.begin, moved = attempt._plan_without(self.masked, rules, seconds, apart)
+        return attempt, moved
+
+    def _given_up_by(self, node: str) -> frozenset[int]:
+        return self.given_up.get(node, frozenset())
+
+    def _plan_without(
+        self,
+        masked: Collection[str],
+        rules: TransactionRules,
+        seconds: Mapping[str, float],
+        apart: Collection[Pair],
+        entering: Mapping[str, int] = MappingProxyType({}),
+    ) -> tuple[pb.Begin, int]:
+        """`entering`: nodes new in the attempt, with their stages."""
+        begin = pb.Begin()
+        begin.CopyFrom(self.begin)
+        begin.since.CopyFrom(self.since.message())
+        del begin.members[:], begin.entering[:]
+        left = [place for place in self.begin.members if place.node not in masked]
+        new = [pb.Place(node=node, stage=at) for node, at in entering.items()]
+        begin.members.extend(in_order([*left, *new]))
+        begin.entering.extend(entering)
+        index = {place.node: index for index, place in enumerate(begin.members)}
+        moved, stages = 0, range(rules.stages + 1)
+        replicas = [[p.node for p in begin.members if p.stage == stage] for stage in stages]
+        everywhere = [[_server(self.begin, m, stage) for m in self.begin.plan] for stage in stages]
+        pace = [paces(nodes, seconds) for nodes in replicas]
+        busy = _busy(everywhere, pace)
+        apart = [pair for pair in apart if pair.isdisjoint(masked)]
+        for stage, served in enumerate(everywhere):
+            lost = [
+                identity
+                for identity, node in enumerate(served)
+                if node in masked or identity in self._given_up_by(node)
+            ]
+            owners = [served[identity] for identity in lost]
+
+            def detours(identity: int, node: str, stage: int = stage) -> int:
+                way = (0, *begin.plan[identity].order, 0)
+                if identity in self._given_up_by(node):
+                    return len(way)  # more than any other node can have
+                beside = [b if a == stage else a for a, b in pairwise(way) if stage in (a, b)]
+                return sum(frozenset((node, everywhere[s][identity])) in apart for s in beside)
+
+            successors = share_out(lost, replicas[stage], pace[stage], detours, busy)
+            if rules.masking == "spare":  # prefer stand-ins: they may have done part of it ahead
+                ahead = stand_ins(self.begin.members)
+                successors = [
+                    ahead[owner] if ahead.get(owner) in replicas[stage] else other
+                    for owner, other in zip(owners, successors, strict=True)
+                ]
+            for identity, node in zip(lost, successors, strict=True):
+                served[identity] = node
+                busy[node_of(node)] += pace[stage][node]
+            moved += len(lost)
+            for microbatch, node in zip(begin.plan, served, strict=True):
+                if stage == 0:
+                    microbatch.source = node
+                else:
+                    microbatch.places[list(microbatch.order).index(stage)] = index[node]
+        return begin, moved
+
+    def unreachable(self, now: float) -> tuple[str, str]:
+        """The member that says that the attempt must be given up though all links of the driver are
+        up, and why. Reports about links have no effect while microbatches come home."""
+        for node, (since, by, why) in self.unreached.items():
+            if node not in self.lost and now - max(since, self.progressed) >= UNREACHED:
+                return by, why
+        return "", ""
+
+
+def _busy(
+    everywhere: Iterable[Iterable[str]], pace: Iterable[Mapping[str, float]]
+) -> dict[str, float]:
+    """Seconds that each node computes in all its seats, by the node of each microbatch at each
+    stage; of nodes with a known pace."""
+    busy = defaultdict[str, float](float)
+    for served, seconds in zip(everywhere, pace, strict=True):
+        for node in served:
+            busy[node_of(node)] += seconds.get(node, 0.0)
+    return busy
+
+
+def _server(begin: pb.Begin, microbatch: pb.Microbatch, stage: int) -> str:
+    """The node that has this microbatch at that stage."""
+    if stage == 0:
+        return microbatch.source
+    return begin.members[microbatch.places[list(microbatch.order).index(stage)]].node
+
+
+def planned(
+    members: Mapping[str, int],
+    orders: Sequence[Sequence[int]],
+    seconds: Mapping[str, float],
+    idle: Collection[str] = (),
+    apart: Collection[Pair] = (),
+) -> list[pb.Microbatch]:
+    """A microbatch for each of these orders, with a node for each visit. `members`: stages by node,
+    in the order of names. `idle` nodes get none where their stage has others. As few as possible go
+    between nodes that are `apart`."""
+    everybody = _by_stage(members)
+    at_work = _by_stage({node: at for node, at in members.items() if node not in idle})
+    replicas = [at_work[stage] or everybody[stage] for stage in range(len(orders[0]) + 1)]
+    index = {node: index for index, node in enumerate(members)}
+    return [
+        pb.Microbatch(
+            id=identity,
+            source=route.nodes[0],
+            order=route.stages[1:-1],
+            places=[index[node] for node in route.nodes[1:-1]],
+        )
+        for identity, route in enumerate(plan(orders, replicas, seconds, apart))
+    ]
+
+
+def _by_stage(members: Mapping[str, int]) -> defaultdict[int, list[str]]:
+    by_stage = defaultdict[int, list[str]](list)
+    for node, stage in members.items():
+        by_stage[stage].append(node)
+    return by_stage

@@ -1,0 +1,186 @@
+"""Rebuilds and copies: which node fetches which state from where, and the events about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from planaria.node.driver.answers import Answers
+from planaria.node.report.events import Origin, RebuildOrdered, RelearningResult, StageRebuilt
+from planaria.node.transaction.effects import Effect, Send
+from planaria.node.transaction.rules import TransactionRules
+from planaria.node.wire import stage_pb2 as pb
+from planaria.recovery.decide import decide
+from planaria.recovery.facts import (
+    ARRIVED,
+    COPIED,
+    INEXACT,
+    OWN,
+    Decision,
+    Rebuild,
+    Source,
+    giver,
+)
+from planaria.recovery.orders import adjoining, all_orders, blocks
+
+
+@dataclass
+class Rebuilds:
+    """Events of rebuilds for when the run goes on, and how long nothing trained."""
+
+    stalled: float | None = None  # since when
+    spent: float = 0.0  # seconds of that on abandoned rebuilds
+    rebuilt: list[StageRebuilt] = field(default_factory=list)
+
+    def stages(self) -> set[int]:
+        """Stages whose state no node had any more."""
+        return {event.stage for event in self.rebuilt if event.method not in COPIED}
+
+    def events(self, now: float) -> list[Effect]:
+        stall = 0.0 if self.stalled is None else now - self.stalled
+        return [
+            replace(event, stall_seconds=stall) if math.isnan(event.stall_seconds) else event
+            for event in self.rebuilt
+        ]
+
+
+def rebuilt(node: str, stage: int, synced: pb.Synced, seconds: float, stall: float) -> StageRebuilt:
+    """The event of a node's rebuild. `stall`: seconds without training because of it; NaN: until
+    all go on."""
+    relearned = synced.relearned
+    result = RelearningResult(
+        residual_before=relearned.residual_before,
+        residual_after=relearned.residual_after,
+        passes=relearned.passes,
+        seconds=relearned.seconds,
+        bytes=relearned.fetched_bytes,
+        pairs=relearned.pairs,
+        updates=relearned.updates,
+        left=relearned.left,
+        left_out=relearned.left_out,
+        undone=relearned.undone,
+    )
+    return StageRebuilt(
+        stall_seconds=stall,
+        node=node,
+        stage=stage,
+        method=synced.method,
+        step=synced.step,
+        sources=tuple(Origin(node=s.node, stage=s.stage, step=s.step) for s in synced.sources),
+        bytes=synced.fetched_bytes,
+        fetch_seconds=synced.seconds,
+        relearned=result if synced.HasField("relearned") else None,
+        rebuild_seconds=seconds,
+    )
+
+
+# --- sources
+
+
+def decide_each(answers: Answers, rules: TransactionRules) -> dict[int, Decision]:
+    """Decides about each stage of which some node, or every one, lacks the newest state."""
+    left = replace(answers.left(), adapters=rules.adapters)
+    if (left.lineage, left.step) == (0, 0) and not answers.distrusted:
+        return {
+            stage: decide(stage, left, rules.policy, rules.strict)
+            for stage in answers.weightless()
+            if left.origin or left.survivors.get(stage)
+        }
+    having = {stage: len(left.survivors.get(stage, ())) for stage in range(rules.stages + 1)}
+    return {
+        stage: decide(stage, left, rules.policy, rules.strict)
+        for stage, count in having.items()
+        if not count or count < len(answers.nodes_of(stage))
+    }
+
+
+def rebuild(
+    answers: Answers,
+    rebuilds: Mapping[int, Rebuild],
+    lacking: Mapping[int, list[str]],
+    rules: TransactionRules,
+    follow: bool = False,
+    relearning: float = 0.0,
+) -> list[Effect]:
+    """One node rebuilds a lost stage; its replicas copy from it later, so that they are identical.
+    `lacking`: nodes without the state, by stage; `follow`: no node waits for them; `relearning`:
+    seconds that it may take."""
+    standing, joiners = answers.standing(), {}
+    for stage, decision in rebuilds.items():
+        nodes = lacking[stage]
+        if decision.method in (*OWN, *ARRIVED):
+            nodes = [source.node for source in decision.sources]
+        joiners[stage] = nodes if decision.method in (*COPIED, "memory") else nodes[:1]
+    orders = all_orders(rules.stages, rules.policy.swapped)
+    guessed = [stage for stage, decision in rebuilds.items() if decision.method in INEXACT]
+    together = {stage: block for block in blocks(orders, guessed) for stage in block}
+    effects: list[Effect] = []
+    for stage, decision in rebuilds.items():
+        what_and_whence = decision.method, decision.reason, decision.sources
+        sync = standing.sync(*what_and_whence, last=standing.last, follow=follow)
+        if rules.relearn and stage in together:
+            block = together[stage]
+            having = sorted(answers.having())
+            sync.relearning = relearning
+            alone = len(block) == 1 and len(answers.nodes_of(stage)) == 1
+            sync.goes_on = alone and not rules.policy.waits
+            sync.lost.extend(
+                pb.Place(node=joiners[lost_stage][0], stage=lost_stage) for lost_stage in block
+            )
+            sync.neighbours.extend(  # where microbatches come from and go to
+                pb.Place(node=node, stage=lost_stage)
+                for lost_stage in adjoining(orders, block)
+                for node in having
+                if answers.members[node] == lost_stage
+            )
+        for node in joiners[stage]:
+            effects.append(ordered(node, decision))
+            effects.append(answers.ballot.send(node, sync=sync))
+    return name_checkpoint(effects, answers) if rules.adapters else effects
+
+
+def name_checkpoint(effects: list[Effect], answers: Answers) -> list[Effect]:
+    """Names the giver of checkpoint weights in each Sync to a node that lacks those."""
+    for effect in effects:
+        if not isinstance(effect, Send) or not answers.statuses[effect.to].weightless:
+            continue
+        stage = answers.members[effect.to]
+        effect.message.sync.giver = giver(stage, answers.checkpoint(stage))
+    return effects
+
+
+def copy_twins(answers: Answers, rules: TransactionRules) -> list[Effect]:
+    """Copies the next stage, with redundant computation, to nodes without a twin of this step."""
+    standing = answers.standing()
+    if not rules.policy.twins or (standing.lineage, standing.committed) == (0, 0):
+        return []
+    effects: list[Effect] = []
+    for node, stage in sorted(answers.members.items()):
+        next_stage = (stage + 1) % (rules.stages + 1)
+        wanted = ("redundant", next_stage, standing.committed, standing.lineage)
+        holdings = answers.statuses[node].holdings
+        if wanted not in [
+            (holding.kind, holding.stage, holding.step, holding.lineage) for holding in holdings
+        ]:
+            sources = [
+                Source(n, next_stage, standing.committed, standing.lineage)
+                for n in answers.nodes_of(next_stage)
+            ]
+            reason = f"{node} lacks a twin of stage {next_stage}"
+            sync = standing.sync("twin", reason, sources, last=standing.last)
+            effects.append(answers.ballot.send(node, sync=sync))
+    return effects
+
+
+def ordered(node: str, decision: Rebuild) -> RebuildOrdered:
+    """The event of a `Sync` to the node."""
+    return RebuildOrdered(
+        node=node,
+        stage=decision.stage,
+        method=decision.method,
+        sources=tuple(source.node for source in decision.sources),
+        exact=decision.exact,
+        fallback=decision.fallback,
+        reason=decision.reason,
+    )
