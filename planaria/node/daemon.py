@@ -89,8 +89,9 @@ from planaria.node.wire import tensors
 from planaria.node.wire.chain import has_records
 from planaria.node.wire.exchange import ComplaintError
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.link import Links, LinkSettings, Peer
+from planaria.node.wire.link import Links, LinkSettings
 from planaria.node.wire.link_speed import measure
+from planaria.node.wire.link_table import Peer
 from planaria.node.wire.looped import ClosedError, LoopedExchanges
 from planaria.node.wire.missing_links import MissingLinks
 from planaria.node.wire.naming import new_identity, node_of, seat_id
@@ -217,6 +218,8 @@ class Node:
         self.missing = MissingLinks()
         self.carriers: dict[str, str] = {}  # relays of indirect links, by peer
         self.seats: Seats[Agent] = Seats(self.node, self.links, self.observers.tell, self.read_log)
+        self.on_message, self.on_frame = self.seats.on_message, self.seats.on_frame
+        self.on_link_up = self.seats.on_link_up
         self.exchanges: dict[str, LoopedExchanges] = {}  # of each seat
         self.memory, self.room = memory_of(place.device), DeviceRoom(place.device)
         self.rehearsing: asyncio.Task[None] | None = None  # while it has no seat
@@ -560,9 +563,6 @@ class Node:
 
     # --- links
 
-    def on_message(self, peer: str, message: pb.Message) -> None:
-        self.seats.on_message(peer, message, self.loop.time())
-
     def on_asked(self, observer: str, message: pb.Message) -> None:
         self.seats.on_asked(observer, message, self.loop.time())
 
@@ -579,21 +579,13 @@ class Node:
     def on_shown(self, observer: str, frame: Frame) -> None:
         self.seats.on_shown(observer, frame, self.loop.time())
 
-    def on_frame(self, peer: str, frame: Frame) -> None:
-        """Passes a frame on; a bandwidth probe needs only to arrive."""
-        if frame.kind != "probe":
-            self.seats.on_frame(peer, frame, self.loop.time())
-
-    def on_link_up(self, peer: str) -> None:
-        self.seats.on_link_up(peer, self.loop.time())
-
     def on_link_lost(
-        self, peer: str, reason: str, unacknowledged: list[Frame], cause: registry.Cause
+        self, peer: str, reason: str, lost: list[Frame], now: float, cause: registry.Cause
     ) -> None:
         self.tell(LinkLost(peer=peer, reason=reason))
         if any(member.node == peer for member in self.view.members):
             self.client.suspect(peer, reason, cause)
-        self.seats.on_link_lost(peer, reason, unacknowledged, self.loop.time(), cause)
+        self.seats.on_link_lost(peer, reason, lost, now, cause)
 
     # --- reports
 

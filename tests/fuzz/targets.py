@@ -60,8 +60,16 @@ from planaria.node.wire.frames import (
     seal,
     unseal,
 )
-from planaria.node.wire.greetings import ForgedError, Greetings
-from planaria.node.wire.session import Begun, Forgotten, Hello, Outdated, Session, SessionBounds
+from planaria.node.wire.greetings import Greetings
+from planaria.node.wire.session import (
+    Begun,
+    Forgotten,
+    Hello,
+    Outdated,
+    Refused,
+    Session,
+    SessionBounds,
+)
 from planaria.node.wire.tensors import decode, decode_low_rank
 from planaria.recovery.policy import POLICIES
 from tests.bootstrap.fake_etcd import FakeEtcd
@@ -222,7 +230,7 @@ def hellos(data: bytes) -> None:
         for hello in (line, f"{line} {xxh3_64_hexdigest(line.encode())}"):
             with suppress(WireError, Outdated, Begun, Forgotten):
                 session.resume(Hello.parse(hello))
-        with suppress(ForgedError):
+        with suppress(Refused):
             Greetings("r", "n", IDENTITY).dialled("m", IDENTITY.public, line)
 
 

@@ -111,14 +111,14 @@ class Babbling(Lying):
             node.__class__ = Listening
             assert isinstance(node, Listening)
             node.heard = []
-        if self.cluster.registry.view().driver in (node.name, "") or not node.net.links:
+        if self.cluster.registry.view().driver in (node.name, "") or not node.net.by_peer:
             self.since.pop(node.name, None)
             return
         since = self.since.setdefault(node.name, self.world.now)
         member = node.name in self.cluster.registry.names()
         late = member and self.world.now > since + OUT
         self.cluster.demand(not late, "I6", f"{node.name} babbles, and is a member still")
-        for link in sorted(node.net.links.values(), key=lambda one: one.peer):
+        for link in sorted(node.net.by_peer.values(), key=lambda one: one.peer):
             for _ in range(self.each):
                 if not link.over and link.connection is not None:
                     self._blurt(node, link)

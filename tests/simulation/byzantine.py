@@ -68,7 +68,7 @@ class Lying(Sick):
         self.world.after(self.random.expovariate(1 / gap), self._go_on_lying, host, until, gap)
 
     def _say(self, node: Node) -> None:
-        links = [link for link in node.net.links.values() if not link.over]
+        links = [link for link in node.net.by_peer.values() if not link.over]
         if not links or not node.process.responsive:
             return
         link = self.random.choice(sorted(links, key=lambda one: one.peer))
@@ -159,7 +159,7 @@ class Slandering(Lying):
             return
         member = self.random.choice(own).member
         host, _, seat = member.driver.partition("/")
-        link = node.net.links.get(host)
+        link = node.net.by_peer.get(host)
         others = sorted(seat.name for seat in self.cluster.seats if seat.host is not node)
         if self.chosen not in others:
             self.chosen = self.random.choice(others or [""])
@@ -209,7 +209,7 @@ class Dropping(Lying):
         self.dropped = self.random.choice([("activation", "gradient"), ("average",)])
 
     def _say(self, node: Node) -> None:
-        for link in node.net.links.values():
+        for link in node.net.by_peer.values():
             if "send" not in vars(link):
                 link.send = partial(self._send, link.send)
                 self.cluster.counts["lies"] += 1

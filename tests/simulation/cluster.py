@@ -458,7 +458,7 @@ class Cluster:
             return False
         if lives_on or not self.counts["committed"]:  # there is nothing to lose
             return True
-        linked = {node.name for node in self.nodes if member.node in node.net.links}
+        linked = {node.name for node in self.nodes if member.node in node.net.by_peer}
         return not any(
             other.node in linked and self.network.reach(self.network.homes[other.node], "registry")
             for other in left
@@ -835,7 +835,7 @@ class Cluster:
         members = ", ".join(member.node for member in seated(view).members)
         lines = [f"view {view.number}, driver {view.driver or 'none'}: {members} ({view.reason})"]
         for node in self.nodes:
-            links = " ".join(sorted(node.net.links))
+            links = " ".join(sorted(node.net.by_peer))
             lines.append(
                 f"{node.name} on {node.process.host}: view {node.view.number}, links {links}"
             )

@@ -8,7 +8,6 @@ names a relay, a connection goes by way of a third node.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +17,7 @@ from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.seats import SenselessError
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.background import Background
+from planaria.node.wire.connection import FAREWELL
 from planaria.node.wire.frames import (
     Buffer,
     Chunk,
@@ -29,24 +29,16 @@ from planaria.node.wire.frames import (
     seal,
 )
 from planaria.node.wire.idle import IdleEnd
-from planaria.node.wire.link import (
-    DIRECTLY,
-    FAREWELL,
+from planaria.node.wire.link import DIRECTLY, LOOK, LinkSettings
+from planaria.node.wire.link_table import (
     FIRST_PAUSE,
     HEAD_START,
     LONGEST_PAUSE,
-    LOOK,
-    LinkSettings,
+    NO_LINK_THERE,
+    LinkTable,
+    Peer,
 )
-from planaria.node.wire.session import (
-    Begun,
-    Forgotten,
-    Hello,
-    Outdated,
-    Session,
-    SessionBounds,
-    Silence,
-)
+from planaria.node.wire.session import Hello, Refused, Session, SessionBounds, Silence
 from simulation.network import SILENCE, WATCH, Connection, Network
 
 if TYPE_CHECKING:
@@ -88,14 +80,6 @@ def packed(chunk: Chunk) -> bytes:
     return pack_chunk(**fields)
 
 
-class Refused(Exception):  # noqa: N818 (not an error)
-    """`over`: there is no such link there any more."""
-
-    def __init__(self, over: bool) -> None:
-        super().__init__()
-        self.over = over
-
-
 class Carrier(Connection):
     """A connection that carries a link."""
 
@@ -119,7 +103,7 @@ class Carrier(Connection):
 
     def _link(self, end: Node) -> Link | None:
         """Of this end, if this is its connection still."""
-        link = end.net.links.get(self.other(end).name)
+        link = end.net.by_peer.get(self.other(end).name)
         return link if link is not None and link.connection is self else None
 
 
@@ -127,7 +111,7 @@ class Link:
     """A session with a peer, from when it is up until it is lost."""
 
     def __init__(self, links: Links, peer: str, session: Session) -> None:
-        self.links, self.node, self.peer, self.session = links, links.node, peer, session
+        self.links, self.node, self.peer, self.session = links, links.owner, peer, session
         self.connection: Carrier | None = None  # None: it sleeps, or rests
         self.rests = False
         self._idle = IdleEnd(SETTINGS.rest, self.node.world.now)
@@ -218,9 +202,7 @@ class Link:
 
     def _has_no_use(self) -> bool:
         """Where both say where they are, each reaches the other."""
-        addresses = self.node.address, self.links.addresses.get(self.peer)
-        asked_for = self.peer in self.links.kept or self.peer in self.links.vias
-        return all(addresses) and not (self.via or asked_for)
+        return not (self.via or self.links.asks_for(self.peer))
 
     def _rest(self) -> None:
         self.node.cluster.counts["rested"] += 1
@@ -250,6 +232,9 @@ class Link:
             if self._idle.rests(self._is_spare(), self.node.world.now):
                 self._rest()
             self.links.dial_soon(self.peer)
+
+    def detach(self, why: str) -> None:
+        self.sleep()
 
     def look(self) -> None:
         """Every `WATCH` seconds, unless the node is frozen."""
@@ -297,41 +282,34 @@ class Dial:
     again: float = AGAIN
 
 
-class Links:
+class Links(LinkTable[Link]):
     """The links of one identity."""
 
-    def __init__(self, node: Node, network: Network) -> None:
-        self.node, self.network, self.process = node, network, node.process
-        self.links: dict[str, Link] = {}
-        self.addresses: dict[str, str] = {}  # of the members
-        self.kept: frozenset[str] = frozenset()  # those with whom there is always to be one
-        self.demanded: set[str] = set()
-        self.dialling: set[str] = set()
-        self.calling: set[str] = set()
+    def __init__(self, owner: Node, network: Network) -> None:
+        super().__init__(owner.name, lambda number: Session(number, BOUNDS, OneChunk))
+        self.owner, self.network, self.process = owner, network, owner.process
+        self.dialable = bool(owner.address)
         self.settling: set[str] = set()  # peers that a dial is on its way to
-        self.returning: set[str] = set()  # those of them for whom somebody has carried
         self.pairs: set[frozenset[str]] = set()  # for whom this node carries
         self.vias: dict[str, str] = {}  # who carries for it and these peers
-        self._begun: dict[str, Session] = {}
-        self._numbers = itertools.count(1)
-        network.links[node.name] = self
+        network.links[self.node] = self
         self.process.after(network.world.random.uniform(0.0, WATCH), self._look)
 
     # --- as the port has it
 
     def send(self, peer: str, item: pb.Message | Frame) -> bool:
-        link = self.links.get(peer)
+        link = self.by_peer.get(peer)
         if link is None or not self.process.alive:
             return False
-        if tamper := self.node.cluster.tampering.get(self.process.host):
+        if tamper := self.owner.cluster.tampering.get(self.process.host):
             item = tamper(item)
         if isinstance(item, Frame) and item.kind == "state":  # of which there would be much more
-            seconds = self.process.world.random.uniform(0.01, 0.3) * self.node.cluster.state_size
+            seconds = self.process.world.random.uniform(0.01, 0.3) * self.owner.cluster.state_size
             self.process.after(seconds, self._send_state, link, item)
             return True
         link.send(item)
         if isinstance(item, pb.Message) and item.step.HasField("commit"):
-            self.node.sent_commit()
+            self.owner.sent_commit()
         return True
 
     def _send_state(self, link: Link, frame: Frame) -> None:
@@ -339,80 +317,53 @@ class Links:
             link.send(frame)
 
     def garbled(self, channel: str, data: bytes | Chunk) -> bytes | Chunk:
-        garble = self.node.cluster.garbling.get(self.process.host)
+        garble = self.owner.cluster.garbling.get(self.process.host)
         if garble is None:
             return data
         return garble(channel, packed(data) if isinstance(data, Chunk) else data)
 
-    def demand(self, peer: str) -> None:
-        if self.addresses.get(peer) and peer not in self.links:
-            self.demanded.add(peer)
-            self.dial_soon(peer)
-
-    def linked(self, peer: str) -> bool:
-        return peer in self.links
-
-    def unacknowledged_by(self, peer: str) -> int:
-        link = self.links.get(peer)
-        return link.session.outbox.unacknowledged if link is not None else 0
-
     # --- for the node
 
-    def set_peers(self, view: registry.View, kept: Sequence[str]) -> None:
-        self.kept = frozenset(kept)
-        self.addresses = {member.node: member.address for member in view.members}
-        self.demanded.clear()
-        self._begun = {node: one for node, one in self._begun.items() if node in self.addresses}
-        for peer, link in list(self.links.items()):
-            if peer not in self.addresses:
-                report = link.connection is None
-                link.end(f"{peer} is no member of view {view.number}", report)
-        for peer in sorted(self.kept):
-            if peer in self.links:
-                self.links[peer].wake()
-            self.dial_soon(peer)
+    def viewed(self, view: registry.View, kept: Sequence[str]) -> None:
+        members = [Peer(member.node, member.address, b"") for member in view.members]
+        self.set_peers(view.number, members, kept)
         self._set_relays(view)
 
     def _set_relays(self, view: registry.View) -> None:
-        me = self.node.name
+        me = self.node
         self.pairs = {frozenset((r.a, r.b)) for r in view.relays if r.via == me}
         former, self.vias = self.vias, {}
         for relay in view.relays:
             if me in (relay.a, relay.b):
                 self.vias[relay.b if relay.a == me else relay.a] = relay.via
         for peer, via in former.items():
-            link = self.links.get(peer)
+            link = self.by_peer.get(peer)
             if link is not None and link.via == via != self.vias.get(peer):
                 link.sleep()
         for peer in sorted(self.vias):
             self.dial_soon(peer)
 
-    def carrier(self, peer: str) -> str | None:
-        """As in node/wire/link.py."""
-        link = self.links.get(peer)
-        return link.via if link is not None else None
-
     def give_up(self) -> None:
-        for link in list(self.links.values()):
-            link.end(f"{self.node.name} stops", report=False)
-        del self.network.links[self.node.name]
+        for link in list(self.by_peer.values()):
+            link.end(f"{self.node} stops", report=False)
+        del self.network.links[self.node]
 
     def _look(self) -> None:
-        if not self.node.ended:
-            for link in list(self.links.values()):
+        if not self.stopping:
+            for link in list(self.by_peer.values()):
                 link.look()
             self.process.after(WATCH, self._look)
 
     # --- for links
 
     def forget(self, link: Link) -> None:
-        del self.links[link.peer]
+        del self.by_peer[link.peer]
         self._carries_no_more(link.peer)
         self.dial_soon(link.peer)
 
     def _carries_no_more(self, peer: str) -> None:
         """What goes by way of the peer, or of this node to the peer."""
-        me = self.node
+        me = self.owner
         for connection in self.network.connections:
             via, ends = connection.via, [end.name for end in connection.ends]
             if via is not None and (
@@ -420,33 +371,20 @@ class Links:
             ):
                 connection.break_off()
 
-    def dial_soon(self, peer: str, first: bool = False) -> None:
-        """If it is for this node to do. `first`: before the other one."""
-        if self._is_to_call(peer) and peer not in self.calling:
-            self.calling.add(peer)
-            self.process.after(0.0, self._keep_calling, peer, FIRST_PAUSE)
-        if self._is_to_dial(peer) and peer not in self.dialling:
-            self.dialling.add(peer)
-            late = peer in self.links and not (first or self._dials(peer))
-            self.process.after(HEAD_START if late else 0.0, self._keep_dialling, peer, FIRST_PAUSE)
+    def via(self, peer: str) -> str:
+        return self.vias.get(peer, "")
+
+    def start_trying(self, peer: str, by_relay: bool, wait: float) -> None:
+        keep_trying = self._keep_calling if by_relay else self._keep_dialling
+        self.process.after(wait, keep_trying, peer, FIRST_PAUSE)
 
     # --- dialling
 
-    def _dials(self, peer: str) -> bool:
-        return not self.node.address or self.node.name < peer
-
-    def _is_to_dial(self, peer: str) -> bool:
-        if self.node.ended or not self.addresses.get(peer):
-            return False
-        if (link := self.links.get(peer)) is not None:
-            return (link.connection is None and not link.rests) or bool(link.via)
-        return peer in self.demanded or (peer in self.kept and self._dials(peer))
-
     def _keep_dialling(self, peer: str, pause: float) -> None:
-        if not self._is_to_dial(peer):
-            self.dialling.discard(peer)
+        if not self.is_to_dial(peer):
+            self._dialling.discard(peer)
             return
-        link = self.links.get(peer)
+        link = self.by_peer.get(peer)
         if link is None or link.connection is None:
             self._dial(peer, pause)
             return
@@ -457,15 +395,15 @@ class Links:
             else:
                 self.process.after(DIRECTLY, self._keep_dialling, peer, pause)
 
-        self.network.ask(self.node, peer, LOOK, looked)
+        self.network.ask(self.owner, peer, LOOK, looked)
 
     def _dial(self, peer: str, pause: float) -> None:
-        if not self._is_to_dial(peer):
-            self.dialling.discard(peer)
+        if not self.is_to_dial(peer):
+            self._dialling.discard(peer)
             return
         patience = SETTINGS.handshake
-        if (link := self.links.get(peer)) is not None and link.connection is not None:
-            self.returning.add(peer)
+        if (link := self.by_peer.get(peer)) is not None and link.connection is not None:
+            self._returning.add(peer)
             patience = LOOK
             link.connection.break_off()
             link.connection = None
@@ -473,7 +411,7 @@ class Links:
 
         def done(up: bool) -> None:
             self.settling.discard(peer)
-            self.returning.discard(peer)
+            self._returning.discard(peer)
             if not up:
                 self.dial_soon(peer)
             longer = FIRST_PAUSE if up else min(2 * pause, LONGEST_PAUSE)
@@ -481,17 +419,9 @@ class Links:
 
         self._knock_soon(peer, done, patience)
 
-    def _is_to_call(self, peer: str) -> bool:
-        if self.node.ended or peer not in self.addresses or peer not in self.vias:
-            return False
-        if peer in self.returning:
-            return False
-        link = self.links.get(peer)
-        return self.node.name < peer and (link is None or link.connection is None)
-
     def _keep_calling(self, peer: str, pause: float) -> None:
-        if not self._is_to_call(peer):
-            self.calling.discard(peer)
+        if not self.is_to_call(peer):
+            self._calling.discard(peer)
             return
 
         def done(up: bool) -> None:
@@ -499,14 +429,6 @@ class Links:
             self.process.after(pause, self._keep_calling, peer, longer)
 
         self._knock_soon(peer, done, via=self.vias[peer])
-
-    def session(self, peer: str) -> Session:
-        """That of the link that there is, or of the one to come."""
-        if (link := self.links.get(peer)) is not None:
-            return link.session
-        if peer not in self._begun:
-            self._begun[peer] = Session(next(self._numbers), BOUNDS, OneChunk)
-        return self._begun[peer]
 
     def _knock_soon(
         self,
@@ -535,11 +457,11 @@ class Links:
             dial.again *= 2
         elif there is None:
             self._refused(dial, over=self.process.world.chance(ANOTHER))
-        elif dial.peer < self.node.name and self._crosses(there) and waited < HEAD_START:
+        elif dial.peer < self.node and self._crosses(there) and waited < HEAD_START:
             self._knock_again(dial, SETTLING, dial.patience)
-        elif dial.via and self.node.name in self.network.links[dial.peer].returning:
+        elif dial.via and self.node in self.network.links[dial.peer]._returning:
             self._refused(dial, over=False)
-        elif not there.admits(self.node.name):
+        elif not there.admits(self.node):
             self._knock_again(dial, SETTLING, SETTINGS.view_wait, over=True)
         else:
             self._welcomed(dial, there, relay)
@@ -547,13 +469,13 @@ class Links:
     def _relay(self, dial: Dial) -> Node | None:
         """Who carries, if it has links to both."""
         relay = self.network.links.get(dial.via)
-        if relay is None or frozenset((self.node.name, dial.peer)) not in relay.pairs:
+        if relay is None or frozenset((self.node, dial.peer)) not in relay.pairs:
             return None
         direct = [links.carrier(to) for links, to in ((self, dial.via), (relay, dial.peer))]
-        return relay.node if direct == ["", ""] else None
+        return relay.owner if direct == ["", ""] else None
 
     def _crosses(self, peer: Any) -> bool:
-        return self.node.name in self.network.links[peer.name].settling
+        return self.node in self.network.links[peer.name].settling
 
     def _knock_again(self, dial: Dial, pause: float, limit: float, over: bool = False) -> None:
         if self.process.world.now + pause - dial.began < limit:
@@ -562,62 +484,36 @@ class Links:
             self._refused(dial, over)
 
     def _refused(self, dial: Dial, over: bool) -> None:
-        link = self.links.get(dial.peer)
+        link = self.by_peer.get(dial.peer)
         if over and link is not None and link.session is dial.session:
             link.end(f"there is no such link at {dial.peer}")
         dial.done(False)
 
     def _welcomed(self, dial: Dial, there: Any, relay: Node | None) -> None:
         try:
-            session = there.net.resume(self.node.name, dial.hello)
-        except Refused as refused:
-            link = self.links.get(dial.peer)
-            if not refused.over and link is not None and link.session is dial.session:
+            session = there.net.resume(self.node, dial.hello)
+        except (Refused, WireError) as refused:
+            over = isinstance(refused, Refused) and refused.code in NO_LINK_THERE
+            link = self.by_peer.get(dial.peer)
+            if not over and link is not None and link.session is dial.session:
                 link.heard()
             delay = self.process.world.delay()
-            self.process.after(delay, self._refused, dial, refused.over)
+            self.process.after(delay, self._refused, dial, over)
             return
-        answer, connection = session.hello(), Carrier(self.network, self.node, there, relay)
-        delay = connection.answer(self.node)
+        answer, connection = session.hello(), Carrier(self.network, self.owner, there, relay)
+        delay = connection.answer(self.owner)
         self.process.after(delay, self._answered, dial, answer, connection)
-        there.net.adopt(self.node.name, session, connection)
-
-    def resume(self, peer: str, hello: Hello) -> Session:
-        """Goes on with the session that the dialler names, or begins one. Raises Refused."""
-        session, link = self.session(peer), self.links.get(peer)
-        try:
-            session.check(hello)
-        except Outdated:
-            raise Refused(over=False) from None
-        except Forgotten:
-            raise Refused(over=True) from None
-        except Begun:
-            if link is not None:
-                link.end(f"{peer} has lost the link, and dialled anew")
-            else:
-                del self._begun[peer]
-            if hello.other:  # of what is over now, which an old hello of this node has told it
-                raise Refused(over=True) from None
-            session, link = self.session(peer), None
-        if link is not None:
-            link.sleep()
-        try:
-            session.resume(hello)
-        except WireError as error:
-            if link is not None:
-                link.end(f"{peer} sent an invalid message: {error}", cause=error.cause)
-            raise Refused(over=False) from error
-        return session
+        there.net.adopt(self.node, session, connection)
 
     def _answered(self, dial: Dial, answer: Hello, connection: Carrier) -> None:
-        peer, gone = dial.peer, not connection.intact or self.node.ended
-        if gone or peer not in self.addresses or dial.session is not self.session(peer):
+        peer, gone = dial.peer, not connection.intact or self.stopping
+        if gone or peer not in self.members or dial.session is not self.session(peer):
             connection.break_off()
             dial.done(False)
             return
         try:
-            dial.session.resume(answer, dial.hello)
-        except (Outdated, Begun, Forgotten, WireError):
+            self.answered(peer, dial.session, dial.hello, answer)
+        except (Refused, WireError):
             connection.break_off()
             dial.done(False)
             return
@@ -626,10 +522,10 @@ class Links:
 
     def adopt(self, peer: str, session: Session, connection: Carrier) -> None:
         """A connection that goes on with this session."""
-        link = self.links.get(peer)
+        link = self.by_peer.get(peer)
         if new := link is None:
-            link = self.links[peer] = Link(self, peer, session)
-            del self._begun[peer]
+            link = Link(self, peer, session)
+            self.add(link)
         link.carry_by(connection)
         if new:
-            self.node.on_link_up(peer)
+            self.owner.on_link_up(peer)

@@ -148,6 +148,7 @@ class Node:
 
     def stop(self, why: str) -> None:
         """This identity is over; the process starts another one, unless its compute hangs."""
+        self.net.stopping = True
         if not self.ended and self.compute.hangs:
             self.ended = True
             self.cluster.crash(self.process, f"since it hangs: {why}")
@@ -202,7 +203,7 @@ class Node:
             return
         rules = self.cluster.rules
         self.needed = to_link(own, view, rules.stages, rules.policy.swapped)
-        self.net.set_peers(view, self.needed)
+        self.net.viewed(view, self.needed)
         new, closed = self.seats.viewed(view, self.world.now)
         for seat in closed.values():
             self._close_seat(seat)
@@ -277,7 +278,7 @@ class Node:
     # --- links
 
     def admits(self, peer: str) -> bool:
-        return not self.ended and (peer == "registry" or peer in self.net.addresses)
+        return not self.ended and (peer == "registry" or peer in self.net.members)
 
     def on_stream_up(self, peer: str) -> None:
         self.client.on_stream_up()

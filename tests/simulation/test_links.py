@@ -12,7 +12,9 @@ import pytest
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
-from simulation.links import Links, Refused
+from planaria.node.wire.link_table import NO_LINK_THERE
+from planaria.node.wire.session import Refused
+from simulation.links import Links
 from simulation.network import SILENCE, Network
 from simulation.world import Process, World
 
@@ -60,7 +62,7 @@ def two(seed: int) -> tuple[Network, list[End]]:
     for end in ends:
         view.members.add(node=end.name, address=end.address)
     for end in ends:
-        end.net.set_peers(view, [other.name for other in ends if other is not end])
+        end.net.viewed(view, [other.name for other in ends if other is not end])
     ends[1].net.demand("a")  # dials cross
     pass_time(network, 1.0)
     assert [end.ups for end in ends] == [1, 1]
@@ -124,7 +126,7 @@ def test_who_goes_on_with_what_ends_here_as_it_dials_is_refused() -> None:
     hello = ends[0].net.session("b").hello()
     with pytest.raises(Refused) as refused:
         ends[1].net.resume("a", replace(hello, session=hello.session + 1))
-    assert refused.value.over
+    assert refused.value.code in NO_LINK_THERE
     assert ends[1].lost == ["a has lost the link, and dialled anew"]
     assert ends[1].net.session("a").number > session.number
 
@@ -138,7 +140,7 @@ def test_two_that_cannot_reach_each_other_talk_through_a_third_and_then_directly
         view.members.add(node=end.name, address=end.address)
     for end in (*ends, third):
         others = [other.name for other in (*ends, third) if other is not end]
-        end.net.set_peers(view, others)
+        end.net.viewed(view, others)
     pass_time(network, SILENCE + 4.0)
     assert [end.net.carrier(to) for end, to in ((ends[0], "b"), (ends[1], "a"))] == ["c", "c"]
     ends[0].net.send("b", pb.Message(ballot=pb.Ballot(attempt=7)))

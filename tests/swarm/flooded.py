@@ -83,7 +83,7 @@ async def flood(swarm: LocalSwarm, kind: str) -> dict[str, int]:
         nonlocal most
         most = max(most, resident())
         for other in others:
-            link = sick.links._links.get(other.node)
+            link = sick.links.by_peer.get(other.node)
             while link is not None and link.session.held < UNSENT and sent[other.node] < enough:
                 sick.links.send(other.node, made(other))
                 sent[other.node] += PIECE

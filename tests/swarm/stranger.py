@@ -21,7 +21,9 @@ from planaria.bootstrap.registry_pb2 import (
 )
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
 from planaria.bootstrap.rules import PROTOCOL
-from planaria.node.wire.link import Links, LinkSettings, Peer
+from planaria.node.wire.link import Links, LinkSettings
+from planaria.node.wire.link_table import Peer
+from planaria.node.wire.session import Refused
 
 MANY = 10**9  # steps
 
@@ -88,7 +90,7 @@ class Stranger:
                 peer = Peer(member.node, member.address, member.key)
                 links.set_peers(1, [peer], [])
                 links._demanded.add(peer.node)
-                with pytest.raises(grpc.aio.AioRpcError, match=why):
+                with pytest.raises(Refused, match=why):
                     await links._dial(peer)
         await links.stop()
 

@@ -33,12 +33,11 @@ import uvloop
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.registry_pb2 import Cause
 from planaria.node.machine.processes import enter_network
 from planaria.node.wire.background import Background
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.link import Links, LinkSettings, Peer
-from planaria.node.wire.stage_pb2 import Message
+from planaria.node.wire.link import Links, LinkSettings
+from planaria.node.wire.link_table import Peer
 from planaria_lab.bench.rows import keep
 from planaria_lab.emulation.emulation import EmulationError, emulate
 from planaria_lab.emulation.links import all_alike
@@ -98,14 +97,14 @@ class _Node:
         self.links = Links("bench", name, KEY, self, settings)
         self.up = asyncio.Event()
 
-    def on_message(self, _: str, __: Message) -> None: ...
+    def on_message(self, *_: object) -> None: ...
 
-    def on_frame(self, _: str, __: Frame) -> None: ...
+    def on_frame(self, *_: object) -> None: ...
 
-    def on_link_up(self, _: str) -> None:
+    def on_link_up(self, *_: object) -> None:
         self.up.set()
 
-    def on_link_lost(self, _: str, __: str, ___: list[Frame], ____: Cause) -> None: ...
+    def on_link_lost(self, *_: object) -> None: ...
 
 
 def _receive(namespace: Path, host: str, pipe: Connection) -> None:

@@ -35,7 +35,8 @@ from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.link import Links, LinkSettings, Peer
+from planaria.node.wire.link import Links, LinkSettings
+from planaria.node.wire.link_table import Peer
 from planaria.node.wire.looped import LoopedExchanges
 from planaria_lab.bench.copying import KEY
 from planaria_lab.bench.rows import keep
@@ -65,18 +66,18 @@ class _Node:
     def _served(self, _: str, __: int, ___: int) -> StageState | None:
         return self.state
 
-    def on_message(self, peer: str, message: pb.Message) -> None:
-        self.exchanges.at(asyncio.get_running_loop().time())
+    def on_message(self, peer: str, message: pb.Message, now: float) -> None:
+        self.exchanges.at(now)
         self.client.on_message(peer, message)
         self.server.on_message(peer, message)
 
-    def on_frame(self, peer: str, frame: Frame) -> None:
-        self.exchanges.at(asyncio.get_running_loop().time())
+    def on_frame(self, peer: str, frame: Frame, now: float) -> None:
+        self.exchanges.at(now)
         self.client.on_frame(peer, frame)
 
-    def on_link_up(self, _: str) -> None: ...
+    def on_link_up(self, *_: object) -> None: ...
 
-    def on_link_lost(self, peer: str, reason: str, _: list[Frame], __: Cause) -> None:
+    def on_link_lost(self, peer: str, reason: str, *_: object) -> None:
         raise RuntimeError(f"the link to {peer} is lost: {reason}")
 
     async def stop(self) -> None:

@@ -22,12 +22,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from planaria.bootstrap.authority import Authority, CertifiedKey, Request, Role, Who
 from planaria.bootstrap.credentials import PLAIN, Certified, Credentials
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.registry_pb2 import Cause
 from planaria.node.local.swarm import ProcessHome
 from planaria.node.machine.processes import enter_network
-from planaria.node.wire.frames import Frame
-from planaria.node.wire.link import Links, LinkSettings, Peer
-from planaria.node.wire.stage_pb2 import Message
+from planaria.node.wire.link import Links, LinkSettings
+from planaria.node.wire.link_table import Peer
 from planaria_lab.bench.processes import receive, start
 from planaria_lab.bench.rows import keep
 from planaria_lab.emulation.emulation import EmulationError, emulate
@@ -51,14 +49,14 @@ class _End:
         self.links = Links("bench", node, KEYS[node], self, settings, credentials)
         self.up: asyncio.Queue[None] = asyncio.Queue()
 
-    def on_message(self, _: str, __: Message) -> None: ...
+    def on_message(self, *_: object) -> None: ...
 
-    def on_frame(self, _: str, __: Frame) -> None: ...
+    def on_frame(self, *_: object) -> None: ...
 
-    def on_link_up(self, _: str) -> None:
+    def on_link_up(self, *_: object) -> None:
         self.up.put_nowait(None)
 
-    def on_link_lost(self, _: str, __: str, ___: list[Frame], ____: Cause) -> None: ...
+    def on_link_lost(self, *_: object) -> None: ...
 
 
 def _credentials(pair: CertifiedKey | None) -> Credentials:

@@ -26,9 +26,9 @@ import uvloop
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.registry_pb2 import Cause
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.link import Links, LinkSettings, Peer
+from planaria.node.wire.link import Links, LinkSettings
+from planaria.node.wire.link_table import Peer
 from planaria.node.wire.stage_pb2 import Message
 from planaria.node.wire.tensors import decode, encode
 from planaria_lab.bench.processes import receive, start
@@ -74,11 +74,11 @@ class _Receiver:
         self.pool = ThreadPoolExecutor(1)
         self.loop = asyncio.get_running_loop()
 
-    def on_message(self, _: str, message: Message) -> None:
+    def on_message(self, _: str, message: Message, now: float) -> None:
         self.decode, self.left = bool(message.ballot.view), message.ballot.attempt
         self.links.send("a", Message(reduce={}))
 
-    def on_frame(self, _: str, frame: Frame) -> None:
+    def on_frame(self, _: str, frame: Frame, now: float) -> None:
         if self.decode:
             work = self.loop.run_in_executor(self.pool, decode, frame.descriptors, frame.payload)
             work.add_done_callback(lambda done: self.count(done.result()))
@@ -90,9 +90,9 @@ class _Receiver:
         if not self.left:
             self.links.send("a", Message(reduce={}))
 
-    def on_link_up(self, _: str) -> None: ...
+    def on_link_up(self, *_: object) -> None: ...
 
-    def on_link_lost(self, _: str, __: str, ___: list[Frame], ____: Cause) -> None: ...
+    def on_link_lost(self, *_: object) -> None: ...
 
 
 class _Sender:
@@ -100,15 +100,15 @@ class _Sender:
         self.links = Links("bench", "a", KEY, self, LinkSettings())
         self._events: asyncio.Queue[str] = asyncio.Queue()
 
-    def on_message(self, _: str, __: Message) -> None:
+    def on_message(self, *_: object) -> None:
         self._events.put_nowait("answer")
 
-    def on_frame(self, _: str, __: Frame) -> None: ...
+    def on_frame(self, *_: object) -> None: ...
 
-    def on_link_up(self, _: str) -> None:
+    def on_link_up(self, *_: object) -> None:
         self._events.put_nowait("up")
 
-    def on_link_lost(self, _: str, reason: str, __: list[Frame], ___: Cause) -> None:
+    def on_link_lost(self, _: str, reason: str, *__: object) -> None:
         self._events.put_nowait(f"lost: {reason}")
 
     async def expect(self, expected: str) -> None:

@@ -8,7 +8,8 @@ Frames:
 
 A link:
 
-- `link.py`: messages and frames in order, over gRPC streams that break and come back
+- `link_table.py`: which links there are, and who dials; `link.py`: dials and accepts, by gRPC
+- `connection.py`: a link, and the streams that carry it until they break
 - `session.py`: what outlives a stream; `greetings.py`: how the ends prove who they are
 - `chunks.py`: frames in pieces; `streams.py`: over how many streams; `ordering.py`: in order again
 - `round_trip.py`: round-trip time; `link_speed.py`: speed; `background.py`: bulk transfers give way

@@ -9,18 +9,43 @@ A stream added to a connection (link.py) has its number signed, with both hellos
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import quote, unquote
 
 from planaria.bootstrap.identity import Identity, is_signed
+from planaria.node.wire.session import Refused
 
+PROTOCOL: Final = 1
 DIAL, ANSWER, ADD = "planaria link dial", "planaria link answer", "planaria link stream"
 LONGEST: Final = 1200
 """Characters of a hello with its signature."""
 
 
-class ForgedError(Exception):
-    """A hello not signed by its sender's key; the message says whose key it should be."""
+def metadata(run: str, node: str, peer: str) -> tuple[tuple[str, str], ...]:
+    """The first metadata of a stream from `node` to `peer`."""
+    return (
+        ("planaria-run", quote(run)),
+        ("planaria-node", node),
+        ("planaria-peer", peer),
+        ("planaria-protocol", str(PROTOCOL)),
+    )
+
+
+def check_metadata(run: str, node: str, received: Mapping[str, str]) -> None:
+    """Check that the dialler wants this node. Raises Refused."""
+    protocol = received.get("planaria-protocol", "")
+    if protocol != str(PROTOCOL):
+        raise Refused(
+            "FAILED_PRECONDITION",
+            f"{node} speaks protocol {PROTOCOL}, the dialler {protocol or 'none'}; "
+            "install the same version of planaria on both",
+        )
+    if (theirs := unquote(received.get("planaria-run", ""))) != run:
+        raise Refused("PERMISSION_DENIED", f"{node} is in run {run}, not {theirs!r}")
+    if (peer := received.get("planaria-peer", "")) != node:
+        raise Refused("NOT_FOUND", f"this is node {node}, not {peer!r}")
 
 
 @dataclass(frozen=True)
@@ -35,7 +60,7 @@ class Greetings:
         return self._signed(DIAL, peer, hello)
 
     def dialled(self, peer: str, key: bytes, text: str) -> str:
-        """The hello of the dialling node. Raises ForgedError."""
+        """The hello of the dialling node. Raises Refused."""
         return self._verified(DIAL, peer, key, text)
 
     def to_answer(self, peer: str, dialled: str, hello: str) -> str:
@@ -43,7 +68,7 @@ class Greetings:
         return self._signed(ANSWER, peer, hello, dialled)
 
     def answered(self, peer: str, key: bytes, dialled: str, text: str) -> str:
-        """The hello of the answering node. Raises ForgedError."""
+        """The hello of the answering node. Raises Refused."""
         return self._verified(ANSWER, peer, key, text, dialled)
 
     def to_add(self, peer: str, number: int, dialled: str, answered: str) -> str:
@@ -51,7 +76,7 @@ class Greetings:
         return self._signed(ADD, peer, str(number), dialled, answered)
 
     def added(self, peer: str, key: bytes, text: str, dialled: str, answered: str) -> str:
-        """The stream's number. Raises ForgedError."""
+        """The stream's number. Raises Refused."""
         return self._verified(ADD, peer, key, text, dialled, answered)
 
     def _signed(self, purpose: str, peer: str, hello: str, *more: str) -> str:
@@ -66,9 +91,10 @@ class Greetings:
         except ValueError:
             genuine = False
         if not genuine:
-            raise ForgedError(
+            raise Refused(
+                "UNAUTHENTICATED",
                 f"a hello in the name of {peer} is not signed by the key that the view names for "
-                f"{peer}: a node speaks for itself alone"
+                f"{peer}: a node speaks for itself alone",
             )
         return hello
 

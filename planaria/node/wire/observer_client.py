@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
-from urllib.parse import quote
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -23,7 +22,8 @@ from planaria.bootstrap.address import EVERYWHERE, Reach, resolved_not_to_dial
 from planaria.bootstrap.credentials import Credentials, channel
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame, WireError, seal, unseal
-from planaria.node.wire.link import PROTOCOL, SERVICE
+from planaria.node.wire.greetings import metadata
+from planaria.node.wire.link import SERVICE
 from planaria.node.wire.naming import node_of
 from planaria.node.wire.observers import FRAME_LIMIT
 
@@ -101,10 +101,7 @@ class ObserverStream:
         self._channel = channel(self.address, self._credentials, [*options, *keep])
         self._call = self._channel.stream_stream(f"/{SERVICE}/Ask")(
             metadata=(
-                ("planaria-run", quote(self._run)),
-                ("planaria-node", f"onlooker-{secrets.token_hex(4)}"),
-                ("planaria-peer", self.node),
-                ("planaria-protocol", str(PROTOCOL)),
+                *metadata(self._run, f"onlooker-{secrets.token_hex(4)}", self.node),
                 *self._credentials.metadata,
             )
         )

@@ -25,6 +25,7 @@ from typing import Final, NamedTuple
 import grpc
 
 from planaria.node.wire.frames import Frame, Payload, buffers_of
+from planaria.node.wire.session import Refused
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +43,6 @@ class Relay(NamedTuple):
     a: str
     b: str
     via: str
-
-
-class CallRefusedError(Exception):
-    """The peer, or the relay, refuses. `code` is the name of a gRPC status."""
-
-    def __init__(self, code: str, sentence: str) -> None:
-        super().__init__(sentence)
-        self.code = code
 
 
 class RelayStream:
@@ -86,7 +79,7 @@ class Call:
             for stream in self.streams.values():
                 stream.put(None)
             if not self.answer.done():
-                self.answer.set_exception(CallRefusedError("UNAVAILABLE", why))
+                self.answer.set_exception(Refused("UNAVAILABLE", why))
                 self.answer.exception()  # marked as retrieved: perhaps never awaited
 
 
@@ -132,11 +125,11 @@ class Relays:
     # --- at the ends
 
     def call(self, peer: str, hello: str) -> Call:
-        """Send a hello to the peer; `answer` will have its reply. Raises CallRefusedError."""
+        """Send a hello to the peer; `answer` will have its reply. Raises Refused."""
         call = self._begin(peer, f"{self.node} {hello}")
         if not self._say(call, "hello", hello.encode()):
             self.hang_up(call)
-            raise CallRefusedError("UNAVAILABLE", f"there is no link to {self.via(peer)} either")
+            raise Refused("UNAVAILABLE", f"there is no link to {self.via(peer)} either")
         return call
 
     def answer(self, call: Call, hello: str) -> None:
@@ -189,7 +182,7 @@ class Relays:
             call.answer.set_result(_text(frame.payload))
         elif say == "refused" and not call.answer.done():
             code, _, sentence = _text(frame.payload).partition(" ")
-            call.answer.set_exception(CallRefusedError(code, sentence))
+            call.answer.set_exception(Refused(code, sentence))
         elif say == "item":
             stream = call.streams["Control" if frame.kind == "call" else "Bulk"]
             stream.put(b"".join(buffers_of(frame.payload)))

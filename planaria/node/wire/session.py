@@ -36,6 +36,14 @@ _HELLO: Final = re.compile(
 )
 
 
+class Refused(Exception):  # noqa: N818 (not an error of this node)
+    """A dial is refused, or has failed. `code`: the name of a gRPC status."""
+
+    def __init__(self, code: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
 class Outdated(Exception):  # noqa: N818 (not an error)
     """Another dial is newer; nothing has changed."""
 

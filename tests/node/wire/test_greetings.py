@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from planaria.bootstrap.identity import Identity
-from planaria.node.wire.greetings import ForgedError, Greetings
+from planaria.node.wire.greetings import Greetings
+from planaria.node.wire.session import Refused
 
 A, B = Identity.generate(), Identity.generate()
 HELLO = "1 0 1 0 0 0123456789abcdef"
@@ -36,17 +37,17 @@ def test_both_ends_prove_who_they_are() -> None:
     ],
 )
 def test_a_hello_is_of_one_node_to_another_in_a_run(said: str) -> None:
-    with pytest.raises(ForgedError, match="in the name of a is not signed by the key that"):
+    with pytest.raises(Refused, match="in the name of a is not signed by the key that"):
         Greetings("run", "b", B).dialled("a", A.public, said)
 
 
 def test_an_answer_is_to_what_was_said() -> None:
     a, b = Greetings("run", "a", A), Greetings("run", "b", B)
     answer = b.to_answer("a", a.to_dial("b", "another hello"), HELLO)
-    with pytest.raises(ForgedError, match="in the name of b"):
+    with pytest.raises(Refused, match="in the name of b"):
         a.answered("b", B.public, a.to_dial("b", HELLO), answer)
 
 
 def test_a_member_without_a_key_proves_nothing() -> None:
-    with pytest.raises(ForgedError):
+    with pytest.raises(Refused):
         Greetings("run", "b", B).dialled("a", b"", Greetings("run", "a", A).to_dial("b", HELLO))

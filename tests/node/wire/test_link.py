@@ -23,9 +23,10 @@ from planaria.bootstrap.registry_pb2 import CHECKSUM, SHAPE, Cause
 from planaria.node.wire import link
 from planaria.node.wire.budget import ITEM
 from planaria.node.wire.frames import Frame, WireError, pack_chunk, seal
-from planaria.node.wire.greetings import Greetings
-from planaria.node.wire.link import Links, LinkSettings, Peer
-from planaria.node.wire.session import Hello, Silence
+from planaria.node.wire.greetings import PROTOCOL, Greetings
+from planaria.node.wire.link import Links, LinkSettings
+from planaria.node.wire.link_table import Peer
+from planaria.node.wire.session import Hello, Refused, Silence
 from planaria.node.wire.stage_pb2 import Message
 from planaria.node.wire.tensors import decode, encode
 from tests.bootstrap.conftest import identity
@@ -42,17 +43,17 @@ class Recorder:
         self.queue: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
         self.causes: list[Cause] = []  # of links lost
 
-    def on_message(self, peer: str, message: Message) -> None:
+    def on_message(self, peer: str, message: Message, now: float) -> None:
         self.queue.put_nowait(("message", peer, message))
 
-    def on_frame(self, peer: str, frame: Frame) -> None:
+    def on_frame(self, peer: str, frame: Frame, now: float) -> None:
         self.queue.put_nowait(("frame", peer, frame))
 
-    def on_link_up(self, peer: str) -> None:
+    def on_link_up(self, peer: str, now: float) -> None:
         self.queue.put_nowait(("up", peer))
 
     def on_link_lost(
-        self, peer: str, reason: str, unacknowledged: list[Frame], cause: Cause
+        self, peer: str, reason: str, unacknowledged: list[Frame], now: float, cause: Cause
     ) -> None:
         self.causes.append(cause)
         self.queue.put_nowait(("lost", peer, reason, unacknowledged))
@@ -301,7 +302,7 @@ def metadata(node: Node, dialler: str, /, **changes: str) -> tuple[tuple[str, st
         "run": "run",
         "node": dialler,
         "peer": node.name,
-        "protocol": str(link.PROTOCOL),
+        "protocol": str(PROTOCOL),
         "link": hello(),
     }
     pairs |= changes
@@ -498,7 +499,7 @@ async def test_what_answers_in_another_ones_name_gets_no_link() -> None:
     async with started(a, b, listen="ac"):
         a.links.set_peers(1, [a.peer(), peer_at("c", b.address)], ["c"])
         b.links.set_peers(1, [a.peer(), b.peer()], ["a"])
-        with pytest.raises(link._Refused, match="in the name of c is not signed by the key"):
+        with pytest.raises(Refused, match="in the name of c is not signed by the key"):
             await a.links._dial(peer_at("c", b.address))
         assert a.links.peers == []
 
@@ -511,7 +512,7 @@ async def carried_by(count: int, *nodes: Node) -> None:
     async with asyncio.timeout(DEADLINE):
         for node in nodes:
             while True:
-                [only] = node.links._links.values()
+                [only] = node.links.by_peer.values()
                 if only.connection is not None and len(only.connection._bulks) == count:
                     break
                 await asyncio.sleep(0.001)
@@ -519,7 +520,7 @@ async def carried_by(count: int, *nodes: Node) -> None:
 
 def want(node: Node, count: int) -> None:
     """It would have so many, as if it had measured that."""
-    [only] = node.links._links.values()
+    [only] = node.links.by_peer.values()
     only._framed = only.now
     only.session.outbox._streams.wanted = count
     assert only.connection is not None
@@ -565,20 +566,20 @@ async def test_a_link_by_which_no_frame_can_go_is_lost() -> None:
 async def test_a_peer_that_takes_no_stream_for_frames_is_dialled_anew() -> None:
     dials = asyncio.Event()
 
-    async def refused(_: Any, context: Any) -> None:
+    async def refused(_: Any) -> None:
         dials.set()
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "one is enough")
+        raise Refused("UNAVAILABLE", "one is enough")
 
     a, b = Node("a"), Node("b")
-    b.links._accept_bulk = refused  # type: ignore[method-assign]
+    b.links._take_bulk = refused  # type: ignore[method-assign]
     async with started(a, b):
         view(1, a, b)
         await up(a, b)
-        first = a.links._links["b"].connection
+        first = a.links.by_peer["b"].connection
         a.links.send("b", frame(10, number=1))
         async with asyncio.timeout(DEADLINE):
             await dials.wait()
-        await until(lambda: a.links._links["b"].connection not in (first, None))
+        await until(lambda: a.links.by_peer["b"].connection not in (first, None))
         a.links.send("b", message(1))
         assert await b.events.next("message") == ("a", message(1))
         assert a.events.queue.empty()
@@ -677,10 +678,9 @@ async def adding(node: Node, dialler: str, said: str, heard: str, **how: Any) ->
 
 def begun(node: Node, dialler: str) -> tuple[str, str]:
     """What the connection has begun with that this one has dialled."""
-    connection = node.links._links[dialler].connection
+    connection = node.links.by_peer[dialler].connection
     assert connection is not None
-    assert connection.heard is not None
-    return connection.heard
+    return connection.hellos
 
 
 async def test_a_stream_is_added_by_who_has_dialled_alone_and_once() -> None:
@@ -783,7 +783,7 @@ async def asleep(node: Node, peer: str, wire: Wire) -> None:
     wire.passing.clear()
     wire.cut()
     async with asyncio.timeout(DEADLINE):
-        while node.links._links[peer].connection:  # noqa: ASYNC110
+        while node.links.by_peer[peer].connection:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
@@ -819,7 +819,7 @@ async def test_a_link_goes_on_where_it_was_when_its_connections_break(times: int
 
 async def silenced(monkeypatch: pytest.MonkeyPatch, *nodes: Node) -> None:
     """The links of these nodes have been silent for too long, and of no others."""
-    silences = [link._silence for node in nodes for link in node.links._links.values()]
+    silences = [link._silence for node in nodes for link in node.links.by_peer.values()]
     tick = Silence.tick
     monkeypatch.setattr(
         Silence, "tick", lambda self, now: 3.14 if self in silences else tick(self, now)
@@ -938,9 +938,9 @@ async def test_a_link_rests_only_when_no_view_asks_for_it() -> None:
         await until(lambda: rest(a, "b") and rest(b, "a"))
         a.links.set_peers(2, [a.peer(), b.peer()], ["b"])
         await until(lambda: not (rest(a, "b") or rest(b, "a")))
-        said = b.links._links["a"].connection
-        await until(lambda: b.links._links["a"].say_idle() == 1)
-        assert b.links._links["a"].connection is said
+        said = b.links.by_peer["a"].connection
+        await until(lambda: b.links.by_peer["a"].say_idle() == 1)
+        assert b.links.by_peer["a"].connection is said
         a.links.set_peers(3, [a.peer(), b.peer()], [])
         await until(lambda: rest(a, "b") and rest(b, "a"))
 
@@ -951,7 +951,7 @@ async def test_a_link_does_not_rest_that_one_side_could_not_wake(
 ) -> None:
     looked = asyncio.Event()
 
-    async def look_for(links: Links, peer: str) -> bool | None:
+    async def look_for(links: Links, peer: str) -> bool:
         found = await whether(links, peer)
         looked.set()
         return found
@@ -969,7 +969,7 @@ async def test_a_link_does_not_rest_that_one_side_could_not_wake(
 
 async def test_who_sends_what_the_other_has_hung_up_on_dials() -> None:
     async with on_demand() as (a, b):
-        link = a.links._links["b"]
+        link = a.links.by_peer["b"]
         await until(lambda: link.say_idle() == 2)
         b.links.send("a", message(1))
         link._rest("it had agreed before that was sent")
@@ -989,7 +989,7 @@ async def test_who_has_died_is_lost_when_something_is_sent_on_a_link_that_rests(
     async with on_demand() as (a, b):
         await until(lambda: rest(a, "b") and rest(b, "a"))
         await b.links.stop()
-        a.links._links["b"]._silence = Silence(0.2, SOON.heartbeat, a.links._links["b"].now)
+        a.links.by_peer["b"]._silence = Silence(0.2, SOON.heartbeat, a.links.by_peer["b"].now)
         a.links.send("b", frame(10))
         peer, reason, unacknowledged = await a.events.next("lost")
         assert (peer, "silent" in reason, len(unacknowledged)) == ("b", True, 1)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,8 @@ from planaria.bootstrap.registry_pb2 import SILENT
 from planaria.node.wire import link, relays
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.greetings import Greetings
-from planaria.node.wire.relays import Call, CallRefusedError, Relay, Relays
-from planaria.node.wire.session import Hello
+from planaria.node.wire.relays import Call, Relay, Relays
+from planaria.node.wire.session import Hello, Refused
 from tests.bootstrap.conftest import identity
 from tests.node.wire.test_link import DEADLINE, Node, frame, message, peer_at, started, up
 
@@ -75,7 +76,7 @@ async def test_two_that_cannot_reach_each_other_talk_through_a_third() -> None:
         assert c.links.bytes_out > 2 * 27_000, "what it carries is its traffic"
         assert a.links.bytes_out < 1.9 * 27_000, "and counts once where it comes from"
         async with asyncio.timeout(DEADLINE):
-            while c.links._relays.held:  # noqa: ASYNC110
+            while c.links.relays.held:  # noqa: ASYNC110
                 await asyncio.sleep(0)
 
 
@@ -84,7 +85,7 @@ async def test_a_relay_whose_link_breaks_costs_nothing_that_was_said() -> None:
     async with three() as (a, b, c):
         for number in range(3):
             a.links.send("b", frame(9000, number=number))
-        lost = c.links._links["b"]
+        lost = c.links.by_peer["b"]
         lost.end("a test ends it")
         assert (await c.events.next("lost"))[0] == "b"
         numbers: list[int] = []
@@ -138,13 +139,13 @@ async def test_a_direct_dial_that_takes_longer_than_a_call_by_the_relay_is_waite
     monkeypatch: pytest.MonkeyPatch, dialler: str
 ) -> None:
     """Either may dial; a is the one who calls."""
-    admit = link.Links._admit
+    hello_of = link.Links._hello_of
 
-    async def late(links: link.Links, metadata: dict[str, str]) -> str:
+    async def late(links: link.Links, context: Any) -> tuple[str, str]:
         await asyncio.sleep(0.2)
-        return await admit(links, metadata)
+        return await hello_of(links, context)
 
-    monkeypatch.setattr(link.Links, "_admit", late)
+    monkeypatch.setattr(link.Links, "_hello_of", late)
     monkeypatch.setattr(link, "DIRECTLY", 0.05)
     async with three() as (a, b, c):
         await exchange(a, b)
@@ -166,32 +167,32 @@ async def test_a_relay_can_call_nobody_in_the_name_of_who_it_carries_for() -> No
         await exchange(a, b)
         said = Greetings("run", "a", identity("c")).to_dial("b", Hello(9, 0, 1, 0, 0).pack())
         fields = {"from": "a", "call": "a forged", "say": "hello"}
-        with pytest.raises(CallRefusedError, match="in the name of a is not signed"):
+        with pytest.raises(Refused, match="in the name of a is not signed"):
             await forged_call(c, b, Frame("call", (0, 0), fields, [], said.encode()))
 
 
 async def forged_call(c: Node, b: Node, hello: Frame) -> None:
-    """What b answers to the call that its relay makes. Raises CallRefusedError."""
+    """What b answers to the call that its relay makes. Raises Refused."""
     answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def passed_on(sender: str, frame: Frame) -> None:
         if frame.fields.get("call") == "a forged" and not answer.done():
             answer.set_result(bytes(frame.payload).decode())
 
-    c.links._relays.on_frame = passed_on  # type: ignore[method-assign]
+    c.links.relays.on_frame = passed_on  # type: ignore[method-assign]
     c.links._send_relayed("b", hello, None)
     async with asyncio.timeout(DEADLINE):
         code, _, sentence = (await answer).partition(" ")
-    raise CallRefusedError(code, sentence)
+    raise Refused(code, sentence)
 
 
 async def test_without_a_relay_they_have_no_link() -> None:
     async with three() as (a, b, c):
         set_view(2, a, b, c, reached=False, relayed=False)
         async with asyncio.timeout(DEADLINE):
-            while a.links._links["b"].connection:  # noqa: ASYNC110
+            while a.links.by_peer["b"].connection:  # noqa: ASYNC110
                 await asyncio.sleep(0)
-        c.links._relays.on_frame("a", Frame("call", (0, 0), {"to": "b", "call": "x"}, [], b""))
+        c.links.relays.on_frame("a", Frame("call", (0, 0), {"to": "b", "call": "x"}, [], b""))
         assert b.events.queue.empty()
 
 
@@ -253,7 +254,7 @@ async def test_who_is_called_before_it_has_the_view_says_so() -> None:
     ((to, refusal),) = ends["b"].sent
     assert (to, refusal.fields["to"]) == ("c", "a")
     ends["a"].relays.on_frame("c", replace(refusal, fields={**refusal.fields, "from": "b"}))
-    with pytest.raises(CallRefusedError, match="b knows of no relay c"):
+    with pytest.raises(Refused, match="b knows of no relay c"):
         await call.answer
 
 
