@@ -133,8 +133,8 @@ def test_what_a_member_may_not_say_is_refused_and_named_and_nothing_comes_of_it(
 @pytest.mark.parametrize(
     ("lie", "why"),
     [
-        ("status", "it says that it has step 1000000"),
-        ("stale", "it tells of 18446744073709551615 as its attempt"),
+        ("status", "it claims step 1000000"),
+        ("stale", "it sent an invalid message: attempt 18446744073709551615"),
         ("failed", "it has accused others 3 times"),
     ],
 )
@@ -158,7 +158,7 @@ def test_a_joiner_that_says_it_has_a_step_to_come_goes_and_nobody_follows_it(pla
     rebuilt = len(place.lines.events("rebuilt"))
     tell(place.lies, JOINING)
     place.start_node("liar", 2, ["--lies", str(place.lies)])
-    why = f"it says that it has step {MUCH}"
+    why = f"it claims step {MUCH}"
     place.wait_for("it to be named", lambda: any(why in d for d in place.described().decisions))
     place.goes_on()
     assert {member.node for member in place.described().view.members} == place.honest

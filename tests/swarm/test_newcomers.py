@@ -46,6 +46,6 @@ async def test_the_run_goes_on_from_what_the_newcomers_have(corpus, tmp_path, mo
         await swarm.until(lambda: swarm.committed() >= at + 3)
         (resuming,) = swarm.lines.events("resuming")
         assert resuming["step"] == at
-        assert "none of those who trained is left" in resuming["reason"]
+        assert "no member that trained is left" in resuming["reason"]
         assert {one.member.lineage for one in joiners} == {1}
     assert audit(tmp_path).exact

@@ -258,7 +258,7 @@ async def test_who_computes_wrongly_is_found_by_spot_checks_and_the_ledger_names
         sick = swarm.nodes[1, 1][0]
         falls_sick(sick, scaled)
         await swarm.until(sick.over.done)
-        assert "computes otherwise than two others" in sick.over.result()
+        assert "its results differ from those of two others" in sick.over.result()
         at = swarm.committed()
         await swarm.until(lambda: swarm.committed() >= at + 2)
         told = swarm.lines.events("computed wrong")

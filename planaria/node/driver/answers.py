@@ -111,8 +111,8 @@ class Answers:
         newest = self.newest
         if self._only_joiners():
             return (
-                "none of those who trained is left, and they may have gone on after step "
-                f"{newest.committed} without the joiners that have its state"
+                f"no member that trained is left, and steps after {newest.committed} may be "
+                "committed that joiners lack"
             )
         if (newest.lineage, newest.committed + 1) < (view.lineage, view.committed):
             return (

@@ -173,7 +173,9 @@ class Attempting(Phase):
             return driver.send_step(step, now)
         driver.finished = driver.finished or driver.is_over()
         turn = driver.send_step(step, now)
-        return super().gather(why or "all shall have the end", now).after(turn.effects)
+        return (
+            super().gather(why or "all members must have the last commit", now).after(turn.effects)
+        )
 
     # --- microbatches
 
@@ -187,7 +189,7 @@ class Attempting(Phase):
                 if not self.state.is_source(peer, home):
                     return self.stays()
             except ValueError as error:
-                return self.invalid(peer, f"it tells of {error}", now)
+                return self.invalid(peer, f"it sent {error}", now)
         return None
 
     def _send_records(self) -> list[Effect]:
@@ -230,7 +232,7 @@ class Attempting(Phase):
     def _voted(self, peer: str, ready: pb.Ready, now: float) -> Turn:
         step = self.state.begin.step
         if ready.step != step:
-            why = f"it votes for step {ready.step}, and this is step {step}"
+            why = f"it voted for step {ready.step} in an attempt at step {step}"
             return self.invalid(peer, why, now)
         if peer not in self.driver.joining.joiners:
             self.driver.seconds[peer] = ready.seconds_per_microbatch
@@ -267,7 +269,7 @@ class Attempting(Phase):
         effects = self._let_in(vote, now) + driver.commit(self.state, now)
         relearning, patience = vote.relearning(), driver.rules.relearn_seconds
         if copying := driver.joining.no_longer_wait(relearning, patience, now):
-            self.state.regather = f"{', '.join(copying)} may have a state now"
+            self.state.regather = f"{', '.join(copying)} can get a state now"
         step = pb.Step(commit=driver.standing.last)
         if step.commit.skips < SKIPS:
             return self._after_step(step, now).after(effects)
@@ -282,7 +284,7 @@ class Attempting(Phase):
         driver, effects, step = self.driver, list[Effect](), self.driver.standing.committed
         for node, joiner in driver.joining.voting(vote):
             if other := vote.dissents_from(joiner.stage, vote.joiners[node]):
-                why = f"its weights, or its gradient, are not those of {other}"
+                why = f"its weights or gradient differ from those of {other}"
                 effects += driver.doubts.differ(joiner.stage, [other], {node: why}, step)
                 effects += self.give_up_following(node, why, now).effects
             else:
@@ -422,7 +424,7 @@ class Attempting(Phase):
         step, stage = self.state.begin.step, driver.members[node]
         relieved = self.state.relieved(node, given_up, driver.rules, driver.seconds, driver.apart())
         if relieved is None:
-            why = f"{node} of stage {stage} is slow, and nobody is left to do what it has given up"
+            why = f"{node} of stage {stage} is slow, and no other node is left for what it gave up"
             return self.gather(why, now)
         state, moved = relieved
         event = Relieved(step=step, node=node, stage=stage, microbatches=moved)
@@ -482,7 +484,7 @@ class Attempting(Phase):
         driver.faults.failures.count += 1
         stage = driver.members[node]
         event = NonFinite(step=state.begin.step, node=node, stage=stage, reason=reason)
-        return self.gather(f"{node} made what is not finite: {reason}", now).after([event])
+        return self.gather(f"{node} made non-finite values: {reason}", now).after([event])
 
     def wronged(self, peer: str, failed: pb.Failed, now: float) -> Turn:
         """Goes on without the guilty, if possible; else the attempt has failed."""
@@ -490,7 +492,7 @@ class Attempting(Phase):
         guilty = driver.faults.sentence(peer, failed, driver.members)
         others = driver.faults.successors(driver.training())
         if driver.node in guilty and peer != driver.node and others:
-            reason = f"{peer} says, too: {failed.reason}; {others[0]} can drive"
+            reason = f"{peer} also says: {failed.reason}; {others[0]} can drive"
             return self.stays([Rejoin(reason)])
         if guilty and self._can_mask(guilty):
             effects = driver.accuse(peer, failed)

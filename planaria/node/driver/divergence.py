@@ -94,7 +94,7 @@ def differing(
     wrong: dict[str, str] = {}
     remaining = dict(digests)
     if changed_nodes < digests.keys():
-        reason = f"its {STATE} are not those that its last update has left"
+        reason = f"its {STATE} have changed since its last update"
         wrong = dict.fromkeys(sorted(changed_nodes), reason)
         remaining = {node: digest for node, digest in digests.items() if node not in changed_nodes}
 
@@ -113,7 +113,7 @@ def differing(
         )
         if holders:
             return f", since {holders[0]}, which keeps a twin of them, has the same"
-        return ", which is a guess: nobody else can tell"
+        return ", a guess: no node has a twin of them"
 
     wrong |= _outvoted(remaining, lambda digest: digest.now, STATE, unattested, believed, why)
     remaining = {node: digest for node, digest in remaining.items() if node not in wrong}
@@ -229,7 +229,7 @@ class DivergenceRepair:
         reasons = [f"{node} differs: {reason}" for node, reason in wrong.items()]
         for stage, digests in self._open.items():
             reasons.append(
-                f"nobody knows whether stage {stage} is right at {', '.join(sorted(digests))}"
+                f"digests don't show whether stage {stage} is right at {', '.join(sorted(digests))}"
             )
         self.distrusted |= wrong.keys()
         return effects, "; ".join(reasons)
@@ -292,7 +292,7 @@ class DivergenceRepair:
     ) -> list[Effect]:
         self.distrusted |= digests.keys()
         if len(digests) > 1:
-            reason = f"its {STATE} are not those that its last update has left; {rebuild.reason}"
+            reason = f"its {STATE} have changed since its last update; {rebuild.reason}"
             return self.differ(stage, digests, dict.fromkeys(sorted(digests), reason), step)
         (node,) = digests
         self.strikes[node] += 1

@@ -117,7 +117,9 @@ class Driver:
         if peer in self.current.lost and body != "stale":
             return []
         if wrong := fault_to_driver(message, self.rules):
-            return self._take(self.current.invalid(peer, f"it tells of {wrong}", now))
+            return self._take(
+                self.current.invalid(peer, f"it sent an invalid message: {wrong}", now)
+            )
         if body == "stale":
             return self._superseded(peer, Ballot.of(message.ballot), now)
         return self._take(self.current.received(peer, message, now))
@@ -172,7 +174,7 @@ class Driver:
         if newer.view != self.ballot.view or newer <= self.ballot:
             return []
         made = self.ballot.attempt
-        why = f"it has heard of attempt {newer.attempt}, and this is only the {made}. of the view"
+        why = f"it promised itself to attempt {newer.attempt}; the newest of the view is {made}"
         return self._take(self.current.invalid(peer, why, now))
 
     # --- members

@@ -174,7 +174,7 @@ class FaultPolicy:
         """A node that alone prevents commits, by its reports, link or silence, whatever it says."""
         if not self.failures.alone(node, times) or node == self.node:
             return []
-        why = f"it holds the run up again and again, as {NOBODY_ELSE}: {why}"
+        why = f"it holds up the run repeatedly, and {NOBODY_ELSE}: {why}"
         return self._goes(node, why, members)
 
     def lost_between(
@@ -184,7 +184,7 @@ class FaultPolicy:
         one rests: then all goes well, or the other one loses something, too."""
         guilty = self.failures.between(pairs)
         if guilty == self.node and (others := self.successors(training)):
-            return [Rejoin(f"{why}, as before, with somebody else; {others[0]} can drive")]
+            return [Rejoin(f"{why}, as before with another node; {others[0]} can drive")]
         if guilty:
             return self.holds_up(guilty, why, members, HELD_UP) if guilty in members else []
         for pair in sorted(pairs, key=sorted):
@@ -417,7 +417,7 @@ class NonFiniteSources:
                 continue
             self.steps[node] += 1
             if self.steps[node] >= SPOILT:
-                accused[node] = f"{reason}, as in {SPOILT} steps; its replicas do better"
+                accused[node] = f"{reason}, in {SPOILT} steps in which its replicas had none"
         return accused
 
     def keep(self, members: Collection[str]) -> None:

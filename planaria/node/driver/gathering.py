@@ -114,7 +114,7 @@ class Gathering(Phase):
             driver.resent, behind = at, behind + answers.missing_one()
         if behind:
             effects += driver.tell_commit(behind)
-            return self.gather(f"step {at[1]} is committed by some", now).after(effects)
+            return self.gather(f"only some have committed step {at[1]}", now).after(effects)
         if noting := driver.to_note():
             driver.noted_again = at
             effects += driver.tell_commit(noting)

@@ -194,7 +194,7 @@ class HangDetector:
     def still_for_too_long(self, seconds: Mapping[str, float]) -> dict[str, str]:
         """Hanging nodes, and why; `seconds`: how long each had work and computed nothing."""
         return {
-            node: f"it has computed nothing for {still:.0f} s, though it had something to"
+            node: f"it has computed nothing for {still:.0f} s, though it had work"
             for node, still in seconds.items()
             if still >= self.patience(node)
         }

@@ -170,11 +170,11 @@ class Joining:
         reasons: dict[str, str] = {}
         for node, joiner in self.joiners.items():
             if joiner.vain >= IN_VAIN:
-                reasons[node] = f"{IN_VAIN} times its vote was waited for in vain"
+                reasons[node] = f"its vote was missing {IN_VAIN} times"
             elif now - joiner.began >= limit and not (
                 joiner.caught_up is not None and self.stays_out(node)
             ):
-                reasons[node] = f"not even in {limit:.0f} s"
+                reasons[node] = f"it took more than {limit:.0f} s"
         return reasons
 
     def hold_up(self, vote: Vote, began: float, now: float) -> bool:

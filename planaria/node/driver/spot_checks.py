@@ -186,7 +186,7 @@ class SpotChecks:
         """The accusation of a node that was wrong, and the member that makes it; empty: several
         machines do. `off`: the difference."""
         self.doubted.append(pb.Doubted(node=node, stage=stage, since=self.right.get(node, 0)))
-        reason = f"it computes otherwise than two others of its stage, off by {off:.2g}"
+        reason = f"its results differ from those of two others of its stage by {off:.2g}"
         failed = pb.Failed(reason=reason, accused=[node], cause=NUMBERS)
         accusers = {node_of(by): by for by in sorted(set().union(*self.wrong[node].values()))}
         return "" if len(accusers) > 1 else min(accusers.values()), failed

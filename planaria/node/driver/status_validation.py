@@ -100,15 +100,17 @@ def _judge(
     (lineage, step), ballot = claim
     others = {node: status for node, status in statuses.items() if node not in claimants}
     before = [status.lineage for status in others.values() if status.trained]
-    claimed = f"it says that it has step {step} of lineage {lineage}"
+    claimed = f"it claims step {step} of lineage {lineage}"
     if known.decided is not None:
         if (lineage, step) > known.decided:
-            why = f"{claimed}; what was committed last is step {known.decided[1]}"
+            why = f"{claimed}; the last committed step is {known.decided[1]}"
             verdict.lies |= dict.fromkeys(claimants, why)
     elif before and lineage > max(before):  # its opener may have died then
         most = max(*before, known.registered[0])
         if lineage > most + LINEAGES:
-            verdict.lies |= dict.fromkeys(claimants, f"{claimed}; others know of {most}")
+            verdict.lies |= dict.fromkeys(
+                claimants, f"{claimed}; the newest that others know is {most}"
+            )
         else:
             verdict.unproven |= set(claimants)
     elif against := [n for n, status in others.items() if _denies(status, claim)]:
@@ -160,7 +162,9 @@ def _compare(
     for node in last.keys() - {*signed, known.seat} if signed else ():
         if statuses[node].trained:  # else it would have refused it
             step = last[node].step
-            verdict.lies[node] = f"its record of the commit of step {step} isn't its driver's"
+            verdict.lies[node] = (
+                f"its record of the commit of step {step} lacks the driver's signature"
+            )
     if len({hashes[node] for node in signed}) > 1:
         verdict.parted = _sentence({node: last[node] for node in signed}, known)
     believed = signed or [*hashes]
@@ -189,7 +193,7 @@ def _compare_previous(
             if head(status.last, lineage) == commit.previous:
                 continue
             if known.has_signed(status.last) is False:
-                why = f"its record of the commit of step {step - 1} isn't its driver's"
+                why = f"its record of the commit of step {step - 1} lacks the driver's signature"
                 verdict.lies[node] = why
             elif known.has_signed(status.last) and known.has_signed(commit):
                 commits = {other: statuses[other].last for other in sorted(claimants)}

@@ -348,12 +348,14 @@ class Attempt:
         lost -= {place.node for place in begin.members}
         left = frozenset(node for node in lost if before.stand_ins.get(node) == self.node)
         if plan.microbatches != before.microbatches:
-            raise ValueError("the new plan is of other microbatches than the one before it")
+            raise ValueError("the new plan has other microbatches than the previous one")
         if taken := before.mine - plan.mine - self._given_up:
-            raise ValueError(f"microbatches {sorted(taken)} are others' now, and are not given up")
+            raise ValueError(
+                f"microbatches {sorted(taken)} go to other nodes, but were not given up"
+            )
         for microbatch, route in before.routes.items():
             if left & set(route.nodes) and self.node not in plan.routes[microbatch].nodes:
-                raise ValueError(f"microbatch {microbatch} is not given to the lost one's stand-in")
+                raise ValueError(f"microbatch {microbatch} doesn't go to the lost node's stand-in")
         if again := self._given_up & plan.mine - before.mine:
             raise ValueError(f"microbatches {sorted(again)} were given up here before")
         self._plan, self._until = plan, math.inf
@@ -433,7 +435,9 @@ class Attempt:
             try:
                 await self._completed.within(self._until)
             except TimeoutError:
-                reason = f"microbatches {sorted(missing)} are not computed, and all are home"
+                reason = (
+                    f"microbatches {sorted(missing)} are not computed here, though all are home"
+                )
                 raise ComplaintError(reason) from None
         if self.node in self._plan.maskable:
             self._gradients_kept = await exchanges.compute(self.place.work.keep_gradient)
@@ -662,7 +666,7 @@ class Attempt:
             elif isinstance(done, ComplaintError) and not self.over:
                 self._complain(done)
             elif isinstance(done, Exception) and not self.over:
-                log.error("can't do what %s does, too", visit.node, exc_info=done)
+                log.error("can't compute a second visit beside %s", visit.node, exc_info=done)
 
         priority = Priority.FORWARD if frame.kind == "activation" else Priority.BACKWARD
         work = partial(self.place.work.double, self.began, visit, peer, frame)

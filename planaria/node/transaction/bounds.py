@@ -61,10 +61,10 @@ def fault_to_driver(message: pb.Message, rules: TransactionRules) -> str:
         case "failed":
             failed = message.failed
             if len(failed.accused) > LISTED:
-                return f"it accuses {len(failed.accused)} nodes; at most {LISTED}"
-            return _words("why it fails", failed.reason) or _cause(failed.cause)
+                return f"{len(failed.accused)} accused nodes; at most {LISTED}"
+            return _words("a failure's reason", failed.reason) or _cause(failed.cause)
         case "cut":
-            return _words("what it can't use", message.cut.reason) or _cause(message.cut.cause)
+            return _words("a complaint", message.cut.reason) or _cause(message.cut.cause)
         case "stale":
             return _count("attempt", message.ballot.attempt)
         case "compared":
@@ -104,11 +104,11 @@ def _status(status: pb.Status, rules: TransactionRules) -> str:
         "heard step": status.heard,
     }
     if len(status.holdings) > LISTED:
-        return f"it lists {len(status.holdings)} holdings; at most {LISTED}"
+        return f"{len(status.holdings)} holdings; at most {LISTED}"
     return (
         _first(_count(name, count, MOST_SENT) for name, count in counts.items())
         or _seconds("seconds per microbatch", status.seconds_per_microbatch)
-        or _words("why it hangs", status.hang)
+        or _words("a hang's reason", status.hang)
         or _hash("digest", status.digest)
         or _commit(status.last)
         or _first(_holding(holding, rules) for holding in status.holdings)
@@ -117,7 +117,7 @@ def _status(status: pb.Status, rules: TransactionRules) -> str:
 
 def _holding(holding: pb.Holding, rules: TransactionRules) -> str:
     if holding.stage > rules.stages:
-        return f"it holds something of stage {holding.stage}, and there are {rules.stages}"
+        return f"a holding of stage {holding.stage}; the last stage is {rules.stages}"
     counts = _count("held step", holding.step) or _count("held lineage", holding.lineage, MOST_SENT)
     oldest = _count("oldest step", holding.oldest_step)
     mean = _within("mean step", holding.mean_step, MOST_STEPS)
@@ -126,7 +126,7 @@ def _holding(holding: pb.Holding, rules: TransactionRules) -> str:
 
 def _synced(synced: pb.Synced) -> str:
     if len(synced.sources) > LISTED:
-        return f"it lists {len(synced.sources)} sources; at most {LISTED}"
+        return f"{len(synced.sources)} sources; at most {LISTED}"
     return (
         _count("step", synced.step)
         or _count("number of bytes", synced.fetched_bytes)
@@ -139,11 +139,11 @@ def _synced(synced: pb.Synced) -> str:
 def _home(home: pb.Home, rules: TransactionRules) -> str:
     most = max(rules.microbatches, rules.validation_microbatches)
     if home.microbatch >= most:
-        return f"microbatch {home.microbatch}, of {most} in a step, came home"
+        return f"a result of microbatch {home.microbatch}; a step has {most}"
     if home.tokens > rules.tokens:
-        return f"{home.tokens} tokens came home in a microbatch of {rules.tokens}"
+        return f"{home.tokens} tokens in a microbatch of {rules.tokens}"
     if home.samples > rules.tokens:
-        return f"{home.samples} samples came home in a microbatch of {rules.tokens} tokens"
+        return f"{home.samples} samples in a microbatch of {rules.tokens} tokens"
     if home.loss and not home.tokens:
         return f"a loss of {home.loss} without tokens"
     loss = (
@@ -157,8 +157,8 @@ def _home(home: pb.Home, rules: TransactionRules) -> str:
 def _account(account: pb.Account, rules: TransactionRules) -> str:
     most = 4 * max(rules.microbatches, rules.validation_microbatches)
     if len(account.done) > most:
-        return f"it lists {len(account.done)} passes that it has done; at most {most}"
-    return _words("why it hangs", account.hang)
+        return f"{len(account.done)} finished passes; at most {most}"
+    return _words("a hang's reason", account.hang)
 
 
 def _ready(ready: pb.Ready) -> str:
@@ -221,12 +221,12 @@ def _first(faults: Iterable[str]) -> str:
 
 
 def _count(name: str, count: int, most: int = MOST_STEPS) -> str:
-    return f"{count} as its {name}" if count > most else ""
+    return f"{name} {count}; at most {most}" if count > most else ""
 
 
 def _words(name: str, text: str) -> str:
     return (
-        f"{len(text)} characters on {name}; at most {LONGEST_WORDS}"
+        f"{name} of {len(text)} characters; at most {LONGEST_WORDS}"
         if len(text) > LONGEST_WORDS
         else ""
     )

@@ -33,11 +33,10 @@ def entering(commit: pb.Commit, stage: int) -> int:
 def fault_in_chain(commit: pb.Commit, last: pb.Commit, lineage: int) -> str:
     """Why the commit can't follow the last one applied here; empty: it can."""
     if commit.lineage != lineage:
-        return f"step {commit.step} of lineage {commit.lineage}, and this is {lineage}"
+        return f"step {commit.step} of lineage {commit.lineage}; the lineage here is {lineage}"
     if commit.previous != head(last, lineage):
         return (
-            f"step {commit.step} that comes after another commit of step {last.step} than was made "
-            "here"
+            f"step {commit.step} that follows another commit of step {last.step} than this node's"
         )
     return ""
 
@@ -48,6 +47,6 @@ def fault_in_relearned(commit: pb.Commit, stage: int, offered: int) -> str:
     if fixed in (0, offered):
         return ""
     return (
-        f"step {commit.step} with {fixed} updates of what stage {stage} relearns, where {offered} "
-        "were offered"
+        f"step {commit.step} with {fixed} relearning updates of stage {stage}; {offered} were "
+        "offered"
     )

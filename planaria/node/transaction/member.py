@@ -133,8 +133,13 @@ class MemberSide:
                 return self._answer(peer, ballot)
             return [Send(peer, pb.Message(ballot=self.promised.message(), stale=pb.Stale()))]
         if wrong := fault_to_member(message, self.stage):
-            refused = MessageRefused(peer=peer, body=body, why=f"it tells of {wrong}")
-            return [refused, Suspect(peer, f"{peer}, which drives, tells of {wrong}", NUMBERS)]
+            refused = MessageRefused(
+                peer=peer, body=body, why=f"it sent an invalid message: {wrong}"
+            )
+            return [
+                refused,
+                Suspect(peer, f"the driver {peer} sent an invalid message: {wrong}", NUMBERS),
+            ]
         return self._obey(peer, ballot, message)
 
     def _obey(self, peer: str, ballot: Ballot, message: pb.Message) -> list[Effect]:
@@ -426,7 +431,7 @@ class MemberSide:
         if begin.HasField("since"):
             return self._went_on(ballot, begin)
         if self.void:  # the run starts over, since no node has a state
-            return [Rejoin("its weights went with a rebuild that was given up")]
+            return [Rejoin("a rebuild that was given up has overwritten its weights")]
         if begin.step != self.committed + (begin.kind == pb.Begin.TRAIN):
             reason = (
                 f"asked to begin step {begin.step}, but step {self.committed} is the last "
@@ -444,7 +449,7 @@ class MemberSide:
         """Goes on by a new plan. A vote is void: its gradient lacks what others have to redo."""
         since = Ballot.of(begin.since)
         if not self._attempting() or since != self.began:
-            reason = f"asked to go on with an attempt that is not under way here, {since}"
+            reason = f"asked to go on with attempt {since}, which isn't running here"
             return [self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]
         self.phase = MemberPhase.RUNNING
         self.attempt = ballot
@@ -456,8 +461,8 @@ class MemberSide:
         since = Ballot.of(begin.since)
         if self.phase is not MemberPhase.IDLE or self.void or begin.step != self.committed + 1:
             reason = (
-                f"asked to enter {since} for step {begin.step}, but step {self.committed} is in "
-                f"place here, {self.phase.value}"
+                f"asked to enter attempt {since} at step {begin.step}, but this node has step "
+                f"{self.committed} and is {self.phase.value}"
             )
             return [self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]
         self.phase, self.trained = MemberPhase.RUNNING, True
@@ -488,12 +493,12 @@ class MemberSide:
         commit."""
         if not self.records or has_records(commit):
             return []
-        difference = f"step {commit.step} of other microbatches than it had told before"
+        difference = f"step {commit.step} with other records than it sent before"
         event = MessageRefused(peer=self.decider, body="step", why=difference)
         return [event, Suspect(self.decider, f"{self.decider} has committed {difference}", NUMBERS)]
 
     def _refuse_commit(self, fault: str) -> list[Effect]:
-        why = f"{self.driver}, which drives, tells of a commit of {fault}"
+        why = f"the driver {self.driver} sent a commit of {fault}"
         refused = MessageRefused(peer=self.driver, body="step", why=f"a commit of {fault}")
         return [refused, Suspect(self.driver, why, NUMBERS)]
 
@@ -563,7 +568,7 @@ class MemberSide:
         if commit.step > expected:
             return self._unfollow(pb.Failed(reason=f"the commit of step {expected} was missed"))
         if entering(commit, self.stage):
-            why = f"step {commit.step} has what the stage has relearned, which isn't here"
+            why = f"step {commit.step} contains relearning updates that this node lacks"
             return self._unfollow(pb.Failed(reason=why))
         self.phase = MemberPhase.FOLLOWING  # it was about to vote, but the others didn't wait
         self.following.hear(commit)

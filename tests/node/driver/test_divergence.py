@@ -68,7 +68,7 @@ def test_two_whose_updates_came_out_differently_are_both_named_and_one_is_believ
     told = {"a": RIGHT, "b": ReplicaDigest(b"y", b"y", 4.0)}
     wrong = differing(told, 4.0, {})
     said = "the weights or moments of a, b differ, there is no majority, and a is believed"
-    assert wrong == {"b": f"{said}, which is a guess: nobody else can tell"}
+    assert wrong == {"b": f"{said}, a guess: no node has a twin of them"}
     assert differing(told, 4.0, {"a": 1}).keys() == {"a"}, "it has been wrong before"
 
 

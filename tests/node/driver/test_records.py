@@ -207,7 +207,7 @@ def test_a_commit_of_other_records_than_were_told_is_applied_and_its_driver_accu
     bare = without_records(recorded())
     one = Replica(keeps=[pb.Home(microbatch=7, loss=4.0, tokens=2)])
     refused, suspect, apply = one.decided(bare)
-    assert isinstance(refused, MessageRefused) and "other microbatches" in refused.why
+    assert isinstance(refused, MessageRefused) and "other records" in refused.why
     assert isinstance(suspect, Suspect)
     assert (suspect.node, suspect.cause) == ("driver", NUMBERS)
     assert apply == Apply(bare)

@@ -68,7 +68,7 @@ def test_a_driver_that_does_not_know_its_predecessor_believes_itself() -> None:
     assert counted(ready(8, under=Ballot(3, 9)), at(8)).lies.keys() == {"b/1"}
     (why,) = counted(at(7), at(10**6)).lies.values()
     assert why == (
-        "it says that it has step 1000000 of lineage 0, by attempt 8 of view 3, for which a/0 "
+        "it claims step 1000000 of lineage 0, by attempt 8 of view 3, for which a/0 "
         "would have had to vote"
     )
 
@@ -111,7 +111,8 @@ MADE_UP = told_by(Identity.generate(), 1e30)
 
 def test_who_has_a_record_that_the_driver_has_not_signed_lies() -> None:
     verdict = judged(TOLD, MADE_UP, TOLD)
-    assert verdict.lies == {"b/1": "its record of the commit of step 7 isn't its driver's"}
+    why = "its record of the commit of step 7 lacks the driver's signature"
+    assert verdict.lies == {"b/1": why}
     assert lies(NEW, MADE_UP, MADE_UP, TOLD) == {"b/1", "c/2"}, "however many they are"
     told_while_joining = told_by(Identity.generate(), 1e30, trained=False)
     verdict = judged(TOLD, told_while_joining)
@@ -150,7 +151,7 @@ def test_a_claim_of_a_step_that_others_deny_needs_its_drivers_signature() -> Non
     for own, claim in (at(7), at(8)), (NEW, after(TOLD.last, Identity.generate())):
         (why,) = judged(own, claim, at(7)).lies.values()
         assert why == (
-            "it says that it has step 8 of lineage 0, by attempt 8 of view 3, whose driver hasn't "
+            "it claims step 8 of lineage 0, by attempt 8 of view 3, whose driver hasn't "
             "signed that commit"
         )
     claim = after(TOLD.last, DRIVER)

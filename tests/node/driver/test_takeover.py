@@ -244,7 +244,7 @@ def test_a_seat_with_another_steps_state_does_not_enter(step: int) -> None:
     seat = member(committed=6)
     (failed,) = seat.received("a", entering(step))
     assert isinstance(failed, Send)
-    assert "but step 6 is in place here" in failed.message.failed.reason
+    assert "but this node has step 6" in failed.message.failed.reason
 
 
 def test_who_has_no_state_yet_does_not_enter() -> None:

@@ -83,7 +83,7 @@ def foreign(made: pb.Commit) -> pb.Commit:
     ("made", "why"),
     [
         (foreign(commit()), "step 1, which driver hasn't signed"),
-        (commit(after=commit(step=5)), "comes after another commit of step 0"),
+        (commit(after=commit(step=5)), "follows another commit of step 0"),
     ],
 )
 def test_another_commit_is_refused_and_its_driver_accused(made: pb.Commit, why: str) -> None:
