@@ -67,35 +67,34 @@ class Accusations:
         accused = self._accused.setdefault(name, _Accused())
         accused.charges[accuser] = now, suspicion
         if len(accused.charges) > KEPT:
-            del accused.charges[
-                min(accused.charges, key=lambda accuser: accused.charges[accuser][0])
-            ]
+            oldest = min(accused.charges, key=lambda accuser: accused.charges[accuser][0])
+            del accused.charges[oldest]
         if why := self._convicted(name, context, now):
             return Convicted(name, suspicion.cause, why)
-        if accuser == context.driver and accused.corroborate_by == math.inf:
+        if accuser == context.members.driver and accused.corroborate_by == math.inf:
             accused.corroborate_by = now + self.corroboration_time
         return None
 
     def review(self, context: MembersNow, now: float) -> Iterator[Convicted | Uncorroborated]:
         """Decides the accusations whose corroboration deadline has passed."""
-        handed_over = False
+        handed_over, driver = False, context.members.driver
         for name in sorted(
             name for name, accused in self._accused.items() if accused.corroborate_by <= now
         ):
             accused = self._accused[name]
             accused.corroborate_by = math.inf
-            if handed_over or (entry := accused.charges.get(context.driver)) is None:
+            if handed_over or (entry := accused.charges.get(driver)) is None:
                 continue
             charge = entry[1]
             if why := self._convicted(name, context, now):  # no other node could drive by now
                 yield Convicted(name, charge.cause, why)
                 continue
-            finding = f"{name} stays, since only {context.driver} accuses it: {evidence(charge)}"
+            finding = f"{name} stays, since only {driver} accuses it: {evidence(charge)}"
             heirs = [heir for heir in self._heirs(name, context) if heir != name]
             heir = min(heirs, key=self.lost_alone, default="")
             yield Uncorroborated(finding, heir)
             if heir:
-                self._alone[context.driver] += 1
+                self._alone[driver] += 1
                 handed_over = True
 
     def gone(self, name: str) -> None:
@@ -125,24 +124,22 @@ class Accusations:
         """The reason to evict the node, though it may be alive; empty: not enough evidence. The
         driver must be among the accusers. A driver as accused requires more than half of the other
         serving nodes, since a contradiction between two nodes has no known culprit."""
-        serving = {node for node in context.serving() if node != name}
+        driver, serving = context.members.driver, {*context.serving()} - {name}
         charges = {
             accuser: charge
             for accuser, (time, charge) in self._accused[name].charges.items()
             if accuser in serving and now - time < STANDS
         }
-        by_driver = charges.get(context.driver)
-        several = self._voices(name, charges, context) > 1
-        if name == context.driver:
-            several = several and 2 * len(charges) > len(serving)
-        elif by_driver is None:
+        several, accusers = self._voices(name, charges, context) > 1, ", ".join(charges)
+        if name == driver:
+            if not several or 2 * len(charges) <= len(serving):
+                return ""
+            return f"{evidence(next(iter(charges.values())))}, according to {accusers}"
+        if (by_driver := charges.get(driver)) is None:
             return ""
         if several:
-            first = by_driver or next(iter(charges.values()))
-            return f"{evidence(first)}, according to {', '.join(charges)}"
-        if by_driver is None:
-            return ""
-        reason = f"{evidence(by_driver)}, according to the driver {context.driver}"
+            return f"{evidence(by_driver)}, according to {accusers}"
+        reason = f"{evidence(by_driver)}, according to the driver {driver}"
         if by_driver.cause == HANG and context.hangs(name):
             return f"{reason} and to {name} itself"
         return "" if self._heirs(name, context) else f"{reason}; no other node could confirm it"
@@ -150,13 +147,13 @@ class Accusations:
     def _voices(self, accused: str, accusers: Iterable[str], context: MembersNow) -> int:
         """The number of independent accusers. Nodes of one failure domain count as one against an
         accused elsewhere, since the fault may be their domain's."""
-        own = context.place(accused)
-        places = {name: context.place(name) for name in accusers}
+        own = context.members.by_name[accused].place
+        places = {name: context.members.by_name[name].place for name in accusers}
         return len({name if place == own else place for name, place in places.items()})
 
     def _heirs(self, accused: str, context: MembersNow) -> list[str]:
         """Nodes that could replace the driver and would count as a second accuser."""
-        driver = context.driver
+        driver = context.members.driver
         return [
             node
             for node in context.serving()

@@ -14,14 +14,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from planaria.bootstrap.authority import Authority, CertifiedKey, Role, Who
 from planaria.bootstrap.enrolment_pb2 import EnrolRequest
 from planaria.bootstrap.identity import Identity, instance_of, is_signed
 from planaria.bootstrap.invites import Invite, Invites, NotAdmitted, Record
 from planaria.bootstrap.secret_files import FILE, FOLDER, write_secret
-from planaria.bootstrap.store import NotLeading
+from planaria.bootstrap.store import NotLeading, Store
 
 log = logging.getLogger(__name__)
 
@@ -43,15 +43,6 @@ class AdmissionError(Exception):
     """The folder is unusable; the message says why and what to do."""
 
 
-class Decided(Protocol):
-    """Shared storage of decisions for the registries of one run: store.Store."""
-
-    def records(self) -> list[Record]: ...
-
-    def decide(self, record: Record) -> None:
-        """Appends a record. Raises NotLeading."""
-
-
 class Admission:
     """The admission state, for one registry at a time, as its journal."""
 
@@ -60,11 +51,11 @@ class Admission:
         folder: Path | None,
         certifies: bool = True,
         clock: Callable[[], float] = time.time,
-        decided: Decided | None = None,
+        decided: Store | None = None,
     ) -> None:
         """Opens the folder; creates the authority if absent. `certifies`: whether it issues
         certificates. `decided`: storage of decisions instead of the folder's file. Raises
-        AdmissionError, and the errors of `decided.records`."""
+        AdmissionError, and the errors of `Store.records`."""
         self.folder, self.certifies, self._now = folder, certifies, clock
         self._elsewhere = decided
         self.invites = Invites()
@@ -98,7 +89,7 @@ class Admission:
         except ValueError as error:
             raise NotAdmitted(f"the certificate request is invalid: {error}") from error
         if record is not None:
-            self._decide(record)
+            self.decide(record)
         return who, certificate
 
     def invite(
@@ -106,25 +97,12 @@ class Admission:
     ) -> tuple[Invite, bytes]:
         """Creates an invite; returns it and its secret. Raises InviteError, AdmissionError."""
         record, secret = self.invites.make(role, uses, seconds, stage, self._now())
-        self._decide(record)
+        self.decide(record)
         return self.invites.invites[record["invite"]], secret
 
-    def revoke(self, invite: str) -> None:
-        """Revokes an invite. Raises InviteError, AdmissionError."""
-        self._decide(self.invites.revoke(invite))
-
-    def ban(self, instance: str) -> None:
-        """Bans an instance. Raises InviteError, AdmissionError."""
-        self._decide(self.invites.ban(instance))
-
-    def allow(self, instance: str) -> None:
-        """Lifts a ban. Raises InviteError, AdmissionError."""
-        self._decide(self.invites.allow(instance))
-
-    # -- inside ----------------------------------------------------------------------------------
-
-    def _decide(self, record: Record) -> None:
-        """Persists a record to disk or the shared store, then applies it."""
+    def decide(self, record: Record) -> None:
+        """Persists a record of `invites` to disk or the shared store, then applies it. Raises
+        AdmissionError."""
         if self._elsewhere is not None:
             try:
                 self._elsewhere.decide(record)
@@ -139,6 +117,8 @@ class Admission:
                     "let this user write there"
                 ) from error
         self.invites.apply(record)
+
+    # -- inside ----------------------------------------------------------------------------------
 
     def _append(self, line: bytes) -> None:
         assert self.folder is not None

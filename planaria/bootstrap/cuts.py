@@ -173,7 +173,7 @@ class Cuts:
 
     def reached_by(self, context: MembersNow, node: str) -> str:
         """A member that reports a link with `node`; empty: none."""
-        others = (other for other in context.names() if other != node)
+        others = (other for other in context.members.by_name if other != node)
         return next((other for other in others if self._says_linked(context, other, node)), "")
 
     def cut_off(self, node: str) -> int:
@@ -214,7 +214,7 @@ class Cuts:
     def _is_due(self, context: MembersNow, key: tuple[str, str], pair: _Pair, now: float) -> bool:
         """Whether both nodes are alive, as far as known, and no direct link is expected soon."""
         waited = now - pair.since >= PATIENCE * self.lease
-        both = all(context.heard_since(node, pair.since) for node in key)
+        both = all(context.members.by_name[node].renewed > pair.since for node in key)
         return (waited and both) or not context.linkable(*key)
 
     def _see_to(
@@ -258,7 +258,7 @@ class Cuts:
         carried = Counter(other.via for other in self._pairs.values())
         candidates = [
             node
-            for node in context.names()
+            for node in context.members.by_name
             if node not in key and node not in pair.failed and self._reaches(context, node, key)
         ]
 
@@ -288,7 +288,7 @@ class Cuts:
 
     def _reached(self, context: MembersNow, node: str, but: str) -> bool:
         """Whether a node other than `but` can reach `node`."""
-        others = (other for other in context.names() if other not in (node, but))
+        others = (other for other in context.members.by_name if other not in (node, but))
         return any(
             self._reaches(context, other, [node])
             or self._says_linked(context, node, other)
@@ -315,13 +315,13 @@ class Cuts:
         else the newer one.
         """
         reached = {a: self._reached(context, a, b), b: self._reached(context, b, a)}
-        order = {name: number for number, name in enumerate(context.names())}
+        order = {name: number for number, name in enumerate(context.members.by_name)}
         free = [
             node
             for node, other in ((a, b), (b, a))
             if reached[other] and (not context.spared(node) or not reached[node])
         ]
-        driver = context.driver
+        driver = context.members.driver
 
         def cost(node: str) -> tuple[bool, bool, int, int, int]:
             undriven = driver not in (a, b) and self._stands(node, driver)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc
 
@@ -13,6 +13,7 @@ from planaria.bootstrap.admission import Admission, AdmissionError
 from planaria.bootstrap.authority import REQUEST_BYTES, Role
 from planaria.bootstrap.connection_limits import open_descriptors, server_options
 from planaria.bootstrap.credentials import Certified, Credentials, add_port
+from planaria.bootstrap.effects import Refused
 from planaria.bootstrap.enrolment_pb2 import (
     AllowRequest,
     BanRequest,
@@ -38,6 +39,8 @@ from planaria.bootstrap.invites import Attempts, InviteError, NotAdmitted
 from planaria.bootstrap.spelling import readable
 
 if TYPE_CHECKING:  # generic in its stub only
+    from planaria.bootstrap.service import RegistryServer
+
     Context = grpc.aio.ServicerContext[Any, Any]
 
 log = logging.getLogger(__name__)
@@ -88,27 +91,11 @@ class EnrolmentServer(EnrolmentServicer):
         return EnrolReply(certificate=certificate)
 
 
-class Members(Protocol):
-    """The registry's interface to operator commands."""
-
-    def instance_of(self, node: str) -> str | None:
-        """The instance of a member; None: `node` is not a member."""
-
-    def evict(self, node: str, why: str) -> None:
-        """Evicts a member."""
-
-    def tell_bans(self) -> None:
-        """Publishes the set of banned instances to the nodes."""
-
-    def cut(self, instance: str, why: str) -> None:
-        """Evicts every member of the instance and ends its calls."""
-
-
 class OperatorServer(OperatorServicer):
     """The operator service; gate.py admits only operators."""
 
-    def __init__(self, admission: Admission, members: Members) -> None:
-        self._admission, self._members = admission, members
+    def __init__(self, admission: Admission, registry: RegistryServer) -> None:
+        self._admission, self._registry = admission, registry
 
     async def Invite(self, request: InviteRequest, context: Context) -> Invited:  # noqa: N802
         if not self._admission.certifies:
@@ -116,7 +103,7 @@ class OperatorServer(OperatorServicer):
                 "this registry issues no certificates, so it has no invites: start it without "
                 "--insecure and without certificates of your own"
             )
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
+            raise Refused("FAILED_PRECONDITION", why)
         stage = request.stage if request.HasField("stage") else None
 
         def decide() -> Invited:
@@ -124,7 +111,7 @@ class OperatorServer(OperatorServicer):
             made, secret = self._admission.invite(role, request.uses, request.seconds, stage)
             return Invited(id=made.id, secret=secret)
 
-        return await _decided(context, decide)
+        return _decided(decide)
 
     async def ListInvites(  # noqa: N802
         self, request: ListInvitesRequest, context: Context
@@ -144,12 +131,12 @@ class OperatorServer(OperatorServicer):
 
     async def Revoke(self, request: RevokeRequest, context: Context) -> Done:  # noqa: N802
         def decide() -> Done:
-            self._admission.revoke(request.id)
+            self._admission.decide(self._admission.invites.revoke(request.id))
             return Done(
                 what=f"invite {request.id} is revoked; nodes that have used it stay enrolled"
             )
 
-        return await _decided(context, decide)
+        return _decided(decide)
 
     async def ListEnrolled(  # noqa: N802
         self, request: ListEnrolledRequest, context: Context
@@ -166,44 +153,39 @@ class OperatorServer(OperatorServicer):
         return reply
 
     async def Evict(self, request: EvictRequest, context: Context) -> Done:  # noqa: N802
-        if self._members.instance_of(request.node) is None:
+        if self._registry.instance_of(request.node) is None:
             why = f"{readable(request.node[:80])} is no member; `planaria members` lists members"
-            await context.abort(grpc.StatusCode.NOT_FOUND, why)
-        self._members.evict(request.node, "evicted by the run's operator")
+            raise Refused("NOT_FOUND", why)
+        self._registry.evict(request.node, "evicted by the run's operator")
         return Done(what=f"{request.node} is evicted; it may join again under a new node id")
 
     async def Ban(self, request: BanRequest, context: Context) -> Done:  # noqa: N802
-        instance = self._members.instance_of(request.who) or request.who
+        instance = self._registry.instance_of(request.who) or request.who
 
         def decide() -> Done:
-            self._admission.ban(instance)
-            self._members.tell_bans()
-            self._members.cut(instance, "banned by the run's operator")
+            self._admission.decide(self._admission.invites.ban(instance))
+            self._registry.tell_bans()
+            self._registry.cut(instance, "banned by the run's operator")
             return Done(what=f"{instance} is banned; `planaria allow {instance}` lifts the ban")
 
-        return await _decided(context, decide)
+        return _decided(decide)
 
     async def Allow(self, request: AllowRequest, context: Context) -> Done:  # noqa: N802
         def decide() -> Done:
-            self._admission.allow(request.instance)
-            self._members.tell_bans()
+            self._admission.decide(self._admission.invites.allow(request.instance))
+            self._registry.tell_bans()
             return Done(what=f"{request.instance} may join again")
 
-        return await _decided(context, decide)
+        return _decided(decide)
 
 
-async def _decided(context: Context, decide: Callable[[], T]) -> T:
+def _decided(decide: Callable[[], T]) -> T:
     try:
         return decide()
     except AdmissionError as error:
-        await _abort(context, grpc.StatusCode.UNAVAILABLE, str(error))
+        raise Refused("UNAVAILABLE", str(error)) from error
     except (InviteError, ValueError) as error:
-        await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, readable(str(error)))
-
-
-async def _abort(context: Context, code: grpc.StatusCode, why: str) -> NoReturn:
-    await context.abort(code, why)
-    raise AssertionError("abort raises")
+        raise Refused("INVALID_ARGUMENT", readable(str(error))) from error
 
 
 _OPTIONS: Final = (

@@ -6,7 +6,8 @@ a node joined, as the registry sees it, counts first, and hosts only within a bl
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Iterable
 from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Final, NamedTuple
 
@@ -40,15 +41,30 @@ def is_block(text: str) -> bool:
     return not text or block_of(text.partition("/")[0]) == text
 
 
-def shared(place: FailureDomain, others: Collection[FailureDomain]) -> tuple[int, int]:
-    """How many of `there` share the block, and how many the host; fewer is better."""
-    blocks = sum(other.block == place.block for other in others)
-    return blocks, sum(other.host == place.host for other in others)
+class Census:
+    """Counts nodes by failure domain."""
 
+    __hash__ = None  # type: ignore[assignment]  # mutable
 
-def is_apart(place: FailureDomain, others: Collection[FailureDomain]) -> bool:
-    """Whether `there` are in one block, or at one host of it, and `place` is not."""
-    blocks, hosts = ({other[n] for other in others} for n in range(2))
-    if len(blocks) != 1:
-        return False
-    return place.block not in blocks or (len(hosts) == 1 and place.host not in hosts)
+    def __init__(self, places: Iterable[FailureDomain] = ()) -> None:
+        self._blocks, self._hosts = Counter[str](), Counter[str]()
+        for place in places:
+            self.add(place)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Census) and vars(self) == vars(other)
+
+    def add(self, place: FailureDomain) -> None:
+        self._blocks[place.block] += 1
+        self._hosts[place.host] += 1
+
+    def shared(self, place: FailureDomain) -> tuple[int, int]:
+        """How many nodes share the block, and how many the host; fewer is better."""
+        return self._blocks[place.block], self._hosts[place.host]
+
+    def is_apart(self, place: FailureDomain) -> bool:
+        """Whether the nodes are in one block, or at one host of it, and `place` is not."""
+        if len(self._blocks) != 1:
+            return False
+        alone = len(self._hosts) == 1 and place.host not in self._hosts
+        return place.block not in self._blocks or alone

@@ -1,8 +1,9 @@
-"""Authorization of calls to the registry, by join token and by certificate."""
+"""Authorization of calls to the registry, by join token, certificate and signature."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
@@ -10,19 +11,24 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health
 
 from planaria.bootstrap.address import Address, unmapped
 from planaria.bootstrap.authority import Role, Who
 from planaria.bootstrap.credentials import Credentials
+from planaria.bootstrap.effects import Refused, not_served
 from planaria.bootstrap.enrolment_pb2 import DESCRIPTOR as ENROLMENT
-from planaria.bootstrap.identity import instance_of
+from planaria.bootstrap.identity import instance_of, is_message_signed
 from planaria.bootstrap.registry_pb2 import DESCRIPTOR as REGISTRY
 from planaria.bootstrap.registry_pb2 import JoinRequest
+from planaria.bootstrap.spelling import readable
 
 if TYPE_CHECKING:  # generic in their stubs only
     Context = grpc.aio.ServicerContext[Any, Any]
     Handler = grpc.RpcMethodHandler[Any, Any]
+
+log = logging.getLogger(__name__)
 
 _REGISTRY: Final = REGISTRY.services_by_name["Registry"].full_name
 OPERATOR: Final = ENROLMENT.services_by_name["Operator"].full_name
@@ -76,33 +82,36 @@ class Gate(grpc.aio.ServerInterceptor):
         call: Any = handler.unary_unary or handler.unary_stream or handler.stream_stream
         rights = COMMANDS if service == OPERATOR else RIGHTS[method]
 
-        async def check(context: Context, request: object) -> Who:
+        def check(context: Context, request: object) -> Who:
             who = who_calls(context)
             why = self._refusal(who, rights, service, context)
             if not why and isinstance(request, JoinRequest):
                 why = self._banned(instance_of(request.key)) or _other(who, request)
             if why:
-                await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
+                raise Refused("PERMISSION_DENIED", why)
             return who
 
         async def unary(request: object, context: Context) -> object:
             try:
-                await check(context, request)
+                check(context, request)
                 return await call(request, context)
-            except grpc.aio.AbortError as aborted:
-                del request
-                raise _alone(aborted) from None
+            except Refused as refused:
+                answer = _alone(refused)
+            del request
+            return await context.abort(*answer)
 
         async def streaming(requests: object, context: Context) -> AsyncIterator[object]:
             """`requests`: one request, or an iterator."""
             try:
-                with self._open(await check(context, requests)):
+                with self._open(check(context, requests)):
                     async with aclosing(call(requests, context)) as answers:
                         async for answer in answers:
                             yield answer
-            except grpc.aio.AbortError as aborted:
-                del requests
-                raise _alone(aborted) from None
+                return
+            except Refused as refused:
+                answer = _alone(refused)
+            del requests
+            await context.abort(*answer)
 
         def content(answer: Any) -> bytes:
             """Serializes a reply; bytes pass through, since broadcasts are serialized once."""
@@ -157,10 +166,11 @@ class Gate(grpc.aio.ServerInterceptor):
                     del self._streams[who.instance]
 
 
-def _alone(aborted: grpc.aio.AbortError) -> grpc.aio.AbortError:
-    """The error without its traceback. The frames hold the request and gRPC holds the error, so the
-    cycle would keep large requests of strangers until a garbage collection."""
-    return aborted.with_traceback(None)
+def _alone(refused: Refused) -> tuple[grpc.StatusCode, str]:
+    """Status and reason of a refusal, which loses its traceback. gRPC keeps the error that `abort`
+    raises; frames would keep large requests of strangers with it until a garbage collection."""
+    refused.with_traceback(None)
+    return grpc.StatusCode[refused.code], refused.reason
 
 
 def who_calls(context: Context) -> Who:
@@ -197,6 +207,33 @@ def _other(who: Who, request: JoinRequest) -> str:
     if who.instance and instance_of(request.key) != who.instance:
         return "the certificate belongs to another key than the join; name this node's own folder"
     return ""
+
+
+def check_join(request: JoinRequest, run: str, caller: str) -> None:
+    """Raises Refused unless the join names this run and is signed by the key that it shows."""
+    if request.run != run:
+        raise not_served(run, request.run)
+    if not is_message_signed(request.key, request, run):
+        who = readable(request.node)
+        log.warning("a join of %s, from %s, is not signed with its key", who, caller)
+        raise Refused(
+            "PERMISSION_DENIED",
+            f"the join of {who} is not signed with the key in it; a node signs with the key of its "
+            "folder",
+        )
+
+
+def check_signed(message: Message, node: str, key: bytes, run: str, caller: str) -> None:
+    """Raises Refused unless the key of `node` has signed the message in its name."""
+    if is_message_signed(key, message, run):
+        return
+    kind, name = message.DESCRIPTOR.name, readable(node)
+    log.warning("a %s in the name of %s, from %s, is not signed with its key", kind, name, caller)
+    raise Refused(
+        "PERMISSION_DENIED",
+        f"{caller} sends a {kind} in the name of {name}, not signed with the key of {name}: a "
+        "node may send its own messages only",
+    )
 
 
 def _denying(why: str) -> Handler:

@@ -80,7 +80,7 @@ async def ending_with(term: asyncio.Task[None], registry: RegistryServer) -> Asy
     """Deposes the registry when the term ends."""
 
     def over(ended: asyncio.Task[None]) -> None:
-        registry.depose(NotLeading("its lease has expired"))
+        registry.fail(NotLeading("its lease has expired"))
 
     term.add_done_callback(over)
     try:

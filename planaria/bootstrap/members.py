@@ -235,7 +235,7 @@ class Members:
     def staffing(self) -> Staffing:
         """The staffing, counted once and updated per join, since many may join at once."""
         if self._staffing is None:
-            self._staffing = Staffing(self.rules.stages)
+            self._staffing = Staffing.empty(self.rules.stages)
             for node in self:
                 if not node.leaving:
                     self._staffing.add(node.stages, node.member.speed, node.place)
@@ -352,29 +352,14 @@ class MembersNow:
     members: Members
     now: float
 
-    @property
-    def driver(self) -> str:
-        return self.members.driver
-
-    def names(self) -> Iterable[str]:
-        """All members, in the order of joining."""
-        return self.members.by_name
-
     def serving(self) -> list[str]:
         """The nodes with seats, in the order of joining."""
         return [node.name for node in self.members if node.stages]
-
-    def place(self, node: str) -> FailureDomain:
-        return self.members.by_name[node].place
 
     def heard(self, node: str) -> bool:
         """Whether the node is a member and alive, as far as the registry knows."""
         record = self.members.by_name.get(node)
         return record is not None and record.heard(self.members.rules.lease, self.now)
-
-    def heard_since(self, node: str, time: float) -> bool:
-        """Whether a renewal of the node arrived after `time`."""
-        return self.members.by_name[node].renewed > time
 
     def linkable(self, a: str, b: str) -> bool:
         """Whether at least one of the two can be dialled."""

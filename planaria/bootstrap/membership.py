@@ -37,7 +37,6 @@ from planaria.bootstrap.registry_pb2 import (
     SILENT,
     Description,
     JoinReply,
-    JoinRequest,
     Renewal,
     Report,
     Suspicion,
@@ -88,34 +87,21 @@ class Membership:
     # -- events ----------------------------------------------------------------------------------
 
     def join(
-        self, request: JoinRequest, now: float, block: str = "", owner: bool = True
-    ) -> tuple[JoinReply, list[Effect]]:
-        """Makes a node a member or a standby. A repeated request gets the same answer. `block`: the
-        address block of the request, see failure_domains.py. `owner`: see `JoinAttempt`; only the
-        owner's nodes serve stage 0.
+        self, attempts: Iterable[JoinAttempt], now: float
+    ) -> tuple[list[JoinReply | Refused], list[Effect]]:
+        """Makes nodes members or standbys, in one view; answers are in the order of requests. A
+        repeated request gets the same answer.
 
         While no member is heard, the reply is a question: the node must dial the members, as the
         registry does (`Dial`), and join again. If none answers, all are evicted. An instance in
         quarantine gets its remaining time. A node at a member's address replaces it: at once with
         the same key, else once the member is gone. Elsewhere, a key has one member at a time. The
-        shell adds `run_file` to the reply. Raises Refused.
+        shell adds view and `run_file` to the reply: a copy of thousands of members for each would
+        take too long.
         """
-        (answer,), effects = self.join_together([JoinAttempt(request, block, now, owner)], now)
-        if isinstance(answer, Refused):
-            raise answer
-        if answer.HasField("view"):
-            answer.view.CopyFrom(self.view)
-        return answer, effects
-
-    def join_together(
-        self, attempts: Iterable[JoinAttempt], now: float
-    ) -> tuple[list[JoinReply | Refused], list[Effect]]:
-        """As `join`, for several requests, in one view; answers are in the same order. Their view
-        has only its number: a copy of thousands of members for each would take too long."""
         results = [self._let_in(attempt, now) for attempt in attempts]
         effects = self._finish(now)
-        replies = [self.reply_to(r.name) if isinstance(r, Node) else r for r in results]
-        return replies, effects
+        return [self.reply_to(r.name) if isinstance(r, Node) else r for r in results], effects
 
     def wait(self, names: Iterable[str], now: float) -> None:
         """Extends the leases of joined nodes that wait for their reply, and can't renew yet."""

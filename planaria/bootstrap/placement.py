@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planaria.bootstrap.failure_domains import NOWHERE, FailureDomain, is_apart, shared
+from planaria.bootstrap.failure_domains import NOWHERE, Census, FailureDomain
 from planaria.recovery.policy import POLICIES, Policy
 
 
@@ -59,53 +59,38 @@ class SeatReleased:
     why: str
 
 
+@dataclass
 class Staffing:
-    """Per stage, of the nodes that stay: their number, their work per second, and their number per
-    address block and per host."""
+    """Per stage, of the nodes that stay: their number, their work per second, their places."""
 
-    __hash__ = None  # type: ignore[assignment]  # mutable
+    count: list[int]
+    capacity: list[float]
+    places: list[Census]
 
-    def __init__(self, stages: int) -> None:
-        """An empty staffing. `stages`: body stages, L."""
+    @classmethod
+    def empty(cls, stages: int) -> Staffing:
+        """`stages`: body stages, L."""
         numbers = range(stages + 1)
-        self.count = [0 for _ in numbers]
-        self.capacity = [0.0 for _ in numbers]
-        self._blocks = [Counter[str]() for _ in numbers]
-        self._hosts = [Counter[str]() for _ in numbers]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Staffing) and vars(self) == vars(other)
+        return cls([0 for _ in numbers], [0.0 for _ in numbers], [Census() for _ in numbers])
 
     def add(self, stages: Collection[int], speed: float, place: FailureDomain) -> None:
         """Adds a node that serves `stages`. `speed` 0: unknown."""
         for stage in stages:
             self.count[stage] += 1
             self.capacity[stage] += (speed or 1.0) / len(stages)
-            self._blocks[stage][place.block] += 1
-            self._hosts[stage][place.host] += 1
-
-    def shared(self, place: FailureDomain, stage: int) -> tuple[int, int]:
-        """Counts as `failure_domains.shared` does."""
-        return self._blocks[stage][place.block], self._hosts[stage][place.host]
-
-    def is_apart(self, place: FailureDomain, stage: int) -> bool:
-        """Decides as `failure_domains.is_apart` does."""
-        blocks, hosts = self._blocks[stage], self._hosts[stage]
-        if len(blocks) != 1:
-            return False
-        return place.block not in blocks or (len(hosts) == 1 and place.host not in hosts)
+            self.places[stage].add(place)
 
 
 def choose_among(fits: list[int], staff: Staffing, place: FailureDomain) -> tuple[int, str]:
     """The weakest stage. First, stages with several nodes in one failure domain other than the
     newcomer's. Else the stage of least capacity, or, up to twice that, the one with the fewest
     nodes in the newcomer's domain."""
-    in_one = [s for s in fits if staff.count[s] > 1 and staff.is_apart(place, s)]
+    in_one = [s for s in fits if staff.count[s] > 1 and staff.places[s].is_apart(place)]
     least = min(staff.capacity[s] for s in in_one or fits)
     suitable = [s for s in in_one or fits if staff.capacity[s] <= 2 * least]
 
     def order(stage: int) -> tuple[bool, bool, float, int]:
-        blocks, hosts = staff.shared(place, stage)
+        blocks, hosts = staff.places[stage].shared(place)
         return blocks > 0, hosts > 0, staff.capacity[stage], stage
 
     stage = min(suitable, key=order)
@@ -126,7 +111,7 @@ def assign(
     policy: Policy = POLICIES["checkfree"],
     useful: int = 64,
 ) -> list[SeatAssigned | SeatReleased]:
-    """The changes, in order of application. `sitters`: in the order of joining; `stages`: body
+    """The changes, in order of application. `candidates`: in the order of joining; `stages`: body
     stages, L, of the stages 0..L; `begun`: False at the start, while nodes are awaited and only
     standbys take vacant seats; `policy`: with twins, a holder of a stage's state has that of
     the next one too; `useful`: nodes per stage that have work.
@@ -135,11 +120,19 @@ def assign(
     vacant while a node has room."""
     nodes, twins = {node.node: node for node in candidates}, policy.twins
     changes: list[SeatAssigned | SeatReleased] = []
+
+    def make(change: SeatAssigned | SeatReleased) -> None:
+        node = nodes[change.node]
+        if isinstance(change, SeatReleased):
+            remaining = stages_after = node.stages - {change.stage}
+        else:
+            remaining = node.stages - {change.gives}
+            stages_after = remaining | {change.stage}
+        nodes[node.node] = replace(node, stages=stages_after, holds=node.holds & remaining)
+        changes.append(change)
+
     for returned in _returned(nodes.values()):
-        node = nodes[returned.node]
-        remaining = node.stages - {returned.stage}
-        nodes[node.node] = replace(node, stages=remaining, holds=node.holds & remaining)
-        changes.append(returned)
+        make(returned)
     served = {stage for node in candidates for stage in node.stages}
     staffed = {stage for node in candidates if not node.leaving for stage in node.stages}
     for stage in sorted(set(range(stages + 1)) - staffed):
@@ -151,25 +144,14 @@ def assign(
         keeper = policy.keeper(stage, stages)
         assigned = assigned or _find(current, stage, keeper, why, begun)
         if assigned is not None:
-            changes.append(assigned)
-            _apply(nodes, assigned)
+            make(assigned)
     if twins and begun:
         for assigned in _relief(nodes):
-            changes.append(assigned)
-            _apply(nodes, assigned)
+            make(assigned)
     if begun:
         for assigned in _from_elsewhere(nodes.values(), stages, useful):
-            changes.append(assigned)
-            _apply(nodes, assigned)
+            make(assigned)
     return changes
-
-
-def _apply(nodes: dict[str, Candidate], assigned: SeatAssigned) -> None:
-    node = nodes[assigned.node]
-    remaining = node.stages - {assigned.gives}
-    nodes[node.node] = replace(
-        node, stages=remaining | {assigned.stage}, holds=node.holds & remaining
-    )
 
 
 def _twin(
@@ -221,8 +203,9 @@ def _from_elsewhere(
         domains = [node.place for node in nodes if node.stays and stage in node.stages]
         if len(domains) == 1 == useful or len({place.block for place in domains}) != 1:
             continue
+        census = Census(domains)
         for node in idle:
-            if stage in node.fits and is_apart(node.place, domains):
+            if stage in node.fits and census.is_apart(node.place):
                 why = f"was a standby: all nodes of stage {stage} are in one failure domain"
                 yield SeatAssigned(node.node, stage, why)
                 idle.remove(node)
@@ -268,9 +251,9 @@ def _idle(
 ) -> SeatAssigned | None:
     """A standby, by preference of the least used failure domain; otherwise a surplus replica, by
     preference of a failure domain common at its stage; None: neither."""
-    serving = [node.place for node in candidates if node.stages]
+    serving = Census(node.place for node in candidates if node.stages)
     if idle := [node for node in able if not node.stages]:
-        node = min(idle, key=lambda node: shared(node.place, serving))
+        node = min(idle, key=lambda node: serving.shared(node.place))
         return SeatAssigned(node.node, stage, f"was a standby: {why}")
     holders = Counter(stage for node in candidates if node.stays for stage in node.holds)
     surplus = [(node, of) for node in able if (of := _surplus(node, holders)) is not None]
@@ -278,10 +261,10 @@ def _idle(
         return None
     # Of the stage with the most holders; there, of the commonest domain; then the newest node.
     node, of = max(surplus, key=lambda pair: holders[pair[1]])
-    domains = [node.place for node in candidates if node.stays and of in node.stages]
+    domains = Census(node.place for node in candidates if node.stays and of in node.stages)
     node = max(
         reversed([node for node, at in surplus if at == of]),
-        key=lambda node: shared(node.place, domains),
+        key=lambda node: domains.shared(node.place),
     )
     return SeatAssigned(
         node.node, stage, f"moves from stage {of}, which has other nodes: {why}", of

@@ -7,12 +7,11 @@ import gc
 import logging
 import signal
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -20,6 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from planaria.bootstrap.address import PORTS, Address, Reach, not_to_dial
 from planaria.bootstrap.admission import Admission
 from planaria.bootstrap.authority import Role
+from planaria.bootstrap.broadcast import Broadcast, Waker
 from planaria.bootstrap.connection_limits import limit_message, open_descriptors, server_options
 from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
 from planaria.bootstrap.effects import (
@@ -36,10 +36,10 @@ from planaria.bootstrap.effects import (
 from planaria.bootstrap.enrolment import OperatorServer
 from planaria.bootstrap.enrolment_pb2_grpc import add_OperatorServicer_to_server
 from planaria.bootstrap.failure_domains import block_of
-from planaria.bootstrap.gate import Gate, host_of, who_calls
-from planaria.bootstrap.identity import instance_of, is_message_signed
+from planaria.bootstrap.gate import Gate, check_join, check_signed, host_of, who_calls
+from planaria.bootstrap.identity import instance_of
 from planaria.bootstrap.joining import JoinAttempt
-from planaria.bootstrap.journal import JournalError
+from planaria.bootstrap.journal import Journal, JournalError
 from planaria.bootstrap.liveness import is_alive
 from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.registry_pb2 import (
@@ -54,7 +54,6 @@ from planaria.bootstrap.registry_pb2 import (
     LeaveRequest,
     MeasureReply,
     MeasureRequest,
-    NewView,
     Notice,
     Renewal,
     Shown,
@@ -68,8 +67,7 @@ from planaria.bootstrap.registry_pb2_grpc import RegistryServicer, add_RegistryS
 from planaria.bootstrap.reply_budget import ReplyBudget
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.spelling import readable
-from planaria.bootstrap.store import NotLeading
-from planaria.bootstrap.views import difference, pack, packed
+from planaria.bootstrap.store import NotLeading, Store
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +85,6 @@ FIRST_RENEWAL = 30.0  # seconds allowed for a stream's first renewal; all may co
 MESSAGE_BYTES = 16 * 2**20  # a view of 10,000 nodes with long names is smaller
 BETWEEN_MEASUREMENTS = 10.0  # seconds; each measurement loads every link
 RENEWAL_BYTES = 16 * 2**10  # limit of a renewal after the first of a stream
-AT_A_TIME = 10  # watchers woken per turn of the event loop
-MOST_RECENT = 16  # views from which differences are computed
 NAME_BYTES = 256  # ids, addresses, hashes, names for people
 WHY_BYTES = 2048
 LOAD_BYTES = 4 * 2**20  # limit of a measurement payload, in either direction
@@ -111,18 +107,7 @@ class Limits:
     examinations: int = 16
 
 
-class ViewStore(Protocol):
-    """Durable storage of views before they are published: a journal, or a store."""
-
-    view: View | None  # the newest; None: no view was issued yet
-
-    @property
-    def damage(self) -> str:
-        """Damage found on opening; empty: none."""
-
-    def append(self, view: View) -> None:
-        """Persists a view. Raises JournalError (the registry continues from memory) or NotLeading
-        (the registry stops)."""
+ViewStore = Journal | Store  # durable storage of views before they are published
 
 
 class RegistryServer(RegistryServicer):
@@ -140,16 +125,12 @@ class RegistryServer(RegistryServicer):
         memory, and invites are disabled. The caller closes the journal after `stop`. Raises
         ValueError if the journal's view does not belong to this run."""
         self._admission = admission or Admission(None, certifies=False)
-        self._machine = Membership(rules, self._admission.key)
+        self.machine = Membership(rules, self._admission.key)
         self._run_file, self._journal, self._limits = run_file, journal, limits
-        self._recent_views: dict[bytes, View] = {}  # by signature, the newest last
-        self._encoded: dict[tuple[bytes | None, bytes], bytes] = {}  # NewViews of the newest view
-        self._welcome_bytes = b""  # the shared part of join replies, built once per view
+        self._broadcast = Broadcast(run_file)
         self._joining: list[_Joining] = []
         self._answers = ReplyBudget(limits.answers)
         self._turns: dict[int, asyncio.Future[None]] = {}  # of calls that wait for the reply budget
-        self._waiting: set[asyncio.Future[None]] = set()  # watchers, for the next view
-        self._due: deque[asyncio.Future[None]] = deque()  # watchers and joins to wake
         self._streams: dict[str, _MemberStream] = {}  # newest stream of each node
         self._open_streams = self._watchers = self._logged = 0
         self._examinations = 0
@@ -176,11 +157,12 @@ class RegistryServer(RegistryServicer):
         self._failed: asyncio.Future[None] = loop.create_future()
         self._stopping = False
         if self._journal is not None and self._journal.view is not None:
-            self._machine.restore(self._journal.view, loop.time())
-        self._remember(self._machine.view)
+            self.machine.restore(self._journal.view, loop.time())
+        self._waker = Waker(loop)
+        self._broadcast.publish(self.machine.view)
         self.tell_bans()
         self._credentials = credentials
-        descriptors, rules = open_descriptors(), self._machine.rules
+        descriptors, rules = open_descriptors(), self.machine.rules
         log.log(*limit_message((rules.stages + 1) * rules.replicas, descriptors))
         banned = self._admission.invites.banned.__contains__
         self._gate = Gate(credentials, banned)
@@ -211,65 +193,40 @@ class RegistryServer(RegistryServicer):
         for task in (self._ticking, *self._dialling):
             task.cancel()
         await self._health.enter_graceful_shutdown()
-        self._wake_watchers()
+        self._waker.wake_watchers()
         for stream in self._streams.values():
             stream.close()
         await self._server.stop(FAREWELL)
         if not self._failed.done():
             self._failed.set_result(None)
 
-    def depose(self, why: NotLeading) -> None:
-        """Ends the registry's leadership: no further messages are sent; `wait` raises `why`."""
-        self._fail(why)
-
     def describe(self) -> Description:
         """The full state of the run, for people."""
-        description = self._machine.describe(self._loop.time())
+        description = self.machine.describe(self._loop.time())
         description.run_file = self._run_file
         description.uptime = self._loop.time() - self._started
         description.trouble = self._unwritten or self._damage
         description.page = self.page
         return description
 
-    @property
-    def run(self) -> str:
-        """The run's name."""
-        return self._machine.rules.run
-
-    @property
-    def members(self) -> int:
-        """The number of members."""
-        return len(self._machine.view.members)
-
-    @property
-    def driver(self) -> str:
-        """The node that drives; empty: none yet."""
-        return self._machine.view.driver
-
-    @property
-    def driver_step(self) -> int:
-        """The newest step that the driver reports as committed."""
-        driver = self._machine.members.by_name.get(self.driver)
-        return 0 if driver is None else driver.committed
-
     # -- operators' commands ---------------------------------------------------------------------
 
     def instance_of(self, node: str) -> str | None:
         """The instance of a member; None: `node` is not a member."""
-        record = self._machine.members.by_name.get(node)
+        record = self.machine.members.by_name.get(node)
         return None if record is None else instance_of(record.member.key)
 
     def evict(self, node: str, why: str) -> None:
         """Evicts a node. The node is notified at once, the other members by the next view."""
-        self._carry_out(self._machine.evict(node, why, self._loop.time()))
+        self._carry_out(self.machine.evict(node, why, self._loop.time()))
 
     def tell_bans(self) -> None:
         """Publishes the set of banned instances to the nodes."""
-        self._machine.bar(self._admission.invites.banned)
+        self.machine.bar(self._admission.invites.banned)
 
     def cut(self, instance: str, why: str) -> None:
         """Evicts every member of the instance and ends its calls."""
-        for member in list(self._machine.view.members):
+        for member in list(self.machine.view.members):
             if instance_of(member.key) == instance:
                 self.evict(member.node, why)
         self._loop.call_later(FAREWELL, self._gate.cut, instance)
@@ -278,28 +235,28 @@ class RegistryServer(RegistryServicer):
 
     async def Join(self, request: JoinRequest, context: Context) -> bytes:  # noqa: N802
         for name in ("node", "address", "data", "host", "device", "run"):
-            await _check_length(context, name, getattr(request, name), NAME_BYTES)
+            _check_length(name, getattr(request, name), NAME_BYTES)
         caller = context.peer()
         reach = Reach.of([host_of(caller)])
         if request.address and (problem := not_to_dial(request.address, reach)):
-            await _abort(context, "INVALID_ARGUMENT", problem)
+            raise Refused("INVALID_ARGUMENT", problem)
         if request.protocol == PROTOCOL:  # the machine refuses other protocol versions
-            await _abort_if(context, self._unproved_join(request, caller))
+            check_join(request, self.machine.rules.run, caller)
         if len(self._joining) >= self._limits.joins:
-            await _abort(context, "RESOURCE_EXHAUSTED", "too many nodes wait to join; join again")
+            raise Refused("RESOURCE_EXHAUSTED", "too many nodes wait to join; join again")
         plain = self._credentials.channel is None  # without certificates all are the owner's
         owner = plain or who_calls(context).role is Role.OWNER
         attempt = JoinAttempt(request, block_of(host_of(caller)), self._loop.time(), owner)
         reply = await self._decided(_Joining(attempt, self._loop))
         if isinstance(reply, JoinReply) and reply.HasField("view"):
             await self._turn(request.node, context)
-            reply = self._machine.reply_to(request.node)  # uses the newest view
+            reply = self.machine.reply_to(request.node)  # uses the newest view
         if isinstance(reply, Refused):
             who = readable(request.node)
             log.info("%s at %s is refused: %s", who, caller, readable(reply.reason))
-            await _refuse(context, reply)
-        await self._abort_if_over(context)
-        rest = self._welcome() if reply.HasField("view") else b""
+            raise reply
+        self._check_leads()
+        rest = self._broadcast.welcome() if reply.HasField("view") else b""
         return reply.SerializeToString() + rest  # concatenated protobuf messages merge
 
     async def _turn(self, node: str, context: Context) -> None:
@@ -313,7 +270,7 @@ class RegistryServer(RegistryServicer):
                 await turn
         except TimeoutError:
             reason = f"{self._answers.before(node)}: join again"
-            await _abort(context, "RESOURCE_EXHAUSTED", reason)
+            raise Refused("RESOURCE_EXHAUSTED", reason) from None
         self._loop.call_later(LONGEST_REPLY, self._answered, call)
 
     def _answered(self, call: int) -> None:
@@ -323,7 +280,7 @@ class RegistryServer(RegistryServicer):
         self._answer_next()
 
     def _answer_next(self) -> None:
-        for call in self._answers.go(len(self._welcome())) if self._turns else ():
+        for call in self._answers.go(len(self._broadcast.welcome())) if self._turns else ():
             turn = self._turns.pop(call)
             if not turn.done():
                 turn.set_result(None)
@@ -333,7 +290,7 @@ class RegistryServer(RegistryServicer):
         self._joining.append(joining)
         if len(self._joining) == 1:
             now = self._loop.time()
-            due = self._machine.joins_due(now)
+            due = self.machine.joins_due(now)
             if due > now:
                 self._loop.call_at(due, self._let_in)
             else:
@@ -342,14 +299,14 @@ class RegistryServer(RegistryServicer):
         return joining.answer
 
     def _let_in(self) -> None:
-        if self._due:  # watchers of the last view are still being woken
+        if self._waker.busy:  # watchers of the last view are still being woken
             self._loop.call_later(TICK, self._let_in)
             return
         joining, self._joining = self._joining, []
         waiting = [join for join in joining if not join.decided.done()]  # skips cancelled calls
         try:
             attempts = [join.attempt for join in waiting]
-            answers, effects = self._machine.join_together(attempts, self._loop.time())
+            answers, effects = self.machine.join(attempts, self._loop.time())
             self._carry_out(effects)
         except Exception as error:  # noqa: BLE001  every call of the batch raises it
             for join in waiting:
@@ -357,22 +314,14 @@ class RegistryServer(RegistryServicer):
             return
         for join, answer in zip(waiting, answers, strict=True):
             join.answer = answer
-        self._wake(join.decided for join in waiting)
-
-    def _welcome(self) -> bytes:
-        """The part of a JoinReply that is equal for all members of the newest view, serialized."""
-        if not self._welcome_bytes:
-            view = pack(self._machine.view.SerializeToString())
-            common = JoinReply(packed=view, run_file=self._run_file)
-            self._welcome_bytes = common.SerializeToString()
-        return self._welcome_bytes
+        self._waker.wake(join.decided for join in waiting)
 
     async def KeepAlive(  # noqa: N802
         self, requests: AsyncIterator[Renewal], context: Context
     ) -> AsyncIterator[Notice]:
         if self._open_streams >= self._limits.streams:
-            await _abort(
-                context, "RESOURCE_EXHAUSTED", "the registry has its maximum of streams; try again"
+            raise Refused(
+                "RESOURCE_EXHAUSTED", "the registry has its maximum of streams; try again"
             )
         self._open_streams += 1
         stream = _MemberStream()
@@ -385,8 +334,8 @@ class RegistryServer(RegistryServicer):
                 yield notice
                 if notice.evicted:
                     return
-            if hearing.done():
-                await _abort_if(context, hearing.result())
+            if hearing.done() and (refused := hearing.result()) is not None:
+                raise refused
         finally:
             self._open_streams -= 1
             hearing.cancel()
@@ -395,86 +344,52 @@ class RegistryServer(RegistryServicer):
     async def Watch(  # noqa: N802
         self, request: WatchRequest, context: Context
     ) -> AsyncIterator[bytes]:
-        run = self._machine.rules.run
-        await _check_length(context, "run", request.run, NAME_BYTES)
+        run = self.machine.rules.run
+        _check_length("run", request.run, NAME_BYTES)
         if request.run and request.run != run:
-            await _refuse(context, not_served(run, request.run))
+            raise not_served(run, request.run)
         if self._watchers >= self._limits.watchers:
-            await _abort(
-                context, "RESOURCE_EXHAUSTED", "the registry has its maximum of watchers; try again"
+            raise Refused(
+                "RESOURCE_EXHAUSTED", "the registry has its maximum of watchers; try again"
             )
         self._watchers += 1
         try:
-            sent: bytes | None = request.known if request.known in self._recent_views else None
+            sent = request.known if self._broadcast.has(request.known) else b""
             while not (self._stopping or self._failed.done()):
-                view = self._machine.view
-                if view.signature != sent:  # a slow watcher skips to the newest view
-                    yield self._news(sent, view)
-                    sent = view.signature
+                newest = self._broadcast.newest.signature
+                if newest != sent:  # a slow watcher skips to the newest view
+                    yield self._broadcast.news(sent)
+                    sent = newest
                 else:
-                    waiting = self._loop.create_future()
-                    self._waiting.add(waiting)
-                    try:
-                        await waiting
-                    finally:
-                        self._waiting.discard(waiting)
+                    await self._waker.next_view()
         finally:
             self._watchers -= 1
 
-    def _news(self, signature: bytes | None, view: View) -> bytes:
-        """A serialized NewView from the view with this signature, cached per pair of views."""
-        message = self._encoded.get((signature, view.signature))
-        if message is None:
-            message = packed(self._new_view(signature, view)).SerializeToString()
-            self._encoded[signature, view.signature] = message
-        return message
-
-    def _new_view(self, signature: bytes | None, view: View) -> NewView:
-        former = self._recent_views.get(signature or b"")
-        if former is not None:
-            message = NewView(difference=difference(former, view))
-            if message.ByteSize() < view.ByteSize():
-                return message
-        return NewView(whole=view)
-
-    def _remember(self, view: View) -> None:
-        """Stores the newest view and invalidates the encodings derived from the previous one."""
-        self._encoded.clear()
-        self._welcome_bytes = b""
-        if view.number:
-            self._recent_views[view.signature] = view
-        while len(self._recent_views) > MOST_RECENT:
-            del self._recent_views[next(iter(self._recent_views))]
-
     async def Suspect(self, request: Suspicion, context: Context) -> Verdict:  # noqa: N802
-        await _check_length(context, "why", request.why, WHY_BYTES)
+        _check_length("why", request.why, WHY_BYTES)
         for name in ("accuser", "accused"):
-            await _check_length(context, name, getattr(request, name), NAME_BYTES)
-        await _abort_if(context, self._unproved(request, request.accuser, context.peer()))
+            _check_length(name, getattr(request, name), NAME_BYTES)
+        self._check_signed(request, request.accuser, context)
         if sum(map(len, self._verdicts.values())) >= self._limits.suspicions:
-            await _abort(
-                context, "RESOURCE_EXHAUSTED", "too many suspicions wait for an answer; try again"
-            )
+            raise Refused("RESOURCE_EXHAUSTED", "too many suspicions wait for an answer; try again")
         verdict: asyncio.Future[Verdict] = self._loop.create_future()
         waiting = self._verdicts.setdefault(request.accused, set())
         waiting.add(verdict)
         try:
-            self._carry_out(self._machine.suspect(request, self._loop.time()))
+            self._carry_out(self.machine.suspect(request, self._loop.time()))
             return await verdict  # the machine resolves every suspicion in time
-        except Refused as refused:
-            await _refuse(context, refused)
         finally:
             waiting.discard(verdict)
             if not waiting and self._verdicts.get(request.accused) is waiting:
                 del self._verdicts[request.accused]
 
     async def Leave(self, request: LeaveRequest, context: Context) -> LeaveReply:  # noqa: N802
-        await _check_length(context, "why", request.why, WHY_BYTES)
-        await _check_length(context, "node", request.node, NAME_BYTES)
-        await _abort_if(context, self._unproved(request, request.node, context.peer()))
-        self._carry_out(self._machine.leave(request.node, request.why, self._loop.time()))
-        await self._abort_if_over(context)
-        return LeaveReply(view=self._machine.view.number)
+        _check_length("why", request.why, WHY_BYTES)
+        _check_length("node", request.node, NAME_BYTES)
+        self._check_signed(request, request.node, context)
+        self._carry_out(self.machine.leave(request.node, request.why, self._loop.time()))
+        self._check_leads()
+        return LeaveReply(view=self.machine.view.number)
 
     async def Measure(  # noqa: N802
         self, request: MeasureRequest, context: Context
@@ -483,36 +398,35 @@ class RegistryServer(RegistryServicer):
         if self._measurements and now - self._measured_at < BETWEEN_MEASUREMENTS:
             seconds = BETWEEN_MEASUREMENTS - (now - self._measured_at)
             reason = f"a measurement is in progress; try again in {seconds:.0f} s"
-            await _abort(context, "FAILED_PRECONDITION", reason)
+            raise Refused("FAILED_PRECONDITION", reason)
         self._measurements += 1
         self._measured_at = now
-        notice = Notice(measure=self._measurements, view=self._machine.view.number)
         for node in self._streams:
-            self._tell(node, notice)
+            self._tell(node, measure=self._measurements)
         return MeasureReply(number=self._measurements, nodes=len(self._streams))
 
     async def Describe(  # noqa: N802
         self, request: DescribeRequest, context: Context
     ) -> Description:
-        await self._abort_if_over(context)
+        self._check_leads()
         return self.describe()
 
     async def Show(self, request: ShowRequest, context: Context) -> Shown:  # noqa: N802
-        await self._abort_if_over(context)
+        self._check_leads()
         if self.on_show is None:
             reason = "this registry has no page (--http none)"
-            await _abort(context, "FAILED_PRECONDITION", reason)
+            raise Refused("FAILED_PRECONDITION", reason)
         return Shown(content=self.on_show(request.figures))
 
     async def Examine(  # noqa: N802
         self, request: ExamineRequest, context: Context
     ) -> ExamineReply:
-        await _check_length(context, "name", request.name, NAME_BYTES)
+        _check_length("name", request.name, NAME_BYTES)
         if request.port > PORTS or max(len(request.load), request.wanted) > LOAD_BYTES:
             reason = f"a port is at most {PORTS}, a load at most {LOAD_BYTES} bytes"
-            await _abort(context, "INVALID_ARGUMENT", reason)
+            raise Refused("INVALID_ARGUMENT", reason)
         if self._examinations >= self._limits.examinations:
-            await _abort(context, "RESOURCE_EXHAUSTED", "too many examinations at once; try again")
+            raise Refused("RESOURCE_EXHAUSTED", "too many examinations at once; try again")
         reply = ExamineReply(time=time.time(), host=host_of(context.peer()))
         self._examinations += 1
         try:
@@ -531,72 +445,40 @@ class RegistryServer(RegistryServicer):
 
     # -- events and effects ----------------------------------------------------------------------
 
-    def _unproved_join(self, request: JoinRequest, caller: str) -> Refused | None:
-        """Why a join is refused; None: it is signed by the key that it shows."""
-        if request.run != self.run:
-            return not_served(self.run, request.run)
-        if is_message_signed(request.key, request, self.run):
-            return None
-        who = readable(request.node)
-        log.warning("a join of %s, from %s, is not signed with its key", who, caller)
-        return Refused(
-            "PERMISSION_DENIED",
-            f"the join of {who} is not signed with the key in it; a node signs with the key of its "
-            "folder",
-        )
-
-    def _unproved(
-        self, message: Renewal | Suspicion | LeaveRequest, node: str, caller: str
-    ) -> Refused | None:
-        """Why a message is refused; None: the key of node `who` has signed it. A message of a
-        non-member passes, since it has no effect."""
-        record = self._machine.members.by_name.get(node)
+    def _check_signed(
+        self, message: Renewal | Suspicion | LeaveRequest, node: str, context: Context
+    ) -> None:
+        """Raises Refused unless the key of `node` has signed the message. A message of a non-member
+        passes, since it has no effect."""
+        record = self.machine.members.by_name.get(node)
         key = None if record is None else record.member.key
         if key is None and isinstance(message, Renewal):  # a renewal may carry the node's view
             key = next((m.key for m in message.view.members if m.node == node), None)
-        if key is None or is_message_signed(key, message, self.run):
-            return None
-        kind, name = message.DESCRIPTOR.name, readable(node)
-        log.warning(
-            "a %s in the name of %s, from %s, is not signed with its key", kind, name, caller
-        )
-        return Refused(
-            "PERMISSION_DENIED",
-            f"{caller} sends a {kind} in the name of {name}, not signed with the key of {name}: a "
-            "node may send its own messages only",
-        )
+        if key is not None:
+            check_signed(message, node, key, self.machine.rules.run, context.peer())
 
     async def _hear(
         self, requests: AsyncIterator[Renewal], stream: _MemberStream, context: Context
     ) -> Refused | None:
         """Feeds a node's renewals to the machine until the stream ends or a renewal is invalid."""
-        caller = context.peer()
         renewals = cast("AsyncGenerator[Renewal]", aiter(requests))
         try:
             async with asyncio.timeout(FIRST_RENEWAL):
                 first = await anext(renewals, None)
             if first is None:
                 return None
-            if len(first.node.encode()) > NAME_BYTES:
-                return Refused("INVALID_ARGUMENT", f"the node id has more than {NAME_BYTES} bytes")
+            _check_length("node", first.node, NAME_BYTES)
             if (size := first.report.ByteSize()) > RENEWAL_BYTES:
                 reason = f"the report has {size} bytes; the maximum is {RENEWAL_BYTES}"
-                return Refused("INVALID_ARGUMENT", reason)
-            if (refused := self._unproved(first, first.node, caller)) is not None:
-                return refused
-            try:
-                effects = self._machine.stream_opened(first, self._loop.time())
-            except Refused as why:
-                log.warning("refused a stream of %s: %s", caller, readable(why.reason))
-                return Refused(why.code, why.reason)  # drops the traceback, which holds the renewal
+                raise Refused("INVALID_ARGUMENT", reason)
+            self._check_signed(first, first.node, context)
+            effects = self.machine.stream_opened(first, self._loop.time())
             self._adopt(stream, first.node)
             self._carry_out(effects)
-            stream.notices.put_nowait(Notice(view=self._machine.view.number))
+            self._tell(first.node)
             async for renewal in renewals:
-                problem = _problem(renewal, stream.node)
-                if problem:
-                    return Refused("INVALID_ARGUMENT", problem)
-                effects = self._machine.renewed(renewal, self._loop.time())
+                _check_renewal(renewal, stream.node)
+                effects = self.machine.renewed(renewal, self._loop.time())
                 if effects:
                     self._carry_out(effects)
                 if renewal.happened:
@@ -604,6 +486,10 @@ class RegistryServer(RegistryServicer):
         except TimeoutError:
             reason = f"no renewal came within {FIRST_RENEWAL:g} s of opening the stream"
             return Refused("DEADLINE_EXCEEDED", reason)
+        except Refused as refused:
+            if refused.code != "PERMISSION_DENIED":  # logged where signatures are checked
+                log.warning("refused a stream of %s: %s", context.peer(), readable(refused.reason))
+            return Refused(refused.code, refused.reason)  # without its traceback and the renewal
         finally:
             stream.close()
             await renewals.aclose()  # otherwise gRPC retains the last renewal
@@ -619,7 +505,7 @@ class RegistryServer(RegistryServicer):
     def _lose(self, stream: _MemberStream) -> None:
         if self._streams.get(stream.node) is stream:
             del self._streams[stream.node]
-            self._carry_out(self._machine.stream_lost(stream.node, self._loop.time()))
+            self._carry_out(self.machine.stream_lost(stream.node, self._loop.time()))
 
     async def _tick(self) -> None:
         last = self._loop.time()
@@ -627,23 +513,24 @@ class RegistryServer(RegistryServicer):
             await asyncio.sleep(TICK)
             now = self._loop.time()
             if now - last > PAUSED_ABOVE:
-                self._machine.paused(now - last, now)
+                self.machine.paused(now - last, now)
             last = now
             if self._unwritten and now >= self._retry_at:
-                self._write(self._machine.view)
-            self._machine.wait(self._answers.waiting, now)
-            self._carry_out(self._machine.tick(now))
+                self._write(self.machine.view)
+            self.machine.wait(self._answers.waiting, now)
+            self._carry_out(self.machine.tick(now))
 
     def _tick_ended(self, ticking: asyncio.Task[None]) -> None:
         if not ticking.cancelled() and (error := ticking.exception()) is not None:
-            self._fail(error)
+            self.fail(error)
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Ends the registry, which sends no further messages; `wait` raises the error."""
         if not self._failed.done():
             level = logging.WARNING if isinstance(error, NotLeading) else logging.CRITICAL
             log.log(level, "the registry ends: %s", error)
             self._failed.set_exception(error)
-            self._wake_watchers()
+            self._waker.wake_watchers()
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -653,14 +540,13 @@ class RegistryServer(RegistryServicer):
                 case Issue(view):
                     self._publish(view)
                 case Probe(node, number):
-                    self._tell(node, Notice(probe=number, view=self._machine.view.number))
+                    self._tell(node, probe=number)
                 case Evict(node, reason):
-                    self._tell(node, Notice(evicted=reason, view=self._machine.view.number))
+                    self._tell(node, evicted=reason)
                 case Contradict(node, reason):
-                    number = self._machine.view.number
-                    self._tell(node, Notice(refused=reason, view=number))
+                    self._tell(node, refused=reason)
                 case Settle(node, member, reason):
-                    number = self._machine.view.number
+                    number = self.machine.view.number
                     answer = Verdict(member=member, reason=reason, view=number)
                     for verdict in self._verdicts.pop(node, ()):
                         if not verdict.done():
@@ -678,36 +564,16 @@ class RegistryServer(RegistryServicer):
         alive = await is_alive(
             dial.node, dial.address, self._credentials, dial.seconds, reach, holder
         )
-        self._machine.dialled(dial.question, dial.node, alive)
+        self.machine.dialled(dial.question, dial.node, alive)
 
     def _publish(self, view: View) -> None:
         try:
             self._write(view)
         except NotLeading as error:
-            self._fail(error)
+            self.fail(error)
             return
-        self._remember(view)
-        self._wake_watchers()
-
-    def _wake_watchers(self) -> None:
-        watchers, self._waiting = self._waiting, set()
-        self._wake(watchers)
-
-    def _wake(self, futures: Iterable[asyncio.Future[None]]) -> None:
-        """Queues the futures behind those already due."""
-        idle = not self._due
-        self._due.extend(futures)
-        if idle:
-            self._wake_some()
-
-    def _wake_some(self) -> None:
-        """Wakes AT_A_TIME futures per turn of the loop: gRPC accepts one incoming call per turn."""
-        for _ in range(min(AT_A_TIME, len(self._due))):
-            future = self._due.popleft()
-            if not future.done():
-                future.set_result(None)
-        if self._due:
-            self._loop.call_soon(self._wake_some)
+        self._broadcast.publish(view)
+        self._waker.wake_watchers()
 
     def _write(self, view: View) -> None:
         """Appends to the journal. If that fails, the run continues: after a restart the registry
@@ -725,19 +591,17 @@ class RegistryServer(RegistryServicer):
         elif before and not self._unwritten:
             log.info("the journal can be written again; it has view %d", view.number)
 
-    async def _abort_if_over(self, context: Context) -> None:
+    def _check_leads(self) -> None:
         if self._failed.done() and not self._stopping:
-            await _abort(
-                context, "UNAVAILABLE", "this registry does not lead any more; try another one"
-            )
+            reason = "this registry does not lead any more; try another one"
+            raise Refused("UNAVAILABLE", reason)
 
-    def _tell(self, node: str, notice: Notice) -> None:
-        stream = self._streams.get(node)
-        if stream is not None:
-            stream.notices.put_nowait(notice)
+    def _tell(self, node: str, **notice: Any) -> None:
+        if (stream := self._streams.get(node)) is not None:
+            stream.notices.put_nowait(Notice(**notice, view=self.machine.view.number))
 
     def _log_decisions(self) -> None:
-        history = self._machine.history
+        history = self.machine.history
         new, self._logged = history.decided - self._logged, history.decided
         for decision in list(history.decisions)[-new:] if new else ():
             log.info("%s", decision)
@@ -787,35 +651,21 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def _problem(renewal: Renewal, node: str) -> str:
-    """The defect of a renewal after the first of its stream; empty: none."""
+def _check_renewal(renewal: Renewal, node: str) -> None:
+    """Raises Refused for an invalid renewal after the first of its stream."""
+    size, problem = renewal.ByteSize(), ""
     if renewal.node != node:
-        return f"a renewal of {renewal.node!r} on the stream of {node!r}"
-    size = renewal.ByteSize()
-    if size > RENEWAL_BYTES:
-        return f"a renewal of {size} bytes; after the first of a stream, {RENEWAL_BYTES} is allowed"
-    return ""
+        problem = f"a renewal of {renewal.node!r} on the stream of {node!r}"
+    elif size > RENEWAL_BYTES:
+        problem = f"a renewal of {size} bytes; after a stream's first, {RENEWAL_BYTES} is allowed"
+    if problem:
+        raise Refused("INVALID_ARGUMENT", problem)
 
 
-async def _check_length(context: Context, name: str, value: str, limit: int) -> None:
-    size = len(value.encode())
-    if size > limit:
+def _check_length(name: str, value: str, limit: int) -> None:
+    if (size := len(value.encode())) > limit:
         reason = f"{name} has {size} bytes, more than the {limit} allowed: {value[:40]!r}..."
-        await _abort(context, "INVALID_ARGUMENT", reason)
-
-
-async def _refuse(context: Context, refused: Refused) -> NoReturn:
-    await _abort(context, refused.code, refused.reason)
-
-
-async def _abort(context: Context, code: str, reason: str) -> NoReturn:
-    await context.abort(grpc.StatusCode[code], reason)
-    raise AssertionError("abort raises")
-
-
-async def _abort_if(context: Context, refused: Refused | None) -> None:
-    if refused is not None:
-        await _refuse(context, refused)
+        raise Refused("INVALID_ARGUMENT", reason)
 
 
 async def serve(

@@ -39,7 +39,7 @@ def test_a_registry_that_is_started_again_goes_on(tmp_path: Path) -> None:
     with pytest.raises(NotAdmitted, match="used up"):
         second.enrol(request_of(other, secret))
     assert second.enrol(request_of(node))[0] == who
-    second.ban(node.instance)
+    second.decide(second.invites.ban(node.instance))
     with pytest.raises(NotAdmitted, match="banned"):
         Admission(folder).enrol(request_of(node))
 
@@ -101,7 +101,7 @@ def test_a_byte_of_damage_drops_no_bans(tmp_path: Path, damage: bytes) -> None:
     banned = Identity.generate()
     admission = Admission(tmp_path / "a", certifies=False)
     admission.invite(Role.READER)
-    admission.ban(banned.instance)
+    admission.decide(admission.invites.ban(banned.instance))
     path = tmp_path / "a" / INVITES
     content = path.read_bytes()
     path.write_bytes(content[:20] + damage + content[21:])

@@ -40,7 +40,7 @@ async def test_the_first_invites_stay_until_they_are_no_good(tmp_path: Path) -> 
 
     admission = Admission(tmp_path)
     [revoked] = [one.id for one in admission.invites.invites.values() if one.role is Role.NODE]
-    admission.revoke(revoked)
+    admission.decide(admission.invites.revoke(revoked))
     second = await begin(tmp_path)
     assert second[Role.OPERATOR] == first[Role.OPERATOR]
     assert second[Role.NODE] != first[Role.NODE]

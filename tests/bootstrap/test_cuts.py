@@ -14,6 +14,7 @@ from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.neighbours import related
 from planaria.bootstrap.registry_pb2 import Complaint, JoinRequest, Renewal, Report, SeatReport
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules
+from tests.membership import join
 
 LEASE, SILENCE, STEP = 5.0, 3.0, 1.0
 STAGES = 3
@@ -41,7 +42,7 @@ class World:
             name = f"n{number}"
             request = JoinRequest(protocol=PROTOCOL, node=name, address=f"{name}:1", stage=stage)
             request.key = name.encode()
-            self.after(self.machine.join(request, self.now)[1])
+            self.after(join(self.machine, request, self.now)[1])
             self.after(self.machine.stream_opened(Renewal(node=name, run="r"), self.now))
             self.renewed[name] = self.now
 

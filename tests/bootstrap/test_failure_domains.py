@@ -6,11 +6,10 @@ import pytest
 
 from planaria.bootstrap.failure_domains import (
     NOWHERE,
+    Census,
     FailureDomain,
     block_of,
-    is_apart,
     is_block,
-    shared,
 )
 
 
@@ -35,18 +34,18 @@ def test_what_is_no_block(text: str) -> None:
 
 
 def test_the_block_counts_before_the_host_that_a_node_says_of_itself() -> None:
-    there = [FailureDomain("x", "a"), FailureDomain("x", "b"), FailureDomain("y", "a")]
-    assert shared(FailureDomain("x", "a"), there) == (2, 2)
-    assert shared(FailureDomain("y", "c"), there) < shared(FailureDomain("x", "c"), there)
+    there = Census(FailureDomain(block, host) for block, host in ("xa", "xb", "ya"))
+    assert there.shared(FailureDomain("x", "a")) == (2, 2)
+    assert there.shared(FailureDomain("y", "c")) < there.shared(FailureDomain("x", "c"))
 
 
 def test_apart_is_who_is_in_another_block_or_at_another_host_than_the_one() -> None:
     names = [FailureDomain("x", f"{n}") for n in range(9)]
-    assert is_apart(FailureDomain("y", "0"), names)
-    assert not is_apart(FailureDomain("x", "else"), names), "in a block names cost nothing"
-    assert is_apart(FailureDomain("x", "else"), names[:1])
-    assert not is_apart(FailureDomain("z"), [*names, FailureDomain("y")]), (
+    assert Census(names).is_apart(FailureDomain("y", "0"))
+    assert not Census(names).is_apart(FailureDomain("x", "else")), "in a block names cost nothing"
+    assert Census(names[:1]).is_apart(FailureDomain("x", "else"))
+    assert not Census([*names, FailureDomain("y")]).is_apart(FailureDomain("z")), (
         "they are in two places already"
     )
-    assert not is_apart(NOWHERE, [NOWHERE, NOWHERE])
-    assert not is_apart(NOWHERE, [])
+    assert not Census([NOWHERE, NOWHERE]).is_apart(NOWHERE)
+    assert not Census([]).is_apart(NOWHERE)

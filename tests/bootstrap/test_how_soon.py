@@ -11,6 +11,7 @@ from planaria.bootstrap.service import FAREWELL, TICK
 from planaria.bootstrap.store import LEASE, RENEWALS, Store
 from tests.bootstrap.conftest import KEY, RULES, identity, joining
 from tests.bootstrap.fake_etcd import FakeEtcd
+from tests.membership import join
 
 PROMISED = 5.0
 """Seconds until who is banned is gone, and until another registry leads."""
@@ -20,7 +21,7 @@ def test_who_is_banned_is_no_member_from_that_moment_on() -> None:
     """No tick is waited for; what it has open at the registry ends a farewell later."""
     machine = Membership(RULES, KEY)
     for node in ("a", "b"):
-        machine.join(joining(node, f"{node}:1"), 7.0)
+        join(machine, joining(node, f"{node}:1"), 7.0)
     machine.bar([identity("b").instance])
     effects = machine.evict("b", "banned by the run's operator", 7.0)
     assert [one.node for one in effects if isinstance(one, Evict)] == ["b"]

@@ -90,7 +90,7 @@ async def join(place: Place, node: str, address: str, deadline: float = LONG) ->
 
 async def until_silent(place: Place) -> None:
     async with asyncio.timeout(LONG):
-        while not place.registry._machine.isolation.isolated:  # noqa: ASYNC110  it tells nobody
+        while not place.registry.machine.isolation.isolated:  # noqa: ASYNC110  it tells nobody
             await asyncio.sleep(0.01)
 
 
@@ -110,7 +110,7 @@ async def test_a_lone_node_that_answers_is_not_replaced() -> None:
         await until_silent(place)
         with pytest.raises(JoinRefused, match=r"old \(stage 0, .*\) answers a dial"):
             await join(place, "new", free_address(), deadline=0.5)
-        assert [member.node for member in place.registry._machine.view.members] == ["old"]
+        assert [member.node for member in place.registry.machine.view.members] == ["old"]
 
 
 async def test_what_is_near_is_not_dialled_for_who_is_not() -> None:

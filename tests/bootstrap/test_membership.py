@@ -45,6 +45,7 @@ from planaria.bootstrap.registry_pb2 import (
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.views import hash_of, sign
 from tests.bootstrap.conftest import identity
+from tests.membership import join
 
 KEY = identity("registry")
 
@@ -107,7 +108,7 @@ class Swarm:
             saved=saved,
             host=host,
         )
-        reply, effects = self.machine.join(request, self.now, block, owner)
+        reply, effects = join(self.machine, request, self.now, block, owner)
         self.after(effects)
         return reply
 
@@ -341,11 +342,11 @@ def request(name: str, key: str = "", **fields: Any) -> JoinRequest:
 def test_of_those_who_join_together_as_many_may_as_when_they_came() -> None:
     swarm = Swarm(joins_per_second=5)
     asked = [JoinAttempt(request(f"n{i}"), "", swarm.now + i / 5, True) for i in range(40)]
-    answers, effects = swarm.machine.join_together(asked, swarm.now + 8)
+    answers, effects = swarm.machine.join(asked, swarm.now + 8)
     assert all(isinstance(one, JoinReply) for one in answers)
     swarm.after(effects)
     more = [JoinAttempt(request(f"m{i}"), "", swarm.now + 8.1, True) for i in range(7)]
-    answers, effects = swarm.machine.join_together(more, swarm.now + 9)
+    answers, effects = swarm.machine.join(more, swarm.now + 9)
     swarm.after(effects)
     assert sum(isinstance(one, Refused) for one in answers) == 2
 
@@ -372,7 +373,7 @@ def test_those_who_join_together_are_in_one_view() -> None:
         request("e"),
         request("f"),
     ]
-    answers, effects = swarm.machine.join_together(
+    answers, effects = swarm.machine.join(
         [JoinAttempt(one, "", swarm.now, True) for one in asked], swarm.now
     )
     swarm.after(effects)
@@ -395,8 +396,8 @@ def test_one_by_one_or_together_the_same_is_decided() -> None:
         for n in range(12)
     ]
     for one in asked:
-        alone.after(alone.machine.join(one, 0.0, "192.0.2.0/24")[1])
-    _, effects = together.machine.join_together(
+        alone.after(join(alone.machine, one, 0.0, "192.0.2.0/24")[1])
+    _, effects = together.machine.join(
         [JoinAttempt(one, "192.0.2.0/24", 0.0, True) for one in asked], 0.0
     )
     together.after(effects)
@@ -1738,7 +1739,7 @@ def test_who_calls_itself_what_is_no_name_is_refused(said: dict[str, str]) -> No
     swarm = Swarm()
     problem = r"is not a valid name|isn't printable|is more than HOST:PORT"
     with pytest.raises(Refused, match=problem) as caught:
-        swarm.machine.join(JoinRequest(**{"protocol": PROTOCOL, "node": "a", **said}), swarm.now)
+        join(swarm.machine, JoinRequest(**{"protocol": PROTOCOL, "node": "a", **said}), swarm.now)
     assert caught.value.code == "INVALID_ARGUMENT"
     assert caught.value.reason.isprintable()
     assert swarm.nodes() == []

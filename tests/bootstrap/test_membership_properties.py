@@ -20,6 +20,7 @@ from planaria.bootstrap.registry_pb2 import (
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.views import follows
 from tests.bootstrap.conftest import identity
+from tests.membership import join
 
 KEY = identity("registry")
 RULES = MembershipRules(
@@ -98,12 +99,12 @@ class Registry(RuleBasedStateMachine):
             key=(node if address in ("new", "") else address).encode(),
         )
         try:
-            reply, effects = self.machine.join(request, self.now, owner=owner)
+            reply, effects = join(self.machine, request, self.now, owner=owner)
             if reply.question:
                 told = self.dial(reply, effects, by_registry), self.dial(reply, [], by_newcomer)
                 request.question, request.answered[:] = reply.question, told[1]
                 self.join_again(request, {*told[0], *told[1]})
-                reply, effects = self.machine.join(request, self.now, owner=owner)
+                reply, effects = join(self.machine, request, self.now, owner=owner)
                 assert not reply.question
         except Refused as refusal:
             assert refusal.reason
@@ -114,13 +115,13 @@ class Registry(RuleBasedStateMachine):
         if stage is not None:
             self.asked[node] = stage
         assert node in [m.node for m in reply.view.members]
-        assert self.machine.join(request, self.now) == (reply, [])
+        assert join(self.machine, request, self.now) == (reply, [])
 
     def join_again(self, request: JoinRequest, there: set[str]) -> None:
         """Raises Refused while the members stay; else they go, all silent and not there."""
         before = list(self.machine.view.members)
         try:
-            self.machine.join(request, self.now)
+            join(self.machine, request, self.now)
         except Refused:
             self.after(self.machine.tick(self.now))
             if self.machine.view.members:

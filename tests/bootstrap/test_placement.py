@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planaria.bootstrap.failure_domains import FailureDomain, is_apart
+from planaria.bootstrap.failure_domains import Census, FailureDomain
 from planaria.bootstrap.placement import Candidate, SeatAssigned, SeatReleased, assign
 from planaria.recovery.policy import POLICIES
 
@@ -208,7 +208,7 @@ def test_no_stage_stays_vacant_no_last_state_is_dropped_and_nobody_moves_twice(
                 and len(at) == 1
                 and policy == "redundant"
             )
-            mixes = is_apart(one.place, [s.place for s in at if s.stays]) and not one.stages
+            mixes = Census(s.place for s in at if s.stays).is_apart(one.place) and not one.stages
             assert all(s.leaving for s in at) or relieves or mixes, "it was not vacant"
             assert one.stays
             assert change.stage in one.fits - one.stages

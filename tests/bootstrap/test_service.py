@@ -21,7 +21,7 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from planaria.bootstrap import service
+from planaria.bootstrap import broadcast, service
 from planaria.bootstrap.authority import Authority
 from planaria.bootstrap.client import (
     InQuarantine,
@@ -39,6 +39,7 @@ from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.registry_pb2 import (
     NONFINITE,
     Complaint,
+    Difference,
     ExamineRequest,
     JoinReply,
     LeaveRequest,
@@ -63,7 +64,7 @@ from planaria.bootstrap.service import (
     Limits,
     RegistryServer,
 )
-from planaria.bootstrap.views import sign, unpack, unpacked, view_in
+from planaria.bootstrap.views import difference, sign, unpack, unpacked, view_in
 from tests.bootstrap.conftest import KEY, identity, joining, signed
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
@@ -262,10 +263,10 @@ async def test_who_has_a_view_is_told_in_what_the_next_one_differs(place: Any) -
     for told in (await first, await strange.read()):
         assert told.difference.former == held.number
         assert [member.node for member in told.difference.view.members] == ["b"]
-        assert view_in(told, held) == place.registry._machine.view
+        assert view_in(told, held) == place.registry.machine.view
     for name in "cdefghijklmnopqrs":  # more than the registry remembers
         await place.node(name)
-    newest = place.registry._machine.view
+    newest = place.registry.machine.view
     late = stub.Watch(WatchRequest(known=held.signature))
     assert unpacked(await late.read()) == NewView(whole=newest)
     await channel.close()
@@ -287,32 +288,32 @@ async def test_a_registry_that_is_back_tells_who_has_its_view_nothing_but_the_ne
             await again.node("b")  # a is gone
             first = await asyncio.wait_for(told, TIMEOUT)
             assert first.difference.former == held.number
-            assert again.registry._machine.is_genuine(view_in(first, held))
+            assert again.registry.machine.is_genuine(view_in(first, held))
             await channel.close()
 
 
 async def test_a_difference_that_does_not_fit_is_refused_and_the_whole_view_asked_for(
     place: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked, spoilt_in = list[bytes | None](), ["banned"]
-    right = place.registry._new_view
+    asked, spoilt_in = list[bytes](), ["banned"]
 
-    def spoilt(told: bytes | None, view: View) -> NewView:
-        asked.append(told)
-        found: NewView = right(told, view)
-        if found.HasField("difference"):
-            getattr(found.difference, spoilt_in[0]).append(Splice(gone=1))
-            found.difference.view.committed += 1
+    def spoilt(former: View, view: View) -> Difference:
+        found = difference(former, view)
+        getattr(found, spoilt_in[0]).append(Splice(gone=1))
+        found.view.committed += 1
         return found
 
-    a = await place.node("a")
-    monkeypatch.setattr(place.registry, "_new_view", spoilt)
+    a, news = await place.node("a"), place.registry._broadcast.news
+    monkeypatch.setattr(broadcast, "difference", spoilt)
+    monkeypatch.setattr(
+        place.registry._broadcast, "news", lambda known: asked.append(known) or news(known)
+    )
     for name, spoilt_in[0] in (("b", "banned"), ("c", "members")):
         await place.node(name)
         view = await a.sees(lambda view, name=name: name in names(view))
         assert not a.evicted.done()
         assert a.client.is_genuine(view)
-    assert None in asked, "the whole one was asked for"
+    assert b"" in asked, "the whole one was asked for"
     assert "requesting the whole view" in caplog.text
     monkeypatch.undo()
     await place.node("d")
@@ -332,7 +333,7 @@ async def test_joins_that_come_together_wait_for_one_view(
 ) -> None:
     a = await place.node("a")
     registry, never = place.registry, asyncio.get_running_loop().time() + 3600
-    monkeypatch.setattr(registry._machine, "joins_due", lambda now: never)
+    monkeypatch.setattr(registry.machine, "joins_due", lambda now: never)
     channel, stub = raw(place)
     calls = [stub.Join(joining(name, f"{name}:1")) for name in "bcde"]
     gone = stub.Join(joining("f", "f:1"))
@@ -383,7 +384,7 @@ async def test_no_more_joins_wait_than_there_is_room_for(
 ) -> None:
     async with serve(limits=Limits(joins=1)) as place:
         never = asyncio.get_running_loop().time() + 3600
-        monkeypatch.setattr(place.registry._machine, "joins_due", lambda now: never)
+        monkeypatch.setattr(place.registry.machine, "joins_due", lambda now: never)
         channel, stub = raw(place)
         waiting = stub.Join(joining("a", "a:1"))
         await until(lambda: bool(place.registry._joining))
@@ -521,7 +522,7 @@ async def test_a_join_that_is_not_signed_by_the_key_that_it_shows_is_refused(pla
             await stub.Join(request)
     with pytest.raises(grpc.aio.AioRpcError, match="serves run r, not another"):
         await stub.Join(signed(joining("x", run="another"), "x"))
-    assert place.registry.members == 0
+    assert len(place.registry.machine.members) == 0
     await channel.close()
 
 
@@ -972,11 +973,11 @@ async def test_a_registry_that_names_what_cannot_be_is_not_believed(
     sign(lie, KEY, reply.view)
     told: list[View] = []
     membership = _Membership(client, "honest", reply, told.append, lambda number: None)
-    place.registry._machine.view = lie
+    place.registry._broadcast.publish(lie)
     said = await asyncio.wait_for(membership._watch(client._stub(), ()), TIMEOUT)
     assert said.startswith("it sent an invalid view: ") and why in said
     assert not told
-    place.registry._machine.view = reply.view
+    place.registry._broadcast.publish(reply.view)
     await client.close()
 
 
@@ -987,7 +988,7 @@ async def test_a_view_of_another_history_or_of_another_key_is_not_taken(place: A
     membership = _Membership(client, "honest", reply, told.append, lambda number: None)
 
     async def watched(view: View) -> str:
-        place.registry._machine.view = view
+        place.registry._broadcast.publish(view)
         return await asyncio.wait_for(membership._watch(client._stub(), ()), TIMEOUT)
 
     def next_of(former: View, key: Identity, number: int) -> View:
@@ -1003,7 +1004,7 @@ async def test_a_view_of_another_history_or_of_another_key_is_not_taken(place: A
         await watched(view)
         assert f"view {view.number} of the registry doesn't follow view 1" in membership.evicted
     assert not told
-    place.registry._machine.view = own
+    place.registry._broadcast.publish(own)
     await client.close()
 
 

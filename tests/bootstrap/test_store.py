@@ -171,18 +171,18 @@ def test_the_next_one_knows_who_is_invited_and_banned_and_no_secret_lies_in_etcd
     first.campaign()
     admission = Admission(None, decided=first)
     invite, secret = admission.invite(Role.NODE, uses=2)
-    admission.ban("b" * 32)
+    admission.decide(admission.invites.ban("b" * 32))
     first.resign()
     with pytest.raises(
         AdmissionError, match="this registry can't store decisions: its lease has expired"
     ):
-        admission.ban("c" * 32)
+        admission.decide(admission.invites.ban("c" * 32))
     assert admission.invites.banned == {"b" * 32}
     second.campaign()
     again = Admission(None, decided=second)
     assert again.invites.invites == {invite.id: invite}
     assert again.invites.is_open(secret, 0) and again.invites.banned == {"b" * 32}
-    again.revoke(invite.id)
+    again.decide(again.invites.revoke(invite.id))
     kept = b"".join(value for _, value in etcd.history)
     assert secret not in kept and secret.hex().encode() not in kept
     assert KEY.to_pem() not in kept

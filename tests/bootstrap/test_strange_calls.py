@@ -29,6 +29,7 @@ from planaria.bootstrap.registry_pb2 import (
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from tests.bootstrap.conftest import RUN_FILE, identity, joining, signed, soon
+from tests.membership import join
 
 HONEST = ("a", "b", "c")
 EACH = 20
@@ -84,7 +85,7 @@ class Machine:
     def __init__(self) -> None:
         self.machine, self.now = Membership(RULES), 0.0
         for name in HONEST:
-            self.do(self.machine.join(joining(name, f"{name}:1"), self.now)[1])
+            self.do(join(self.machine, joining(name, f"{name}:1"), self.now)[1])
             self.do(self.machine.stream_opened(Renewal(node=name), self.now))
 
     def do(self, effects: Sequence[Effect]) -> None:
@@ -110,7 +111,7 @@ class Machine:
                 self.do(machine.leave(member.node, "its time is over", self.now))
         match drawing.random.randrange(6):
             case 0 | 1:
-                self.do(machine.join(a_join(drawing, liar), self.now)[1])
+                self.do(join(machine, a_join(drawing, liar), self.now)[1])
             case 2:
                 self.do(machine.stream_opened(a_renewal(drawing, liar), self.now))
             case 3:

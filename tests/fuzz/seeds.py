@@ -237,9 +237,9 @@ def _admissions() -> list[bytes]:
     with folder_with() as made:
         admission = Admission(made / "registry", certifies=False)
         invite, _ = admission.invite(Role.NODE, uses=3, seconds=5.0, stage=2)
-        admission.ban("0" * 32)
-        admission.allow("0" * 32)
-        admission.revoke(invite.id)
+        admission.decide(admission.invites.ban("0" * 32))
+        admission.decide(admission.invites.allow("0" * 32))
+        admission.decide(admission.invites.revoke(invite.id))
         lines = (made / "registry" / "invites.jsonl").read_bytes()
     enrolled = json.dumps({"enrolled": "1" * 32, "invite": invite.id}).encode() + b"\n"
     return [lines + enrolled]

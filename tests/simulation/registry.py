@@ -27,6 +27,7 @@ from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.views import apply, difference, follows, is_genuine
 from simulation.network import Stream
 from simulation.world import Process
+from tests.membership import join
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
@@ -127,7 +128,7 @@ class Registry:
         match item:
             case pb.JoinRequest():
                 try:
-                    reply, effects = self.machine.join(item, now)
+                    reply, effects = join(self.machine, item, now)
                 except Refused as refused:
                     self._tell(peer, refused)
                 else:

@@ -27,6 +27,7 @@ from planaria.node.run_file import RunFile, dumps
 from planaria.node.stage.own_code import load_as_said
 from planaria.node.state.holdings import Holdings
 from planaria.node.transaction.member import MemberSide
+from tests.membership import join
 from tests.swarm.lines import Lines
 
 
@@ -87,7 +88,7 @@ class LocalClient:
         self.registry.nodes[self.node] = self
         while True:
             try:
-                reply, effects = self.registry.membership.join(request, self.registry.now())
+                reply, effects = join(self.registry.membership, request, self.registry.now())
             except Refused as refused:
                 if refused.code != "UNAVAILABLE":
                     raise

@@ -29,7 +29,7 @@ from typing import Any
 import grpc
 import uvloop
 
-from planaria.bootstrap import service
+from planaria.bootstrap import broadcast, service
 from planaria.bootstrap.admission import Admission, folder_beside
 from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.identity import Identity
@@ -295,7 +295,7 @@ def _serve(journal: Path, whole: bool, connection: Connection) -> None:
     logging.basicConfig(level=logging.ERROR)
     service._OPTIONS = tuple(option for option in service._OPTIONS if "keepalive" not in option[0])
     if whole:
-        service.MOST_RECENT = 0
+        broadcast.MOST_RECENT = 0
     uvloop.run(serve(LONG, journal, connection))
 
 

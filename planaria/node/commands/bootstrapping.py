@@ -143,7 +143,7 @@ class Bootstrapping:
             return place, enrol._replace(port=port)
 
         show = partial(_show_invites, admission.folder)
-        named = admission, certified, registry.run, at, addresses_for, show, self.others
+        named = admission, certified, self.rules.run, at, addresses_for, show, self.others
         return Admitting(*named).serving()
 
     def _page_beside(

@@ -54,13 +54,16 @@ class Living:
         registry.on_happened = self._happened
 
     def _happened(self, node: str, lines: Sequence[str]) -> None:
-        driver, committed = self._registry.driver, self._registry.driver_step
+        machine = self._registry.machine
+        driver = machine.view.driver
+        record = machine.members.by_name.get(driver)
+        committed = 0 if record is None else record.committed
         for line in lines:
             self._history.hear_from(node, line, self._stages, time.time(), driver, committed)
 
     def look(self) -> None:
         """Update the node-seconds."""
-        self._history.look(self._registry.members, time.time())
+        self._history.look(len(self._registry.machine.members), time.time())
 
     def now(self) -> dict[str, Any]:
         self.look()
@@ -81,7 +84,7 @@ class Living:
     def _exposed(self) -> bytes:
         self.look()
         samples = of_registry(self._registry.describe(), self._history, self._run)
-        return exposition(self._registry.run, samples)
+        return exposition(self._registry.machine.rules.run, samples)
 
 
 class RemoteRun:
