@@ -381,12 +381,8 @@ class Attempt:
     def passes_done(self) -> list[pb.Pass]:
         """Passes done at this node."""
         return [
-            pb.Pass(
-                microbatch=done.microbatch,
-                position=done.position,
-                backward=done.kind == "gradient",
-            )
-            for done in self._done
+            pb.Pass(microbatch=microbatch, position=position, backward=kind == "gradient")
+            for microbatch, position, kind in self._done
         ]
 
     def give_up(self, then: Callable[[list[int]], None]) -> None:
@@ -435,9 +431,7 @@ class Attempt:
             try:
                 await self._completed.within(self._until)
             except TimeoutError:
-                reason = (
-                    f"microbatches {sorted(missing)} are not computed here, though all are home"
-                )
+                reason = f"microbatches {sorted(missing)}, which are home, are not computed here"
                 raise ComplaintError(reason) from None
         if self.node in self._plan.maskable:
             self._gradients_kept = await exchanges.compute(self.place.work.keep_gradient)
@@ -648,11 +642,9 @@ class Attempt:
         sender = visit.sender(frame.kind)
         if self._neighbour.knows(sender.key, peer) and visit.node == self.node:
             self._compare(sender, peer, frame)
-        elif sender.node == peer and visit.stage == self._plan.stage and visit.node != self.node:
-            self._do_again(visit, peer, frame)
-
-    def _do_again(self, visit: Visit, peer: str, frame: Frame) -> None:
-        if self._second.takes(visit.key, peer, frame):
+            return
+        is_double = visit.stage == self._plan.stage and visit.node != self.node
+        if is_double and sender.node == peer and self._second.takes(visit.key, peer, frame):
             self._compute_again(visit, peer, frame)
 
     def _compute_again(self, visit: Visit, peer: str, frame: Frame) -> None:

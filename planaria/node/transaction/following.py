@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from planaria.node.transaction.commits import entering
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 
@@ -63,6 +64,14 @@ class FollowingJoiner:
     def lost(self, peer: str) -> None:
         """The gradients that `peer` feeds won't come."""
         self.feeders = {b: NOBODY if by == peer else by for b, by in self.feeders.items()}
+
+    def fault_in(self, commit: pb.Commit, stage: int) -> str:
+        """Why it can't go on with this commit; empty: it can."""
+        if commit.step > self.heard + 1:
+            return f"the commit of step {self.heard + 1} was missed"
+        if entering(commit, stage):
+            return f"step {commit.step} contains relearning updates that this node lacks"
+        return ""
 
     def hear(self, commit: pb.Commit) -> None:
         """Adds the commit after `heard`."""

@@ -14,7 +14,7 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import DIVERGENCE, NONFINITE, NUMBERS, SILENT, Cause
 from planaria.node.report.events import MessageRefused
 from planaria.node.transaction.bounds import LONGEST_WORDS, fault_to_member
-from planaria.node.transaction.commits import entering, fault_in_chain, fault_in_relearned
+from planaria.node.transaction.commits import fault_in_chain, fault_in_relearned
 from planaria.node.transaction.effects import (
     NEVER,
     Adopt,
@@ -56,6 +56,15 @@ class MemberPhase(enum.Enum):
     READY = "ready"
     HALTED = "halted"
 
+    @property
+    def may_vote(self) -> bool:
+        """Whether an attempt runs in which the member has yet to vote."""
+        return self in (MemberPhase.RUNNING, MemberPhase.REDUCING)
+
+    @property
+    def attempts(self) -> bool:
+        return self.may_vote or self is MemberPhase.READY
+
 
 class Frames(enum.Enum):
     """What to do with a frame that belongs to some ballot."""
@@ -63,6 +72,32 @@ class Frames(enum.Enum):
     TAKE = enum.auto()
     HOLD = enum.auto()
     DROP = enum.auto()
+
+
+class Reports:
+    """What a member reports once, though it happens again. `node`: its seat."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._refused: set[tuple[str, str]] = set()  # in this view: node and kind of message
+        self.accused: set[str] = set()  # nodes reported to the registry since the last commit
+
+    def refuses(self, peer: str, body: str) -> bool:
+        """Whether a refused message is the first of its kind in this view."""
+        new = (node_of(peer), body) not in self._refused
+        self._refused.add((node_of(peer), body))
+        return new
+
+    def accuse(self, node: str, reason: str, cause: Cause) -> list[Effect]:
+        """Accuses a node to the registry, once in a step, for what this member saw itself: one
+        accusation isn't enough there, and a report by way of the driver would be the driver's. The
+        driver alone finds out whether the model causes non-finite values, and which of two replicas
+        differs."""
+        own = node_of(node) == node_of(self._node)
+        if own or cause in (SILENT, NONFINITE, DIVERGENCE) or node in self.accused:
+            return []
+        self.accused.add(node)
+        return [Suspect(node, reason[:LONGEST_WORDS], cause)]
 
 
 class MemberSide:
@@ -106,8 +141,7 @@ class MemberSide:
         self.relearning = 0  # updates that aren't in the weights yet
         self.hang = ""  # why its compute hangs; empty: it doesn't
         self.halt: pb.Halt | None = None
-        self.refused: set[tuple[str, str]] = set()  # in this view: node and kind of message
-        self.accused: set[str] = set()  # nodes reported to the registry since the last commit
+        self.reports = Reports(node)
 
     # --- events
 
@@ -116,8 +150,7 @@ class MemberSide:
         if view.number <= self.view.number:
             return []
         self.view = view
-        self.refused.clear()
-        self.accused.clear()
+        self.reports = Reports(self.node)
         if all(member.node != self.node for member in view.members):
             return [Rejoin(f"view {view.number} is without this node: {view.reason}")]
         return []
@@ -133,13 +166,7 @@ class MemberSide:
                 return self._answer(peer, ballot)
             return [Send(peer, pb.Message(ballot=self.promised.message(), stale=pb.Stale()))]
         if wrong := fault_to_member(message, self.stage):
-            refused = MessageRefused(
-                peer=peer, body=body, why=f"it sent an invalid message: {wrong}"
-            )
-            return [
-                refused,
-                Suspect(peer, f"the driver {peer} sent an invalid message: {wrong}", NUMBERS),
-            ]
+            return self._refuse_driver(peer, body or "nothing", f"an invalid message: {wrong}")
         return self._obey(peer, ballot, message)
 
     def _obey(self, peer: str, ballot: Ballot, message: pb.Message) -> list[Effect]:
@@ -166,10 +193,8 @@ class MemberSide:
         return self.view.driver == peer != "" and ballot.view <= self.view.number
 
     def _refuse(self, peer: str, body: str, ballot: Ballot) -> list[Effect]:
-        """Reports a refused message once in a view, even if it is repeated."""
-        if (node_of(peer), body) in self.refused:
+        if not self.reports.refuses(peer, body):
             return []
-        self.refused.add((node_of(peer), body))
         number, driver = self.view.number, self.view.driver or "nobody"
         why = f"{driver} drives view {number}, the newest one here; it is of view {ballot.view}"
         return [MessageRefused(peer=peer, body=body, why=why)]
@@ -181,7 +206,7 @@ class MemberSide:
         whether it is finite, the digest of the current weights (empty: not computed), seconds per
         microbatch, and the relearned updates that may enter. `contributions`: of replicas, as far
         as examined."""
-        if not self._is_voting() or ballot != self.attempt:
+        if not self.phase.may_vote or ballot != self.attempt:
             return []
         self.seconds_per_microbatch = ready.seconds_per_microbatch
         self.offered, self.contributions = ready.relearned, contributions
@@ -230,8 +255,7 @@ class MemberSide:
         """The state of `synced.step` is in place; `last` is the commit that made it."""
         self.lineage, self.committed = self.sync.lineage, synced.step
         self.void = self.weightless = False
-        self.last = last
-        self.boosted_at = boosted_at
+        self.last, self.boosted_at = last, boosted_at
         answer = self._changed(synced.digest)
         if self.following is not None:
             self.following.state = synced
@@ -247,11 +271,11 @@ class MemberSide:
         """Reports that this node can't do its part of what runs under `ballot`."""
         failed = pb.Failed(reason=reason[:LONGEST_WORDS], accused=accused, cause=cause)
         reports = [
-            report for node in accused for report in self._tell_registry(node, reason, cause)
+            report for node in accused for report in self.reports.accuse(node, reason, cause)
         ]
         if self.following is not None:
             return reports + self._unfollow(failed) if ballot == self.following.ballot else []
-        running = self._is_voting() and self._is_of_attempt(ballot)
+        running = self.phase.may_vote and self._is_of_attempt(ballot)
         syncing = self.phase is MemberPhase.SYNCING and ballot == self.promised
         if not running and not syncing:
             return []
@@ -265,64 +289,50 @@ class MemberSide:
         """Reports that data from or for `node` can't get through or can't be used. The driver
         decides whether the attempt can go on without that node. After this node's vote, data for
         others may be lost."""
-        if not (self._attempting() and self._is_of_attempt(ballot)):
+        if not (self.phase.attempts and self._is_of_attempt(ballot)):
             return []
-        reports = self._tell_registry(node, reason, cause)
+        reports = self.reports.accuse(node, reason, cause)
         return [*reports, self._to_driver(pb.Message(cut=_cut(node, reason, cause)))]
 
     def accuse(self, node: str, reason: str, cause: Cause) -> list[Effect]:
         """Accuses `node` for an invalid state, boundary tensor or copy. No attempt depends on
         it."""
-        reports = self._tell_registry(node, reason, cause)
+        reports = self.reports.accuse(node, reason, cause)
         if self.driver in ("", node):
             return reports
         return [*reports, NEVER.send(self.driver, cut=_cut(node, reason, cause))]
 
-    def _tell_registry(self, node: str, reason: str, cause: Cause) -> list[Effect]:
-        """Accuses a node to the registry, once in a step, for what this member saw itself: one
-        accusation isn't enough there, and a report by way of the driver would be the driver's. The
-        driver alone finds out whether the model causes non-finite values, and which of two replicas
-        differs."""
-        own = node_of(node) == node_of(self.node)
-        if own or cause in (SILENT, NONFINITE, DIVERGENCE) or node in self.accused:
-            return []
-        self.accused.add(node)
-        return [Suspect(node, reason[:LONGEST_WORDS], cause)]
-
     def gradient_came(self, ballot: Ballot, feeder: str) -> list[Effect]:
         """The reduced gradient of an attempt is here, from a replica of this node's stage."""
-        if self.following is None:
-            return []
-        self.following.came(ballot, feeder)
+        if self.following is not None:
+            self.following.came(ballot, feeder)
         return self._follow_on()
 
     def gradient_refused(self, reason: str, feeder: str, cause: Cause) -> list[Effect]:
         """A replica's message for a gradient is unusable."""
         if self.following is None:
             return []
-        reports = self._tell_registry(feeder, reason, cause)
+        reports = self.reports.accuse(feeder, reason, cause)
         return reports + self._unfollow(
             pb.Failed(reason=reason[:LONGEST_WORDS], accused=[feeder], cause=cause)
         )
 
     def gradient_missed(self, ballot: Ballot) -> list[Effect]:
         """The gradient won't come: too many of them wait."""
-        if self.following is None:
-            return []
-        self.following.missed(ballot)
+        if self.following is not None:
+            self.following.missed(ballot)
         return self._follow_on()
 
     def link_lost(self, peer: str) -> list[Effect]:
         """Messages and frames of `peer`, and those for it, are lost."""
-        if self.following is None:
-            return []
-        self.following.lost(peer)
-        self.following.caught_up = self.following.caught_up and peer != self.driver
+        if self.following is not None:
+            self.following.lost(peer)
+            self.following.caught_up = self.following.caught_up and peer != self.driver
         return self._follow_on()
 
     def frames(self, ballot: Ballot) -> Frames:
         """What to do with a frame that was sent by the plan of `ballot`."""
-        if self._is_of_attempt(ballot) and self._attempting():  # others may still work on it
+        if self._is_of_attempt(ballot) and self.phase.attempts:  # others may still work on it
             return Frames.TAKE
         if self.phase is not MemberPhase.HALTED and ballot > max(self.promised, self.attempt):
             return Frames.HOLD
@@ -339,13 +349,13 @@ class MemberSide:
         return Send(self.driver, message)
 
     def _queried(self, peer: str, ballot: Ballot) -> list[Effect]:
-        attempting = self.step if self._attempting() else 0
+        attempting = self.step if self.phase.attempts else 0
         self._promise(peer, ballot)
         if ballot.view == self.view.number:
             self.heard.asked(ballot.view, active(self.view))
         self.halt = None  # the driver queries again
         effects: list[Effect] = []
-        if self._is_voting():
+        if self.phase.may_vote:
             effects.append(DropAttempt(self.attempt))
         if self.phase is not MemberPhase.READY:
             self.phase = MemberPhase.FOLLOWING if self.following is not None else MemberPhase.IDLE
@@ -364,13 +374,6 @@ class MemberSide:
 
     def _is_of_attempt(self, ballot: Ballot) -> bool:
         return self.began <= ballot <= self.attempt
-
-    def _is_voting(self) -> bool:
-        """Whether it has yet to vote."""
-        return self.phase in (MemberPhase.RUNNING, MemberPhase.REDUCING)
-
-    def _attempting(self) -> bool:
-        return self._is_voting() or self.phase is MemberPhase.READY
 
     def _answer(self, peer: str, ballot: Ballot, attempting: int = 0) -> list[Effect]:
         if self.changing:
@@ -411,7 +414,7 @@ class MemberSide:
             try:
                 begin = self.heard.whole(ballot, step.begin)
             except ValueError as error:
-                return [*effects, self._to_driver(pb.Message(failed=pb.Failed(reason=str(error))))]
+                return effects + self._cannot(str(error))
             effects += self._begun(ballot, begin)
         return effects
 
@@ -433,11 +436,10 @@ class MemberSide:
         if self.void:  # the run starts over, since no node has a state
             return [Rejoin("a rebuild that was given up has overwritten its weights")]
         if begin.step != self.committed + (begin.kind == pb.Begin.TRAIN):
-            reason = (
+            return self._cannot(
                 f"asked to begin step {begin.step}, but step {self.committed} is the last "
                 "one committed here"
             )
-            return [self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]
         self.following = None
         self.trained = True
         self.phase = MemberPhase.RUNNING
@@ -448,9 +450,8 @@ class MemberSide:
     def _went_on(self, ballot: Ballot, begin: pb.Begin) -> list[Effect]:
         """Goes on by a new plan. A vote is void: its gradient lacks what others have to redo."""
         since = Ballot.of(begin.since)
-        if not self._attempting() or since != self.began:
-            reason = f"asked to go on with attempt {since}, which isn't running here"
-            return [self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]
+        if not self.phase.attempts or since != self.began:
+            return self._cannot(f"asked to go on with attempt {since}, which isn't running here")
         self.phase = MemberPhase.RUNNING
         self.attempt = ballot
         return [GoOn(ballot, begin)]
@@ -460,11 +461,10 @@ class MemberSide:
         attempt began, so it may train as if it had begun it."""
         since = Ballot.of(begin.since)
         if self.phase is not MemberPhase.IDLE or self.void or begin.step != self.committed + 1:
-            reason = (
+            return self._cannot(
                 f"asked to enter attempt {since} at step {begin.step}, but this node has step "
                 f"{self.committed} and is {self.phase.value}"
             )
-            return [self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]
         self.phase, self.trained = MemberPhase.RUNNING, True
         self.began, self.attempt, self.step = since, ballot, begin.step
         return [StartAttempt(since, begin), GoOn(ballot, begin)]
@@ -482,25 +482,25 @@ class MemberSide:
         if not has_records(commit) and hash_of_records(self.records) == commit.records:
             commit = with_records(commit, self.records)
         if self.key and not is_sealed(commit, self.key, self.view.run):
-            return self._refuse_commit(f"step {commit.step}, which {self.decider} hasn't signed")
-        why = fault_in_chain(commit, self.last, self.lineage)
+            why = f"step {commit.step}, which {self.decider} hasn't signed"
+        else:
+            why = fault_in_chain(commit, self.last, self.lineage)
         if why := why or fault_in_relearned(commit, self.stage, self.offered):
-            return self._refuse_commit(why)
-        return [*self._look_at_records(commit), *self._apply(commit)]
+            return self._refuse_driver(self.driver, "step", f"a commit of {why}")
+        effects: list[Effect] = []
+        if self.records and not has_records(commit):
+            # No reason to stay behind: others have applied the commit.
+            why = f"a commit of step {commit.step} with other records than before"
+            effects = self._refuse_driver(self.decider, "step", why)
+        return [*effects, *self._apply(commit)]
 
-    def _look_at_records(self, commit: pb.Commit) -> list[Effect]:
-        """Checks the records. Wrong ones are no reason to stay behind: others have applied the
-        commit."""
-        if not self.records or has_records(commit):
-            return []
-        difference = f"step {commit.step} with other records than it sent before"
-        event = MessageRefused(peer=self.decider, body="step", why=difference)
-        return [event, Suspect(self.decider, f"{self.decider} has committed {difference}", NUMBERS)]
+    def _refuse_driver(self, driver: str, body: str, fault: str) -> list[Effect]:
+        refused = MessageRefused(peer=driver, body=body, why=fault)
+        return [refused, Suspect(driver, f"the driver {driver} sent {fault}", NUMBERS)]
 
-    def _refuse_commit(self, fault: str) -> list[Effect]:
-        why = f"the driver {self.driver} sent a commit of {fault}"
-        refused = MessageRefused(peer=self.driver, body="step", why=f"a commit of {fault}")
-        return [refused, Suspect(self.driver, why, NUMBERS)]
+    def _cannot(self, reason: str) -> list[Effect]:
+        """Reports that this node can't do what the driver wants."""
+        return [self._to_driver(pb.Message(failed=pb.Failed(reason=reason)))]
 
     def _apply(self, commit: pb.Commit) -> list[Effect]:
         self.phase = MemberPhase.IDLE
@@ -511,11 +511,11 @@ class MemberSide:
         self.last, self.records = commit, ()
         self.gradients.note(self.contributions, self.replicas)
         self.changing = True
-        self.accused.clear()
+        self.reports.accused.clear()
         return [Apply(commit)]
 
     def _recorded(self, ballot: Ballot, records: pb.Records) -> list[Effect]:
-        if not self._is_voting() or ballot != self.attempt:
+        if not self.phase.may_vote or ballot != self.attempt:
             return []
         self.records = records.microbatches
         return self._vote()
@@ -531,7 +531,7 @@ class MemberSide:
 
     def _synced(self, peer: str, ballot: Ballot, sync: pb.Sync) -> list[Effect]:
         self._promise(peer, ballot)
-        effects: list[Effect] = [DropAttempt(self.attempt)] if self._attempting() else []
+        effects: list[Effect] = [DropAttempt(self.attempt)] if self.phase.attempts else []
         if sync.method in COPIED and (sync.lineage, sync.step) == (self.lineage, self.committed):
             self.lineage = self.committed = 0  # its state differs from its replicas'
         self.trained = False
@@ -545,7 +545,7 @@ class MemberSide:
         self.following = None
         if self.phase is MemberPhase.READY:  # a later driver may commit it
             return [Halted(halt)]
-        effects: list[Effect] = [DropAttempt(self.attempt)] if self._attempting() else []
+        effects: list[Effect] = [DropAttempt(self.attempt)] if self.phase.attempts else []
         self.phase = MemberPhase.HALTED
         return [*effects, Halted(halt)]
 
@@ -555,20 +555,16 @@ class MemberSide:
         """The others begin an attempt in which this node is a joiner."""
         self.trained = False
         if self.following is None:
-            return [self._to_driver(pb.Message(failed=pb.Failed(reason="it doesn't follow")))]
+            return self._cannot("it doesn't follow")
         self.phase = MemberPhase.FOLLOWING
         self.following.begun(ballot, begin, self.node)
         return self._follow_on()
 
     def _hear(self, commit: pb.Commit) -> list[Effect]:
         assert self.following is not None
-        expected = self.following.heard + 1
-        if commit.step < expected:
+        if commit.step <= self.following.heard:
             return []
-        if commit.step > expected:
-            return self._unfollow(pb.Failed(reason=f"the commit of step {expected} was missed"))
-        if entering(commit, self.stage):
-            why = f"step {commit.step} contains relearning updates that this node lacks"
+        if why := self.following.fault_in(commit, self.stage):
             return self._unfollow(pb.Failed(reason=why))
         self.phase = MemberPhase.FOLLOWING  # it was about to vote, but the others didn't wait
         self.following.hear(commit)

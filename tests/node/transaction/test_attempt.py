@@ -445,7 +445,7 @@ def test_who_lacks_a_microbatch_says_so_in_time() -> None:
     clock.sleep(1000.0)
     assert not completing.done, "they may be on their way"
     attempt.hurry(1007.0)
-    with pytest.raises(ComplaintError, match=r"microbatches \[0, 1, 2, 3, 4\] are not computed"):
+    with pytest.raises(ComplaintError, match=r"\[0, 1, 2, 3, 4\], which are home, are not"):
         clock.outcome(completing)
     assert clock.now == 1007.0
 
