@@ -24,10 +24,10 @@ from planaria.node.model.learning_rate import of_run
 from planaria.node.model.modules import EmbeddingStage
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
-from planaria.node.stage.crossing import put_together, taken_apart
 from planaria.node.stage.initial import Beginning
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.own_code import load_as_said
+from planaria.node.stage.work import put_together, taken_apart
 from planaria.node.wire.frames import Codec
 from planaria.node.wire.tensors import as_received
 from planaria.recovery.orders import order, window_orders

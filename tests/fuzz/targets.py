@@ -164,7 +164,7 @@ def chunks(data: bytes) -> None:
             with suppress(WireError):
                 chunk.verify()
             if chunk.order:
-                list(session.chunk_came(chunk))
+                list(session.inbox.take(chunk))
             else:  # what an acknowledgement could say
                 session.outbox.acknowledge(chunk.frame, chunk.offset, 0.0)
             session.inbox.acknowledged()

@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from planaria.node.machine.watch import Watch, kind_of
+from planaria.node.machine.compute import kind_of
+from planaria.node.machine.watch import Watch
 from planaria.node.ports import Priority
 from planaria.node.report.line_file import LineFile
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId

@@ -121,8 +121,7 @@ def arm(faults: Faults, wrap: Callable[[Any, str, Any], None] = setattr) -> None
     """Makes the node's code in this process obey `faults` from here on."""
     import torch
 
-    from planaria.node.machine.compute import ComputeThread
-    from planaria.node.machine.watch import kind_of
+    from planaria.node.machine.compute import ComputeThread, kind_of
     from planaria.node.report.line_file import LineFile
     from planaria.node.stage.arithmetic import TorchStage
     from planaria.node.stage.work import TorchWork

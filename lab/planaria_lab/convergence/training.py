@@ -28,10 +28,10 @@ from planaria.node.model.learning_rate import boost, of_run
 from planaria.node.model.modules import BodyStage, EmbeddingStage, build_stage
 from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.run_file import RunFile, Section, WireSection
-from planaria.node.stage.crossing import put_together, taken_apart
 from planaria.node.stage.initial import Beginning
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.own_code import load_as_said
+from planaria.node.stage.work import put_together, taken_apart
 from planaria.node.wire.frames import Codec
 from planaria.node.wire.tensors import as_received, decode, encode
 from planaria.recovery import relearning

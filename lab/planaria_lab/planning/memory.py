@@ -17,10 +17,10 @@ from planaria.node.model.modules import parameter_shapes
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
 from planaria.node.stage.activations import saved, working
-from planaria.node.stage.crossing import crossing_bytes, kept_bytes
 from planaria.node.state.twin import next_stage
 from planaria.node.transaction.averaging import feeds_back
 from planaria.node.transaction.in_flight_window import most_out
+from planaria.node.wire.frames import crossing_bytes, kept_bytes
 from planaria.recovery.snapshot import Layout, held_at
 from planaria_lab.simulator.swarm import (
     STATE,

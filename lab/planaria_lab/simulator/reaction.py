@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from planaria.bootstrap.rules import MembershipRules
-from planaria.node.stage.crossing import kept_bytes
+from planaria.node.wire.frames import kept_bytes
 from planaria.recovery.facts import INEXACT
 from planaria.recovery.relearning import passes, updates_to_look
 from planaria_lab.emulation.links import Link

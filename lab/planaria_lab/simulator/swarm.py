@@ -15,8 +15,8 @@ import torch
 from planaria.node.model.modules import parameter_shapes
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
-from planaria.node.stage.crossing import crossing_bytes
 from planaria.node.transaction.in_flight_window import most_out
+from planaria.node.wire.frames import crossing_bytes
 from planaria.recovery.learner import orthogonalizing_flops
 from planaria.recovery.relearning import at_a_time
 from planaria_lab.emulation.links import Link, Network

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from planaria.node.machine.compute import ComputeThread
-from planaria.node.machine.watch import kind_of
+from planaria.node.machine.compute import ComputeThread, kind_of
 from planaria.node.model.shape import model_config
 from planaria.node.report.event_log import EventLog
 from planaria.node.report.events import SwarmEnding

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from planaria.node.machine.watch import Hang, Watch, kind_of
+from planaria.node.machine.watch import Hang, Watch
 from planaria.node.ports import Priority
 
 T = TypeVar("T")
@@ -132,3 +132,10 @@ def _settle(future: asyncio.Future[T], result: T | Exception) -> None:
         future.set_exception(result)
     else:
         future.set_result(result)
+
+
+def kind_of(work: Callable[..., Any]) -> str:
+    """The kind of a task: the name of the function that it calls."""
+    while isinstance(work, partial):
+        work = work.func
+    return getattr(work, "__name__", type(work).__name__).strip("_")

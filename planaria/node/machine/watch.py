@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 TIMES: Final = 5.0
 """Multiple of the median of its kind after which a task hangs."""
@@ -31,13 +29,6 @@ class Hang(NamedTuple):
     def __str__(self) -> str:
         usual = f", which takes {self.usual:.2g} s" if self.usual else ""
         return f"its compute thread hangs: {self.seconds:.0f} s at `{self.task}`{usual}"
-
-
-def kind_of(work: Callable[..., Any]) -> str:
-    """The kind of a task: the name of the function that it calls."""
-    while isinstance(work, partial):
-        work = work.func
-    return getattr(work, "__name__", type(work).__name__).strip("_")
 
 
 class Watch:

@@ -5,6 +5,5 @@
 - `lesson.py`: relearning
 - `optimizer.py`: AdamW over one flat view of the weights
 - `initial.py`: first weights; `own_code.py` loads an architecture of a run's own
-- `crossing.py`: what crosses a boundary between stages
 - `activations.py`: memory that a microbatch needs; `room.py`: how many fit at a time
 """

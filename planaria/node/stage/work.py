@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,6 @@ from planaria.node.model.modules import BodyStage, EmbeddingStage
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
 from planaria.node.stage.activations import saved, working
-from planaria.node.stage.crossing import forms, put_together, taken_apart
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.room import DeviceRoom
 from planaria.node.transaction.attempt import Done, NoRoomError, Visit
@@ -35,7 +34,9 @@ from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
 from planaria.node.wire.frames import (
+    Codec,
     FiguresError,
+    Form,
     Frame,
     NonFiniteError,
     WireError,
@@ -360,6 +361,35 @@ class TorchWork:
             self.optimizer.gradient.add_(attempt.for_others.pop(node))
         attempt.inherited |= lost
         return self._kept_gradients
+
+
+# A token's figures are sent in a codec of [wire]. Its integer features, the id in a subspace and
+# where documents begin, are sent as bytes: exactly, with any codec. Only figures have gradients.
+
+
+def forms(config: ModelConfig, rows: int, codec: Codec, kind: str) -> list[Form]:
+    """Tensor forms of an "activation" or "gradient" of `rows` samples."""
+    figures = Form("float32", (rows, config.context, config.written), codec)
+    beside = Form("uint8", (rows, config.context, config.beside))
+    return [figures, beside] if config.beside and kind == "activation" else [figures]
+
+
+def taken_apart(x: Tensor, config: ModelConfig, kind: str) -> list[Tensor]:
+    """Split float [B, T, crossing] into the tensors of such a frame."""
+    figures, beside = x[..., : config.written], x[..., config.written :]
+    return [figures, beside.byte()] if config.beside and kind == "activation" else [figures]
+
+
+def put_together(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
+    """Inverse of `taken_apart`, float [B, T, crossing]; a gradient is 0 beside the figures."""
+    figures, *beside = parts
+    if not config.beside:
+        return figures
+    x = figures.new_zeros(*figures.shape[:-1], config.crossing)
+    x[..., : config.written] = figures
+    if beside:
+        x[..., config.written :] = beside[0]
+    return x
 
 
 def _as_it_is(call: Callable[..., Any]) -> Callable[..., Any]:

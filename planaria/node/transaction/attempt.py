@@ -535,7 +535,8 @@ class Attempt:
                 self._inject_now(visit.microbatch)
             return
         self._seen.add(this)
-        self._compare(visit.sender(frame.kind), peer, frame)
+        if visit.sender(frame.kind).key in self._neighbour.visits():
+            self._compare(visit.sender(frame.kind), peer, frame)
         forward = frame.kind == "activation"
         priority = Priority.FORWARD if forward and not visit.at_head else Priority.BACKWARD
         priority = Priority.BACKGROUND if ahead else priority

@@ -11,7 +11,7 @@ A link:
 - `link_table.py`: which links there are, and who dials; `link.py`: dials and accepts, by gRPC
 - `connection.py`: a link, and the streams that carry it until they break
 - `session.py`: what outlives a stream; `greetings.py`: how the ends prove who they are
-- `chunks.py`: frames in pieces; `streams.py`: over how many streams; `ordering.py`: in order again
+- `chunks.py`: frames in pieces; `streams.py`: over how many streams
 - `round_trip.py`: round-trip time; `link_speed.py`: speed; `background.py`: bulk transfers give way
 - `idle.py`: links that nobody needs; `missing_links.py`: links that don't come up, for the registry
 - `outbox.py`: what waits for a link; `relays.py`: a way through a third node

@@ -4,7 +4,9 @@ Pure: chunks in, chunks out. A frame gets its number when its first chunk leaves
 sees consecutive new numbers. A more urgent kind overtakes between two chunks. Within a kind frames
 keep their order, so at most one frame of each kind is in flight. A new connection resumes at the
 inbox's position: chunks lost on the old one are sent again. Each chunk carries its sequence
-number, since chunks may arrive by several streams (ordering.py).
+number from 1 in its direction of a connection, since chunks may arrive by several streams. An early
+chunk waits. A sender has at most a window of payload in flight, and `HEADS` bytes of frames'
+overhead. So chunks that wait beyond that are refused, as are duplicates.
 
 Copies travel in the background: their chunks leave when background.py grants room. They are
 acknowledged at once, since background.py measures how long they have queued.
@@ -13,13 +15,14 @@ acknowledged at once, since background.py measures how long they have queued.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from planaria.node.wire.background import FIRST, Background
+from planaria.node.wire.budget import ITEM
 from planaria.node.wire.frames import (
     KINDS,
     Chunk,
@@ -29,7 +32,6 @@ from planaria.node.wire.frames import (
     check_payload_size,
     pack_chunk,
 )
-from planaria.node.wire.ordering import HEAD, HEADS
 from planaria.node.wire.streams import Streams
 
 ACKNOWLEDGE_EVERY: Final = 2  # chunks, and at each frame's end; a window holds at least as many
@@ -39,6 +41,10 @@ PIECES: Final = FIRST, 128 << 10
 chunks of it, unless those are too small. Streams differ in speed, and a late chunk on one holds up
 what came by the others. The least is TCP's initial window, also after a pause: more takes two round
 trips."""
+
+HEADS: Final = 1 << 20
+"""Bytes of heads of frames in flight; each frame counts `HEAD` more."""
+HEAD: Final = 2 * ITEM
 
 
 @dataclass(slots=True, eq=False)
@@ -235,6 +241,43 @@ def _take(buffers: deque[memoryview], length: int) -> list[memoryview]:
     return parts
 
 
+class Ordering:
+    """Chunk order in one direction of a link."""
+
+    def __init__(self, window: int) -> None:
+        """`window`: bytes of payload that the sender may have in flight."""
+        self._most = 2 * (window + HEADS)  # since a chunk takes memory of its own
+        self._due = 1
+        self._early: dict[int, Chunk] = {}
+        self._waiting = 0  # bytes
+
+    def take(self, chunk: Chunk) -> Iterator[Chunk]:
+        """The chunks that are next in order, given this one. Raises WireError."""
+        if chunk.order < self._due or chunk.order in self._early:
+            raise WireError(
+                f"a chunk in place {chunk.order}, which is taken; the next one is {self._due}"
+            )
+        self._early[chunk.order] = chunk
+        self._waiting += _size(chunk)
+        if chunk.order > self._due and self._waiting > self._most:
+            raise WireError(
+                f"{self._waiting} bytes before the chunk in place {self._due}; at most {self._most}"
+            )
+        while (due := self._early.pop(self._due, None)) is not None:
+            self._due += 1
+            self._waiting -= _size(due)
+            yield due
+
+    def begin_anew(self) -> None:
+        """Restart on a new connection. Waiting chunks are sent again."""
+        self._due, self._waiting = 1, 0
+        self._early.clear()
+
+
+def _size(chunk: Chunk) -> int:
+    return len(chunk.data) + len(chunk.head) + ITEM
+
+
 @dataclass(slots=True, eq=False)
 class _Receiving:
     frame: Frame
@@ -245,16 +288,23 @@ class _Receiving:
 class Inbox:
     """Reassembles frames from chunks; an invalid chunk raises WireError."""
 
-    def __init__(self, payload_limit: int) -> None:
+    def __init__(self, payload_limit: int, window: int) -> None:
         self._limit = payload_limit
+        self._ordering = Ordering(window)
         self._partial: dict[int, _Receiving] = {}
         self._last = 0
         self._chunks = 0  # since the last acknowledgement
         self._unacknowledged: dict[int, int] = {}  # bytes received but not acknowledged, by frame
         self._due: dict[int, int] = {}
 
+    def take(self, chunk: Chunk) -> Iterator[Frame]:
+        """The frames completed by this chunk, from any stream. Raises WireError."""
+        for due in self._ordering.take(chunk):
+            if (frame := self.receive(due)) is not None:
+                yield frame
+
     def receive(self, chunk: Chunk) -> Frame | None:
-        """The frame that this chunk completes, if it does. Raises WireError."""
+        """The frame that this chunk, the next in order, completes, if it does. Raises WireError."""
         receiving = self._partial.get(chunk.frame) or self._begin(chunk)
         if chunk.size != len(receiving.payload) or chunk.offset != receiving.received:
             raise WireError(
@@ -280,8 +330,9 @@ class Inbox:
         return due
 
     def progress(self) -> tuple[int, dict[int, int]]:
-        """The number of frames begun, and the bytes received of each incomplete one. It replaces
-        the acknowledgements that were due."""
+        """The number of frames begun, and the bytes received of each incomplete one, for a new
+        connection. It replaces the acknowledgements that were due."""
+        self._ordering.begin_anew()
         self._due.clear()
         self._unacknowledged.clear()
         self._chunks = 0

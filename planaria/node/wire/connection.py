@@ -585,7 +585,7 @@ class Connection:
                 self.wake()
                 return
             self._link.used()
-            for frame in self._session.chunk_came(chunk):
+            for frame in self._session.inbox.take(chunk):
                 if frame.kind in RELAYED:
                     self._links.relays.on_frame(self.peer, frame)
                 else:

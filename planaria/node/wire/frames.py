@@ -13,7 +13,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import msgpack
 from google.protobuf.message import DecodeError
@@ -21,6 +21,10 @@ from xxhash import xxh3_64_intdigest
 
 from planaria.bootstrap.registry_pb2 import CHECKSUM, NONFINITE, NUMBERS, SHAPE, Cause
 from planaria.node.wire import stage_pb2 as pb
+
+if TYPE_CHECKING:
+    from planaria.node.model.shape import ModelConfig
+    from planaria.node.run_file import WireSection
 
 Codec = Literal["none", "bf16", "fp16", "int8", "int4"]
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -164,6 +168,23 @@ def encoded_size(count: int, dtype: str, codec: Codec) -> int:
             return -(-count // BLOCK) * 4 + count
         case "int4":
             return -(-count // TILE) * (2 + TILE // 2)
+
+
+def crossing_bytes(config: ModelConfig, tokens: int, wire: WireSection) -> tuple[int, int]:
+    """Bytes of the activations of `tokens` tokens, and of their gradients."""
+    figures = tokens * config.written
+    activations, gradients = (
+        encoded_size(figures, "float32", codec) for codec in (wire.activations, wire.gradients)
+    )
+    return activations + tokens * config.beside, gradients
+
+
+def kept_bytes(config: ModelConfig, tokens: int, wire: WireSection) -> int:
+    """Bytes of the activations of `tokens` tokens, as both sides keep them for relearning
+    (node/state/boundary.py): as sent, or in bf16 if that is less."""
+    crossed, _ = crossing_bytes(config, tokens, wire)
+    narrowed = encoded_size(tokens * config.written, "float32", "bf16") + tokens * config.beside
+    return min(crossed, narrowed)
 
 
 def buffers_of(payload: Payload) -> tuple[memoryview, ...]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -25,8 +25,7 @@ from xxhash import xxh3_64_hexdigest
 from planaria.node.wire.background import Background
 from planaria.node.wire.budget import ITEM
 from planaria.node.wire.chunks import Inbox, Outbox
-from planaria.node.wire.frames import KINDS, UINT64, Chunk, DamagedError, Frame, WireError
-from planaria.node.wire.ordering import Ordering
+from planaria.node.wire.frames import KINDS, UINT64, DamagedError, Frame, WireError
 
 ACKNOWLEDGE_EVERY: Final = 64
 """Messages after which the next heartbeat is due at once."""
@@ -139,8 +138,7 @@ class Session:
         """`number`: larger than that of any former session with this peer."""
         self.number, self.other = number, 0
         self.outbox = Outbox(bounds.chunk, bounds.window, background)
-        self.inbox = Inbox(bounds.payload)
-        self._ordering = Ordering(bounds.window)
+        self.inbox = Inbox(bounds.payload, bounds.window)
         self._bounds = bounds
         self._sent: deque[_SentMessage] = deque()  # on this connection, and not acknowledged
         self._waiting: deque[_SentMessage] = deque()
@@ -186,12 +184,6 @@ class Session:
     def message_came(self) -> None:
         self._received += 1
 
-    def chunk_came(self, chunk: Chunk) -> Iterator[Frame]:
-        """The frames completed by this chunk, from any stream. Raises WireError."""
-        for due in self._ordering.take(chunk):
-            if (frame := self.inbox.receive(due)) is not None:
-                yield frame
-
     def acknowledge_messages(self, count: int) -> None:
         """The peer has received `count` messages. Raises WireError when that can't be."""
         if not 0 <= count - self._acknowledged <= len(self._sent):
@@ -218,7 +210,6 @@ class Session:
         """The hello for a new connection. After it, data of an older connection must be dropped,
         and so must an answer to an older hello."""
         self._hello_number += 1
-        self._ordering.begin_anew()
         frames, partial = self.inbox.progress()
         return Hello(
             self.number, self.other, self._hello_number, self.acknowledgement(), frames, partial

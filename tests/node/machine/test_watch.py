@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.node.machine.compute import ComputeThread, waiting_for_disk
-from planaria.node.machine.watch import FLOOR, HELD_UP, KNOWN, TIMES, Hang, Watch, kind_of
+from planaria.node.machine.compute import ComputeThread, kind_of, waiting_for_disk
+from planaria.node.machine.watch import FLOOR, HELD_UP, KNOWN, TIMES, Hang, Watch
 from planaria.node.ports import Priority
 
 LOOK = 0.05

@@ -12,8 +12,8 @@ from planaria.node.model.modules import BodyStage, EmbeddingStage
 from planaria.node.model.shape import ModelConfig, named_shapes
 from planaria.node.model.subspace import basis, subspace_of
 from planaria.node.run_file import RunFileError, WireSection, loads
-from planaria.node.stage.crossing import crossing_bytes, forms, put_together, taken_apart
-from planaria.node.wire.frames import Codec
+from planaria.node.stage.work import forms, put_together, taken_apart
+from planaria.node.wire.frames import Codec, crossing_bytes
 from planaria.node.wire.tensors import decode, encode
 from tests.node.model.test_modules import build, hidden, parameters, some_tokens, through
 from tests.node.stage.shapes import GROUPED

@@ -36,7 +36,7 @@ class SlowLink:
         self.rate, self.delay = rate, delay
         self.background = Background()
         self.outbox = Outbox(2 * MEBIBYTE, 16 * MEBIBYTE, lambda: self.background)
-        self.inbox = Inbox(PAYLOAD_LIMIT)
+        self.inbox = Inbox(PAYLOAD_LIMIT, 16 << 20)
         self.now = self.free = 0.0
         self.carried = 0  # bytes of copies that have arrived
         self.under_way: Counter[str] = Counter()  # by kind, bytes that have left and not arrived

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.node.wire.background import Background
-from planaria.node.wire.chunks import PIECES, Inbox, Outbox
+from planaria.node.wire.chunks import HEAD as BESIDE
+from planaria.node.wire.chunks import HEADS, PIECES, Inbox, Outbox
 from planaria.node.wire.frames import (
     KINDS,
     PAYLOAD_LIMIT,
@@ -19,8 +20,6 @@ from planaria.node.wire.frames import (
     buffers_of,
     parse_chunk,
 )
-from planaria.node.wire.ordering import HEAD as BESIDE
-from planaria.node.wire.ordering import HEADS
 from planaria.node.wire.tensors import encode
 
 
@@ -45,7 +44,7 @@ def chunk_of(outbox: Outbox) -> Chunk:
 def test_every_frame_arrives_whole_whatever_the_timing(
     sizes: list[tuple[str, int]], chunk: int, window: int, timing: random.Random
 ) -> None:
-    outbox, inbox = Outbox(chunk, window * chunk), Inbox(PAYLOAD_LIMIT)
+    outbox, inbox = Outbox(chunk, window * chunk), Inbox(PAYLOAD_LIMIT, 16 << 20)
     frames = [frame(size, kind, number) for number, (kind, size) in enumerate(sizes)]
     to_push, arrived = deque(frames), []
     there: deque[bytes] = deque()  # on the way to the inbox, and back
@@ -172,14 +171,14 @@ def start(number: int = 1, size: int = 20, data: bytes = b"a" * 10, head: bytes 
     ],
 )
 def test_chunks_that_cannot_be_are_refused(chunk: Chunk, why: str) -> None:
-    inbox = Inbox(payload_limit=100)
+    inbox = Inbox(payload_limit=100, window=100)
     assert inbox.receive(start()) is None
     with pytest.raises(WireError, match=why):
         inbox.receive(chunk)
 
 
 def test_frames_under_way_are_limited() -> None:
-    inbox = Inbox(payload_limit=100)
+    inbox = Inbox(payload_limit=100, window=100)
     for number in range(1, len(KINDS) + 1):
         inbox.receive(start(number))
     with pytest.raises(WireError, match=f"more than {len(KINDS)} frames under way"):
@@ -233,7 +232,7 @@ def test_a_copy_goes_by_the_streams_that_make_it_faster() -> None:
 
 @pytest.mark.parametrize(("kind", "streams"), [("state", 2), ("copy", 1)])
 def test_a_backlog_of_anything_but_copies_asks_for_streams(kind: str, streams: int) -> None:
-    outbox, inbox, now = Outbox(1 << 20, 16 << 20), Inbox(PAYLOAD_LIMIT), 0.0
+    outbox, inbox, now = Outbox(1 << 20, 16 << 20), Inbox(PAYLOAD_LIMIT, 16 << 20), 0.0
     while now < 6.0:
         if not outbox.frames:
             outbox.push(frame(1 << 20, kind))
@@ -273,7 +272,7 @@ class Room(Background):
 
 
 def test_each_chunk_of_a_copy_is_acknowledged_at_once() -> None:
-    outbox, inbox = Outbox(chunk=10, window=1000), Inbox(PAYLOAD_LIMIT)
+    outbox, inbox = Outbox(chunk=10, window=1000), Inbox(PAYLOAD_LIMIT, 16 << 20)
     for kind, size in (("state", 30), ("copy", 25)):
         outbox.push(frame(size, kind))
     assert inbox.receive(chunk_of(outbox)) is None

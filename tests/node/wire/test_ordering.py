@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.node.wire.budget import ITEM
+from planaria.node.wire.chunks import HEADS, Ordering
 from planaria.node.wire.frames import Chunk, WireError
-from planaria.node.wire.ordering import HEADS, Ordering
 
 WINDOW = 1 << 16
 

@@ -201,7 +201,7 @@ class TwoEnds(RuleBasedStateMachine):
             if end.connection is None or not (pipe := end.connection.bulk[which][stream]):
                 continue
             chunk = parse_chunk(pipe.popleft())
-            end.life.frames += end.session.chunk_came(chunk)
+            end.life.frames += end.session.inbox.take(chunk)
 
     # --- what happens to connections
 
