@@ -20,6 +20,7 @@ A room imports only the rooms after it (`make lint` checks that):
 - `stage/`: computes
 - `state/`: keeps what a loss may need, and restores it
 - `driver/`: plans and decides each step, at one node of stage 0
+- `averaging/`: sums the gradients of replicas, and audits the sums
 - `transaction/`: each node's part in a step
 - `report/`: events, ledger, summary
 - `wire/`: carries

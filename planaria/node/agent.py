@@ -17,6 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import NUMBERS, SHAPE, SILENT, Cause
+from planaria.node.averaging.auditor import Auditor
+from planaria.node.averaging.averaging import Averaging
+from planaria.node.averaging.coding import Coding
+from planaria.node.averaging.evidence import Signing
 from planaria.node.driver.driver import Driver
 from planaria.node.driver.phases import DriverPhase
 from planaria.node.model import learning_rate
@@ -28,7 +32,7 @@ from planaria.node.report.events import (
     HoldingCost,
     RelearningRound,
 )
-from planaria.node.run_file import RunFile
+from planaria.node.run_file import AUDITED, RunFile
 from planaria.node.state.background_relearning import GapRelearning
 from planaria.node.state.boundary import BoundaryClient, BoundaryServer
 from planaria.node.state.feeding import FEWEST, UNSENT, GradientFeed
@@ -41,13 +45,13 @@ from planaria.node.state.serving import StateService
 from planaria.node.state.stage_state import StageState, StateId
 from planaria.node.state.transfer import StateClient
 from planaria.node.transaction.attempt import Attempt, Workplace
-from planaria.node.transaction.averaging import Averaging, Coding
 from planaria.node.transaction.bounds import LONGEST_WORDS
 from planaria.node.transaction.commits import entering
 from planaria.node.transaction.effects import (
     Adopt,
     AllHome,
     Apply,
+    Audit,
     Ballot,
     DropAttempt,
     Effect,
@@ -157,8 +161,11 @@ class Agent:
         some = 2 * self.arithmetic.gradient.nbytes + SLACK  # of two attempts, for one node
         shapes = trained_shapes(self.config, self.stage).values()
         coding = Coding.of_run(tensors, self.run.wire, shapes)
-        chance = None if self.run.trust.gradients == "off" else self.chance
-        self.averaging = Averaging(exchanges, send, coding, some, chance=chance)
+        signing = Signing(self.ports.identity, lambda: self.member.view)
+        audited = self.stage > 0 and self.run.trust.gradients != "off"
+        self.averaging = Averaging(exchanges, send, coding, some, signing if audited else None)
+        size, lease = self.config.trained[1], self.run.swarm.lease
+        self.auditor = Auditor(exchanges, coding, size, signing, lease)
         self.feed = GradientFeed(self)
         self.serving = StateService(self)
         self.member.holdings = self.serving.listed
@@ -200,6 +207,7 @@ class Agent:
         self.on_kind: dict[str, Callable[[str, Frame], None]] = {
             "state": self.states.on_frame,
             "average": self.averaging.on_frame,
+            "audit": self.auditor.on_frame,
             "boundary": self.crossings.on_frame,
             "relearn": self.relearning.on_frame,
             "follow": self.feed.on_frame,
@@ -240,7 +248,13 @@ class Agent:
     ) -> None:
         """`cause`: for any but SILENT, that of what the peer has sent."""
         self.exchanges.at(now)
-        for exchange in (self.averaging, self.states, self.crossings, self.relearning):
+        for exchange in (
+            self.averaging,
+            self.auditor,
+            self.states,
+            self.crossings,
+            self.relearning,
+        ):
             exchange.on_peer_lost(peer, reason)
         if peer not in self.peers:
             return
@@ -368,6 +382,9 @@ class Agent:
             case Apply(commit):
                 # Posts at once: later work must find it ahead of itself in the thread.
                 self.exchanges.start(self._apply(commit))
+                self.exchanges.start(self.reducing.answer(commit))
+            case Audit():
+                self.exchanges.start(self._audit(effect))
             case Note(commit):
                 self.record.committed(commit)
             case Adopt(ballot):
@@ -437,6 +454,10 @@ class Agent:
         self.holdings.forget(before)
 
     # --- commits and state
+
+    async def _audit(self, audit: Audit) -> None:
+        result = await self.auditor.run(audit)
+        self.carry_out(self.driver.audited(result))
 
     async def _apply(self, commit: pb.Commit) -> None:
         member, stage = self.member, self.stage
@@ -626,6 +647,7 @@ def rules(run: RunFile, config: ModelConfig) -> TransactionRules:
         tokens=training.microbatch * config.context,
         spot_check=run.trust.spot_check,
         tolerance=run.trust.tolerance,
+        audits=run.trust.gradients != "off" and run.wire.averaging in AUDITED,
         exclude=run.trust.gradients == "exclude",
         lr_scale=partial(
             learning_rate.boost, factor=recovery.lr_boost, over=recovery.lr_boost_steps

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import tomli_w
 from pydantic import (
@@ -40,6 +40,8 @@ from planaria.recovery.masking import Masking
 from planaria.recovery.policy import POLICIES, Policy
 
 Averaging = Literal["none", "bf16", "fp16", "int8", "lowrank"]
+AUDITED: Final = "none", "bf16", "fp16", "int8"
+"""Codecs whose sums owe at most one rounding, so that they can be audited."""
 Narrow = Literal["none", "bf16", "fp16", "int8", "int4"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -480,8 +482,8 @@ class TrustSection(Section):
     tolerance: float = Field(
         default=0.05, gt=0, le=2, description="relative difference allowed between correct nodes"
     )
-    gradients: Literal["warn", "exclude", "off"] = Field(
-        default="warn", description="treatment of replicas with outlier gradients"
+    gradients: Literal["name", "exclude", "off"] = Field(
+        default="name", description="treatment of replicas that fail audits of gradients"
     )
 
 
@@ -545,6 +547,17 @@ class RunFile(Section):
             raise ValueError(
                 f"recovery.relearn.seconds = {relearn:g} is more than half of swarm.progress = "
                 f"{progress:g}, after which the driver considers a rebuild stuck"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def audited(self) -> RunFile:
+        """Checks that sums of gradients can be audited if who fails is to be excluded."""
+        averaging = self.wire.averaging
+        if self.trust.gradients == "exclude" and averaging not in AUDITED:
+            raise ValueError(
+                f'trust.gradients = "exclude": sums in wire.averaging = "{averaging}" can\'t be '
+                f"audited, since they owe more than one rounding; choose {', '.join(AUDITED)}"
             )
         return self
 

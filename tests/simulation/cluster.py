@@ -36,6 +36,7 @@ import torch
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.neighbours import stages_of
+from planaria.node.averaging.error_feedback import ErrorFeedback
 from planaria.node.driver.driver import Driver
 from planaria.node.driver.fault_policy import NOBODY_ELSE
 from planaria.node.driver.phases import DriverPhase
@@ -48,7 +49,6 @@ from planaria.node.state.holdings import Holdings
 from planaria.node.state.stage_state import StageState
 from planaria.node.transaction.commits import entering
 from planaria.node.transaction.effects import NEVER, Ballot
-from planaria.node.transaction.error_feedback import ErrorFeedback
 from planaria.node.transaction.member import MemberSide
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb

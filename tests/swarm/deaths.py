@@ -109,6 +109,7 @@ class Swarm:
 
 def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
     """By name: the method at whose call a node dies, and the step that the call is about."""
+    from planaria.node.averaging.averaging import Averaging
     from planaria.node.driver.attempting import Attempting
     from planaria.node.driver.phases import DriverPhase
     from planaria.node.driver.syncing import Syncing
@@ -118,7 +119,6 @@ def _points() -> dict[str, tuple[type, str, Callable[..., int]]]:
     from planaria.node.state.stage_state import Age
     from planaria.node.state.transfer import StateServer
     from planaria.node.transaction.attempt import Attempt
-    from planaria.node.transaction.averaging import Averaging
     from planaria.node.transaction.member import MemberSide
     from planaria.node.wire import stage_pb2 as pb
 

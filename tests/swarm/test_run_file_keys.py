@@ -117,7 +117,7 @@ USED = {
         *("recovery.relearn.lr", "recovery.relearn.enough", "recovery.relearn.each_step"),
         "recovery.relearn.within",
     ],
-    "node/transaction/averaging.py": ["wire.averaging", "wire.rank"],
+    "node/averaging/coding.py": ["wire.averaging", "wire.rank"],
 }
 
 

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from planaria.node.averaging.reduction import Outgoing, Reduction
 from planaria.node.run_file import override
-from planaria.node.transaction import gradient_outliers
+from planaria.node.transaction.attempt import Attempt
 from planaria.node.transaction.effects import Effect
 from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.exchange import Exchanges
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.naming import node_of
 from planaria.node.wire.tensors import decode, encode
@@ -251,7 +253,6 @@ def scaled(frame: Frame) -> Frame:
 async def test_who_computes_wrongly_is_found_by_spot_checks_and_the_ledger_names_its_work(
     corpus, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(gradient_outliers, "STEPS", 15)
     threes = small(replicas=3, steps=1000, training__batch=4, trust__spot_check=0.5)
     async with LocalSwarm(threes, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)
@@ -268,26 +269,50 @@ async def test_who_computes_wrongly_is_found_by_spot_checks_and_the_ledger_names
         assert {tuple(one[:2]) for one, *_ in doubted} == {(f"{sick.node}/1", 1)}
 
 
-def too_long(frame: Frame) -> Frame:
-    if frame.kind != "average" or frame.fields["phase"] != "contribution":
-        return frame
-    (x,) = decode(frame.descriptors, frame.payload, torch.device("cpu"))
-    return with_tensor("average", 10 * x)(frame)
+def contributes(node: OneSeat, factor: float) -> None:
+    """It sends others, and adds itself, so many times its gradient."""
+    complete = Attempt.complete
+
+    async def wrong(self: Attempt, exchanges: Exchanges) -> None:
+        await complete(self, exchanges)
+        if self.place is node.seat.workplace:
+            gradient = node.seat.arithmetic.gradient
+            await exchanges.compute(lambda: gradient.mul_(factor))
+
+    Attempt.complete = wrong
 
 
-async def test_whose_gradients_stand_out_is_named_and_taken_out_if_the_run_says_so(
-    corpus, tmp_path, monkeypatch
+def adds_up(node: OneSeat, factor: float) -> None:
+    """It multiplies the sums that it makes, and claims a contribution that makes them fit."""
+    tell = Reduction._tell
+
+    def wrong(self: Reduction, number: int, total: torch.Tensor) -> Outgoing:
+        if self.node == node.seat.node and self.evidence is not None:
+            piece = self.own[number]
+            self.evidence.keep_own(piece, self._given(piece) + (factor - 1) * total)
+            total = factor * total
+        return tell(self, number, total)
+
+    Reduction._tell = wrong
+
+
+@pytest.mark.parametrize(
+    ("lie", "factor"), [(contributes, -1.0), (contributes, -2.0), (adds_up, -0.3), (adds_up, -1e3)]
+)
+async def test_who_lies_about_gradients_is_named_and_taken_out_if_the_run_says_so(
+    corpus, tmp_path, monkeypatch, lie, factor
 ):
-    monkeypatch.setattr(gradient_outliers, "STEPS", 15)
+    monkeypatch.setattr(Attempt, "complete", Attempt.complete)
+    monkeypatch.setattr(Reduction, "_tell", Reduction._tell)
     threes = small(1, replicas=3, steps=10_000, training__batch=6, trust__gradients="exclude")
     async with LocalSwarm(threes, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)
-        sick = swarm.nodes[1, 1][0]
-        falls_sick(sick, too_long)
+        sick, since = swarm.nodes[1, 1][0], swarm.committed()
+        lie(sick, factor)
         await swarm.until(sick.over.done)
-        assert "times as long as the others'" in sick.over.result()
-        told = swarm.lines.events("gradient stands out")
-        assert {one["node"] for one in told} == {f"{sick.node}/1"}
+        assert swarm.committed() - since < 200
+        events = swarm.lines.events("gradient stands out")
+        assert {event["node"] for event in events} == {f"{sick.node}/1"}
         assert not any(node.over.done() for node, _ in swarm.nodes.values() if node is not sick)
 
 

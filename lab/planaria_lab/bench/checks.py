@@ -13,11 +13,11 @@ import time
 
 import torch
 
+from planaria.node.averaging.coding import PIECE
 from planaria.node.model.modules import build_stage
 from planaria.node.model.shape import model_config
 from planaria.node.run_file import ModelSection
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.transaction.averaging import PIECE
 from planaria.node.wire.tensors import finite
 from planaria_lab.bench.rows import keep
 

@@ -13,11 +13,12 @@ from typing import Protocol
 
 import torch
 
+from planaria.node.averaging.coding import Coding, ReductionRound, feeds_back
+from planaria.node.averaging.error_feedback import ErrorFeedback
+from planaria.node.averaging.reduction import Reduction
 from planaria.node.run_file import WireSection
 from planaria.node.stage.optimizer import StageOptimizer
-from planaria.node.transaction.averaging import Coding, Reduction, ReductionRound, feeds_back
 from planaria.node.transaction.effects import Ballot
-from planaria.node.transaction.error_feedback import ErrorFeedback
 from planaria.node.wire import tensors
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.lowrank import Shape

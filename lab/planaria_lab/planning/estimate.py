@@ -15,9 +15,9 @@ from typing import Final, NamedTuple
 
 from planaria.bootstrap.neighbours import ALL
 from planaria.bootstrap.rules import MembershipRules
+from planaria.node.averaging.coding import parts
 from planaria.node.run_file import RunFile
 from planaria.node.state.handover import Handover
-from planaria.node.transaction.averaging import parts
 from planaria.node.wire.background import chunk_in_simulation
 from planaria.node.wire.frames import kept_bytes
 from planaria.recovery.orders import all_orders

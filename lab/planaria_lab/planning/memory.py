@@ -13,12 +13,12 @@ from functools import cache
 
 import torch
 
+from planaria.node.averaging.coding import feeds_back
 from planaria.node.model.modules import parameter_shapes
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
 from planaria.node.stage.activations import saved, working
 from planaria.node.state.twin import next_stage
-from planaria.node.transaction.averaging import feeds_back
 from planaria.node.transaction.in_flight_window import most_out
 from planaria.node.wire.frames import crossing_bytes, kept_bytes
 from planaria.recovery.snapshot import Layout, held_at

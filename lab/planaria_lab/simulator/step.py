@@ -2,7 +2,7 @@
 
 The plan is the driver's, node/transaction/routing.py; each node has one compute thread that runs
 backward work before forward work; frames cross links; the replicas of each stage average as in
-node/transaction/averaging.py once all that is theirs has gone back; each node sends Ready once it
+node/averaging/ once all that is theirs has gone back; each node sends Ready once it
 has the step's records, and the driver's commit begins the next step. What policies send
 competes for links and threads.
 """
@@ -18,10 +18,10 @@ from random import Random
 from typing import Final, Literal
 
 from planaria.bootstrap.neighbours import lengths
+from planaria.node.averaging.coding import PIECE, gradient_bytes, parts
 from planaria.node.model.shape import named_shapes
 from planaria.node.ports import Priority
 from planaria.node.state.copies import FRAME, OUTSTANDING
-from planaria.node.transaction.averaging import PIECE, gradient_bytes, parts
 from planaria.node.transaction.in_flight_window import InFlightWindow
 from planaria.node.transaction.routing import Route, plan
 from planaria.node.wire.chunks import BACKGROUND

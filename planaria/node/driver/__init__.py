@@ -15,5 +15,5 @@ Faults:
 - `hangs.py`: who delays an attempt, and whose device hangs
 - `status_validation.py`: what a member can't have
 - `divergence.py`: which replica differs, and what happens to it
-- `spot_checks.py`: visits computed twice
+- `spot_checks.py`: visits computed twice; `audits.py`: sums of gradients, examined again
 """

@@ -211,6 +211,17 @@ class AttemptState:
     def forget(self, joiner: str) -> None:
         self.vote.joiners.pop(joiner, None)
 
+    def tokens_of_replicas(self) -> dict[int, dict[str, int]]:
+        """By stage and node, the tokens that are scored in the node's microbatches."""
+        tokens: dict[int, dict[str, int]] = {}
+        for place in self.begin.members:
+            tokens.setdefault(place.stage, {})[place.node] = 0
+        for microbatch in self.begin.plan:
+            for stage in tokens:
+                node = _server(self.begin, microbatch, stage)
+                tokens[stage][node] += self.homes[microbatch.id].tokens
+        return tokens
+
     def records(self) -> list[pb.Home]:
         """The result of each microbatch, once all are scored."""
         return [self.scored[identity] for identity in sorted(self.scored)]

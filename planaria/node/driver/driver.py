@@ -19,9 +19,11 @@ from types import MappingProxyType
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import NUMBERS
+from planaria.node.averaging.audit import AuditResult
 from planaria.node.driver.answers import Answers, Coming, Standing
 from planaria.node.driver.attempt_state import AttemptState, Vote, planned
 from planaria.node.driver.attempting import Attempting
+from planaria.node.driver.audits import Audits
 from planaria.node.driver.divergence import DivergenceRepair
 from planaria.node.driver.fault_policy import FaultPolicy
 from planaria.node.driver.gathering import Gathering
@@ -35,7 +37,6 @@ from planaria.node.driver.status_validation import KnownFacts
 from planaria.node.report.events import Aborted, Committed, GradientStandsOut, NodeLost
 from planaria.node.transaction.bounds import fault_to_driver
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Send
-from planaria.node.transaction.gradient_outliers import GradientOutliers
 from planaria.node.transaction.plan_encoding import PlanEncoder, active
 from planaria.node.transaction.routing import Pair
 from planaria.node.transaction.rules import TransactionRules
@@ -53,7 +54,7 @@ class Driver:
     def __init__(self, node: str, rules: TransactionRules, chance: Random) -> None:
         self.node = node
         self.rules = rules
-        self.standing_out = GradientOutliers()
+        self.audits = Audits(rules, chance)
         self.checks = SpotChecks(rules.spot_check, rules.tolerance, chance)
         self.telling = PlanEncoder()
         self.identity: Identity | None = None  # without it, decisions aren't signed
@@ -261,6 +262,8 @@ class Driver:
     def agree(self, answers: Answers) -> None:
         """The newest state that a member has is the run's."""
         self.standing, self.ledgers = answers.standing(), answers.ledgers()
+        if not self.knows:
+            self.audits.restore(self.standing.last)
         self.knows = True
         self.telling.doubt(self.view.number, self.members, answers.having_view())
 
@@ -323,27 +326,26 @@ class Driver:
         self.doubts.committed(vote)
         commit = state.commit(vote, self.ballot, self.rules, self.standing, now)
         commit.doubted.extend(self.checks.take_doubted())
+        effects: list[Effect] = [*self.audits.draw(state, commit)]
         if self.identity is not None:
             seal(commit, self.identity, self.view.run)
         self.recorded = vote.keepers
         self.standing = replace(self.standing, committed=commit.step, last=commit)
         self.faults.committed()
-        effects = self._look_at_outliers(vote, commit)
         self.hanging.committed(commit.seconds, vote.ready)
         effects += self.faults.spoilt(state.begin, self.members)
         if not state.begin.non_finite:  # else its source is known
             effects += vote.not_finite(commit.step)
         return [*effects, Committed(step=commit.step, loss=commit.loss)]
 
-    def _look_at_outliers(self, vote: Vote, commit: pb.Commit) -> list[Effect]:
-        """Events about gradient outliers; accuses them if the rules exclude them."""
+    def audited(self, result: AuditResult) -> list[Effect]:
+        """An audit is over: reports who fails it; accuses them if the rules exclude them."""
         effects: list[Effect] = []
-        for node, why in self.standing_out.heard(vote.stages, vote.ready).items():
-            stage = vote.stages[node]
-            event = GradientStandsOut(step=commit.step, node=node, stage=stage, reason=why)
-            effects.append(event)
+        for node, why in self.audits.examined(result, self.members).items():
+            stage = self.members[node]
+            effects.append(GradientStandsOut(step=result.step, node=node, stage=stage, reason=why))
             if self.rules.exclude:
-                failed = pb.Failed(reason=f"its gradients: {why}", accused=[node], cause=NUMBERS)
+                failed = pb.Failed(reason=why, accused=[node], cause=NUMBERS)
                 effects += self.accuse(self.node, failed)
         return effects
 

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.reachability import NO_PROXY
+from planaria.node.averaging.coding import gradient_bytes
 from planaria.node.launch.begin import check_module
 from planaria.node.launch.errors import NodeError
 from planaria.node.model.shape import COMPUTED, trained_shapes
 from planaria.node.run_file import RunFile
 from planaria.node.state.handover import VALUE
-from planaria.node.transaction.averaging import gradient_bytes
 from planaria.node.wire.frames import crossing_bytes
 
 CLOCKS_DIFFER, CERTIFICATES_FAIL = 2.0, 300.0

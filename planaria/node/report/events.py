@@ -423,7 +423,7 @@ class ResultsDiffer(Event, kind="results differ", severity=Severity.WARNING):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientStandsOut(Event, kind="gradient stands out", severity=Severity.WARNING):
-    """A replica's gradients are outliers among those of its stage, over many steps."""
+    """A replica's gradients, or the sums that it makes, fail the driver's audits."""
 
     step: Count
     node: str
@@ -431,7 +431,7 @@ class GradientStandsOut(Event, kind="gradient stands out", severity=Severity.WAR
     reason: str
 
     def sentence(self, node: str | None) -> str:
-        return f"the gradients of {self.node} of stage {self.stage} are outliers: {self.reason}"
+        return f"{self.node} of stage {self.stage} fails an audit of gradients: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from planaria.bootstrap.registry_pb2 import DIVERGENCE, SILENT
-from planaria.node.transaction.averaging import ReductionRound
+from planaria.node.averaging.coding import ReductionRound
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import hash_of
@@ -15,7 +16,6 @@ from planaria.node.wire.exchange import ComplaintError, Exchange, Outcome, PeerL
 if TYPE_CHECKING:
     from planaria.node.agent import Agent
     from planaria.node.transaction.attempt import Attempt
-    from planaria.node.transaction.gradient_outliers import Contribution
 
 NOTING: Final = 0.02
 """Seconds between two checks whether the ledger is written."""
@@ -55,7 +55,7 @@ class Reducing:
     async def _reduce(self, ballot: Ballot, attempt: Attempt) -> None:
         seat = self._seat
         try:
-            norm, contributions = await self._sum(ballot, attempt)
+            norm = await self._sum(ballot, attempt)
         except ComplaintError as error:
             if isinstance(error, PeerLostError) or error.cause not in (SILENT, DIVERGENCE):
                 for node in error.accused:
@@ -75,7 +75,7 @@ class Reducing:
             relearned=relearned,
             relearning=relearning,
         )
-        seat.carry_out(seat.member.reduced(ballot, ready, contributions))
+        seat.carry_out(seat.member.reduced(ballot, ready))
         seat.exchanges.start(seat.feed.feed(ballot, attempt.begin))
 
     async def _is_noted(self) -> None:
@@ -84,9 +84,9 @@ class Reducing:
         while self._seat.record.recording() == pb.LEDGER_WRITING:
             await self._seat.exchanges.sleep(NOTING)
 
-    async def _sum(self, ballot: Ballot, attempt: Attempt) -> tuple[float, list[Contribution]]:
+    async def _sum(self, ballot: Ballot, attempt: Attempt) -> float:
         """Sums the stage's gradient over its replicas, and the twin's. Returns the squared norm of
-        the former and the replicas' contributions. Raises ComplaintError."""
+        the former. Raises ComplaintError."""
         seat, begin = self._seat, attempt.begin
         progress, gradient = seat.run.swarm.progress, seat.arithmetic.gradient
         replicas = sorted(place.node for place in begin.members if place.stage == seat.stage)
@@ -100,8 +100,16 @@ class Reducing:
             non_finite=begin.non_finite,
             last=hash_of(seat.member.last),
         )
-        contributions = await seat.averaging.reduce(reduction, gradient, attempt.applied, progress)
+        await seat.averaging.reduce(reduction, gradient, attempt.applied, progress)
         norm = await seat.exchanges.compute(seat.arithmetic.reduced)
         if seat.holdings.twin is not None:
             await seat.holdings.twin.exchange(ballot, begin.members, gradient, norm, progress)
-        return norm, contributions
+        return norm
+
+    async def answer(self, commit: pb.Commit) -> None:
+        """Answers the audit that the commit asks for, beside the next step."""
+        seat = self._seat
+        evidence = seat.averaging.take_evidence(Ballot.of(commit.ballot))
+        if evidence is not None and commit.audited:
+            frame = await seat.exchanges.compute(partial(evidence.answer, commit.audited))
+            seat.send(seat.member.decider, frame)

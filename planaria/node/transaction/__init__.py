@@ -10,8 +10,6 @@ is in the room `driver/`.
 - `routing.py`: plans a node for each visit; `plan_encoding.py`: each member's part of the plan
 - `attempt.py`: a node's microbatches; `in_flight_window.py`: how many a source has out;
   `double_visits.py`: those that two nodes compute
-- `averaging.py`: sums the gradients of replicas; `error_feedback.py`: what its codec left out;
-  `gradient_outliers.py`: replicas whose gradients are unlike the others'
 - `relearning_progress.py`: updates of stages that relearn meanwhile
 - `leaving.py`: a member that must leave
 """

@@ -12,7 +12,6 @@ from typing import Final
 
 from planaria.bootstrap.registry_pb2 import Cause
 from planaria.node.transaction.commits import has_for
-from planaria.node.transaction.gradient_outliers import LOOKED_AT
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import hash_of_records
@@ -171,18 +170,6 @@ def _ready(ready: pb.Ready) -> str:
         or _seconds("seconds per microbatch", ready.seconds_per_microbatch)
         or _hash("digest", ready.digest)
         or _hash("digest", ready.applied)
-        or _standing_out(ready)
-    )
-
-
-def _standing_out(ready: pb.Ready) -> str:
-    outliers = ready.standing_out
-    if len(outliers) >= LOOKED_AT:
-        return f"{len(outliers)} replicas that stand out; it looks at {LOOKED_AT - 1}"
-    return (
-        _first(_words("why one stands out", outlier.reason) for outlier in outliers)
-        if outliers
-        else ""
     )
 
 
@@ -197,6 +184,7 @@ def _commit(commit: pb.Commit) -> str:
         or _hash("signature", commit.signature)
         or _records(commit)
         or _first(_within("scale", scale, LARGEST) for scale in scales)
+        or _first(_within("score", each.score, LARGEST) for each in commit.suspicions)
         or _seconds("seconds of a step", commit.seconds)
         or ("" if commit.skipped else _within("gradient norm", commit.gradient_norm, LARGEST_NORM))
     )

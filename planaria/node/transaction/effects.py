@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -98,6 +98,17 @@ class Apply:
 
 
 @dataclass(frozen=True)
+class Audit:
+    """Collect and examine what replicas show of a sum; `Driver.audited` gets the result."""
+
+    ballot: Ballot
+    step: int
+    numbers: Sequence[int]  # `Commit.audited`
+    stages: Mapping[int, Mapping[str, int]]
+    """By stage, its replicas, and the tokens that are scored in the microbatches of each."""
+
+
+@dataclass(frozen=True)
 class Note:
     """Store the records of a commit that is applied here."""
 
@@ -150,6 +161,7 @@ Effect = (
     | DropAttempt
     | AllHome
     | Apply
+    | Audit
     | Note
     | Adopt
     | Fetch

@@ -33,7 +33,6 @@ from planaria.node.transaction.effects import (
     Suspect,
 )
 from planaria.node.transaction.following import FollowingJoiner
-from planaria.node.transaction.gradient_outliers import Contribution, ReplicaGradients
 from planaria.node.transaction.plan_encoding import PlanDecoder, active
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import (
@@ -118,7 +117,6 @@ class MemberSide:
         self.last = pb.Commit()
         self.heard = PlanDecoder()
         self.decider, self.key = "", b""  # driver of the attempt, and its key
-        self.replicas: frozenset[str] = frozenset()  # others of this stage in the attempt
         self.keeps = False  # whether it keeps the attempt's records
         self.records: Sequence[pb.Home] = ()  # the records, once received
         self.ready: pb.Ready | None = None  # its vote, until it may cast it
@@ -135,8 +133,6 @@ class MemberSide:
         self.recording: Callable[[], pb.Recording] = lambda: pb.NO_LEDGER
         self.unanswered: tuple[str, Ballot] | None = None
         self.seconds_per_microbatch = 0.0
-        self.gradients = ReplicaGradients(node)  # statistics of the examined replicas of this stage
-        self.contributions: Sequence[Contribution] = ()  # when it was last ready
         self.offered = 0  # relearning updates, when it was last ready
         self.relearning = 0  # updates that aren't in the weights yet
         self.hang = ""  # why its compute hangs; empty: it doesn't
@@ -199,23 +195,15 @@ class MemberSide:
         why = f"{driver} drives view {number}, the newest one here; it is of view {ballot.view}"
         return [MessageRefused(peer=peer, body=body, why=why)]
 
-    def reduced(
-        self, ballot: Ballot, ready: pb.Ready, contributions: Sequence[Contribution] = ()
-    ) -> list[Effect]:
+    def reduced(self, ballot: Ballot, ready: pb.Ready) -> list[Effect]:
         """The stage's gradient is averaged and has every microbatch once. `ready`: its norm,
         whether it is finite, the digest of the current weights (empty: not computed), seconds per
-        microbatch, and the relearned updates that may enter. `contributions`: of replicas, as far
-        as examined."""
+        microbatch, and the relearned updates that may enter."""
         if not self.phase.may_vote or ballot != self.attempt:
             return []
         self.seconds_per_microbatch = ready.seconds_per_microbatch
-        self.offered, self.contributions = ready.relearned, contributions
-        self.ready = pb.Ready(
-            step=self.step,
-            applied=self.digest,
-            recording=self.recording(),
-            standing_out=self.gradients.standing_out(),
-        )
+        self.offered = ready.relearned
+        self.ready = pb.Ready(step=self.step, applied=self.digest, recording=self.recording())
         self.ready.MergeFrom(ready)
         self.ready.digest = ready.digest or self.digest
         return self._vote()
@@ -509,7 +497,6 @@ class MemberSide:
             self.phase = MemberPhase.FOLLOWING
         self.committed = commit.step
         self.last, self.records = commit, ()
-        self.gradients.note(self.contributions, self.replicas)
         self.changing = True
         self.reports.accused.clear()
         return [Apply(commit)]

@@ -30,4 +30,5 @@ class TransactionRules:
     tokens: int = 1 << 31  # maximum tokens of a microbatch
     spot_check: float = 0.0  # share of visits computed twice, at stages with replicas
     tolerance: float = 0.05  # relative difference between correct nodes' results, at most
-    exclude: bool = False  # whether gradient outliers are excluded
+    audits: bool = False  # whether sums of gradients are audited
+    exclude: bool = False  # whether those who fail audits are excluded

@@ -43,6 +43,7 @@ KINDS: Final = (
     "average",
     "twin",
     "follow",
+    "audit",
     "state",
     "boundary",
     "relearn",

@@ -364,7 +364,7 @@ class Joiner(_message.Message):
     def __init__(self, node: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("step", "ballot", "skipped", "clip_scale", "lr_scale", "loss", "tokens", "gradient_norm", "microbatches", "seconds", "skips", "lineage", "previous", "records", "signature", "doubted", "relearned")
+    __slots__ = ("step", "ballot", "skipped", "clip_scale", "lr_scale", "loss", "tokens", "gradient_norm", "microbatches", "seconds", "skips", "lineage", "previous", "records", "signature", "doubted", "relearned", "audited", "suspicions")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BALLOT_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
@@ -382,6 +382,8 @@ class Commit(_message.Message):
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     DOUBTED_FIELD_NUMBER: _ClassVar[int]
     RELEARNED_FIELD_NUMBER: _ClassVar[int]
+    AUDITED_FIELD_NUMBER: _ClassVar[int]
+    SUSPICIONS_FIELD_NUMBER: _ClassVar[int]
     step: int
     ballot: Ballot
     skipped: bool
@@ -399,7 +401,9 @@ class Commit(_message.Message):
     signature: bytes
     doubted: _containers.RepeatedCompositeFieldContainer[Doubted]
     relearned: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., ballot: _Optional[_Union[Ballot, _Mapping]] = ..., skipped: _Optional[bool] = ..., clip_scale: _Optional[_Iterable[float]] = ..., lr_scale: _Optional[_Iterable[float]] = ..., loss: _Optional[float] = ..., tokens: _Optional[int] = ..., gradient_norm: _Optional[float] = ..., microbatches: _Optional[_Iterable[_Union[Home, _Mapping]]] = ..., seconds: _Optional[float] = ..., skips: _Optional[int] = ..., lineage: _Optional[int] = ..., previous: _Optional[bytes] = ..., records: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., doubted: _Optional[_Iterable[_Union[Doubted, _Mapping]]] = ..., relearned: _Optional[_Iterable[int]] = ...) -> None: ...
+    audited: _containers.RepeatedScalarFieldContainer[int]
+    suspicions: _containers.RepeatedCompositeFieldContainer[Suspicion]
+    def __init__(self, step: _Optional[int] = ..., ballot: _Optional[_Union[Ballot, _Mapping]] = ..., skipped: _Optional[bool] = ..., clip_scale: _Optional[_Iterable[float]] = ..., lr_scale: _Optional[_Iterable[float]] = ..., loss: _Optional[float] = ..., tokens: _Optional[int] = ..., gradient_norm: _Optional[float] = ..., microbatches: _Optional[_Iterable[_Union[Home, _Mapping]]] = ..., seconds: _Optional[float] = ..., skips: _Optional[int] = ..., lineage: _Optional[int] = ..., previous: _Optional[bytes] = ..., records: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., doubted: _Optional[_Iterable[_Union[Doubted, _Mapping]]] = ..., relearned: _Optional[_Iterable[int]] = ..., audited: _Optional[_Iterable[int]] = ..., suspicions: _Optional[_Iterable[_Union[Suspicion, _Mapping]]] = ...) -> None: ...
 
 class Doubted(_message.Message):
     __slots__ = ("node", "stage", "since")
@@ -450,7 +454,7 @@ class Reduce(_message.Message):
     def __init__(self) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("step", "squared_norm", "finite", "digest", "seconds_per_microbatch", "applied", "recording", "relearned", "relearning", "standing_out")
+    __slots__ = ("step", "squared_norm", "finite", "digest", "seconds_per_microbatch", "applied", "recording", "relearned", "relearning")
     STEP_FIELD_NUMBER: _ClassVar[int]
     SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
     FINITE_FIELD_NUMBER: _ClassVar[int]
@@ -460,7 +464,6 @@ class Ready(_message.Message):
     RECORDING_FIELD_NUMBER: _ClassVar[int]
     RELEARNED_FIELD_NUMBER: _ClassVar[int]
     RELEARNING_FIELD_NUMBER: _ClassVar[int]
-    STANDING_OUT_FIELD_NUMBER: _ClassVar[int]
     step: int
     squared_norm: float
     finite: bool
@@ -470,16 +473,53 @@ class Ready(_message.Message):
     recording: Recording
     relearned: int
     relearning: int
-    standing_out: _containers.RepeatedCompositeFieldContainer[StandsOut]
-    def __init__(self, step: _Optional[int] = ..., squared_norm: _Optional[float] = ..., finite: _Optional[bool] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., applied: _Optional[bytes] = ..., recording: _Optional[_Union[Recording, str]] = ..., relearned: _Optional[int] = ..., relearning: _Optional[int] = ..., standing_out: _Optional[_Iterable[_Union[StandsOut, _Mapping]]] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., squared_norm: _Optional[float] = ..., finite: _Optional[bool] = ..., digest: _Optional[bytes] = ..., seconds_per_microbatch: _Optional[float] = ..., applied: _Optional[bytes] = ..., recording: _Optional[_Union[Recording, str]] = ..., relearned: _Optional[int] = ..., relearning: _Optional[int] = ...) -> None: ...
 
-class StandsOut(_message.Message):
-    __slots__ = ("node", "reason")
+class SignedBlocks(_message.Message):
+    __slots__ = ("node", "ballot", "phase", "start", "stop", "digests", "own", "signature")
     NODE_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
+    BALLOT_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    OWN_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     node: str
-    reason: str
-    def __init__(self, node: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    ballot: Ballot
+    phase: str
+    start: int
+    stop: int
+    digests: bytes
+    own: bytes
+    signature: bytes
+    def __init__(self, node: _Optional[str] = ..., ballot: _Optional[_Union[Ballot, _Mapping]] = ..., phase: _Optional[str] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., digests: _Optional[bytes] = ..., own: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class AuditAnswer(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[AuditedBlock]
+    def __init__(self, blocks: _Optional[_Iterable[_Union[AuditedBlock, _Mapping]]] = ...) -> None: ...
+
+class AuditedBlock(_message.Message):
+    __slots__ = ("contribution", "sum", "signed")
+    CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    SIGNED_FIELD_NUMBER: _ClassVar[int]
+    contribution: bytes
+    sum: bytes
+    signed: _containers.RepeatedCompositeFieldContainer[SignedBlocks]
+    def __init__(self, contribution: _Optional[bytes] = ..., sum: _Optional[bytes] = ..., signed: _Optional[_Iterable[_Union[SignedBlocks, _Mapping]]] = ...) -> None: ...
+
+class Suspicion(_message.Message):
+    __slots__ = ("node", "test", "score")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    TEST_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    test: str
+    score: float
+    def __init__(self, node: _Optional[str] = ..., test: _Optional[str] = ..., score: _Optional[float] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("reason", "accused", "cause")

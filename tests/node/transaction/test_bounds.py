@@ -192,8 +192,6 @@ def test_nonsense_changes_nothing_but_its_senders_fate(message: pb.Message) -> N
         {"ready": pb.Ready(step=1, squared_norm=1.0, finite=False)},
         {"ready": pb.Ready(step=1, finite=True, seconds_per_microbatch=-1.0)},
         {"ready": pb.Ready(step=1, finite=True, digest=bytes(1 << 20))},
-        {"ready": pb.Ready(finite=True, standing_out=[pb.StandsOut(reason="x" * 501)])},
-        {"ready": pb.Ready(finite=True, standing_out=[pb.StandsOut(node="b")] * 8)},
         {"home": pb.Home(microbatch=0, loss=-1.0, tokens=1)},
         {"home": pb.Home(microbatch=0, loss=1.0, tokens=0)},
         {"home": pb.Home(microbatch=0, loss=1.0, tokens=3)},

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import SHAPE
 from planaria.node.report.events import MessageRefused
-from planaria.node.transaction import gradient_outliers
 from planaria.node.transaction.effects import (
     NEVER,
     Adopt,
@@ -24,7 +23,6 @@ from planaria.node.transaction.effects import (
     StartAttempt,
     Suspect,
 )
-from planaria.node.transaction.gradient_outliers import Contribution
 from planaria.node.transaction.member import Frames, MemberPhase, MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import hash_of_records, head
@@ -286,30 +284,6 @@ def test_what_was_relearned_enters_as_it_was_offered_or_not_at_all(
     effects = told.hears(Ballot(1, 3), step=pb.Step(commit=decided))
     assert any(isinstance(effect, Apply) for effect in effects) == applied
     assert any(isinstance(effect, Suspect) for effect in effects) != applied
-
-
-def test_what_was_seen_of_replicas_counts_once_the_step_is_committed(
-    told: Told, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(gradient_outliers, "STEPS", 1)
-    stage = [pb.Place(node=node, stage=1) for node in ("b", "c", "self")]
-    told.member.mute = {"b", "c"}  # which commit they have heard isn't waited for
-    norms = {"self": 1.0, "b": 400.0, "c": 1.0}
-    seen = [Contribution(node, norm, 1.0, 1, 2) for node, norm in norms.items()]
-
-    def named(step: int, ballot: Ballot) -> list[str]:
-        told.hears(ballot, step=begin(step, members=stage))
-        told.hears(ballot, reduce=pb.Reduce())
-        (send,) = told.member.reduced(ballot, READY, seen)
-        assert isinstance(send, Send)
-        return [one.node for one in send.message.ready.standing_out]
-
-    assert named(1, Ballot(1, 2)) == []
-    told.queried(Ballot(1, 4))
-    assert named(1, Ballot(1, 6)) == []  # the step is tried again
-    assert any(isinstance(effect, Apply) for effect in told.commits(1, Ballot(1, 6)))
-    told.member.applied(b"1")
-    assert named(2, Ballot(1, 8)) == ["b"]
 
 
 def test_a_commit_without_ready_is_not_applied(told: Told):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from typing import Any, Literal, get_args
 
@@ -12,156 +12,41 @@ import torch
 from conversing import Nodes, Slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reducing import (
+    BALLOT,
+    SHAPES,
+    Network,
+    copied,
+    first_failure,
+    gradients,
+    reduce_all,
+    reduced,
+    shares,
+    start_all,
+)
 
 from planaria.bootstrap.neighbours import partners, rows
 from planaria.bootstrap.registry_pb2 import CHECKSUM, DIVERGENCE, NONFINITE, NUMBERS
+from planaria.node.averaging import coding
+from planaria.node.averaging.averaging import Averaging
+from planaria.node.averaging.coding import Averaged, Coding, ReductionRound, gradient_bytes
+from planaria.node.averaging.reduction import Reduction, check_ids
 from planaria.node.run_file import WireSection
-from planaria.node.transaction import averaging
-from planaria.node.transaction.averaging import (
-    Averaged,
-    Averaging,
-    Coding,
-    Reduction,
-    ReductionRound,
-    check_ids,
-    gradient_bytes,
-)
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError, Exchange, PeerLostError
 from planaria.node.wire.frames import Codec, Frame, buffers_of
 from planaria.node.wire.tensors import decode
 
-BALLOT = Ballot(3, 1)
 NODES = ["a", "b", "c", "d", "e"]
 CODECS: tuple[Averaged, ...] = (*get_args(Codec), "lowrank")
-SHAPES = (3,), (30, 2), (1,), (40, 2)
-"""Pieces of seven values have four rows of these matrices at most: six factors of rank one."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(averaging, "PIECE", 7)
+        patch.setattr(coding, "PIECE", 7)
         yield
-
-
-class Network:
-    """Delivers frames in an order drawn from `seed`, as copies made when they are delivered.
-
-    `passes` is asked for each frame; a frame that doesn't pass is gone.
-    """
-
-    def __init__(
-        self,
-        nodes: Sequence[str],
-        codec: Averaged = "none",
-        seed: int = 0,
-        looks: bool = False,
-        after: int = 0,
-    ) -> None:
-        self.random, self.after = random.Random(seed), after
-        self.time = Nodes()
-        self.in_flight: list[tuple[str, str, Frame]] = []
-        self.exchanges = {node: self.time.new(Slow(self.time, self.random)) for node in nodes}
-        chance = random.Random(seed) if looks else None
-        self.nodes = {node: self._node(node, codec, chance) for node in nodes}
-        self.passes: Callable[[str, str, Frame], bool] = lambda source, target, frame: True
-
-    def _node(self, node: str, codec: Averaged, chance: random.Random | None) -> Averaging:
-        def send(peer: str, frame: Frame) -> bool:
-            if peer not in self.nodes:
-                return False
-            self.in_flight.append((node, peer, frame))
-            self.time.after(self.random.random() / 1000, self._deliver)
-            return True
-
-        coding = Coding(tensors, codec, 0.25, self.after, shapes=SHAPES)
-        return Averaging(self.exchanges[node], send, coding, chance=chance)
-
-    def _deliver(self) -> None:
-        index = self.random.randrange(len(self.in_flight))
-        source, target, frame = self.in_flight.pop(index)
-        if self.passes(source, target, frame):
-            self.nodes[target].on_frame(source, copied(frame))
-
-    def start(self, node: str, ballot: Ballot, *arguments: Any, **terms: Any) -> Exchange[None]:
-        self.nodes[node].hurry(ballot)
-        return self.exchanges[node].start(
-            reduced(self.nodes[node], node, ballot, *arguments, **terms)
-        )
-
-    def reduce(self, node: str, *arguments: Any) -> None:
-        self.time.outcome(self.start(node, *arguments))
-
-
-def reduced(
-    averaging: Averaging,
-    node: str,
-    ballot: Ballot,
-    replicas: Sequence[str],
-    gradient: torch.Tensor,
-    ids: Collection[int],
-    window: int,
-    patience: float,
-    **terms: Any,
-) -> Coroutine[Any, Any, Any]:
-    return averaging.reduce(
-        ReductionRound(node, ballot, replicas, window, **terms), gradient, ids, patience
-    )
-
-
-def copied(frame: Frame) -> Frame:
-    assert isinstance(frame.payload, tuple)
-    return Frame.parse(frame.head(), bytearray().join(frame.payload))
-
-
-def gradients(nodes: Sequence[str], length: int, seed: int = 0) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(length, generator=generator) * 10.0**i for i, _ in enumerate(nodes)]
-
-
-def shares(nodes: Sequence[str], window: int) -> list[list[int]]:
-    return [list(range(window))[i :: len(nodes)] for i, _ in enumerate(nodes)]
-
-
-def start_all(
-    network: Network,
-    values: Sequence[torch.Tensor],
-    ids: Sequence[Sequence[int]] | None = None,
-    window: int = 6,
-    non_finite: bool = False,
-) -> list[Exchange[None]]:
-    nodes = list(network.nodes)
-    ids = shares(nodes, window) if ids is None else ids
-    return [
-        network.start(
-            node, BALLOT, nodes[::-1], gradient, share, window, 60.0, non_finite=non_finite
-        )
-        for node, gradient, share in zip(nodes, values, ids, strict=True)
-    ]
-
-
-def reduce_all(
-    network: Network,
-    values: Sequence[torch.Tensor],
-    ids: Sequence[Sequence[int]] | None = None,
-    non_finite: bool = False,
-) -> list[Exception | None]:
-    """Every node's outcome: None or what it raised."""
-    exchanges = start_all(network, values, ids, non_finite=non_finite)
-    return [network.time.error(one) for one in exchanges]
-
-
-def first_failure(network: Network, exchanges: Sequence[Exchange[None]]) -> Exception | None:
-    """The others, who would wait for the one that failed, are cancelled."""
-    while network.time.step():
-        for one in exchanges:
-            if one.done and (error := network.time.error(one)) is not None:
-                for other in exchanges:
-                    other.cancel()
-                return error
-    return next(filter(None, map(network.time.error, exchanges)), None)
 
 
 def averaged(
@@ -249,10 +134,10 @@ def test_ids_pass_only_when_each_is_there_once(found: dict[str, list[int]]) -> N
 @given(st.integers(1, 5), st.integers(0, 150))
 def test_pieces_are_the_gradient_and_cut_no_row_in_two(replicas: int, size: int) -> None:
     for matrices in ((), SHAPES):
-        pieces = [piece for part in averaging.spans(size, replicas, matrices) for piece in part]
+        pieces = [piece for part in coding.spans(size, replicas, matrices) for piece in part]
         places = [place for start, stop in pieces for place in range(start, stop)]
         assert places == [*range(size)]
-        assert len(averaging.spans(size, replicas, matrices)) == replicas
+        assert len(coding.spans(size, replicas, matrices)) == replicas
         if matrices:
             firsts = {0, 1, 2, *range(3, 63, 2), 63, *range(64, 145, 2), *range(144, size)}
             assert all(start in firsts for start, stop in pieces if start < stop)
@@ -373,7 +258,7 @@ def test_a_joiner_begins_with_nothing_and_whoever_is_left_keeps_what_it_holds(
     for step, replicas in ((3, "ac"), (4, "acd")):
         if replicas not in ("ac",):
             network.exchanges["d"] = network.time.new(Slow(network.time, network.random))
-            network.nodes["d"] = network._node("d", codec, None)
+            network.nodes["d"] = network._node("d", codec)
         values = gradients(replicas, 50, seed=step)
         whole = reduce(torch.add, [one.double() for one in values])
         found = one_step(network, values, step)
@@ -392,41 +277,6 @@ def test_who_is_alone_sends_nothing_and_drops_what_it_held_back() -> None:
     assert network.nodes["a"].feedback.row is not None
     commit(network, 2)
     assert network.nodes["a"].feedback.row is None
-
-
-def told_in(network: Network, values: Sequence[torch.Tensor], step: int) -> list[Any]:
-    """By each node, of the contributions that it has looked at."""
-    nodes = list(network.nodes)
-    exchanges = [
-        network.start(node, Ballot(3, step), nodes, gradient, share, 6, 60.0, step=step)
-        for node, gradient, share in zip(nodes, values, shares(nodes, 6), strict=True)
-    ]
-    return [network.time.outcome(one) for one in exchanges]
-
-
-def test_a_replicas_own_contribution_is_told_as_if_it_had_come_from_another() -> None:
-    nodes = NODES[:3]
-    before = [row.clone() for row in gradients(nodes, 84)]
-    told = told_in(Network(nodes, "int4", looks=True), gradients(nodes, 84), 1)
-    for rank, seen in enumerate(told):
-        norms = {one.node: one.squared_norm for one in seen}
-        as_sent = [
-            {
-                node: float(tensors.as_received(row[first : first + 7], "int4").square().sum())
-                for node, row in zip(nodes, before, strict=True)
-            }
-            for first in range(28 * rank, 28 * (rank + 1), 7)
-        ]
-        assert any(norms == pytest.approx(sent) for sent in as_sent)
-
-
-def test_of_a_newcomer_nothing_is_told_until_it_holds_back_as_much_as_the_others() -> None:
-    network = Network(NODES[:3], "lowrank", looks=True)
-    settled = Coding(tensors, "lowrank", 0.25).settles
-    for step in range(1, settled + 3):
-        seen = told_in(network, gradients("abc", 21), step)
-        assert all(bool(told) == (step > settled) for told in seen)
-    assert all(told_in(Network(NODES[:3], "int8", looks=True), gradients("abc", 21), 1))
 
 
 # Faults
@@ -693,7 +543,7 @@ def test_a_reduction_that_is_over_leaves_no_frames_behind() -> None:
 def test_a_peer_far_ahead_cannot_fill_the_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(averaging.Averaging.__init__, "__defaults__", (40,))
+    monkeypatch.setattr(Averaging.__init__, "__defaults__", (40, None))
     member = Alone()
     member.averaging.forget(Ballot(4, 1))
     for view, attempt in [*[(3, 1)] * 5, *[(4, 1), (4, 2)] * 5]:
@@ -841,7 +691,7 @@ def test_who_is_left_of_nine_goes_on_with_what_it_holds() -> None:
         for node in nodes:
             if node not in network.nodes:
                 network.exchanges[node] = network.time.new(Slow(network.time, network.random))
-                network.nodes[node] = network._node(node, "lowrank", None)
+                network.nodes[node] = network._node(node, "lowrank")
         before, values = held_by(network), of_many(nodes, 150, seed=step)
         whole = reduce(torch.add, [one.double() for one in values])
         found = one_step(network, values, step)
@@ -1040,13 +890,3 @@ def test_in_rows_who_is_no_partner_may_get_lost() -> None:
     exchanges = start_all(network, of_many(nodes, 200))
     network.nodes["n04"].on_peer_lost("n08", "connection reset")
     assert [network.time.error(one) for one in exchanges] == [None] * 9
-
-
-def test_in_rows_a_node_looks_at_its_row() -> None:
-    nodes = many(10)
-    told = told_in(Network(nodes, looks=True), of_many(nodes, 300), 1)
-    for node, seen in zip(nodes, told, strict=True):
-        (row,) = (row for row in rows(nodes) if node in row)
-        assert [one.node for one in seen] == (sorted(row) if node != "n09" else [])
-        shared = sum(one.microbatches for one in seen)
-        assert all(one.microbatches + one.others == shared for one in seen)

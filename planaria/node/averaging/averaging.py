@@ -1,0 +1,132 @@
+"""The exchange by which a node's reductions are carried out, one at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from planaria.node.averaging.coding import Coding, ReductionRound, feeds_back
+from planaria.node.averaging.error_feedback import ErrorFeedback
+from planaria.node.averaging.evidence import Evidence, Signing, is_audited
+from planaria.node.averaging.reduction import Outgoing, Reduction
+from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.wire.exchange import ComplaintError, Exchanges, Inboxes, Lost, PeerLostError
+from planaria.node.wire.frames import Frame
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+EARLY_LIMIT: Final = 2 << 30  # bytes kept of one peer that is ahead of this node
+LATER: Final = 2.0
+"""Extra seconds before an accusation, for each hop behind a row's contributions: nodes nearer to
+the cause then report first."""
+
+
+class Averaging:
+    """One node's side of the reductions, one at a time.
+
+    `send` queues a frame for a peer and returns False without a route. After a cancellation, touch
+    the gradient only in the compute thread, behind the reduction's last work there.
+    """
+
+    def __init__(
+        self,
+        exchanges: Exchanges,
+        send: Callable[[str, Frame], bool],
+        coding: Coding,
+        limit: int = EARLY_LIMIT,
+        signing: Signing | None = None,
+    ) -> None:
+        """`limit`: bytes of one peer that wait, before a reduction and in it. `signing`: given if
+        the stage is audited."""
+        self._signing = signing
+        self._evidence: Evidence | None = None  # of the last reduction
+        self._exchanges = exchanges
+        self._send = send
+        self._coding = coding
+        self.feedback = ErrorFeedback()
+        self._inboxes: Inboxes[Ballot, Frame] = Inboxes(exchanges, NEVER, limit, limit)
+
+    async def reduce(
+        self, round: ReductionRound, gradient: Tensor, ids: Collection[int], patience: float
+    ) -> None:
+        """Replace `gradient` (float32 [n]) by its sum over the replicas, in place.
+
+        `ids`: microbatches in this node's gradient. `patience`: seconds to wait for the next frame
+        after `hurry`; until then others may still compute.
+
+        Takes about twice the gradient's memory, half of it for frames to be sent, and twice more
+        for error feedback, if any. What audits may ask for stays until the commit: all that was
+        sent, and this node's own part in float32.
+
+        Raises ComplaintError, PeerLostError when the gradients can still be summed without the
+        accused, and ValueError for invalid arguments. After failure or cancellation the gradient's
+        contents are void.
+        """
+        coding, ballot = self._coding.at(round.step), round.ballot
+        feedback = self.feedback if feeds_back(coding.codec) else None
+        self._evidence = None
+        if self._signing is not None and is_audited(coding.codec, len(round.replicas)):
+            self._evidence = Evidence(round, gradient.numel(), coding, self._signing)
+        reduction = Reduction(round, gradient, ids, coding, feedback, self._evidence)
+        try:
+            with self._inboxes.open(ballot) as inbox:
+                await self._compute(reduction.start)
+                for number in range(reduction.pieces):
+                    await self._compute(partial(reduction.contribute, number))
+                while awaited := reduction.awaited():
+                    phase, nodes, hops = awaited
+                    seconds = patience + LATER * hops
+                    try:
+                        peer, item = await inbox.take(patience=seconds)
+                    except TimeoutError:
+                        whose = ", ".join(nodes)
+                        raise ComplaintError(
+                            f"waited {seconds:g} s in vain for the {phase} of {whose}", nodes
+                        ) from None
+                    await self._absorb(reduction, peer, item)
+        finally:
+            self.forget(Ballot(ballot.view, ballot.attempt + 1))
+
+    def take_evidence(self, ballot: Ballot) -> Evidence | None:
+        """The evidence of that ballot's sum, if it is kept. It is kept no longer."""
+        evidence, self._evidence = self._evidence, None
+        return evidence if evidence is not None and evidence.ballot == ballot else None
+
+    def on_frame(self, peer: str, frame: Frame) -> None:
+        """Handles a frame of kind "average". It waits if its reduction hasn't started; if that is
+        over or void, the frame has no effect."""
+        self._inboxes.put(Ballot(*frame.ballot), peer, frame, frame.size)
+
+    def hurry(self, ballot: Ballot) -> None:
+        """All input of the reduction has been computed, so waits are limited from now on."""
+        self._inboxes.hurry(ballot)
+
+    def on_peer_lost(self, peer: str, reason: str) -> None:
+        """The link to `peer` is lost: the reduction fails if it still needs data from it.
+
+        Frames that have come before stay valid."""
+        self._inboxes.lost(peer, reason)
+
+    def forget(self, before: Ballot) -> None:
+        """Ballots older than `before` are void: their frames have no effect."""
+        self._inboxes.forget(before)
+
+    async def _absorb(self, reduction: Reduction, peer: str, item: Frame | Lost) -> None:
+        if isinstance(item, Lost):
+            if reduction.needs(peer):
+                why = f"lost {peer} before its sums were here: {item.reason}"
+                raise PeerLostError(why, [peer], item.cause)
+        elif peer in reduction.nodes:
+            await self._compute(partial(reduction.absorb, peer, item))
+        else:
+            log.warning("dropped a gradient from %s, no replica of this stage", peer)
+
+    async def _compute(self, work: Callable[[], Outgoing]) -> None:
+        for peer, frame in await self._exchanges.compute(work):
+            if not self._send(peer, frame):
+                raise PeerLostError(f"there is no link to {peer}", [peer])
