@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 STEPS: Final = 2
 """Quantizing steps by which a sum may differ from the honest one."""
-ROUNDING: Final = 2.0**-22
+ROUNDING: Final = 2.0**-20
 """Relative error of a sum in float32, by the sum of all absolute values."""
 
 

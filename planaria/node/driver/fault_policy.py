@@ -62,6 +62,7 @@ CHARGES: Final = (
     Charge("differs from its replicas", "a new copy"),
     Charge(f"differs {STRIKES} times", "eviction"),
     Charge(f"computes otherwise than two others {WRONG} times", "eviction"),
+    Charge("fails an audit of gradients", 'eviction, with `"exclude"`'),
 )
 """The table in docs/protocol.md, where a rest is explained."""
 

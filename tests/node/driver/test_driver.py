@@ -21,6 +21,7 @@ from planaria.bootstrap.registry_pb2 import (
     SILENT,
     Cause,
 )
+from planaria.node.averaging.audit import AuditResult
 from planaria.node.driver.attempt_state import UNREACHED, AttemptState
 from planaria.node.driver.attempting import COMPLAINED, EVICTED, Attempting
 from planaria.node.driver.driver import Driver
@@ -41,6 +42,7 @@ from planaria.node.report.events import (
     AttemptMasked,
     Diverged,
     Event,
+    GradientStandsOut,
     HeldUp,
     NodeLost,
     NonFinite,
@@ -54,7 +56,7 @@ from planaria.node.report.events import (
     Waiting,
     WeightsChanged,
 )
-from planaria.node.transaction.effects import NEVER, Ballot, Effect, Rejoin, Send, Suspect
+from planaria.node.transaction.effects import NEVER, Audit, Ballot, Effect, Rejoin, Send, Suspect
 from planaria.node.transaction.plan_encoding import PlanDecoder
 from planaria.node.transaction.routing import routes
 from planaria.node.transaction.rules import TransactionRules
@@ -2790,3 +2792,87 @@ def test_two_commits_that_a_driver_has_signed_stop_the_run() -> None:
     assert all(hash_of(commit).hex()[:16] in halts.copy().pop() for commit in commits)
     assert suspected(effects) == []
     told.views({node: stage for node, stage in told.members.items() if node not in "be"})
+
+
+# --- audits
+
+AUDITED = replace(RULES, audits=True, exclude=True)
+THREES = {**SWARM, "b2": 1, "b3": 1, "c2": 2, "z": 0, "y": 0}
+
+
+def audits(told: Told) -> tuple[list[Audit], pb.Commit]:
+    """Audits that follow from the commit of the attempt, and the commit."""
+    told.comes_home()
+    effects: list[Effect] = []
+    for node in list(told.driver.members):
+        effects = told.ready(node)
+    commit = sent(effects, "step")["a"].step.commit
+    return [effect for effect in effects if isinstance(effect, Audit)], commit
+
+
+def test_a_commit_names_blocks_of_stages_with_three_replicas_but_not_of_the_owners() -> None:
+    told = Told(AUDITED, THREES)
+    told.begins()
+    (audit,), commit = audits(told)
+    assert len(commit.audited) == 4 and audit.numbers == [*commit.audited]
+    assert (audit.ballot, audit.step) == (Ballot.of(commit.ballot), 1)
+    assert audit.stages.keys() == {1}
+    assert audit.stages[1].keys() == {"b", "b2", "b3"}
+    assert sum(audit.stages[1].values()) == 2 * 2  # each microbatch is at one of them
+
+
+def test_there_is_one_audit_at_a_time() -> None:
+    told = Told(AUDITED, THREES)
+    told.begins()
+    audits(told)
+    assert audits(told)[0] == []
+    told.driver.audited(AuditResult(1, {}, {}))
+    (audit,), _ = audits(told)
+    assert audit.step == 3
+
+
+@pytest.mark.parametrize(
+    ("rules", "members"), [(RULES, THREES), (AUDITED, {**SWARM, "b2": 1}), (AUDITED, SWARM)]
+)
+def test_without_three_replicas_or_if_it_is_off_nothing_is_audited(
+    rules: TransactionRules, members: dict[str, int]
+) -> None:
+    told = Told(rules, members)
+    told.begins()
+    found, commit = audits(told)
+    assert (found, [*commit.audited]) == ([], [])
+
+
+@pytest.mark.parametrize("exclude", [True, False])
+def test_who_fails_an_audit_is_named_once_and_removed_if_the_rules_say_so(exclude: bool) -> None:
+    told = Told(replace(AUDITED, exclude=exclude), THREES)
+    told.begins()
+    audits(told)
+    result = AuditResult(1, {"b2": "its sum is wrong", "stranger": "it is gone"}, {})
+    effects = told.driver.audited(result)
+    (event,) = events(effects, GradientStandsOut)
+    assert (event.node, event.stage, event.reason) == ("b2", 1, "its sum is wrong")
+    assert suspected(effects) == (["b2"] if exclude else [])
+    assert events(told.driver.audited(result), GradientStandsOut) == []
+
+
+def test_scores_are_in_the_commits_and_the_next_driver_goes_on_with_them() -> None:
+    told, members = Told(AUDITED, THREES), THREES
+    told.begins()
+    outcomes = {node: {"contributor against": node == "b3"} for node in ("b", "b2", "b3")}
+    while told.driver.standing.committed < 5:
+        audits(told)
+        assert told.driver.audited(AuditResult(1, {}, outcomes)) == []
+    _, last = audits(told)
+    assert [score.node for score in last.suspicions] == ["b3"]
+    heir = Told(AUDITED, members)
+    heir.views()
+    heir.statuses(6, **dict.fromkeys(members, pb.Status(committed=6, last=last)))
+
+    def audits_until_named(driver: Driver) -> int:
+        result = AuditResult(7, {}, outcomes)
+        return next(count for count in range(1, 60) if driver.audited(result))
+
+    fresh = Told(AUDITED, members)
+    fresh.begins()
+    assert audits_until_named(heir.driver) == audits_until_named(fresh.driver) - 5
