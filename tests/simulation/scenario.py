@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from unittest.mock import patch
 
+from planaria.node.averaging import coding
 from planaria.node.report import line_file
 from planaria.node.stage import optimizer
 from planaria.node.state import copies, twin
-from planaria.node.transaction import averaging
 from planaria.node.transaction.member import MemberPhase
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import chunks
@@ -72,7 +72,7 @@ def small_pieces() -> Iterator[None]:
     they are, unless they are garbled."""
     with ExitStack() as patches:
         for module, name, value in (
-            (averaging, "PIECE", 5),
+            (coding, "PIECE", 5),
             (twin, "PIECE", 7),
             (copies, "FRAME", PART),
             (copies, "LEAST_FRAME", PART),

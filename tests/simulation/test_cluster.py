@@ -9,12 +9,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from planaria.node.averaging import averaging
 from planaria.node.averaging.error_feedback import ErrorFeedback
 from planaria.node.driver.answers import Answers
 from planaria.node.driver.driver import Driver
 from planaria.node.driver.gathering import QUERY_AGAIN, Gathering
 from planaria.node.state.copies import Holder, _Arriving
-from planaria.node.transaction import averaging
 from planaria.node.transaction.effects import NEVER, Adopt, Ballot, Effect, Send
 from planaria.node.transaction.member import MemberPhase, MemberSide
 from planaria.node.transaction.rules import TransactionRules
