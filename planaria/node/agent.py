@@ -17,14 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.registry_pb2 import NUMBERS, SHAPE, SILENT, Cause
-from planaria.node.averaging.auditor import Auditor
-from planaria.node.averaging.averaging import Averaging
-from planaria.node.averaging.coding import Coding
-from planaria.node.averaging.evidence import Signing
 from planaria.node.driver.driver import Driver
 from planaria.node.driver.phases import DriverPhase
 from planaria.node.model import learning_rate
-from planaria.node.model.shape import ModelConfig, trained_shapes
+from planaria.node.model.shape import ModelConfig
 from planaria.node.ports import Learned, Ports
 from planaria.node.report.events import (
     Applied,
@@ -39,7 +35,7 @@ from planaria.node.state.feeding import FEWEST, UNSENT, GradientFeed
 from planaria.node.state.observing import ObserverService
 from planaria.node.state.own_saves import OwnSaves
 from planaria.node.state.rebuild import Peers, Rebuilding
-from planaria.node.state.reducing import Reducing
+from planaria.node.state.reducing import Reducing, averaging_of
 from planaria.node.state.relearn import Relearning
 from planaria.node.state.serving import StateService
 from planaria.node.state.stage_state import StageState, StateId
@@ -158,14 +154,7 @@ class Agent:
             self.record.tell(RelearningRound(stage=self.stage, round=round, residual=residual))
 
         exchanges, tensors, send = self.exchanges, self.tensors, self.send
-        some = 2 * self.arithmetic.gradient.nbytes + SLACK  # of two attempts, for one node
-        shapes = trained_shapes(self.config, self.stage).values()
-        coding = Coding.of_run(tensors, self.run.wire, shapes)
-        signing = Signing(self.ports.identity, lambda: self.member.view)
-        audited = self.stage > 0 and self.run.trust.gradients != "off"
-        self.averaging = Averaging(exchanges, send, coding, some, signing if audited else None)
-        size, lease = self.config.trained[1], self.run.swarm.lease
-        self.auditor = Auditor(exchanges, coding, size, signing, lease)
+        self.averaging, self.auditor = averaging_of(self, SLACK)
         self.feed = GradientFeed(self)
         self.serving = StateService(self)
         self.member.holdings = self.serving.listed
@@ -248,13 +237,8 @@ class Agent:
     ) -> None:
         """`cause`: for any but SILENT, that of what the peer has sent."""
         self.exchanges.at(now)
-        for exchange in (
-            self.averaging,
-            self.auditor,
-            self.states,
-            self.crossings,
-            self.relearning,
-        ):
+        exchanges = self.averaging, self.auditor, self.states, self.crossings, self.relearning
+        for exchange in exchanges:
             exchange.on_peer_lost(peer, reason)
         if peer not in self.peers:
             return
@@ -384,7 +368,7 @@ class Agent:
                 self.exchanges.start(self._apply(commit))
                 self.exchanges.start(self.reducing.answer(commit))
             case Audit():
-                self.exchanges.start(self._audit(effect))
+                self.exchanges.start(self.reducing.audit(effect))
             case Note(commit):
                 self.record.committed(commit)
             case Adopt(ballot):
@@ -454,10 +438,6 @@ class Agent:
         self.holdings.forget(before)
 
     # --- commits and state
-
-    async def _audit(self, audit: Audit) -> None:
-        result = await self.auditor.run(audit)
-        self.carry_out(self.driver.audited(result))
 
     async def _apply(self, commit: pb.Commit) -> None:
         member, stage = self.member, self.stage

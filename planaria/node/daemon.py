@@ -13,17 +13,18 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import SystemRandom
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.address import EVERYWHERE, Address, Reach
+from planaria.bootstrap.client import RegistryClient
 from planaria.bootstrap.credentials import PLAIN, Credentials
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.neighbours import to_link
@@ -33,7 +34,7 @@ from planaria.node.agent import Agent, frame_bytes, held_bytes
 from planaria.node.data.mixture import Data
 from planaria.node.data.windows import AnyWindows
 from planaria.node.hugging_face.living_run import from_inside
-from planaria.node.hugging_face.samples import Sampler
+from planaria.node.hugging_face.samples import sampler_of
 from planaria.node.launch.errors import NodeError
 from planaria.node.machine.compute import ComputeThread
 from planaria.node.machine.device import memory_of
@@ -68,10 +69,10 @@ from planaria.node.report.events import (
 )
 from planaria.node.report.events import line as event_line
 from planaria.node.report.experiment import ExperimentPipe
-from planaria.node.report.ledger import Ledger, LedgerHeader, line, recording, windows_in
+from planaria.node.report.ledger import Ledger, header_of, line, recording, windows_in
 from planaria.node.report.line_file import BackgroundLineFile, LineFile
 from planaria.node.report.log_stream import LastLines
-from planaria.node.report.samples import SamplesFile
+from planaria.node.report.samples import SamplesFile, in_report
 from planaria.node.report.wall_clock import WallClock
 from planaria.node.run_file import RunFile
 from planaria.node.seats import SeatCompute, SeatNet, Seats
@@ -82,7 +83,6 @@ from planaria.node.state.handover import FAREWELL
 from planaria.node.state.holdings import CLOSE, Holdings
 from planaria.node.state.saves import Contents, saves_on_disk
 from planaria.node.transaction.attempt import NoRoomError
-from planaria.node.transaction.effects import NEVER
 from planaria.node.transaction.leaving import Leaving
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
@@ -90,7 +90,7 @@ from planaria.node.wire.chain import has_records
 from planaria.node.wire.exchange import ComplaintError
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings
-from planaria.node.wire.link_speed import measure
+from planaria.node.wire.link_speed import measure_all
 from planaria.node.wire.link_table import Peer
 from planaria.node.wire.looped import ClosedError, LoopedExchanges
 from planaria.node.wire.missing_links import MissingLinks
@@ -109,8 +109,6 @@ MOST_MEASURED = 200
 """Maximum links that a node measures: each renewal carries the results."""
 MOST_REBUILDS = 20
 """Maximum rebuilds reported in each renewal; the registry remembers more."""
-MOST_SAMPLE = 400
-"""Maximum characters of a sample reported to the registry."""
 
 
 @dataclass(frozen=True)
@@ -139,26 +137,6 @@ class NodePlace:
     checkpoint_dir: Path | None = None  # shared by all nodes; None: no checkpoints
 
 
-class Registry(Protocol):
-    """What a node needs of the registry; `planaria.bootstrap.client` has it over gRPC."""
-
-    async def join(
-        self, request: registry.JoinRequest, identity: Identity
-    ) -> registry.JoinReply: ...
-    async def keep_membership(
-        self,
-        node: str,
-        reply: registry.JoinReply,
-        on_view: Callable[[registry.View], None],
-        on_evicted: Callable[[str], None],
-        on_measure: Callable[[int], None],
-    ) -> None: ...
-    def report(self, report: registry.Report) -> None: ...
-    def tell(self, line: str) -> None: ...
-    def suspect(self, accused: str, why: str, cause: registry.Cause = registry.SILENT) -> None: ...
-    async def leave(self, node: str, why: str) -> None: ...
-
-
 class Node:
     """One identity of a node, from joining to leaving, and the seats that it holds."""
 
@@ -169,7 +147,7 @@ class Node:
         run: RunFile,
         config: ModelConfig,
         corpus: Data | None,
-        client: Registry,
+        client: RegistryClient,
         speed: float,
     ) -> None:
         self.node = new_identity(place.name)
@@ -183,7 +161,7 @@ class Node:
         self.compute = ComputeThread(f"compute-{self.node}", self.loop, watch)
         self.hang: Hang | None = None
         self.abandoned = ""  # the task of a hanging compute thread
-        self.observers = Observers(self.on_asked, self.on_shown, self.on_gone)
+        self.observers = Observers()
         self.links = Links(
             run_id,
             self.node,
@@ -206,7 +184,7 @@ class Node:
         self.ledgers: dict[str, LineFile] = {}  # ledgers, by seat
         self.ordered: dict[str, bool] = {}  # by seat: whether its newest rebuild is exact
         self.rebuilds: deque[registry.Rebuild] = deque(maxlen=MOST_REBUILDS)
-        self.sampler = self._make_sampler()
+        self.sampler = sampler_of(run, corpus, self.spawn, self.sampled)
         self.samples: dict[str, Sampled] = {}  # the newest, by prompt
         self.samples_file: SamplesFile | None = None
         if place.out is not None:
@@ -218,6 +196,7 @@ class Node:
         self.missing = MissingLinks()
         self.carriers: dict[str, str] = {}  # relays of indirect links, by peer
         self.seats: Seats[Agent] = Seats(self.node, self.links, self.observers.tell, self.read_log)
+        self.observers.seats = self.seats
         self.on_message, self.on_frame = self.seats.on_message, self.seats.on_frame
         self.on_link_up = self.seats.on_link_up
         self.exchanges: dict[str, LoopedExchanges] = {}  # of each seat
@@ -242,7 +221,7 @@ class Node:
                 registry.JoinRequest(
                     protocol=PROTOCOL,
                     node=self.node,
-                    address=self._address(port),
+                    address=_address(self.place.advertise, port),
                     stage=self.place.stage,
                     data=self.corpus.content if self.corpus else "",
                     speed=self.speed,
@@ -266,13 +245,6 @@ class Node:
             return await asyncio.shield(self.over)
         finally:
             await self._clean_up()
-
-    def _address(self, port: int) -> str:
-        """The address that peers dial; `port` is the one that this node listens on."""
-        if not self.place.advertise:
-            return ""
-        address = Address.parse(self.place.advertise)
-        return str(address if address.port else address._replace(port=port))
 
     async def retire(self, grace: float, why: str = "") -> None:
         """Save, let an heir take over where possible, and leave, all within `grace` seconds, as a
@@ -390,19 +362,7 @@ class Node:
             self.measuring = self.spawn(self._measure_links())
 
     async def _measure_links(self) -> None:
-        """Measures links one after the other, so that they don't disturb each other here."""
-        links: list[registry.LinkReport] = []
-        for peer in self.links.peers[:MOST_MEASURED]:
-
-            async def send(size: int, peer: str = peer) -> None:
-                await self.links.deliver(peer, Frame("probe", NEVER, {}, [], bytes(size)))
-
-            try:
-                rtt, rate = await measure(send, time.perf_counter)
-            except ConnectionError as error:
-                log.warning("a link is not measured: %s", error)
-                continue
-            links.append(registry.LinkReport(peer=peer, rtt_ms=rtt * 1e3, mbps=rate * 8 / 1e6))
+        links = await measure_all(self.links, self.links.peers[:MOST_MEASURED])
         self.measured = self.requested_measurement, links
         self.report()
 
@@ -510,39 +470,15 @@ class Node:
         """Opens the ledger at stage 0, which has the corpus, with the windows of its lines."""
         if corpus is None or self.place.out is None:
             return None
-        header = self._ledger_header(corpus)
+        shares = corpus.shares(self.config.context)
+        header = header_of(self.run, self.config.context, corpus.content, shares)
         path = self.place.out / f"ledger-{self.node}-{name}.jsonl"
         ledger = Ledger(path, header, self._open_file)
         windows = windows_in(header)
         self.ledgers[name] = ledger.file
         return ledger, windows
 
-    def _ledger_header(self, corpus: Data) -> LedgerHeader:
-        training, shares = self.run.training, corpus.shares(self.config.context)
-        header: LedgerHeader = {
-            "ledger": 1,
-            "run": self.run.name,
-            "seed": self.run.seed,
-            "samples": sum(share.samples for share in shares),
-            "batch": training.batch,
-            "microbatch": training.microbatch,
-            "context": self.config.context,
-            "content": corpus.content,
-            "steps": self.run.steps,
-        }
-        if len(shares) > 1:
-            header["mixture"] = [(share.samples, share.turns) for share in shares]
-        return header
-
     # --- samples
-
-    def _make_sampler(self) -> Sampler | None:
-        """Raises CorpusError."""
-        corpus = self.corpus
-        if corpus is None or not self.run.training.sample_every:
-            return None
-        end = corpus.index.end_of_document
-        return Sampler(self.run, corpus.tokenizer(), end, self.spawn, self.sampled)
 
     def committed(self, step: int) -> None:
         if self.sampler is not None and self.view.driver == self.node:
@@ -563,21 +499,12 @@ class Node:
 
     # --- links
 
-    def on_asked(self, observer: str, message: pb.Message) -> None:
-        self.seats.on_asked(observer, message, self.loop.time())
-
-    def on_gone(self, observer: str) -> None:
-        self.seats.on_gone(observer)
-
     def read_log(self, request: pb.LogRequest) -> pb.LogLines:
         """Returns log lines for an observer."""
         if self.place.log is None:
             return pb.LogLines(error="its owner does not share it (--no-share-log)")
         lines, last = self.place.log.after(request.after, request.lines)
         return pb.LogLines(lines=map(readable, lines), last=last)
-
-    def on_shown(self, observer: str, frame: Frame) -> None:
-        self.seats.on_shown(observer, frame, self.loop.time())
 
     def on_link_lost(
         self, peer: str, reason: str, lost: list[Frame], now: float, cause: registry.Cause
@@ -625,7 +552,8 @@ class Node:
             self.seats.tick(self.loop.time())
             if not self.seats:
                 continue
-            self.wall.sample(time.monotonic(), self._busy_seconds(), self._doing())
+            now = time.monotonic()
+            self.wall.sample(now, self.compute.busy_seconds(now), self._doing())
             if time.monotonic() - self.wall_reported > 2.0:
                 self.wall_reported = time.monotonic()
                 self.tell(Wall(**self.wall.report()))
@@ -675,10 +603,6 @@ class Node:
         if parts:
             self.tell(CostSoFar.of(parts))
 
-    def _busy_seconds(self) -> float:
-        since = self.compute.busy_since
-        return self.compute.busy_seconds + (time.monotonic() - since if since else 0.0)
-
     def _doing(self) -> str:
         doing = next(filter(None, (seat.doing() for seat in self.seats.agents.values())), "")
         return doing or ("send" if self.links.unacknowledged else "idle")
@@ -705,14 +629,7 @@ class Node:
             links=links,
             complaints=self.missing.complaints(),
             unlisted=self.missing.unlisted,
-            samples=[
-                registry.Sample(
-                    step=sample.step,
-                    prompt=sample.prompt[:MOST_SAMPLE],
-                    text=sample.text[:MOST_SAMPLE],
-                )
-                for sample in self.samples.values()
-            ],
+            samples=in_report(self.samples.values()),
             rebuilds=self.rebuilds,
         )
 
@@ -765,6 +682,14 @@ class SeatRecord:
 
     def over(self, reason: str) -> None:
         self._node.stop(f"rejoin: {reason}")
+
+
+def _address(advertise: str, port: int) -> str:
+    """The address that peers dial; `port` is the one that this node listens on."""
+    if not advertise:
+        return ""
+    address = Address.parse(advertise)
+    return str(address if address.port else address._replace(port=port))
 
 
 def _peers(view: registry.View) -> list[Peer]:

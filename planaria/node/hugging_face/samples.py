@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
+from planaria.node.data.mixture import Data
 from planaria.node.hugging_face.export import ExportError
 from planaria.node.hugging_face.generate import Sampling, texts
 from planaria.node.hugging_face.living_run import Access
@@ -115,3 +116,16 @@ class Sampler:
         async with asyncio.TaskGroup() as group:
             for prompt in self._prompts:
                 group.create_task(go_on(prompt))
+
+
+def sampler_of(
+    run: RunFile,
+    corpus: Data | None,
+    spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    tell: Callable[[Sampled], None],
+) -> Sampler | None:
+    """The sampler of a node; None: it has no corpus, or the run wants no samples. Raises
+    CorpusError."""
+    if corpus is None or not run.training.sample_every:
+        return None
+    return Sampler(run, corpus.tokenizer(), corpus.index.end_of_document, spawn, tell)

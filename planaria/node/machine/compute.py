@@ -49,8 +49,8 @@ class ComputeThread:
     ) -> None:
         self.loop = loop
         self.watch = watch or Watch(first=math.inf)
-        self.busy_seconds = 0.0
-        self.busy_since: float | None = None
+        self._busy_seconds = 0.0
+        self._busy_since: float | None = None
         self.computed = 0
         self._tasks: list[tuple[Priority, int, str, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -65,7 +65,12 @@ class ComputeThread:
 
     @property
     def computing(self) -> bool:
-        return not self.watch.waits and (self.busy_since is not None or bool(self._tasks))
+        return not self.watch.waits and (self._busy_since is not None or bool(self._tasks))
+
+    def busy_seconds(self, now: float) -> float:
+        """Seconds of work so far; `now`: time.monotonic()."""
+        since = self._busy_since
+        return self._busy_seconds + (now - since if since is not None else 0.0)
 
     def post(
         self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
@@ -115,14 +120,14 @@ class ComputeThread:
                 if self._stopped:
                     return
                 _, _, kind, task = heapq.heappop(self._tasks)
-            self.busy_since = began = time.monotonic()
+            self._busy_since = began = time.monotonic()
             self.watch.began(kind, began)
             task()
             ended = time.monotonic()
             self.watch.ended(ended)
             self.computed += 1
-            self.busy_seconds += ended - began
-            self.busy_since = None
+            self._busy_seconds += ended - began
+            self._busy_since = None
 
 
 def _settle(future: asyncio.Future[T], result: T | Exception) -> None:

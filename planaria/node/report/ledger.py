@@ -44,6 +44,7 @@ from typing_extensions import TypedDict
 
 from planaria.node.data.turns import Share
 from planaria.node.report.line_file import LineFile
+from planaria.node.run_file import RunFile
 from planaria.node.wire import stage_pb2
 from planaria.node.wire.chain import hash_of, hash_of_records
 
@@ -609,6 +610,25 @@ def _comparing(header: LedgerHeader) -> Callable[[Line], SampleFaults]:
         return _compare(line, [(len(part), samples_hash(part).hex()) for part in parts])
 
     return compare
+
+
+def header_of(run: RunFile, context: int, content: str, shares: Sequence[Share]) -> LedgerHeader:
+    """The header of a run's ledgers; `shares`: of its corpora."""
+    training = run.training
+    header: LedgerHeader = {
+        "ledger": 1,
+        "run": run.name,
+        "seed": run.seed,
+        "samples": sum(share.samples for share in shares),
+        "batch": training.batch,
+        "microbatch": training.microbatch,
+        "context": context,
+        "content": content,
+        "steps": run.steps,
+    }
+    if len(shares) > 1:
+        header["mixture"] = [(share.samples, share.turns) for share in shares]
+    return header
 
 
 def windows_in(header: LedgerHeader) -> AnyWindows:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from planaria.bootstrap.registry_pb2 import Sample
 from planaria.node.report.events import Sampled, shown
 from planaria.node.report.line_file import LineFile
 
 FILE = "samples.md"
 LONGEST = 10_000
 """Limit of a line in characters."""
+MOST_SAMPLE = 400
+"""Maximum characters of a sample reported to the registry."""
 
 
 class SamplesFile:
@@ -34,6 +37,14 @@ class SamplesFile:
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
+
+
+def in_report(samples: Iterable[Sampled]) -> list[Sample]:
+    """The samples as a node reports them to the registry."""
+    return [
+        Sample(step=sample.step, prompt=sample.prompt[:MOST_SAMPLE], text=sample.text[:MOST_SAMPLE])
+        for sample in samples
+    ]
 
 
 def markdown(sample: Sampled) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from planaria.node.model.lora import Frozen, copied
 from planaria.node.model.modules import BodyStage, EmbeddingStage, Stage, with_weights
 from planaria.node.model.shape import ModelConfig, trained_shapes
 from planaria.node.ports import Learned
-from planaria.node.run_file import RunFile
 from planaria.node.stage.initial import Beginning, NotHereError
 from planaria.node.stage.lesson import StageLesson, boundary_tensor
 from planaria.node.stage.optimizer import StageOptimizer
@@ -33,11 +32,14 @@ from planaria.node.transaction.commits import of_stage
 from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
-from planaria.node.wire.exchange import ComplaintError, Exchanges
+from planaria.node.wire.exchange import ComplaintError
 from planaria.node.wire.frames import Frame
 from planaria.recovery import checkfree
 from planaria.recovery.facts import ANEW, INEXACT, ORIGIN, PRETRAINED
 from planaria.recovery.snapshot import Layout
+
+if TYPE_CHECKING:
+    from planaria.node.agent import Agent
 
 
 class TorchStage:
@@ -243,20 +245,8 @@ def _at_first(stage: int, lineage: int, weights: Tensor) -> StageState:
     return StageState(_before(stage, lineage), tensors, 0.0, 0, pb.Commit(), 0)
 
 
-class Seat(Protocol):
-    """What a twin needs of the seat that holds it."""
-
-    node: str
-    stage: int
-    run: RunFile
-    config: ModelConfig
-    exchanges: Exchanges
-
-    def send(self, peer: str, item: Frame) -> bool: ...
-
-
 def make_twin(
-    seat: Seat,
+    seat: Agent,
     device: torch.device,
     checkpoint: Checkpoint | None = None,
     own: Architecture | None = None,

@@ -12,17 +12,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
-from planaria.bootstrap.registry_pb2 import Cause
-from planaria.node.model.shape import ModelConfig
-from planaria.node.ports import Disk, Net, OpenDisk, Tensors
+from planaria.node.ports import Disk, OpenDisk
 from planaria.node.report.events import HoldingCost
-from planaria.node.run_file import RunFile
 from planaria.node.state.boundary import BoundaryKeeper
 from planaria.node.state.copies import Holder, Outgoing, Sender
 from planaria.node.state.copies import Kind as CopyKind
-from planaria.node.state.own_saves import OwnSaves
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.state.twin import Twin
 from planaria.node.transaction.effects import Ballot
@@ -33,26 +29,12 @@ from planaria.node.wire.naming import node_of
 from planaria.recovery.facts import Kind
 from planaria.recovery.snapshot import Layout, route
 
+if TYPE_CHECKING:
+    from planaria.node.agent import Agent
+
 log = logging.getLogger("planaria")
 
 CLOSE: Final = 10.0  # seconds that the last saves have to reach the disk
-
-
-class Host(Protocol):
-    """The seat that owns the holdings; called on the event loop."""
-
-    node: str
-    stage: int
-    run: RunFile
-    config: ModelConfig
-    exchanges: Exchanges
-    tensors: Tensors
-    net: Net
-    own_saves: OwnSaves
-
-    def send(self, peer: str, item: pb.Message | Frame) -> bool: ...
-    def accuse(self, node: str, reason: str, cause: Cause) -> None: ...
-    def own_state(self) -> StageState | None: ...
 
 
 class Files:
@@ -82,7 +64,7 @@ class Holdings:
 
     def __init__(
         self,
-        host: Host,
+        host: Agent,
         twin: Twin | None,
         layout: Callable[[int], Layout],
         open_disk: OpenDisk,

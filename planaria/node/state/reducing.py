@@ -7,8 +7,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from planaria.bootstrap.registry_pb2 import DIVERGENCE, SILENT
-from planaria.node.averaging.coding import ReductionRound
-from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.averaging.auditor import Auditor
+from planaria.node.averaging.averaging import Averaging
+from planaria.node.averaging.coding import Coding, ReductionRound
+from planaria.node.averaging.evidence import Signing
+from planaria.node.model.shape import trained_shapes
+from planaria.node.transaction.effects import NEVER, Audit, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import hash_of
 from planaria.node.wire.exchange import ComplaintError, Exchange, Outcome, PeerLostError
@@ -78,6 +82,10 @@ class Reducing:
         seat.carry_out(seat.member.reduced(ballot, ready))
         seat.exchanges.start(seat.feed.feed(ballot, attempt.begin))
 
+    async def audit(self, audit: Audit) -> None:
+        result = await self._seat.auditor.run(audit)
+        self._seat.carry_out(self._seat.driver.audited(result))
+
     async def _is_noted(self) -> None:
         """Waits until the previous step is in this member's ledger, or can't be written. Votes come
         after that, so each step is in a ledger, whichever nodes are lost when."""
@@ -113,3 +121,17 @@ class Reducing:
         if evidence is not None and commit.audited:
             frame = await seat.exchanges.compute(partial(evidence.answer, commit.audited))
             seat.send(seat.member.decider, frame)
+
+
+def averaging_of(seat: Agent, slack: int) -> tuple[Averaging, Auditor]:
+    """What averages a seat's gradient, and what audits that. `slack`: bytes of frames' heads."""
+    some = 2 * seat.arithmetic.gradient.nbytes + slack  # of two attempts, for one node
+    shapes = trained_shapes(seat.config, seat.stage).values()
+    coding = Coding.of_run(seat.tensors, seat.run.wire, shapes)
+    signing = Signing(seat.ports.identity, lambda: seat.member.view)
+    audited = signing if seat.stage > 0 and seat.run.trust.gradients != "off" else None
+    size, lease = seat.config.trained[1], seat.run.swarm.lease
+    return (
+        Averaging(seat.exchanges, seat.send, coding, some, audited),
+        Auditor(seat.exchanges, coding, size, signing, lease),
+    )

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Final, NamedTuple
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from planaria.bootstrap.registry_pb2 import LinkReport
+from planaria.node.wire.frames import Frame
+
+if TYPE_CHECKING:
+    from planaria.node.wire.link import Links
+
+log = logging.getLogger(__name__)
 
 ECHOES: Final = 5
 SMALLEST, LARGEST = 256 << 10, 64 << 20
@@ -31,3 +41,20 @@ async def measure(send: Callable[[int], Awaitable[None]], now: Callable[[], floa
     while (spent := await seconds(size) - rtt) < LONG_ENOUGH and size < LARGEST:
         size *= 2
     return MeasuredLink(rtt, size / max(spent, 1e-9))
+
+
+async def measure_all(links: Links, peers: Iterable[str]) -> list[LinkReport]:
+    """Measure links one after the other, so that they don't disturb each other here."""
+    reports = []
+    for peer in peers:
+
+        async def send(size: int, peer: str = peer) -> None:
+            await links.deliver(peer, Frame("probe", (0, 0), {}, [], bytes(size)))
+
+        try:
+            rtt, rate = await measure(send, time.perf_counter)
+        except ConnectionError as error:
+            log.warning("a link is not measured: %s", error)
+        else:
+            reports.append(LinkReport(peer=peer, rtt_ms=rtt * 1e3, mbps=rate * 8 / 1e6))
+    return reports

@@ -12,7 +12,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -33,17 +33,20 @@ FRAME_LIMIT: Final = 4 << 20
 BANNED: Final = "the run's operator has banned you; ask them to allow you again"
 
 
-class Observers:
-    """The observers of one node. `heard` and `shown` get an observer's name and its message or
-    frame; `gone` gets the name of one that has left. All are called on the event loop."""
+class Listener(Protocol):
+    """The seats of the node. `now`: by the loop's clock."""
 
-    def __init__(
-        self,
-        heard: Callable[[str, pb.Message], None],
-        shown: Callable[[str, Frame], None],
-        gone: Callable[[str], None],
-    ) -> None:
-        self._heard, self._shown, self._gone = heard, shown, gone
+    def on_asked(self, observer: str, message: pb.Message, now: float) -> None: ...
+    def on_shown(self, observer: str, frame: Frame, now: float) -> None: ...
+    def on_gone(self, observer: str) -> None: ...
+
+
+class Observers:
+    """The observers of one node. `seats` hears what they send, on the event loop."""
+
+    seats: Listener
+
+    def __init__(self) -> None:
         self._open: dict[str, _Answers] = {}
         self._inside: dict[str, Callable[[pb.Message], None]] = {}
         self._numbers = itertools.count(1)
@@ -77,7 +80,7 @@ class Observers:
         finally:
             del self._open[name]
             listening.cancel()
-            self._gone(name)
+            self.seats.on_gone(name)
 
     async def _listen(self, name: str, answers: _Answers, context: Any) -> None:
         try:
@@ -98,31 +101,30 @@ class Observers:
     def leave(self, name: str) -> None:
         """Remove an observer of this process."""
         del self._inside[name]
-        self._gone(name)
+        self.seats.on_gone(name)
 
     def ask(self, name: str, message: pb.Message) -> None:
         """Handle an observer's message. Raises WireError for an invalid frame."""
+        now = asyncio.get_running_loop().time()
         if message.WhichOneof("body") == "carried":
             head, payload = message.carried.head, message.carried.payload
-            self._shown(name, Frame.parse(head, payload, FRAME_LIMIT))
+            self.seats.on_shown(name, Frame.parse(head, payload, FRAME_LIMIT), now)
         else:
-            self._heard(name, message)
+            self.seats.on_asked(name, message, now)
 
     def tell(self, name: str, item: pb.Message | Frame) -> None:
         """Send an answer to an observer; without effect when it has left."""
-        if (heard := self._inside.get(name)) is not None:
-            sender, item = item.sender, item.in_message() if isinstance(item, Frame) else item
-            item.sender = sender
-            heard(item)
-        if (answers := self._open.get(name)) is None:
-            return
+        heard, answers = self._inside.get(name), self._open.get(name)
         if isinstance(item, Frame):
-            if item.size > FRAME_LIMIT:
+            if answers is not None and item.size > FRAME_LIMIT:
                 answers.end(f"an answer takes {item.size} bytes; at most {FRAME_LIMIT}: ask less")
                 return
             sender, item = item.sender, item.in_message()
             item.sender = sender
-        answers.put(seal(item.SerializeToString()))
+        if heard is not None:
+            heard(item)
+        elif answers is not None:
+            answers.put(seal(item.SerializeToString()))
 
     def close(self, why: str) -> None:
         """End all streams, with this reason."""

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,15 +37,16 @@ async def node(
 
     gone: list[str] = []
 
-    def heard(name: str, message: pb.Message) -> None:
+    def heard(name: str, message: pb.Message, now: float) -> None:
         asked = message.pin_request
         told = pb.Pinned(transfer=asked.transfer, committed=asked.step)
         here.tell(name, pb.Message(sender=message.seat, pinned=told))
 
-    def shown(name: str, frame: Frame) -> None:
+    def shown(name: str, frame: Frame, now: float) -> None:
         here.tell(name, frame)
 
-    here = Observers(heard, shown, gone.append)
+    here = Observers()
+    here.seats = SimpleNamespace(on_asked=heard, on_shown=shown, on_gone=gone.append)
     events: Any = Events()
     links = Links(
         "run",
