@@ -29,6 +29,7 @@ LINEAGES: Final = 16
 """Limit of lineages that the run may have opened without a survivor that knows."""
 NAMED: Final = 3
 """Members named in a sentence for each commit."""
+UNSIGNED: Final = "its record of the commit of step {} lacks the driver's signature"
 
 
 @dataclass(frozen=True)
@@ -161,10 +162,7 @@ def _compare(
     signed = [node for node, commit in last.items() if known.has_signed(commit)]
     for node in last.keys() - {*signed, known.seat} if signed else ():
         if statuses[node].trained:  # else it would have refused it
-            step = last[node].step
-            verdict.lies[node] = (
-                f"its record of the commit of step {step} lacks the driver's signature"
-            )
+            verdict.lies[node] = UNSIGNED.format(last[node].step)
     if len({hashes[node] for node in signed}) > 1:
         verdict.parted = _sentence({node: last[node] for node in signed}, known)
     believed = signed or [*hashes]
@@ -182,25 +180,23 @@ def _compare_previous(
     verdict: StatusVerdict,
 ) -> None:
     """Checks that the newest commit follows those of members that are one step behind."""
-    for newest in sorted(claimants):
-        lineage, step = _age(statuses[newest])
-        commit = statuses[newest].last
-        if (commit.lineage, commit.step) != (lineage, step):
-            return  # the run went back to it
-        for node, status in statuses.items():
-            if not status.trained or _age(status) != (lineage, step - 1):
-                continue
-            if head(status.last, lineage) == commit.previous:
-                continue
-            if known.has_signed(status.last) is False:
-                why = f"its record of the commit of step {step - 1} lacks the driver's signature"
-                verdict.lies[node] = why
-            elif known.has_signed(status.last) and known.has_signed(commit):
-                commits = {other: statuses[other].last for other in sorted(claimants)}
-                verdict.parted = _sentence({**commits, node: status.last}, known)
-            else:
-                verdict.unproven.add(node)
-        return
+    newest = min(claimants, default="")
+    commit = statuses[newest].last if newest else pb.Commit()
+    lineage, step = commit.lineage, commit.step
+    if not newest or _age(statuses[newest]) != (lineage, step):
+        return  # the run went back to it
+    for node, status in statuses.items():
+        if not status.trained or _age(status) != (lineage, step - 1):
+            continue
+        if head(status.last, lineage) == commit.previous:
+            continue
+        if known.has_signed(status.last) is False:
+            verdict.lies[node] = UNSIGNED.format(step - 1)
+        elif known.has_signed(status.last) and known.has_signed(commit):
+            commits = {other: statuses[other].last for other in sorted(claimants)}
+            verdict.parted = _sentence({**commits, node: status.last}, known)
+        else:
+            verdict.unproven.add(node)
 
 
 def _sentence(commits: Mapping[str, pb.Commit], known: KnownFacts) -> str:
