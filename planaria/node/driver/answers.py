@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planaria.bootstrap import registry_pb2 as registry
-from planaria.node.driver.records import unrecorded
 from planaria.node.transaction.effects import Ballot, Send
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import has_records, hash_of
@@ -72,16 +71,16 @@ class Answers:
 
     @property
     def newest(self) -> pb.Status:
-        return max((s for n, s in self.statuses.items() if n not in self.distrusted), key=_age)
+        return max((s for n, s in self.statuses.items() if n not in self.distrusted), key=age_of)
 
     def having(self) -> dict[str, pb.Status]:
         """The answers with the newest state. A joiner's state doesn't count if no training member
         of its stage has it: the stage was rebuilt while it followed."""
-        age, statuses = _age(self.newest), self.statuses.items()
+        age, statuses = age_of(self.newest), self.statuses.items()
         newest = {
             n: s
             for n, s in statuses
-            if _age(s) == age and n not in self.distrusted and not s.weightless
+            if age_of(s) == age and n not in self.distrusted and not s.weightless
         }
         trained: dict[int, set[bytes]] = {}
         for node, status in newest.items():
@@ -109,7 +108,8 @@ class Answers:
     def all_lost(self, view: registry.View) -> str:
         """Why the run can't go on from the newest state; empty: it can."""
         newest = self.newest
-        if self._only_joiners():
+        having = [*self.having(), *self.behind()]
+        if newest.committed and all(self.statuses[node].following for node in having):
             return (
                 f"no member that trained is left, and steps after {newest.committed} may be "
                 "committed that joiners lack"
@@ -120,11 +120,6 @@ class Answers:
                 f"of step {newest.committed}"
             )
         return ""
-
-    def _only_joiners(self) -> bool:
-        """Whether all nodes with the newest state only follow: no commit needed their vote."""
-        having = [*self.having(), *self.behind()]
-        return self.newest.committed > 0 and all(self.statuses[n].following for n in having)
 
     def behind(self) -> list[str]:
         """Members that were ready for the very attempt that others have committed."""
@@ -202,7 +197,7 @@ class Answers:
 
     def weightless(self) -> dict[int, list[str]]:
         """Nodes without the run's initial weights, by stage; only before the first step."""
-        if _age(self.newest) != (0, 0):
+        if age_of(self.newest) != (0, 0):
             return {}
         nodes: dict[int, list[str]] = {}
         for node, status in sorted(self.statuses.items()):
@@ -225,7 +220,7 @@ class Answers:
 
     def twins(self, stage: int) -> dict[str, bytes]:
         """Digests of the stage's twins of the newest step, by the node that keeps them."""
-        newest = _age(self.newest)
+        newest = age_of(self.newest)
         return {
             node: holding.digest
             for node, status in self.statuses.items()
@@ -234,16 +229,6 @@ class Answers:
             and (holding.lineage, holding.step) == newest
             and holding.digest
         }
-
-    def unrecorded(self) -> str:
-        """Why no step may begin, as far as ledgers go."""
-        return unrecorded(self.ledgers().values())
-
-    def unwritten(self) -> str:
-        """Why the run isn't over yet, as far as ledgers go: the driver may fail at any moment, and
-        its unwritten lines would be lost."""
-        writing = pb.LEDGER_WRITING in self.ledgers().values()
-        return "the last step is on its way to the ledger" if writing else ""
 
     def having_view(self) -> list[str]:
         """Members that know the members of this view."""
@@ -259,5 +244,6 @@ class Answers:
         return [stage for stage in range(self.stages + 1) if not self.nodes_of(stage)]
 
 
-def _age(status: pb.Status) -> tuple[int, int]:
+def age_of(status: pb.Status) -> tuple[int, int]:
+    """Lineage and committed step."""
     return status.lineage, status.committed

@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
+from typing import NamedTuple
 
 from planaria.node.driver.answers import Standing
 from planaria.node.driver.divergence import ReplicaDigest
 from planaria.node.driver.hangs import StragglerDetector
-from planaria.node.driver.records import unrecorded
-from planaria.node.driver.takeover import Takeover, holders, to_be_taken_over
+from planaria.node.driver.takeover import Takeover
 from planaria.node.report.events import NonFinite
 from planaria.node.transaction.commits import collapsed
 from planaria.node.transaction.effects import Ballot
@@ -59,10 +59,6 @@ class Vote:
             digests.setdefault(self.stages[node], {})[node] = ReplicaDigest.by(ready)
         return digests
 
-    def unrecorded(self) -> str:
-        """Why the step can't be committed: the previous step is in no ledger. Empty: it can."""
-        return unrecorded(self.ledgers().values())
-
     def ledgers(self) -> dict[str, pb.Recording]:
         return {n: ready.recording for n, ready in self.ready.items() if self.stages[n] == 0}
 
@@ -99,6 +95,14 @@ class Vote:
         other = self.ready[replica]
         same = (ready.squared_norm, ready.digest) == (other.squared_norm, other.digest)
         return "" if same or not ready.finite else replica
+
+
+class Planning(NamedTuple):
+    """By what a new plan shares out microbatches."""
+
+    rules: TransactionRules
+    seconds: Mapping[str, float]  # per microbatch, by node
+    apart: Collection[Pair]  # between these, as few microbatches as possible go
 
 
 @dataclass
@@ -180,9 +184,6 @@ class AttemptState:
         self.homes[home.microbatch] = home
         self.progressed = now
 
-    def is_scored(self) -> bool:
-        return len(self.scored) == len(self.begin.plan)
-
     def is_home(self) -> bool:
         return len(self.homes) == len(self.begin.plan)
 
@@ -208,9 +209,6 @@ class AttemptState:
             for microbatch in self.begin.plan
         )
 
-    def forget(self, joiner: str) -> None:
-        self.vote.joiners.pop(joiner, None)
-
     def tokens_of_replicas(self) -> dict[int, dict[str, int]]:
         """By stage and node, the tokens that are scored in the node's microbatches."""
         tokens: dict[int, dict[str, int]] = {}
@@ -221,10 +219,6 @@ class AttemptState:
                 node = _server(self.begin, microbatch, stage)
                 tokens[stage][node] += self.homes[microbatch.id].tokens
         return tokens
-
-    def records(self) -> list[pb.Home]:
-        """The result of each microbatch, once all are scored."""
-        return [self.scored[identity] for identity in sorted(self.scored)]
 
     def commit(
         self, vote: Vote, ballot: Ballot, rules: TransactionRules, at: Standing, now: float
@@ -269,19 +263,11 @@ class AttemptState:
         covered = len(nobodys) > rules.stages and not any(nobodys.values())
         return trains.issuperset(nodes) and covered
 
-    def without(
-        self,
-        nodes: Collection[str],
-        rules: TransactionRules,
-        seconds: Mapping[str, float],
-        apart: Collection[Pair],
-        now: float,
-    ) -> tuple[AttemptState, int]:
+    def without(self, nodes: Collection[str], by: Planning, now: float) -> tuple[AttemptState, int]:
         """The attempt by a plan that gives these nodes' microbatches to others, and their number,
-        counted at each stage. Members that were ready must reduce again. `apart`: pairs of members
-        between which as few microbatches as possible go."""
+        counted at each stage. Members that were ready must reduce again."""
         masked = self.masked.union(nodes)
-        begin, moved = self._plan_without(masked, rules, seconds, apart)
+        begin, moved = self._plan_without(masked, by)
         same_source = [
             a.source == b.source for a, b in zip(begin.plan, self.begin.plan, strict=True)
         ]
@@ -292,58 +278,16 @@ class AttemptState:
         )
         return attempt, moved
 
-    def to_be_taken_over(self, nodes: Collection[str], rules: TransactionRules) -> str | None:
-        """The lost node whose seat another node must take so that the attempt can go on without all
-        `nodes`. One at a time."""
-        if self.takeover is not None:
-            return None
-        return to_be_taken_over(self.begin, nodes, rules)
-
-    def waiting_for(self, takeover: Takeover) -> AttemptState:
-        """Waits for the seat's new node before committing."""
-        return replace(self, takeover=takeover, progressed=takeover.since)
-
-    def vacant(self, now: float) -> str:
-        """Why the attempt stops waiting for a vacant seat; empty: it goes on, or none is vacant."""
-        return self.takeover.overdue(now) if self.takeover is not None else ""
-
-    def needs_seat(self, view: Mapping[str, int]) -> bool:
-        """Whether neither the lost node nor its successor is in the view."""
-        takeover = self.takeover
-        return takeover is not None and not view.keys() & {takeover.lost, takeover.seat}
-
-    def choose_seat(self, view: Mapping[str, int], known: Collection[str]) -> str:
-        """The node that takes the lost seat in this view, and is waited for from now on; empty:
-        none. `known`: members that aren't new."""
-        assert self.takeover is not None
-        takeover = self.takeover
-        takeover.seat = takeover.choose(view, known, self.holders(takeover))
-        return takeover.seat
-
-    def begins_anew_with(self, view: Mapping[str, int]) -> bool:
-        """Whether the stage's current node had joined before, and waits for the next attempt."""
-        return self.takeover is not None and self.takeover.stage in view.values()
-
     def awaited_seat(self) -> str:
         """The new node of a lost seat, while it has no part in the attempt."""
         return self.takeover.seat if self.takeover is not None else ""
 
-    def holders(self, takeover: Takeover) -> list[str]:
-        """Nodes with the state that the seat needs."""
-        return holders(self.begin, takeover.stage, self.lost)
-
-    def taken_over(
-        self,
-        rules: TransactionRules,
-        seconds: Mapping[str, float],
-        apart: Collection[Pair],
-        now: float,
-    ) -> tuple[AttemptState, int]:
+    def taken_over(self, by: Planning, now: float) -> tuple[AttemptState, int]:
         """The attempt by a plan that gives the lost node's microbatches to the new seat, and their
         number."""
         assert self.takeover is not None
         entering = {self.takeover.seat: self.takeover.stage}
-        begin, moved = self._plan_without(self.lost, rules, seconds, apart, entering=entering)
+        begin, moved = self._plan_without(self.lost, by, entering=entering)
         attempt = replace(self, begin=begin, masked=self.lost, progressed=now, takeover=None)
         return attempt, moved
 
@@ -353,21 +297,16 @@ class AttemptState:
         return rules.masking == "reassign" and self.begin.kind == pb.Begin.TRAIN
 
     def relieved(
-        self,
-        node: str,
-        given_up: Collection[int],
-        rules: TransactionRules,
-        seconds: Mapping[str, float],
-        apart: Collection[Pair],
+        self, node: str, given_up: Collection[int], by: Planning
     ) -> tuple[AttemptState, int] | None:
         """The attempt by a plan that gives these microbatches of a slow node to others of its
         stage, and their number. None: one has no node left, since those others were lost before the
         slow node answered."""
         of_node = self._given_up_by(node).union(given_up)
         attempt = replace(self, given_up={**self.given_up, node: of_node})
-        if not attempt.can_do_without([], rules):
+        if not attempt.can_do_without([], by.rules):
             return None
-        attempt.begin, moved = attempt._plan_without(self.masked, rules, seconds, apart)
+        attempt.begin, moved = attempt._plan_without(self.masked, by)
         return attempt, moved
 
     def _given_up_by(self, node: str) -> frozenset[int]:
@@ -376,9 +315,7 @@ class AttemptState:
     def _plan_without(
         self,
         masked: Collection[str],
-        rules: TransactionRules,
-        seconds: Mapping[str, float],
-        apart: Collection[Pair],
+        by: Planning,
         entering: Mapping[str, int] = MappingProxyType({}),
     ) -> tuple[pb.Begin, int]:
         """`entering`: nodes new in the attempt, with their stages."""
@@ -391,12 +328,12 @@ class AttemptState:
         begin.members.extend(in_order([*left, *new]))
         begin.entering.extend(entering)
         index = {place.node: index for index, place in enumerate(begin.members)}
-        moved, stages = 0, range(rules.stages + 1)
+        moved, stages = 0, range(by.rules.stages + 1)
         replicas = [[p.node for p in begin.members if p.stage == stage] for stage in stages]
         everywhere = [[_server(self.begin, m, stage) for m in self.begin.plan] for stage in stages]
-        pace = [paces(nodes, seconds) for nodes in replicas]
+        pace = [paces(nodes, by.seconds) for nodes in replicas]
         busy = _busy(everywhere, pace)
-        apart = [pair for pair in apart if pair.isdisjoint(masked)]
+        apart = [pair for pair in by.apart if pair.isdisjoint(masked)]
         for stage, served in enumerate(everywhere):
             lost = [
                 identity
@@ -413,7 +350,7 @@ class AttemptState:
                 return sum(frozenset((node, everywhere[s][identity])) in apart for s in beside)
 
             successors = share_out(lost, replicas[stage], pace[stage], detours, busy)
-            if rules.masking == "spare":  # prefer stand-ins: they may have done part of it ahead
+            if by.rules.masking == "spare":  # prefer stand-ins: they may have done part of it ahead
                 ahead = stand_ins(self.begin.members)
                 successors = [
                     ahead[owner] if ahead.get(owner) in replicas[stage] else other

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from planaria.bootstrap import registry_pb2 as registry
@@ -18,8 +19,9 @@ from planaria.node.driver.hangs import is_last
 from planaria.node.driver.joining import FOLLOWED
 from planaria.node.driver.phases import DriverPhase, Phase, Turn
 from planaria.node.driver.rebuilds import rebuilt
+from planaria.node.driver.records import unrecorded
 from planaria.node.driver.spot_checks import WRONG, CheckedVisit, UndecidedCheck, WrongResult
-from planaria.node.driver.takeover import Takeover
+from planaria.node.driver.takeover import Takeover, holders, to_be_taken_over
 from planaria.node.report.events import (
     AttemptMasked,
     ComputedWrong,
@@ -103,15 +105,15 @@ class Attempting(Phase):
         effects = self._lose(gone, view.reason, now)
         if effects is None:
             return None
-        if self.state.needs_seat(stay):
-            state, former = self.state, self.seat
-            seat = state.choose_seat(stay, known)
-            if not seat and state.begins_anew_with(stay):
-                return None
+        takeover, former = self.state.takeover, self.seat
+        if takeover is not None and not stay.keys() & {takeover.lost, former}:
+            takeover.choose(stay, known, holders(self.state.begin, takeover.stage, self.lost))
+            if not takeover.seat and takeover.stage in stay.values():
+                return None  # a node that had joined before waits for the next attempt
             driver.members = {n: s for n, s in driver.members.items() if n != former}
-            if seat:  # else a newcomer may have it soon
-                driver.members |= {seat: stay[seat]}
-                coming.unanswered.discard(seat)
+            if takeover.seat:  # else a newcomer may have it soon
+                driver.members |= {takeover.seat: takeover.stage}
+                coming.unanswered.discard(takeover.seat)
                 effects += self._ask_seat(now)
         return self.stays([*effects, *coming.greetings()])
 
@@ -123,7 +125,7 @@ class Attempting(Phase):
             return self.stays([lost])
         if node in driver.joining.joiners:
             driver.joining.joiners[node].caught_up = None
-            self.state.forget(node)
+            self.state.vote.joiners.pop(node, None)
             return self._if_all_ready(now).after([lost])
         effects = [lost, *driver.holds_up(node, why)]
         goes_on = self._lose([node], why, now)
@@ -141,9 +143,10 @@ class Attempting(Phase):
         by, why = state.unreachable(now)
         if by:
             effects += self._fails(by, why, now)
-        if why := why or state.vacant(now):
+        takeover = state.takeover
+        if why := why or (takeover.overdue(now) if takeover is not None else ""):
             return self.gather(why, now).after(effects)
-        if state.takeover is not None and state.takeover.may_ask(now):
+        if takeover is not None and takeover.may_ask(now):
             effects += self._ask_seat(now)
         return self.stays(effects) if effects else self._out_of_patience(now)
 
@@ -158,7 +161,7 @@ class Attempting(Phase):
         return super().gather(why, now).after([aborted, *suspects])
 
     def unfollowed(self, peer: str, why: str, now: float) -> Turn:
-        self.state.forget(peer)
+        self.state.vote.joiners.pop(peer, None)
         self.state.regather = why
         return self.stays()
 
@@ -196,10 +199,10 @@ class Attempting(Phase):
         """Once all microbatches are scored, sends records to the record holders while gradients are
         on their way, and lets joiners vote."""
         state, vote, ballot = self.state, self.state.vote, self.driver.ballot
-        training = state.begin.kind == pb.Begin.TRAIN
-        if not training or state.takeover is not None or vote.records or not state.is_scored():
+        scored = len(state.scored) == len(state.begin.plan) and state.takeover is None
+        if state.begin.kind != pb.Begin.TRAIN or vote.records or not scored:
             return []
-        vote.records = state.records()
+        vote.records = [home for _, home in sorted(state.scored.items())]
         records = pb.Records(microbatches=vote.records)
         return [
             *ballot.send_all(sorted(vote.keepers), records=records),
@@ -251,7 +254,7 @@ class Attempting(Phase):
         if why:  # once all members are queried, holdings decide which replica is wrong
             return self.gather(why, now).after(effects)
         driver.ledgers = vote.ledgers()
-        if why := vote.unrecorded():
+        if why := unrecorded(driver.ledgers.values()):
             return self.gather(why, now)
         if driver.to_note():
             return self.gather(f"no ledger has step {driver.standing.committed}", now)
@@ -267,8 +270,7 @@ class Attempting(Phase):
         """All members are ready: commits, and begins what comes next in the same message."""
         driver, vote = self.driver, self.state.vote
         effects = self._let_in(vote, now) + driver.commit(self.state, now)
-        relearning, patience = vote.relearning(), driver.rules.relearn_seconds
-        if copying := driver.joining.no_longer_wait(relearning, patience, now):
+        if copying := driver.joining.no_longer_wait(vote.relearning(), now):
             self.state.regather = f"{', '.join(copying)} can get a state now"
         step = pb.Step(commit=driver.standing.last)
         if step.commit.skips < SKIPS:
@@ -310,16 +312,18 @@ class Attempting(Phase):
             return self._mask(nodes, why, now)
         if driver.node in nodes:
             return None
-        if (last := self.state.to_be_taken_over(nodes, driver.rules)) is None:
+        last = to_be_taken_over(self.state.begin, nodes, driver.rules)
+        if last is None or self.state.takeover is not None:  # one at a time
             return None
         others = [node for node in nodes if node != last]
-        self.state = self.state.waiting_for(Takeover(last, driver.members[last], now, why))
+        takeover = Takeover(last, driver.members[last], now, why)
+        self.state = replace(self.state, takeover=takeover, progressed=now)
         return self._mask(others, why, now) if others else []
 
     def _mask(self, nodes: Sequence[str], why: str, now: float) -> list[Effect]:
         """Goes on by a plan that gives these nodes' microbatches to others."""
         driver = self.driver
-        state, moved = self.state.without(nodes, driver.rules, driver.seconds, driver.apart(), now)
+        state, moved = self.state.without(nodes, driver.planning(), now)
         step, names = state.begin.step, tuple(sorted(nodes))
         event = AttemptMasked(step=step, nodes=names, microbatches=moved, reason=why)
         return [event, *self._go_on(state)]
@@ -377,15 +381,16 @@ class Attempting(Phase):
         return self.stays()
 
     def _hand_over(self, takeover: Takeover) -> list[Effect]:
-        holders, at = self.state.holders(takeover), self.driver.standing
-        event, sync = takeover.order(self.state.begin.step, holders, at)
+        begin, at = self.state.begin, self.driver.standing
+        twins = holders(begin, takeover.stage, self.lost)
+        event, sync = takeover.order(begin.step, twins, at)
         return [event, self.driver.ballot.send(takeover.seat, sync=sync)]
 
     def _taken_over(self, now: float) -> list[Effect]:
         """Goes on by a plan that gives the new seat the lost node's microbatches."""
         assert self.state.takeover is not None
         takeover, driver = self.state.takeover, self.driver
-        state, moved = self.state.taken_over(driver.rules, driver.seconds, driver.apart(), now)
+        state, moved = self.state.taken_over(driver.planning(), now)
         return [takeover.taken(state.begin.step, moved, now), *self._go_on(state)]
 
     # --- stragglers and hangs
@@ -422,7 +427,7 @@ class Attempting(Phase):
         do them, so if no such others are left, the step is tried again."""
         driver = self.driver
         step, stage = self.state.begin.step, driver.members[node]
-        relieved = self.state.relieved(node, given_up, driver.rules, driver.seconds, driver.apart())
+        relieved = self.state.relieved(node, given_up, driver.planning())
         if relieved is None:
             why = f"{node} of stage {stage} is slow, and no other node is left for what it gave up"
             return self.gather(why, now)
@@ -521,7 +526,7 @@ class Attempting(Phase):
 
     def _lost_between(self, pairs: Collection[frozenset[str]], why: str) -> list[Effect]:
         driver = self.driver
-        return [*driver.faults.lost_between(pairs, why, driver.members, driver.training())]
+        return driver.faults.lost_between(pairs, why, driver.members, driver.training())
 
     def _out_of_patience(self, now: float) -> Turn:
         """Gives up after `rules.progress` without any; asks a late attempt's members before."""

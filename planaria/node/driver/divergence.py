@@ -90,71 +90,47 @@ def differing(
     """
     if len({(digest.now, digest.squared_norm) for digest in digests.values()}) < 2:
         return {}
-    changed_nodes = changed(digests, accepted)
     wrong: dict[str, str] = {}
-    remaining = dict(digests)
+    changed_nodes = changed(digests, accepted)
     if changed_nodes < digests.keys():
         reason = f"its {STATE} have changed since its last update"
         wrong = dict.fromkeys(sorted(changed_nodes), reason)
-        remaining = {node: digest for node, digest in digests.items() if node not in changed_nodes}
-
-    def like_the_last(node: str) -> float:
-        return _distance(digests[node].squared_norm, usual)
-
-    def unattested(node: str) -> float:
-        return float(digests[node].now not in witnesses.values())
-
-    def believed(node: str) -> tuple[int, str]:
-        return strikes.get(node, 0), node
 
     def why(node: str) -> str:
-        holders = sorted(
-            other for other, digest in witnesses.items() if digest == digests[node].now
-        )
+        holders = [other for other, digest in witnesses.items() if digest == states[node]]
         if holders:
-            return f", since {holders[0]}, which keeps a twin of them, has the same"
+            return f", since {min(holders)}, which keeps a twin of them, has the same"
         return ", a guess: no node has a twin of them"
 
-    wrong |= _outvoted(remaining, lambda digest: digest.now, STATE, unattested, believed, why)
-    remaining = {node: digest for node, digest in remaining.items() if node not in wrong}
-    norm = _outvoted(
-        remaining,
-        lambda digest: digest.squared_norm,
-        "gradient",
-        like_the_last,
-        believed,
-        lambda _: "",
-    )
-    return wrong | norm
+    states = {node: digest.now for node, digest in digests.items() if node not in wrong}
+    attested = {node: digest in witnesses.values() for node, digest in states.items()}
+    wrong |= _outvoted(states, STATE, lambda n: (not attested[n], strikes.get(n, 0), n), why)
+    norms = {n: digest.squared_norm for n, digest in digests.items() if n not in wrong}
+    far = {node: _distance(norm, usual) for node, norm in norms.items()}
+    return wrong | _outvoted(norms, "gradient", lambda n: (far[n], strikes.get(n, 0), n))
 
 
 def _outvoted(
-    digests: Mapping[str, ReplicaDigest],
-    value_of: Callable[[ReplicaDigest], Hashable],
+    values: Mapping[str, Hashable],
     quantity: str,
-    implausibility: Callable[[str], float],
-    believed: Callable[[str], tuple[int, str]],
-    why: Callable[[str], str],
+    doubt: Callable[[str], tuple[float, int, str]],
+    why: Callable[[str], str] = lambda node: "",
 ) -> dict[str, str]:
-    votes = Counter(value_of(digest) for digest in digests.values())
+    """The nodes whose value isn't the majority's or, without one, that of the least doubted."""
+    votes = Counter(values.values())
     if len(votes) < 2:
         return {}
     (most, count), *_ = votes.most_common()
-    if 2 * count > len(digests):
-        reason = f"its {quantity} differ from that of {count} of {len(digests)} replicas"
+    if 2 * count > len(values):
+        reason = f"its {quantity} differ from that of {count} of {len(values)} replicas"
     else:
-        order = {
-            node: (-votes[value_of(digests[node])], implausibility(node), believed(node))
-            for node in digests
-        }
-        right = min(order, key=lambda node: order[node])
-        most = value_of(digests[right])
-        names = ", ".join(sorted(digests))
+        right = min(values, key=lambda node: (-votes[values[node]], doubt(node)))
+        most, names = values[right], ", ".join(sorted(values))
         reason = (
             f"the {quantity} of {names} differ, there is no majority, and {right} is believed"
             f"{why(right)}"
         )
-    return {node: reason for node, digest in sorted(digests.items()) if value_of(digest) != most}
+    return {node: reason for node, value in sorted(values.items()) if value != most}
 
 
 def _distance(norm: float, usual: float) -> float:

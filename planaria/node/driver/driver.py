@@ -21,7 +21,7 @@ from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import NUMBERS
 from planaria.node.averaging.audit import AuditResult
 from planaria.node.driver.answers import Answers, Coming, Standing
-from planaria.node.driver.attempt_state import AttemptState, Vote, planned
+from planaria.node.driver.attempt_state import AttemptState, Planning, Vote, planned
 from planaria.node.driver.attempting import Attempting
 from planaria.node.driver.audits import Audits
 from planaria.node.driver.divergence import DivergenceRepair
@@ -38,7 +38,6 @@ from planaria.node.report.events import Aborted, Committed, GradientStandsOut, N
 from planaria.node.transaction.bounds import fault_to_driver
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Send
 from planaria.node.transaction.plan_encoding import PlanEncoder, active
-from planaria.node.transaction.routing import Pair
 from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import has_records, seal, without_records
@@ -69,7 +68,7 @@ class Driver:
         self.standing = Standing()
         self.knows = False  # whether it has the run's standing since it began to drive
         self.faults = FaultPolicy(node)
-        self.joining = Joining(self.faults.idle.has_no_part)
+        self.joining = Joining(rules.relearn_seconds, self.faults.idle.has_no_part)
         self.rebuilds = Rebuilds()  # since the last attempt began
         self.trains_since: float | None = None  # since the last loss of a whole stage
         self.seconds: dict[str, float] = {}  # per microbatch, by node
@@ -202,10 +201,10 @@ class Driver:
         self.coming = Coming(view, now, stay.keys() - self.members.keys())
         return self.coming, gone
 
-    def apart(self) -> set[Pair]:
-        """Pairs of members between which as few microbatches as possible go."""
+    def planning(self) -> Planning:
         relays = self._newest_view().relays
-        return self.faults.cuts | {frozenset((relay.a, relay.b)) for relay in relays}
+        apart = self.faults.cuts | {frozenset((relay.a, relay.b)) for relay in relays}
+        return Planning(self.rules, self.seconds, apart)
 
     def _newest_view(self) -> registry.View:
         return self.coming.view if self.coming is not None else self.view
@@ -214,15 +213,16 @@ class Driver:
 
     def accuse(self, by: str, failed: pb.Failed, harmed: bool = True) -> list[Effect]:
         """What follows from an accusation, as in `FaultPolicy.accuse`."""
-        return [*self.faults.accuse(by, failed, self.members, harmed)]
+        return self.faults.accuse(by, failed, self.members, harmed)
 
     def holds_up(self, node: str, why: str, times: int = 1) -> list[Effect]:
         """What follows from a failure that `node` reports or causes by silence."""
-        return [*self.faults.holds_up(node, why, self.members, times)]
+        return self.faults.holds_up(node, why, self.members, times)
 
     def fails(self, now: float) -> None:
         """Counts a failed attempt or rebuild."""
-        if pause := self.faults.fails():
+        self.faults.failures.count += 1
+        if pause := self.faults.failures.pause():
             self.pause_until = now + pause
 
     # --- gathering
@@ -318,7 +318,7 @@ class Driver:
         self, members: Mapping[str, int], orders: Sequence[Sequence[int]]
     ) -> list[pb.Microbatch]:
         idle = self.faults.idle.nodes | self.faults.spoiling.why.keys()
-        return planned(members, orders, self.seconds, idle, self.apart())
+        return planned(members, orders, self.seconds, idle, self.planning().apart)
 
     def commit(self, state: AttemptState, now: float) -> list[Effect]:
         """Commits the step of an attempt in which all have voted."""
@@ -403,19 +403,10 @@ class Driver:
 
     def tell_commit(self, nodes: Iterable[str]) -> list[Send]:
         """Sends the last commit, with its records to those that are to keep them."""
-        messages: dict[int, pb.Message] = {}  # by commit
-        sends = []
-        for node, commit in self._commit_for(nodes).items():
-            if id(commit) not in messages:
-                messages[id(commit)] = self.ballot.says(step=pb.Step(commit=commit))
-            sends.append(Send.copy(node, messages[id(commit)]))
-        return sends
-
-    def _commit_for(self, nodes: Iterable[str]) -> dict[str, pb.Commit]:
-        """The last commit, in the form for each of these nodes."""
         whole, bare = self.standing.last, without_records(self.standing.last)
+        with_records, without = (self.ballot.says(step=pb.Step(commit=c)) for c in (whole, bare))
         keep = record_holders(self.present(), self.ledgers) - self.recorded
-        return {node: whole if node in keep else bare for node in nodes}
+        return [Send.copy(node, with_records if node in keep else without) for node in nodes]
 
     def to_note(self) -> list[str]:
         """Nodes that are sent the last step's records once more."""

@@ -13,7 +13,7 @@ from planaria.bootstrap.registry_pb2 import NONFINITE, NUMBERS, SILENT
 from planaria.node.driver.divergence import STRIKES
 from planaria.node.driver.spot_checks import WRONG
 from planaria.node.report.events import Accused
-from planaria.node.transaction.effects import Rejoin, Suspect
+from planaria.node.transaction.effects import Effect, Rejoin, Suspect
 from planaria.node.transaction.routing import Pair
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.naming import node_of
@@ -68,8 +68,8 @@ CHARGES: Final = (
 
 Stages = Mapping[str, int]
 """Stages by node."""
-Verdict = list[Accused | Suspect | Rejoin]
-"""What is to be done, in order."""
+Verdict = list[Effect]
+"""What is to be done, in order: events, nodes to report to the registry, or to join anew."""
 
 
 class FaultPolicy:
@@ -158,11 +158,6 @@ class FaultPolicy:
 
     # --- failures without an accusation
 
-    def fails(self) -> float:
-        """Counts a failed attempt or rebuild; seconds until the next one."""
-        self.failures.count += 1
-        return self.failures.pause()
-
     def given_up(self, why: str, waited_for: Mapping[str, str]) -> tuple[str, Verdict]:
         """Why an attempt is given up. Suspects the awaited nodes, each with a sentence about why,
         if two in a row fail for the same reason."""
@@ -212,10 +207,9 @@ class FaultPolicy:
     def lets_through(self, training: Stages) -> bool:
         """Whether the model causes the step's non-finite values: all working nodes of a stage make
         them."""
-        if not self.spoiling.why:
-            return False
-        working = training.keys() - self.idle.nodes
-        return self.spoiling.lets_through({node: training[node] for node in working})
+        working = {node: stage for node, stage in training.items() if node not in self.idle}
+        left = {stage for node, stage in working.items() if node not in self.spoiling.why}
+        return bool(self.spoiling.why) and left != set(working.values())
 
     def spoilt(self, begin: pb.Begin, members: Stages) -> Verdict:
         """Accuses repeated sources of non-finite values at the end of a step. If only one member
@@ -311,7 +305,7 @@ class Charges:
         goes on without it. Idempotent."""
         by = self._by.setdefault(accused, set())
         by.add(accuser)
-        if not self.are_several(accused):
+        if len({*map(node_of, by)}) < 2:
             return False
         for other in by:
             self._vain.pop(other, None)
@@ -320,10 +314,6 @@ class Charges:
     def keeps(self, accuser: str, accused: str) -> bool:
         """Whether the accusation is enough to keep the accused from work."""
         return self._kept.setdefault(accuser, accused) == accused
-
-    def are_several(self, accused: str) -> bool:
-        """Whether several nodes accuse it."""
-        return len({node_of(by) for by in self._by.get(accused, ())}) > 1
 
     def in_vain(self, accuser: str) -> bool:
         """Adds an uncorroborated accusation; whether it reached the limit."""
@@ -401,11 +391,6 @@ class NonFiniteSources:
     def heard(self, node: str, by: str, reason: str) -> None:
         self.why[node] = reason
         self.by.setdefault(node, set()).add(by)
-
-    def lets_through(self, training: Mapping[str, int]) -> bool:
-        """Whether all nodes of a stage did: the model causes it. `training`: stages, by node."""
-        left = {stage for node, stage in training.items() if node not in self.why}
-        return left != set(training.values())
 
     def over(self, begin: pb.Begin) -> dict[str, str]:
         """Ends the step. A node with non-finite values whose replicas had none was wrong. Returns

@@ -14,6 +14,7 @@ from planaria.node.driver.hangs import is_last
 from planaria.node.driver.joining import FOLLOWS
 from planaria.node.driver.phases import DriverPhase, Phase, Resting, Turn
 from planaria.node.driver.rebuilds import copy_twins, decide_each, name_checkpoint, rebuild
+from planaria.node.driver.records import unrecorded, unwritten
 from planaria.node.driver.status_validation import examine
 from planaria.node.driver.syncing import Syncing
 from planaria.node.report.events import (
@@ -253,7 +254,8 @@ class Gathering(Phase):
         if node := driver.hanging.to_replace(driver.members, answers.having(), now):
             return self._replace(node, now)
         over, paused = driver.is_over(), driver.unrecorded
-        driver.unrecorded = answers.unwritten() if over else answers.unrecorded()
+        ledgers = driver.ledgers.values()
+        driver.unrecorded = unwritten(ledgers) if over else unrecorded(ledgers)
         if driver.unrecorded:
             driver.pause_until = now + (UNWRITTEN_PAUSE if over else UNRECORDED_PAUSE)
             event = [] if paused or over else [Paused(reason=driver.unrecorded)]
@@ -275,7 +277,7 @@ class Gathering(Phase):
         driver = self.driver
         leaving = {stage for m in driver.view.members if m.leaving for stage in stages_of(m)}
         relearning = set() if driver.is_over() else self.answers.relearning() - leaving
-        return driver.joining.put_off(lacking, relearning, driver.rules.relearn_seconds, now)
+        return driver.joining.put_off(lacking, relearning, now)
 
     def _may_follow(self, decision: Rebuild, lacking: Mapping[int, list[str]]) -> bool:
         """Whether nodes may follow. Replicas of a just rebuilt stage are awaited, as was its first

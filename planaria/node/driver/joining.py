@@ -57,11 +57,12 @@ class WaitingForLesson(NamedTuple):
 
 
 class Joining:
-    """The members that don't train yet, and how often each failed to follow. `stays_out`: whether a
-    member should go on following instead of entering."""
+    """The members that don't train yet, and how often each failed to follow. `patience`: maximum
+    seconds that one waits until its stage has relearned; `stays_out`: whether a member should go on
+    following instead of entering."""
 
-    def __init__(self, stays_out: Callable[[str], bool] = lambda node: False) -> None:
-        self.stays_out = stays_out
+    def __init__(self, patience: float, stays_out: Callable[[str], bool]) -> None:
+        self.patience, self.stays_out = patience, stays_out
         self.joiners: dict[str, FollowingTry] = {}
         self.failures: Counter[str] = Counter()
         self.waiting: dict[str, WaitingForLesson] = {}
@@ -109,30 +110,26 @@ class Joining:
         }
 
     def put_off(
-        self,
-        lacking: Mapping[int, Collection[str]],
-        relearning: Collection[int],
-        patience: float,
-        now: float,
+        self, lacking: Mapping[int, Collection[str]], relearning: Collection[int], now: float
     ) -> set[int]:
-        """Relearning stages that no member copies yet, because that would end the relearning;
-        `patience`: maximum seconds. `lacking`: members without the state, by stage."""
+        """Relearning stages that no member copies yet, because that would end the relearning.
+        `lacking`: members without the state, by stage."""
         before, self.waiting = self.waiting, {}
         stages: set[int] = set()
         for stage in relearning:
             new = WaitingForLesson(stage, now)
             waiting = {node: before.get(node, new) for node in lacking[stage]}
-            if waiting and all(now - member.since < patience for member in waiting.values()):
+            if waiting and all(now - member.since < self.patience for member in waiting.values()):
                 self.waiting |= waiting
                 stages.add(stage)
         return stages
 
-    def no_longer_wait(self, relearning: Collection[int], patience: float, now: float) -> list[str]:
+    def no_longer_wait(self, relearning: Collection[int], now: float) -> list[str]:
         """Members that may get their state now."""
         return [
             node
             for node, (stage, since) in self.waiting.items()
-            if stage not in relearning or now - since >= patience
+            if stage not in relearning or now - since >= self.patience
         ]
 
     def begin(self, syncs: list[Effect], answers: Answers, now: float) -> None:

@@ -8,7 +8,7 @@ with the nodes nor with the stages. All others have the records' hash.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from heapq import nsmallest
 from itertools import zip_longest
 from typing import Final
@@ -69,3 +69,9 @@ def unrecorded(ledgers: Iterable[pb.Recording]) -> str:
         "no node of stage 0 can write its ledger (--out): free space on its disk, or let another "
         "node join stage 0"
     )
+
+
+def unwritten(ledgers: Collection[pb.Recording]) -> str:
+    """Why the run isn't over yet, as far as ledgers go: the driver may fail at any moment, and its
+    unwritten lines would be lost."""
+    return "the last step is on its way to the ledger" if pb.LEDGER_WRITING in ledgers else ""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from planaria.bootstrap.registry_pb2 import Member
+from planaria.node.driver.answers import age_of
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import hash_of, head, is_sealed
@@ -72,10 +73,10 @@ def examine(
     verdict = StatusVerdict()
     believed = {node: status for node, status in statuses.items() if node not in distrusted}
     while believed:
-        newest = max(map(_age, believed.values()))
+        newest = max(map(age_of, believed.values()))
         groups: dict[Ballot, set[str]] = {}
         for node, status in believed.items():
-            if _age(status) == newest and status.committed:
+            if age_of(status) == newest and status.committed:
                 groups.setdefault(Ballot.of(status.last.ballot), set()).add(node)
         for ballot, claimants in groups.items():
             if known.seat not in claimants:
@@ -183,10 +184,10 @@ def _compare_previous(
     newest = min(claimants, default="")
     commit = statuses[newest].last if newest else pb.Commit()
     lineage, step = commit.lineage, commit.step
-    if not newest or _age(statuses[newest]) != (lineage, step):
+    if not newest or age_of(statuses[newest]) != (lineage, step):
         return  # the run went back to it
     for node, status in statuses.items():
-        if not status.trained or _age(status) != (lineage, step - 1):
+        if not status.trained or age_of(status) != (lineage, step - 1):
             continue
         if head(status.last, lineage) == commit.previous:
             continue
@@ -222,14 +223,10 @@ def _voted(status: pb.Status, claim: tuple[Age, Ballot]) -> bool:
     (lineage, step), ballot = claim
     ready = Ballot.of(status.ready_ballot) == ballot and status.ready == step
     heard = (status.following_lineage, status.heard) == (lineage, step) and status.following > 0
-    return (ready and _age(status) == (lineage, step - 1)) or heard
+    return (ready and age_of(status) == (lineage, step - 1)) or heard
 
 
 def _denies(status: pb.Status, claim: tuple[Age, Ballot]) -> bool:
     (lineage, step), _ = claim
     older = status.lineage == lineage and status.committed < step
     return status.trained and older and not _voted(status, claim)
-
-
-def _age(status: pb.Status) -> Age:
-    return status.lineage, status.committed

@@ -79,11 +79,11 @@ class Takeover:
 
     def choose(
         self, view: Mapping[str, int], known: Collection[str], holders: Collection[str]
-    ) -> str:
-        """A new seat of the view at this stage, if possible on a node with a twin; empty: there is
-        no new seat. `known`: members that aren't new."""
+    ) -> None:
+        """Takes a new seat of the view at this stage, if possible on a node with a twin. `known`:
+        members that aren't new."""
         new = [node for node, stage in view.items() if stage == self.stage and node not in known]
-        return min(new, key=lambda seat: (not beside(seat, holders), seat), default="")
+        self.seat = min(new, key=lambda seat: (not beside(seat, holders), seat), default="")
 
 
 def beside(seat: str, others: Collection[str]) -> list[str]:
