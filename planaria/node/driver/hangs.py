@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -107,37 +107,36 @@ class StragglerDetector:
     def missing(self, begin: pb.Begin, home: Collection[int]) -> set[frozenset[str]]:
         """Pairs of nodes between which a microbatch's next frame was lost: one has done its part,
         and the other has no work. A single node if it hasn't reported that a microbatch is home."""
-        done = self._done()
         pairs: set[frozenset[str]] = set()
-        for microbatch, route in routes(begin).items():
-            passes = _passes(route, begin.kind == pb.Begin.TRAIN)
-            newest = max((i for i, p in enumerate(passes) if (microbatch, *p) in done), default=-1)
-            if microbatch in home or newest < 0:
-                continue
-            before, after = (route.nodes[at] for at, _ in (passes[newest:] + passes[-1:])[:2])
-            if not self._is_computing(after):
-                pairs.add(frozenset({before, after}))
+        for _, route, passes, newest in self._under_way(begin, home):
+            if newest >= 0:
+                before, after = (route.nodes[at] for at, _ in (passes[newest:] + passes[-1:])[:2])
+                if not self._is_computing(after):
+                    pairs.add(frozenset({before, after}))
         return pairs
 
-    def _done(self) -> set[tuple[int, int, bool]]:
-        return {
+    def _under_way(
+        self, begin: pb.Begin, home: Collection[int]
+    ) -> Iterator[tuple[int, Route, list[tuple[int, bool]], int]]:
+        """Each microbatch that isn't home: its route, all its passes, and the index of the newest
+        one that is done; -1: none is."""
+        done = {
             (visit.microbatch, visit.position, visit.backward)
             for member in self._accounts.values()
             for visit in member.account.done
         }
+        for microbatch, route in routes(begin).items():
+            if microbatch not in home:
+                passes = _passes(route, begin.kind == pb.Begin.TRAIN)
+                newest = [i for i, at in enumerate(passes) if (microbatch, *at) in done]
+                yield microbatch, route, passes, max(newest, default=-1)
 
     def awaited(self, begin: pb.Begin, home: Collection[int]) -> list[OverdueVisit]:
         """The next visits of microbatches that aren't home. Excludes those that their source keeps
         until others are home."""
-        done = self._done()
-        training = begin.kind == pb.Begin.TRAIN
         overdue: list[OverdueVisit] = []
         not_begun: list[OverdueVisit] = []
-        for microbatch, route in routes(begin).items():
-            if microbatch in home:
-                continue
-            passes = _passes(route, training)
-            newest = max((i for i, p in enumerate(passes) if (microbatch, *p) in done), default=-1)
+        for microbatch, route, passes, newest in self._under_way(begin, home):
             position, backward = passes[min(newest + 1, len(passes) - 1)]
             node, stage = route.nodes[position], route.stages[position]
             visit = OverdueVisit(microbatch, node, stage, backward)
