@@ -221,8 +221,9 @@ class AttemptState:
         return tokens
 
     def commit(
-        self, vote: Vote, ballot: Ballot, rules: TransactionRules, at: Standing, now: float
+        self, ballot: Ballot, rules: TransactionRules, at: Standing, now: float
     ) -> pb.Commit:
+        vote = self.vote
         finite = all(ready.finite for ready in vote.ready.values())
         squared = {vote.stages[node]: vote.ready[node].squared_norm for node in sorted(vote.ready)}
         total = math.sqrt(math.fsum(squared.values())) if finite else math.nan

@@ -142,7 +142,8 @@ class Attempting(Phase):
             effects += self.give_up_following(node, why, now).effects
         by, why = state.unreachable(now)
         if by:
-            effects += self._fails(by, why, now)
+            driver.fails(now)
+            effects += driver.holds_up(by, why)
         takeover = state.takeover
         if why := why or (takeover.overdue(now) if takeover is not None else ""):
             return self.gather(why, now).after(effects)
@@ -176,9 +177,8 @@ class Attempting(Phase):
             return driver.send_step(step, now)
         driver.finished = driver.finished or driver.is_over()
         turn = driver.send_step(step, now)
-        return (
-            super().gather(why or "all members must have the last commit", now).after(turn.effects)
-        )
+        why = why or "all members must have the last commit"
+        return super().gather(why, now).after(turn.effects)
 
     # --- microbatches
 
@@ -370,7 +370,10 @@ class Attempting(Phase):
             case "status" if (at.lineage, at.committed) == (0, 0) and not message.status.weightless:
                 return self.stays(self._taken_over(now))  # it has initial weights, as all have
             case "status" if not takeover.ordered:
-                return self.stays(self._hand_over(takeover))
+                begin = self.state.begin
+                twins = holders(begin, takeover.stage, self.lost)
+                ordered, sync = takeover.order(begin.step, twins, at)
+                return self.stays([ordered, self.driver.ballot.send(takeover.seat, sync=sync)])
             case "synced" if takeover.ordered and message.synced.step == at.committed:
                 seconds, stall = now - takeover.asked, now - takeover.since
                 event = rebuilt(takeover.seat, takeover.stage, message.synced, seconds, stall)
@@ -379,12 +382,6 @@ class Attempting(Phase):
                 failed = RebuildFailed(node=takeover.seat, reason=message.failed.reason)
                 return self._failed(takeover.seat, message.failed, now).after([failed])
         return self.stays()
-
-    def _hand_over(self, takeover: Takeover) -> list[Effect]:
-        begin, at = self.state.begin, self.driver.standing
-        twins = holders(begin, takeover.stage, self.lost)
-        event, sync = takeover.order(begin.step, twins, at)
-        return [event, self.driver.ballot.send(takeover.seat, sync=sync)]
 
     def _taken_over(self, now: float) -> list[Effect]:
         """Goes on by a plan that gives the new seat the lost node's microbatches."""
@@ -506,7 +503,8 @@ class Attempting(Phase):
 
     def _failed(self, peer: str, failed: pb.Failed, now: float) -> Turn:
         driver = self.driver
-        accusations = self._fails(peer, failed.reason, now)
+        driver.fails(now)
+        accusations = driver.holds_up(peer, failed.reason)
         effects = driver.accuse(peer, failed)
         pair = frozenset({peer, *failed.accused})
         if (
@@ -515,18 +513,9 @@ class Attempting(Phase):
             and pair <= driver.members.keys()
             and now - self.state.began >= driver.rules.progress  # no link was lost
         ):
-            effects += self._lost_between([pair], failed.reason)
+            effects += driver.lost_between([pair], failed.reason)
         turn = self.gather(f"{peer} says: {failed.reason}", now)
         return turn.after(effects + accusations)
-
-    def _fails(self, peer: str, why: str, now: float) -> list[Effect]:
-        """Counts a failure that `peer` reported."""
-        self.driver.fails(now)
-        return self.driver.holds_up(peer, why)
-
-    def _lost_between(self, pairs: Collection[frozenset[str]], why: str) -> list[Effect]:
-        driver = self.driver
-        return driver.faults.lost_between(pairs, why, driver.members, driver.training())
 
     def _out_of_patience(self, now: float) -> Turn:
         """Gives up after `rules.progress` without any; asks a late attempt's members before."""
@@ -545,5 +534,5 @@ class Attempting(Phase):
                     effects += driver.holds_up(node, waited, HELD_UP // UNVOTED)
             elif node not in driver.hanging.why:  # else it may be copied first
                 effects.append(Suspect(node, state.held_up[node], HANG))
-        effects += self._lost_between(state.missing(), waited)
+        effects += driver.lost_between(state.missing(), waited)
         return self.gather(waited, now).after(effects)

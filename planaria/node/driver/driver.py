@@ -11,7 +11,7 @@ The driver holds the view, the phase, and what outlives a phase. The phase acts:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 from types import MappingProxyType
@@ -219,6 +219,10 @@ class Driver:
         """What follows from a failure that `node` reports or causes by silence."""
         return self.faults.holds_up(node, why, self.members, times)
 
+    def lost_between(self, pairs: Collection[frozenset[str]], why: str) -> list[Effect]:
+        """What follows from messages that were lost between the nodes of each pair."""
+        return self.faults.lost_between(pairs, why, self.members, self.training())
+
     def fails(self, now: float) -> None:
         """Counts a failed attempt or rebuild."""
         self.faults.failures.count += 1
@@ -324,7 +328,7 @@ class Driver:
         """Commits the step of an attempt in which all have voted."""
         vote = state.vote
         self.doubts.committed(vote)
-        commit = state.commit(vote, self.ballot, self.rules, self.standing, now)
+        commit = state.commit(self.ballot, self.rules, self.standing, now)
         commit.doubted.extend(self.checks.take_doubted())
         effects: list[Effect] = [*self.audits.draw(state, commit)]
         if self.identity is not None:

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from planaria.bootstrap.registry_pb2 import NONFINITE, NUMBERS, SILENT
 from planaria.node.driver.divergence import STRIKES
@@ -41,30 +41,24 @@ LONGEST_REST: Final = 10
 """Limit of doublings of a rest."""
 
 
-class Charge(NamedTuple):
-    """What a node is charged with, and what it costs it where its stage has others."""
-
-    what: str
-    cost: str
-
-
-CHARGES: Final = (
-    Charge("accused by one member", "rest"),
-    Charge("accused by one replica", "rest, as a joiner"),
-    Charge("accused by two nodes or the driver", "eviction"),
-    Charge("accuses two replicas of a stage", "is accused itself"),
-    Charge(f"{VAIN} accusations that nobody else makes", "eviction"),
-    Charge(f"{HELD_UP} failed attempts, less those of others", "eviction"),
-    Charge(f"{HELD_UP_BY_SEVERAL} failed attempts", "eviction"),
-    Charge(f"{UNVOTED} votes too late, alone", "eviction"),
-    Charge(f"{UNEXPLAINED} losses of messages, explained by it alone", "eviction"),
-    Charge(f"{SPOILT} steps with non-finite values, alone", "eviction"),
-    Charge("differs from its replicas", "a new copy"),
-    Charge(f"differs {STRIKES} times", "eviction"),
-    Charge(f"computes otherwise than two others {WRONG} times", "eviction"),
-    Charge("fails an audit of gradients", 'eviction, with `"exclude"`'),
-)
-"""The table in docs/protocol.md, where a rest is explained."""
+CHARGES: Final = {
+    "accused by one member": "rest",
+    "accused by one replica": "rest, as a joiner",
+    "accused by two nodes or the driver": "eviction",
+    "accuses two replicas of a stage": "is accused itself",
+    f"{VAIN} accusations that nobody else makes": "eviction",
+    f"{HELD_UP} failed attempts, less those of others": "eviction",
+    f"{HELD_UP_BY_SEVERAL} failed attempts": "eviction",
+    f"{UNVOTED} votes too late, alone": "eviction",
+    f"{UNEXPLAINED} losses of messages, explained by it alone": "eviction",
+    f"{SPOILT} steps with non-finite values, alone": "eviction",
+    "differs from its replicas": "a new copy",
+    f"differs {STRIKES} times": "eviction",
+    f"computes otherwise than two others {WRONG} times": "eviction",
+    "fails an audit of gradients": 'eviction, with `"exclude"`',
+}
+"""What each charge costs a node where its stage has others: the table in docs/protocol.md, where a
+rest is explained."""
 
 Stages = Mapping[str, int]
 """Stages by node."""
