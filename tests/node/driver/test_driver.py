@@ -186,6 +186,13 @@ class Told:
         return self.driver.tick(self.now)
 
 
+def asked(rules: TransactionRules = RULES, members: dict[str, int] = SWARM, **view: object) -> Told:
+    """All are asked what they have, in its first view."""
+    told = Told(rules, members)
+    told.views(**view)
+    return told
+
+
 def begun(rules: TransactionRules = RULES, members: dict[str, int] = SWARM) -> Told:
     """Its first step has begun."""
     told = Told(rules, members)
@@ -254,8 +261,7 @@ def test_a_paused_run_says_why_and_goes_on_when_a_ledger_is_written() -> None:
 
 
 def test_a_run_whose_steps_are_done_ends_though_no_ledger_can_be_written() -> None:
-    told = Told(replace(RULES, steps=1), members=TWO_ENDS)
-    told.views()
+    told = asked(replace(RULES, steps=1), members=TWO_ENDS)
     failing = pb.Status(committed=1, last=pb.Commit(step=1), recording=pb.LEDGER_FAILING)
     assert sent(told.statuses(1, a=failing, z=failing), "halt").keys() == TWO_ENDS.keys()
 
@@ -280,8 +286,7 @@ def test_everybody_is_asked_and_the_step_begins_when_all_have_answered():
 
 
 def test_who_lacks_the_view_is_told_who_takes_part_and_the_others_what_is_other_than_in_it():
-    told = Told()
-    told.views()
+    told = asked()
     begins = sent(told.statuses(c=pb.Status(viewless=True)), "step")
     assert members(begins["c"].step.begin) == SWARM.keys()
     assert PlanDecoder().whole(told.driver.ballot, begins["c"].step.begin)
@@ -436,8 +441,7 @@ def test_late_and_foreign_messages_have_no_effect():
 
 
 def test_what_some_have_committed_the_ready_commit_too():
-    told = Told()
-    told.views()
+    told = asked()
     last = pb.Commit(step=3, ballot=Ballot(7, 5).message())
     has = pb.Status(committed=3, last=last)
     ready = pb.Status(committed=2, ready=3, ready_ballot=Ballot(7, 5).message())
@@ -451,8 +455,7 @@ def test_what_some_have_committed_the_ready_commit_too():
 
 
 def test_what_nobody_has_committed_is_tried_again():
-    told = Told()
-    told.views()
+    told = asked()
     ready = pb.Status(committed=2, ready=3, ready_ballot=Ballot(7, 5).message(), attempting=3)
     effects = told.statuses(a=ready, b=ready, c=ready, d=ready, e=ready)
     (aborted,) = events(effects, Aborted)
@@ -461,8 +464,7 @@ def test_what_nobody_has_committed_is_tried_again():
 
 
 def test_ready_in_another_attempt_is_not_committed_but_copied():
-    told = Told(members={**SWARM, "twin": 2})
-    told.views()
+    told = asked(members={**SWARM, "twin": 2})
     last = pb.Commit(step=3, ballot=Ballot(7, 5).message())
     other = pb.Status(committed=2, ready=3, ready_ballot=Ballot(7, 4).message())
     has = pb.Status(committed=3, last=last)
@@ -477,8 +479,7 @@ def test_ready_in_another_attempt_is_not_committed_but_copied():
 
 
 def test_a_lost_stage_is_rebuilt_at_one_node_and_copied_by_its_replicas():
-    told = Told(members={**SWARM, "twin": 2})
-    told.views()
+    told = asked(members={**SWARM, "twin": 2})
     effects = told.statuses(5, c=pb.Status(), twin=pb.Status())
     syncs = sent(effects, "sync")
     assert syncs.keys() == {"c"}
@@ -493,8 +494,7 @@ def test_a_lost_stage_is_rebuilt_at_one_node_and_copied_by_its_replicas():
 
 @pytest.mark.parametrize("lost", ["b", "e"])
 def test_the_loss_of_an_end_stage_halts_the_run(lost: str):
-    told = Told()
-    told.views()
+    told = asked()
     effects = told.statuses(5, **{lost: pb.Status()})
     halts = sent(effects, "halt")
     assert halts.keys() == SWARM.keys()
@@ -503,8 +503,7 @@ def test_the_loss_of_an_end_stage_halts_the_run(lost: str):
 
 
 def test_when_everything_is_lost_the_run_does_not_begin_anew():
-    told = Told()
-    told.views(committed=7)
+    told = asked(committed=7)
     halt = sent(told.statuses(0), "halt")["a"].halt
     assert "everything is lost" in halt.reason
     assert "7" in halt.reason
@@ -512,8 +511,7 @@ def test_when_everything_is_lost_the_run_does_not_begin_anew():
 
 def test_when_only_joiners_are_left_the_run_goes_back_to_what_all_of_them_have():
     """Those who trained may have gone on, so what comes now is another thing."""
-    told = Told()
-    told.views(committed=7)
+    told = asked(committed=7)
     last = pb.Commit(step=5, ballot=Ballot(1, 9).message())
     joiner = pb.Status(committed=5, last=last, following=4, heard=5)
     effects = told.statuses(**dict.fromkeys(SWARM, joiner))
@@ -534,8 +532,7 @@ def test_when_only_joiners_are_left_the_run_goes_back_to_what_all_of_them_have()
 
 def test_joiners_are_told_the_newest_commit_once_more_before_all_go_back() -> None:
     """Some may lack only that, and who never gets its gradient is not waited for."""
-    told = Told()
-    told.views(committed=5)
+    told = asked(committed=5)
     last = pb.Commit(step=5, ballot=Ballot(1, 9).message())
     has = pb.Status(committed=5, last=last, following=3, heard=5)
     late = pb.Status(committed=4, last=pb.Commit(step=4), following=3, heard=4)
@@ -548,8 +545,7 @@ def test_joiners_are_told_the_newest_commit_once_more_before_all_go_back() -> No
 
 
 def test_who_has_not_heard_of_going_back_before_its_driver_died_still_goes_there():
-    told = Told()
-    told.views(committed=5)
+    told = asked(committed=5)
     last = pb.Commit(step=5, ballot=Ballot(1, 9).message())
     back = pb.Status(committed=5, last=last, lineage=1)
     told_late = pb.Status(committed=5, last=last, following=4, heard=5)
@@ -560,14 +556,12 @@ def test_who_has_not_heard_of_going_back_before_its_driver_died_still_goes_there
 
 
 def test_a_commit_that_was_lost_with_its_driver_is_not_everything():
-    told = Told()
-    told.views(committed=4)
+    told = asked(committed=4)
     assert sent(told.statuses(3), "step")["a"].step.begin.step == 4
 
 
 def test_a_vacant_stage_is_waited_for():
-    told = Told(members={"a": 0, "b": 1, "c": 2, "e": 4})
-    told.views()
+    told = asked(members={"a": 0, "b": 1, "c": 2, "e": 4})
     effects = told.statuses(0)
     (waiting,) = events(effects, Waiting)
     assert waiting.stages == (3,)
@@ -580,8 +574,7 @@ WEIGHTLESS, ORIGIN = pb.Status(weightless=True), pb.Status(origin=True)
 
 
 def test_who_lacks_what_the_run_begins_with_gets_it_from_who_has_the_checkpoint() -> None:
-    told = Told(members={**SWARM, "b2": 1, "c2": 2})
-    told.views()
+    told = asked(members={**SWARM, "b2": 1, "c2": 2})
     lacking = dict.fromkeys(("b", "b2", "c2", "d", "e"), WEIGHTLESS)
     syncs = sent(told.statuses(a=ORIGIN, c=ORIGIN, **lacking), "sync")
     methods = {node: message.sync.method for node, message in syncs.items()}
@@ -596,8 +589,7 @@ def test_who_lacks_what_the_run_begins_with_gets_it_from_who_has_the_checkpoint(
 
 
 def test_a_run_begins_when_somebody_has_the_checkpoint() -> None:
-    told = Told()
-    told.views()
+    told = asked()
     effects = told.statuses(**dict.fromkeys(SWARM, WEIGHTLESS))
     assert not sent(effects, "step")
     (waiting,) = events(effects, Waiting)
@@ -797,8 +789,7 @@ def test_who_leaves_or_hangs_is_copied_though_it_relearns():
 
 
 def test_another_driver_knows_which_stage_relearns():
-    told = Told(members={**SWARM, "new": 2})
-    told.views()
+    told = asked(members={**SWARM, "new": 2})
     has = pb.Status(committed=5, last=pb.Commit(step=5), relearning=2)
     effects = told.statuses(5, c=has, new=pb.Status())
     assert sent(effects, "sync") == {}
@@ -918,8 +909,7 @@ def test_who_has_missed_commits_begins_anew(heard: int):
 
 
 def test_another_driver_lets_joiners_go_on():
-    told = Told(members={**SWARM, "new": 2})
-    told.views()
+    told = asked(members={**SWARM, "new": 2})
     joiner = pb.Status(committed=3, following=2, heard=5)
     effects = told.statuses(5, new=joiner)
     assert sent(effects, "sync") == {}
@@ -938,8 +928,7 @@ def test_who_is_caught_up_at_a_gather_is_a_member_and_can_stand_for_its_stage():
 
 
 def test_one_who_trained_is_enough_to_go_on_with_joiners():
-    told = Told()
-    told.views()
+    told = asked()
     follows = pb.Status(committed=3, last=pb.Commit(step=3), following=2, heard=3)
     trained = pb.Status(committed=3, last=pb.Commit(step=3))
     one = {**dict.fromkeys(SWARM, follows), "d": trained}
@@ -979,8 +968,7 @@ def test_who_had_got_the_weights_when_its_stage_was_lost_goes_on_with_them(step:
 
 
 def test_weights_of_a_stage_that_a_node_does_not_serve_are_none() -> None:
-    told = Told()
-    told.views()
+    told = asked()
     here = pb.Status(committed=2, last=pb.Commit(step=2))
     liar = pb.Status(committed=2, last=pb.Commit(step=2))
     liar.holdings.add(kind="weights", stage=2, step=2)
@@ -990,8 +978,7 @@ def test_weights_of_a_stage_that_a_node_does_not_serve_are_none() -> None:
 
 def test_who_followed_a_stage_that_is_rebuilt_copies_it_anew():
     """Its gradients are those of the replicas that are gone."""
-    told = Told(members={**SWARM, "new": 2})
-    told.views()
+    told = asked(members={**SWARM, "new": 2})
     follows = pb.Status(following=3, heard=4)  # its state is still to come
     assert sent(told.statuses(5, c=pb.Status(), new=follows), "sync").keys() == {"c"}
     told.hears("c", synced=pb.Synced(step=5, method="checkfree"))
@@ -1004,8 +991,7 @@ def test_who_followed_a_stage_that_is_rebuilt_copies_it_anew():
 @pytest.mark.parametrize("digest", [b"rebuilt", b"of those that are gone"])
 def test_a_joiner_with_other_weights_does_not_enter_at_a_gather_either(digest: bytes):
     """Another driver may have had the stage rebuilt."""
-    told = Told(members={**SWARM, "new": 2})
-    told.views()
+    told = asked(members={**SWARM, "new": 2})
     last = pb.Commit(step=5)
     rebuilt = pb.Status(committed=5, last=last, digest=b"rebuilt")
     caught_up = pb.Status(committed=5, last=last, following=3, heard=5, digest=digest)
@@ -1067,8 +1053,7 @@ def test_several_joiners_follow_and_enter_one_by_one():
 
 
 def test_the_replicas_of_a_rebuilt_stage_are_waited_for_but_other_joiners_follow_later():
-    told = Told(members={**SWARM, "twin": 2})
-    told.views()
+    told = asked(members={**SWARM, "twin": 2})
     told.statuses(5, c=pb.Status(), twin=pb.Status())
     told.hears("c", synced=pb.Synced(step=5, method="checkfree"))
     assert not sent(told.statuses(5, twin=pb.Status()), "sync")["twin"].sync.follow
@@ -1103,8 +1088,7 @@ def test_who_drives_no_longer_is_silent():
 
 
 def test_a_silent_member_is_asked_again_and_then_suspected():
-    told = Told()
-    told.views()
+    told = asked()
     for node in "abcd":
         told.hears(node, status=pb.Status())
     effects = told.waits(QUERY_AGAIN)
@@ -1445,8 +1429,7 @@ def lost(*nodes: str) -> dict[str, pb.Status]:
 
 
 def at_step_5(rules: TransactionRules, **statuses: pb.Status) -> list[Effect]:
-    told = Told(rules)
-    told.views(committed=5)
+    told = asked(rules, committed=5)
     return told.statuses(5, **statuses)
 
 
@@ -1484,8 +1467,7 @@ def test_strict_stops_instead():
 
 def test_a_lost_stage_is_rebuilt_only_when_every_stage_has_a_node():
     """What is lost together is decided together."""
-    told = Told(LOOSE, {"a": 0, "b": 1, "c": 2, "e": 4})
-    told.views(committed=5)
+    told = asked(LOOSE, {"a": 0, "b": 1, "c": 2, "e": 4}, committed=5)
     effects = told.statuses(5, **lost("c"))
     assert not sent(effects, "sync")
     assert told.driver.phase is DriverPhase.WAITING
@@ -1506,8 +1488,7 @@ def test_stages_lost_in_a_row_relearn_together_with_what_is_around_them():
 
 
 def test_relearning_takes_no_longer_than_a_share_of_the_time_since_the_last_loss() -> None:
-    told = Told(replace(LOOSE, relearn=True, relearn_seconds=10.0))
-    told.views(committed=5)
+    told = asked(replace(LOOSE, relearn=True, relearn_seconds=10.0), committed=5)
 
     def seconds(*gone: str) -> set[float]:
         return {m.sync.relearning for m in sent(told.statuses(5, **lost(*gone)), "sync").values()}
@@ -1547,8 +1528,7 @@ def test_relearning_takes_no_longer_than_a_share_of_the_time_since_the_last_loss
 def test_only_a_stage_with_one_node_that_relearns_alone_may_train_before_it_is_through(
     gone: list[str], more: dict[str, int], policy: str, goes_on: bool
 ) -> None:
-    told = Told(replace(LOOSE, relearn=True, policy=POLICIES[policy]), {**SWARM, **more})
-    told.views()
+    told = asked(replace(LOOSE, relearn=True, policy=POLICIES[policy]), {**SWARM, **more})
     syncs = sent(told.statuses(5, **lost(*gone)), "sync")
     relearning = [message.sync for message in syncs.values() if message.sync.lost]
     assert relearning
@@ -1560,8 +1540,7 @@ def test_exact_rebuilds_relearn_nothing():
     copies = pb.Status(
         committed=5, last=pb.Commit(step=5), holdings=[pb.Holding(kind="copy", stage=0, step=5)]
     )
-    told = Told(rules)
-    told.views(committed=5)
+    told = asked(rules, committed=5)
     effects = told.statuses(5, a=pb.Status(), b=copies)
     sync = sent(effects, "sync")["a"].sync
     assert (sync.method, sync.sources[0].node, len(sync.lost)) == ("stage0-copy", "b", 0)
@@ -1575,8 +1554,7 @@ def checkpoints(committed: int, *steps: int, stage: int, lineage: int = 0) -> pb
 
 def test_a_roll_back_takes_everybody_to_the_newest_common_checkpoint():
     rules = replace(RULES, policy=POLICIES["checkpoint"])
-    told = Told(rules)
-    told.views(committed=5)
+    told = asked(rules, committed=5)
     effects = told.statuses(
         **{n: checkpoints(0 if n == "c" else 5, 2, 4, stage=s) for n, s in SWARM.items()}
     )
@@ -1595,8 +1573,7 @@ def test_a_roll_back_takes_everybody_to_the_newest_common_checkpoint():
 
 
 def test_after_a_roll_back_whoever_missed_it_is_behind_however_far_it_was():
-    told = Told(LOOSE, SWARM | {"f": 3})
-    told.views()
+    told = asked(LOOSE, SWARM | {"f": 3})
     back = pb.Status(committed=4, lineage=1, last=pb.Commit(step=4))
     effects = told.statuses(**dict.fromkeys(SWARM, back), f=pb.Status(committed=9))
     sync = sent(effects, "sync")["f"].sync
@@ -1608,8 +1585,7 @@ def saves(stage: int, *steps: int) -> pb.Status:
 
 
 def test_a_swarm_that_comes_back_goes_on_from_its_saves_although_more_was_committed():
-    told = Told()
-    told.views(committed=47)
+    told = asked(committed=47)
     effects = told.statuses(**{n: saves(s, 30, 40) for n, s in SWARM.items()})
     syncs = sent(effects, "sync")
     assert {(n, m.sync.step, m.sync.method) for n, m in syncs.items()} == {
@@ -1624,16 +1600,14 @@ def test_a_swarm_that_comes_back_goes_on_from_its_saves_although_more_was_commit
 
 
 def test_saves_are_not_read_before_every_stage_has_a_node():
-    told = Told(RULES, {"a": 0, "b": 1})
-    told.views(committed=47)
+    told = asked(RULES, {"a": 0, "b": 1}, committed=47)
     effects = told.statuses(a=saves(0, 40), b=saves(1, 40))
     assert not sent(effects, "sync")
     assert told.driver.phase is DriverPhase.WAITING
 
 
 def test_under_the_checkpoint_policy_everything_may_be_lost_before_the_first_one():
-    told = Told(replace(RULES, policy=POLICIES["checkpoint"]))
-    told.views(committed=5)
+    told = asked(replace(RULES, policy=POLICIES["checkpoint"]), committed=5)
     effects = told.statuses()
     assert {n: m.sync.step for n, m in sent(effects, "sync").items()} == dict.fromkeys(SWARM, 0)
     told.hears_all(synced=pb.Synced(method="checkpoint"))
@@ -1641,8 +1615,7 @@ def test_under_the_checkpoint_policy_everything_may_be_lost_before_the_first_one
 
 
 def test_a_save_of_the_very_step_is_read_by_who_has_it():
-    told = Told(RULES, SWARM | {"f": 2})
-    told.views(committed=5)
+    told = asked(RULES, SWARM | {"f": 2}, committed=5)
     last = pb.Commit(step=5, ballot=pb.Ballot(view=1, attempt=9))
     held = [pb.Holding(kind="save", stage=2, step=5, made=last.ballot)]
     there = pb.Status(committed=5, lineage=1, last=last)
@@ -1655,8 +1628,7 @@ def test_a_save_of_the_very_step_is_read_by_who_has_it():
 
 
 def test_a_run_that_is_alive_needs_no_saves():
-    told = Told()
-    told.views(committed=5)
+    told = asked(committed=5)
     effects = told.statuses(5, c=saves(2, 3))
     assert sent(effects, "sync")["c"].sync.method == "checkfree"
 
@@ -1691,8 +1663,7 @@ def server(begin: pb.Begin, microbatch: int, stage: int) -> str:
 
 
 def test_a_plan_has_a_node_for_each_visit_and_shares_them_out_by_speed():
-    told = Told(replace(RULES, microbatches=6), PAIRS)
-    told.views()
+    told = asked(replace(RULES, microbatches=6), PAIRS)
     fast = pb.Status(seconds_per_microbatch=1.0)
     told.statuses(c=fast, g=pb.Status(seconds_per_microbatch=2.0))
     begin = told.attempt.begin
@@ -1901,8 +1872,7 @@ def test_the_next_attempt_goes_by_others_than_two_that_did_not_reach_each_other(
 
 
 def test_routes_go_by_others_than_two_for_whom_somebody_carries():
-    told = Told(FOUR, PAIRS)
-    told.views(relays=[registry.Relay(a="b", b="c", via="a")])
+    told = asked(FOUR, PAIRS, relays=[registry.Relay(a="b", b="c", via="a")])
     told.statuses()
     assert not meet(told.attempt.begin, "b", "c")
     told.views()
@@ -2691,8 +2661,7 @@ def test_a_status_of_what_nobody_has_voted_for_is_a_lie_and_all_go_on_without_it
 
 
 def test_the_ordinary_status_that_a_lie_is_beside_is_gone_on_from() -> None:
-    told = Told(members={**SWARM, "z": 4})
-    told.views(committed=4)
+    told = asked(members={**SWARM, "z": 4}, committed=4)
     true = pb.Status(committed=4, last=pb.Commit(step=4), trained=True)
     lie = pb.Status(committed=9, last=pb.Commit(step=9))
     effects = told.statuses(**dict.fromkeys("abcde", true), z=lie)
@@ -2738,8 +2707,7 @@ def audits(told: Told) -> tuple[list[Audit], pb.Commit]:
 
 
 def test_a_commit_names_blocks_of_stages_with_three_replicas_but_not_of_the_owners() -> None:
-    told = Told(AUDITED, THREES)
-    told.begins()
+    told = begun(AUDITED, THREES)
     (audit,), commit = audits(told)
     assert len(commit.audited) == 4 and audit.numbers == [*commit.audited]
     assert (audit.ballot, audit.step) == (Ballot.of(commit.ballot), 1)
@@ -2749,8 +2717,7 @@ def test_a_commit_names_blocks_of_stages_with_three_replicas_but_not_of_the_owne
 
 
 def test_there_is_one_audit_at_a_time() -> None:
-    told = Told(AUDITED, THREES)
-    told.begins()
+    told = begun(AUDITED, THREES)
     audits(told)
     assert audits(told)[0] == []
     told.driver.audited(AuditResult(1, {}, {}))
@@ -2764,16 +2731,14 @@ def test_there_is_one_audit_at_a_time() -> None:
 def test_without_three_replicas_or_if_it_is_off_nothing_is_audited(
     rules: TransactionRules, members: dict[str, int]
 ) -> None:
-    told = Told(rules, members)
-    told.begins()
+    told = begun(rules, members)
     found, commit = audits(told)
     assert (found, [*commit.audited]) == ([], [])
 
 
 @pytest.mark.parametrize("exclude", [True, False])
 def test_who_fails_an_audit_is_named_once_and_removed_if_the_rules_say_so(exclude: bool) -> None:
-    told = Told(replace(AUDITED, exclude=exclude), THREES)
-    told.begins()
+    told = begun(replace(AUDITED, exclude=exclude), THREES)
     audits(told)
     result = AuditResult(1, {"b2": "its sum is wrong", "stranger": "it is gone"}, {})
     effects = told.driver.audited(result)

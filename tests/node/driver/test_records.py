@@ -31,7 +31,7 @@ from planaria.node.wire.chain import (
     seal,
     without_records,
 )
-from tests.node.driver.test_driver import SWARM, Told, sent
+from tests.node.driver.test_driver import SWARM, Told, begun, sent
 from tests.node.transaction.test_commits import DRIVER, RUN, Replica, commit
 
 THREE_ENDS = {**SWARM, "y": 0, "z": 0}
@@ -140,8 +140,7 @@ def votes(told: Told, ledger: pb.Recording) -> list[Effect]:
 
 
 def test_those_alone_who_keep_the_records_are_told_them_before_they_vote() -> None:
-    told = Told(members=THREE_ENDS)
-    told.begins()
+    told = begun(members=THREE_ENDS)
     noted = sent(told.comes_home(), "records")
     assert noted.keys() == {*SWARM}
     steps = told.commits()
@@ -152,15 +151,13 @@ def test_those_alone_who_keep_the_records_are_told_them_before_they_vote() -> No
 
 
 def test_who_keeps_them_instead_of_one_whose_ledger_is_gone_is_told_them_with_the_commit() -> None:
-    told = Told(members=THREE_ENDS)
-    told.begins()
+    told = begun(members=THREE_ENDS)
     steps = sent(votes(told, pb.LEDGER_WRITTEN), "step")
     assert {node for node in steps if has_records(steps[node].step.commit)} == {"y"}
 
 
 def test_a_step_that_is_in_no_ledger_any_more_is_told_once_more_and_only_once() -> None:
-    told = Told(members=THREE_ENDS)
-    told.begins()
+    told = begun(members=THREE_ENDS)
     told.commits()
     assert not sent(votes(told, pb.LEDGER_SPARE), "step"), "of step 1 no ledger would know"
     assert isinstance(told.driver.current, Gathering)

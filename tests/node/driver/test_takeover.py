@@ -15,7 +15,7 @@ from planaria.node.transaction.member import MemberPhase, MemberSide
 from planaria.node.transaction.routing import routes
 from planaria.node.wire import stage_pb2 as pb
 from planaria.recovery.policy import POLICIES
-from tests.node.driver.test_driver import RULES, Told, events, sent
+from tests.node.driver.test_driver import RULES, Told, begun, events, sent
 
 TWINS = replace(RULES, stages=3, policy=POLICIES["redundant"])
 ONE_EACH = {"a": 0, "b/1": 1, "c/2": 2, "d/3": 3}
@@ -99,8 +99,7 @@ def test_a_seat_that_does_not_answer_is_asked_again_and_told_once() -> None:
 
 
 def test_in_the_first_step_it_has_the_weights_that_all_began_with() -> None:
-    told = Told(TWINS, ONE_EACH)
-    told.begins()
+    told = begun(TWINS, ONE_EACH)
     told.views(TAKEN)
     effects = told.hears("b/2.3", status=pb.Status())
     assert list(sent(effects, "step")["b/2.3"].step.begin.entering) == ["b/2.3"]
