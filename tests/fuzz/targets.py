@@ -60,7 +60,7 @@ from planaria.node.wire.frames import (
     seal,
     unseal,
 )
-from planaria.node.wire.greetings import Greetings
+from planaria.node.wire.greetings import DIAL, Greetings
 from planaria.node.wire.session import (
     Begun,
     Forgotten,
@@ -231,7 +231,7 @@ def hellos(data: bytes) -> None:
             with suppress(WireError, Outdated, Begun, Forgotten):
                 session.resume(Hello.parse(hello))
         with suppress(Refused):
-            Greetings("r", "n", IDENTITY).dialled("m", IDENTITY.public, line)
+            Greetings("r", "n", IDENTITY).verify(DIAL, "m", IDENTITY.public, line)
 
 
 def manifests(data: bytes) -> None:

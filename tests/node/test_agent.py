@@ -177,22 +177,25 @@ def test_it_needs_no_loop_no_socket_and_no_tensor() -> None:
     assert process.stdout.strip() == "[]"
 
 
-def test_what_comes_before_its_attempt_is_held_until_that_begins() -> None:
+@pytest.mark.parametrize(("began", "sent"), [(ATTEMPT, ["activation"]), (NEXT, [])])
+def test_what_comes_before_its_attempt_is_held_until_one_begins(
+    began: Ballot, sent: list[str]
+) -> None:
     seat = Seat("b")
     seat.agent.on_frame("a", activation(ATTEMPT), 0.0)
     seat.run()
     assert seat.sent_to("c") == []
-    seat.hears("a", ATTEMPT, step=begin())
-    assert seat.sent_to("c") == ["activation"]
+    seat.hears("a", began, step=begin())
+    assert seat.sent_to("c") == sent
     assert seat.agent.held.frames == []
 
 
-def test_what_was_held_for_an_attempt_that_never_came_is_dropped_with_the_next() -> None:
-    seat = Seat("b")
-    seat.agent.on_frame("a", activation(ATTEMPT), 0.0)
-    seat.hears("a", NEXT, step=begin())
-    assert seat.sent_to("c") == []
-    assert seat.agent.held.frames == []
+def last_cut(seat: Seat) -> tuple[pb.Cut, Ballot]:
+    """What it has told its driver last."""
+    to, message = seat.net.sent[-1]
+    assert to == "a"
+    assert isinstance(message, pb.Message)
+    return message.cut, Ballot.of(message.ballot)
 
 
 def flood(ballot: Ballot, count: int) -> list[Frame]:
@@ -227,11 +230,9 @@ def test_who_sends_more_than_a_microbatch_has_is_accused_before_it_is_computed_o
     seat.hears("a", ATTEMPT, step=begin())
     (frame,) = flood(ATTEMPT, 1)
     seat.agent.on_frame("a", frame, 0.0)
-    to, cut = seat.net.sent[-1]
-    assert to == "a"
-    assert isinstance(cut, pb.Message)
-    assert (cut.cut.node, cut.cut.cause) == ("a", registry.SHAPE)
-    assert cut.cut.reason.startswith("a sent a microbatch of 1048576 bytes, not ")
+    cut, _ = last_cut(seat)
+    assert (cut.node, cut.cause) == ("a", registry.SHAPE)
+    assert cut.reason.startswith("a sent a microbatch of 1048576 bytes, not ")
 
 
 def test_what_a_run_sends_bounds_what_waits_and_every_frame() -> None:
@@ -284,11 +285,9 @@ def test_an_activation_that_was_lost_with_the_link_is_the_drivers_affair() -> No
     seat = Seat("b")
     seat.hears("a", ATTEMPT, step=begin())
     seat.agent.on_link_lost("c", "reset", [activation(ATTEMPT)], 1.0)
-    to, cut = seat.net.sent[-1]
-    assert to == "a"
-    assert isinstance(cut, pb.Message)
-    assert (cut.cut.node, Ballot.of(cut.ballot)) == ("c", ATTEMPT)
-    assert "broke before a frame was delivered: reset" in cut.cut.reason
+    cut, ballot = last_cut(seat)
+    assert (cut.node, ballot) == ("c", ATTEMPT)
+    assert "broke before a frame was delivered: reset" in cut.reason
 
 
 def test_who_sent_what_ended_a_link_is_accused_at_the_driver() -> None:
@@ -296,10 +295,7 @@ def test_who_sent_what_ended_a_link_is_accused_at_the_driver() -> None:
     seat.hears("a", ATTEMPT, step=begin())
     why = "c sent an invalid message: the checksum of a chunk of frame 3 is not that sent"
     seat.agent.on_link_lost("c", why, [], 1.0, registry.CHECKSUM)
-    to, cut = seat.net.sent[-1]
-    assert to == "a"
-    assert isinstance(cut, pb.Message)
-    assert cut.cut == pb.Cut(node="c", reason=why, cause=registry.CHECKSUM)
+    assert last_cut(seat)[0] == pb.Cut(node="c", reason=why, cause=registry.CHECKSUM)
 
 
 def test_the_loss_of_a_link_to_no_member_changes_nothing() -> None:

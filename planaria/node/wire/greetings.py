@@ -19,6 +19,7 @@ from planaria.node.wire.session import Refused
 
 PROTOCOL: Final = 1
 DIAL, ANSWER, ADD = "planaria link dial", "planaria link answer", "planaria link stream"
+"""Purposes: a dial, the answer to it, and the number of a stream that the dialler adds."""
 LONGEST: Final = 1200
 """Characters of a hello with its signature."""
 
@@ -56,37 +57,16 @@ class Greetings:
     node: str
     identity: Identity
 
-    def to_dial(self, peer: str, hello: str) -> str:
-        return self._signed(DIAL, peer, hello)
+    def sign(self, purpose: str, peer: str, hello: str, *earlier: str) -> str:
+        """The hello with its signature. `earlier`: the connection's hellos so far, signed."""
+        parts = _parts(self.run, self.node, peer, hello, *earlier)
+        return f"{hello} {self.identity.sign(purpose, *parts).hex()}"
 
-    def dialled(self, peer: str, key: bytes, text: str) -> str:
-        """The hello of the dialling node. Raises Refused."""
-        return self._verified(DIAL, peer, key, text)
-
-    def to_answer(self, peer: str, dialled: str, hello: str) -> str:
-        """`dialled`: the peer's hello, with its signature."""
-        return self._signed(ANSWER, peer, hello, dialled)
-
-    def answered(self, peer: str, key: bytes, dialled: str, text: str) -> str:
-        """The hello of the answering node. Raises Refused."""
-        return self._verified(ANSWER, peer, key, text, dialled)
-
-    def to_add(self, peer: str, number: int, dialled: str, answered: str) -> str:
-        """`dialled`, `answered`: the connection's first hellos, with signatures."""
-        return self._signed(ADD, peer, str(number), dialled, answered)
-
-    def added(self, peer: str, key: bytes, text: str, dialled: str, answered: str) -> str:
-        """The stream's number. Raises Refused."""
-        return self._verified(ADD, peer, key, text, dialled, answered)
-
-    def _signed(self, purpose: str, peer: str, hello: str, *more: str) -> str:
-        signature = self.identity.sign(purpose, *_parts(self.run, self.node, peer, hello, *more))
-        return f"{hello} {signature.hex()}"
-
-    def _verified(self, purpose: str, peer: str, key: bytes, text: str, *more: str) -> str:
+    def verify(self, purpose: str, peer: str, key: bytes, text: str, *earlier: str) -> str:
+        """The hello of a text that `peer` has signed. Raises Refused."""
         hello, _, signature = text[:LONGEST].rpartition(" ")
         try:
-            parts = _parts(self.run, peer, self.node, hello, *more)
+            parts = _parts(self.run, peer, self.node, hello, *earlier)
             genuine = is_signed(key, bytes.fromhex(signature), purpose, *parts)
         except ValueError:
             genuine = False

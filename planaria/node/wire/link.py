@@ -43,7 +43,7 @@ from planaria.node.wire.connection import (
     describe,
 )
 from planaria.node.wire.frames import HEAD_LIMIT, PAYLOAD_LIMIT, Frame, WireError, seal
-from planaria.node.wire.greetings import Greetings, check_metadata, metadata
+from planaria.node.wire.greetings import ADD, ANSWER, DIAL, Greetings, check_metadata, metadata
 from planaria.node.wire.link_table import FIRST_PAUSE, LONGEST_PAUSE, LinkTable, Peer
 from planaria.node.wire.link_table import HEAD_START as HEAD_START
 from planaria.node.wire.observers import Observers
@@ -353,7 +353,7 @@ class Links(LinkTable[Link]):
     def _begin(self, node: str) -> _Dial:
         session = self.session(node)
         hello = session.hello()
-        return _Dial(node, session, hello, self._greetings.to_dial(node, hello.pack()))
+        return _Dial(node, session, hello, self._greetings.sign(DIAL, node, hello.pack()))
 
     async def _resume_by(self, dial: _Dial, answer: Awaitable[str], patience: float) -> str:
         """Resume the session by the peer's signed answer, which this returns. Raises Refused, and
@@ -362,7 +362,7 @@ class Links(LinkTable[Link]):
             async with asyncio.timeout(patience):
                 text = await answer
             key = self._member(dial.node).key
-            hello = self._greetings.answered(dial.node, key, dial.signed, text)
+            hello = self._greetings.verify(ANSWER, dial.node, key, text, dial.signed)
             self.answered(dial.node, dial.session, dial.hello, Hello.parse(hello))
         except TimeoutError:
             raise Refused("DEADLINE_EXCEEDED", f"no answer in {patience} s") from None
@@ -410,14 +410,14 @@ class Links(LinkTable[Link]):
             connection.added()
             return
         channel = self._channel(peer)
-        text = self._greetings.to_add(peer.node, number, *connection.hellos)
+        text = self._greetings.sign(ADD, peer.node, str(number), *connection.hellos)
         call = self._call("Bulk", peer, text, channel)
         calls.add(call)
         try:
             try:
                 async with asyncio.timeout(self.settings.handshake):
                     answer = await _accepted(call, peer.node)
-                self._greetings.answered(peer.node, peer.key, text, answer)
+                self._greetings.verify(ANSWER, peer.node, peer.key, answer, text)
             finally:
                 calls.remove(call)
                 connection.added()
@@ -477,7 +477,7 @@ class Links(LinkTable[Link]):
             self.relays.refuse(call, refused.code, str(refused))
             self.relays.hang_up(call)
             return
-        answer = self._greetings.to_answer(call.peer, signed, session.hello().pack())
+        answer = self._greetings.sign(ANSWER, call.peer, session.hello().pack(), signed)
         self.relays.answer(call, answer)
         connection = self._adopt(call.peer, session, call.streams.values(), self.via(call.peer))
         self.spawn(self._until_hung_up(call, connection), f"call of {call.peer}")
@@ -530,7 +530,7 @@ class Links(LinkTable[Link]):
             self._member(dialler)
             session = self._resume(dialler, hello)
             answer = session.hello()
-            text = self._greetings.to_answer(dialler, signed, answer.pack())
+            text = self._greetings.sign(ANSWER, dialler, answer.pack(), signed)
             await context.send_initial_metadata(self._answering(text))
             if session is not self.session(dialler) or not session.is_newest(answer):
                 raise Refused("ALREADY_EXISTS", "another connection has come up")
@@ -572,7 +572,7 @@ class Links(LinkTable[Link]):
 
     def _heard(self, dialler: str, signed: str) -> str:
         """The verified hello of a member that dials. Raises Refused."""
-        hello = self._greetings.dialled(dialler, self._member(dialler).key, signed)
+        hello = self._greetings.verify(DIAL, dialler, self._member(dialler).key, signed)
         if (link := self.by_peer.get(dialler)) is not None:
             link.heard()
         return hello
@@ -592,12 +592,12 @@ class Links(LinkTable[Link]):
         if connection is None or connection.dialled or connection.via:
             why = f"{self.node} has no connection that {dialler} has dialled"
             raise Refused("FAILED_PRECONDITION", why)
-        stream = self._greetings.added(dialler, peer.key, text, *connection.hellos)
+        stream = self._greetings.verify(ADD, dialler, peer.key, text, *connection.hellos)
         number = int(stream) if re.fullmatch("[0-9]{1,9}", stream) else 0
         if not connection.may_add(number):
             why = f"stream {stream[:80]} was there before, or is one more than {MOST_STREAMS}"
             raise Refused("RESOURCE_EXHAUSTED", why)
-        answer = self._greetings.to_answer(dialler, text, "taken")
+        answer = self._greetings.sign(ANSWER, dialler, "taken", text)
         try:
             await context.send_initial_metadata(self._answering(answer))
         finally:

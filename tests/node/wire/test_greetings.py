@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planaria.bootstrap.identity import Identity
-from planaria.node.wire.greetings import Greetings
+from planaria.node.wire.greetings import ANSWER, DIAL, Greetings
 from planaria.node.wire.session import Refused
 
 A, B = Identity.generate(), Identity.generate()
@@ -14,22 +14,22 @@ HELLO = "1 0 1 0 0 0123456789abcdef"
 
 def test_both_ends_prove_who_they_are() -> None:
     a, b = Greetings("run", "a", A), Greetings("run", "b", B)
-    said = a.to_dial("b", HELLO)
-    assert b.dialled("a", A.public, said) == HELLO
-    answer = b.to_answer("a", said, HELLO)
-    assert a.answered("b", B.public, said, answer) == HELLO
+    said = a.sign(DIAL, "b", HELLO)
+    assert b.verify(DIAL, "a", A.public, said) == HELLO
+    answer = b.sign(ANSWER, "a", HELLO, said)
+    assert a.verify(ANSWER, "b", B.public, answer, said) == HELLO
 
 
 @pytest.mark.parametrize(
     "said",
     [
-        Greetings("run", "a", B).to_dial("b", HELLO),
-        Greetings("run", "a", A).to_dial("c", HELLO),
-        Greetings("another", "a", A).to_dial("b", HELLO),
-        Greetings("run", "b", A).to_dial("b", HELLO),
-        Greetings("run", "a", A).to_answer("b", HELLO, HELLO),
-        "2" + Greetings("run", "a", A).to_dial("b", HELLO),
-        Greetings("run", "a", A).to_dial("b", HELLO) + "0",
+        Greetings("run", "a", B).sign(DIAL, "b", HELLO),
+        Greetings("run", "a", A).sign(DIAL, "c", HELLO),
+        Greetings("another", "a", A).sign(DIAL, "b", HELLO),
+        Greetings("run", "b", A).sign(DIAL, "b", HELLO),
+        Greetings("run", "a", A).sign(ANSWER, "b", HELLO, HELLO),
+        "2" + Greetings("run", "a", A).sign(DIAL, "b", HELLO),
+        Greetings("run", "a", A).sign(DIAL, "b", HELLO) + "0",
         HELLO,
         "",
         "\N{SNOWMAN} z",
@@ -38,16 +38,18 @@ def test_both_ends_prove_who_they_are() -> None:
 )
 def test_a_hello_is_of_one_node_to_another_in_a_run(said: str) -> None:
     with pytest.raises(Refused, match="in the name of a is not signed by the key that"):
-        Greetings("run", "b", B).dialled("a", A.public, said)
+        Greetings("run", "b", B).verify(DIAL, "a", A.public, said)
 
 
 def test_an_answer_is_to_what_was_said() -> None:
     a, b = Greetings("run", "a", A), Greetings("run", "b", B)
-    answer = b.to_answer("a", a.to_dial("b", "another hello"), HELLO)
+    answer = b.sign(ANSWER, "a", HELLO, a.sign(DIAL, "b", "another hello"))
     with pytest.raises(Refused, match="in the name of b"):
-        a.answered("b", B.public, a.to_dial("b", HELLO), answer)
+        a.verify(ANSWER, "b", B.public, answer, a.sign(DIAL, "b", HELLO))
 
 
 def test_a_member_without_a_key_proves_nothing() -> None:
     with pytest.raises(Refused):
-        Greetings("run", "b", B).dialled("a", b"", Greetings("run", "a", A).to_dial("b", HELLO))
+        Greetings("run", "b", B).verify(
+            DIAL, "a", b"", Greetings("run", "a", A).sign(DIAL, "b", HELLO)
+        )

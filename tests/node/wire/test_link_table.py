@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from planaria.node.wire.budget import ITEM, PEERS
 from planaria.node.wire.link_table import HEAD_START, LinkTable, Peer
 from planaria.node.wire.session import Refused, Session, SessionBounds
 
-BOUNDS = SessionBounds(chunk=10, window=100, payload=100, messages=100, held=100)
+HELD = 1 << 20
+BOUNDS = SessionBounds(chunk=10, window=99, payload=99, messages=100 + 2 * ITEM, held=HELD)
 
 
 @dataclass
@@ -109,6 +111,21 @@ def test_a_link_to_who_is_no_member_ends() -> None:
     table.peers_are(view=2, c="")
     assert link.ended == "c is no member of view 2"
     assert not table.is_to_dial("c")
+
+
+def test_so_much_may_be_held_for_one_peer_and_for_all() -> None:
+    table = Table()
+    a, c = table.up("a"), table.up("c")
+    a.session.send(bytes(50))
+    table.bound_what_is_held(a, HELD)
+    assert not a.ended
+    a.session.send(bytes(51))
+    table.bound_what_is_held(a, HELD)
+    assert a.ended.startswith("a has not taken the last ") and a.ended.endswith(" of messages")
+    c.session.send(bytes(10))
+    table.bound_what_is_held(c, a.session.held // PEERS)
+    assert a.ended.endswith(f"last {a.session.held} bytes"), "it holds most"
+    assert not c.ended
 
 
 def test_who_has_forgotten_the_link_ends_it_with_its_answer() -> None:

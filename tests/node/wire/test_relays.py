@@ -13,7 +13,7 @@ import pytest
 from planaria.bootstrap.registry_pb2 import SILENT
 from planaria.node.wire import link, relays
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.greetings import Greetings
+from planaria.node.wire.greetings import DIAL, Greetings
 from planaria.node.wire.relays import Call, Relay, Relays
 from planaria.node.wire.session import Hello, Refused
 from tests.bootstrap.conftest import identity
@@ -165,7 +165,7 @@ async def test_a_direct_dial_that_takes_longer_than_a_call_by_the_relay_is_waite
 async def test_a_relay_can_call_nobody_in_the_name_of_who_it_carries_for() -> None:
     async with three() as (a, b, c):
         await exchange(a, b)
-        said = Greetings("run", "a", identity("c")).to_dial("b", Hello(9, 0, 1, 0, 0).pack())
+        said = Greetings("run", "a", identity("c")).sign(DIAL, "b", Hello(9, 0, 1, 0, 0).pack())
         fields = {"from": "a", "call": "a forged", "say": "hello"}
         with pytest.raises(Refused, match="in the name of a is not signed"):
             await forged_call(c, b, Frame("call", (0, 0), fields, [], said.encode()))
