@@ -18,15 +18,13 @@ from planaria.bootstrap.rules import MembershipRules
 from planaria.node.averaging.coding import parts
 from planaria.node.run_file import RunFile
 from planaria.node.state.handover import Handover
-from planaria.node.wire.background import chunk_in_simulation
-from planaria.node.wire.frames import kept_bytes
 from planaria.recovery.orders import all_orders
 from planaria.recovery.relearning import time_for
 from planaria.recovery.snapshot import steps_between
 from planaria_lab.emulation.links import Link, Network
 from planaria_lab.simulator import reaction
 from planaria_lab.simulator.churn import HOUR
-from planaria_lab.simulator.clock import ON_WIRE
+from planaria_lab.simulator.clock import ON_WIRE, chunk_in_simulation
 from planaria_lab.simulator.step import averaging_pieces, averaging_seconds
 from planaria_lab.simulator.swarm import (
     VALUE,
@@ -35,6 +33,7 @@ from planaria_lab.simulator.swarm import (
     copy_bytes,
     fetched_bytes,
     frame_bytes,
+    kept_bytes,
     parameters,
     snapshot_bytes,
 )

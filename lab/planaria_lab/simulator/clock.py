@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from planaria.node.wire.background import chunk_in_simulation
+from planaria.node.wire.background import FIRST, LEAST, MOST, TARGET
 
 Then = Callable[[], object]
 Wanted = Callable[[], bool]
@@ -23,6 +23,14 @@ MOST_CHUNKS: Final = 16
 that what is urgent waits for one of its chunks as it waits for the background on a real link."""
 ON_WIRE: Final = 1500 / 1448
 """Bytes on a wire for each of a payload: headers of TCP and IP."""
+
+
+def chunk_in_simulation(bytes_per_second: float, round_trip: float) -> int:
+    """Bytes of a chunk that delays urgent traffic, on average, as much as the background on such a
+    link: half of a chunk is still to be sent. On a slow link the delay is due to the part of the
+    smallest window that exceeds what fits into `round_trip` seconds."""
+    queued = max(TARGET * bytes_per_second, LEAST - round_trip * bytes_per_second)
+    return round(max(FIRST, min(2 * queued, MOST)))
 
 
 def always() -> bool:

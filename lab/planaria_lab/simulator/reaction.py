@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from planaria.bootstrap.rules import MembershipRules
-from planaria.node.wire.frames import kept_bytes
 from planaria.recovery.facts import INEXACT
 from planaria.recovery.relearning import passes, updates_to_look
 from planaria_lab.emulation.links import Link
@@ -21,6 +20,7 @@ from planaria_lab.simulator.swarm import (
     Swarm,
     fetched_bytes,
     frame_bytes,
+    kept_bytes,
     parameters,
     relearned_at_a_time,
 )

@@ -14,9 +14,9 @@ import torch
 
 from planaria.node.model.modules import parameter_shapes
 from planaria.node.model.shape import ModelConfig
-from planaria.node.run_file import RunFile
+from planaria.node.run_file import RunFile, WireSection
 from planaria.node.transaction.in_flight_window import most_out
-from planaria.node.wire.frames import crossing_bytes
+from planaria.node.wire.frames import crossing_bytes, encoded_size
 from planaria.recovery.learner import orthogonalizing_flops
 from planaria.recovery.relearning import at_a_time
 from planaria_lab.emulation.links import Link, Network
@@ -30,6 +30,14 @@ HEARTBEAT = 700
 that one sends; on a wire."""
 HEAD = 400
 """Bytes of a frame's head, with its route of some seven visits."""
+
+
+def kept_bytes(config: ModelConfig, tokens: int, wire: WireSection) -> int:
+    """Bytes of the activations of `tokens` tokens, as both sides keep them for relearning
+    (node/state/boundary.py): as sent, or in bf16 if that is less."""
+    crossed, _ = crossing_bytes(config, tokens, wire)
+    narrowed = encoded_size(tokens * config.written, "float32", "bf16") + tokens * config.beside
+    return min(crossed, narrowed)
 
 
 class SwarmFiguresError(ValueError):

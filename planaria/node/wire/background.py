@@ -37,14 +37,6 @@ FASTEST: Final = 2.0
 """Largest factor by which the window grows or shrinks in a round trip."""
 
 
-def chunk_in_simulation(bytes_per_second: float, round_trip: float) -> int:
-    """Bytes of a chunk that delays urgent traffic, on average, as much as the background on such a
-    link: half of a chunk is still to be sent. On a slow link the delay is due to the part of the
-    smallest window that exceeds what fits into `round_trip` seconds."""
-    queued = max(TARGET * bytes_per_second, LEAST - round_trip * bytes_per_second)
-    return round(max(FIRST, min(2 * queued, MOST)))
-
-
 class _Sent(NamedTuple):
     end: int
     size: int

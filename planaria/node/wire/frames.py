@@ -180,14 +180,6 @@ def crossing_bytes(config: ModelConfig, tokens: int, wire: WireSection) -> tuple
     return activations + tokens * config.beside, gradients
 
 
-def kept_bytes(config: ModelConfig, tokens: int, wire: WireSection) -> int:
-    """Bytes of the activations of `tokens` tokens, as both sides keep them for relearning
-    (node/state/boundary.py): as sent, or in bf16 if that is less."""
-    crossed, _ = crossing_bytes(config, tokens, wire)
-    narrowed = encoded_size(tokens * config.written, "float32", "bf16") + tokens * config.beside
-    return min(crossed, narrowed)
-
-
 def buffers_of(payload: Payload) -> tuple[memoryview, ...]:
     """The payload as memoryviews of bytes, without a copy."""
     buffers = payload if isinstance(payload, tuple) else (payload,)
