@@ -250,7 +250,7 @@ class Attempting(Phase):
         driver, state, vote = self.driver, self.state, self.state.vote
         if state.takeover is not None or not (vote.is_complete and state.is_home()):
             return self.stays()
-        effects, why = driver.doubts.look(vote, driver.standing.committed)
+        effects, why = driver.divergence.look(vote, driver.standing.committed)
         if why:  # once all members are queried, holdings decide which replica is wrong
             return self.gather(why, now).after(effects)
         driver.ledgers = vote.ledgers()
@@ -287,7 +287,7 @@ class Attempting(Phase):
         for node, joiner in driver.joining.voting(vote):
             if other := vote.dissents_from(joiner.stage, vote.joiners[node]):
                 why = f"its weights or gradient differ from those of {other}"
-                effects += driver.doubts.differ(joiner.stage, [other], {node: why}, step)
+                effects += driver.divergence.differ(joiner.stage, [other], {node: why}, step)
                 effects += self.give_up_following(node, why, now).effects
             else:
                 del driver.joining.joiners[node]

@@ -55,7 +55,7 @@ class Driver:
         self.rules = rules
         self.audits = Audits(rules, chance)
         self.checks = SpotChecks(rules.spot_check, rules.tolerance, chance)
-        self.telling = PlanEncoder()
+        self.encoder = PlanEncoder()
         self.identity: Identity | None = None  # without it, decisions aren't signed
         self.current: Phase = Resting(self, DriverPhase.INACTIVE)
         self.view = registry.View()
@@ -73,7 +73,7 @@ class Driver:
         self.trains_since: float | None = None  # since the last loss of a whole stage
         self.seconds: dict[str, float] = {}  # per microbatch, by node
         self.hanging = HangDetector(rules.progress)
-        self.doubts = DivergenceRepair()
+        self.divergence = DivergenceRepair()
         self.resent = (0, 0)  # step sent to joiners once more before going back
         self.ledgers: dict[str, pb.Recording] = {}  # of stage 0, as last reported
         self.noted_again = (0, 0)  # step sent once more to be recorded
@@ -157,7 +157,7 @@ class Driver:
     def explain(self) -> str:
         """A description of what goes on, or is awaited."""
         slow = slow_and_alone(self.members, self.seconds)
-        changed = [str(weights) for weights in self.doubts.accepted.values()]
+        changed = [str(weights) for weights in self.divergence.accepted.values()]
         waiting = [
             f"{node} waits until stage {waiting.stage} has relearned"
             for node, waiting in self.joining.waiting.items()
@@ -241,7 +241,7 @@ class Driver:
         if self.coming is not None:
             self.view, self.coming = self.coming.view, None
             self.members = dict(sorted(active(self.view).items()))
-            for part in (self.faults, self.doubts, self.checks, self.hanging):
+            for part in (self.faults, self.divergence, self.checks, self.hanging):
                 part.keep(self.members)
             self.ballot = Ballot(self.view.number, 0)
         self.ballot = self.ballot.next()
@@ -251,7 +251,7 @@ class Driver:
             active(self.view),
             stages=self.rules.stages,
             began=now,
-            distrusted=self.doubts.distrusted,
+            distrusted=self.divergence.distrusted,
             leaving={member.node for member in self.view.members if member.leaving},
         )
         queries = self.ballot.send_all(answers.members, query=pb.Query())
@@ -269,14 +269,14 @@ class Driver:
         if not self.knows:
             self.audits.restore(self.standing.last)
         self.knows = True
-        self.telling.doubt(self.view.number, self.members, answers.having_view())
+        self.encoder.doubt(self.view.number, self.members, answers.having_view())
 
     def open_lineage(self, answers: Answers, step: int) -> None:
         """Opens a lineage: commits after `step` differ from earlier ones."""
         lineages = [holding.source.lineage for holding in answers.held()]
         lineage = 1 + max(self.standing.lineage, self.view.lineage, *lineages)
         self.standing = replace(self.standing, lineage=lineage, committed=step)
-        self.doubts.went_back()
+        self.divergence.went_back()
 
     def aborted(self, step: int, why: str) -> Aborted:
         return Aborted(step=step, view=self.ballot.view, reason=why)
@@ -327,7 +327,7 @@ class Driver:
     def commit(self, state: AttemptState, now: float) -> list[Effect]:
         """Commits the step of an attempt in which all have voted."""
         vote = state.vote
-        self.doubts.committed(vote)
+        self.divergence.committed(vote)
         commit = state.commit(self.ballot, self.rules, self.standing, now)
         commit.doubted.extend(self.checks.take_doubted())
         effects: list[Effect] = [*self.audits.draw(state, commit)]
@@ -398,7 +398,7 @@ class Driver:
         else:
             sends = self.ballot.send_all(present, step=pb.Step())
         begins = {send.to: send.message.step.begin for send in sends}
-        self.telling.tell(self.ballot, step.begin, begins, present, spare)
+        self.encoder.tell(self.ballot, step.begin, begins, present, spare)
         for node in checks.keys() & begins.keys():
             begins[node].checks.extend(checks[node])
         for node in self.keepers & begins.keys():

@@ -95,7 +95,7 @@ class FaultPolicy:
 
     # --- accusations
 
-    def knows(self, by: str, node: str, members: Stages) -> bool:
+    def is_known(self, by: str, node: str, members: Stages) -> bool:
         """Whether that accusation is already known."""
         return self.failures.accused.get(by, {}).get(members[node]) == node
 
@@ -230,7 +230,7 @@ class FailedAttempts:
     accused: dict[str, dict[int, str]] = field(default_factory=dict)  # by accuser and stage
     lost_at: frozenset[str] = frozenset()  # nodes that may have caused all losses so far
     lost: int = 0  # attempts in which something got lost
-    words: Counter[str] = field(default_factory=Counter)  # failures by node
+    by_node: Counter[str] = field(default_factory=Counter)  # failures by node
 
     def pause(self) -> float:
         """Seconds until the next attempt."""
@@ -243,9 +243,9 @@ class FailedAttempts:
 
     def alone(self, peer: str, by: int = 1) -> bool:
         """Adds `by` failures of this node; whether it reached the limit."""
-        self.words[node_of(peer)] += by
-        times = self.words[node_of(peer)]
-        return 2 * times - self.words.total() >= HELD_UP or times >= HELD_UP_BY_SEVERAL
+        self.by_node[node_of(peer)] += by
+        times = self.by_node[node_of(peer)]
+        return 2 * times - self.by_node.total() >= HELD_UP or times >= HELD_UP_BY_SEVERAL
 
     def between(self, pairs: Collection[frozenset[str]]) -> str:
         """Messages were lost between the nodes of each pair. Returns the one node that explains all
@@ -261,7 +261,7 @@ class FailedAttempts:
     def keep(self, members: Collection[str]) -> None:
         """Drops failures of nodes that are no longer members."""
         nodes = {node_of(member) for member in members}
-        self.words = Counter({node: n for node, n in self.words.items() if node in nodes})
+        self.by_node = Counter({node: n for node, n in self.by_node.items() if node in nodes})
         if not self.lost_at <= set(members):
             self.lost_at, self.lost = frozenset(), 0
 

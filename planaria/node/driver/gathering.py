@@ -65,7 +65,7 @@ class Gathering(Phase):
             return super().received(peer, message, now)
         self.answers.statuses[peer] = status
         if status.following:
-            driver.doubts.trust(peer)  # it knows that its old state is void
+            driver.divergence.trust(peer)  # it knows that its old state is void
         driver.hanging.hear(peer, status.hang, now)
         if status.seconds_per_microbatch:
             driver.seconds[peer] = status.seconds_per_microbatch
@@ -93,15 +93,15 @@ class Gathering(Phase):
 
     def _resolve(self, now: float) -> Turn:
         driver, answers, rules = self.driver, self.answers, self.driver.rules
-        effects = driver.doubts.settle(answers, rules, driver.standing.committed)
-        verdict = examine(answers.statuses, driver.known_facts(), driver.doubts.distrusted)
+        effects = driver.divergence.settle(answers, rules, driver.standing.committed)
+        verdict = examine(answers.statuses, driver.known_facts(), driver.divergence.distrusted)
         if verdict.parted:
             halt = pb.Halt(reason=verdict.parted, step=driver.standing.committed)
             return driver.halt(halt, now).after(effects)
         for node, why in verdict.lies.items():
             failed = pb.Failed(reason=why, accused=[node], cause=NUMBERS)
             effects += driver.accuse(driver.node, failed)
-        answers.distrusted = driver.doubts.distrusted | verdict.doubted
+        answers.distrusted = driver.divergence.distrusted | verdict.doubted
         answers.distrusted |= self._without_part() | self._far_ahead()
         if answers.distrusted >= answers.statuses.keys():
             answers.distrusted = verdict.doubted
@@ -235,7 +235,7 @@ class Gathering(Phase):
             effects, syncs = effects + syncs, []
             # They must know it before anything is committed without them.
             has_no_part = driver.faults.idle.has_no_part
-            if anew := driver.doubts.distrusted.union(filter(has_no_part, fetching)):
+            if anew := driver.divergence.distrusted.union(filter(has_no_part, fetching)):
                 names = ", ".join(sorted(anew))
                 return self.gather(f"{names} copies its state anew", now).after(effects)
         if not (vacant or driver.finished):

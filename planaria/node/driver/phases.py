@@ -96,7 +96,7 @@ class Phase:
         if cut.node not in driver.members or cut.cause == SILENT:
             return []
         failed = pb.Failed(reason=cut.reason, accused=[cut.node], cause=cut.cause)
-        if driver.faults.knows(peer, cut.node, driver.members):
+        if driver.faults.is_known(peer, cut.node, driver.members):
             return []
         return driver.accuse(peer, failed, harmed=False)
 

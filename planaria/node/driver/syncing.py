@@ -74,7 +74,7 @@ class Syncing(Phase):
 
     def _synced(self, peer: str, synced: pb.Synced, now: float) -> Turn:
         if synced.method != "twin":
-            self.driver.doubts.trust(peer)
+            self.driver.divergence.trust(peer)
         self.driver.rebuilds.rebuilt += self._came(peer, synced, now)
         return self.stays() if self.awaited else self.gather("state is in place", now)
 

@@ -2406,7 +2406,7 @@ def test_what_changes_again_is_told_again():
     for digest in (b"flipped", b"flipped twice"):
         told.ready_with(c=(b"same", digest))
         assert len(events(told.answers(), WeightsChanged)) == 1
-    assert told.driver.doubts.strikes == {"c": 2}
+    assert told.driver.divergence.strikes == {"c": 2}
 
 
 @pytest.mark.parametrize(
