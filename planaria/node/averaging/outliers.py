@@ -115,11 +115,14 @@ class Suspicions:
         if score > 0:
             self._scores[node, test] = score
 
+    def enough(self, replicas: int) -> float:
+        """The score that names one of so many audited replicas."""
+        tests = len(ROLES) * len(TESTS) + 1
+        return math.log(self._audits * replicas * tests / FALSE_ALARM)
+
     def outliers(self, replicas: int) -> dict[str, str]:
         """The outliers of so many audited replicas, and why."""
-        tests = len(ROLES) * len(TESTS) + 1
-        enough = math.log(self._audits * replicas * tests / FALSE_ALARM)
-        scores = sorted(self._scores.items())
+        scores, enough = sorted(self._scores.items()), self.enough(replicas)
         return {node: _reason(test) for (node, test), score in scores if score >= enough}
 
 
