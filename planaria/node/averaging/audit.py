@@ -79,10 +79,12 @@ class _Examination:
         wrong: dict[str, str],
     ) -> None:
         assert coding.codec != "lowrank"
+        self.codec: Codec = coding.codec
         self._ballot, self._tokens, self._wrong = audit.ballot, tokens, wrong
-        self._coding, self._signing, self._codec = coding, signing, coding.codec
-        self._layout = Layout(sorted(tokens), size, coding)
-        self._blocks = drawn(audit.numbers, self._layout)
+        self._coding, self._signing = coding, signing
+        layout = Layout(sorted(tokens), size, coding)
+        self.rows, self._blocks = layout.rows, drawn(audit.numbers, layout)
+        self.most_signed = 2 * len(tokens)  # pieces that a replica has for a block: two phases
         self._examined: list[_Examined] = []
 
     def read(self, answers: Mapping[str, bytes]) -> None:
@@ -131,19 +133,6 @@ class _Examination:
         descriptor = Descriptor.parse(["float32", [block.values], codec, checksum, len(data)])
         (values,) = self._coding.tensors.decode([descriptor], data)
         return values
-
-    @property
-    def codec(self) -> Codec:
-        return self._codec
-
-    @property
-    def rows(self) -> list[list[str]]:
-        return self._layout.rows
-
-    @property
-    def most_signed(self) -> int:
-        """Maximum number of signed pieces that a replica has for a block: two phases of all."""
-        return 2 * len(self._tokens)
 
 
 class _BlockExamination:

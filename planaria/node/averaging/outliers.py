@@ -65,21 +65,22 @@ def compare(
     the order of names, with squared norms. `tokens`: in the microbatches of each replica.
 
     With k tokens, a squared norm grows with k for noise, and with k squared otherwise. Anything in
-    between proves nothing, so a length is unusual only if it is in both ways."""
+    between proves nothing, so a length is unusual only if it is in both ways. Without tokens a
+    replica has nothing to contribute but its error feedback."""
     known = {name for name, _ in products}
     others = sorted(name for name in known - {node} if tokens[name])
-    if node not in known or not tokens[node] or len(others) < COMPARED:
+    if node not in known or len(others) < COMPARED:
         return {}
     against = median_high(products[_pair(node, other)] for other in others) < 0
     agree = median_low(products[pair] for pair in combinations(others, 2)) > 0
     above, below = math.inf, math.inf  # logarithms of ratios of lengths
-    for power in (1, 2):
+    for power in (1, 2) if tokens[node] else (0,):
         length, *lengths = (
-            0.5 * (_log(products[name, name]) - power * math.log(tokens[name]))
+            0.5 * (_log(products[name, name]) - power * math.log(tokens[name] or 1))
             for name in (node, *others)
         )
         above = min(above, length - median_high(lengths))
-        below = min(below, median_low(lengths) - length)
+        below = min(below, median_low(lengths) - length) if tokens[node] else -math.inf
     return {
         "against": against and agree,
         "long": above > math.log(UNUSUAL),

@@ -130,8 +130,8 @@ def averaging_of(seat: Agent, slack: int) -> tuple[Averaging, Auditor]:
     coding = Coding.of_run(seat.tensors, seat.run.wire, shapes)
     signing = Signing(seat.ports.identity, lambda: seat.member.view)
     audited = signing if seat.stage > 0 and seat.run.trust.gradients != "off" else None
-    size, lease = seat.config.trained[1], seat.run.swarm.lease
+    size, progress = seat.config.trained[1], seat.run.swarm.progress
     return (
         Averaging(seat.exchanges, seat.send, coding, some, audited),
-        Auditor(seat.exchanges, coding, size, signing, lease),
+        Auditor(seat.exchanges, coding, size, signing, progress),
     )

@@ -84,6 +84,13 @@ def test_a_liar_is_named_soon_and_nobody_else(shares: Shares, lie: Lie, reason: 
         assert reason in named[liar]
 
 
+@pytest.mark.parametrize("lie", [-1.0, 1.0])
+def test_who_contributes_without_tokens_is_named(lie: float) -> None:
+    stage = Stage((0, 4, 4), 8.0)
+    found = stage.gradients()["n1"]
+    assert stage.named(100, n0=lambda x: 2 * lie * found).keys() == {"n0"}
+
+
 def test_a_liar_is_named_as_soon_after_a_long_honest_time() -> None:
     stage = Stage((4, 4, 4), 8.0)
     assert stage.named(1000) == {}
