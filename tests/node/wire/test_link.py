@@ -819,51 +819,37 @@ async def silenced(monkeypatch: pytest.MonkeyPatch, *nodes: Node) -> None:
     )
 
 
+@pytest.mark.parametrize("loser", ["a", "b"])
 async def test_a_link_that_does_not_come_back_tells_what_may_be_lost(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, loser: str
 ) -> None:
     a, b = Node("a"), Node("b")
+    one, other = (a, b) if loser == "a" else (b, a)
     async with started(a, b), Wire(b.address) as wire:
         b.address = wire.address
         view(1, a, b)
         await up(a, b)
-        a.links.send("b", frame(5000, number=0))
-        assert (await b.events.next("frame"))[1].fields == {"number": 0}
-        await until(lambda: a.links.unacknowledged == 0)
+        one.links.send(other.name, frame(5000, number=0))
+        assert (await other.events.next("frame"))[1].fields == {"number": 0}
+        await until(lambda: one.links.unacknowledged == 0)
 
         wire.passing.clear()
         for number in range(1, 9):
-            a.links.send("b", frame(5000, number=number))
-        assert a.links.unacknowledged == 40_000
+            one.links.send(other.name, frame(5000, number=number))
+        assert one.links.unacknowledged == 40_000
         wire.cut()
-        await silenced(monkeypatch, a)
-        peer, reason, lost = await a.events.next("lost")
-        assert (peer, reason) == ("b", "silent for 3.1 s")
+        await silenced(monkeypatch, one)
+        peer, reason, lost = await one.events.next("lost")
+        assert (peer, reason) == (other.name, "silent for 3.1 s")
         assert [item.fields["number"] for item in lost] == list(range(1, 9))
-        assert a.links.unacknowledged == 0
+        assert one.links.unacknowledged == 0
 
-        wire.passing.set()  # b has not noticed, but hears of it, by whichever dial
-        assert "has no such link" in (why := (await b.events.next("lost"))[1]) or "anew" in why
+        wire.passing.set()  # the other has not noticed, but hears of it, by whichever dial
+        why = (await other.events.next("lost"))[1]
+        assert "has no such link" in why or "anew" in why
         await up(a, b)
-        a.links.send("b", frame(number=9))
-        assert (await b.events.next("frame"))[1].fields == {"number": 9}
-
-
-async def test_who_goes_on_with_a_link_that_is_lost_is_told_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    a, b = Node("a"), Node("b")
-    async with started(a, b), Wire(b.address) as wire:
-        b.address = wire.address
-        view(1, a, b)
-        await up(a, b)
-        wire.passing.clear()
-        wire.cut()
-        await silenced(monkeypatch, b)
-        assert (await b.events.next("lost"))[1] == "silent for 3.1 s"
-        wire.passing.set()
-        assert "has no such link" in (why := (await a.events.next("lost"))[1]) or "anew" in why
-        await up(a, b)
+        one.links.send(other.name, frame(number=9))
+        assert (await other.events.next("frame"))[1].fields == {"number": 9}
 
 
 async def test_a_link_that_sleeps_is_dialled_by_whoever_can() -> None:
