@@ -1,9 +1,15 @@
-"""Joins of single nodes, for tests of the membership machine."""
+"""Joins of single nodes, and invariants of the membership machine."""
 
+import math
+
+from planaria.bootstrap.cuts import Cuts
 from planaria.bootstrap.effects import Effect, Refused
 from planaria.bootstrap.joining import JoinAttempt
+from planaria.bootstrap.members import Members
 from planaria.bootstrap.membership import Membership
+from planaria.bootstrap.placement import Staffing
 from planaria.bootstrap.registry_pb2 import JoinReply, JoinRequest
+from planaria.bootstrap.rules import problem_with
 
 
 def join(
@@ -16,3 +22,50 @@ def join(
     if answer.HasField("view"):
         answer.view.CopyFrom(machine.view)
     return answer, effects
+
+
+def validate_state(machine: Membership) -> None:
+    """Asserts the invariants after an event."""
+    view, rules, members = machine.view, machine.rules, machine.members
+    nodes = list(members)
+    assert not machine._effects, "effects left behind"
+    assert not machine._changes, "a change without a view"
+    assert [n.member for n in nodes] == list(view.members), "the view lags the membership"
+    assert view.driver == members.driver
+    assert not any(n.name in machine.history.former for n in nodes), "evicted, yet here"
+    assert list(view.relays) == machine._cuts.relays(), "the view lags the relays"
+    assert (view.lineage, view.committed) <= machine._watermark.newest
+    assert not view.number or not problem_with(view, rules), problem_with(view, rules)
+    if machine._driving.started and not view.driver:
+        assert not members.count(0), "a stage-0 member, but no driver"
+    _validate_indexes(members)
+    _validate_cuts(machine._cuts)
+    for node in nodes:
+        assert node.due <= machine._leases._deadline(node), "a deadline would be missed"
+        assert (node.due, node.name) in machine._leases._deadlines
+        assert not (node.streaming and node.lost is not None)
+        assert not node.probe or node.accusers, "a probe that nobody asked for"
+
+
+def _validate_indexes(members: Members) -> None:
+    nodes = list(members)
+    assert members.by_address == {n.member.address: n for n in nodes if n.member.address}
+    assert list(members._hidden.values()) == [n for n in nodes if not n.member.address]
+    assert {id(n) for same in members._by_key.values() for n in same} == {*map(id, nodes)}
+    assert members._standbys == {n.name for n in nodes if not n.stages}
+    for stage in range(members.rules.stages + 1):
+        assert members.at(stage) == [n for n in nodes if stage in n.stages]
+    staffing = Staffing.empty(members.rules.stages)
+    for node in nodes:
+        if not node.leaving:
+            staffing.add(node.stages, node.member.speed, node.place)
+    assert members.staffing() == staffing, "newcomers were added otherwise"
+
+
+def _validate_cuts(cuts: Cuts) -> None:
+    for key, pair in cuts._pairs.items():
+        assert key[0] < key[1] and pair.via not in key
+        assert all(key in cuts._of[node] for node in key)
+        assert pair.complaints.keys() <= set(key)
+        assert bool(pair.complaints) == (pair.clear_since == math.inf)
+    assert sum(map(len, cuts._of.values())) == 2 * len(cuts._pairs)

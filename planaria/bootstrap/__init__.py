@@ -13,8 +13,8 @@ Decisions, pure:
 
 The service:
 
-- `service.py`: gRPC around the machine; `reply_budget.py`: memory for answers to joins;
-  `truncation.py`: what fits into a message
+- `service.py`: gRPC around the machine; `broadcast.py`: what all members get;
+  `reply_budget.py`: memory for answers to joins; `truncation.py`: what fits into a message
 - `journal.py`: views on disk; `store.py`, `etcd.py`: views that several registries share, of which
   `leader_election.py` has one lead
 - `liveness.py`: whether a silent node still runs; `reachability.py`: whether an address answers
@@ -26,7 +26,7 @@ Who may do what:
 - `authority.py`: certificates; `invites.py`: invites; `admission.py`: which invites are valid
 - `enrolment.py`, `admitting.py`: the registry's side of enrolment; `enrolment_client.py`: the
   node's, which also renews its certificate
-- `credentials.py`: TLS; `gate.py`: rights of a caller; `allowed.py`: a list of keys that may join
+- `credentials.py`: TLS; `gate.py`: rights of a caller
 
 Both sides:
 

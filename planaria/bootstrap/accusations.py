@@ -56,8 +56,6 @@ class Accusations:
         self._newest: dict[str, str] = {}  # accuser -> its latest accused
         self._alone: Counter[str] = Counter()  # drives lost by uncorroborated accusations
 
-    # -- events ----------------------------------------------------------------------------------
-
     def heard(self, suspicion: Suspicion, context: MembersNow, now: float) -> Convicted | None:
         """Records an accusation with a cause. It replaces the accuser's former one: an accuser has
         one accused at a time."""
@@ -108,13 +106,9 @@ class Accusations:
         for accused in self._accused.values():
             accused.corroborate_by += seconds
 
-    # -- answers ---------------------------------------------------------------------------------
-
     def lost_alone(self, name: str) -> int:
         """How often the node lost the drive by an uncorroborated accusation."""
         return self._alone[name]
-
-    # --------------------------------------------------------------------------------------------
 
     def _withdraw(self, accuser: str) -> None:
         if accused := self._accused.get(self._newest.pop(accuser, "")):

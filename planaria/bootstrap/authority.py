@@ -121,7 +121,8 @@ class Request(NamedTuple):
         key = ec.generate_private_key(ec.SECP256R1())
         named = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
         request = named.sign(key, hashes.SHA256()).public_bytes(Encoding.DER)
-        return cls(_private(key), request, identity.sign("enrol", request))
+        private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        return cls(private, request, identity.sign("enrol", request))
 
 
 @dataclass(frozen=True)
@@ -265,10 +266,6 @@ def _foreign() -> Iterator[None]:
         x509.UnsupportedGeneralNameType,
     ) as error:
         raise ValueError(str(error)) from error
-
-
-def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
 def _time(seconds: float) -> datetime:

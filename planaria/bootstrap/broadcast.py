@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable
-from typing import Final
+from itertools import repeat
+from typing import Any, Final
 
 from planaria.bootstrap.registry_pb2 import JoinReply, NewView, View
 from planaria.bootstrap.views import difference, pack, packed
@@ -60,7 +61,7 @@ class Waker:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._due: deque[asyncio.Future[None]] = deque()
+        self._due: deque[tuple[asyncio.Future[Any], object]] = deque()
         self._watchers: set[asyncio.Future[None]] = set()
 
     @property
@@ -80,17 +81,19 @@ class Waker:
         watchers, self._watchers = self._watchers, set()
         self.wake(watchers)
 
-    def wake(self, futures: Iterable[asyncio.Future[None]]) -> None:
-        """Queues the futures behind those already due."""
+    def wake(
+        self, futures: Iterable[asyncio.Future[Any]], answers: Iterable[object] = repeat(None)
+    ) -> None:
+        """Queues the futures, with their results, behind those already due."""
         idle = not self._due
-        self._due.extend(futures)
+        self._due.extend(zip(futures, answers, strict=False))
         if idle:
             self._wake_some()
 
     def _wake_some(self) -> None:
         for _ in range(min(AT_A_TIME, len(self._due))):
-            future = self._due.popleft()
+            future, answer = self._due.popleft()
             if not future.done():
-                future.set_result(None)
+                future.set_result(answer)
         if self._due:
             self._loop.call_soon(self._wake_some)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -170,9 +170,7 @@ class RegistryClient:
         """Requests a dial-back or a timed transfer, in a single attempt. Raises
         RegistryUnreachable."""
         try:
-            reply: ExamineReply = await self._stub().Examine(
-                request, timeout=seconds, metadata=self._credentials.metadata
-            )
+            reply: ExamineReply = await self._call("Examine", request, seconds)
         except grpc.aio.AioRpcError as error:
             raise RegistryUnreachable(f"{self._address} said: {_what(error)}") from error
         return reply
@@ -256,11 +254,7 @@ class RegistryClient:
         goodbye = LeaveRequest(node=node, why=why)
         self.sign(goodbye)
         try:
-            await self._stub().Leave(
-                goodbye,
-                timeout=LEAVE_DEADLINE,
-                metadata=self._credentials.metadata,
-            )
+            await self._call("Leave", goodbye, LEAVE_DEADLINE)
         except grpc.aio.AioRpcError as error:
             log.warning("could not announce the departure to %s: %s", self._address, _what(error))
         except asyncio.CancelledError:
@@ -367,6 +361,11 @@ class RegistryClient:
             )
         return self._channels[address]
 
+    def _call(self, method: str, request: Message, seconds: float) -> Awaitable[Any]:
+        """One attempt at the address in use."""
+        call: Callable[..., Awaitable[Any]] = getattr(self._stub(), method)
+        return call(request, timeout=seconds, metadata=self._credentials.metadata)
+
     async def _next_address(self) -> None:
         """Closes the channel too: a restarted container may have a new IP address under the same
         name, and an open channel resolves it late."""
@@ -384,11 +383,8 @@ class RegistryClient:
         refusal: grpc.aio.AioRpcError | None = None  # the newest ABORTED reply, which asks to wait
         while True:
             try:
-                answer = await getattr(self._stub(), method)(
-                    request,
-                    timeout=min(attempt, max(0.1, end - clock())),
-                    metadata=self._credentials.metadata,
-                )
+                seconds = min(attempt, max(0.1, end - clock()))
+                answer = await self._call(method, request, seconds)
                 self._heard = True
                 return answer
             except grpc.aio.AioRpcError as error:
@@ -433,9 +429,7 @@ class RegistryClient:
     async def _suspect(self, suspicion: Suspicion) -> None:
         accused, why = suspicion.accused, suspicion.why
         try:
-            verdict = await self._stub().Suspect(
-                suspicion, timeout=SUSPECT_DEADLINE, metadata=self._credentials.metadata
-            )
+            verdict = await self._call("Suspect", suspicion, SUSPECT_DEADLINE)
             log.info("suspected %s (%s): %s", accused, why, verdict.reason)
         except grpc.aio.AioRpcError as error:
             logged = error.code() in _LOGGED_BY_MEMBERSHIP

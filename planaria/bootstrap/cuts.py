@@ -50,13 +50,6 @@ class _Pair:
 
 
 @dataclass(frozen=True)
-class RelayChange:
-    """A description of a relay that began, ended or changed."""
-
-    change: str
-
-
-@dataclass(frozen=True)
 class Goes:
     """A member to evict, and the reason."""
 
@@ -130,9 +123,10 @@ class Cuts:
             if pair.idle_since < math.inf:
                 pair.idle_since = min(now, pair.idle_since + seconds)
 
-    def review(self, context: MembersNow, now: float) -> list[RelayChange | Goes]:
-        """The actions due now. After an eviction, which ends the list, call again."""
-        done: list[RelayChange | Goes] = []
+    def review(self, context: MembersNow, now: float) -> list[str | Goes]:
+        """What is due now: descriptions of relays that began, ended or changed, and members to
+        evict. After an eviction, which ends the list, call again."""
+        done: list[str | Goes] = []
         if now < self._reviewed_at + self.lease / LOOKS:
             return done
         for key, pair in list(self._pairs.items()):
@@ -176,21 +170,6 @@ class Cuts:
         others = (other for other in context.members.by_name if other != node)
         return next((other for other in others if self._says_linked(context, other, node)), "")
 
-    def cut_off(self, node: str) -> int:
-        """The number of members that `node` is cut off from."""
-        return sum(bool(self._pairs[key].complaints) for key in self._of.get(node, ()))
-
-    def validate_state(self) -> None:
-        """Asserts the invariants after an event; called by tests."""
-        for key, pair in self._pairs.items():
-            assert key == _key(*key)
-            assert key in self._of[key[0]]
-            assert key in self._of[key[1]]
-            assert pair.complaints.keys() <= set(key)
-            assert bool(pair.complaints) == (pair.clear_since == math.inf)
-            assert pair.via not in key
-        assert sum(map(len, self._of.values())) == 2 * len(self._pairs)
-
     # -- inside ----------------------------------------------------------------------------------
 
     def _begun(self, key: tuple[str, str], now: float) -> _Pair | None:
@@ -202,14 +181,14 @@ class Cuts:
             self._of.setdefault(node, set()).add(key)
         return pair
 
-    def _over(self, key: tuple[str, str], pair: _Pair) -> list[RelayChange | Goes]:
+    def _over(self, key: tuple[str, str], pair: _Pair) -> list[str | Goes]:
         del self._pairs[key]
         for node in key:
             self._of[node].discard(key)
             if not self._of[node]:
                 del self._of[node]
         a, b = key
-        return [RelayChange(f"{a} and {b} reach each other again")] if pair.via else []
+        return [f"{a} and {b} reach each other again"] if pair.via else []
 
     def _is_due(self, context: MembersNow, key: tuple[str, str], pair: _Pair, now: float) -> bool:
         """Whether both nodes are alive, as far as known, and no direct link is expected soon."""
@@ -219,7 +198,7 @@ class Cuts:
 
     def _see_to(
         self, context: MembersNow, key: tuple[str, str], pair: _Pair, now: float
-    ) -> list[RelayChange | Goes]:
+    ) -> list[str | Goes]:
         """Chooses a relay or an eviction for a pair whose cut is due."""
         a, b = key
         former = pair.via
@@ -234,11 +213,11 @@ class Cuts:
             return [Goes(evicted, f"unreachable from {partner} for {seconds:.0f} s, though alive")]
         if pair.via:
             pair.hopeless_since = math.inf
-            return [RelayChange(f"{a} and {b} can't reach each other: {pair.via} relays for them")]
+            return [f"{a} and {b} can't reach each other: {pair.via} relays for them"]
         pair.hopeless_since = min(pair.hopeless_since, now)
         if now - pair.hopeless_since >= TRIED_AGAIN * self.lease:
             pair.failed.clear()
-        return [RelayChange(f"no member relays for {a} and {b} any more")] if former else []
+        return [f"no member relays for {a} and {b} any more"] if former else []
 
     def _goes_on(self, context: MembersNow, key: tuple[str, str], pair: _Pair, now: float) -> bool:
         """Whether the pair's relay carries, or has time left to begin."""
@@ -326,7 +305,8 @@ class Cuts:
         def cost(node: str) -> tuple[bool, bool, int, int, int]:
             undriven = driver not in (a, b) and self._stands(node, driver)
             spared = context.spared(node)
-            return not spared, undriven, self.cut_off(node), context.replicas(node), order[node]
+            cut_off = sum(bool(self._pairs[key].complaints) for key in self._of.get(node, ()))
+            return not spared, undriven, cut_off, context.replicas(node), order[node]
 
         return max(free, key=cost, default="")
 

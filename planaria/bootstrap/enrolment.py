@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
@@ -45,8 +46,6 @@ if TYPE_CHECKING:  # generic in its stub only
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 AT_ONCE: Final = 64  # concurrent calls
 FAREWELL: Final = 1.0  # seconds granted to open calls when the registry stops
 
@@ -71,7 +70,7 @@ class EnrolmentServer(EnrolmentServicer):
     async def stop(self) -> None:
         await self._server.stop(FAREWELL)
 
-    async def Enrol(self, request: EnrolRequest, context: Context) -> EnrolReply:  # noqa: N802
+    async def Enrol(self, request: EnrolRequest, context: Context) -> EnrolReply:
         host = host_of(context.peer())
         if self._attempts.are_too_many(host, self._now()):
             why = "too many requests from this address were refused; ask again in a minute"
@@ -97,7 +96,7 @@ class OperatorServer(OperatorServicer):
     def __init__(self, admission: Admission, registry: RegistryServer) -> None:
         self._admission, self._registry = admission, registry
 
-    async def Invite(self, request: InviteRequest, context: Context) -> Invited:  # noqa: N802
+    async def Invite(self, request: InviteRequest, context: Context) -> Invited:
         if not self._admission.certifies:
             why = (
                 "this registry issues no certificates, so it has no invites: start it without "
@@ -105,17 +104,12 @@ class OperatorServer(OperatorServicer):
             )
             raise Refused("FAILED_PRECONDITION", why)
         stage = request.stage if request.HasField("stage") else None
-
-        def decide() -> Invited:
+        with _refusals():
             role = Role(request.role)
             made, secret = self._admission.invite(role, request.uses, request.seconds, stage)
-            return Invited(id=made.id, secret=secret)
+        return Invited(id=made.id, secret=secret)
 
-        return _decided(decide)
-
-    async def ListInvites(  # noqa: N802
-        self, request: ListInvitesRequest, context: Context
-    ) -> Invites:
+    async def ListInvites(self, request: ListInvitesRequest, context: Context) -> Invites:
         records, listed = self._admission.invites, Invites()
         for invite in records.invites.values():
             listed.invites.add(
@@ -129,18 +123,12 @@ class OperatorServer(OperatorServicer):
             )
         return listed
 
-    async def Revoke(self, request: RevokeRequest, context: Context) -> Done:  # noqa: N802
-        def decide() -> Done:
+    async def Revoke(self, request: RevokeRequest, context: Context) -> Done:
+        with _refusals():
             self._admission.decide(self._admission.invites.revoke(request.id))
-            return Done(
-                what=f"invite {request.id} is revoked; nodes that have used it stay enrolled"
-            )
+        return Done(what=f"invite {request.id} is revoked; nodes that have used it stay enrolled")
 
-        return _decided(decide)
-
-    async def ListEnrolled(  # noqa: N802
-        self, request: ListEnrolledRequest, context: Context
-    ) -> EnrolledReply:
+    async def ListEnrolled(self, request: ListEnrolledRequest, context: Context) -> EnrolledReply:
         records = self._admission.invites
         reply = EnrolledReply(banned=sorted(records.banned))
         for instance, enrolled in records.enrolled.items():
@@ -152,36 +140,33 @@ class OperatorServer(OperatorServicer):
             )
         return reply
 
-    async def Evict(self, request: EvictRequest, context: Context) -> Done:  # noqa: N802
+    async def Evict(self, request: EvictRequest, context: Context) -> Done:
         if self._registry.instance_of(request.node) is None:
             why = f"{readable(request.node[:80])} is no member; `planaria members` lists members"
             raise Refused("NOT_FOUND", why)
         self._registry.evict(request.node, "evicted by the run's operator")
         return Done(what=f"{request.node} is evicted; it may join again under a new node id")
 
-    async def Ban(self, request: BanRequest, context: Context) -> Done:  # noqa: N802
+    async def Ban(self, request: BanRequest, context: Context) -> Done:
         instance = self._registry.instance_of(request.who) or request.who
-
-        def decide() -> Done:
+        with _refusals():
             self._admission.decide(self._admission.invites.ban(instance))
-            self._registry.tell_bans()
-            self._registry.cut(instance, "banned by the run's operator")
-            return Done(what=f"{instance} is banned; `planaria allow {instance}` lifts the ban")
+        self._registry.machine.bar(self._admission.invites.banned)
+        self._registry.cut(instance, "banned by the run's operator")
+        return Done(what=f"{instance} is banned; `planaria allow {instance}` lifts the ban")
 
-        return _decided(decide)
-
-    async def Allow(self, request: AllowRequest, context: Context) -> Done:  # noqa: N802
-        def decide() -> Done:
+    async def Allow(self, request: AllowRequest, context: Context) -> Done:
+        with _refusals():
             self._admission.decide(self._admission.invites.allow(request.instance))
-            self._registry.tell_bans()
-            return Done(what=f"{request.instance} may join again")
-
-        return _decided(decide)
+        self._registry.machine.bar(self._admission.invites.banned)
+        return Done(what=f"{request.instance} may join again")
 
 
-def _decided(decide: Callable[[], T]) -> T:
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Turns errors of a decision into refusals."""
     try:
-        return decide()
+        yield
     except AdmissionError as error:
         raise Refused("UNAVAILABLE", str(error)) from error
     except (InviteError, ValueError) as error:

@@ -149,10 +149,6 @@ def written(content: bytes | str) -> str:
     return b64encode(content.encode() if isinstance(content, str) else content).decode()
 
 
-def read(text: str) -> bytes:
-    return b64decode(text)
-
-
 def has_value(key: str, value: bytes) -> Body:
     """A transaction condition: the key has this value."""
     return {"key": written(key), "target": "VALUE", "result": "EQUAL", "value": written(value)}
@@ -184,4 +180,4 @@ def all_below(prefix: str) -> Body:
 
 def values(reply: Body) -> list[bytes]:
     """The values in a kv/range reply."""
-    return [read(item.get("value", "")) for item in reply.get("kvs", [])]
+    return [b64decode(item.get("value", "")) for item in reply.get("kvs", [])]

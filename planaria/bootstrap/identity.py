@@ -20,8 +20,6 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from google.protobuf.message import Message
 
-PUBLIC_BYTES: Final = 32
-SIGNATURE_BYTES: Final = 64
 INSTANCE_LETTERS: Final = 32
 """Hex digits of an instance: 128 bits of a hash, which resist a second preimage."""
 

@@ -2,7 +2,7 @@
 
 The registry stores only hashes of secrets. `Invites` is a state machine over records: a decision
 returns a record and takes effect when the record is applied, so that the caller can persist it
-before it replies. Pure: `now` is passed in, seconds since 1970.
+before it replies. Pure but for `read_allowed`: `now` is passed in, seconds since 1970.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
+from pathlib import Path
 from typing import Any, Final
 from zlib import crc32
 
@@ -42,6 +43,10 @@ _BEGIN: Final = re.compile(r"\s*".join(map(re.escape, MARK)) + r"(?!\S*:\d)")
 
 class InviteError(ValueError):
     """A text is no invite, or an invite is unavailable; the message says why and what to do."""
+
+
+class AllowedError(ValueError):
+    """The file is unusable; the message names the line and the reason."""
 
 
 class NotAdmitted(Exception):  # noqa: N818  an answer, not a fault
@@ -290,6 +295,27 @@ class Invites:
 
 def is_instance(text: str) -> bool:
     return len(text) == INSTANCE_LETTERS and set(text) <= set("0123456789abcdef")
+
+
+def read_allowed(path: Path) -> frozenset[str]:
+    """Reads instances, one per line; text after # is a comment. Raises AllowedError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise AllowedError(f"can't read the allow list {path}: {error}") from error
+    instances = set()
+    for number, line in enumerate(text.splitlines(), 1):
+        instance = line.partition("#")[0].strip()
+        if instance and not is_instance(instance):
+            raise AllowedError(
+                f"line {number} of {path} has {instance[:40]!r}, which is no instance: give "
+                f"{INSTANCE_LETTERS} lower-case hexadecimal digits"
+            )
+        instances.add(instance)
+    instances.discard("")
+    if not instances:
+        raise AllowedError(f"{path} names no instance, so no node could join: write one per line")
+    return frozenset(instances)
 
 
 class Attempts:

@@ -79,11 +79,17 @@ class Isolation:
         """What a newcomer has to dial before it may join, and what the registry dials. Raises
         Refused once the newcomer has dialled; if the members are gone, their eviction is due."""
         question, seconds = self._question, self._rules.dial_timeout
-        if question is None or now >= question.asked + self._lasts(question):
-            question = self._question = self._new_question(request.node, others, now)
+        grace = self._rules.grace if question and not question.answered else 0.0
+        if question is None or now >= question.asked + seconds + grace:
+            addressed = [node.member for node in others if node.member.address]
+            dialled = addressed[:: math.ceil(len(addressed) / MOST_DIALLED) or 1]
+            number, unanswered = next(self._numbers), {member.node for member in dialled}
+            question = self._question = _Question(number, now, dialled, unanswered)
+            self._history.note(
+                f"{request.node} asks to join, and no member is heard: dialling {len(dialled)}"
+            )
             return self._put(question), [
-                Dial(question.number, member.node, member.address, seconds)
-                for member in question.dialled
+                Dial(number, member.node, member.address, seconds) for member in dialled
             ]
         if request.question != question.number:
             return self._put(question), []
@@ -112,18 +118,6 @@ class Isolation:
             raise Refused("UNAVAILABLE", "no member is heard, and some are being dialled")
         self._give_up(request)
         raise Refused("UNAVAILABLE", "all members are gone; join again")
-
-    def _lasts(self, question: _Question) -> float:
-        """Seconds after which the question must be repeated."""
-        return self._rules.dial_timeout + (0.0 if question.answered else self._rules.grace)
-
-    def _new_question(self, newcomer: str, others: list[Node], now: float) -> _Question:
-        addressed = [node.member for node in others if node.member.address]
-        dialled = addressed[:: math.ceil(len(addressed) / MOST_DIALLED) or 1]
-        self._history.note(
-            f"{newcomer} asks to join, and no member is heard: dialling {len(dialled)}"
-        )
-        return _Question(next(self._numbers), now, dialled, {member.node for member in dialled})
 
     def _put(self, question: _Question) -> JoinReply:
         return JoinReply(

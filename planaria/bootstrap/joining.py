@@ -20,6 +20,8 @@ from planaria.bootstrap.registry_pb2 import JoinReply, JoinRequest, Member, Seat
 from planaria.bootstrap.rules import PROTOCOL
 from planaria.bootstrap.spelling import misspelt_member
 
+PROPERTIES = ("key", "address", "data", "speed", "host", "device")  # of a member, by its request
+
 
 class JoinAttempt(NamedTuple):
     """A join request, its address block (failure_domains.py), its time of arrival, and whether the
@@ -29,12 +31,6 @@ class JoinAttempt(NamedTuple):
     block: str
     arrived: float
     owner: bool
-
-
-class Admissible(NamedTuple):
-    """The node may join, once these members are evicted, with these reasons."""
-
-    replaced: list[tuple[Node, str]]
 
 
 class Asked(NamedTuple):
@@ -66,8 +62,9 @@ class Joining:
         """Continues after the members of a restored view."""
         self._joined = max([self._joined, *(node.member.joined for node in self._members)])
 
-    def decide(self, attempt: JoinAttempt, now: float) -> Node | Admissible | Asked:
-        """Whether a node may join; the record of one that has joined before. Raises Refused."""
+    def decide(self, attempt: JoinAttempt, now: float) -> Node | Asked | list[tuple[Node, str]]:
+        """The record of a node that has joined before; what to ask; or, if it may join, the members
+        to evict first, with the reasons. Raises Refused."""
         request, instance = attempt.request, instance_of(attempt.request.key)
         _check_request(request)
         repeated = self._members.by_name.get(request.node)
@@ -106,12 +103,11 @@ class Joining:
         self._check_limits(len(replaced), attempt.arrived)
         if _is_bound(request):
             self._check_stage(request, attempt.owner)
-        reasons = (
-            f"restarted: {request.node} joined "
-            + (f"from {request.address}" if node is former else "with its key")
+        why = f"restarted: {request.node} joined"
+        return [
+            (node, f"{why} {f'from {request.address}' if node is former else 'with its key'}")
             for node in replaced
-        )
-        return Admissible(list(zip(replaced, reasons, strict=True)))
+        ]
 
     def admit(self, attempt: JoinAttempt, now: float) -> Node:
         """Makes an admissible node a member or a standby."""
@@ -125,18 +121,11 @@ class Joining:
             stage, why = self._choose(attempt)
         self._joined += 1
         member = Member(
-            node=request.node,
-            address=request.address,
+            **{name: getattr(request, name) for name in (*PROPERTIES, "node", "standby")},
             seats=[] if stage is None else [Seat(stage=stage)],
             room=request.room or 1,
             joined=self._joined,
-            speed=request.speed,
-            host=request.host,
-            device=request.device,
-            data=request.data,
-            key=request.key,
             block=attempt.block,
-            standby=request.standby,
             owner=attempt.owner,
         )
         node = Node(member, why, now, now)
@@ -310,8 +299,7 @@ def _check_request(request: JoinRequest) -> None:
 
 
 def _check_repeated(request: JoinRequest, member: Member) -> None:
-    same = ("key", "address", "data", "speed", "host", "device")
-    differs = any(getattr(request, name) != getattr(member, name) for name in same)
+    differs = any(getattr(request, name) != getattr(member, name) for name in PROPERTIES)
     if differs or (_is_bound(request) and request.stage not in stages_of(member)):
         raise Refused(
             "ALREADY_EXISTS",

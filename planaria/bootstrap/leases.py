@@ -28,8 +28,6 @@ class Leases:
         self._rules, self._numbers, self._probes = members.rules, numbers, itertools.count(1)
         self._deadlines: list[tuple[float, str]] = []
 
-    # -- events ----------------------------------------------------------------------------------
-
     def stream_opened(self, node: Node, effects: list[Effect]) -> None:
         """`effects`: of the stream's first renewal; gets those of the stream."""
         node.streaming, node.lost, node.dial, node.gone = True, None, 0, False
@@ -99,8 +97,6 @@ class Leases:
             node.due = due
             heapq.heappush(self._deadlines, (due, node.name))
 
-    # -- decisions -------------------------------------------------------------------------------
-
     def expired(self, effects: list[Effect], now: float) -> Iterator[tuple[Node, str]]:
         """Nodes to evict before the next one is requested, with the reason. `effects`: gets those
         of nodes that are spared."""
@@ -168,11 +164,3 @@ class Leases:
             effects.append(Settle(node.name, True, why))
         node.checked, node.probe, node.accusers = now, 0, {}
         return True
-
-    def validate_state(self) -> None:
-        """Asserts the invariants after an event; called by tests."""
-        for node in self._members:
-            assert node.due <= self._deadline(node), "a deadline would be missed"
-            assert (node.due, node.name) in self._deadlines
-            assert not (node.streaming and node.lost is not None)
-            assert not node.probe or node.accusers, "a probe that nobody asked for"

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from planaria.bootstrap.commit_watermark import Age, age_of
 from planaria.bootstrap.failure_domains import FailureDomain
 from planaria.bootstrap.identity import instance_of
 from planaria.bootstrap.neighbours import Neighbours, related, stages_of
@@ -271,15 +270,6 @@ class Members:
         """Whether a staying node reports the stage's state."""
         return any(node.holds and stage in node.holds for node in self if not node.leaving)
 
-    def confirmed_age(self) -> Age:
-        """The newest age confirmed by members of every stage."""
-        newest = dict.fromkeys(range(self.rules.stages + 1), (0, 0))
-        for node in self:
-            for seat in node.report.seats:
-                if seat.stage in node.stages:
-                    newest[seat.stage] = max(newest[seat.stage], age_of(seat))
-        return min(newest.values())
-
     def seat_reports(self) -> Iterator[SeatReport]:
         return itertools.chain.from_iterable(node.report.seats for node in self)
 
@@ -331,18 +321,6 @@ class Members:
             )
             for node in self
         ]
-
-    def validate_state(self) -> None:
-        """Asserts that the indexes fit the table; called by tests."""
-        nodes = list(self)
-        assert self.by_address == {n.member.address: n for n in nodes if n.member.address}
-        assert list(self._hidden.values()) == [n for n in nodes if not n.member.address]
-        assert {id(n) for same in self._by_key.values() for n in same} == {*map(id, nodes)}
-        assert self._standbys == {n.name for n in nodes if not n.stages}
-        for stage in range(self.rules.stages + 1):
-            assert self.at(stage) == [n for n in nodes if stage in n.stages]
-        counted, self._staffing = self._staffing, None
-        assert counted is None or counted == self.staffing(), "newcomers were added otherwise"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from planaria.bootstrap.effects import (
 from planaria.bootstrap.history import DECISION_LENGTH, History
 from planaria.bootstrap.identity import Identity, instance_of
 from planaria.bootstrap.isolation import Isolation
-from planaria.bootstrap.joining import Admissible, Asked, JoinAttempt, Joining, gone
+from planaria.bootstrap.joining import Asked, JoinAttempt, Joining, gone
 from planaria.bootstrap.leases import Leases
 from planaria.bootstrap.members import Members, MembersNow, Node
 from planaria.bootstrap.neighbours import place_of
@@ -68,7 +68,7 @@ class Membership:
         self._banned: list[str] = []  # instances, in order
         numbers = itertools.count(1)  # of dials
         self.members = Members(rules)
-        self._watermark = CommitWatermark(rules.steps, rules.lease)
+        self._watermark = CommitWatermark(rules.steps)
         self._cuts = Cuts(rules.lease)
         self._quarantine = Quarantine()
         self._accusations = Accusations(rules.corroboration_time)
@@ -149,31 +149,25 @@ class Membership:
         name = node.name
         committed = max((seat.committed for seat in report.seats), default=0)
         if problem := self._watermark.impossible(committed):
-            return self._contradict(node, problem, now)
+            if now < node.contradicted + CONTRADICTED_EVERY:
+                return []
+            node.contradicted = now
+            self.history.note(f"refused a report of {name} ({place_of(node.member)}): {problem}")
+            return [Contradict(name, problem)]
         node.report = report
-        effects: list[Effect] = []
         if name == self.view.driver:
-            reported = max(map(age_of, report.seats), default=(0, 0))
-            if problem := self._watermark.driven(reported, self.members.confirmed_age, now):
-                effects = self._contradict(node, problem, now)
+            self._watermark.reach(max(map(age_of, report.seats), default=(0, 0)))
         node.holds = {seat.stage for seat in report.seats if self._watermark.has_state(seat)}
         complaints, unlisted = report.complaints, report.unlisted
         if complaints or unlisted or self._cuts.any:
-            ofmembers = (c for c in complaints if c.peer in self.members.by_name)
-            self._cuts.report(name, ofmembers, now, unlisted)
+            of_members = (c for c in complaints if c.peer in self.members.by_name)
+            self._cuts.report(name, of_members, now, unlisted)
         for rebuild in report.rebuilds:  # rare, and from few nodes
             self.history.rebuilt(rebuild)
         if report.leaving != node.leaving and now >= self.isolation.quiet_until:
             self._announce(node, now)
-            effects += self._finish(now)
-        return effects
-
-    def _contradict(self, node: Node, reason: str, now: float) -> list[Effect]:
-        if now < node.contradicted + CONTRADICTED_EVERY:
-            return []
-        node.contradicted = now
-        self.history.note(f"refused a report of {node.name} ({place_of(node.member)}): {reason}")
-        return [Contradict(node.name, reason)]
+            return self._finish(now)
+        return []
 
     def stream_lost(self, name: str, now: float) -> list[Effect]:
         """The node's newest KeepAlive stream broke."""
@@ -274,7 +268,7 @@ class Membership:
         self.view = view
         self._joining.restore()
         self._driving.restore(view, now)
-        self._watermark.restore((view.lineage, view.committed), now)
+        self._watermark.reach((view.lineage, view.committed))
         self._cuts.restore(view.relays, now)
         self._quarantine.restore(view.quarantined, now)
         self._unsettled = True
@@ -331,25 +325,6 @@ class Membership:
             key=self.key.public,
         )
 
-    def validate_state(self) -> None:
-        """Asserts the invariants after an event; called by tests."""
-        view, rules = self.view, self.rules
-        assert not self._effects, "effects left behind"
-        assert not self._changes, "a change without a view"
-        members = [node.member for node in self.members]
-        assert members == list(view.members), "the view lags the membership"
-        assert view.driver == self.members.driver
-        assert not any(member.node in self.history.former for member in members), (
-            "evicted, yet here"
-        )
-        assert list(view.relays) == self._cuts.relays(), "the view lags the relays"
-        assert (view.lineage, view.committed) <= self._watermark.newest
-        assert not view.number or not problem_with(view, rules), problem_with(view, rules)
-        if self._driving.started and not view.driver:
-            assert not self.members.count(0), "a stage-0 member, but no driver"
-        for part in (self.members, self._leases, self._cuts):
-            part.validate_state()
-
     # -- decisions -------------------------------------------------------------------------------
 
     def _let_in(self, attempt: JoinAttempt, now: float) -> Node | JoinReply | Refused:
@@ -360,8 +335,8 @@ class Membership:
         if isinstance(decision, Asked):
             self._effects += decision.dials
             return decision.reply
-        if isinstance(decision, Admissible):
-            for replaced, reason in decision.replaced:
+        if isinstance(decision, list):
+            for replaced, reason in decision:
                 self._evict(replaced, reason, now)
             decision = self._joining.admit(attempt, now)
             self._leases.schedule(decision)
@@ -392,7 +367,7 @@ class Membership:
                     self._evict(self.members.by_name[decision.node], decision.why, now)
                     evicted = True
                 else:
-                    self._changes.append(decision.change)
+                    self._changes.append(decision)
             if not evicted:
                 return
 

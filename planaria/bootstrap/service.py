@@ -7,8 +7,9 @@ import gc
 import logging
 import signal
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -128,12 +129,12 @@ class RegistryServer(RegistryServicer):
         self.machine = Membership(rules, self._admission.key)
         self._run_file, self._journal, self._limits = run_file, journal, limits
         self._broadcast = Broadcast(run_file)
-        self._joining: list[_Joining] = []
+        self._joining: list[tuple[JoinAttempt, asyncio.Future[JoinReply | Refused]]] = []
         self._answers = ReplyBudget(limits.answers)
         self._turns: dict[int, asyncio.Future[None]] = {}  # of calls that wait for the reply budget
         self._streams: dict[str, _MemberStream] = {}  # newest stream of each node
-        self._open_streams = self._watchers = self._logged = 0
-        self._examinations = 0
+        self._held: Counter[str] = Counter()  # places of open calls, by kind
+        self._logged = 0
         self._measurements, self._measured_at = 0, 0.0
         self._verdicts: dict[str, set[asyncio.Future[Verdict]]] = {}
         self._dialling: set[asyncio.Task[None]] = set()
@@ -160,7 +161,7 @@ class RegistryServer(RegistryServicer):
             self.machine.restore(self._journal.view, loop.time())
         self._waker = Waker(loop)
         self._broadcast.publish(self.machine.view)
-        self.tell_bans()
+        self.machine.bar(self._admission.invites.banned)
         self._credentials = credentials
         descriptors, rules = open_descriptors(), self.machine.rules
         log.log(*limit_message((rules.stages + 1) * rules.replicas, descriptors))
@@ -220,10 +221,6 @@ class RegistryServer(RegistryServicer):
         """Evicts a node. The node is notified at once, the other members by the next view."""
         self._carry_out(self.machine.evict(node, why, self._loop.time()))
 
-    def tell_bans(self) -> None:
-        """Publishes the set of banned instances to the nodes."""
-        self.machine.bar(self._admission.invites.banned)
-
     def cut(self, instance: str, why: str) -> None:
         """Evicts every member of the instance and ends its calls."""
         for member in list(self.machine.view.members):
@@ -233,7 +230,7 @@ class RegistryServer(RegistryServicer):
 
     # -- calls -----------------------------------------------------------------------------------
 
-    async def Join(self, request: JoinRequest, context: Context) -> bytes:  # noqa: N802
+    async def Join(self, request: JoinRequest, context: Context) -> bytes:
         for name in ("node", "address", "data", "host", "device", "run"):
             _check_length(name, getattr(request, name), NAME_BYTES)
         caller = context.peer()
@@ -247,7 +244,7 @@ class RegistryServer(RegistryServicer):
         plain = self._credentials.channel is None  # without certificates all are the owner's
         owner = plain or who_calls(context).role is Role.OWNER
         attempt = JoinAttempt(request, block_of(host_of(caller)), self._loop.time(), owner)
-        reply = await self._decided(_Joining(attempt, self._loop))
+        reply = await self._decided(attempt)
         if isinstance(reply, JoinReply) and reply.HasField("view"):
             await self._turn(request.node, context)
             reply = self.machine.reply_to(request.node)  # uses the newest view
@@ -285,9 +282,10 @@ class RegistryServer(RegistryServicer):
             if not turn.done():
                 turn.set_result(None)
 
-    async def _decided(self, joining: _Joining) -> JoinReply | Refused:
+    async def _decided(self, attempt: JoinAttempt) -> JoinReply | Refused:
         """Returns the join decision, made at once or for a batch of joins."""
-        self._joining.append(joining)
+        decided = self._loop.create_future()
+        self._joining.append((attempt, decided))
         if len(self._joining) == 1:
             now = self._loop.time()
             due = self.machine.joins_due(now)
@@ -295,65 +293,47 @@ class RegistryServer(RegistryServicer):
                 self._loop.call_at(due, self._let_in)
             else:
                 self._let_in()
-        await joining.decided
-        return joining.answer
+        return cast("JoinReply | Refused", await decided)
 
     def _let_in(self) -> None:
         if self._waker.busy:  # watchers of the last view are still being woken
             self._loop.call_later(TICK, self._let_in)
             return
         joining, self._joining = self._joining, []
-        waiting = [join for join in joining if not join.decided.done()]  # skips cancelled calls
+        waiting = [join for join in joining if not join[1].done()]  # skips cancelled calls
+        futures = [decided for _, decided in waiting]
         try:
-            attempts = [join.attempt for join in waiting]
-            answers, effects = self.machine.join(attempts, self._loop.time())
+            answers, effects = self.machine.join([join[0] for join in waiting], self._loop.time())
             self._carry_out(effects)
         except Exception as error:  # noqa: BLE001  every call of the batch raises it
-            for join in waiting:
-                join.decided.set_exception(error)
+            for decided in futures:
+                decided.set_exception(error)
             return
-        for join, answer in zip(waiting, answers, strict=True):
-            join.answer = answer
-        self._waker.wake(join.decided for join in waiting)
+        self._waker.wake(futures, answers)
 
-    async def KeepAlive(  # noqa: N802
+    async def KeepAlive(
         self, requests: AsyncIterator[Renewal], context: Context
     ) -> AsyncIterator[Notice]:
-        if self._open_streams >= self._limits.streams:
-            raise Refused(
-                "RESOURCE_EXHAUSTED", "the registry has its maximum of streams; try again"
-            )
-        self._open_streams += 1
         stream = _MemberStream()
-        hearing = asyncio.create_task(self._hear(requests, stream, context))
-        try:
-            while True:
-                notice = await stream.notices.get()
-                if notice is None:
-                    break
-                yield notice
-                if notice.evicted:
-                    return
-            if hearing.done() and (refused := hearing.result()) is not None:
-                raise refused
-        finally:
-            self._open_streams -= 1
-            hearing.cancel()
-            self._lose(stream)
+        with self._place("streams", self._limits.streams):
+            hearing = asyncio.create_task(self._hear(requests, stream, context))
+            try:
+                while (notice := await stream.notices.get()) is not None:
+                    yield notice
+                    if notice.evicted:
+                        return
+                if hearing.done() and (refused := hearing.result()) is not None:
+                    raise refused
+            finally:
+                hearing.cancel()
+                self._lose(stream)
 
-    async def Watch(  # noqa: N802
-        self, request: WatchRequest, context: Context
-    ) -> AsyncIterator[bytes]:
+    async def Watch(self, request: WatchRequest, context: Context) -> AsyncIterator[bytes]:
         run = self.machine.rules.run
         _check_length("run", request.run, NAME_BYTES)
         if request.run and request.run != run:
             raise not_served(run, request.run)
-        if self._watchers >= self._limits.watchers:
-            raise Refused(
-                "RESOURCE_EXHAUSTED", "the registry has its maximum of watchers; try again"
-            )
-        self._watchers += 1
-        try:
+        with self._place("watchers", self._limits.watchers):
             sent = request.known if self._broadcast.has(request.known) else b""
             while not (self._stopping or self._failed.done()):
                 newest = self._broadcast.newest.signature
@@ -362,10 +342,8 @@ class RegistryServer(RegistryServicer):
                     sent = newest
                 else:
                     await self._waker.next_view()
-        finally:
-            self._watchers -= 1
 
-    async def Suspect(self, request: Suspicion, context: Context) -> Verdict:  # noqa: N802
+    async def Suspect(self, request: Suspicion, context: Context) -> Verdict:
         _check_length("why", request.why, WHY_BYTES)
         for name in ("accuser", "accused"):
             _check_length(name, getattr(request, name), NAME_BYTES)
@@ -383,7 +361,7 @@ class RegistryServer(RegistryServicer):
             if not waiting and self._verdicts.get(request.accused) is waiting:
                 del self._verdicts[request.accused]
 
-    async def Leave(self, request: LeaveRequest, context: Context) -> LeaveReply:  # noqa: N802
+    async def Leave(self, request: LeaveRequest, context: Context) -> LeaveReply:
         _check_length("why", request.why, WHY_BYTES)
         _check_length("node", request.node, NAME_BYTES)
         self._check_signed(request, request.node, context)
@@ -391,9 +369,7 @@ class RegistryServer(RegistryServicer):
         self._check_leads()
         return LeaveReply(view=self.machine.view.number)
 
-    async def Measure(  # noqa: N802
-        self, request: MeasureRequest, context: Context
-    ) -> MeasureReply:
+    async def Measure(self, request: MeasureRequest, context: Context) -> MeasureReply:
         now = self._loop.time()
         if self._measurements and now - self._measured_at < BETWEEN_MEASUREMENTS:
             seconds = BETWEEN_MEASUREMENTS - (now - self._measured_at)
@@ -405,31 +381,24 @@ class RegistryServer(RegistryServicer):
             self._tell(node, measure=self._measurements)
         return MeasureReply(number=self._measurements, nodes=len(self._streams))
 
-    async def Describe(  # noqa: N802
-        self, request: DescribeRequest, context: Context
-    ) -> Description:
+    async def Describe(self, request: DescribeRequest, context: Context) -> Description:
         self._check_leads()
         return self.describe()
 
-    async def Show(self, request: ShowRequest, context: Context) -> Shown:  # noqa: N802
+    async def Show(self, request: ShowRequest, context: Context) -> Shown:
         self._check_leads()
         if self.on_show is None:
             reason = "this registry has no page (--http none)"
             raise Refused("FAILED_PRECONDITION", reason)
         return Shown(content=self.on_show(request.figures))
 
-    async def Examine(  # noqa: N802
-        self, request: ExamineRequest, context: Context
-    ) -> ExamineReply:
+    async def Examine(self, request: ExamineRequest, context: Context) -> ExamineReply:
         _check_length("name", request.name, NAME_BYTES)
         if request.port > PORTS or max(len(request.load), request.wanted) > LOAD_BYTES:
             reason = f"a port is at most {PORTS}, a load at most {LOAD_BYTES} bytes"
             raise Refused("INVALID_ARGUMENT", reason)
-        if self._examinations >= self._limits.examinations:
-            raise Refused("RESOURCE_EXHAUSTED", "too many examinations at once; try again")
         reply = ExamineReply(time=time.time(), host=host_of(context.peer()))
-        self._examinations += 1
-        try:
+        with self._place("examinations", self._limits.examinations):
             if request.port and reply.host:
                 address = str(Address(reply.host, request.port))
                 holder = who_calls(context).instance or Role.NODE
@@ -438,10 +407,20 @@ class RegistryServer(RegistryServicer):
                 )
                 if alive is not None:
                     reply.there = alive
-        finally:
-            self._examinations -= 1
         reply.load = bytes(request.wanted)
         return reply
+
+    @contextmanager
+    def _place(self, kind: str, limit: int) -> Iterator[None]:
+        """Holds one of `limit` places. Raises Refused."""
+        if self._held[kind] >= limit:
+            reason = f"the registry has its maximum of {kind}; try again"
+            raise Refused("RESOURCE_EXHAUSTED", reason)
+        self._held[kind] += 1
+        try:
+            yield
+        finally:
+            self._held[kind] -= 1
 
     # -- events and effects ----------------------------------------------------------------------
 
@@ -473,7 +452,9 @@ class RegistryServer(RegistryServicer):
                 raise Refused("INVALID_ARGUMENT", reason)
             self._check_signed(first, first.node, context)
             effects = self.machine.stream_opened(first, self._loop.time())
-            self._adopt(stream, first.node)
+            if (former := self._streams.get(first.node)) is not None:
+                former.close()
+            stream.node, self._streams[first.node] = first.node, stream
             self._carry_out(effects)
             self._tell(first.node)
             async for renewal in renewals:
@@ -494,13 +475,6 @@ class RegistryServer(RegistryServicer):
             stream.close()
             await renewals.aclose()  # otherwise gRPC retains the last renewal
         return None
-
-    def _adopt(self, stream: _MemberStream, node: str) -> None:
-        """Makes `stream` the node's newest stream and closes the former one."""
-        former = self._streams.get(node)
-        stream.node, self._streams[node] = node, stream
-        if former is not None:
-            former.close()
 
     def _lose(self, stream: _MemberStream) -> None:
         if self._streams.get(stream.node) is stream:
@@ -605,15 +579,6 @@ class RegistryServer(RegistryServicer):
         new, self._logged = history.decided - self._logged, history.decided
         for decision in list(history.decisions)[-new:] if new else ():
             log.info("%s", decision)
-
-
-class _Joining:
-    """A join request that waits for its decision."""
-
-    def __init__(self, attempt: JoinAttempt, loop: asyncio.AbstractEventLoop) -> None:
-        self.attempt = attempt
-        self.answer: JoinReply | Refused = JoinReply()
-        self.decided: asyncio.Future[None] = loop.create_future()
 
 
 class _MemberStream:

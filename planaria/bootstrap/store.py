@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final
 
 from google.protobuf.message import DecodeError
 
 from planaria.bootstrap.etcd import (
     Body,
+    Etcd,
     EtcdAway,
     EtcdRefused,
     all_below,
@@ -55,13 +56,6 @@ class NotLeading(Exception):  # noqa: N818  what it says
     """This registry does not lead; the message says why."""
 
 
-class Asks(Protocol):
-    """The interface of etcd.Etcd."""
-
-    def ask(self, path: str, body: Body, seconds: float) -> dict[str, Any]:
-        """Sends a request. Raises EtcdAway, EtcdRefused."""
-
-
 @dataclass
 class Term:
     """One registry's term. Its end is counted from when a renewal was sent; etcd received that
@@ -85,7 +79,7 @@ class Store:
 
     def __init__(
         self,
-        etcd: Asks,
+        etcd: Etcd,
         run: str,
         key: Identity,
         at: str,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
 from typing import Any
 
-from planaria.bootstrap.etcd import EtcdAway, read, written
+from planaria.bootstrap.etcd import EtcdAway, written
 from planaria.bootstrap.store import LEASE
 
 
@@ -73,16 +74,16 @@ class FakeEtcd:
         raise AssertionError(path)
 
     def _holds(self, compare: Mapping[str, Any]) -> bool:
-        found = self.values.get(read(compare["key"]).decode())
+        found = self.values.get(b64decode(compare["key"]).decode())
         if compare["target"] == "CREATE":
             return found is None
-        return found == read(compare["value"])
+        return found == b64decode(compare["value"])
 
     def _one(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if "request_range" in request:
             return {"response_range": self._range(request["request_range"])}
         body = request["request_put"]
-        key, value = read(body["key"]).decode(), read(body["value"])
+        key, value = b64decode(body["key"]).decode(), b64decode(body["value"])
         self.values[key] = value
         self.history.append((key, value))
         if body["lease"] != "0":
@@ -90,7 +91,7 @@ class FakeEtcd:
         return {"response_put": {}}
 
     def _range(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        begin, end = read(body["key"]), read(body.get("range_end", ""))
+        begin, end = b64decode(body["key"]), b64decode(body.get("range_end", ""))
         found = sorted(
             (key, value)
             for key, value in self.values.items()

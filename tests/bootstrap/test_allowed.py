@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from planaria.bootstrap.allowed import AllowedError, read_allowed
+from planaria.bootstrap.invites import AllowedError, read_allowed
 
 ONE, OTHER = "0123456789abcdef" * 2, "f" * 32
 

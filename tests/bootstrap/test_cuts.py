@@ -14,7 +14,7 @@ from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.neighbours import related
 from planaria.bootstrap.registry_pb2 import Complaint, JoinRequest, Renewal, Report, SeatReport
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules
-from tests.membership import join
+from tests.membership import join, validate_state
 
 LEASE, SILENCE, STEP = 5.0, 3.0, 1.0
 STAGES = 3
@@ -55,7 +55,7 @@ class World:
             if isinstance(effect, Evict):
                 self.check_needed(effect.node)
                 self.evicted.append(effect.node)
-        self.machine.validate_state()
+        validate_state(self.machine)
 
     def check_needed(self, node: str) -> None:
         """I6: a living last holder that makes progress goes only when nobody at all can reach it;

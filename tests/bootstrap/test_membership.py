@@ -45,7 +45,7 @@ from planaria.bootstrap.registry_pb2 import (
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.views import hash_of, sign
 from tests.bootstrap.conftest import identity
-from tests.membership import join
+from tests.membership import join, validate_state
 
 KEY = identity("registry")
 
@@ -70,7 +70,7 @@ class Swarm:
         return self.machine.view
 
     def after(self, effects: list[Effect]) -> list[Effect]:
-        self.machine.validate_state()
+        validate_state(self.machine)
         self.effects = effects
         return effects
 
@@ -1890,18 +1890,6 @@ def test_a_view_with_more_steps_than_the_run_has_is_not_learned_from() -> None:
     swarm.after(swarm.machine.stream_opened(Renewal(node="n0", run="r", view=shown), swarm.now))
     assert swarm.nodes() == []
     assert "can't be committed in a run of 100 steps" in swarm.machine.history.decisions[-1]
-
-
-def test_a_run_that_goes_on_from_files_is_believed_when_all_stages_say_so() -> None:
-    swarm = full(steps=10**6)
-    swarm.renew("n0", report=swarm.report("n0", committed=50_000, lineage=3))
-    swarm.join("x")
-    assert swarm.view.committed == 0
-    for node in ("n1", "n2"):
-        swarm.renew(node, report=swarm.report(node, committed=50_000, lineage=3))
-    assert swarm.renew("n0", report=swarm.report("n0", committed=50_001, lineage=3)) == []
-    swarm.join("y")
-    assert (swarm.view.lineage, swarm.view.committed) == (3, 50_001)
 
 
 HERE, THERE, ELSEWHERE = "203.0.113.0/24", "198.51.100.0/24", "2001:db8::/64"

@@ -20,7 +20,7 @@ from planaria.bootstrap.registry_pb2 import (
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.views import follows
 from tests.bootstrap.conftest import identity
-from tests.membership import join
+from tests.membership import join, validate_state
 
 KEY = identity("registry")
 RULES = MembershipRules(
@@ -236,7 +236,7 @@ class Registry(RuleBasedStateMachine):
 
     @invariant()
     def sound(self) -> None:
-        self.machine.validate_state()
+        validate_state(self.machine)
         for member in self.machine.view.members:
             if member.node in self.asked:
                 assert stages_of(member) == [self.asked[member.node]]

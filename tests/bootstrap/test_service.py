@@ -340,7 +340,7 @@ async def test_joins_that_come_together_wait_for_one_view(
     calls.append(stub.Join(joining("g", "g:1", stage=9)))
     await until(lambda: len(registry._joining) == 6)
     gone.cancel()
-    await until(lambda: any(one.decided.done() for one in registry._joining))
+    await until(lambda: any(decided.done() for _, decided in registry._joining))
     registry._let_in()
     replies = await asyncio.wait_for(asyncio.gather(*calls[:4]), TIMEOUT)
     assert {reply.view.number for reply in replies} == {a.reply.view.number + 1}

@@ -29,7 +29,7 @@ from planaria.bootstrap.registry_pb2 import (
 from planaria.bootstrap.registry_pb2_grpc import RegistryStub
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from tests.bootstrap.conftest import RUN_FILE, identity, joining, signed, soon
-from tests.membership import join
+from tests.membership import join, validate_state
 
 HONEST = ("a", "b", "c")
 EACH = 20
@@ -134,7 +134,7 @@ def test_liars_make_no_machine_raise_and_evict_nobody(seed: int) -> None:
             swarm.say(drawing)
         except Refused:
             refused += 1
-        swarm.machine.validate_state()
+        validate_state(swarm.machine)
         swarm.pass_time(drawing.random.choice((0.0, 0.05, 0.5, 3.0)))
         assert set(HONEST) <= {member.node for member in swarm.machine.view.members}
     assert 0 < refused < 600

@@ -26,7 +26,7 @@ from planaria.bootstrap.address import Address, AddressError
 from planaria.bootstrap.admission import Admission, AdmissionError
 from planaria.bootstrap.authority import Role, is_issued_by, to_pem, who_in
 from planaria.bootstrap.enrolment_pb2 import EnrolRequest
-from planaria.bootstrap.identity import PUBLIC_BYTES, Identity, is_signed
+from planaria.bootstrap.identity import Identity, is_signed
 from planaria.bootstrap.invites import MARK, InviteError, NotAdmitted
 from planaria.bootstrap.invites import decode as decode_invite
 from planaria.bootstrap.journal import Journal, JournalError, _record, read_view
@@ -73,6 +73,7 @@ from planaria.node.wire.session import (
 from planaria.node.wire.tensors import decode, decode_low_rank
 from planaria.recovery.policy import POLICIES
 from tests.bootstrap.fake_etcd import FakeEtcd
+from tests.membership import validate_state
 
 RULES: Final = TransactionRules(
     stages=4,
@@ -331,7 +332,7 @@ def templates(data: bytes) -> None:
 def keys(data: bytes) -> None:
     with suppress(ValueError):
         Identity.from_pem(data)
-    public, signature = data[:PUBLIC_BYTES], data[PUBLIC_BYTES:]
+    public, signature = data[:32], data[32:]
     assert not is_signed(public, signature, "fuzz", data)
 
 
@@ -396,7 +397,7 @@ def stores(data: bytes) -> None:
             machine = Membership(MembershipRules(run="r", stages=2), IDENTITY)
             machine.restore(store.view, 0.0)
             machine.tick(1000.0)
-            machine.validate_state()
+            validate_state(machine)
 
 
 def new_views(data: bytes) -> None:

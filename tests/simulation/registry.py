@@ -27,7 +27,7 @@ from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.views import apply, difference, follows, is_genuine
 from simulation.network import Stream
 from simulation.world import Process
-from tests.membership import join
+from tests.membership import join, validate_state
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
@@ -177,7 +177,7 @@ class Registry:
                 case Settle() | Contradict():
                     pass
         if effects:
-            self.machine.validate_state()
+            validate_state(self.machine)
 
 
 class Client:

@@ -259,9 +259,9 @@ def bootstrap_command(options: BootstrapOptions) -> None:
     """Run the registry: who serves what, and the page on which one watches."""
     from planaria.bootstrap.address import Address
     from planaria.bootstrap.admission import AdmissionError
-    from planaria.bootstrap.allowed import read_allowed
     from planaria.bootstrap.credentials import CredentialsError
     from planaria.bootstrap.etcd import EtcdRefused
+    from planaria.bootstrap.invites import read_allowed
     from planaria.bootstrap.journal import JournalError
     from planaria.bootstrap.store import StoreError
     from planaria.node.commands.bootstrapping import Bootstrapping
