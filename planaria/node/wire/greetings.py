@@ -4,7 +4,7 @@ The dialling node signs its hello (session.py) for the node that it dials; the a
 both hellos. The signature also covers the run and both ids, so a hello can't be used with another
 node. A replayed hello is older than one accepted before, unless the receiver has restarted.
 
-A stream added to a connection (link.py) has its number signed, with both hellos of the connection.
+A stream added to a connection has its number signed, with both hellos of the connection.
 """
 
 from __future__ import annotations

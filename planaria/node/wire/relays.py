@@ -1,6 +1,6 @@
 """Relayed connections: a third member forwards between two that can't reach each other.
 
-To a link it is a connection like any other (link.py): two ordered streams. Their data travel as
+To a link it is a connection like any other: two ordered streams (connection.py). Their data go as
 frames on the links that both ends have with the relay, which forwards them without parsing: kind
 "call" for the handshake and the messages, kind "relayed" for the chunks. The former travel as
 messages, by the control streams of those links.

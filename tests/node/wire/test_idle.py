@@ -52,7 +52,7 @@ class Connection:
 
 
 class End:
-    """As `_Link` in link.py."""
+    """As `Link` in connection.py."""
 
     def __init__(self) -> None:
         self.session, self.idle = Session(1, BOUNDS), IdleEnd(PATIENCE, 0.0)
