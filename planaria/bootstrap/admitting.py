@@ -62,7 +62,7 @@ class Admitting:
         """`addresses_for`: maps the enrolment port to the addresses of registry and enrolment that
         invites name. `others`: the run's other registries, with the default enrolment port."""
         self._admission, self._certified, self._run = admission, certified, run
-        self._enrol, self._told_by, self._on_invites = enrol, addresses_for, on_invites
+        self._enrol, self._addresses_for, self._on_invites = enrol, addresses_for, on_invites
         self._others = others
 
     @asynccontextmanager
@@ -71,7 +71,7 @@ class Admitting:
         server = EnrolmentServer(self._admission)
         port = await server.start(str(self._enrol), self._certified)
         try:
-            registry, enrolment = self._told_by(port)
+            registry, enrolment = self._addresses_for(port)
             log.info(
                 "enrolment listens on port %d; invites name %s and %s", port, registry, enrolment
             )

@@ -57,7 +57,7 @@ class Certified:
         return self._channel
 
     def server(self, mutual: bool = True) -> grpc.ServerCredentials:
-        """`asks`: whether clients must show a certificate."""
+        """`mutual`: whether clients must show a certificate."""
         shown = self.pair
 
         def newest() -> grpc.ServerCertificateConfiguration | None:
@@ -145,7 +145,7 @@ def channel(
     holder: str = Role.NODE,
 ) -> grpc.aio.Channel:
     """A channel to HOST:PORT, with TLS if the credentials have it. The dns scheme keeps gRPC from
-    taking `unix:80` for a file. `whom`: the role or instance that the server's certificate must
+    taking `unix:80` for a file. `holder`: the role or instance that the server's certificate must
     name; certificates of another authority must name the host instead."""
     target = f"dns:///{address}"
     if credentials.certified is not None:

@@ -27,8 +27,8 @@ async def is_alive(
     reach: Reach = EVERYWHERE,
     holder: str = Role.NODE,
 ) -> bool | None:
-    """Whether the node answers at HOST:PORT with a health service named after it. `whom`: the role
-    or instance that its certificate must name, see `channel`.
+    """Whether the node answers at HOST:PORT with a health service named after it. `holder`: the
+    role or instance that its certificate must name, see `channel`.
 
     False at once if the port refuses connections or another node answers. Also False after two
     accepted connections in a row without an answer: a container's port forwarder does that. None

@@ -123,7 +123,7 @@ class Neighbours:
         return self._cached[node]
 
     def _at(self, node: str, own_stage: int, other_stage: int) -> set[str]:
-        """The nodes of stage `other` that a node of stage `one` links to."""
+        """The nodes of `other_stage` that a node of `own_stage` links to."""
         speeds = self._speeds[other_stage]
         if len(self._speeds[own_stage]) <= ALL and len(speeds) <= ALL:
             return set(speeds)

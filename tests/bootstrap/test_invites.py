@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from planaria.bootstrap.authority import Authority, Role, Who, to_der
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.invites import (
+    AllowedError,
     Attempts,
     InviteError,
     Invites,
@@ -18,6 +20,7 @@ from planaria.bootstrap.invites import (
     decode,
     encode,
     is_invite,
+    read_allowed,
 )
 
 NOW = 1_800_000_000.0
@@ -250,3 +253,29 @@ def test_who_guesses_has_to_wait_and_others_have_not():
     assert not attempts.are_too_many("192.0.2.2", 101.0)
     assert not attempts.are_too_many("2001:db8:1::1", 101.0)
     assert not attempts.are_too_many("192.0.2.1", 200.0)
+
+
+ONE, OTHER = "0123456789abcdef" * 2, "f" * 32
+
+
+def test_allowed_instances_are_one_a_line_with_notes_for_people(tmp_path: Path) -> None:
+    file = tmp_path / "allowed"
+    file.write_text(f"# of the lab\n\n{ONE}\n  {OTHER}  # the one below the desk\n")
+    assert read_allowed(file) == {ONE, OTHER}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f"{ONE}\nbox-7f3a1c\n", "line 2 of .* has 'box-7f3a1c', which is no instance"),
+        (ONE.upper(), "line 1 .* lower-case"),
+        ("# nobody yet\n", "names no instance"),
+        (None, "can't read"),
+    ],
+)
+def test_what_is_no_allow_list_is_said(text: str | None, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "allowed"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(AllowedError, match=says):
+        read_allowed(file)
