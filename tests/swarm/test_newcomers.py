@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from planaria.node.data.corpus import Corpus
-from planaria.node.driver.driver import Driver
+from planaria.node.driver.attempting import Attempting
 from planaria.node.driver.joining import Joining
 from planaria.node.report.ledger import audit
 from tests.swarm.in_process import LocalSwarm
@@ -37,7 +37,7 @@ async def test_the_run_goes_on_from_what_the_newcomers_have(corpus, tmp_path, mo
                     for one in joiners
                 )
             )
-            patch.setattr(Driver, "_if_all_ready", lambda *_: [])  # nothing is committed any more
+            patch.setattr(Attempting, "_if_all_ready", lambda self, _: self.stays())  # no commit
             seats = [node.seat for node, _ in swarm.nodes.values()]
             decided = max(seat.driver.standing.committed for seat in seats)
             await swarm.until(lambda: all(seat.member.committed == decided for seat in seats))
