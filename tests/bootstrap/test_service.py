@@ -111,6 +111,8 @@ async def test_join_hands_out_run_stage_and_reason(place: Any) -> None:
     assert node.reply.run_file == 'name = "r"\n'
     assert node.reply.reason == "stage 1, as requested"
     assert names(node.reply.view) == {"a"}
+    with pytest.raises(JoinRefused, match="stage 7 does not exist: this run has stages 0 to 2"):
+        await place.node("b", stage=7)
 
 
 async def test_the_block_of_addresses_is_that_which_the_registry_sees(
@@ -121,11 +123,6 @@ async def test_the_block_of_addresses_is_that_which_the_registry_sees(
     there = await place.node("b", stage=1)
     assert [m.block for m in here.reply.view.members] == [""]
     assert [m.block for m in there.reply.view.members] == ["", "203.0.113.0/24"]
-
-
-async def test_a_refusal_reaches_the_joiner_as_a_sentence(place: Any) -> None:
-    with pytest.raises(JoinRefused, match="stage 7 does not exist: this run has stages 0 to 2"):
-        await place.node("a", stage=7)
 
 
 async def test_each_node_hears_of_each_new_member_in_order(place: Any) -> None:
@@ -242,22 +239,14 @@ async def test_a_frozen_suspect_is_evicted_long_before_its_lease_ends(serve: Ser
         await channel.close()
 
 
-async def test_watch_tells_the_current_view_at_once(place: Any) -> None:
-    a = await place.node("a")
-    channel, stub = raw(place)
-    call = stub.Watch(WatchRequest())
-    assert await call.read() == NewView(whole=a.reply.view)
-    with pytest.raises(grpc.aio.AioRpcError, match="serves run r, not other"):
-        await stub.Watch(WatchRequest(run="other")).read()
-    await channel.close()
-
-
 async def test_who_has_a_view_is_told_in_what_the_next_one_differs(place: Any) -> None:
     a = await place.node("a")
     held = a.reply.view
     channel, stub = raw(place)
     shown, strange = (stub.Watch(WatchRequest(known=known)) for known in (held.signature, b"?"))
     assert await strange.read() == NewView(whole=held)
+    with pytest.raises(grpc.aio.AioRpcError, match="serves run r, not other"):
+        await stub.Watch(WatchRequest(run="other")).read()
     first = asyncio.ensure_future(shown.read())
     await place.node("b")
     for told in (await first, await strange.read()):
@@ -631,20 +620,6 @@ async def test_the_swarm_outlives_the_registry(
     text = [r.getMessage() for r in caplog.records]
     assert len([t for t in text if "is away" in t]) <= 2 * len(nodes)
     assert any("the registry is back" in t for t in text)
-
-
-async def test_a_registry_without_journal_learns_from_the_nodes(serve: Serve) -> None:
-    async with serve() as place:
-        a = await place.node("a")
-        await place.node("b")
-        before = (await a.sees(lambda view: "b" in names(view))).number
-        nodes, port, place.nodes = place.nodes, place.port, []
-    async with serve(port=port) as place:
-        place.nodes = nodes
-        await until_described(place, lambda d: {m.member.node for m in d.members} >= {"a", "b"})
-        c = await place.node("c")
-        assert c.reply.view.number > before
-        await a.sees(lambda view: names(view) == {"a", "b", "c"})
 
 
 async def test_a_view_is_shown_to_a_registry_that_has_none_as_new_and_to_no_other(
