@@ -1744,9 +1744,7 @@ def test_a_node_whose_link_is_up_again_was_not_lost():
 
 def test_what_a_lost_source_has_brought_home_is_to_come_home_again():
     told = on_the_way()
-    plan = told.attempt.begin.plan
-    for microbatch in plan:
-        told.hears(microbatch.source, home=pb.Home(microbatch=microbatch.id, loss=4.0, tokens=2))
+    told.comes_home()
     assert told.driver.phase is DriverPhase.REDUCING
     effects = told.driver.link_lost("z", "reset", told.now)
     begin = goes_on(told, effects)
@@ -1761,8 +1759,7 @@ def test_what_a_lost_source_has_brought_home_is_to_come_home_again():
 
 def test_when_all_is_home_it_is_reduced_anew_and_votes_from_before_do_not_count():
     told = on_the_way()
-    for microbatch in told.attempt.begin.plan:
-        told.hears(microbatch.source, home=pb.Home(microbatch=microbatch.id, loss=4.0, tokens=2))
+    told.comes_home()
     before = told.driver.ballot
     for node in "abcdefhiz":
         told.ready(node)
