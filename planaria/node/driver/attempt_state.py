@@ -201,14 +201,6 @@ class AttemptState:
         if self.vote.is_complete:
             self.vote.complete = self.vote.complete or now
 
-    def has_work_for(self, node: str) -> bool:
-        """Whether the plan gives the node a microbatch."""
-        index = [place.node for place in self.begin.members]
-        return any(
-            node == microbatch.source or node in [index[place] for place in microbatch.places]
-            for microbatch in self.begin.plan
-        )
-
     def tokens_of_replicas(self) -> dict[int, dict[str, int]]:
         """By stage and node, the tokens that are scored in the node's microbatches."""
         tokens: dict[int, dict[str, int]] = {}

@@ -35,6 +35,7 @@ from planaria.node.report.events import (
 )
 from planaria.node.transaction.effects import Ballot, Effect, Rejoin, Suspect
 from planaria.node.transaction.plan_encoding import active
+from planaria.node.transaction.routing import routes
 from planaria.node.wire import stage_pb2 as pb
 
 if TYPE_CHECKING:
@@ -479,7 +480,8 @@ class Attempting(Phase):
         and they are let through. A node that makes one without any work is wrong."""
         driver, state = self.driver, self.state
         spoiling = driver.faults.spoiling
-        if node in spoiling.why and not state.has_work_for(node):
+        has_work = any(node in route.nodes for route in routes(state.begin).values())
+        if node in spoiling.why and not has_work:
             failed = pb.Failed(reason=reason, accused=[node], cause=NONFINITE)
             return self.wronged(by, failed, now)
         spoiling.heard(node, by, reason)

@@ -159,8 +159,8 @@ class Driver:
         slow = slow_and_alone(self.members, self.seconds)
         changed = [str(weights) for weights in self.divergence.accepted.values()]
         waiting = [
-            f"{node} waits until stage {waiting.stage} has relearned"
-            for node, waiting in self.joining.waiting.items()
+            f"{node} waits until stage {stage} has relearned"
+            for node, (stage, _) in self.joining.waiting.items()
         ]
         return "; ".join([self.current.explain(), *slow, *waiting, *changed])
 

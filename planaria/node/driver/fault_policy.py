@@ -18,29 +18,19 @@ from planaria.node.transaction.routing import Pair
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.naming import node_of
 
-VAIN: Final = 3
-"""Times that a node may accuse others for cause without corroboration; the last time it is accused
-itself."""
 NOBODY_ELSE: Final = "nobody else does"
-HELD_UP: Final = 12
-"""Limit of failures in a row that one node reports or loses its link in, less those of other nodes;
-then it is accused. Attempts that fail by its report take 40 s, in which two nodes that can't reach
-each other get a relay."""
-UNVOTED: Final = 2
-"""Attempts in a row that may wait for one node's vote until `swarm.progress` is over."""
-HELD_UP_BY_SEVERAL: Final = 4 * HELD_UP
-"""Number of such failures after which a node is accused, whatever others do."""
 LONGEST_PAUSE: Final = 5.0
 """Maximum seconds between attempts, after many failures in a row."""
-UNEXPLAINED: Final = 2
-"""Attempts with lost messages that one node must explain before it is accused of them."""
-SPOILT: Final = 3
-"""Steps in which a node alone of its stage may make non-finite values; in the last one it is
-accused."""
 LONGEST_REST: Final = 10
 """Limit of doublings of a rest."""
-
-
+HELD_UP: Final = 12
+"""Attempts that fail by a node's report take 40 s, in which two nodes that can't reach each other
+get a relay."""
+HELD_UP_BY_SEVERAL: Final = 4 * HELD_UP
+VAIN: Final = 3
+UNVOTED: Final = 2
+UNEXPLAINED: Final = 2
+SPOILT: Final = 3
 CHARGES: Final = {
     "accused by one member": "rest",
     "accused by one replica": "rest, as a joiner",

@@ -175,34 +175,37 @@ class Gathering(Phase):
 
     def _roll_back(self, to: RollBack, now: float) -> Turn:
         """Takes all stages back, by the checkpoint policy."""
-        driver = self.driver
-        effects: list[Effect] = [
-            RolledBack(lost=driver.standing.committed, step=to.step, reason=to.reason)
-        ]
-        driver.open_lineage(self.answers, to.step)
-        for node, stage in sorted(driver.members.items()):
-            source = Source(node, stage, to.step, to.lineage)
-            sync = driver.standing.sync("checkpoint", to.reason, [source])
-            effects.append(driver.ballot.send(node, sync=sync))
-        return self._go_back(effects, now)
+        event = RolledBack(lost=self.driver.standing.committed, step=to.step, reason=to.reason)
+        members = sorted(self.driver.members.items())
+        sources = [Source(node, stage, to.step, to.lineage) for node, stage in members]
+        return self._go_back(event, to.reason, [("checkpoint", s) for s in sources], now)
 
     def _resume(self, saved: Resume, why: str, now: float) -> Turn:
         """Resumes from files, the only state left to go on from: nodes with a fitting one go back
         to it, the others copy later."""
-        driver = self.driver
         if vacant := self.answers.vacant():
             return self._wait_for_nodes(vacant)
         reason = "; ".join(filter(None, (why, saved.reason)))
-        effects: list[Effect] = [Resuming(step=saved.step, exact=saved.exact, reason=reason)]
-        driver.open_lineage(self.answers, saved.step)
-        for holding in chain.from_iterable(saved.held.values()):
-            method = "save" if holding.kind == "checkpoint" else holding.kind
-            sync = driver.standing.sync(method, reason, [holding.source])
-            effects.append(driver.ballot.send(holding.source.node, sync=sync))
-        return self._go_back(effects, now)
+        event = Resuming(step=saved.step, exact=saved.exact, reason=reason)
+        held = chain.from_iterable(saved.held.values())
+        sources = [("save" if h.kind == "checkpoint" else h.kind, h.source) for h in held]
+        return self._go_back(event, reason, sources, now)
 
-    def _go_back(self, effects: list[Effect], now: float) -> Turn:
-        if self.driver.rules.adapters:
+    def _go_back(
+        self,
+        event: RolledBack | Resuming,
+        reason: str,
+        sources: Sequence[tuple[str, Source]],
+        now: float,
+    ) -> Turn:
+        """Nodes go back to what they have themselves, each by its method."""
+        driver = self.driver
+        driver.open_lineage(self.answers, event.step)
+        effects: list[Effect] = [event]
+        for method, source in sources:
+            sync = driver.standing.sync(method, reason, [source])
+            effects.append(driver.ballot.send(source.node, sync=sync))
+        if driver.rules.adapters:
             name_checkpoint(effects, self.answers)
         return self._wait_for_state(effects, now)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from planaria.node.driver.answers import Answers
 from planaria.node.driver.attempt_state import Vote
@@ -49,13 +48,6 @@ class FollowingTry:
         return rebuilt(node, self.stage, synced, now - self.began, self.stall)
 
 
-class WaitingForLesson(NamedTuple):
-    """A member that gets its state once its stage has relearned."""
-
-    stage: int
-    since: float
-
-
 class Joining:
     """The members that don't train yet, and how often each failed to follow. `patience`: maximum
     seconds that one waits until its stage has relearned; `stays_out`: whether a member should go on
@@ -65,7 +57,7 @@ class Joining:
         self.patience, self.stays_out = patience, stays_out
         self.joiners: dict[str, FollowingTry] = {}
         self.failures: Counter[str] = Counter()
-        self.waiting: dict[str, WaitingForLesson] = {}
+        self.waiting: dict[str, tuple[int, float]] = {}  # stage that relearns, since when
 
     def listed(self) -> list[pb.Joiner]:
         return [
@@ -117,9 +109,8 @@ class Joining:
         before, self.waiting = self.waiting, {}
         stages: set[int] = set()
         for stage in relearning:
-            new = WaitingForLesson(stage, now)
-            waiting = {node: before.get(node, new) for node in lacking[stage]}
-            if waiting and all(now - member.since < self.patience for member in waiting.values()):
+            waiting = {node: before.get(node, (stage, now)) for node in lacking[stage]}
+            if waiting and all(now - since < self.patience for _, since in waiting.values()):
                 self.waiting |= waiting
                 stages.add(stage)
         return stages

@@ -163,10 +163,7 @@ class MemberSide:
             return [Send(peer, pb.Message(ballot=self.promised.message(), stale=pb.Stale()))]
         if wrong := fault_to_member(message, self.stage):
             return self._refuse_driver(peer, body or "nothing", f"an invalid message: {wrong}")
-        return self._obey(peer, ballot, message)
-
-    def _obey(self, peer: str, ballot: Ballot, message: pb.Message) -> list[Effect]:
-        match body := message.WhichOneof("body"):
+        match body:
             case "query":
                 return self._queried(peer, ballot)
             case "step":
