@@ -7,8 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from planaria.node.driver import records
-from planaria.node.driver.attempt_state import Vote
+from planaria.node.driver import attempting, records
 from planaria.node.driver.driver import Driver
 from planaria.node.state.reducing import Reducing
 from simulation.cluster import Trap
@@ -46,10 +45,10 @@ async def votes_at_once(reducing: Reducing) -> None:
 
 @pytest.mark.parametrize(
     ("of", "name", "faulty", "first"),
-    [(Reducing, "_is_noted", votes_at_once, 1), (Vote, "unrecorded", lambda vote: "", 53)],
+    [(Reducing, "_is_noted", votes_at_once, 1), (attempting, "unrecorded", lambda ledgers: "", 53)],
 )
 def test_a_step_that_is_in_no_ledger_is_caught(
-    of: type, name: str, faulty: object, first: int
+    of: object, name: str, faulty: object, first: int
 ) -> None:
     """It takes a death in the moment in which all ledgers lack more than the last step. The seed
     that caught it first comes first."""

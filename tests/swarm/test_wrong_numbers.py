@@ -195,7 +195,7 @@ async def test_a_replica_in_whose_state_a_bit_flips_copies_it_anew(corpus, tmp_p
         (diverged,) = swarm.lines.events("diverged")
         assert diverged["nodes"] == [f"{other.node}/1", f"{sick.node}/1"]
         assert diverged["reason"].startswith(
-            f"{sick.node}/1: its weights or moments are not those that"
+            f"{sick.node}/1: its weights or moments have changed since"
         )
         await swarm.until(lambda: sick.member.following, pause=0)
         await swarm.until(lambda: sick.member.phase.value == "running")
