@@ -29,7 +29,7 @@ from planaria.node.wire.exchange import Exchanges
 from planaria_lab.bench.rows import keep
 from planaria_lab.bench.swarm import Watched, swarm
 
-STEPS, FIRST, LAST = 300, 20, 10
+STEPS, FIRST, LAST = 1000, 20, 10
 WITHIN, LOSS = 200, 0.05  # goals: steps until a liar is named, and nats off the honest loss
 SLOTS: Final = {"0": 0, "1.a": 1, "1.b": 1, "1.c": 1}
 LIAR: Final = "1.b"
