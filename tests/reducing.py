@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class Network:
         self.passes: Callable[[str, str, Frame], bool] = lambda source, target, frame: True
 
     def signing(self, node: str) -> Signing:
-        return Signing(identity(node), lambda: self.view)
+        return Signing(identity(node), self.view)
 
     def _node(self, node: str, codec: Averaged) -> Averaging:
         def send(peer: str, frame: Frame) -> bool:
@@ -63,7 +64,7 @@ class Network:
             return True
 
         coding = Coding(tensors, codec, 0.25, self.after, shapes=SHAPES)
-        signing = self.signing(node) if self.signed else None
+        signing = partial(self.signing, node) if self.signed else None
         return Averaging(self.exchanges[node], send, coding, signing=signing)
 
     def _deliver(self) -> None:

@@ -118,6 +118,10 @@ class _Examination:
     def wrong(self, node: str, why: str) -> None:
         self._wrong.setdefault(node, why)
 
+    def has_key(self, node: str) -> bool:
+        """Whether signatures of the node can be verified: it was a member when the audit began."""
+        return self._signing.key(node) != b""
+
     def is_valid(self, signed: pb.SignedBlocks, block: Block) -> bool:
         piece = block.piece
         return (
@@ -213,7 +217,7 @@ class _BlockExamination:
 
     def _signed_by(self, node: str, phase: str, adder: str) -> pb.SignedBlocks | None:
         signed = self._signed.get((phase, node))
-        if signed is None and adder in self._shown:
+        if signed is None and adder in self._shown and self._stage.has_key(node):
             self._stage.wrong(adder, f"it shows no signed {phase} of {node}")
         return signed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -20,10 +21,15 @@ class Auditor:
     """Collects the answers to audits, one audit at a time."""
 
     def __init__(
-        self, exchanges: Exchanges, coding: Coding, size: int, signing: Signing, patience: float
+        self,
+        exchanges: Exchanges,
+        coding: Coding,
+        size: int,
+        signing: Callable[[], Signing],
+        patience: float,
     ) -> None:
-        """`size`: values of the gradient of a body stage. `patience`: seconds to wait for all
-        answers."""
+        """`size`: values of the gradient of a body stage. `signing`: by the newest view.
+        `patience`: seconds to wait for all answers."""
         self._exchanges, self._coding, self._size = exchanges, coding, size
         self._signing, self._patience = signing, patience
         self._inboxes: Inboxes[Ballot, Frame] = Inboxes(exchanges, NEVER, 0, MOST_ANSWERED)
@@ -33,6 +39,7 @@ class Auditor:
         its link owes none."""
         awaited = {node for replicas in audit.stages.values() for node in replicas}
         answers: dict[str, bytes] = {}
+        signing = self._signing()
         until = self._exchanges.now + self._patience
         with self._inboxes.open(audit.ballot) as inbox:
             while awaited:
@@ -45,7 +52,7 @@ class Auditor:
                 awaited.discard(peer)
         coding = self._coding.at(audit.step)
         return await self._exchanges.compute(
-            partial(examine, audit, answers, awaited, coding, self._size, self._signing)
+            partial(examine, audit, answers, awaited, coding, self._size, signing)
         )
 
     def on_frame(self, peer: str, frame: Frame) -> None:

@@ -39,10 +39,10 @@ class Averaging:
         send: Callable[[str, Frame], bool],
         coding: Coding,
         limit: int = EARLY_LIMIT,
-        signing: Signing | None = None,
+        signing: Callable[[], Signing] | None = None,
     ) -> None:
-        """`limit`: bytes of one peer that wait, before a reduction and in it. `signing`: given if
-        the stage is audited."""
+        """`limit`: bytes of one peer that wait, before a reduction and in it. `signing`: by the
+        newest view; given if the stage is audited."""
         self._signing = signing
         self._evidence: Evidence | None = None  # of the last reduction
         self._exchanges = exchanges
@@ -71,7 +71,7 @@ class Averaging:
         feedback = self.feedback if feeds_back(coding.codec) else None
         self._evidence = None
         if self._signing is not None and is_audited(coding.codec, len(round.replicas)):
-            self._evidence = Evidence(round, gradient.numel(), coding, self._signing)
+            self._evidence = Evidence(round, gradient.numel(), coding, self._signing())
         reduction = Reduction(round, gradient, ids, coding, feedback, self._evidence)
         try:
             with self._inboxes.open(ballot) as inbox:

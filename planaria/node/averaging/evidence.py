@@ -12,7 +12,7 @@ Everything stays here until the commit, which names the drawn blocks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -49,18 +49,21 @@ def is_audited(codec: Averaged, replicas: int) -> bool:
 
 @dataclass(frozen=True)
 class Signing:
-    """Signs for a node, and verifies signatures of others by the keys in its view."""
+    """Signs for a node, and verifies signatures by the keys of one view: that in which a sum or an
+    audit began, since a signature stays valid when its signer leaves."""
 
     identity: Identity
-    view: Callable[[], registry.View]
+    view: registry.View
 
     def sign(self, blocks: pb.SignedBlocks) -> None:
-        self.identity.sign_message(blocks, self.view().run)
+        self.identity.sign_message(blocks, self.view.run)
+
+    def key(self, node: str) -> bytes:
+        """Empty: the node is no member."""
+        return next((member.key for member in self.view.members if member.node == node), b"")
 
     def is_signed(self, blocks: pb.SignedBlocks) -> bool:
-        view = self.view()
-        key = next((member.key for member in view.members if member.node == blocks.node), b"")
-        return is_message_signed(key, blocks, view.run)
+        return is_message_signed(self.key(blocks.node), blocks, self.view.run)
 
 
 class Block(NamedTuple):

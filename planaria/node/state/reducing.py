@@ -128,7 +128,10 @@ def averaging_of(seat: Agent, slack: int) -> tuple[Averaging, Auditor]:
     some = 2 * seat.arithmetic.gradient.nbytes + slack  # of two attempts, for one node
     shapes = trained_shapes(seat.config, seat.stage).values()
     coding = Coding.of_run(seat.tensors, seat.run.wire, shapes)
-    signing = Signing(seat.ports.identity, lambda: seat.member.view)
+
+    def signing() -> Signing:
+        return Signing(seat.ports.identity, seat.member.view)
+
     audited = signing if seat.stage > 0 and seat.run.trust.gradients != "off" else None
     size, progress = seat.config.trained[1], seat.run.swarm.progress
     return (

@@ -53,11 +53,11 @@ def audited(
     codec: Averaged = "none",
     alter: Alter = lambda node, answer: None,
     away: str = "",
-    values: list[torch.Tensor] | None = None,
+    left: str = "",
 ) -> AuditResult:
     """The result of an audit of all blocks, in which some answer is altered, or missing."""
     network = Network(nodes, codec, signed=True)
-    assert set(reduce_all(network, values or values_of(nodes))) == {None}
+    assert set(reduce_all(network, values_of(nodes))) == {None}
     answers = {}
     for node in nodes:
         kept = network.nodes[node].take_evidence(BALLOT)
@@ -68,7 +68,8 @@ def audited(
     answers.pop(away, None)
     audit = Audit(BALLOT, 7, ALL, {1: dict.fromkeys(nodes, 100)})
     silent = {away} - {""}
-    return examine(audit, answers, silent, Coding(tensors, codec), SIZE, network.signing("driver"))
+    signing = Network([node for node in nodes if node != left]).signing("driver")
+    return examine(audit, answers, silent, Coding(tensors, codec), SIZE, signing)
 
 
 def standing_out(result: AuditResult) -> dict[str, list[str]]:
@@ -220,6 +221,16 @@ def test_nobody_is_named_for_what_another_says_of_it() -> None:
     result = audited(nodes_of(3), "int8", frames_contributor)
     assert result.wrong == {}
     assert standing_out(result) == {}
+
+
+@pytest.mark.parametrize("count", [3, 9])
+@pytest.mark.parametrize("away", ["", "n02"])
+def test_nobody_is_named_when_a_replica_has_left_before_the_audit_began(
+    count: int, away: str
+) -> None:
+    """Its signatures can't be verified any more, whoever shows them."""
+    result = audited(nodes_of(count), left="n02", away=away)
+    assert result.wrong == {}
 
 
 def test_an_adder_that_hides_what_a_silent_replica_has_signed_is_named() -> None:
