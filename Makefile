@@ -10,14 +10,23 @@ CHECK = 'import sys; v = tuple(sys.version_info[:3]); v >= (3, $(LEAST)) or sys.
 # Tests of live swarms mostly wait.
 WORKERS = 'import os; print(2 * len(os.sched_getaffinity(0)))'
 
-.PHONY: demo test fuzz bench lint proto docs dist clean
+TEST = .venv/bin/pytest -n $$(.venv/bin/python -c $(WORKERS)) --dist worksteal
+
+.PHONY: demo test nightly fuzz bench lint proto docs dist clean
 
 demo: .venv/installed
 	rm -rf out/demo
 	.venv/bin/planaria up demo.toml --kill 2@60 --out out/demo
 
 test: .venv/installed-dev
-	.venv/bin/pytest -n $$(.venv/bin/python -c $(WORKERS)) --dist worksteal
+	$(TEST) --durations=25
+
+# What takes too long for each change; what has passed at a commit is not run again.
+nightly: SEEDS = 500
+nightly: SECONDS = 120
+nightly: .venv/installed-dev
+	$(PIP_INSTALL) -e '.[fuzz]'
+	PYTHONPATH=.:tests .venv/bin/python -m tests.nightly --seeds $(SEEDS) --seconds $(SECONDS)
 
 # What reads bytes from outside, each for so many seconds; `TARGETS="frames journals"` for some.
 fuzz: SECONDS = 600

@@ -1,18 +1,7 @@
-"""Scenarios in which one host says whatever can be said, all the time and to everybody.
-
-    python -m tests.simulation.babbling --messages 1000000 --to FILE
-
-runs one after another until so many messages were sent; FILE gets a line for each, and what is
-there is not run again.
-"""
+"""Scenarios in which one host says whatever can be said, all the time and to everybody."""
 
 from __future__ import annotations
 
-import argparse
-import itertools
-import logging
-import sys
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -26,7 +15,6 @@ from simulation.byzantine import Drawing, Lying
 from simulation.links import Link, packed, unpacked
 from simulation.node import Node
 from simulation.registry import key_of
-from simulation.scenario import ScenarioError, run
 
 OUT: Final = 30.0
 """Seconds after which who talks nonsense is a member no longer."""
@@ -210,34 +198,3 @@ def _altered(item: AnyMessage, drawing: Drawing) -> AnyMessage:
         return type(item).FromString(drawing.damaged(item.SerializeToString()))
     except DecodeError:
         return item
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.simulation.babbling")
-    parser.add_argument("--messages", type=int, default=1_000_000)
-    parser.add_argument("--first", type=int, default=0, help="seed")
-    parser.add_argument("--to", type=Path, required=True)
-    told = parser.parse_args()
-    logging.disable()
-    done = [line.split() for line in told.to.read_text().splitlines()] if told.to.exists() else []
-    count, known = sum(int(line[1]) for line in done), {int(line[0]) for line in done}
-    failed = sum(line[2] != "ok" for line in done)
-    with told.to.open("a") as file:
-        for seed in itertools.count(told.first):
-            if count >= told.messages:
-                break
-            if seed in known:
-                continue
-            said, how = 0, "ok"
-            try:
-                said = run(seed, kind=Babbling).counts["babbled"]
-            except ScenarioError as error:
-                how, failed = f"failed {str(error).splitlines()[0]}", failed + 1
-            count += said
-            print(seed, said, how, file=file, flush=True)
-    print(f"{count} messages, {failed} scenarios failed")
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
