@@ -34,7 +34,7 @@ def test_a_row_is_added_where_out_says(tmp_path: Path, monkeypatch: pytest.Monke
 def test_every_measurement_keeps_its_figures() -> None:
     titles = (BENCH / "__main__.py").read_text(encoding="utf-8")
     named = [path.stem for path in BENCH.glob("*.py") if f"{path.stem}.main" in titles]
-    assert len(named) >= 10
+    assert named
     for name in named:
         text = (BENCH / f"{name}.py").read_text(encoding="utf-8")
         assert re.search(rf'keep\(\s*"{name}",', text), name

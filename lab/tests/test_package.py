@@ -23,12 +23,6 @@ def test_the_package_is_this_one() -> None:
     assert Path(planaria_lab.__file__).parent == PACKAGE
 
 
-def test_each_folder_tells_of_all_its_modules() -> None:
-    for path in PACKAGE.glob("*/[a-z]*.py"):
-        text = path.with_name("__init__.py").read_text()
-        assert path.parent.name == "bench" or path.name in text, f"{path} is not in __init__.py"
-
-
 def test_no_command_writes_among_the_results_unless_asked() -> None:
     by_name = dict(commands(get_command(app)))
     assert {"planaria plan", "planaria lab simulate check"} <= by_name.keys()
