@@ -1041,6 +1041,7 @@ def test_who_says_itself_that_it_hangs_is_the_second_that_does(first: bool) -> N
     why = "hang: no microbatch for 5 s, according to the driver n0 and to n2 itself"
     assert effects[0] == Evict("n2", why)
     assert (swarm.nodes(), swarm.view.driver) == (["n0", "n1", "m0"], "n0")
+    assert swarm.join("again", 2, key="n2").quarantine == 30, "by either path"
 
 
 def test_where_nobody_else_could_drive_but_the_accused_nothing_changes() -> None:

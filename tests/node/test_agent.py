@@ -19,7 +19,7 @@ from planaria.node.agent import Agent, crossing_bytes, frame_bytes, held_bytes
 from planaria.node.data import tokenizer
 from planaria.node.model.shape import model_config
 from planaria.node.ports import Ports
-from planaria.node.report.events import Event
+from planaria.node.report.events import Event, RelearnedBeside
 from planaria.node.run_file import loads
 from planaria.node.stage.arithmetic import TorchStage
 from planaria.node.stage.initial import Beginning
@@ -27,8 +27,8 @@ from planaria.node.state.holdings import Holdings
 from planaria.node.state.reducing import NOTING
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.transaction.member import MemberPhase
+from planaria.node.wire import chain, tensors
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire import tensors
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link_speed import LARGEST
 from planaria.recovery.snapshot import Layout
@@ -60,6 +60,7 @@ VIEW = registry.View(
     ],
 )
 ATTEMPT, NEXT = Ballot(1, 2), Ballot(1, 3)
+COPIED = pb.Sync(step=1, method="replica", sources=[pb.Source(node="c", stage=1, step=1)])
 
 
 class Memory:
@@ -333,6 +334,7 @@ class Lesson:
     """With nothing to do."""
 
     over, left = False, 3
+    updates, steps, seconds = 2, 1, 0.5
 
     def goes_on(self) -> None: ...
 
@@ -356,6 +358,60 @@ def test_a_stage_that_relearns_votes_when_it_hears_that_all_is_home() -> None:
     seat.hears("a", ATTEMPT, reduce=pb.Reduce())
     seat.nodes.sleep(2.0)
     assert seat.sent_to("a")[-1] == "ready"
+
+
+@pytest.mark.parametrize("why", ["another state", "another replica", "not finite"])
+def test_a_stage_whose_lesson_ends_early_relearns_no_more(why: str) -> None:
+    seat: Any = Seat("b")
+    lesson = seat.agent.gaps.task = Lesson()
+    seat.agent.gaps.begin(lesson)
+    assert seat.agent.member.relearning == 3
+    step = begin()
+    if why == "another replica":
+        step.begin.members.add(node="d", stage=1)
+    del step.begin.plan[:]
+    if why == "another state":
+        seat.hears("a", ATTEMPT, sync=COPIED)
+    else:
+        lesson.over = why == "not finite"
+        seat.hears("a", ATTEMPT, step=step)
+        seat.hears("a", ATTEMPT, reduce=pb.Reduce())
+    assert (seat.agent.gaps.task, seat.agent.member.relearning) == (None, 0)
+    (ended,) = [event for event in seat.record.events if isinstance(event, RelearnedBeside)]
+    assert ended.reason
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_a_skipped_step_leaves_the_error_feedback_of_the_step_before(skipped: bool) -> None:
+    """It may not be finite: a NaN would be in every gradient from then on."""
+    seat = Seat("b")
+    feedback, gradient = seat.agent.averaging.feedback, seat.agent.arithmetic.gradient
+    feedback.row = torch.ones_like(gradient)
+    step = begin()
+    del step.begin.plan[:]
+    seat.hears("a", ATTEMPT, step=step)
+    feedback.begin(ATTEMPT, gradient).fill_(torch.nan)
+    seat.hears("a", ATTEMPT, reduce=pb.Reduce())
+    scales = [1.0] * 3
+    commit = pb.Commit(
+        step=1,
+        ballot=ATTEMPT.message(),
+        skipped=skipped,
+        clip_scale=scales,
+        lr_scale=scales,
+        previous=chain.head(pb.Commit(), 0),
+    )
+    seat.hears("a", NEXT, step=pb.Step(commit=commit))
+    assert seat.agent.member.committed == 1
+    assert bool(feedback.row.isfinite().all()) == skipped
+
+
+def test_who_gets_another_state_drops_its_error_feedback() -> None:
+    """It is of gradients of the state before."""
+    seat = Seat("b")
+    seat.agent.averaging.feedback.row = torch.ones_like(seat.agent.arithmetic.gradient)
+    seat.hears("a", ATTEMPT, sync=COPIED)
+    assert seat.agent.averaging.feedback.row is None
 
 
 def asked(seat: Seat) -> pb.StateManifest:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.recovery import checkfree
-from planaria.recovery.checkfree import average, weights_of
+from planaria.recovery.checkfree import Omega, Trained, average, guess, weights_of
 
 omegas = st.floats(0, allow_infinity=False, allow_nan=False)
 values = st.floats(width=32, allow_infinity=False, allow_nan=False)
@@ -25,6 +25,30 @@ def test_algorithm_1() -> None:
     before, after = torch.tensor([1.0, 0.0, -4.0]), torch.tensor([5.0, 8.0, 4.0])
     got = average(before, after, omega_before=3.0, omega_after=1.0)
     assert torch.equal(got, torch.tensor([2.0, 2.0, -2.0]))
+
+
+@pytest.mark.parametrize(
+    ("stage", "method", "kind", "expected"),
+    [
+        (2, "interpolate", "squared", [1.0, 3.0]),  # stage 1 is near: two thirds of it
+        (3, "interpolate", "squared", [2.0, 2.0]),
+        (2, "checkfree", "squared", [0.3, 3.7]),  # wherever the stages are
+        (3, "checkfree", "squared", [0.3, 3.7]),
+        (2, "checkfree", "norm", [0.75, 3.25]),
+        (2, "checkfree", "uniform", [1.5, 2.5]),
+    ],
+)
+def test_a_guess_has_the_shares_of_its_method(
+    stage: int, method: str, kind: Omega, expected: list[float]
+) -> None:
+    sources = [
+        Trained(1, torch.tensor([0.0, 4.0]), omega=9.0),
+        Trained(4, torch.tensor([3.0, 1.0]), omega=1.0),
+    ]
+    weights, omega = guess(stage, method, sources, kind)
+    assert weights.tolist() == pytest.approx(expected)
+    assert omega == 5.0
+    assert guess(stage, method, sources[1:], kind) == (sources[1].weights, 1.0)
 
 
 @given(pairs, omegas, omegas)

@@ -4,6 +4,7 @@ import json
 import math
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -132,13 +133,35 @@ def test_a_clock_that_is_wrong_does_not_count() -> None:
     assert history.news[0].time == NOW
 
 
+def hear(history: History, time: float, kind: str, **fields: Any) -> None:
+    entry = entry_of({"time": time, "node": NODE, "kind": kind, **fields})
+    assert entry is not None
+    history.hear(entry)
+
+
 def test_pace_is_that_of_the_last_commits() -> None:
     history = History(1000)
     for step in range(1, 200):
-        entry = entry_of({"time": 3.0 * step, "node": NODE, "kind": "committed", "step": step})
-        assert entry is not None
-        history.hear(entry)
+        hear(history, 3.0 * step, "committed", step=step)
     assert math.isclose(history.seconds_a_step, 3.0)
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        {"kind": "rolled back", "from": 8, "step": 6, "reason": "as the policy has it"},
+        {"kind": "resuming", "step": 6},
+    ],
+)
+def test_after_a_rollback_the_pace_is_that_of_the_steps_since(back: dict[str, Any]) -> None:
+    history = History(1000)
+    for step in (7, 8):
+        hear(history, 3.0 * step, "committed", step=step)
+    hear(history, 100.0, **back)
+    hear(history, 104.0, "committed", step=7)
+    assert history.seconds_a_step == 0.0, "one commit has no pace"
+    hear(history, 106.0, "committed", step=8)
+    assert history.seconds_a_step == 2.0
 
 
 def test_node_hours_are_counted_from_look_to_look() -> None:

@@ -22,6 +22,7 @@ from planaria.node.wire.frames import (
     parse_chunk,
 )
 from planaria.node.wire.tensors import encode
+from tests.harness.at_rest import check_at_rest
 
 
 def frame(size: int, kind: str = "activation", number: int = 0) -> Frame:
@@ -72,7 +73,7 @@ def test_every_frame_arrives_whole_whatever_the_timing(
                     arrived.append(found)
             case "acknowledge":
                 outbox.acknowledge(*back.popleft(), 0.0)
-    assert outbox.unacknowledged == 0
+    check_at_rest(outbox, inbox)
     assert outbox.unfinished() == []
     assert len(arrived) == len(frames)
     for found in arrived:

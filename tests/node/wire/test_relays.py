@@ -17,6 +17,7 @@ from planaria.node.wire.greetings import DIAL, Greetings
 from planaria.node.wire.relays import Call, Relay, Relays
 from planaria.node.wire.session import Hello, Refused
 from tests.bootstrap.conftest import identity
+from tests.harness.at_rest import check_at_rest
 from tests.node.wire.test_link import DEADLINE, Node, frame, message, peer_at, started, up
 
 NOBODY = "127.0.0.1:1"  # nothing listens there
@@ -234,6 +235,20 @@ async def test_a_relay_holds_no_more_than_its_limit_for_a_pair(
     wire.arrived[0]()  # type: ignore[operator]
     wire.relays.on_frame("a", item(50))
     assert wire.said()[-1] == ("b", "item")
+
+
+@pytest.mark.parametrize("lost", ["a", "b"])
+async def test_a_relay_holds_nothing_for_a_link_that_is_lost(lost: str) -> None:
+    wire = Wire("c")
+    wire.relays.set([Relay("a", "b", "c")])
+    for _ in range(2):
+        wire.relays.on_frame("a", item(50))
+    wire.arrived[0]()  # type: ignore[operator]
+    wire.relays.lost(lost)
+    check_at_rest(wire.relays)
+    wire.arrived[1]()  # type: ignore[operator]
+    check_at_rest(wire.relays)
+    assert wire.said()[-1] == ("b" if lost == "a" else "a", "over")
 
 
 async def test_a_node_carries_only_for_those_that_the_view_names() -> None:

@@ -19,6 +19,7 @@ from planaria.node.wire.session import (
     Session,
     SessionBounds,
 )
+from tests.harness.at_rest import check_at_rest
 
 BOUNDS = SessionBounds(
     chunk=10, window=30, payload=1000, messages=12 * (ITEM + 9), held=20 * (ITEM + 25)
@@ -336,7 +337,7 @@ class TwoEnds(RuleBasedStateMachine):
             for found in life.frames:
                 sent = other.sent_frames[found.fields["number"]]
                 assert b"".join(buffers_of(found.payload)) == b"".join(buffers_of(sent.payload))
-            assert end.session.held == 0
+            check_at_rest(end.session)
 
 
 TestTwoEnds = TwoEnds.TestCase
