@@ -1,8 +1,10 @@
 """Quarantine of instances that were evicted for cause.
 
 Node ids are new at each start, so quarantine applies to the *instance*, which is permanent. Its
-duration is `FIRST` seconds, and doubles each time. Pure: `now` is passed in, seconds of a monotonic
-clock. Views therefore contain the seconds left; these do not pass while the registry is down.
+duration is `FIRST` seconds, and doubles each time. After a failed audit of gradients it is always
+`LONGEST`: each return would cost the run more wrong steps. Pure: `now` is passed in, seconds of a
+monotonic clock. Views therefore contain the seconds left; these do not pass while the registry is
+down.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from planaria.bootstrap.registry_pb2 import DIVERGENCE, Cause, Quarantined
+from planaria.bootstrap.registry_pb2 import AUDIT, DIVERGENCE, Cause, Quarantined
 
 FIRST, LONGEST = 30.0, 3600.0  # seconds
 FORGOTTEN = 6 * 3600.0  # seconds after the end of a quarantine until its record is dropped
@@ -41,6 +43,8 @@ class Quarantine:
             record.divergences = former.record.divergences
         record.divergences += cause == DIVERGENCE
         seconds = min(LONGEST, FIRST * 2.0 ** min(record.times - 1, 30))
+        if cause == AUDIT:
+            seconds = LONGEST
         if record.divergences >= MOST_DIVERGENCES:
             seconds = math.inf
         self._entries[instance] = _Entry(record, now + seconds)

@@ -16,6 +16,7 @@ class Cause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NONFINITE: _ClassVar[Cause]
     HANG: _ClassVar[Cause]
     NUMBERS: _ClassVar[Cause]
+    AUDIT: _ClassVar[Cause]
 SILENT: Cause
 CHECKSUM: Cause
 SHAPE: Cause
@@ -23,6 +24,7 @@ DIVERGENCE: Cause
 NONFINITE: Cause
 HANG: Cause
 NUMBERS: Cause
+AUDIT: Cause
 
 class Seat(_message.Message):
     __slots__ = ("stage", "since")

@@ -23,6 +23,7 @@ from planaria.bootstrap.joining import JoinAttempt
 from planaria.bootstrap.membership import LEAVES_COLLECTED, SECONDS_PER_MEMBER, Membership
 from planaria.bootstrap.neighbours import stages_of, to_link
 from planaria.bootstrap.registry_pb2 import (
+    AUDIT,
     CHECKSUM,
     DIVERGENCE,
     HANG,
@@ -1146,6 +1147,14 @@ def test_who_was_evicted_for_cause_has_to_wait_and_a_new_registry_knows() -> Non
     assert late.join("again", 1, key="i").reason == "stage 1, as requested"
     (told,) = late.machine.describe(late.now).quarantined
     assert (told.node, told.seconds, told.times) == ("bad", 0, 1)
+
+
+def test_who_fails_an_audit_of_gradients_has_to_wait_for_an_hour() -> None:
+    swarm = full(lease=100)
+    swarm.join("bad", 1, key="i")
+    swarm.open("bad")
+    swarm.suspect("n0", "bad", AUDIT, "its sum is wrong")
+    assert swarm.join("again", 1, key="i").quarantine == 3600
 
 
 def test_who_has_diverged_three_times_is_not_taken_back() -> None:

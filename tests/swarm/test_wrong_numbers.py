@@ -314,6 +314,7 @@ async def test_who_lies_about_gradients_is_named_and_taken_out_if_the_run_says_s
         events = swarm.lines.events("gradient stands out")
         assert {event["node"] for event in events} == {f"{sick.node}/1"}
         assert not any(node.over.done() for node, _ in swarm.nodes.values() if node is not sick)
+        assert bool(swarm.lines.events("step skipped")) == (factor == -1e3)
 
 
 async def test_nan_without_a_replica_skips_steps_and_then_the_run_pauses(corpus, tmp_path):

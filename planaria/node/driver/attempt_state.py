@@ -13,8 +13,8 @@ from typing import NamedTuple
 from planaria.node.driver.answers import Standing
 from planaria.node.driver.divergence import ReplicaDigest
 from planaria.node.driver.hangs import StragglerDetector
+from planaria.node.driver.skipping import usual_norms, why_skipped
 from planaria.node.driver.takeover import Takeover
-from planaria.node.report.events import NonFinite
 from planaria.node.transaction.commits import collapsed
 from planaria.node.transaction.effects import Ballot
 from planaria.node.transaction.plan_encoding import in_order
@@ -72,22 +72,13 @@ class Vote:
         """Stages that go on relearning."""
         return {self.stages[node] for node, ready in self.ready.items() if ready.relearning}
 
-    def not_finite(self, step: int) -> list[NonFinite]:
-        """Members with non-finite gradients."""
-        return [
-            NonFinite(step=step, node=node, stage=self.stages[node], reason="its gradient")
-            for node, ready in sorted(self.ready.items())
-            if not ready.finite
-        ]
-
-    def explain_skips(self, skips: int) -> str:
-        """Why the run pauses after so many skipped steps in a row."""
-        stages = {self.stages[node] for node, ready in self.ready.items() if not ready.finite}
-        return (
-            f"paused: {skips} steps in a row were skipped, since the gradient of stage "
-            f"{', '.join(map(str, sorted(stages)))} was not finite; lower the learning rate, or go "
-            "on from an older save"
-        )
+    def norms(self) -> list[float]:
+        """Norms of all stages' gradients, on which replicas agree; NaN: not finite."""
+        norms = {
+            self.stages[node]: math.sqrt(ready.squared_norm) if ready.finite else math.nan
+            for node, ready in self.ready.items()
+        }
+        return [norm for _, norm in sorted(norms.items())]
 
     def dissents_from(self, stage: int, ready: pb.Ready) -> str:
         """The replica with other weights or another gradient, if that counts; empty: none."""
@@ -216,16 +207,16 @@ class AttemptState:
         self, ballot: Ballot, rules: TransactionRules, at: Standing, now: float
     ) -> pb.Commit:
         vote = self.vote
-        finite = all(ready.finite for ready in vote.ready.values())
-        squared = {vote.stages[node]: vote.ready[node].squared_norm for node in sorted(vote.ready)}
-        total = math.sqrt(math.fsum(squared.values())) if finite else math.nan
-        scale = min(1.0, rules.clip / (total + 1e-6)) if finite else 0.0
+        norms = vote.norms()
+        total = math.hypot(*norms)
+        skipped = bool(why_skipped(norms, at.last))
+        scale = 0.0 if skipped else min(1.0, rules.clip / (total + 1e-6))
         records = vote.records
-        relearned = vote.relearned(len(squared)) if finite else []
+        relearned = [] if skipped else vote.relearned(len(norms))
         return pb.Commit(
             step=self.begin.step,
             ballot=ballot.message(),
-            skipped=not finite,
+            skipped=skipped,
             clip_scale=[scale],
             lr_scale=collapsed(self.begin.lr_scale),
             loss=self.mean_loss(),
@@ -234,10 +225,11 @@ class AttemptState:
             microbatches=records,
             records=hash_of_records(records),
             seconds=now - self.began,
-            skips=0 if finite else at.last.skips + 1,
+            skips=at.last.skips + 1 if skipped else 0,
             lineage=at.lineage,
             previous=head(at.last, at.lineage),
             relearned=relearned if any(relearned) else [],
+            usual_norms=usual_norms(norms, at.last),
         )
 
     # --- going on without lost nodes

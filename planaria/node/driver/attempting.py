@@ -20,6 +20,7 @@ from planaria.node.driver.joining import FOLLOWED
 from planaria.node.driver.phases import DriverPhase, Phase, Turn
 from planaria.node.driver.rebuilds import rebuilt
 from planaria.node.driver.records import unrecorded
+from planaria.node.driver.skipping import why_paused
 from planaria.node.driver.spot_checks import WRONG, CheckedVisit, UndecidedCheck, WrongResult
 from planaria.node.driver.takeover import Takeover, holders, to_be_taken_over
 from planaria.node.report.events import (
@@ -41,8 +42,6 @@ from planaria.node.wire import stage_pb2 as pb
 if TYPE_CHECKING:
     from planaria.node.driver.driver import Driver
 
-SKIPS = 3
-"""Skipped steps in a row after which the run pauses."""
 EVICTED = 3.0
 """Seconds that a complete attempt without a lost node waits for the view without that node; then
 the node isn't lost, and the attempt is given up."""
@@ -274,11 +273,11 @@ class Attempting(Phase):
         if copying := driver.joining.no_longer_wait(vote.relearning(), now):
             self.state.regather = f"{', '.join(copying)} can get a state now"
         step = pb.Step(commit=driver.standing.last)
-        if step.commit.skips < SKIPS:
+        if not (why := why_paused(step.commit, vote.norms())):
             return self._after_step(step, now).after(effects)
         # One may be an overflow; more teach nothing until a node joins.
         turn = driver.send_step(step, now)
-        halt = pb.Halt(reason=vote.explain_skips(step.commit.skips), step=step.commit.step)
+        halt = pb.Halt(reason=why, step=step.commit.step)
         driver.paused = driver.members, halt
         return driver.halt(halt, now).after(effects + turn.effects)
 

@@ -6,6 +6,7 @@ what becomes of them. There is one audit at a time. Stage 0 is the owner's and i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from random import Random
 from typing import Final
@@ -40,7 +41,7 @@ class Audits:
         """Names the blocks of an audit in the commit, unless there is nothing to audit or an audit
         is under way; the scores so far, too."""
         commit.suspicions.extend(self._suspicions.listed())
-        if not self._rules.audits or self._audited or commit.skipped or attempt.begin.non_finite:
+        if not self._rules.audits or self._audited or math.isnan(commit.gradient_norm):
             return []
         tokens = attempt.tokens_of_replicas()
         stages = {s: by_node for s, by_node in tokens.items() if s and len(by_node) >= REPLICAS}

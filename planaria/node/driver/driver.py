@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.registry_pb2 import NUMBERS
+from planaria.bootstrap.registry_pb2 import AUDIT
 from planaria.node.averaging.audit import AuditResult
 from planaria.node.driver.answers import Answers, Coming, Standing
 from planaria.node.driver.attempt_state import AttemptState, Planning, Vote, planned
@@ -32,9 +32,16 @@ from planaria.node.driver.joining import Joining
 from planaria.node.driver.phases import DriverPhase, Phase, Resting, Turn
 from planaria.node.driver.rebuilds import Rebuilds
 from planaria.node.driver.records import record_holders, to_replicate
+from planaria.node.driver.skipping import why_skipped
 from planaria.node.driver.spot_checks import SpotChecks
 from planaria.node.driver.status_validation import KnownFacts
-from planaria.node.report.events import Aborted, Committed, GradientStandsOut, NodeLost
+from planaria.node.report.events import (
+    Aborted,
+    Committed,
+    GradientStandsOut,
+    NodeLost,
+    StepSkipped,
+)
 from planaria.node.transaction.bounds import fault_to_driver
 from planaria.node.transaction.effects import NEVER, Ballot, Effect, Send
 from planaria.node.transaction.plan_encoding import PlanEncoder, active
@@ -328,6 +335,7 @@ class Driver:
         """Commits the step of an attempt in which all have voted."""
         vote = state.vote
         self.divergence.committed(vote)
+        skipped = why_skipped(vote.norms(), self.standing.last)
         commit = state.commit(self.ballot, self.rules, self.standing, now)
         commit.doubted.extend(self.checks.take_doubted())
         effects: list[Effect] = [*self.audits.draw(state, commit)]
@@ -338,8 +346,7 @@ class Driver:
         self.faults.committed()
         self.hanging.committed(commit.seconds, vote.ready)
         effects += self.faults.spoilt(state.begin, self.members)
-        if not state.begin.non_finite:  # else its source is known
-            effects += vote.not_finite(commit.step)
+        effects += [StepSkipped(step=commit.step, reason=skipped)] if skipped else []
         return [*effects, Committed(step=commit.step, loss=commit.loss)]
 
     def audited(self, result: AuditResult) -> list[Effect]:
@@ -349,7 +356,7 @@ class Driver:
             stage = self.members[node]
             effects.append(GradientStandsOut(step=result.step, node=node, stage=stage, reason=why))
             if self.rules.exclude:
-                failed = pb.Failed(reason=why, accused=[node], cause=NUMBERS)
+                failed = pb.Failed(reason=why, accused=[node], cause=AUDIT)
                 effects += self.accuse(self.node, failed)
         return effects
 

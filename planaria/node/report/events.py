@@ -435,6 +435,17 @@ class GradientStandsOut(Event, kind="gradient stands out", severity=Severity.WAR
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepSkipped(Event, kind="step skipped", severity=Severity.WARNING):
+    """A step was committed without an update."""
+
+    step: Count
+    reason: str
+
+    def sentence(self, node: str | None) -> str:
+        return f"step {self.step} is skipped: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Diverged(Event, kind="diverged", severity=Severity.ERROR):
     stage: Count
     nodes: tuple[str, ...]

@@ -426,7 +426,8 @@ def tell(summary: dict[str, Any]) -> Iterator[str]:
             f"{cost['critical_seconds']:.2f} s of computing time at each node"
         )
     if summary["skipped_steps"]:
-        yield f"steps skipped since the gradient was not finite: {summary['skipped_steps']}"
+        steps = summary["skipped_steps"]
+        yield f"steps skipped for a gradient that was not finite, or far too long: {steps}"
     if summary["failed_saves"]:
         yield f"saves that failed: {summary['failed_saves']}; the nodes' logs say why"
     audit, attempts = summary["audit"], summary["attempts"]

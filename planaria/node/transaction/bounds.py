@@ -185,6 +185,7 @@ def _commit(commit: pb.Commit) -> str:
         or _records(commit)
         or _first(_within("scale", scale, LARGEST) for scale in scales)
         or _first(_within("score", each.score, LARGEST) for each in commit.suspicions)
+        or _first(_within("usual norm", norm, LARGEST_NORM) for norm in commit.usual_norms)
         or _seconds("seconds of a step", commit.seconds)
         or ("" if commit.skipped else _within("gradient norm", commit.gradient_norm, LARGEST_NORM))
     )

@@ -364,7 +364,7 @@ class Joiner(_message.Message):
     def __init__(self, node: _Optional[str] = ..., stage: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("step", "ballot", "skipped", "clip_scale", "lr_scale", "loss", "tokens", "gradient_norm", "microbatches", "seconds", "skips", "lineage", "previous", "records", "signature", "doubted", "relearned", "audited", "suspicions")
+    __slots__ = ("step", "ballot", "skipped", "clip_scale", "lr_scale", "loss", "tokens", "gradient_norm", "microbatches", "seconds", "skips", "lineage", "previous", "records", "signature", "doubted", "relearned", "audited", "suspicions", "usual_norms")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BALLOT_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
@@ -384,6 +384,7 @@ class Commit(_message.Message):
     RELEARNED_FIELD_NUMBER: _ClassVar[int]
     AUDITED_FIELD_NUMBER: _ClassVar[int]
     SUSPICIONS_FIELD_NUMBER: _ClassVar[int]
+    USUAL_NORMS_FIELD_NUMBER: _ClassVar[int]
     step: int
     ballot: Ballot
     skipped: bool
@@ -403,7 +404,8 @@ class Commit(_message.Message):
     relearned: _containers.RepeatedScalarFieldContainer[int]
     audited: _containers.RepeatedScalarFieldContainer[int]
     suspicions: _containers.RepeatedCompositeFieldContainer[Suspicion]
-    def __init__(self, step: _Optional[int] = ..., ballot: _Optional[_Union[Ballot, _Mapping]] = ..., skipped: _Optional[bool] = ..., clip_scale: _Optional[_Iterable[float]] = ..., lr_scale: _Optional[_Iterable[float]] = ..., loss: _Optional[float] = ..., tokens: _Optional[int] = ..., gradient_norm: _Optional[float] = ..., microbatches: _Optional[_Iterable[_Union[Home, _Mapping]]] = ..., seconds: _Optional[float] = ..., skips: _Optional[int] = ..., lineage: _Optional[int] = ..., previous: _Optional[bytes] = ..., records: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., doubted: _Optional[_Iterable[_Union[Doubted, _Mapping]]] = ..., relearned: _Optional[_Iterable[int]] = ..., audited: _Optional[_Iterable[int]] = ..., suspicions: _Optional[_Iterable[_Union[Suspicion, _Mapping]]] = ...) -> None: ...
+    usual_norms: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, step: _Optional[int] = ..., ballot: _Optional[_Union[Ballot, _Mapping]] = ..., skipped: _Optional[bool] = ..., clip_scale: _Optional[_Iterable[float]] = ..., lr_scale: _Optional[_Iterable[float]] = ..., loss: _Optional[float] = ..., tokens: _Optional[int] = ..., gradient_norm: _Optional[float] = ..., microbatches: _Optional[_Iterable[_Union[Home, _Mapping]]] = ..., seconds: _Optional[float] = ..., skips: _Optional[int] = ..., lineage: _Optional[int] = ..., previous: _Optional[bytes] = ..., records: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., doubted: _Optional[_Iterable[_Union[Doubted, _Mapping]]] = ..., relearned: _Optional[_Iterable[int]] = ..., audited: _Optional[_Iterable[int]] = ..., suspicions: _Optional[_Iterable[_Union[Suspicion, _Mapping]]] = ..., usual_norms: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Doubted(_message.Message):
     __slots__ = ("node", "stage", "since")

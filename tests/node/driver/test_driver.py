@@ -53,6 +53,7 @@ from planaria.node.report.events import (
     Resuming,
     RolledBack,
     StageRebuilt,
+    StepSkipped,
     Waiting,
     WeightsChanged,
 )
@@ -2595,7 +2596,8 @@ def test_a_gradient_that_is_not_finite_names_the_stage_whose_it_is():
     for node in told.members:
         effects = told.ready(node, math.nan if node == "b" else 1.0, finite=node != "b")
     assert sent(effects, "step")["a"].step.commit.skipped
-    assert [(e.node, e.stage, e.step) for e in events(effects, NonFinite)] == [("b", 1, 2)]
+    (event,) = events(effects, StepSkipped)
+    assert (event.step, event.reason) == (2, "the gradient of stage 1 was not finite")
 
 
 def test_a_loss_that_is_not_finite_is_its_sources():
@@ -2711,6 +2713,26 @@ def test_a_commit_names_blocks_of_stages_with_three_replicas_but_not_of_the_owne
     assert audit.stages.keys() == {1}
     assert audit.stages[1].keys() == {"b", "b2", "b3"}
     assert sum(audit.stages[1].values()) == 2 * 2  # each microbatch is at one of them
+
+
+def test_a_step_with_a_gradient_far_too_long_is_skipped_and_audited_by_the_next_driver_too() -> (
+    None
+):
+    told = begun(AUDITED, THREES)
+    audits(told)
+    told.driver.audited(AuditResult(1, {}, {}))
+    heir = Told(AUDITED, THREES)
+    heir.views()
+    last = told.driver.standing.last
+    heir.statuses(1, **dict.fromkeys(THREES, pb.Status(committed=1, last=last)))
+    for driver in (told, heir):
+        driver.comes_home()
+        for node in THREES:
+            effects = driver.ready(node, 1e6 if THREES[node] == 1 else 1.0)
+        commit = sent(effects, "step")["a"].step.commit
+        assert commit.skipped and len(commit.audited) == 4 and math.isfinite(commit.gradient_norm)
+        (event,) = events(effects, StepSkipped)
+        assert event.reason == "the gradient of stage 1 was 1000 times as long as usual"
 
 
 def test_there_is_one_audit_at_a_time() -> None:

@@ -133,7 +133,9 @@ def test_a_run_that_paused_after_skipped_steps_says_so():
     why = "paused: 3 steps in a row were skipped"
     summary = summarize(RUN, lines, AUDIT, [], why)
     assert (summary["stopped"], summary["skipped_steps"]) == (why, 3)
-    assert "steps skipped since the gradient was not finite: 3" in list(tell(summary))
+    assert "steps skipped for a gradient that was not finite, or far too long: 3" in list(
+        tell(summary)
+    )
     whole = summarize(RUN, lines[:1], AUDIT, [])
     assert (whole["stopped"], whole["skipped_steps"]) == (None, 0)
     assert not any("steps skipped" in sentence for sentence in tell(whole))
