@@ -46,7 +46,6 @@ from planaria.node.run_file import RunFileError, dumps, loads
 from planaria.node.state.saves import METADATA, SaveError, SaveFile, _checksum, _encode
 from planaria.node.state.transfer import _parse_tensors
 from planaria.node.transaction.bounds import fault_to_driver, fault_to_member
-from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import lowrank
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import (
@@ -71,24 +70,10 @@ from planaria.node.wire.session import (
     SessionBounds,
 )
 from planaria.node.wire.tensors import decode, decode_low_rank
-from planaria.recovery.policy import POLICIES
 from tests.bootstrap.fake_etcd import FakeEtcd
+from tests.harness.rules import RULES
 from tests.membership import validate_state
 
-RULES: Final = TransactionRules(
-    stages=4,
-    steps=100,
-    microbatches=4,
-    validation_microbatches=2,
-    validate_every=0,
-    clip=1.0,
-    policy=POLICIES["checkfree"],
-    strict=True,
-    masking="reassign",
-    relearn=False,
-    progress=60.0,
-    lr_scale=lambda step, boosted_at: 1.0,
-)
 SMALL: Final = ModelConfig(
     vocabulary=8,
     dim=4,

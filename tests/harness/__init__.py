@@ -1,4 +1,7 @@
 """What tests of several rooms share.
 
+- `network.py`: nodes with one virtual clock, and what they send each other
+- `reducing.py`: replicas of a stage in such a network, which sum gradients
 - `at_rest.py`: counters that must be back at zero
+- `rules.py`: rules of a transaction
 """

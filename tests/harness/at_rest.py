@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from planaria.node.averaging.averaging import Averaging
+from planaria.node.state.boundary import BoundaryClient
+from planaria.node.state.copies import Sender
+from planaria.node.state.relearn import Relearning
+from planaria.node.state.transfer import StateClient, StateServer
+from planaria.node.state.twin import Twin
 from planaria.node.wire.budget import HeldFrames
 from planaria.node.wire.chunks import Inbox, Ordering, Outbox
+from planaria.node.wire.exchange import Inboxes
 from planaria.node.wire.outbox import NodeOutbox
 from planaria.node.wire.relays import Relays
 from planaria.node.wire.session import Session
@@ -19,6 +27,10 @@ COUNTERS: Final[Mapping[type, str]] = {
     HeldFrames: "frames used",
     NodeOutbox: "_waiting",
     Relays: "held",
+    Inboxes: "_open",
+    **dict.fromkeys((Averaging, BoundaryClient, Relearning, StateClient, Twin), "_inboxes"),
+    Sender: "_outstanding _update",
+    StateServer: "_serving",
 }
 """Attributes that count or hold something, or have such attributes themselves."""
 
@@ -26,7 +38,7 @@ COUNTERS: Final[Mapping[type, str]] = {
 def left(thing: object, name: str = "") -> Iterator[str]:
     """Each counter of `thing` that isn't zero, and each container that isn't empty."""
     if (names := COUNTERS.get(type(thing))) is None:
-        if thing:
+        if +thing if isinstance(thing, Counter) else thing:
             yield f"{name} = {thing}"
         return
     for attribute in names.split():
@@ -34,5 +46,6 @@ def left(thing: object, name: str = "") -> Iterator[str]:
 
 
 def check_at_rest(*things: object) -> None:
-    """Raises AssertionError."""
-    assert [text for thing in things for text in left(thing)] == []
+    """Raises AssertionError. What has no counters is at rest."""
+    counting = [thing for thing in things if type(thing) in COUNTERS]
+    assert [text for thing in counting for text in left(thing)] == []

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from conversing import AtOnce, Nodes, VirtualNet, validate
+from conversing import validate
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
@@ -32,6 +32,7 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link_speed import LARGEST
 from planaria.recovery.snapshot import Layout
+from tests.harness.network import AtOnce, Nodes, VirtualNet
 
 RUN = loads(
     """

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conversing import AtOnce, Nodes, VirtualNet
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.ports import Priority
@@ -17,6 +16,7 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import Exchanges
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.naming import node_of, seat_id, seated
+from tests.harness.network import AtOnce, Nodes, VirtualNet
 
 
 def view(number: int, **seats: list[tuple[int, int]]) -> registry.View:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from reducing import BALLOT, Network, first_failure, gradients, reduce_all, start_all
 
 from planaria.bootstrap.registry_pb2 import CHECKSUM, NUMBERS
 from planaria.node.averaging import coding, evidence, reduction
@@ -23,6 +22,14 @@ from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.tensors import decode
+from tests.harness.reducing import (
+    BALLOT,
+    Network,
+    first_failure,
+    gradients,
+    reduce_all,
+    start_all,
+)
 
 SIZE, PIECE, BLOCK = 9000, 1000, 256
 ALL = range(40)

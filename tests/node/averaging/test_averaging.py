@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
@@ -9,21 +8,8 @@ from typing import Any, Literal, get_args
 
 import pytest
 import torch
-from conversing import Nodes, Slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reducing import (
-    BALLOT,
-    SHAPES,
-    Network,
-    copied,
-    first_failure,
-    gradients,
-    reduce_all,
-    reduced,
-    shares,
-    start_all,
-)
 
 from planaria.bootstrap.neighbours import partners, rows
 from planaria.bootstrap.registry_pb2 import CHECKSUM, DIVERGENCE, NONFINITE, NUMBERS
@@ -37,6 +23,18 @@ from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError, Exchange, PeerLostError
 from planaria.node.wire.frames import Codec, Frame, buffers_of
 from planaria.node.wire.tensors import decode
+from tests.harness.network import Nodes, Thread, copied
+from tests.harness.reducing import (
+    BALLOT,
+    SHAPES,
+    Network,
+    first_failure,
+    gradients,
+    reduce_all,
+    reduced,
+    shares,
+    start_all,
+)
 
 NODES = ["a", "b", "c", "d", "e"]
 CODECS: tuple[Averaged, ...] = (*get_args(Codec), "lowrank")
@@ -181,7 +179,7 @@ def one_step(network: Network, values: Sequence[torch.Tensor], step: int) -> tor
         network.start(node, Ballot(3, step), nodes, gradient, share, 6, 60.0)
         for node, gradient, share in zip(nodes, values, shares(nodes, 6), strict=True)
     ]
-    assert [network.time.error(one) for one in exchanges] == [None] * len(nodes)
+    assert [network.error(one) for one in exchanges] == [None] * len(nodes)
     for other in values[1:]:
         assert torch.equal(other, values[0])
     return values[0]
@@ -257,8 +255,7 @@ def test_a_joiner_begins_with_nothing_and_whoever_is_left_keeps_what_it_holds(
     before = held_by(network)
     for step, replicas in ((3, "ac"), (4, "acd")):
         if replicas not in ("ac",):
-            network.exchanges["d"] = network.time.new(Slow(network.time, network.random))
-            network.nodes["d"] = network._node("d", codec)
+            network.add("d", codec)
         values = gradients(replicas, 50, seed=step)
         whole = reduce(torch.add, [one.double() for one in values])
         found = one_step(network, values, step)
@@ -321,7 +318,7 @@ def test_a_peer_lost_after_its_part_does_no_harm(seed: int) -> None:
         nonlocal sent
         if (source, target) == ("c", "a") and (sent := sent + 1) == 6:
             lost = network.nodes["a"].on_peer_lost
-            network.time.after(0.0, partial(lost, "c", "connection reset"))
+            network.after(0.0, partial(lost, "c", "connection reset"))
         return True
 
     network.passes = passes
@@ -341,7 +338,7 @@ def test_replicas_that_have_applied_different_commits_do_not_sum() -> None:
         for i, node in enumerate(nodes)
     ]
     with pytest.raises(ComplaintError, match="b has applied another last commit") as caught:
-        network.time.outcome(exchanges[0])
+        network.outcome(exchanges[0])
     assert (caught.value.accused, caught.value.cause) == (["b"], DIVERGENCE)
 
 
@@ -558,7 +555,7 @@ def test_a_cancelled_reduction_ends_at_once_and_the_next_one_works(steps: int) -
     network = Network(["a", "b"])
     older = start_all(network, gradients("ab", 33))
     for _ in range(steps):
-        network.time.step()
+        network.step()
     values = gradients("ab", 33)
     expected = values[0] + values[1]
     for member, one in zip(network.nodes.values(), older, strict=True):
@@ -568,7 +565,7 @@ def test_a_cancelled_reduction_ends_at_once_and_the_next_one_works(steps: int) -
         network.start(node, Ballot(3, 2), ["a", "b"], gradient, [i], 2, 60.0)
         for i, (node, gradient) in enumerate(zip("ab", values, strict=True))
     ]
-    assert [network.time.error(one) for one in newer] == [None, None]
+    assert [network.error(one) for one in newer] == [None, None]
     assert torch.equal(values[0], expected)
     assert torch.equal(values[1], expected)
 
@@ -576,7 +573,7 @@ def test_a_cancelled_reduction_ends_at_once_and_the_next_one_works(steps: int) -
 def test_what_it_computed_when_it_was_cancelled_is_not_sent() -> None:
     sent: list[str] = []
     time = Nodes()
-    exchanges = time.new(Slow(time, random.Random(0)))
+    exchanges = time.new(Thread(time, lambda: 0.001))
     member = Averaging(exchanges, lambda peer, frame: not sent.append(peer), Coding(tensors))
     gradient = torch.ones(9)
     one = exchanges.start(reduced(member, "a", BALLOT, ["a", "b"], gradient, [0], 2, 60.0))
@@ -690,8 +687,7 @@ def test_who_is_left_of_nine_goes_on_with_what_it_holds() -> None:
             del network.nodes[gone]
         for node in nodes:
             if node not in network.nodes:
-                network.exchanges[node] = network.time.new(Slow(network.time, network.random))
-                network.nodes[node] = network._node(node, "lowrank")
+                network.add(node, "lowrank")
         before, values = held_by(network), of_many(nodes, 150, seed=step)
         whole = reduce(torch.add, [one.double() for one in values])
         found = one_step(network, values, step)
@@ -889,4 +885,4 @@ def test_in_rows_who_is_no_partner_may_get_lost() -> None:
     network = Network(nodes)
     exchanges = start_all(network, of_many(nodes, 200))
     network.nodes["n04"].on_peer_lost("n08", "connection reset")
-    assert [network.time.error(one) for one in exchanges] == [None] * 9
+    assert [network.error(one) for one in exchanges] == [None] * 9

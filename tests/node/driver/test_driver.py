@@ -64,19 +64,13 @@ from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import hash_of, seal
 from planaria.recovery.policy import POLICIES
+from tests.harness import rules
 
-RULES = TransactionRules(
-    stages=4,
+RULES = replace(
+    rules.RULES,
     steps=10,
     microbatches=2,
     validation_microbatches=0,
-    validate_every=0,
-    clip=1.0,
-    policy=POLICIES["checkfree"],
-    strict=True,
-    masking="reassign",
-    relearn=False,
-    progress=60.0,
     lr_scale=lambda step, boosted_at: 1.1 if boosted_at else 1.0,
 )
 Happened = TypeVar("Happened", bound=Event)

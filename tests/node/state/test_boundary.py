@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
-from conversing import AtOnce, Nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,6 +39,8 @@ from planaria.node.wire.exchange import Exchange
 from planaria.node.wire.frames import Codec, Frame
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery.orders import adjoining, order, runs
+from tests.harness import network
+from tests.harness.network import AtOnce, Item, Nodes
 
 T = TypeVar("T")
 BALLOT = Ballot(3, 5)
@@ -113,52 +115,29 @@ def keepers(stages: int, swapped: bool, codec: Codec = "none") -> dict[str, Boun
     return found
 
 
-Answer: TypeAlias = pb.Message | Frame
+class Network(network.Network):
+    """A joiner and its neighbours."""
 
-
-class Network:
-    """A joiner and its neighbours; what is sent has arrived. `faults` map a neighbour's answers to
-    what arrives instead; None: nothing. At most a request's batch is ever on its way."""
-
-    def __init__(self, nodes: dict[str, BoundaryKeeper], beside: int = 0) -> None:
+    def __init__(self, keepers: dict[str, BoundaryKeeper], beside: int = 0) -> None:
         """`beside`: features of what is wanted that come as bytes."""
+        super().__init__(latency=0.0, ordered=True)
         self.beside = beside
-        self.nodes = Nodes()
-        self.exchanges = self.nodes.new()
-        accuse = lambda node, why, cause: self.accused.append((node, cause))  # noqa: E731
         self.accused: list[tuple[str, Cause]] = []
-        self.client = BoundaryClient(self.exchanges, self._ask, boundary_tensor, accuse)
-        self.servers = {node: self._server(node, keeper) for node, keeper in nodes.items()}
-        self.faults: dict[str, Callable[[Answer], Answer | None]] = {}
-        self.asked: list[tuple[str, int]] = []
-
-    def _server(self, node: str, keeper: BoundaryKeeper) -> BoundaryServer:
-        def answer(peer: str, answer: Answer) -> bool:
-            assert peer == "joiner"
-            changed = self.faults.get(node, lambda same: same)(answer)
-            if isinstance(changed, Frame):
-                assert isinstance(changed.payload, tuple)
-                payload = bytearray().join(changed.payload)
-                self.client.on_frame(node, Frame.parse(changed.head(), payload))
-            elif changed is not None:
-                self.client.on_message(node, pb.Message.FromString(changed.SerializeToString()))
-            return True
-
-        return BoundaryServer(keeper, tensors, answer)
-
-    def _ask(self, node: str, message: pb.Message) -> bool:
-        if node not in self.servers:
-            return False
-        self.asked.append((node, message.boundary_request.offset))
-        self.servers[node].on_message("joiner", message)
-        return True
+        accuse = lambda node, why, cause: self.accused.append((node, cause))  # noqa: E731
+        self.exchanges, send = self.new(), partial(self.send, "joiner")
+        self.client = BoundaryClient(self.exchanges, send, boundary_tensor, accuse)
+        self.nodes["joiner"] = self.client
+        for node, keeper in keepers.items():
+            self.nodes[node] = BoundaryServer(keeper, tensors, partial(self.send, node))
 
     def fetch(self, stage: int, lost: set[int], neighbours: Sequence[str]) -> Fetched:
-        """With no time for what isn't there at once."""
+        """Whatever comes at once."""
         shape = *SHAPE[:-1], SHAPE[-1] + self.beside
         wanted = Wanted(STEP, STEPS, stage, frozenset(lost), MICROBATCHES, shape, self.beside)
-        fetching = self.client.fetch(BALLOT, wanted, neighbours, 0.0)
-        return self.nodes.run(self.exchanges, fetching)
+        fetching = self.client.fetch(BALLOT, wanted, neighbours, 1.0)
+        fetched = self.run(self.exchanges, fetching)
+        self.settle()
+        return fetched
 
 
 def check_values(fetched: Fetched, stages: int, swapped: bool) -> None:
@@ -400,7 +379,8 @@ def test_few_frames_are_under_way_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     network = Network(nodes)
     fetched = network.fetch(2, {2}, ["1.a", "1.b", "3.a", "3.b"])
     assert len(fetched.inputs) == len(fetched.outputs) == STEPS * MICROBATCHES
-    offsets = [offset for node, offset in network.asked if node == "1.a"]
+    asked = [sent.item for sent in network.sent if sent[1:3] == ("joiner", "1.a")]
+    offsets = [message.boundary_request.offset for message in asked]
     assert offsets == [0, 2, 4]  # of its 6; the last one is never asked twice
     check_values(fetched, 3, swapped=False)
 
@@ -444,7 +424,7 @@ def test_who_is_missing_costs_only_its_own_tensors() -> None:
     network = Network(nodes)
     network.faults["0.a"] = lambda answer: None
 
-    def lose(answer: Answer) -> None:
+    def lose(answer: Item) -> None:
         network.client.on_peer_lost("0.b", "connection reset")
 
     network.faults["0.b"] = lose
@@ -452,7 +432,7 @@ def test_who_is_missing_costs_only_its_own_tensors() -> None:
     assert {pair[:2] for pair in fetched.inputs} == {*part("a")}
     assert {pair[:2] for pair in fetched.outputs} == {*part("b")}
     assert sorted(fetched.complaints) == [
-        "0.a did not send any boundary tensors: no answer in 0 s",
+        "0.a did not send any boundary tensors: no answer in 1 s",
         "0.b did not send any boundary tensors: lost: connection reset",
         "1.b did not send any boundary tensors: boundary tensors of step 8 are requested, "
         "those of step 9 are kept",
@@ -512,15 +492,14 @@ def test_a_bad_frame_costs_only_itself_and_names_who_sent_it(
     network = Network(keepers(3, swapped=False))
     later: list[Frame] = []  # the changed one comes last of all frames
 
-    def fault(answer: Answer) -> Answer | None:
+    def fault(answer: Item) -> Item | None:
         fields = answer.fields if isinstance(answer, Frame) else {}
         if isinstance(answer, Frame) and (fields["step"], fields["microbatch"]) == (STEP, 0):
             later.append(change(answer))
             return None
         if isinstance(answer, pb.Message):
             for frame in later:
-                payload = bytearray().join(cast(tuple[memoryview, ...], frame.payload))
-                network.client.on_frame("1.a", Frame.parse(frame.head(), payload))
+                network.after(0.0, partial(network.arrive, "1.a", "joiner", frame))
         return answer
 
     network.faults["1.a"] = fault
@@ -537,7 +516,7 @@ def test_a_bad_frame_costs_only_itself_and_names_who_sent_it(
 def test_more_frames_than_were_asked_for_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boundary, "BATCH", 2)
     network = Network(keepers(3, swapped=False))
-    server = network.servers["1.a"]
+    server = network.nodes["1.a"]
     network.faults["1.a"] = lambda answer: answer if isinstance(answer, Frame) else None
 
     def twice(peer: str, message: pb.Message) -> None:

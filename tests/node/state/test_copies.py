@@ -3,19 +3,16 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
 from functools import cache, partial
 from typing import Any, TypeVar
 
 import pytest
 import torch
-from conversing import AtOnce, Nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.bootstrap.registry_pb2 import CHECKSUM, Cause
-from planaria.node.ports import Priority
 from planaria.node.run_file import SnapshotSection
 from planaria.node.state import copies
 from planaria.node.state.copies import Allowance, Holder, Kind, Outgoing, Sender
@@ -25,6 +22,8 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.frames import Frame
 from planaria.recovery.snapshot import Layout
+from tests.harness.at_rest import check_at_rest
+from tests.harness.network import Item, Network, Thread, copied
 
 T = TypeVar("T")
 LAYOUT = Layout([(9, 40), (40,), (11, 17)])
@@ -36,25 +35,6 @@ STAGE = {"copy": 0, "snapshot": 2}
 def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "FRAME", 600)
     monkeypatch.setattr(copies, "LEAST_FRAME", 200)
-
-
-class Compute:
-    """The compute thread's order, without the thread."""
-
-    def __init__(self, nodes: Nodes) -> None:
-        self.nodes = nodes
-        self.posted: deque[Callable[[], None]] = deque()
-        self.held = False
-
-    def post(
-        self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
-    ) -> None:
-        self.posted.append(partial(AtOnce().post, work, then, priority))
-        self.nodes.after(0.0, self.work)
-
-    def work(self) -> None:
-        if not self.held and self.posted:
-            self.posted.popleft()()
 
 
 @cache
@@ -79,12 +59,12 @@ class Training:
     """A node that sends: its state, a commit at a time."""
 
     def __init__(self, world: World, outgoing: Outgoing, name: str, silence: float) -> None:
-        self.name, self.nodes = name, world.nodes
-        self.exchanges = world.nodes.new(Compute(world.nodes))
+        self.name, self.world = name, world
+        self.exchanges = world.new(Thread(world))
         self.step, self.last = 0, pb.Commit()
         self.flats = [torch.zeros(LAYOUT.values) for _ in NAMES]
         self.sender = Sender(
-            self.exchanges, outgoing, self.state, partial(world.carry, name), silence
+            self.exchanges, outgoing, self.state, partial(world.send, name), silence
         )
         self.lineage = 0
 
@@ -101,7 +81,7 @@ class Training:
 
     def commit(self, step: int, attempt: int = 0) -> None:
         self.step, self.last = step, commit_of(step, attempt)
-        self.nodes.run(self.exchanges, self.exchanges.compute(partial(self.apply, step)))
+        self.world.run(self.exchanges, self.exchanges.compute(partial(self.apply, step)))
         if self.step == step:
             self.sender.committed(self.state().id)
 
@@ -109,9 +89,13 @@ class Training:
         for flat, new in zip(self.flats, values_at(step, self.lineage), strict=True):
             flat.copy_(new)
 
+    def on_message(self, holder: str, message: pb.Message) -> None:
+        self.world.unanswered[self.name, holder] -= message.kept.received
+        self.sender.on_kept(holder, message.kept)
 
-class World:
-    """Who sends, and holders `h` and `i`. Each link is a pipe that keeps its order."""
+
+class World(Network):
+    """Who sends, and holders `h` and `i`."""
 
     def __init__(
         self,
@@ -120,6 +104,7 @@ class World:
         holders: tuple[str, ...] = ("h",),
         **snapshot: Any,
     ) -> None:
+        super().__init__(latency=0.0, ordered=True)
         section = SnapshotSection(**{"mbps": 1e6, "codec": "none", **snapshot})
         self.kind, self.stage = kind, STAGE[kind]
         self.outgoing = (
@@ -128,86 +113,50 @@ class World:
             else Outgoing.snapshots(self.stage, LAYOUT, section, seed=5)
         )
         self.silence = silence
-        self.nodes = Nodes()
-        self.pipes: dict[tuple[str, str], deque[Callable[[], None]]] = {}
-        self.held = False  # nothing is delivered
-        self.faults: Callable[[Frame], Frame | None] = lambda frame: frame
-        self.sent: list[tuple[float, str, Frame]] = []
-        self.kept: list[tuple[str, pb.Kept]] = []
         self.accused: list[tuple[str, Cause]] = []
         self.unanswered: Counter[tuple[str, str]] = Counter()  # frames
-        self.unlinked: set[str] = set()
         self.trainings: dict[str, Training] = {}
         self.training = self.train("s")
         self.sender = self.training.sender
-        self.computes = {name: Compute(self.nodes) for name in ("h", "i")}
-        self.exchanges = {name: self.nodes.new(self.computes[name]) for name in ("h", "i")}
+        self.computes = {name: Thread(self) for name in ("h", "i")}
+        self.exchanges = {name: self.new(self.computes[name]) for name in ("h", "i")}
         self.holders = {
             name: Holder(
                 self.exchanges[name],
                 {(kind, self.stage): LAYOUT},
-                partial(self.answer, name),
+                partial(self.send, name),
                 lambda node, why, cause: self.accused.append((node, cause)),
             )
             for name in ("h", "i")
         }
+        self.nodes |= self.holders
         self.holder = self.holders["h"]
         self.sender.set_holders(holders)
 
     def train(self, name: str) -> Training:
-        self.trainings[name] = Training(self, self.outgoing, name, self.silence)
-        return self.trainings[name]
+        training = Training(self, self.outgoing, name, self.silence)
+        self.trainings[name] = self.nodes[name] = training
+        return training
 
     # --- links
 
-    def carry(self, source: str, to: str, frame: pb.Message | Frame) -> bool:
-        assert isinstance(frame, Frame)
-        if to in self.unlinked:
-            return False
-        self.sent.append((self.nodes.now, to, frame))
-        self.unanswered[source, to] += 1
-        assert self.unanswered[source, to] <= copies.OUTSTANDING
-        changed = self.faults(frame)
-        if changed is not None:
-            self.push(source, to, partial(self.arrive, source, to, changed))
-        return True
+    def send(self, source: str, target: str, item: Item) -> bool:
+        if (is_sent := super().send(source, target, item)) and isinstance(item, Frame):
+            self.unanswered[source, target] += 1
+            assert self.unanswered[source, target] <= copies.OUTSTANDING
+        return is_sent
 
-    def arrive(self, source: str, to: str, frame: Frame) -> None:
-        assert isinstance(frame.payload, tuple)
-        payload = bytearray().join(frame.payload)
-        self.holders[to].on_frame(source, Frame.parse(frame.head(), payload))
+    @property
+    def frames(self) -> list[Frame]:
+        return [sent.item for sent in self.sent if isinstance(sent.item, Frame)]
 
-    def answer(self, holder: str, to: str, message: pb.Message | Frame) -> bool:
-        assert isinstance(message, pb.Message)
-        kept = pb.Message.FromString(message.SerializeToString()).kept
-        self.kept.append((holder, kept))
-        self.push(holder, to, partial(self.hear, to, holder, kept))
-        return True
-
-    def hear(self, sender: str, holder: str, kept: pb.Kept) -> None:
-        if kept.received:
-            self.unanswered[sender, holder] -= 1
-        self.trainings[sender].sender.on_kept(holder, kept)
-
-    def push(self, source: str, to: str, delivery: Callable[[], None]) -> None:
-        self.pipes.setdefault((source, to), deque()).append(delivery)
-        self.nodes.after(0.0, partial(self.deliver, (source, to)))
-
-    def deliver(self, pipe: tuple[str, str]) -> None:
-        if self.pipes[pipe] and not self.held:
-            self.pipes[pipe].popleft()()
-
-    def release(self) -> None:
-        self.held = False
-        for pipe, waiting in list(self.pipes.items()):
-            for _ in list(waiting):
-                self.deliver(pipe)
+    @property
+    def kept(self) -> list[pb.Kept]:
+        return [sent.item.kept for sent in self.sent if isinstance(sent.item, pb.Message)]
 
     def lose_link(self, a: str, b: str) -> None:
         """What is under way on it is lost, and both ends are told."""
-        for pipe in ((a, b), (b, a)):
-            self.pipes.pop(pipe, None)
-            self.pipes[pipe] = deque()
+        self.in_flight = [sent for sent in self.in_flight if {*sent[1:3]} != {a, b}]
         self.unanswered[a, b] = 0
         self.trainings[a].sender.on_peer_lost(b, "reset")
         self.holders[b].on_peer_lost(a)
@@ -216,16 +165,15 @@ class World:
 
     def settle(self) -> None:
         """Until nobody has anything to do."""
-        while self.nodes.step():
-            pass
-        for error in self.nodes.crashes:
+        super().settle()
+        for error in self.crashes:
             raise error
 
     def moment(self) -> None:
         """Let everything happen that takes less than a second."""
-        self.nodes.sleep(1.0)
+        self.sleep(1.0)
 
-    def step(self, step: int, attempt: int = 0) -> None:
+    def commit(self, step: int, attempt: int = 0) -> None:
         """Everybody commits it."""
         self.training.commit(step, attempt)
         for holder in self.holders.values():
@@ -278,7 +226,7 @@ class World:
 
 def test_a_copy_comes_back_exactly_with_all_that_belongs_to_it() -> None:
     world = World("copy")
-    world.step(1)
+    world.commit(1)
     world.settle()
     state = world.holder.state("copy", 0)
     assert state is not None
@@ -299,10 +247,12 @@ def test_a_copy_comes_back_exactly_with_all_that_belongs_to_it() -> None:
 def test_copies_go_to_one_holder_at_a_time() -> None:
     world = World("copy", holders=("h", "i"))
     for step in (1, 2):
-        world.step(step)
+        world.commit(step)
         world.settle()
         assert (world.step_held("h"), world.step_held("i")) == (step, step)
-    runs = [to for to, _ in itertools.groupby(to for _, to, _ in world.sent)]
+    runs = [
+        to for to, _ in itertools.groupby(sent.target for sent in world.sent if sent.source == "s")
+    ]
     assert runs == ["h", "i", "h", "i"]
 
 
@@ -310,12 +260,12 @@ def test_a_slow_transfer_is_followed_by_that_of_the_newest_step() -> None:
     world = World("copy")
     world.held = True
     for step in range(1, 6):
-        world.step(step)
+        world.commit(step)
     world.moment()
-    assert len(world.sent) == copies.OUTSTANDING
+    assert len(world.frames) == copies.OUTSTANDING
     world.release()
     world.settle()
-    steps = [frame.fields["step"] for _, _, frame in world.sent]
+    steps = [frame.fields["step"] for frame in world.frames]
     assert [step for step, _ in itertools.groupby(steps)] == [1, 5]
     assert world.step_held() == 5
     world.assert_true()
@@ -323,12 +273,12 @@ def test_a_slow_transfer_is_followed_by_that_of_the_newest_step() -> None:
 
 def test_a_holder_has_the_copy_before_until_its_node_has_committed_the_new_one() -> None:
     world = World("copy")
-    world.step(1)
+    world.commit(1)
     world.settle()
     world.training.commit(2)
     world.moment()
     assert world.step_held() == 1
-    assert not [k for _, k in world.kept if k.step == 2 and not k.received]
+    assert not [k for k in world.kept if k.step == 2 and not k.received]
     world.holder.committed(having(2))
     world.settle()
     assert world.step_held() == 2
@@ -338,14 +288,14 @@ def test_a_holder_has_the_copy_before_until_its_node_has_committed_the_new_one()
 @pytest.mark.parametrize("kind", ["copy", "snapshot"])
 def test_what_was_committed_by_nobody_who_is_left_is_forgotten(kind: Kind) -> None:
     world = World(kind, fraction=1.0, period=1)
-    world.step(1)
+    world.commit(1)
     world.settle()
     world.training.commit(2)
     world.moment()
     world.holder.committed(having(2, attempt=9))
     world.settle()
     assert world.step_held() == 1
-    assert "made by another commit" in world.kept[-1][1].error
+    assert "made by another commit" in world.kept[-1].error
     world.assert_true()
 
 
@@ -376,7 +326,7 @@ def test_a_state_that_was_rebuilt_from_an_older_one_waits_for_its_next_commit() 
     world.sender.committed(world.training.state().id)
     world.settle()
     assert world.sent == []
-    world.step(3)
+    world.commit(3)
     world.settle()
     assert world.step_held() == 3
 
@@ -388,7 +338,7 @@ def test_a_state_that_was_rebuilt_from_an_older_one_waits_for_its_next_commit() 
 def test_a_snapshot_is_announced_when_every_block_has_come(codec: str) -> None:
     world = World(fraction=0.25, period=8, codec=codec, moments=True)
     for step in range(1, 9):
-        world.step(step)
+        world.commit(step)
         world.settle()
         assert world.step_held() == (7 if step > 6 else None)
         world.assert_true(exact=codec == "none")
@@ -406,16 +356,16 @@ def test_a_snapshot_is_announced_when_every_block_has_come(codec: str) -> None:
 
 def test_a_lost_update_counts_as_never_sent_and_goes_first() -> None:
     world = World(fraction=0.25, period=4)
-    world.step(1)
+    world.commit(1)
     world.settle()
     world.held = True
     idle = world.sender.memory_bytes
-    world.step(2)
+    world.commit(2)
     world.moment()
     assert world.sender.memory_bytes > idle
     world.release()
     for _ in range(5):
-        world.nodes.sleep(0)
+        world.sleep(0)
     before = world.holder.memory_bytes
     world.lose_link("s", "h")
     assert world.holder.memory_bytes < before, "what came by halves is forgotten"
@@ -424,7 +374,7 @@ def test_a_lost_update_counts_as_never_sent_and_goes_first() -> None:
     first = sent.taken == 1
     assert set(sent.taken[~first].tolist()) == {-1}
     for step in (3, 4, 5):
-        world.step(step)
+        world.commit(step)
         world.settle()
         world.assert_true()
         world.assert_agreed(world.sender)
@@ -435,14 +385,14 @@ def test_a_lost_update_counts_as_never_sent_and_goes_first() -> None:
 def test_a_new_holder_starts_with_nothing() -> None:
     world = World(fraction=0.5, period=2)
     for step in (1, 2):
-        world.step(step)
+        world.commit(step)
         world.settle()
     assert world.step_held("h") == 2
     world.sender.set_holders(["i"])
     world.settle()
     for step in (3, 4):
         assert world.step_held("i") is None or step == 4
-        world.step(step)
+        world.commit(step)
         world.settle()
     assert world.step_held("i") is not None
     assert world.step_held("h") == 2
@@ -452,7 +402,7 @@ def test_a_new_holder_starts_with_nothing() -> None:
 def test_another_sender_overlays_what_the_first_had_sent() -> None:
     world = World(fraction=0.25, period=4)
     for step in range(1, 5):
-        world.step(step)
+        world.commit(step)
         world.settle()
     assert world.step_held() == 4
     world.sender.set_holders([])
@@ -473,26 +423,26 @@ def test_another_sender_overlays_what_the_first_had_sent() -> None:
 
 def test_a_round_that_is_not_through_postpones_the_next() -> None:
     world = World(fraction=0.5, period=4)  # every 2 steps
-    world.step(1)
+    world.commit(1)
     world.settle()
     world.held = True
     for step in range(2, 7):
-        world.step(step)
+        world.commit(step)
         world.moment()
-    assert {frame.fields["step"] for _, _, frame in world.sent} == {1, 3}
+    assert {frame.fields["step"] for frame in world.frames} == {1, 3}
     world.release()
     world.settle()
-    assert {frame.fields["step"] for _, _, frame in world.sent} == {1, 3, 6}
+    assert {frame.fields["step"] for frame in world.frames} == {1, 3, 6}
     for step in (7, 8):
-        world.step(step)
+        world.commit(step)
         world.settle()
-    assert {frame.fields["step"] for _, _, frame in world.sent} == {1, 3, 6, 8}
+    assert {frame.fields["step"] for frame in world.frames} == {1, 3, 6, 8}
 
 
 def test_a_run_that_goes_back_to_its_saves_starts_its_snapshots_again() -> None:
     world = World(fraction=0.5, period=2)
     for step in (1, 2, 3):
-        world.step(step)
+        world.commit(step)
         world.settle()
     assert world.step_held() == 3
     world.training.lineage = 1
@@ -515,11 +465,11 @@ def test_a_silent_holder_is_named_and_queues_nothing_more(
     world = World("copy")
     world.held = True
     for step in range(1, 5):
-        world.step(step)
+        world.commit(step)
         world.settle()
-    assert len(world.sent) == copies.OUTSTANDING
+    assert len(world.frames) == copies.OUTSTANDING
     world.release()
-    world.step(5)
+    world.commit(5)
     world.settle()
     assert world.step_held() == 5
 
@@ -530,14 +480,12 @@ def test_a_silent_holder_is_named_and_queues_nothing_more(
 def test_an_answer_makes_room_for_one_frame() -> None:
     world = World("copy")
     world.held = True
-    world.step(1)
+    world.commit(1)
     world.moment()
-    world.held = False
-    world.deliver(("s", "h"))
-    world.deliver(("h", "s"))
-    world.held = True
+    world.deliver("s", "h")
+    world.deliver("h", "s")
     world.moment()
-    assert len(world.sent) == copies.OUTSTANDING + 1
+    assert len(world.frames) == copies.OUTSTANDING + 1
     world.release()
     world.settle()
     assert world.step_held() == 1
@@ -545,12 +493,12 @@ def test_an_answer_makes_room_for_one_frame() -> None:
 
 def test_without_a_link_the_next_commit_tries_again(caplog: pytest.LogCaptureFixture) -> None:
     world = World("copy")
-    world.unlinked.add("h")
-    world.step(1)
+    del world.nodes["h"]
+    world.commit(1)
     world.settle()
     assert world.sent == []
-    world.unlinked.clear()
-    world.step(2)
+    world.nodes["h"] = world.holder
+    world.commit(2)
     world.settle()
     assert world.step_held() == 2
 
@@ -560,14 +508,14 @@ def test_without_a_link_the_next_commit_tries_again(caplog: pytest.LogCaptureFix
 def test_a_holder_that_holds_no_longer_is_left_alone() -> None:
     world = World("copy")
     world.held = True
-    world.step(1)
+    world.commit(1)
     world.moment()
     world.sender.set_holders([])
     world.release()
     world.settle()
-    world.step(2)
+    world.commit(2)
     world.settle()
-    assert {frame.fields["step"] for _, _, frame in world.sent} == {1}
+    assert {frame.fields["step"] for frame in world.frames} == {1}
     assert world.step_held() is None
 
 
@@ -581,19 +529,19 @@ def damaged(frame: Frame) -> Frame:
 @pytest.mark.parametrize("kind", ["copy", "snapshot"])
 def test_a_damaged_update_changes_nothing(kind: Kind) -> None:
     world = World(kind, fraction=1.0, period=1)
-    world.step(1)
+    world.commit(1)
     world.settle()
-    world.faults = lambda frame: damaged(frame) if frame.fields["offset"] == 600 else frame
+    world.faults["s"] = lambda frame: damaged(frame) if frame.fields["offset"] == 600 else frame
     before = world.holder.memory_bytes
-    world.step(2)
+    world.commit(2)
     world.settle()
     assert world.step_held() == 1
     assert world.holder.memory_bytes == before
-    assert any("arrived damaged" in kept.error for _, kept in world.kept)
+    assert any("arrived damaged" in kept.error for kept in world.kept)
     assert world.accused == [("s", CHECKSUM)]
     world.assert_true()
-    world.faults = lambda frame: frame
-    world.step(3)
+    world.faults.clear()
+    world.commit(3)
     world.settle()
     assert world.step_held() == 3
     world.assert_true()
@@ -628,19 +576,19 @@ def test_a_damaged_update_changes_nothing(kind: Kind) -> None:
 )
 def test_updates_that_cannot_be_are_refused(changes: dict[str, Any], why: str) -> None:
     world = World(fraction=1.0, period=1)
-    world.faults = lambda frame: Frame(
+    world.faults["s"] = lambda frame: Frame(
         frame.kind, frame.ballot, frame.fields | changes, frame.descriptors, frame.payload
     )
-    world.step(1)
+    world.commit(1)
     world.moment()
-    assert any(why in kept.error for _, kept in world.kept), [k.error for _, k in world.kept]
+    assert any(why in kept.error for kept in world.kept), [k.error for k in world.kept]
     assert world.step_held() is None
     assert world.holder.memory_bytes < 10_000
     late = changes.keys() & {"offset", "stage", "kind"}
     assert {node for node, _ in world.accused} == (set() if late else {"s"})
     world.settle()
-    world.faults = lambda frame: frame
-    world.step(2)
+    world.faults.clear()
+    world.commit(2)
     world.settle()
     assert world.step_held() == 2
     world.assert_true()
@@ -648,12 +596,12 @@ def test_updates_that_cannot_be_are_refused(changes: dict[str, Any], why: str) -
 
 def test_values_that_are_not_finite_are_refused() -> None:
     world = World(fraction=1.0, period=1)
-    world.step(1)
+    world.commit(1)
     world.settle()
     world.training.apply = lambda step: world.training.flats[0].fill_(math.inf)  # type: ignore[method-assign]
-    world.step(2)
+    world.commit(2)
     world.settle()
-    assert "aren't finite" in world.kept[-1][1].error
+    assert "aren't finite" in world.kept[-1].error
     assert world.accused == [], "its replicas have the same"
     assert world.step_held() == 1
     world.assert_true()
@@ -665,16 +613,16 @@ def test_a_stranger_cannot_spoil_an_update() -> None:
 
     def meddle(frame: Frame) -> Frame:
         if frame.fields["offset"]:
-            world.push("x", "h", partial(world.arrive, "x", "h", frame))
+            world.after(0.0, partial(world.arrive, "x", "h", frame))
         return frame
 
-    world.faults = meddle
-    world.step(1)
+    world.faults["s"] = meddle
+    world.commit(1)
     world.settle()
     assert world.step_held() == 1
     world.assert_true()
-    errors = [kept.error for _, kept in world.kept if kept.error]
-    assert len(errors) == len(world.sent) - 1
+    errors = [kept.error for kept in world.kept if kept.error]
+    assert len(errors) == len(world.frames) - 1
     assert all("an unknown update" in error for error in errors)
     assert world.accused == []
 
@@ -682,19 +630,19 @@ def test_a_stranger_cannot_spoil_an_update() -> None:
 def test_an_update_that_is_late_does_not_put_blocks_back() -> None:
     world = World(fraction=1.0, period=1)
     world.held = True
-    world.step(1)
+    world.commit(1)
     world.moment()
     second = world.train("t")
-    world.step(2)
+    world.commit(2)
     world.held = False
     second.sender.set_holders(["h"])
     second.commit(2)
     world.moment()
     assert world.step_held() == 2
     for _ in range(copies.OUTSTANDING):
-        world.deliver(("s", "h"))
+        world.deliver("s", "h")
     world.moment()
-    assert "a newer one is held already" in {kept.error for _, kept in world.kept}
+    assert "a newer one is held already" in {kept.error for kept in world.kept}
     assert world.step_held() == 2
     world.assert_true()
     world.settle()
@@ -703,14 +651,13 @@ def test_an_update_that_is_late_does_not_put_blocks_back() -> None:
 def test_an_update_of_a_past_that_is_given_up_meanwhile_does_not_count() -> None:
     world = World(fraction=1.0, period=1)
     world.computes["h"].held = True
-    world.step(5)
+    world.commit(5)
     world.moment()
     assert world.computes["h"].posted
     world.holder.committed(having(3, 70, lineage=1))
-    world.computes["h"].held = False
-    world.computes["h"].work()
+    world.computes["h"].release()
     world.settle()
-    assert world.kept[-1][1].error
+    assert world.kept[-1].error
     assert world.step_held() is None
 
 
@@ -761,7 +708,7 @@ def live_through_it(seed: int, kind: Kind, codec: str) -> None:
                 if not world.held:
                     world.release()
         for _ in range(timing.randrange(20)):
-            world.nodes.sleep(timing.choice([0, 0, 1e-9, 1e-6]))
+            world.sleep(timing.choice([0, 0, 1e-9, 1e-6]))
         for holder in "hi":
             world.assert_true(holder, exact=codec == "none" or kind == "copy")
     world.release()
@@ -778,6 +725,7 @@ def live_through_it(seed: int, kind: Kind, codec: str) -> None:
     for holder in "hi":
         assert step - 4 <= (world.step_held(holder) or 0) <= step
         world.assert_true(holder, exact=codec == "none" or kind == "copy")
+        check_at_rest(training.sender)
         if kind == "snapshot":
             world.assert_agreed(training.sender, holder)
 
@@ -785,17 +733,15 @@ def live_through_it(seed: int, kind: Kind, codec: str) -> None:
 def test_a_joiner_fetches_what_is_held_bit_for_bit() -> None:
     world = World(fraction=0.5, period=2, codec="int8")
     for step in (1, 2):
-        world.step(step)
+        world.commit(step)
         world.settle()
     holder = world.holder
 
     def to_joiner(peer: str, item: pb.Message | Frame) -> bool:
         if isinstance(item, Frame):
-            assert isinstance(item.payload, tuple)
-            item = Frame.parse(item.head(), bytearray().join(item.payload))
-            world.nodes.after(0.0, partial(client.on_frame, "h", item))
+            world.after(0.0, partial(client.on_frame, "h", copied(item)))
         else:
-            world.nodes.after(0.0, partial(client.on_message, "h", item))
+            world.after(0.0, partial(client.on_message, "h", item))
         return True
 
     def ask(peer: str, message: pb.Message | Frame) -> bool:
@@ -803,7 +749,7 @@ def test_a_joiner_fetches_what_is_held_bit_for_bit() -> None:
         server.on_message("joiner", message)
         return True
 
-    exchanges = world.nodes.new(Compute(world.nodes))
+    exchanges = world.new(Thread(world))
     server = StateServer(
         world.exchanges["h"], tensors, to_joiner, lambda *_: holder.state("snapshot", 2)
     )
@@ -815,7 +761,7 @@ def test_a_joiner_fetches_what_is_held_bit_for_bit() -> None:
     assert state is not None
     due = {name: len(tensor) for name, tensor in state.tensors.items()}
     fetch = client.fetch(WantedState(2, Age(0, 2), due, True, "snapshot"), ["h"], 60.0)
-    fetched = world.nodes.run(exchanges, fetch)
+    fetched = world.run(exchanges, fetch)
     assert accused == []
     for name, tensor in state.tensors.items():
         assert torch.equal(fetched.state.tensors[name], tensor)
@@ -824,15 +770,13 @@ def test_a_joiner_fetches_what_is_held_bit_for_bit() -> None:
 
 def test_what_is_overlaid_counts_before_those_who_ask_then_can_look() -> None:
     world = World(fraction=1.0, period=1)
-    world.step(1)
+    world.commit(1)
     world.settle()
     world.computes["h"].held = True
-    world.step(2)
+    world.commit(2)
     world.moment()
     (_,) = world.computes["h"].posted  # the check
-    world.computes["h"].held = False
     world.computes["h"].work()
-    world.computes["h"].held = True
     world.moment()
     assert world.step_held() == 2
     state = world.holder.state("snapshot", 2)
@@ -841,10 +785,8 @@ def test_what_is_overlaid_counts_before_those_who_ask_then_can_look() -> None:
     assert torch.equal(weights, values_at(1, 0)[0])
     source = world.exchanges["h"]
     seen = source.start(source.compute(weights.clone))
-    world.computes["h"].held = False
-    for _ in range(2):
-        world.computes["h"].work()
-    assert torch.equal(world.nodes.outcome(seen), values_at(2, 0)[0])
+    world.computes["h"].release()
+    assert torch.equal(world.outcome(seen), values_at(2, 0)[0])
     world.settle()
 
 
@@ -883,9 +825,9 @@ def test_a_budget_does_not_hold_back_more_than_it_must() -> None:
 def test_a_snapshot_leaves_no_faster_than_its_budget() -> None:
     world = World(fraction=1.0, period=1, mbps=0.008)  # 1 kB/s
     for step in (1, 2, 3):
-        world.step(step)
+        world.commit(step)
         world.settle()
-    times = [(at, frame.size) for at, _, frame in world.sent]
+    times = [(sent.time, sent.item.size) for sent in world.sent if isinstance(sent.item, Frame)]
     assert all(size <= 200 for _, size in times)
     for first in range(len(times)):
         for last in range(first, len(times)):

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from conversing import Nodes
 
 from planaria.node.model.shape import model_config
 from planaria.node.ports import OpenDisk
@@ -23,6 +22,7 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError
 from planaria.recovery.snapshot import Layout
+from tests.harness.network import Nodes
 from tests.node.state.small_saves import flat
 
 T = TypeVar("T")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from conversing import Nodes
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.node.model.shape import model_config
@@ -27,6 +26,7 @@ from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
 from planaria.recovery.facts import ANEW, INEXACT, PRETRAINED
+from tests.harness.network import Nodes
 
 STAGE, STEP = 2, 7
 BALLOT = Ballot(3, 5)

@@ -9,7 +9,6 @@ from typing import NamedTuple, TypeVar
 
 import pytest
 import torch
-from conversing import AtOnce, Nodes
 
 from planaria.node.model.modules import BodyStage, EmbeddingStage, build_stage
 from planaria.node.model.shape import ModelConfig, model_config
@@ -23,12 +22,14 @@ from planaria.node.state.relearn import Relearning, RelearningBlock, Terms, whol
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
-from planaria.node.wire.exchange import ComplaintError, Exchange
+from planaria.node.wire.exchange import ComplaintError, Exchange, Exchanges
 from planaria.node.wire.frames import Frame
 from planaria.recovery.checkfree import average
 from planaria.recovery.learner import Learner, Muon, learn, residual_error
 from planaria.recovery.orders import order, runs
 from planaria.recovery.relearning import parts, pull, rate, shuffled
+from tests.harness import network
+from tests.harness.network import AtOnce, Nodes, Thread
 
 T = TypeVar("T")
 BALLOT = Ballot(3, 5)
@@ -101,38 +102,16 @@ def lesson(one: Student, fetched: Fetched, lost: Sequence[int], bf16: bool = Fal
     return StageLesson(one.module, one.optimizer, fetched, lost, bf16)
 
 
-class ASecondEach:
-    """In place of the compute thread: each work takes a second."""
-
-    def __init__(self, time: Nodes) -> None:
-        self._time = time
-        self._free = 0.0
-
-    def post(
-        self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
-    ) -> None:
-        self._free = max(self._free, self._time.now) + 1
-        done = partial(AtOnce().post, work, then, priority)
-        self._time.after(self._free - self._time.now, done)
-
-
-class Network:
-    """Joiners of `stages`; frames and messages arrive in turn, as copies made on delivery. `passes`
-    is asked for each; what doesn't pass is gone. In a `slow` one each work takes a second, and
-    otherwise nothing takes time."""
+class Network(network.Network):
+    """Joiners of `stages`. In a `slow` one each work takes a second; nothing else takes time."""
 
     def __init__(self, stages: Sequence[int], slow: bool = False) -> None:
-        self.time = Nodes()
-        self.exchanges = {
-            f"joiner-{stage}": self.time.new(ASecondEach(self.time) if slow else AtOnce())
-            for stage in stages
-        }
-        self.nodes = {
-            name: Relearning(exchanges, tensors, partial(self._post, name))
-            for name, exchanges in self.exchanges.items()
-        }
-        self.under_way = 0
-        self.passes: Callable[[str, str, pb.Message | Frame], bool] = lambda a, b, item: True
+        super().__init__(latency=0.0, ordered=True)
+        self.exchanges: dict[str, Exchanges] = {}
+        for name in (f"joiner-{stage}" for stage in stages):
+            exchanges = self.new(Thread(self, lambda: 1.0) if slow else AtOnce())
+            self.exchanges[name] = exchanges
+            self.nodes[name] = Relearning(exchanges, tensors, partial(self.send, name))
 
     def begin(
         self,
@@ -148,24 +127,6 @@ class Network:
         a_lesson = made or lesson(one, fetched, list(joiners), bf16)
         block = RelearningBlock(BALLOT, stage, joiners)
         return self.exchanges[name].start(self.nodes[name].run(block, a_lesson, fetched, terms))
-
-    def _post(self, sender: str, to: str, item: pb.Message | Frame) -> bool:
-        if to not in self.nodes:
-            return False
-        self.under_way += 1
-        self.time.after(0.0, partial(self._deliver, sender, to, item))
-        return True
-
-    def _deliver(self, sender: str, to: str, item: pb.Message | Frame) -> None:
-        self.under_way -= 1
-        if not self.passes(sender, to, item):
-            return
-        if isinstance(item, Frame):
-            assert isinstance(item.payload, tuple)
-            payload = bytearray().join(item.payload)
-            self.nodes[to].on_frame(sender, Frame.parse(item.head(), payload))
-        else:
-            self.nodes[to].on_message(sender, pb.Message.FromString(item.SerializeToString()))
 
     def lose(self, node: str) -> None:
         """Its peers notice."""
@@ -197,7 +158,9 @@ def relearn_all(
 ) -> list[pb.Relearned]:
     network = Network(list(students), slow)
     running = together(network, students, fetched, terms, bf16)
-    return [network.time.outcome(one) for one in running]
+    results = [network.outcome(one) for one in running]
+    network.settle()
+    return results
 
 
 def alone(
@@ -211,7 +174,7 @@ def alone(
     """By a lesson that was `made` for it, if there is one."""
     network = Network([2], slow)
     joiners, fetched = {2: "joiner-2"}, fetched_by(2, pairs)
-    return network.time.outcome(network.begin(joiners, 2, one, fetched, terms, bf16, made))
+    return network.outcome(network.begin(joiners, 2, one, fetched, terms, bf16, made))
 
 
 def chain_of(pair: BoundaryPair, learners: Mapping[int, Learner]) -> list[Learner]:
@@ -432,7 +395,7 @@ def error_of(one: Exchange[pb.Relearned]) -> Exception | None:
 def failures(network: Network, running: Sequence[Exchange[pb.Relearned]]) -> list[Exception]:
     """The first ones; those who still wait are given up, as by a newer ballot."""
     while not any(map(error_of, running)):
-        assert network.time.step()
+        assert network.step()
     found = [error for error in map(error_of, running) if error is not None]
     for one in running:
         one.cancel()
@@ -472,9 +435,9 @@ def test_who_is_late_is_named() -> None:
     network.passes = lambda sender, to, item: not (sender == "joiner-3" and to == "joiner-2")
     leader, *_ = together(network, students, fetched, replace(TERMS, passes=1))
     with pytest.raises(ComplaintError) as caught:
-        network.time.outcome(leader)
+        network.outcome(leader)
     assert caught.value.accused == ["joiner-3"]
-    assert network.time.now == TERMS.patience
+    assert network.now == TERMS.patience
     assert str(caught.value) == (
         "waited 60 s for joiner-3 to send its message in round 0 of relearning"
     )
@@ -532,7 +495,7 @@ def test_a_leader_that_names_pairs_which_are_not_here(stages: list[int]) -> None
         "joiner-2", pb.Message(ballot=BALLOT.message(), relearn=order)
     )
     with pytest.raises(ComplaintError, match="joiner-2 requested"):
-        network.time.outcome(one)
+        network.outcome(one)
 
 
 @pytest.mark.parametrize(("first", "updates"), [(0, 1), (1, 1), (0, 1000)])
@@ -546,7 +509,7 @@ def test_a_leader_that_wants_updates_out_of_turn(first: int, updates: int) -> No
         "joiner-2", pb.Message(ballot=BALLOT.message(), relearn=order)
     )
     with pytest.raises(ComplaintError, match=f"joiner-2 requested {updates} updates after {first}"):
-        network.time.outcome(one)
+        network.outcome(one)
 
 
 def test_what_comes_early_waits_and_what_is_old_has_no_effect() -> None:
@@ -559,15 +522,15 @@ def test_what_comes_early_waits_and_what_is_old_has_no_effect() -> None:
         for stage in students
     }
     followers = [begin[3](), begin[4]()]
-    while network.under_way:
-        network.time.step()
+    while network.in_flight:
+        network.step()
     old = pb.Message(ballot=pb.Ballot(view=3, attempt=4), relearn=pb.Relearn(round=0))
     network.nodes["joiner-2"].on_message("joiner-3", old)
-    results = [network.time.outcome(one) for one in (begin[2](), *followers)]
+    results = [network.outcome(one) for one in (begin[2](), *followers)]
     assert all(result.residual_after < result.residual_before for result in results)
 
 
-class Thread:
+class ByHand:
     """In place of the compute thread: works only when it is told to."""
 
     def __init__(self) -> None:
@@ -580,7 +543,7 @@ class Thread:
 
 
 def test_who_is_given_up_goes_no_further() -> None:
-    one, thread, time = student(2), Thread(), Nodes()
+    one, thread, time = student(2), ByHand(), Nodes()
     exchanges = time.new(thread)
     node = Relearning(exchanges, tensors, lambda *_: False)
     fetched = fetched_by(2, crossed([2], swapped=False))

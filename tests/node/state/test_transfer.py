@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import msgpack
 import pytest
 import torch
-from conversing import AtOnce, Nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,6 +31,8 @@ from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError, Exchange
 from planaria.node.wire.frames import Frame, WireError
 from planaria.node.wire.tensors import decode, encode
+from tests.harness import network
+from tests.harness.network import AtOnce, Item, Nodes
 
 T = TypeVar("T")
 SOURCES = ["a", "b", "c"]
@@ -56,72 +56,45 @@ def state(seed: int = 0, step: int = STEP, length: int = LENGTH) -> StageState:
     )
 
 
-Answer: TypeAlias = pb.Message | Frame
-
-
-class Network:
-    """A joiner and sources. `fault` of a source maps each of its answers to what arrives instead;
-    None: nothing. Answers arrive in an order drawn from `seed`."""
+class Network(network.Network):
+    """A joiner and sources. What they send arrives in any order."""
 
     def __init__(self, seed: int = 0, sources: list[str] = SOURCES) -> None:
-        self.nodes = Nodes()
-        self.random = random.Random(seed)
-        self.in_flight: list[Callable[[], None]] = []
-        self.asked: list[tuple[str, int]] = []  # source and offset of each shard
+        super().__init__(seed, latency=0.0)
         self.accused: list[tuple[str, Cause]] = []
         self.due = dict.fromkeys(state().tensors, LENGTH)
         self.states: dict[str, StageState | None] = {source: state() for source in sources}
-        self.servers = {source: self._server(source) for source in sources}
-        self.faults: dict[str, Callable[[Answer], Answer | None]] = {}
+        self.nodes |= {source: self._server(source) for source in sources}
         self.client = self.joiner(AtOnce())
 
     def joiner(self, compute: Compute) -> StateClient:
-        exchanges = self.nodes.new(compute)
         options = {"shard_size": SHARD_SIZE, "silence": 10.0}
-        return StateClient(exchanges, tensors, self._ask, self._accuse, **options)
+        send = partial(self.send, "joiner")
+        client = StateClient(self.new(compute), tensors, send, self._accuse, **options)
+        self.nodes["joiner"] = client
+        return client
 
     def _accuse(self, source: str, why: str, cause: Cause) -> None:
         assert source in why
         self.accused.append((source, cause))
 
     def _server(self, source: str) -> StateServer:
-        def answer(peer: str, answer: Answer) -> bool:
-            assert peer == "joiner"
-            changed = self.faults.get(source, lambda same: same)(answer)
-            if changed is not None:
-                self._post(lambda: self._arrive(source, changed))
-            return True
+        send = partial(self.send, source)
+        return StateServer(self.new(), tensors, send, lambda *_: self.states[source])
 
-        return StateServer(self.nodes.new(), tensors, answer, lambda *_: self.states[source])
+    @property
+    def asked(self) -> list[tuple[str, int]]:
+        """Source and offset of each shard."""
+        messages = [sent for sent in self.sent if isinstance(sent.item, pb.Message)]
+        return [
+            (sent.target, sent.item.shard_request.offset)
+            for sent in messages
+            if sent.item.HasField("shard_request")
+        ]
 
-    def _arrive(self, source: str, answer: Answer) -> None:
-        if isinstance(answer, Frame):
-            assert isinstance(answer.payload, tuple)
-            payload = bytearray().join(answer.payload)
-            self.client.on_frame(source, Frame.parse(answer.head(), payload))
-        else:
-            self.client.on_message(source, pb.Message.FromString(answer.SerializeToString()))
-
-    def _ask(self, source: str, message: pb.Message) -> bool:
-        if source not in self.servers:
-            return False
-        if message.HasField("shard_request"):
-            self.asked.append((source, message.shard_request.offset))
-        request = pb.Message.FromString(message.SerializeToString())
-        server = self.servers[source]
-        self._post(lambda: server.on_message("joiner", request))
-        return True
-
-    def _post(self, delivery: Callable[[], None]) -> None:
-        self.in_flight.append(delivery)
-        self.nodes.after(0.0, self._deliver)
-
-    def _deliver(self) -> None:
-        self.in_flight.pop(self.random.randrange(len(self.in_flight)))()
-
-    def lose(self, source: str) -> None:
-        del self.servers[source]
-        self.client.on_peer_lost(source, "connection reset")
+    @property
+    def sources(self) -> list[str]:
+        return [name for name in self.nodes if name != "joiner"]
 
     def start(
         self,
@@ -138,7 +111,9 @@ class Network:
 
     def fetch(self, *arguments: Any, **options: Any) -> Delivery:
         """As `start`, and what comes of it."""
-        return self.nodes.outcome(self.start(*arguments, **options))
+        found = self.outcome(self.start(*arguments, **options))
+        self.settle()
+        return found
 
 
 def assert_equal(found: Delivery, expected: StageState, optimizer: bool = True) -> None:
@@ -233,18 +208,18 @@ def test_two_transfers_at_a_time() -> None:
     network.states["c"] = network.states["d"] = state(seed=1)
 
     before, after = network.start(["a", "b"]), network.start(["c", "d"])
-    assert_equal(network.nodes.outcome(before), state())
-    assert_equal(network.nodes.outcome(after), state(seed=1))
+    assert_equal(network.outcome(before), state())
+    assert_equal(network.outcome(after), state(seed=1))
 
 
 # Faults
 
 
-def frames_from(number: int, fault: Callable[[Frame], Answer | None]) -> Callable[[Answer], Any]:
+def frames_from(number: int, fault: Callable[[Frame], Item | None]) -> Callable[[Item], Any]:
     """`fault` for the frames after the first `number`."""
     seen = 0
 
-    def change(answer: Answer) -> Answer | None:
+    def change(answer: Item) -> Item | None:
         nonlocal seen
         if not isinstance(answer, Frame):
             return answer
@@ -278,7 +253,7 @@ def refuse(frame: Frame) -> pb.Message:
     return pb.Message(shard_refusal=refusal)
 
 
-FAULTS: dict[str, Callable[[Frame], Answer | None]] = {
+FAULTS: dict[str, Callable[[Frame], Item | None]] = {
     "arrived damaged": corrupt,
     "its shard has 12 bytes": too_short,
     "exact float32": lossy,
@@ -373,13 +348,13 @@ def test_a_source_that_commits_meanwhile_refuses() -> None:
 def test_a_late_manifest_has_to_agree_with_the_first(agrees: bool) -> None:
     network = Network()
     network.states["b"] = state() if agrees else replace(state(), optimizer_step=5)
-    held: list[Answer] = []
+    held: list[Item] = []
     network.faults["b"] = held.append  # type: ignore[assignment]
 
     def release(_: int) -> None:
         if held:
             del network.faults["b"]
-            network._arrive("b", held.pop())
+            network.arrive("b", "joiner", held.pop())
 
     found = network.fetch(on_progress=release)
     assert_equal(found, state())
@@ -402,7 +377,7 @@ def test_a_busy_joiner_does_not_take_its_sources_for_silent() -> None:
     class Busy(AtOnce):
         def post(self, work: Any, then: Any, priority: Priority) -> None:
             post = partial(super().post, work, then, priority)
-            network.nodes.after(20.0, post)
+            network.after(20.0, post)
 
     network.client = network.joiner(Busy())
     found = network.fetch(deadline=1e6)
@@ -439,13 +414,13 @@ def test_a_shard_that_was_not_asked_for_has_no_effect() -> None:
 
     def repeat(_: int) -> None:
         for frame in sent:
-            network._arrive("a", corrupt(frame))
-            network._arrive("stranger", corrupt(frame))
+            network.arrive("a", "joiner", corrupt(frame))
+            network.arrive("stranger", "joiner", corrupt(frame))
         network.client.on_peer_lost("stranger", "gone")
 
     found = network.fetch(on_progress=repeat)
     assert_equal(found, state())
-    network._arrive("b", sent[0])  # long after
+    network.arrive("b", "joiner", sent[0])  # long after
 
 
 def test_a_transfer_that_is_given_up_leaves_nothing_behind() -> None:
@@ -453,7 +428,7 @@ def test_a_transfer_that_is_given_up_leaves_nothing_behind() -> None:
     there: list[int] = []
     exchange = network.start(on_progress=there.append)
     while not there:
-        assert network.nodes.step()
+        assert network.step()
     exchange.cancel()
     assert_equal(network.fetch(), state())
     assert len(there) == 1
@@ -477,17 +452,17 @@ def broken_off(come: int) -> Network:
     """All sources have gone when so many shards had come."""
     network = Network()
     network.states = dict.fromkeys(SOURCES, told_of())
-    servers = dict(network.servers)
+    nodes = dict(network.nodes)
 
     def count(size: int) -> None:
         if len(network.asked) and size >= SHARD_SIZE * come - 60:
-            for source in list(network.servers):
+            for source in network.sources:
                 network.lose(source)
 
     if come:
         with pytest.raises(ComplaintError, match="lost: connection reset"):
             network.fetch(on_progress=count)
-    network.servers = servers
+    network.nodes = nodes
     return network
 
 
@@ -501,9 +476,9 @@ def test_weights_that_are_whole_stay_when_their_moments_are_lost() -> None:
     found: list[int] = []
 
     def look(size: int) -> None:
-        if network.client.weights(STAGE) is not None and network.servers:
+        if network.client.weights(STAGE) is not None and network.sources:
             found.append(size)
-            for source in list(network.servers):
+            for source in network.sources:
                 network.lose(source)
 
     with pytest.raises(ComplaintError, match="lost: connection reset"):
@@ -567,7 +542,7 @@ def test_who_is_given_up_has_its_weights_looked_at_while_they_come() -> None:
     network.states = dict.fromkeys(SOURCES, told_of())
     exchange = network.start()
     while network.client.weights(STAGE) is None:
-        assert network.nodes.step()
+        assert network.step()
     assert not exchange.done
     exchange.cancel()
     assert network.client.weights(STAGE) is not None
@@ -647,7 +622,7 @@ def test_who_floods_a_transfer_is_accused() -> None:
 
     def flood(frame: Frame) -> Frame:
         for _ in range(60):
-            network._arrive("b", frame)
+            network.arrive("b", "joiner", frame)
         return frame
 
     network.faults["b"] = frames_from(1, flood)
@@ -714,12 +689,12 @@ def ask_server(
     *requests: pb.Message,
     served: Callable[[], StageState | None] = state,
     compute: Compute | None = None,
-) -> list[Answer]:
+) -> list[Item]:
     """The answers to requests that come at once."""
-    answers: list[Answer] = []
+    answers: list[Item] = []
     nodes = Nodes()
 
-    def answer(peer: str, message: Answer) -> bool:
+    def answer(peer: str, message: Item) -> bool:
         answers.append(message)
         return True
 

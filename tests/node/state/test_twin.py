@@ -4,11 +4,11 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from conversing import Nodes, Slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,8 +23,9 @@ from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError, Exchange, Exchanges, PeerLostError
-from planaria.node.wire.frames import Frame, buffers_of
+from planaria.node.wire.frames import Frame
 from planaria.node.wire.tensors import decode, encode
+from tests.harness.network import Network, Nodes, Thread, copied
 
 CPU = torch.device("cpu")
 BALLOT = Ballot(3, 1)
@@ -63,10 +64,6 @@ def twin_of(
     module = Beginning(RUN, config).stage(next_stage(stage, config.stages))
     optimizer = StageOptimizer.of_run(module, CPU, RUN)
     return Twin(node, stage, config.stages, optimizer, exchanges, send, tensors)
-
-
-def copied(frame: Frame) -> Frame:
-    return Frame.parse(frame.head(), bytearray().join(buffers_of(frame.payload)))
 
 
 def state_of(optimizer: StageOptimizer) -> tuple[int, list[torch.Tensor]]:
@@ -113,12 +110,11 @@ def test_each_holder_is_served_by_one_replica_and_each_replica_serves_its_share(
 # Whole swarms, frames delivered in any order
 
 
-class Swarm:
-    """Stages and twins joined by pipes; frames arrive as copies, in an order drawn from `seed`."""
+class Swarm(Network):
+    """Stages and twins; frames arrive in any order."""
 
     def __init__(self, members: list[pb.Place], seed: int) -> None:
-        self.random = random.Random(seed)
-        self.in_flight: list[tuple[str, str, Frame]] = []
+        super().__init__(seed)
         self.members = members
         self.stage_of = {place.node: place.stage for place in members}
         config = config_of(max(self.stage_of.values()))
@@ -126,38 +122,18 @@ class Swarm:
             place.node: StageOptimizer(build_stage(config, place.stage, RUN.seed), CPU)
             for place in members
         }
-        self.time = Nodes()
-        self.exchanges = {
-            place.node: self.time.new(Slow(self.time, self.random)) for place in members
-        }
-        self.twins = {
-            place.node: twin_of(
-                *(place.node, place.stage, config),
-                *(self.exchanges[place.node], self._send(place.node)),
-            )
-            for place in members
-        }
+        self.exchanges = {place.node: self.new(self.slow()) for place in members}
+        for node, stage in self.stage_of.items():
+            send = partial(self.send, node)
+            self.nodes[node] = twin_of(node, stage, config, self.exchanges[node], send)
         self.norms: dict[int, float] = {}
         self.ballot = BALLOT
-        self.step = 0
-
-    def _send(self, source: str) -> Callable[[str, Frame], bool]:
-        def send(target: str, frame: Frame) -> bool:
-            self.in_flight.append((source, target, frame))
-            self.time.after(self.random.random() / 1000, self._deliver)
-            return True
-
-        return send
-
-    def _deliver(self) -> None:
-        index = self.random.randrange(len(self.in_flight))
-        source, target, frame = self.in_flight.pop(index)
-        self.twins[target].on_frame(source, copied(frame))
+        self.committed = 0
 
     def start(self) -> list[Exchange[None]]:
         """A new attempt, up to where each stage's replicas have averaged."""
         self.ballot = Ballot(self.ballot.view, self.ballot.attempt + 1)
-        for twin in self.twins.values():
+        for twin in self.nodes.values():
             twin.forget(self.ballot)
         generator = torch.Generator().manual_seed(self.ballot.attempt)
         gradients = {
@@ -172,8 +148,8 @@ class Swarm:
             optimizer.gradient.copy_(gradients[self.stage_of[node]])
             norm = optimizer.squared_norm()
             self.norms[self.stage_of[node]] = norm
-            self.twins[node].hurry(self.ballot)
-            work = self.twins[node].exchange(
+            self.nodes[node].hurry(self.ballot)
+            work = self.nodes[node].exchange(
                 self.ballot, self.members, optimizer.gradient, norm, 60.0
             )
             started.append(self.exchanges[node].start(work))
@@ -181,20 +157,21 @@ class Swarm:
 
     def commit(self, skipped: bool = False) -> None:
         for exchange in self.start():
-            self.time.outcome(exchange)
-        self.step += 1
+            self.outcome(exchange)
+        self.settle()
+        self.committed += 1
         commit = self.record(skipped)
         for node, optimizer in self.own.items():
             stage = self.stage_of[node]
             if not skipped:
                 optimizer.step(0.01 * commit.lr_scale[stage], commit.clip_scale[stage])
-            self.twins[node].apply(commit, 0.01)
+            self.nodes[node].apply(commit, 0.01)
             optimizer.zero_gradient()
 
     def record(self, skipped: bool = False) -> pb.Commit:
         stages = range(max(self.stage_of.values()) + 1)
         return pb.Commit(
-            step=self.step,
+            step=self.committed,
             ballot=self.ballot.message(),
             skipped=skipped,
             clip_scale=[1 / (stage + 1) for stage in stages],
@@ -205,14 +182,14 @@ class Swarm:
         """The attempt ends wherever it is."""
         exchanges = self.start()
         for _ in range(self.random.randrange(60)):
-            self.time.step()
+            self.step()
         for exchange in exchanges:
             exchange.cancel()
         for optimizer in self.own.values():
             optimizer.zero_gradient()
 
     def holders(self, stage: int) -> list[Twin]:
-        return [twin for twin in self.twins.values() if twin.stage == stage]
+        return [twin for twin in self.nodes.values() if twin.stage == stage]
 
 
 @given(
@@ -238,14 +215,14 @@ def test_after_each_commit_stage_and_twin_are_bit_identical(
             for twin in swarm.holders(stage := swarm.stage_of[node]):
                 assert same(twin.optimizer, optimizer)
                 assert twin.optimizer.digest() == optimizer.digest()
-                assert twin.state.id == StateId(stage, 0, swarm.step, made)
+                assert twin.state.id == StateId(stage, 0, swarm.committed, made)
                 assert twin.state.omega == applied[stage]
 
 
 def test_each_gradient_is_sent_once_to_each_holder() -> None:
     swarm = Swarm(places(3, 1, 2), seed=0)
     swarm.commit()
-    sent = {node: twin.bytes_sent for node, twin in swarm.twins.items()}
+    sent = {node: twin.bytes_sent for node, twin in swarm.nodes.items()}
     size = [swarm.own[f"{stage}.0"].gradient.nbytes for stage in range(3)]
     assert sent == {
         **{"0.0": size[0], "0.1": size[0], "0.2": 0},  # to both nodes of stage 2
@@ -465,7 +442,7 @@ def test_what_comes_for_an_exchange_that_is_over_or_void_has_no_effect() -> None
 def test_what_it_made_when_it_was_cancelled_is_not_sent() -> None:
     sent: list[str] = []
     time = Nodes()
-    exchanges = time.new(Slow(time, random.Random(0)))
+    exchanges = time.new(Thread(time, lambda: 0.001))
     twin = twin_of("1.0", 1, config_of(3), exchanges, lambda peer, frame: not sent.append(peer))
     exchange = exchanges.start(twin.exchange(BALLOT, MEMBERS, torch.zeros(8), 0.0, 60.0))
     exchange.cancel()
@@ -511,7 +488,7 @@ def fetched(state: StageState) -> StageState:
 def test_a_twin_that_comes_later_is_stale_until_it_has_the_stages_state() -> None:
     swarm = Swarm(places(2, 2, 2), seed=1)
     swarm.commit()
-    late = swarm.twins["1.0"]
+    late = swarm.nodes["1.0"]
     missed = replace(late.state.id, step=0)
     late.state = replace(late.state, id=missed)
     before = state_of(late.optimizer)
@@ -519,11 +496,11 @@ def test_a_twin_that_comes_later_is_stale_until_it_has_the_stages_state() -> Non
     assert late.state.id.step == 0
     assert all(map(torch.equal, before[1], state_of(late.optimizer)[1]))
     values, last = dict(swarm.own["2.1"].state(optimizer=True)), swarm.record()
-    boosted = StageState(StateId.after(last, 2, 1, swarm.step), values, 7.5, 1, last, 2)
+    boosted = StageState(StateId.after(last, 2, 1, swarm.committed), values, 7.5, 1, last, 2)
     exchanges = swarm.start()  # it comes while the next attempt runs
     late.load(fetched(boosted))
     for exchange in exchanges:
-        swarm.time.outcome(exchange)
+        swarm.outcome(exchange)
     assert late.state.id == StateId(2, 1, 2, Ballot.of(boosted.last.ballot))
     assert (late.state.omega, late.state.boosted_at) == (7.5, 1)
     swarm.commit()

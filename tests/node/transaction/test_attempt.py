@@ -21,7 +21,6 @@ from attempt_swarm import (
     VirtualWork,
     undisturbed,
 )
-from conversing import Nodes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -41,6 +40,7 @@ from planaria.node.transaction.in_flight_window import InFlightWindow
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError
 from planaria.node.wire.frames import Frame
+from tests.harness.network import Nodes
 
 
 def same_gradients(swarm: Swarm, other: Swarm) -> bool:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conversing import Nodes
 
 from planaria.node.wire.budget import ITEM, PEERS
 from planaria.node.wire.exchange import ExchangeInbox, Exchanges, Inboxes, Letter, Lost, Outcome
+from tests.harness.network import Nodes
 
 
 class Later:

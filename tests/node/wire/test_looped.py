@@ -5,12 +5,12 @@ import threading
 
 import pytest
 import virtual_time
-from conversing import AtOnce
 
 from planaria.node.machine.compute import ComputeThread
 from planaria.node.ports import Priority
 from planaria.node.wire.exchange import Outcome
 from planaria.node.wire.looped import ClosedError, LoopedExchanges
+from tests.harness.network import AtOnce
 
 
 def looped() -> LoopedExchanges:

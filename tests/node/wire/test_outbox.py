@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import pytest
-from conversing import VirtualNet
 
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.budget import ITEM
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.outbox import NodeOutbox
+from tests.harness.network import VirtualNet
 
 LIMIT = 64 * ITEM
 

@@ -9,26 +9,10 @@ from drawn_messages import BODIES, HUGE, Drawing
 from google.protobuf.message import DecodeError
 
 from planaria.node.transaction.bounds import fault_to_driver, fault_to_member
-from planaria.node.transaction.rules import TransactionRules
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame, WireError, parse_chunk, seal, unseal
 from planaria.node.wire.session import Hello
-from planaria.recovery.policy import POLICIES
-
-RULES = TransactionRules(
-    stages=4,
-    steps=100,
-    microbatches=4,
-    validation_microbatches=2,
-    validate_every=0,
-    clip=1.0,
-    policy=POLICIES["checkfree"],
-    strict=True,
-    masking="reassign",
-    relearn=False,
-    progress=60.0,
-    lr_scale=lambda step, boosted_at: 1.0,
-)
+from tests.harness.rules import RULES
 
 
 def test_a_seed_says_what_is_drawn() -> None:

@@ -1,0 +1,258 @@
+"""Nodes with one virtual clock, their compute threads, and what they send each other."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from planaria.node.ports import Priority
+from planaria.node.wire import stage_pb2 as pb
+from planaria.node.wire.exchange import Exchange, Exchanges
+from planaria.node.wire.frames import Frame, buffers_of
+from tests.harness.at_rest import check_at_rest
+
+T = TypeVar("T")
+Item = pb.Message | Frame
+
+
+class AtOnce:
+    """In place of the compute thread: works when it is asked to."""
+
+    computed, computing, now = 0, False, 0.0
+
+    def post(
+        self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
+    ) -> None:
+        try:
+            result: T | Exception = work()
+        except Exception as error:  # noqa: BLE001 (whatever it is, it belongs to who waits)
+            result = error
+        then(result)
+
+
+class Thread:
+    """In place of the compute thread: each work takes so many `seconds`. While it is `held`, only
+    `work` has an effect."""
+
+    held = False
+
+    def __init__(self, nodes: Nodes, seconds: Callable[[], float] = lambda: 0.0) -> None:
+        self._nodes, self._seconds = nodes, seconds
+        self.posted: list[tuple[Priority, int, Callable[[], None]]] = []
+        self._count, self._busy = itertools.count(), False
+
+    def post(
+        self, work: Callable[[], T], then: Callable[[T | Exception], None], priority: Priority
+    ) -> None:
+        task = partial(AtOnce().post, work, then, priority)
+        heapq.heappush(self.posted, (priority, next(self._count), task))
+        self._begin()
+
+    def work(self) -> None:
+        """What is most urgent."""
+        heapq.heappop(self.posted)[2]()
+        self._begin()
+
+    def release(self) -> None:
+        self.held = False
+        self._begin()
+
+    def _begin(self) -> None:
+        if self.posted and not (self._busy or self.held):
+            self._busy = True
+            self._nodes.after(self._seconds(), self._end)
+
+    def _end(self) -> None:
+        self._busy = False
+        if self.posted and not self.held:
+            self.work()
+
+
+class Nodes:
+    """The exchanges of several nodes, and one clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.crashes: list[BaseException] = []  # what exchanges have raised; `outcome` does, too
+        self._all: list[Exchanges] = []
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def new(self, compute: Any = None) -> Exchanges:
+        """Of one more node."""
+        exchanges = Exchanges(compute or AtOnce(), _nothing, self.crashes.append)
+        exchanges.run(self.now)
+        self._all.append(exchanges)
+        return exchanges
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (self.now + seconds, next(self._numbers), call))
+
+    def step(self) -> bool:
+        """Everything that can happen now does; then the clock jumps. False: nothing is left."""
+        busy = any(not exchanges.idle or exchanges.wake <= self.now for exchanges in self._all)
+        for exchanges in self._all:
+            exchanges.run(self.now)
+        if busy or not all(exchanges.idle for exchanges in self._all):
+            return True
+        due = min((exchanges.wake for exchanges in self._all), default=math.inf)
+        if self._timers and self._timers[0][0] <= due:
+            self.now, _, call = heapq.heappop(self._timers)
+            for exchanges in self._all:
+                exchanges.at(self.now)
+            call()
+            return True
+        if due == math.inf:
+            return False
+        self.now = max(self.now, due)
+        return True
+
+    def sleep(self, seconds: float) -> None:
+        """Everything happens that does in this time."""
+        over: list[None] = []
+        self.after(seconds, lambda: over.append(None))
+        while not over:
+            self.step()
+
+    def outcome(self, exchange: Exchange[T]) -> T:
+        """Raises what the exchange raised, or AssertionError when it waits for ever."""
+        while not exchange.done:
+            went_on = self.step()
+            assert went_on or exchange.done, "everybody waits, and nothing will come"
+        return exchange.result()
+
+    def error(self, exchange: Exchange[Any]) -> Exception | None:
+        """What the exchange raised."""
+        try:
+            self.outcome(exchange)
+        except Exception as error:  # noqa: BLE001 (whatever it is, the test looks at it)
+            return error
+        return None
+
+    def run(self, exchanges: Exchanges, work: Coroutine[Any, Any, T]) -> T:
+        return self.outcome(exchanges.start(work))
+
+
+class Sent(NamedTuple):
+    time: float
+    source: str
+    target: str
+    item: Item
+
+
+class Network(Nodes):
+    """Nodes that have links with each other. Items arrive as copies, each after a time of at most
+    `latency`, in an order that is drawn from `seed`. `ordered`: links keep that of sending."""
+
+    def __init__(self, seed: int = 0, latency: float = 0.001, ordered: bool = False) -> None:
+        super().__init__()
+        self.random, self.latency, self.ordered = random.Random(seed), latency, ordered
+        self.nodes: dict[str, Any] = {}
+        """By name: what has `on_frame` and `on_message`, as far as it gets either."""
+        self.sent: list[Sent] = []
+        self.in_flight: list[Sent] = []
+        self.held = False  # nothing arrives
+        self.faults: dict[str, Callable[[Any], Item | None]] = {}
+        """By sender: what arrives in place of an item; None: nothing does."""
+        self.passes: Callable[[str, str, Any], bool] = lambda source, target, item: True
+        """Asked when an item arrives: whether it does."""
+
+    def slow(self) -> Thread:
+        """A compute thread, each of whose works takes a moment that is drawn."""
+        return Thread(self, lambda: self.random.random() / 1000)
+
+    def send(self, source: str, target: str, item: Item) -> bool:
+        """False: there is no link."""
+        if target not in self.nodes:
+            return False
+        self.sent.append(Sent(self.now, source, target, item))
+        changed = self.faults.get(source, lambda same: same)(item)
+        if changed is not None:
+            self.in_flight.append(Sent(self.now, source, target, changed))
+            self._soon(source, target, self.latency * self.random.random())
+        return True
+
+    def _soon(self, source: str, target: str, seconds: float) -> None:
+        def deliver() -> None:
+            if self.held or not self.in_flight:
+                return
+            if self.ordered:
+                self.deliver(source, target)
+            else:
+                self._arrive(self.in_flight.pop(self.random.randrange(len(self.in_flight))))
+
+        self.after(seconds, deliver)
+
+    def deliver(self, source: str, target: str) -> None:
+        """The first item on that link, if there is one."""
+        for place, sent in enumerate(self.in_flight):
+            if sent[1:3] == (source, target):
+                self._arrive(self.in_flight.pop(place))
+                return
+
+    def _arrive(self, sent: Sent) -> None:
+        _, source, target, item = sent
+        if target in self.nodes and self.passes(source, target, item):
+            self.arrive(source, target, item)
+
+    def arrive(self, source: str, target: str, item: Item) -> None:
+        if isinstance(item, Frame):
+            self.nodes[target].on_frame(source, copied(item))
+        else:
+            message = pb.Message.FromString(item.SerializeToString())
+            self.nodes[target].on_message(source, message)
+
+    def release(self) -> None:
+        self.held = False
+        for sent in self.in_flight:
+            self._soon(sent.source, sent.target, 0.0)
+
+    def settle(self) -> None:
+        """Until nobody has anything to do; nothing is under way then."""
+        while self.step():
+            pass
+        check_at_rest(*self.nodes.values())
+
+    def lose(self, node: str) -> None:
+        """It is gone, and its peers notice."""
+        del self.nodes[node]
+        for other in list(self.nodes.values()):
+            if hasattr(other, "on_peer_lost"):
+                other.on_peer_lost(node, "connection reset")
+
+
+class VirtualNet:
+    """The port `Net` of one node: links that are up or not, and what was sent on them."""
+
+    def __init__(self, up: set[str]) -> None:
+        self.up = up
+        self.sent: list[tuple[str, Item]] = []
+        self.demanded: list[str] = []
+
+    def send(self, peer: str, item: Item) -> bool:
+        if peer in self.up:
+            self.sent.append((peer, item))
+        return peer in self.up
+
+    def demand(self, peer: str) -> None:
+        self.demanded.append(peer)
+
+    def linked(self, peer: str) -> bool:
+        return peer in self.up
+
+    def unacknowledged_by(self, peer: str) -> int:
+        return 0
+
+
+def copied(frame: Frame) -> Frame:
+    """As it arrives."""
+    return Frame.parse(frame.head(), bytearray().join(buffers_of(frame.payload)))
+
+
+def _nothing() -> None:
+    """`step` looks by itself whether there is something to run."""
