@@ -145,11 +145,14 @@ class VirtualWork:
         return payload
 
     def _add(self, visit: Visit, *parts: object) -> None:
-        owner = visit.node
-        into = self.gradient
-        if owner != self.node and owner not in self.inherited:
-            into = self.ahead.setdefault(owner, np.zeros(4, np.uint32))
+        into = self._gradient_of(visit.node)
         into += vector("gradient", self.stage, visit.microbatch, *parts)
+
+    def _gradient_of(self, owner: str) -> Any:
+        """To which what is done in its place is added."""
+        if owner == self.node or owner in self.inherited:
+            return self.gradient
+        return self.ahead.setdefault(owner, np.zeros_like(self.gradient))
 
     def _onward(self, kind: str, visit: Visit, x: bytes) -> Done:
         self.done[kind] += 1

@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -252,6 +253,21 @@ class VirtualNet:
 def copied(frame: Frame) -> Frame:
     """As it arrives."""
     return Frame.parse(frame.head(), bytearray().join(buffers_of(frame.payload)))
+
+
+def damaged(frame: Frame) -> Frame:
+    """With a flipped bit in its payload."""
+    payload = bytearray().join(buffers_of(frame.payload))
+    payload[len(payload) // 2] ^= 1
+    return replace(frame, payload=(memoryview(payload),))
+
+
+def with_fields(**fields: object) -> Callable[[Frame], Frame]:
+    return lambda frame: replace(frame, fields=frame.fields | fields)
+
+
+def without_tensors(frame: Frame) -> Frame:
+    return replace(frame, descriptors=[], payload=b"")
 
 
 def _nothing() -> None:

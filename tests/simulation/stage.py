@@ -89,10 +89,7 @@ class Work(VirtualWork):
         return kept
 
     def _add(self, visit: Visit, *parts: object) -> None:
-        owner = visit.node
-        into = self.gradient
-        if owner != self.node and owner not in self.inherited:
-            into = self.ahead.setdefault(owner, np.zeros_like(self.gradient))
+        into = self._gradient_of(visit.node)
         part = "head" if parts[0] == "head" else "stage"
         into[TRAINED] += contribution(self.step, self.stage, visit.microbatch, part).numpy()
         if self.tainted or self.owner.cluster.overflows(self.step, self.stage):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -39,8 +39,7 @@ from planaria.node.wire.exchange import Exchange
 from planaria.node.wire.frames import Codec, Frame
 from planaria.node.wire.tensors import decode, encode
 from planaria.recovery.orders import adjoining, order, runs
-from tests.harness import network
-from tests.harness.network import AtOnce, Item, Nodes
+from tests.harness.network import AtOnce, Item, Network, Nodes, damaged, with_fields
 
 T = TypeVar("T")
 BALLOT = Ballot(3, 5)
@@ -115,7 +114,7 @@ def keepers(stages: int, swapped: bool, codec: Codec = "none") -> dict[str, Boun
     return found
 
 
-class Network(network.Network):
+class Neighbours(Network):
     """A joiner and its neighbours."""
 
     def __init__(self, keepers: dict[str, BoundaryKeeper], beside: int = 0) -> None:
@@ -260,7 +259,7 @@ def test_a_second_visit_replaces_the_first() -> None:
     keep(keeper, "sent", crossing(0, 2, version=1))
     keeper.commit(STEP, 0)
     assert keeper.memory_bytes == ELEMENTS * 4
-    fetched = Network({"1": keeper}).fetch(2, {2}, ["1"])
+    fetched = Neighbours({"1": keeper}).fetch(2, {2}, ["1"])
     assert torch.equal(fetched.inputs[BoundaryPair(STEP, 0, (2,))], bf16(values(0, 2, version=1)))
 
 
@@ -354,7 +353,7 @@ def test_a_joiner_gets_the_ends_of_the_runs_that_are_its_own(
     lost = data.draw(st.sets(st.integers(1, stages), min_size=1))
     stage = data.draw(st.sampled_from(sorted(lost)))
     orders = [order(microbatch, stages, swapped) for microbatch in range(MICROBATCHES)]
-    network = Network(keepers(stages, swapped, codec))
+    network = Neighbours(keepers(stages, swapped, codec))
     neighbours = [f"{s}.{r}" for s in adjoining(orders, lost) if s not in lost for r in "ab"]
     fetched = network.fetch(stage, lost, neighbours)
     assert fetched.complaints == []
@@ -376,7 +375,7 @@ def test_a_joiner_gets_the_ends_of_the_runs_that_are_its_own(
 def test_few_frames_are_under_way_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boundary, "BATCH", 2)
     nodes = keepers(3, swapped=False)
-    network = Network(nodes)
+    network = Neighbours(nodes)
     fetched = network.fetch(2, {2}, ["1.a", "1.b", "3.a", "3.b"])
     assert len(fetched.inputs) == len(fetched.outputs) == STEPS * MICROBATCHES
     asked = [sent.item for sent in network.sent if sent[1:3] == ("joiner", "1.a")]
@@ -393,7 +392,7 @@ def test_whole_numbers_beside_the_figures_come_as_they_are(codec: Codec) -> None
     for microbatch, beside in enumerate([3, 3, 0]):
         keep(keeper, "sent", crossing(microbatch, 2, codec=codec, beside=beside))
     keeper.commit(STEP, 0)
-    network = Network({"1.a": keeper}, beside=3)
+    network = Neighbours({"1.a": keeper}, beside=3)
     fetched = network.fetch(2, {2}, ["1.a"])
     assert [pair.microbatch for pair in fetched.inputs] == [0, 1]
     for pair, tensor in fetched.inputs.items():
@@ -421,7 +420,7 @@ def test_who_is_missing_costs_only_its_own_tensors() -> None:
     nodes["1.b"].start(BALLOT, STEP + 1)
     nodes["1.b"].commit(STEP + 1, 0)
     del nodes["3.a"]
-    network = Network(nodes)
+    network = Neighbours(nodes)
     network.faults["0.a"] = lambda answer: None
 
     def lose(answer: Item) -> None:
@@ -440,14 +439,6 @@ def test_who_is_missing_costs_only_its_own_tensors() -> None:
     ]
 
 
-def damage(**changes: Any) -> Callable[[Frame], Frame]:
-    def change(frame: Frame) -> Frame:
-        fields = {**frame.fields, **changes}
-        return Frame(frame.kind, frame.ballot, fields, frame.descriptors, frame.payload)
-
-    return change
-
-
 def content(
     tensor: torch.Tensor, codec: Codec = "bf16", beside: int = 0
 ) -> Callable[[Frame], Frame]:
@@ -458,28 +449,22 @@ def content(
     return change
 
 
-def flip_a_bit(frame: Frame) -> Frame:
-    payload = bytearray(b"".join(cast(tuple[memoryview, ...], frame.payload)))
-    payload[3] ^= 1
-    return Frame(frame.kind, frame.ballot, frame.fields, frame.descriptors, (payload,))
-
-
 @pytest.mark.parametrize(
     ("change", "cause", "complaint"),
     [
-        (flip_a_bit, CHECKSUM, "arrived damaged"),
-        (damage(microbatch=MICROBATCHES), NUMBERS, "microbatch 6 is not among 6"),
-        (damage(microbatch="0"), NUMBERS, "don't describe a pair"),
-        (damage(stages=[]), NUMBERS, "'input' is not a side of"),
-        (damage(stages=[[2]]), NUMBERS, "'input' is not a side of"),
-        (damage(stages=[3]), NUMBERS, r"the input of stages \[3\] was not requested"),
-        (damage(stages=[2, 2]), NUMBERS, "was not requested"),
-        (damage(stages=[2, 3]), NUMBERS, "was not requested"),
-        (damage(side="middle"), NUMBERS, "'middle' is not a side of"),
-        (damage(microbatch=1), SILENT, "sent the input of microbatch 1 in step 8 again"),
-        (damage(step=STEP + 1), NUMBERS, "step 9 is not among the 2 up to 8"),
-        (damage(step=STEP - STEPS), NUMBERS, "step 6 is not among the 2 up to 8"),
-        (damage(step="8"), NUMBERS, "don't describe a pair"),
+        (damaged, CHECKSUM, "arrived damaged"),
+        (with_fields(microbatch=MICROBATCHES), NUMBERS, "microbatch 6 is not among 6"),
+        (with_fields(microbatch="0"), NUMBERS, "don't describe a pair"),
+        (with_fields(stages=[]), NUMBERS, "'input' is not a side of"),
+        (with_fields(stages=[[2]]), NUMBERS, "'input' is not a side of"),
+        (with_fields(stages=[3]), NUMBERS, r"the input of stages \[3\] was not requested"),
+        (with_fields(stages=[2, 2]), NUMBERS, "was not requested"),
+        (with_fields(stages=[2, 3]), NUMBERS, "was not requested"),
+        (with_fields(side="middle"), NUMBERS, "'middle' is not a side of"),
+        (with_fields(microbatch=1), SILENT, "sent the input of microbatch 1 in step 8 again"),
+        (with_fields(step=STEP + 1), NUMBERS, "step 9 is not among the 2 up to 8"),
+        (with_fields(step=STEP - STEPS), NUMBERS, "step 6 is not among the 2 up to 8"),
+        (with_fields(step="8"), NUMBERS, "don't describe a pair"),
         (content(torch.zeros(SHAPE), "none"), WRONG_SHAPE, "not one tensor of at most two bytes"),
         (content(torch.zeros(1, 3, 4)), WRONG_SHAPE, r"\[1, 3, 4\].* where .*\[2, 3, 4\].* is due"),
         (content(torch.zeros(SHAPE), "bf16", 2), WRONG_SHAPE, r"\[2, 3, 2\].*, where .* is due"),
@@ -489,7 +474,7 @@ def flip_a_bit(frame: Frame) -> Frame:
 def test_a_bad_frame_costs_only_itself_and_names_who_sent_it(
     change: Callable[[Frame], Frame], cause: Cause, complaint: str
 ) -> None:
-    network = Network(keepers(3, swapped=False))
+    network = Neighbours(keepers(3, swapped=False))
     later: list[Frame] = []  # the changed one comes last of all frames
 
     def fault(answer: Item) -> Item | None:
@@ -515,7 +500,7 @@ def test_a_bad_frame_costs_only_itself_and_names_who_sent_it(
 
 def test_more_frames_than_were_asked_for_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boundary, "BATCH", 2)
-    network = Network(keepers(3, swapped=False))
+    network = Neighbours(keepers(3, swapped=False))
     server = network.nodes["1.a"]
     network.faults["1.a"] = lambda answer: answer if isinstance(answer, Frame) else None
 
@@ -532,7 +517,7 @@ def test_more_frames_than_were_asked_for_are_not_taken(monkeypatch: pytest.Monke
 
 
 def test_a_request_that_makes_no_sense_is_refused() -> None:
-    fetched = Network(keepers(3, swapped=False)).fetch(2, {1}, ["1.a"])
+    fetched = Neighbours(keepers(3, swapped=False)).fetch(2, {1}, ["1.a"])
     assert "stage 2 is not among the 1 lost stages" in fetched.complaints[0]
 
 

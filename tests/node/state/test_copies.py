@@ -23,7 +23,7 @@ from planaria.node.wire import tensors
 from planaria.node.wire.frames import Frame
 from planaria.recovery.snapshot import Layout
 from tests.harness.at_rest import check_at_rest
-from tests.harness.network import Item, Network, Thread, copied
+from tests.harness.network import Item, Network, Thread, copied, damaged
 
 T = TypeVar("T")
 LAYOUT = Layout([(9, 40), (40,), (11, 17)])
@@ -517,13 +517,6 @@ def test_a_holder_that_holds_no_longer_is_left_alone() -> None:
     world.settle()
     assert {frame.fields["step"] for frame in world.frames} == {1}
     assert world.step_held() is None
-
-
-def damaged(frame: Frame) -> Frame:
-    assert isinstance(frame.payload, tuple)
-    payload = bytearray().join(frame.payload)
-    payload[len(payload) // 2] ^= 1
-    return Frame(frame.kind, frame.ballot, frame.fields, frame.descriptors, (bytes(payload),))
 
 
 @pytest.mark.parametrize("kind", ["copy", "snapshot"])

@@ -32,7 +32,7 @@ from planaria.node.wire.exchange import ComplaintError, Exchange
 from planaria.node.wire.frames import Frame, WireError
 from planaria.node.wire.tensors import decode, encode
 from tests.harness import network
-from tests.harness.network import AtOnce, Item, Nodes
+from tests.harness.network import AtOnce, Item, Nodes, damaged
 
 T = TypeVar("T")
 SOURCES = ["a", "b", "c"]
@@ -229,13 +229,6 @@ def frames_from(number: int, fault: Callable[[Frame], Item | None]) -> Callable[
     return change
 
 
-def corrupt(frame: Frame) -> Frame:
-    assert isinstance(frame.payload, tuple)
-    payload = bytearray().join(frame.payload)
-    payload[len(payload) // 2] ^= 4
-    return Frame(frame.kind, frame.ballot, frame.fields, frame.descriptors, (payload,))
-
-
 def too_short(frame: Frame) -> Frame:
     descriptors, payload = encode([torch.zeros(3)], "none")
     return Frame(frame.kind, frame.ballot, frame.fields, descriptors, payload)
@@ -254,7 +247,7 @@ def refuse(frame: Frame) -> pb.Message:
 
 
 FAULTS: dict[str, Callable[[Frame], Item | None]] = {
-    "arrived damaged": corrupt,
+    "arrived damaged": damaged,
     "its shard has 12 bytes": too_short,
     "exact float32": lossy,
     "not now": refuse,
@@ -414,8 +407,8 @@ def test_a_shard_that_was_not_asked_for_has_no_effect() -> None:
 
     def repeat(_: int) -> None:
         for frame in sent:
-            network.arrive("a", "joiner", corrupt(frame))
-            network.arrive("stranger", "joiner", corrupt(frame))
+            network.arrive("a", "joiner", damaged(frame))
+            network.arrive("stranger", "joiner", damaged(frame))
         network.client.on_peer_lost("stranger", "gone")
 
     found = network.fetch(on_progress=repeat)

@@ -25,7 +25,7 @@ from planaria.node.wire import tensors
 from planaria.node.wire.exchange import ComplaintError, Exchange, Exchanges, PeerLostError
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.tensors import decode, encode
-from tests.harness.network import Network, Nodes, Thread, copied
+from tests.harness.network import Network, Nodes, Thread, copied, damaged, with_fields
 
 CPU = torch.device("cpu")
 BALLOT = Ballot(3, 1)
@@ -287,21 +287,6 @@ def test_the_deadline_names_who_did_not_send(lost: int) -> None:
     with pytest.raises(ComplaintError, match=complaint) as caught:
         twin.gather()
     assert caught.value.accused == ["2.0"]
-
-
-def damaged(frame: Frame) -> Frame:
-    changed = copied(frame)
-    assert isinstance(changed.payload, bytearray)
-    changed.payload[5] ^= 1
-    return changed
-
-
-def with_fields(**fields: object) -> Callable[[Frame], Frame]:
-    def change(frame: Frame) -> Frame:
-        changed = frame.fields | fields
-        return Frame(frame.kind, frame.ballot, changed, frame.descriptors, frame.payload)
-
-    return change
 
 
 def with_tensors(*tensors: torch.Tensor) -> Callable[[Frame], Frame]:
