@@ -6,6 +6,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from inspect import iscoroutinefunction
+from operator import attrgetter
 from random import Random
 from typing import Any, NoReturn
 
@@ -25,7 +27,18 @@ from planaria.node.stage.arithmetic import TorchStage
 from planaria.node.stage.initial import Beginning
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.reducing import NOTING
-from planaria.node.transaction.effects import NEVER, Ballot
+from planaria.node.transaction.effects import (
+    NEVER,
+    Adopt,
+    AllHome,
+    Apply,
+    Audit,
+    Ballot,
+    DropAttempt,
+    Fetch,
+    GoOn,
+    StartAttempt,
+)
 from planaria.node.transaction.member import MemberPhase
 from planaria.node.wire import chain, tensors
 from planaria.node.wire import stage_pb2 as pb
@@ -345,7 +358,7 @@ class Lesson:
     update_if_due = update
 
     def offer(self) -> tuple[int, int]:
-        return 0, self.left
+        return 2, self.left
 
 
 def test_a_stage_that_relearns_votes_when_it_hears_that_all_is_home() -> None:
@@ -358,7 +371,8 @@ def test_a_stage_that_relearns_votes_when_it_hears_that_all_is_home() -> None:
     assert "ready" not in seat.sent_to("a")
     seat.hears("a", ATTEMPT, reduce=pb.Reduce())
     seat.nodes.sleep(2.0)
-    assert seat.sent_to("a")[-1] == "ready"
+    _, message = seat.net.sent[-1]
+    assert (message.ready.relearned, message.ready.relearning) == (2, 3)
 
 
 @pytest.mark.parametrize("why", ["another state", "another replica", "not finite"])
@@ -405,6 +419,68 @@ def test_a_skipped_step_leaves_the_error_feedback_of_the_step_before(skipped: bo
     seat.hears("a", NEXT, step=pb.Step(commit=commit))
     assert seat.agent.member.committed == 1
     assert bool(feedback.row.isfinite().all()) == skipped
+
+
+FORGET = "reducing.forget holdings.forget"
+EXCHANGES = "averaging auditor states crossings relearning holdings"
+
+
+@pytest.mark.parametrize(
+    ("happens", "parts"),
+    [
+        (StartAttempt(NEXT, begin().begin), f"{FORGET} holdings.attempted gaps.attempted"),
+        (GoOn(NEXT, begin().begin), f"{FORGET} holdings.follow gaps.attempted attempt.go_on"),
+        (DropAttempt(ATTEMPT), f"{FORGET} holdings.dropped attempt.drop"),
+        (AllHome(ATTEMPT), "attempt.hurry reducing.hurry"),
+        (Apply(pb.Commit(step=1)), "feed.gradients.forget reducing.answer holdings.committing"),
+        (Audit(ATTEMPT, 1, (), {}), "reducing.audit"),
+        (Adopt(ATTEMPT), "feed.adopt"),
+        (Fetch(NEXT, COPIED), "feed.gradients.forget gaps.end fetching.cancel"),
+        (
+            lambda agent: agent.on_link_lost("c", "reset", [], 1.0),
+            " ".join(f"{part}.on_peer_lost" for part in EXCHANGES.split())
+            + " member.link_lost driver.link_lost",
+        ),
+        (lambda agent: agent.on_link_up("c", 1.0), "driver.link_up outbox.linked"),
+        (
+            lambda agent: agent.tick(1.0),
+            "driver.tick observers.pins.expire serving.tick outbox.tick own_saves.tick",
+        ),
+        (lambda agent: agent.viewed(VIEW, 1.0), "member.viewed driver.viewed"),
+    ],
+)
+def test_each_part_hears_of_what_concerns_it(
+    happens: Any, parts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seat = Seat("b")
+    seat.hears("a", ATTEMPT, step=begin())
+    seat.agent.fetching = seat.agent.exchanges.start(seat.agent.exchanges.sleep(60.0))
+    heard: set[str] = set()
+
+    async def nothing() -> None: ...
+
+    for part in parts.split():
+        owner, _, name = part.rpartition(".")
+        is_work = iscoroutinefunction(attrgetter(part)(seat.agent))
+
+        def hears(*_: object, part: str = part, is_work: bool = is_work) -> Any:
+            heard.add(part)
+            return nothing() if is_work else ()
+
+        monkeypatch.setattr(attrgetter(owner)(seat.agent), name, hears)
+    if callable(happens):
+        happens(seat.agent)
+    else:
+        seat.agent.carry_out([happens])
+    assert heard == {*parts.split()}
+
+
+def test_who_lacks_what_is_home_says_so_when_its_time_is_up() -> None:
+    seat = Seat("b")
+    seat.hears("a", ATTEMPT, step=begin())
+    seat.hears("a", ATTEMPT, reduce=pb.Reduce())
+    seat.nodes.sleep(RUN.swarm.progress + 1)
+    assert seat.sent_to("a")[-1] == "failed"
 
 
 def test_who_gets_another_state_drops_its_error_feedback() -> None:

@@ -16,6 +16,7 @@ from planaria.bootstrap.registry_pb2 import CHECKSUM, DIVERGENCE, NONFINITE, NUM
 from planaria.node.averaging import coding
 from planaria.node.averaging.averaging import Averaging
 from planaria.node.averaging.coding import Averaged, Coding, ReductionRound, gradient_bytes
+from planaria.node.averaging.error_feedback import ErrorFeedback
 from planaria.node.averaging.reduction import Reduction, check_ids
 from planaria.node.run_file import WireSection
 from planaria.node.transaction.effects import Ballot
@@ -275,6 +276,14 @@ def test_who_is_alone_sends_nothing_and_drops_what_it_held_back() -> None:
     assert network.nodes["a"].feedback.row is not None
     commit(network, 2)
     assert network.nodes["a"].feedback.row is None
+
+
+def test_what_is_dropped_before_its_commit_never_counts() -> None:
+    feedback = ErrorFeedback()
+    feedback.begin(BALLOT, torch.zeros(3)).fill_(1.0)
+    feedback.drop()
+    feedback.commit(BALLOT)
+    assert feedback.row is None
 
 
 # Faults

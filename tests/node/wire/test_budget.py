@@ -3,7 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.node.wire.budget import ITEM, PEERS, Budget
+from planaria.node.wire.budget import ITEM, PEERS, Budget, HeldFrames
+from planaria.node.wire.frames import Frame
+from tests.harness.at_rest import check_at_rest
 
 EACH = 10 * ITEM
 COMES = st.tuples(st.sampled_from("abcdefgh"), st.integers(0, 12 * ITEM))
@@ -34,3 +36,14 @@ def test_what_is_read_is_free_again(story: list[tuple[str, int]]) -> None:
         budget.free(peer, size)
     assert budget.used == 0
     assert budget.spend("a", 9 * ITEM) == ""
+
+
+def test_who_flooded_this_node_is_heard_again_in_the_next_attempt() -> None:
+    held = HeldFrames(EACH)
+    large, small = (Frame("activation", (1, 1), {}, [], bytes(n)) for n in (EACH, 1))
+    assert held.hold("a", large).keys() == {"a"}
+    held.hold("a", small)
+    assert held.take() == []
+    held.hold("a", small)
+    assert held.take() == [("a", small)]
+    check_at_rest(held)

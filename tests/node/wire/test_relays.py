@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import pytest
 
 from planaria.bootstrap.registry_pb2 import SILENT
@@ -203,7 +204,8 @@ async def test_without_a_relay_they_have_no_link() -> None:
 class Wire:
     """What a `Relays` sends, which arrives when a test says so."""
 
-    def __init__(self, node: str) -> None:
+    def __init__(self, node: str, unlinked: str = "") -> None:
+        self.unlinked = unlinked
         self.sent: list[tuple[str, Frame]] = []
         self.arrived: list[object] = []
         self.relays = Relays(node, self.send, lambda call, hello: None)
@@ -211,7 +213,7 @@ class Wire:
     def send(self, node: str, sent: Frame, arrived: object) -> bool:
         self.sent.append((node, sent))
         self.arrived.append(arrived)
-        return True
+        return node != self.unlinked
 
     def said(self) -> list[tuple[str, object]]:
         return [(node, sent.fields["say"]) for node, sent in self.sent]
@@ -249,6 +251,24 @@ async def test_a_relay_holds_nothing_for_a_link_that_is_lost(lost: str) -> None:
     wire.arrived[1]()  # type: ignore[operator]
     check_at_rest(wire.relays)
     assert wire.said()[-1] == ("b" if lost == "a" else "a", "over")
+
+
+async def test_what_a_relay_can_not_pass_on_it_does_not_hold() -> None:
+    wire = Wire("c", unlinked="b")
+    wire.relays.set([Relay("a", "b", "c")])
+    wire.relays.on_frame("a", item(50))
+    assert wire.said() == [("b", "item"), ("a", "over")]
+    check_at_rest(wire.relays)
+
+
+async def test_a_call_ends_when_another_relay_is_to_carry_it() -> None:
+    wire = Wire("a")
+    wire.relays.set([Relay("a", "b", "c")])
+    call = wire.relays.call("b", "1 0 1 0 0")
+    wire.relays.set([Relay("a", "b", "d")])
+    with pytest.raises(Refused, match="c carries for a and b no more"):
+        await call.answer
+    assert await call.streams["Control"].read() is grpc.aio.EOF
 
 
 async def test_a_node_carries_only_for_those_that_the_view_names() -> None:
