@@ -27,11 +27,8 @@ def few(own: Member, view: View, stages: int, swapped: bool) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("seeds", [range(0, 6), range(6, 12)])
-def test_invariants_hold_where_links_rest_all_the_time(
-    seeds: range, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invariants_hold_where_links_rest_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "SETTINGS", replace(links.SETTINGS, rest=0.6))
     monkeypatch.setattr(node, "to_link", few)
-    rested = [run(seed).counts["rested"] for seed in seeds]
+    rested = [run(seed).counts["rested"] for seed in range(4)]
     assert sum(rested) > 100

@@ -35,7 +35,7 @@ def test_lies_cost_nobody_else_state_or_place() -> None:
 
 
 def test_who_says_whatever_can_be_said_is_soon_out_and_costs_nobody_anything() -> None:
-    assert sum(run(seed, kind=Babbling).counts["babbled"] for seed in range(4)) > 500
+    assert sum(run(seed, kind=Babbling).counts["babbled"] for seed in range(2)) > 200
 
 
 class Talkative(Babbling):
@@ -111,18 +111,18 @@ def test_one_that_believes_whatever_it_is_shown_is_caught(monkeypatch: pytest.Mo
 
 
 def test_a_faulty_driver_parts_replicas_for_one_step_at_most_and_the_run_says_so() -> None:
-    for kind in (Parted, Parted, DividedCrowd):
+    for kind in (Parted, DividedCrowd):
         result = run(len(kind.__name__), kind=kind)
         assert "has signed two commits of step" in result.outcome
 
 
 def test_whatever_else_a_driver_tells_some_replicas_costs_nothing() -> None:
-    assert sum(run(seed, kind=Deceived).counts["deceits"] for seed in range(4)) >= 4
+    assert sum(run(seed, kind=Deceived).counts["deceits"] for seed in range(2)) >= 2
     assert run(0, kind=DeceivedCrowd).counts["deceits"] == 1
 
 
 def test_a_faulty_driver_that_dies_with_different_commits_applied_stops_the_run() -> None:
-    assert sum(run(seed, kind=Abandoned).counts["vanished"] for seed in range(4)) == 4
+    assert sum(run(seed, kind=Abandoned).counts["vanished"] for seed in range(2)) == 2
 
 
 def test_a_driver_that_accuses_others_evicts_nobody() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,12 +16,9 @@ PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 def test_a_policy_is_added_as_the_page_says() -> None:
     (code,) = re.findall(r"```python\n(def .*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    counts: Counter[str] = Counter()
     with patch.dict(policy.POLICIES):
         exec(code, {**vars(policy)})
         decision = decide(3, Left(4, 9, {2: ["b"], 4: ["d"]}), policy.POLICIES["copy-before"])
         assert isinstance(decision, Rebuild)
         assert (decision.sources[0].node, decision.fallback) == ("b", False)
-        for seed in range(6):
-            counts += run(seed, policy="copy-before").counts
-    assert counts["interpolate"]
+        assert any(run(seed, policy="copy-before").counts["interpolate"] for seed in range(6))
