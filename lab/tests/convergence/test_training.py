@@ -178,7 +178,7 @@ def test_relearning_brings_the_residual_down_and_the_loss_with_it(corpus: Corpus
     after: dict[int, float] = {}
     for passes in (0, 10):
         swarm = TrainingSwarm(run_with(policy="checkfree", relearn__passes=passes), corpus)
-        for _ in range(50):
+        for _ in range(20):
             swarm.step()
         (line,) = swarm.lose([3])
         after[passes] = swarm.validate()
@@ -353,7 +353,7 @@ def test_scales_bring_the_residual_down_alone(corpus: Corpus) -> None:
     after = []
     for scales in (False, True):
         swarm = TrainingSwarm(run_with(relearn__lr=1e-9), corpus, Ablation(relearn_scales=scales))
-        for _ in range(30):
+        for _ in range(15):
             swarm.step()
         (line,) = swarm.lose([3])
         after.append(line["relearned"]["before"])
