@@ -197,7 +197,7 @@ def commit(network: Network, step: int) -> None:
     st.sampled_from(LOSSY),
     st.lists(st.booleans(), min_size=1, max_size=6),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=16, deadline=None)
 def test_what_was_left_out_of_committed_sums_is_held_back(
     replicas: int, length: int, codec: Averaged, committed: list[bool]
 ) -> None:
@@ -608,7 +608,7 @@ def in_rows(nodes: Sequence[str], values: Sequence[torch.Tensor]) -> torch.Tenso
 
 
 @given(MANY, st.integers(0, 400), st.integers(0, 2**32))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_the_sum_of_rows_in_their_order(count: int, length: int, seed: int) -> None:
     """With partners only."""
     nodes = many(count)
@@ -627,7 +627,7 @@ def test_the_sum_of_rows_in_their_order(count: int, length: int, seed: int) -> N
 
 
 @given(st.integers(9, 17), st.sampled_from(CODECS), st.integers(0, 2**32))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_replicas_in_rows_are_bit_identical_whatever_comes_when(
     count: int, codec: Averaged, seed: int
 ) -> None:
