@@ -12,7 +12,7 @@ WORKERS = 'import os; print(2 * len(os.sched_getaffinity(0)))'
 
 TEST = .venv/bin/pytest -n $$(.venv/bin/python -c $(WORKERS)) --dist worksteal
 
-.PHONY: demo test nightly fuzz bench lint proto docs dist clean
+.PHONY: demo test check nightly fuzz bench lint proto docs dist clean
 
 demo: .venv/installed
 	rm -rf out/demo
@@ -20,6 +20,14 @@ demo: .venv/installed
 
 test: .venv/installed-dev
 	$(TEST) --durations=25
+
+# For each commit: tests of the parts but for data and models on disk, six seeds, two swarms.
+PARTS = tests/recovery tests/bootstrap $(filter-out %/data %/hugging_face %__,$(wildcard tests/node/*))
+SWARMS = $(addprefix tests/swarm/test_swarm.py::test_, \
+	the_registry_can_be_killed checkfree_plus_survives_every_single_loss)
+
+check: lint
+	$(TEST) $(PARTS) 'tests/simulation/test_cluster.py::test_invariants_hold_whatever_fails[0-5]' $(SWARMS)
 
 # What takes too long for each change; what has passed at a commit is not run again.
 nightly: SEEDS = 500
