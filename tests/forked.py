@@ -14,9 +14,23 @@ from pathlib import Path
 from planaria.node.machine.processes import (
     PLANARIA,
     die_with_parent,
+    ensure_fork_server,
     heed_signals,
     run_planaria,
 )
+
+PRELOADED = (
+    "planaria.node.local.fork_server",
+    *PLANARIA,
+    "matplotlib.figure",  # of which each `planaria up` draws losses at its end
+    "matplotlib.backends.backend_agg",
+)
+
+
+def begin_fork_server() -> None:
+    """The one of this process, whoever starts processes later."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED])
+    ensure_fork_server()
 
 
 class Forked:
@@ -34,7 +48,7 @@ class Forked:
         the command starts through `Processes` is forked from where it is, and isn't ended with it
         by SIGKILL, unless it `takes_all` with it, as it does for a user."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["planaria.node.local.fork_server", *PLANARIA])
+        begin_fork_server()
         settings = dict(environment or {})
         self._process = context.Process(
             target=_run, args=(output, cwd, settings, takes_all, list(arguments))

@@ -19,7 +19,7 @@ from planaria.bootstrap.registry_pb2 import Description
 from planaria.node.data.corpus import Corpus
 from planaria.node.local.swarm import ADDRESS
 from planaria.node.run_file import RunFile, dumps, override
-from tests.forked import Forked
+from tests.forked import Forked, begin_fork_server
 from tests.swarm.lines import Lines
 
 DEADLINE = 600.0  # seconds; only a hanging swarm gets there
@@ -88,6 +88,11 @@ class Up:
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.out / "summary.json").read_text())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server() -> None:
+    begin_fork_server()
 
 
 @pytest.fixture(scope="session")

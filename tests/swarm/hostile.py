@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from planaria.bootstrap.registry_pb2 import SHAPE
 from planaria.node.agent import Agent
-from planaria.node.machine.processes import run_planaria
 from planaria.node.transaction.effects import Ballot, Effect, Send
 from planaria.node.wire import stage_pb2 as pb
+from tests.swarm.paced import run_paced
 
 MUCH = 10**6  # steps
 VIEW, ATTEMPT = 1 << 40, (1 << 64) - 1
@@ -105,4 +105,4 @@ def run_hostile(arguments: list[str]) -> None:
     if arguments[0] == "--lies":
         lie_as(Path(arguments[1]))
         arguments = [*arguments[2:], "--restart", "no"]  # another process would be honest
-    run_planaria(arguments)
+    run_paced(arguments)

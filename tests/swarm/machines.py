@@ -15,8 +15,9 @@ from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.invites import decode, encode
 from planaria.node.launch.own_folders import folder_options
 from planaria.node.launch.resolve import resolve
-from planaria.node.machine.processes import PLANARIA, Processes, Work, run_planaria
+from planaria.node.machine.processes import PLANARIA, Processes, Work
 from planaria.node.run_file import dumps
+from tests.swarm.paced import run_paced
 from tests.swarm.small import small
 
 DEADLINE = 180.0  # seconds; only a hanging test gets there
@@ -124,7 +125,7 @@ def machines(
     data: Path,
     stages: int,
     secured: bool = True,
-    work: Work = run_planaria,
+    work: Work = run_paced,
     **changes: Any,
 ) -> Iterator[Machines]:
     machines = Machines(folder, data, stages, secured, work, **changes)

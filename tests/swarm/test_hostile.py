@@ -130,31 +130,28 @@ def test_what_a_member_may_not_say_is_refused_and_named_and_nothing_comes_of_it(
     assert {member.node for member in place.described().view.members} == {*place.honest, liar}
 
 
-@pytest.mark.parametrize(
-    ("lie", "why"),
-    [
-        ("status", "it claims step 1000000"),
-        ("stale", "it sent an invalid message: attempt 18446744073709551615"),
-        ("failed", "it has accused others 3 times"),
-    ],
-)
-def test_who_says_what_cannot_be_goes_and_whom_it_accuses_stays(
-    place: Place, lie: str, why: str
-) -> None:
+def test_who_says_what_cannot_be_goes_and_whom_it_accuses_stays(place: Place) -> None:
     place.start()
-    liar = place.start_liar("liar")
-    tell(place.lies, lie)
-    place.wait_for(
-        "it to be out", lambda: liar not in {m.node for m in place.described().view.members}
-    )
-    tell(place.lies, "")
-    place.goes_on()
-    assert any(liar in told and why in told for told in place.described().decisions)
+    for lie, why in {
+        "status": "it claims step 1000000",
+        "stale": "it sent an invalid message: attempt 18446744073709551615",
+        "failed": "it has accused others 3 times",
+    }.items():
+        liar = place.start_liar(lie)
+        tell(place.lies, lie)
+        place.wait_for(
+            f"{lie} to be out",
+            lambda liar=liar: liar not in {m.node for m in place.described().view.members},
+        )
+        tell(place.lies, "")
+        place.goes_on()
+        decisions = place.described().decisions
+        assert any(liar in decision and why in decision for decision in decisions), lie
+    a_joiner_that_says_it_has_a_step_to_come_goes_and_nobody_follows_it(place)
 
 
-def test_a_joiner_that_says_it_has_a_step_to_come_goes_and_nobody_follows_it(place: Place) -> None:
+def a_joiner_that_says_it_has_a_step_to_come_goes_and_nobody_follows_it(place: Place) -> None:
     """It has trained nothing yet: what it has is the first that it says."""
-    place.start()
     rebuilt = len(place.lines.events("rebuilt"))
     tell(place.lies, JOINING)
     place.start_node("liar", 2, ["--lies", str(place.lies)])

@@ -1,5 +1,5 @@
 """What tests/swarm has: real swarms, and the event loop of a daemon."""
 
-from tests.swarm.conftest import corpus, pytest_asyncio_loop_factories, up
+from tests.swarm.conftest import corpus, fork_server, pytest_asyncio_loop_factories, up
 
-__all__ = ["corpus", "pytest_asyncio_loop_factories", "up"]
+__all__ = ["corpus", "fork_server", "pytest_asyncio_loop_factories", "up"]

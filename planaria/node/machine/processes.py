@@ -91,7 +91,7 @@ class Processes:
         self._started[slot] += 1
         while self.log(slot).exists():  # of a resumed run
             self._started[slot] += 1
-        _ensure_fork_server()
+        ensure_fork_server()
         process = self._context.Process(
             target=_begin,
             args=(self.log(slot), namespace, self.work, list(arguments)),
@@ -169,7 +169,7 @@ def tail(log: Path, lines: int = 12) -> str:
     return "\n".join(text.splitlines()[-lines:]) or "(empty)"
 
 
-def _ensure_fork_server() -> None:
+def ensure_fork_server() -> None:
     """Start the fork server with signals blocked: Ctrl-C mustn't end it while it loads modules."""
     resource_tracker.ensure_running()  # would unblock some
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
