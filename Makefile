@@ -21,8 +21,9 @@ demo: .venv/installed
 test: .venv/installed-dev
 	$(TEST) --durations=25
 
-# For each commit: tests of the parts but for data and models on disk, six seeds, two swarms.
-PARTS = tests/recovery tests/bootstrap $(filter-out %/data %/hugging_face %__,$(wildcard tests/node/*))
+# For each commit: tests of the parts that decide, compute and send, six seeds, two swarms.
+PARTS = tests/recovery tests/bootstrap $(addprefix tests/node/, \
+	averaging driver report stage state transaction wire)
 SWARMS = $(addprefix tests/swarm/test_swarm.py::test_, \
 	the_registry_can_be_killed checkfree_plus_survives_every_single_loss)
 
