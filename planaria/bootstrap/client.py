@@ -99,8 +99,10 @@ class RegistryClient:
         self,
         addresses: Sequence[str],
         credentials: Credentials = PLAIN,
+        run: str = "",
     ) -> None:
-        """`addresses`: the registry's, HOST:PORT each. Raises AddressError; ValueError for none."""
+        """`addresses`: the registry's, HOST:PORT each. `run`: the only one whose registry counts;
+        empty: any, until the first join. Raises AddressError; ValueError for no address."""
         self._addresses = [str(Address.to_dial(address)) for address in addresses]
         if not addresses:
             raise ValueError("no registry address; give one with --join HOST:PORT")
@@ -113,7 +115,8 @@ class RegistryClient:
         self._due = asyncio.Event()  # renew at once
         self._tasks: set[asyncio.Task[None]] = set()
         self._node = self._left = ""  # nodes of the last join and the last leave
-        self._run, self._identity = "", Identity.generate()  # of the last join
+        self._run, self._identity = run, Identity.generate()  # of the last join
+        self._misled: dict[str, str] = {}  # by address, the answer of another run's registry there
         certified = credentials.certified
         self._key = b"" if certified is None else key_in(certified.pair.authority)
         """The run's key, which signs views: from the authority's certificate or the first join."""
@@ -150,7 +153,8 @@ class RegistryClient:
 
     async def describe(self, deadline: float = 30.0) -> Description:
         """Raises JoinRefused (a wrong token, another service), and RegistryUnreachable."""
-        described: Description = await self._retry("Describe", DescribeRequest(), deadline)
+        request = DescribeRequest(run=self._run)
+        described: Description = await self._retry("Describe", request, deadline)
         shorten_all(described, LONGEST_TEXT)
         return described
 
@@ -226,7 +230,10 @@ class RegistryClient:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def report(self, report: Report) -> None:
-        """Sets the report of the next renewal, which is sent at once if the report is news."""
+        """Sets the report of the next renewal, which is sent at once if the report is news. Adds
+        the addresses at which another run's registry has answered."""
+        misled = [f"{address}: {why}" for address, why in self._misled.items()]
+        report.trouble = "; ".join(filter(None, [report.trouble, *misled]))
         former, self._report = self._report, fitting(report, REPORT_BYTES)
         if _news(report) != _news(former):
             self._due.set()
@@ -281,8 +288,8 @@ class RegistryClient:
 
     async def check_one_run(self, seconds: float = 3.0) -> None:
         """Queries the run of every address in parallel and ignores addresses without an answer.
-        Raises JoinRefused when the runs differ."""
-        if len(self._addresses) == 1:
+        Raises JoinRefused when the runs differ, and no one counts alone."""
+        if self._run or len(self._addresses) == 1:
             return
         runs = await asyncio.gather(
             *(self._run_at(address, seconds) for address in self._addresses)
@@ -388,10 +395,7 @@ class RegistryClient:
                 self._heard = True
                 return answer
             except grpc.aio.AioRpcError as error:
-                was_member = bool(self._node)
-                if error.code() not in _RETRIED and not (
-                    was_member and error.code() is _ANOTHER_RUN
-                ):
+                if error.code() not in _RETRIED and not (self._run and self._is_misled(error)):
                     raise JoinRefused(_refusal(error, self._address)) from error
                 if error.code() is not StatusCode.DEADLINE_EXCEEDED:
                     refusal = error if error.code() is StatusCode.ABORTED else None
@@ -413,6 +417,13 @@ class RegistryClient:
             await self._next_address()
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _is_misled(self, error: grpc.aio.AioRpcError) -> bool:
+        """Whether another run's registry has answered at the address in use; remembers that."""
+        if error.code() is not _ANOTHER_RUN:
+            return False
+        self._misled[self._address] = error.details() or ""
+        return True
 
     def _give_up(self, error: grpc.aio.AioRpcError, deadline: float) -> NoReturn:
         if error.code() is StatusCode.ABORTED:
@@ -494,7 +505,7 @@ class _Membership:
                 whys.append(task.result())
             except grpc.aio.AioRpcError as error:
                 whys.append(_what(error))
-                self.another_run |= error.code() is _ANOTHER_RUN
+                self.another_run |= self.client._is_misled(error)
         return "; ".join(whys)
 
     async def _keep_alive(self, stub: RegistryStub, metadata: Metadata) -> str:
@@ -611,6 +622,7 @@ class _Membership:
         return first_misspelt(m for m in view.members if addresses.get(m.node) != m.address)
 
     def _answered(self) -> None:
+        self.client._misled.pop(self.client._address, None)
         if self.lost is not None:
             away = asyncio.get_running_loop().time() - self.lost
             log.info("the registry is back after %.0f s, at %s", away, self.client._address)

@@ -417,8 +417,10 @@ class MeasureReply(_message.Message):
     def __init__(self, number: _Optional[int] = ..., nodes: _Optional[int] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    def __init__(self, run: _Optional[str] = ...) -> None: ...
 
 class MemberDescription(_message.Message):
     __slots__ = ("member", "report", "since_renewal", "suspected", "reached_by", "why", "instance")

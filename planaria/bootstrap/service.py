@@ -383,6 +383,10 @@ class RegistryServer(RegistryServicer):
 
     async def Describe(self, request: DescribeRequest, context: Context) -> Description:
         self._check_leads()
+        run = self.machine.rules.run
+        _check_length("run", request.run, NAME_BYTES)
+        if request.run and request.run != run:
+            raise not_served(run, request.run)
         return self.describe()
 
     async def Show(self, request: ShowRequest, context: Context) -> Shown:

@@ -905,6 +905,21 @@ async def test_registries_of_two_runs_are_not_one(serve: Serve) -> None:
         await client.close()
 
 
+async def test_who_keeps_to_a_run_passes_over_other_registries_and_reports_them(
+    serve: Serve,
+) -> None:
+    async with serve() as one, serve(MembershipRules("other", stages=1)) as another:
+        client = RegistryClient([another.address, one.address], run="r")
+        await client.check_one_run(TIMEOUT)
+        assert (await client.describe()).run == "r"
+        client.report(report := Report(trouble="its disk is full"))
+        assert report.trouble == (
+            f"its disk is full; {another.address}: this registry serves run other, not r; "
+            "check the address"
+        )
+        await client.close()
+
+
 @pytest.mark.parametrize(
     ("peer", "host"),
     [

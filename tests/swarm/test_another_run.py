@@ -20,7 +20,7 @@ async def test_a_run_goes_on_while_another_runs_registry_answers(
         address = await started(here)
         join = encode(await here.invite("owner")) if secured else address
         for name, stage in (("a", "0"), ("b", "1")):
-            here.start_node(name, join, None, "--stage", stage)
+            here.start_node(name, join, None, "--stage", stage, *saved(here, name))
         await here.committed(beyond=1)
         here.processes.kill("registry")
         other = tmp_path / "other.toml"
@@ -31,15 +31,22 @@ async def test_a_run_goes_on_while_another_runs_registry_answers(
         await here.logged("a", "is away (" if secured else "this registry serves run")
         newest = await here.committed(beyond=0)
         await here.committed(beyond=newest + 20)
+        here.processes.kill("b")
+        here.start_node("again", join, None, "--stage", "1", *saved(here, "b"))
+        await here.logged("again", "does not answer" if secured else "this registry serves run")
         here.processes.kill("other")
         here.start_registry(address, None, "--journal", str(tmp_path / "journal"))
         await here.logged("a", "the registry is back")
         newest = await here.committed(beyond=newest)
         await here.committed(beyond=newest + 2)
-        assert here.processes.running().keys() >= {"a", "b", "registry"}
+        assert here.processes.running().keys() >= {"a", "again", "registry"}
         assert "joining again" not in here.logs()
     audited = audit(tmp_path / "a")
     assert (audited.duplicates, audited.missing, audited.extra) == (0, 0, 0)
+
+
+def saved(here: Machines, name: str) -> list[str]:
+    return ["--save-dir", str(here.folder / name / "saves")]
 
 
 async def started(here: Machines) -> str:

@@ -60,7 +60,8 @@ async def begin(setup: Setup, serve: Serve) -> int:
         return await _begin_invited(setup, setup.invitation, serve)
     if not setup.addresses.dials_only:
         check_port(setup.addresses.listen, setup.credentials, options.insecure)
-    client = RegistryClient(setup.addresses.registries, setup.credentials)
+    run_kept = find_run(options.saves)
+    client = RegistryClient(setup.addresses.registries, setup.credentials, run_kept)
     try:
         await client.check_one_run()
         description = await client.describe()
@@ -89,6 +90,20 @@ async def _begin_invited(setup: Setup, invitation: Invitation, serve: Serve) -> 
         changes: dict[str, Any] = {"options": options, "credentials": credentials}
         changes["instance"] = instance
         return await begin(replace(setup, invitation=None, **changes), serve)
+
+
+def find_run(folder: Path | None) -> str:
+    """The run of the node's saves in `folder`, to which a restarted node keeps; empty: there are
+    none."""
+    if folder is None or not any(folder.glob("stage-*")):
+        return ""
+    from planaria.node.state.saves import saved_run  # loads torch
+
+    if run := saved_run(folder):
+        log.info(
+            "joining only run %s, of which %s has saves: else use an empty folder", run, folder
+        )
+    return run
 
 
 def check_stage(stage: int | None, run: RunFile) -> None:

@@ -29,7 +29,7 @@ import re
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, takewhile
@@ -765,14 +765,26 @@ def _as_bytes(text: bytes) -> Bytes:
 
 def newest_saved_stage(folder: Path) -> int | None:
     """The stage saved last in a node's folder; None: it has no saves. Raises OSError."""
-    stages = [
+    return max(_saved_stages(folder), default=(None, None))[1]
+
+
+def saved_run(folder: Path) -> str:
+    """The run of the newest readable save in a node's folder; empty: there is none. Raises
+    OSError."""
+    for save, stage in sorted(_saved_stages(folder), reverse=True):
+        with suppress(SaveError), _opened(folder / f"stage-{stage}" / name_of(save)) as (_, fields):
+            return str(fields["run"])
+    return ""
+
+
+def _saved_stages(folder: Path) -> list[tuple[Age, int]]:
+    return [
         (save, int(path.name.removeprefix("stage-")))
         for path in folder.glob("stage-*")
         if path.name.removeprefix("stage-").isdecimal()
         for entry in os.scandir(path)
         if (save := _parse(entry.name)) is not None
     ]
-    return max(stages)[1] if stages else None
 
 
 def name_of(save: Age) -> str:

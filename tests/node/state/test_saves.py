@@ -28,7 +28,7 @@ from planaria.node.model.shape import model_config
 from planaria.node.run_file import ModelSection
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state import saves as module
-from planaria.node.state.saves import Contents, Saves, Writer, find_saves, name_of
+from planaria.node.state.saves import Contents, Saves, Writer, find_saves, name_of, saved_run
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
 from planaria.node.transaction.effects import Ballot
 from planaria.node.wire import stage_pb2 as pb
@@ -406,6 +406,16 @@ def test_a_folder_of_another_run_is_refused_and_left_as_it_is(tmp_path: Path) ->
     with pytest.raises(SaveError, match=r"of the run demo-1f, not of other: name another folder"):
         opened(tmp_path, run="other")
     assert opened(tmp_path).sound() == [Age(0, 4)]
+
+
+def test_a_folder_is_of_the_run_of_its_newest_save_that_can_be_read(tmp_path: Path) -> None:
+    assert saved_run(tmp_path) == ""
+    saves = written(tmp_path, state(4), state(8))
+    assert saved_run(tmp_path) == RUN
+    (saves.folder / name_of(Age(0, 8))).write_bytes(b"damaged")
+    assert saved_run(tmp_path) == RUN
+    (saves.folder / name_of(Age(0, 4))).unlink()
+    assert saved_run(tmp_path) == ""
 
 
 def test_saves_of_a_run_that_came_later_are_not_pruned(tmp_path: Path) -> None:
