@@ -54,7 +54,6 @@ lint: .venv/installed-dev
 
 proto: .venv/installed-dev
 	$(PROTOC) --python_out=. --pyi_out=. $(SERVICES) planaria/node/wire/stage.proto
-	$(PROTOC) --grpc_python_out=. $(SERVICES)
 
 # Pages as a site, in out/site; with tools of their own.
 docs: .venv-docs/installed

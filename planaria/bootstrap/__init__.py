@@ -13,7 +13,7 @@ Decisions, pure:
 
 The service:
 
-- `service.py`: gRPC around the machine; `broadcast.py`: what all members get;
+- `service.py`: calls and streams around the machine; `broadcast.py`: what all members get;
   `reply_budget.py`: memory for answers to joins; `truncation.py`: what fits into a message
 - `journal.py`: views on disk; `store.py`, `etcd.py`: views that several registries share, of which
   `leader_election.py` has one lead
@@ -26,10 +26,11 @@ Who may do what:
 - `authority.py`: certificates; `invites.py`: invites; `admission.py`: which invites are valid
 - `enrolment.py`, `admitting.py`: the registry's side of enrolment; `enrolment_client.py`: the
   node's, which also renews its certificate
-- `credentials.py`: TLS; `gate.py`: rights of a caller
+- `credentials.py`: TLS; `gate.py`: rights of a caller, and how its calls are encoded
 
 Both sides:
 
+- `transport.py`: the port to the network; `grpc_transport.py`: over gRPC
 - `client.py`: a node's client; `address.py`: HOST:PORT; `spelling.py`: names and text of others
 - `small_files.py`, `secret_files.py`: reading and writing them
 """

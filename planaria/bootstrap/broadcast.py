@@ -62,7 +62,7 @@ class Waker:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._due: deque[tuple[asyncio.Future[Any], object]] = deque()
-        self._watchers: set[asyncio.Future[None]] = set()
+        self._watchers: dict[asyncio.Future[None], None] = {}  # in the order in which they came
 
     @property
     def busy(self) -> bool:
@@ -71,14 +71,14 @@ class Waker:
     async def next_view(self) -> None:
         """Returns after `wake_watchers`."""
         waiting = self._loop.create_future()
-        self._watchers.add(waiting)
+        self._watchers[waiting] = None
         try:
             await waiting
         finally:
-            self._watchers.discard(waiting)
+            self._watchers.pop(waiting, None)
 
     def wake_watchers(self) -> None:
-        watchers, self._watchers = self._watchers, set()
+        watchers, self._watchers = self._watchers, {}
         self.wake(watchers)
 
     def wake(

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-import grpc
+from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
-from grpc import StatusCode
+from google.protobuf.message_factory import GetMessageClass
 
 from planaria.bootstrap.address import Address, Reach, reach_by
 from planaria.bootstrap.authority import Role, key_in
-from planaria.bootstrap.credentials import PLAIN, Credentials, about_time, channel
-from planaria.bootstrap.enrolment_pb2_grpc import OperatorStub
+from planaria.bootstrap.credentials import PLAIN, Credentials, about_time
+from planaria.bootstrap.gate import OPERATOR_CALLS, REGISTRY_CALLS
+from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.liveness import is_alive
 from planaria.bootstrap.registry_pb2 import (
     SILENT,
     Cause,
@@ -31,6 +31,8 @@ from planaria.bootstrap.registry_pb2 import (
     LeaveRequest,
     MeasureReply,
     MeasureRequest,
+    NewView,
+    Notice,
     Renewal,
     Report,
     Shown,
@@ -39,8 +41,8 @@ from planaria.bootstrap.registry_pb2 import (
     View,
     WatchRequest,
 )
-from planaria.bootstrap.registry_pb2_grpc import RegistryStub
 from planaria.bootstrap.spelling import first_misspelt
+from planaria.bootstrap.transport import Broken, Channel, Stream, Transport, call
 from planaria.bootstrap.truncation import fitting, shorten_all
 from planaria.bootstrap.views import follows, is_genuine, unpack, unpacked, view_in
 
@@ -50,6 +52,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two attempts
 RENEWALS = 5  # renewals per lease, so that several may be late
 ATTEMPT = 5.0  # seconds until one attempt times out
 JOIN = 15.0  # seconds for a join attempt, since thousands may join at once
+COMMAND = 60.0  # seconds for an operator's command
 SUSPECT_DEADLINE = 2.0  # seconds
 LEAVE_DEADLINE = 2.0  # seconds
 CONFIRMED = 5.0  # seconds between an eviction's notice and its view, in either order
@@ -59,21 +62,21 @@ LONGEST_TEXT = 5_000  # characters per text field of a registry: terminals are s
 LINE_BYTES = 4  # maximum encoding overhead per event line
 MOST_QUEUED = 1000  # events queued while the registry is unreachable
 
-Metadata = tuple[tuple[str, str], ...]
-
 _RETRIED = (
-    StatusCode.UNAVAILABLE,
-    StatusCode.DEADLINE_EXCEEDED,
-    StatusCode.RESOURCE_EXHAUSTED,
-    StatusCode.ABORTED,  # the registry waits for other members
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "RESOURCE_EXHAUSTED",
+    "ABORTED",  # the registry waits for other members
 )
-_ANOTHER_RUN = StatusCode.NOT_FOUND  # to a member this is an address without its registry
+_ANOTHER_RUN = "NOT_FOUND"  # to a member this is an address without its registry
 _LOGGED_BY_MEMBERSHIP = (
-    StatusCode.UNAVAILABLE,  # the registry is unreachable
-    StatusCode.DEADLINE_EXCEEDED,
+    "UNAVAILABLE",  # the registry is unreachable
+    "DEADLINE_EXCEEDED",
     _ANOTHER_RUN,
-    StatusCode.FAILED_PRECONDITION,  # this node is no longer a member
+    "FAILED_PRECONDITION",  # this node is no longer a member
 )
+
+M = TypeVar("M", bound=Message)
 
 
 class RegistryUnreachable(Exception):  # noqa: N818  what it says
@@ -100,20 +103,22 @@ class RegistryClient:
         addresses: Sequence[str],
         credentials: Credentials = PLAIN,
         run: str = "",
+        transport: Transport | None = None,
     ) -> None:
         """`addresses`: the registry's, HOST:PORT each. `run`: the only one whose registry counts;
-        empty: any, until the first join. Raises AddressError; ValueError for no address."""
+        empty: any, until the first join. `transport`: gRPC, with these credentials, unless given.
+        Raises AddressError; ValueError for no address."""
         self._addresses = [str(Address.to_dial(address)) for address in addresses]
         if not addresses:
             raise ValueError("no registry address; give one with --join HOST:PORT")
-        self._credentials = credentials
+        self._transport = transport or GrpcTransport(credentials, OPTIONS, holder=Role.REGISTRY)
         self._at = 0  # index of the address in use
         self._heard = False  # whether the registry has ever answered
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[str, Channel] = {}
         self._report = Report()
         self._events: deque[str] = deque(maxlen=MOST_QUEUED)
         self._due = asyncio.Event()  # renew at once
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
         self._node = self._left = ""  # nodes of the last join and the last leave
         self._run, self._identity = run, Identity.generate()  # of the last join
         self._misled: dict[str, str] = {}  # by address, the answer of another run's registry there
@@ -175,21 +180,20 @@ class RegistryClient:
         RegistryUnreachable."""
         try:
             reply: ExamineReply = await self._call("Examine", request, seconds)
-        except grpc.aio.AioRpcError as error:
-            raise RegistryUnreachable(f"{self._address} said: {_what(error)}") from error
+        except Broken as broken:
+            raise RegistryUnreachable(f"{self._address} said: {_what(broken)}") from broken
         return reply
 
     async def command(self, method: str, request: Message) -> Any:
         """Calls a method of the `Operator` service once, without retries, and returns its reply.
         Raises JoinRefused and RegistryUnreachable."""
         await self.describe()
-        stub = OperatorStub(self._channel(self._address))  # type: ignore[no-untyped-call]
         try:
-            return await getattr(stub, method)(request, metadata=self._credentials.metadata)
-        except grpc.aio.AioRpcError as error:
-            if error.code() in _RETRIED:
-                raise RegistryUnreachable(f"{self._address} said: {_what(error)}") from error
-            raise JoinRefused(_refusal(error, self._address)) from error
+            return await self._call(method, request, COMMAND, OPERATOR_CALLS)
+        except Broken as broken:
+            if broken.code in _RETRIED:
+                raise RegistryUnreachable(f"{self._address} said: {_what(broken)}") from broken
+            raise JoinRefused(_refusal(broken, self._address)) from broken
 
     async def keep_membership(
         self,
@@ -251,8 +255,8 @@ class RegistryClient:
         suspicion = Suspicion(accuser=self._node, accused=accused, why=why, cause=cause)
         self.sign(suspicion)
         task = asyncio.get_running_loop().create_task(self._suspect(suspicion))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
 
     async def leave(self, node: str, why: str) -> None:
         """Announces the node's departure, after which `on_evicted` is not called. An unreachable
@@ -262,8 +266,8 @@ class RegistryClient:
         self.sign(goodbye)
         try:
             await self._call("Leave", goodbye, LEAVE_DEADLINE)
-        except grpc.aio.AioRpcError as error:
-            log.warning("could not announce the departure to %s: %s", self._address, _what(error))
+        except Broken as broken:
+            log.warning("could not announce the departure to %s: %s", self._address, _what(broken))
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -341,7 +345,7 @@ class RegistryClient:
         reach, seconds = await self.reach(), reply.dial_seconds
         answers = await asyncio.gather(
             *(
-                is_alive(member.node, member.address, self._credentials, seconds, reach)
+                self._transport.is_alive(member.node, member.address, seconds, reach)
                 for member in reply.unheard
             )
         )
@@ -349,29 +353,32 @@ class RegistryClient:
 
     async def _run_at(self, address: str, seconds: float) -> str:
         """The run served at an address; empty: no answer."""
-        stub = RegistryStub(self._channel(address))  # type: ignore[no-untyped-call]
+        request = DescribeRequest().SerializeToString()
         try:
-            described: Description = await stub.Describe(
-                DescribeRequest(), timeout=seconds, metadata=self._credentials.metadata
+            answer = await call(
+                self._channel(address), f"{REGISTRY_CALLS.full_name}/Describe", request, seconds
             )
-        except grpc.aio.AioRpcError:
+        except Broken:
             return ""  # the caller reports it
-        return described.run
+        return _parsed(answer, Description).run
 
-    def _stub(self) -> RegistryStub:
-        return RegistryStub(self._channel(self._address))  # type: ignore[no-untyped-call]
-
-    def _channel(self, address: str) -> grpc.aio.Channel:
+    def _channel(self, address: str) -> Channel:
         if address not in self._channels:
-            self._channels[address] = channel(
-                address, self._credentials, OPTIONS, holder=Role.REGISTRY
-            )
+            self._channels[address] = self._transport.channel(address)
         return self._channels[address]
 
-    def _call(self, method: str, request: Message, seconds: float) -> Awaitable[Any]:
-        """One attempt at the address in use."""
-        call: Callable[..., Awaitable[Any]] = getattr(self._stub(), method)
-        return call(request, timeout=seconds, metadata=self._credentials.metadata)
+    async def _call(
+        self,
+        method: str,
+        request: Message,
+        seconds: float,
+        service: ServiceDescriptor = REGISTRY_CALLS,
+    ) -> Any:
+        """One attempt at the address in use. Raises Broken."""
+        path, content = f"{service.full_name}/{method}", request.SerializeToString()
+        answer = await call(self._channel(self._address), path, content, seconds)
+        kind: type[Message] = GetMessageClass(service.methods_by_name[method].output_type)
+        return _parsed(answer, kind)
 
     async def _next_address(self) -> None:
         """Closes the channel too: a restarted container may have a new IP address under the same
@@ -387,22 +394,22 @@ class RegistryClient:
         """Calls the addresses in turn until one answers or refuses."""
         clock = asyncio.get_running_loop().time
         end, pause, logged = clock() + deadline, FIRST_PAUSE, ""
-        refusal: grpc.aio.AioRpcError | None = None  # the newest ABORTED reply, which asks to wait
+        refusal: Broken | None = None  # the newest ABORTED reply, which asks to wait
         while True:
             try:
                 seconds = min(attempt, max(0.1, end - clock()))
                 answer = await self._call(method, request, seconds)
                 self._heard = True
                 return answer
-            except grpc.aio.AioRpcError as error:
-                if error.code() not in _RETRIED and not (self._run and self._is_misled(error)):
-                    raise JoinRefused(_refusal(error, self._address)) from error
-                if error.code() is not StatusCode.DEADLINE_EXCEEDED:
-                    refusal = error if error.code() is StatusCode.ABORTED else None
+            except Broken as broken:
+                if broken.code not in _RETRIED and not (self._run and self._is_misled(broken)):
+                    raise JoinRefused(_refusal(broken, self._address)) from broken
+                if broken.code != "DEADLINE_EXCEEDED":
+                    refusal = broken if broken.code == "ABORTED" else None
                 if clock() + pause >= end:  # the last attempt may have been too short for an answer
-                    self._give_up(refusal or error, deadline)
-                why = error.details() or ""
-                if error.code() is StatusCode.ABORTED and why != logged:
+                    self._give_up(refusal or broken, deadline)
+                why = broken.details
+                if broken.code == "ABORTED" and why != logged:
                     logged = why
                     log.info("waiting to join: %s", why)
                 elif not logged and (deadline > ATTEMPT or not self._heard):
@@ -412,38 +419,38 @@ class RegistryClient:
                         self._address,
                         " any more" if self._heard else " yet",
                         end - clock(),
-                        _what(error),
+                        _what(broken),
                     )
             await self._next_address()
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _is_misled(self, error: grpc.aio.AioRpcError) -> bool:
+    def _is_misled(self, broken: Broken) -> bool:
         """Whether another run's registry has answered at the address in use; remembers that."""
-        if error.code() is not _ANOTHER_RUN:
+        if broken.code != _ANOTHER_RUN:
             return False
-        self._misled[self._address] = error.details() or ""
+        self._misled[self._address] = broken.details
         return True
 
-    def _give_up(self, error: grpc.aio.AioRpcError, deadline: float) -> NoReturn:
-        if error.code() is StatusCode.ABORTED:
-            raise JoinRefused(_refusal(error, self._address)) from error
+    def _give_up(self, broken: Broken, deadline: float) -> NoReturn:
+        if broken.code == "ABORTED":
+            raise JoinRefused(_refusal(broken, self._address)) from broken
         raise RegistryUnreachable(
             f"the registry at {' or '.join(self._addresses)} can't be reached, tried for "
-            f"{deadline:g} s; {self._address} said: {_what(error)}"
-            f"{about_time(_what(error))}. Check that it runs "
+            f"{deadline:g} s; {self._address} said: {_what(broken)}"
+            f"{about_time(_what(broken))}. Check that it runs "
             "(`planaria bootstrap`), that host and port are right, that a firewall lets the port "
             "through, and that both sides use TLS or neither (one that began with an invite has "
             "TLS: --join INVITE)"
-        ) from error
+        ) from broken
 
     async def _suspect(self, suspicion: Suspicion) -> None:
         accused, why = suspicion.accused, suspicion.why
         try:
             verdict = await self._call("Suspect", suspicion, SUSPECT_DEADLINE)
             log.info("suspected %s (%s): %s", accused, why, verdict.reason)
-        except grpc.aio.AioRpcError as error:
-            logged = error.code() in _LOGGED_BY_MEMBERSHIP
+        except Broken as broken:
+            logged = broken.code in _LOGGED_BY_MEMBERSHIP
             level = logging.DEBUG if logged else logging.WARNING
             log.log(
                 level,
@@ -451,7 +458,7 @@ class RegistryClient:
                 accused,
                 why,
                 self._address,
-                _what(error),
+                _what(broken),
             )
 
 
@@ -482,17 +489,17 @@ class _Membership:
 
     async def connect(self) -> str:
         """Serves one connection until it breaks or the node is evicted; returns the reason."""
-        stub, metadata = self.client._stub(), self.client._credentials.metadata
+        channel = self.client._channel(self.client._address)
         self.notice = ""
-        tasks = {
-            asyncio.create_task(self._keep_alive(stub, metadata)),
-            asyncio.create_task(self._watch(stub, metadata)),
-        }
+        tasks = [
+            asyncio.create_task(self._keep_alive(channel)),
+            asyncio.create_task(self._watch(channel)),
+        ]
         try:
-            done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            _, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if others and (self.notice or self._is_absent()):
                 await asyncio.wait(others, timeout=CONFIRMED)  # for the view, or for the reason
-                done = {task for task in tasks if task.done()}
+            done = [task for task in tasks if task.done()]
         finally:
             for task in tasks:
                 task.cancel()
@@ -503,16 +510,18 @@ class _Membership:
         for task in done:
             try:
                 whys.append(task.result())
-            except grpc.aio.AioRpcError as error:
-                whys.append(_what(error))
-                self.another_run |= self.client._is_misled(error)
+            except Broken as broken:
+                whys.append(_what(broken))
+                self.another_run |= self.client._is_misled(broken)
         return "; ".join(whys)
 
-    async def _keep_alive(self, stub: RegistryStub, metadata: Metadata) -> str:
+    async def _keep_alive(self, channel: Channel) -> str:
         self.probe = 0
-        call = stub.KeepAlive(self._renewals(), metadata=metadata)
+        stream = channel.stream(f"{REGISTRY_CALLS.full_name}/KeepAlive")
+        renewing = asyncio.create_task(self._renew(stream))
         try:
-            async for notice in call:
+            while (data := await stream.read()) is not None:
+                notice = _parsed(data, Notice)
                 self._answered()
                 if notice.evicted:
                     self.notice = notice.evicted
@@ -524,57 +533,61 @@ class _Membership:
                 if notice.probe:
                     self.probe = notice.probe
                     self.client._due.set()
-        except grpc.aio.AioRpcError as error:
+        except Broken as broken:
             # Sends the view on request only: thousands reconnect after a restart, and the
             # registry has rarely lost its state.
-            self.shows = error.code() is StatusCode.OUT_OF_RANGE
+            self.shows = broken.code == "OUT_OF_RANGE"
             raise
         finally:
-            call.cancel()
+            renewing.cancel()
+            stream.cancel()
         return "it ended the stream"
 
-    async def _renewals(self) -> AsyncIterator[Renewal]:
-        first = Renewal(
-            node=self.node,
-            report=self.client._report,
-            run=self.view.run,
-            member=next((m for m in self.view.members if m.node == self.node), None),
-            view=self.view if self.shows else None,
-            shown=self.view.number,
-        )
-        self.client.sign(first)
-        yield first
-        while True:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self.client._due.wait(), self.pause)
-            self.client._due.clear()
-            probe, self.probe = self.probe, 0
-            report = self.client._report
-            happened = self.client._next_lines(REPORT_BYTES - report.ByteSize())
-            yield Renewal(node=self.node, report=report, probe=probe, happened=happened)
+    async def _renew(self, stream: Stream) -> None:
+        with suppress(Broken):  # `_keep_alive` reports it
+            first = Renewal(
+                node=self.node,
+                report=self.client._report,
+                run=self.view.run,
+                member=next((m for m in self.view.members if m.node == self.node), None),
+                view=self.view if self.shows else None,
+                shown=self.view.number,
+            )
+            self.client.sign(first)
+            await stream.write(first.SerializeToString())
+            while True:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self.client._due.wait(), self.pause)
+                self.client._due.clear()
+                probe, self.probe = self.probe, 0
+                report = self.client._report
+                happened = self.client._next_lines(REPORT_BYTES - report.ByteSize())
+                renewal = Renewal(node=self.node, report=report, probe=probe, happened=happened)
+                await stream.write(renewal.SerializeToString())
 
-    async def _watch(self, stub: RegistryStub, metadata: Metadata) -> str:
+    async def _watch(self, channel: Channel) -> str:
         """Receives views as differences from this node's view. If a result does not match the
         registry's signature, requests the whole view, once per connection."""
         try:
-            return await self._hear(stub, metadata, self.view.signature)
+            return await self._hear(channel, self.view.signature)
         except _Misfit as misfit:
             log.warning("%s: requesting the whole view", misfit)
         try:
-            return await self._hear(stub, metadata, b"")
+            return await self._hear(channel, b"")
         except _Misfit as misfit:
             return str(misfit)
 
-    async def _hear(self, stub: RegistryStub, metadata: Metadata, signature: bytes) -> str:
+    async def _hear(self, channel: Channel, signature: bytes) -> str:
         """Receives views. `signature`: of this node's view; empty requests a whole view. Raises
         _Misfit."""
         request = WatchRequest(run=self.view.run, node=self.node, known=signature)
-        call = stub.Watch(request, metadata=metadata)
+        stream = channel.stream(f"{REGISTRY_CALLS.full_name}/Watch")
         last = self.view  # base of the next difference
         try:
-            async for message in call:
+            await stream.write(request.SerializeToString())
+            while (data := await stream.read()) is not None:
                 try:
-                    message = unpacked(message)
+                    message = unpacked(_parsed(data, NewView))
                     last = view = view_in(message, last)
                 except ValueError as error:
                     raise _Misfit(f"invalid difference between views: {error}") from error
@@ -600,7 +613,7 @@ class _Membership:
                     return "evicted"
                 self.on_view(view)
         finally:
-            call.cancel()
+            stream.cancel()
         return "it ended the stream of views"
 
     def _is_absent(self) -> bool:
@@ -664,11 +677,19 @@ def _news(report: Report) -> tuple[object, ...]:
     return seats, list(report.complaints), report.leaving, report.stalled_seconds > 0
 
 
-def _what(error: grpc.aio.AioRpcError) -> str:
-    return f"{error.code().name}: {error.details() or 'no details'}"
+def _parsed(data: bytes, kind: type[M]) -> M:
+    """Raises Broken."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise Broken("INTERNAL", f"the answer is no {kind.DESCRIPTOR.name}") from None
 
 
-def _refusal(error: grpc.aio.AioRpcError, address: str) -> str:
-    if error.code() is StatusCode.UNIMPLEMENTED:
+def _what(broken: Broken) -> str:
+    return f"{broken.code}: {broken.details or 'no details'}"
+
+
+def _refusal(broken: Broken, address: str) -> str:
+    if broken.code == "UNIMPLEMENTED":
         return f"the service at {address} is no planaria registry; check host and port"
-    return error.details() or f"{address} refused the call: {error.code().name}"
+    return broken.details or f"{address} refused the call: {broken.code}"

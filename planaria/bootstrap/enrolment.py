@@ -6,16 +6,17 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-import grpc
+from google.protobuf.message import DecodeError
 
 from planaria.bootstrap.admission import Admission, AdmissionError
 from planaria.bootstrap.authority import REQUEST_BYTES, Role
 from planaria.bootstrap.connection_limits import open_descriptors, server_options
-from planaria.bootstrap.credentials import Certified, Credentials, add_port
+from planaria.bootstrap.credentials import Certified, Credentials
 from planaria.bootstrap.effects import Refused
 from planaria.bootstrap.enrolment_pb2 import (
+    DESCRIPTOR,
     AllowRequest,
     BanRequest,
     Done,
@@ -30,27 +31,23 @@ from planaria.bootstrap.enrolment_pb2 import (
     ListInvitesRequest,
     RevokeRequest,
 )
-from planaria.bootstrap.enrolment_pb2_grpc import (
-    EnrolmentServicer,
-    OperatorServicer,
-    add_EnrolmentServicer_to_server,
-)
 from planaria.bootstrap.gate import host_of
+from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.invites import Attempts, InviteError, NotAdmitted
 from planaria.bootstrap.spelling import readable
+from planaria.bootstrap.transport import AcceptedStream, Broken
 
-if TYPE_CHECKING:  # generic in its stub only
+if TYPE_CHECKING:
     from planaria.bootstrap.service import RegistryServer
-
-    Context = grpc.aio.ServicerContext[Any, Any]
 
 log = logging.getLogger(__name__)
 
+ENROL: Final = f"{DESCRIPTOR.services_by_name['Enrolment'].full_name}/Enrol"
 AT_ONCE: Final = 64  # concurrent calls
 FAREWELL: Final = 1.0  # seconds granted to open calls when the registry stops
 
 
-class EnrolmentServer(EnrolmentServicer):
+class EnrolmentServer:
     """The enrolment service, on its own port, where only the registry shows a certificate."""
 
     def __init__(self, admission: Admission) -> None:
@@ -60,43 +57,43 @@ class EnrolmentServer(EnrolmentServicer):
         """Serves on HOST:PORT and returns the port. Raises the errors of `add_port`."""
         self._now = asyncio.get_running_loop().time
         options = (*_OPTIONS, *server_options(open_descriptors()))
-        self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=AT_ONCE)
         credentials = Credentials(server=certified.server(mutual=False))
-        port = add_port(self._server, listen, credentials)
-        add_EnrolmentServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
-        await self._server.start()
-        return port
+        self._transport = GrpcTransport(credentials, serving=options, at_once=AT_ONCE)
+        return await self._transport.serve(listen, {ENROL: self._enrol}, ())
 
     async def stop(self) -> None:
-        await self._server.stop(FAREWELL)
+        await self._transport.stop(FAREWELL)
 
-    async def Enrol(self, request: EnrolRequest, context: Context) -> EnrolReply:
-        host = host_of(context.peer())
+    async def _enrol(self, stream: AcceptedStream) -> None:
+        host = host_of(stream.peer)
         if self._attempts.are_too_many(host, self._now()):
             why = "too many requests from this address were refused; ask again in a minute"
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
+            raise Broken("RESOURCE_EXHAUSTED", why)
         try:
+            request = EnrolRequest.FromString(await stream.read() or b"")
             who, certificate = self._admission.enrol(request)
+        except DecodeError:
+            raise Broken("INVALID_ARGUMENT", "the request is no EnrolRequest") from None
         except NotAdmitted as refused:
             self._attempts.failed(host)
             log.info("%s gets no certificate: %s", host, refused)
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(refused))
+            raise Broken("PERMISSION_DENIED", str(refused)) from None
         except AdmissionError as error:
             log.error("can't enrol nodes: %s", error)
             why = "the registry can't store its decision; its operator has to repair its storage"
-            await context.abort(grpc.StatusCode.UNAVAILABLE, why)
+            raise Broken("UNAVAILABLE", why) from None
         again = "" if request.secret else ", again"
         log.info("%s %s, at %s, has its certificate%s", who.role, who.instance, host, again)
-        return EnrolReply(certificate=certificate)
+        await stream.write(EnrolReply(certificate=certificate).SerializeToString())
 
 
-class OperatorServer(OperatorServicer):
+class OperatorServer:
     """The operator service; gate.py admits only operators."""
 
     def __init__(self, admission: Admission, registry: RegistryServer) -> None:
         self._admission, self._registry = admission, registry
 
-    async def Invite(self, request: InviteRequest, context: Context) -> Invited:
+    async def Invite(self, request: InviteRequest, stream: AcceptedStream) -> Invited:
         if not self._admission.certifies:
             why = (
                 "this registry issues no certificates, so it has no invites: start it without "
@@ -109,7 +106,7 @@ class OperatorServer(OperatorServicer):
             made, secret = self._admission.invite(role, request.uses, request.seconds, stage)
         return Invited(id=made.id, secret=secret)
 
-    async def ListInvites(self, request: ListInvitesRequest, context: Context) -> Invites:
+    async def ListInvites(self, request: ListInvitesRequest, stream: AcceptedStream) -> Invites:
         records, listed = self._admission.invites, Invites()
         for invite in records.invites.values():
             listed.invites.add(
@@ -123,12 +120,14 @@ class OperatorServer(OperatorServicer):
             )
         return listed
 
-    async def Revoke(self, request: RevokeRequest, context: Context) -> Done:
+    async def Revoke(self, request: RevokeRequest, stream: AcceptedStream) -> Done:
         with _refusals():
             self._admission.decide(self._admission.invites.revoke(request.id))
         return Done(what=f"invite {request.id} is revoked; nodes that have used it stay enrolled")
 
-    async def ListEnrolled(self, request: ListEnrolledRequest, context: Context) -> EnrolledReply:
+    async def ListEnrolled(
+        self, request: ListEnrolledRequest, stream: AcceptedStream
+    ) -> EnrolledReply:
         records = self._admission.invites
         reply = EnrolledReply(banned=sorted(records.banned))
         for instance, enrolled in records.enrolled.items():
@@ -140,14 +139,14 @@ class OperatorServer(OperatorServicer):
             )
         return reply
 
-    async def Evict(self, request: EvictRequest, context: Context) -> Done:
+    async def Evict(self, request: EvictRequest, stream: AcceptedStream) -> Done:
         if self._registry.instance_of(request.node) is None:
             why = f"{readable(request.node[:80])} is no member; `planaria members` lists members"
             raise Refused("NOT_FOUND", why)
         self._registry.evict(request.node, "evicted by the run's operator")
         return Done(what=f"{request.node} is evicted; it may join again under a new node id")
 
-    async def Ban(self, request: BanRequest, context: Context) -> Done:
+    async def Ban(self, request: BanRequest, stream: AcceptedStream) -> Done:
         instance = self._registry.instance_of(request.who) or request.who
         with _refusals():
             self._admission.decide(self._admission.invites.ban(instance))
@@ -155,7 +154,7 @@ class OperatorServer(OperatorServicer):
         self._registry.cut(instance, "banned by the run's operator")
         return Done(what=f"{instance} is banned; `planaria allow {instance}` lifts the ban")
 
-    async def Allow(self, request: AllowRequest, context: Context) -> Done:
+    async def Allow(self, request: AllowRequest, stream: AcceptedStream) -> Done:
         with _refusals():
             self._admission.decide(self._admission.invites.allow(request.instance))
         self._registry.machine.bar(self._admission.invites.banned)

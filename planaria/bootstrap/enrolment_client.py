@@ -25,12 +25,14 @@ from planaria.bootstrap.authority import (
     to_pem,
     who_in,
 )
-from planaria.bootstrap.credentials import Certified, about_time
+from planaria.bootstrap.credentials import Certified, Credentials, about_time
+from planaria.bootstrap.enrolment import ENROL
 from planaria.bootstrap.enrolment_pb2 import EnrolReply, EnrolRequest, Invitation
-from planaria.bootstrap.enrolment_pb2_grpc import EnrolmentStub
+from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.invites import NotAdmitted
 from planaria.bootstrap.secret_files import write_secret
+from planaria.bootstrap.transport import Broken, call
 
 log = logging.getLogger(__name__)
 
@@ -126,10 +128,10 @@ class Enrolment:
             for address in self._invitation.enrolments:
                 try:
                     reply = await self._ask_at(address, request, min(ATTEMPT, deadline))
-                except grpc.aio.AioRpcError as error:
-                    why = f"{address} said: {error.details() or error.code().name}"
-                    if error.code() is grpc.StatusCode.PERMISSION_DENIED:
-                        raise NotAdmitted(error.details() or "refused") from error
+                except Broken as broken:
+                    why = f"{address} said: {broken.details or broken.code}"
+                    if broken.code == "PERMISSION_DENIED":
+                        raise NotAdmitted(broken.details or "refused") from broken
                 else:
                     return self._take(CertifiedKey(pending.key, reply.certificate, self._authority))
             if pause == FIRST_PAUSE:
@@ -146,16 +148,18 @@ class Enrolment:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _ask_at(self, address: str, request: EnrolRequest, seconds: float) -> EnrolReply:
-        trusted = grpc.ssl_channel_credentials(self._authority)
+        trusted = Credentials(channel=grpc.ssl_channel_credentials(self._authority))
         options = (
             ("grpc.ssl_target_name_override", Role.REGISTRY + DOMAIN),
             ("grpc.enable_http_proxy", 0),
             ("grpc.use_local_subchannel_pool", 1),
         )
-        async with grpc.aio.secure_channel(f"dns:///{address}", trusted, options) as channel:
-            stub = EnrolmentStub(channel)  # type: ignore[no-untyped-call]
-            reply: EnrolReply = await stub.Enrol(request, timeout=seconds)
-            return reply
+        channel = GrpcTransport(trusted, options).channel(address)
+        try:
+            answer = await call(channel, ENROL, request.SerializeToString(), seconds)
+        finally:
+            await channel.close()
+        return EnrolReply.FromString(answer)
 
     def _take(self, pair: CertifiedKey) -> CertifiedKey:
         """Verifies and stores a certificate. Raises NotAdmitted for a wrong one, and OSError."""

@@ -1,18 +1,19 @@
-"""Authorization of calls to the registry, by join token, certificate and signature."""
+"""Calls to the registry: their authorization by certificate and signature, and their encoding."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import Any, Final
 from urllib.parse import unquote
 
-import grpc
-from google.protobuf.message import Message
-from grpc_health.v1 import health
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 
 from planaria.bootstrap.address import Address, unmapped
 from planaria.bootstrap.authority import Role, Who
@@ -23,15 +24,12 @@ from planaria.bootstrap.identity import instance_of, is_message_signed
 from planaria.bootstrap.registry_pb2 import DESCRIPTOR as REGISTRY
 from planaria.bootstrap.registry_pb2 import JoinRequest
 from planaria.bootstrap.spelling import readable
-
-if TYPE_CHECKING:  # generic in their stubs only
-    Context = grpc.aio.ServicerContext[Any, Any]
-    Handler = grpc.RpcMethodHandler[Any, Any]
+from planaria.bootstrap.transport import AcceptedStream, Broken, Handler
 
 log = logging.getLogger(__name__)
 
-_REGISTRY: Final = REGISTRY.services_by_name["Registry"].full_name
-OPERATOR: Final = ENROLMENT.services_by_name["Operator"].full_name
+REGISTRY_CALLS: Final = REGISTRY.services_by_name["Registry"]
+OPERATOR_CALLS: Final = ENROLMENT.services_by_name["Operator"]
 
 NODES, COMMANDS = {Role.OWNER, Role.NODE}, {Role.OPERATOR}
 LOOKS = NODES | COMMANDS | {Role.READER}
@@ -49,94 +47,83 @@ RIGHTS: Final = {
 """Roles allowed to call each registry method. Methods of `Operator` require an operator."""
 
 
-class Gate(grpc.aio.ServerInterceptor):
+class Gate:
     """Checks every call. Health is open to all: container probes have neither token nor name."""
 
     def __init__(self, credentials: Credentials, is_banned: Callable[[str], bool]) -> None:
         self._credentials, self._is_banned = credentials, is_banned
-        self._streams: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)  # by instance
+        self._streams: defaultdict[str, dict[asyncio.Task[Any], None]] = defaultdict(dict)
+        """Open calls by instance."""
 
     def cut(self, instance: str) -> None:
         """Cancels the instance's open calls."""
         for task in self._streams.pop(instance, ()):
             task.cancel()
 
-    async def intercept_service(  # type: ignore[override]
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
-        details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        if details.method.startswith(f"/{health.SERVICE_NAME}/"):
-            return await continuation(details)
-        metadata = details.invocation_metadata or ()
-        why = self._credentials.check({k: v for k, v in metadata if isinstance(v, str)})
-        if why is not None:
-            return _denying(why)
-        handler = await continuation(details)
-        return handler and self._guarded(handler, details.method)
+    def handlers(self, service: ServiceDescriptor, server: object) -> dict[str, Handler]:
+        """The handlers of a service's calls, which the methods of `server` answer. A method gets
+        its request, or an iterator of them, and the stream. It raises Refused, and returns a
+        message or bytes, or an iterator of these."""
+        return {
+            f"{service.full_name}/{method.name}": partial(
+                self._handle, method, getattr(server, method.name)
+            )
+            for method in service.methods
+        }
 
-    def _guarded(self, handler: Handler, path: str) -> Handler:
-        _, service, method = path.split("/")
-        if service not in (_REGISTRY, OPERATOR):
-            return handler
-        call: Any = handler.unary_unary or handler.unary_stream or handler.stream_stream
-        rights = COMMANDS if service == OPERATOR else RIGHTS[method]
-
-        def check(context: Context, request: object) -> Who:
-            who = who_calls(context)
-            why = self._refusal(who, rights, service, context)
-            if not why and isinstance(request, JoinRequest):
-                why = self._banned(instance_of(request.key)) or _other(who, request)
-            if why:
-                raise Refused("PERMISSION_DENIED", why)
-            return who
-
-        async def unary(request: object, context: Context) -> object:
-            try:
-                check(context, request)
-                return await call(request, context)
-            except Refused as refused:
-                answer = _alone(refused)
-            del request
-            return await context.abort(*answer)
-
-        async def streaming(requests: object, context: Context) -> AsyncIterator[object]:
-            """`requests`: one request, or an iterator."""
-            try:
-                with self._open(check(context, requests)):
-                    async with aclosing(call(requests, context)) as answers:
-                        async for answer in answers:
-                            yield answer
+    async def _handle(
+        self, method: MethodDescriptor, answer: Callable[..., Any], stream: AcceptedStream
+    ) -> None:
+        kind = GetMessageClass(method.input_type)
+        try:
+            if method.client_streaming:
+                who = self._check(method, stream)
+                await self._answer_all(who, answer(_requests(stream, kind), stream), stream)
                 return
-            except Refused as refused:
-                answer = _alone(refused)
-            del requests
-            await context.abort(*answer)
+            if (data := await stream.read()) is None:
+                raise Refused("INVALID_ARGUMENT", "the request is missing")
+            request = _parsed(data, kind)
+            who = self._check(method, stream, request)
+            if method.server_streaming:
+                await self._answer_all(who, answer(request, stream), stream)
+            else:
+                await stream.write(_content(await answer(request, stream)))
+        except Refused as refused:
+            raise Broken(refused.code, refused.reason) from None
 
-        def content(answer: Any) -> bytes:
-            """Serializes a reply; bytes pass through, since broadcasts are serialized once."""
-            if isinstance(answer, bytes):
-                return answer
-            content_bytes: bytes = answer.SerializeToString()
-            return content_bytes
+    async def _answer_all(
+        self, who: Who, answers: AsyncIterator[object], stream: AcceptedStream
+    ) -> None:
+        with self._open(who):
+            await stream.accept({})
+            async with aclosing(answers):  # type: ignore[type-var]
+                async for answer in answers:
+                    await stream.write(_content(answer))
 
-        serializers = handler.request_deserializer, content
-        if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(unary, *serializers)
-        if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(streaming, *serializers)
-        return grpc.stream_stream_rpc_method_handler(streaming, *serializers)
+    def _check(
+        self, method: MethodDescriptor, stream: AcceptedStream, request: object = None
+    ) -> Who:
+        """Raises Refused."""
+        who = stream.caller
+        why = self._refusal(who, method, stream)
+        if not why and isinstance(request, JoinRequest):
+            why = self._banned(instance_of(request.key)) or _other(who, request)
+        if why:
+            raise Refused("PERMISSION_DENIED", why)
+        return who
 
-    def _refusal(self, who: Who, rights: set[Role], service: str, context: Context) -> str:
+    def _refusal(self, who: Who, method: MethodDescriptor, stream: AcceptedStream) -> str:
         """Why the call is refused; empty: it is allowed."""
         if why := self._banned(who.instance):
             return why
-        if self._credentials.certified is None and service != OPERATOR:
+        commands = method.containing_service.full_name == OPERATOR_CALLS.full_name
+        if self._credentials.certified is None and not commands:
             return ""
         if self._credentials.channel is None:  # plain text: no identity
-            if is_of_this_machine(context.peer()):
+            if is_of_this_machine(stream.peer):
                 return ""
             return "a registry without TLS accepts commands only from its own machine"
+        rights = COMMANDS if commands else RIGHTS[method.name]
         if who.role in rights:
             return ""
         needed = " or ".join(sorted(rights))
@@ -156,27 +143,35 @@ class Gate(grpc.aio.ServerInterceptor):
         if not who.instance or task is None:
             yield
             return
-        self._streams[who.instance].add(task)
+        self._streams[who.instance][task] = None
         try:
             yield
         finally:
             if tasks := self._streams.get(who.instance):
-                tasks.discard(task)
+                tasks.pop(task, None)
                 if not tasks:
                     del self._streams[who.instance]
 
 
-def _alone(refused: Refused) -> tuple[grpc.StatusCode, str]:
-    """Status and reason of a refusal, which loses its traceback. gRPC keeps the error that `abort`
-    raises; frames would keep large requests of strangers with it until a garbage collection."""
-    refused.with_traceback(None)
-    return grpc.StatusCode[refused.code], refused.reason
+async def _requests(stream: AcceptedStream, kind: type[Message]) -> AsyncIterator[Message]:
+    while (data := await stream.read()) is not None:
+        yield _parsed(data, kind)
 
 
-def who_calls(context: Context) -> Who:
-    """The caller's identity by its certificate; empty in plain text."""
-    shown = context.auth_context().get("x509_subject_alternative_name", ())
-    return Who.of(name.decode(errors="replace") for name in shown)
+def _parsed(data: bytes, kind: type[Message]) -> Message:
+    """Raises Refused."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise Refused("INVALID_ARGUMENT", f"the request is no {kind.DESCRIPTOR.name}") from None
+
+
+def _content(answer: Any) -> bytes:
+    """Serializes an answer; bytes pass through, since broadcasts are serialized once."""
+    if isinstance(answer, bytes):
+        return answer
+    content: bytes = answer.SerializeToString()
+    return content
 
 
 def address_of(peer: str) -> Address | None:
@@ -234,10 +229,3 @@ def check_signed(message: Message, node: str, key: bytes, run: str, caller: str)
         f"{caller} sends a {kind} in the name of {name}, not signed with the key of {name}: a "
         "node may send its own messages only",
     )
-
-
-def _denying(why: str) -> Handler:
-    async def deny(requests: AsyncIterator[object], context: Context) -> None:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
-
-    return grpc.stream_stream_rpc_method_handler(deny)

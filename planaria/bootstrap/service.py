@@ -11,18 +11,16 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
-
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from typing import Any, cast
 
 from planaria.bootstrap.address import PORTS, Address, Reach, not_to_dial
 from planaria.bootstrap.admission import Admission
 from planaria.bootstrap.authority import Role
 from planaria.bootstrap.broadcast import Broadcast, Waker
 from planaria.bootstrap.connection_limits import limit_message, open_descriptors, server_options
-from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
+from planaria.bootstrap.credentials import PLAIN, Credentials
 from planaria.bootstrap.effects import (
     Contradict,
     Dial,
@@ -35,16 +33,21 @@ from planaria.bootstrap.effects import (
     not_served,
 )
 from planaria.bootstrap.enrolment import OperatorServer
-from planaria.bootstrap.enrolment_pb2_grpc import add_OperatorServicer_to_server
 from planaria.bootstrap.failure_domains import block_of
-from planaria.bootstrap.gate import Gate, check_join, check_signed, host_of, who_calls
+from planaria.bootstrap.gate import (
+    OPERATOR_CALLS,
+    REGISTRY_CALLS,
+    Gate,
+    check_join,
+    check_signed,
+    host_of,
+)
+from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.identity import instance_of
 from planaria.bootstrap.joining import JoinAttempt
 from planaria.bootstrap.journal import Journal, JournalError
-from planaria.bootstrap.liveness import is_alive
 from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.registry_pb2 import (
-    DESCRIPTOR,
     DescribeRequest,
     Description,
     ExamineReply,
@@ -64,15 +67,15 @@ from planaria.bootstrap.registry_pb2 import (
     View,
     WatchRequest,
 )
-from planaria.bootstrap.registry_pb2_grpc import RegistryServicer, add_RegistryServicer_to_server
 from planaria.bootstrap.reply_budget import ReplyBudget
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.spelling import readable
 from planaria.bootstrap.store import NotLeading, Store
+from planaria.bootstrap.transport import AcceptedStream, Broken, Transport
 
 log = logging.getLogger(__name__)
 
-SERVICE = DESCRIPTOR.services_by_name["Registry"].full_name
+SERVICE = REGISTRY_CALLS.full_name
 TICK = 0.05  # seconds
 GARBAGE = 100_000, 20, 10  # collection thresholds; a collection walks the state of every open call
 PAUSED_ABOVE = 1.0  # seconds between two ticks above which the registry counts as paused
@@ -91,10 +94,6 @@ WHY_BYTES = 2048
 LOAD_BYTES = 4 * 2**20  # limit of a measurement payload, in either direction
 DIAL_BACK = 5.0  # seconds in which an examined caller must answer a dial-back
 
-if TYPE_CHECKING:  # generic in their stubs only
-    Context = grpc.aio.ServicerContext[object, object]
-    Handler = grpc.RpcMethodHandler[object, object]
-
 
 @dataclass(frozen=True)
 class Limits:
@@ -111,7 +110,7 @@ class Limits:
 ViewStore = Journal | Store  # durable storage of views before they are published
 
 
-class RegistryServer(RegistryServicer):
+class RegistryServer:
     """One run's registry. Call `start`, then `wait` until it fails or `stop` is called."""
 
     def __init__(
@@ -136,8 +135,8 @@ class RegistryServer(RegistryServicer):
         self._held: Counter[str] = Counter()  # places of open calls, by kind
         self._logged = 0
         self._measurements, self._measured_at = 0, 0.0
-        self._verdicts: dict[str, set[asyncio.Future[Verdict]]] = {}
-        self._dialling: set[asyncio.Task[None]] = set()
+        self._verdicts: dict[str, list[asyncio.Future[Verdict]]] = {}
+        self._dialling: dict[asyncio.Task[None], None] = {}
         self._unwritten, self._retry_at = "", 0.0  # why the journal lacks the newest view
         self._damage = "" if journal is None else journal.damage
         self.port = 0  # the listening port, once open
@@ -150,9 +149,11 @@ class RegistryServer(RegistryServicer):
         listen: str,
         credentials: Credentials = PLAIN,
         insecure: bool = False,
+        transport: Transport | None = None,
     ) -> int:
-        """Serves on HOST:PORT (port 0: any) and returns the port. Raises AddressError,
-        CredentialsError, OSError (credentials.add_port) and ValueError (Membership.restore)."""
+        """Serves on HOST:PORT (port 0: any) and returns the port. `transport`: gRPC, with these
+        credentials, unless given. Raises AddressError, CredentialsError, OSError
+        (credentials.add_port) and ValueError (Membership.restore)."""
         loop = self._loop = asyncio.get_running_loop()
         self._started, self._listen = loop.time(), Address.parse(listen)
         self._failed: asyncio.Future[None] = loop.create_future()
@@ -167,18 +168,10 @@ class RegistryServer(RegistryServicer):
         log.log(*limit_message((rules.stages + 1) * rules.replicas, descriptors))
         banned = self._admission.invites.banned.__contains__
         self._gate = Gate(credentials, banned)
-        options = (*_OPTIONS, *server_options(descriptors))
-        self._server = grpc.aio.server(interceptors=[self._gate], options=options)
-        self.port = add_port(self._server, listen, credentials, insecure)
-        add_RegistryServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
-        operator = OperatorServer(self._admission, self)
-        add_OperatorServicer_to_server(operator, self._server)  # type: ignore[no-untyped-call]
-        self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        _reflect(self._server)
-        for name in ("", SERVICE):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        await self._server.start()
+        self._transport = transport or over_grpc(credentials, insecure)
+        handlers = self._gate.handlers(REGISTRY_CALLS, self)
+        handlers |= self._gate.handlers(OPERATOR_CALLS, OperatorServer(self._admission, self))
+        self.port = await self._transport.serve(listen, handlers, ("", SERVICE))
         self._ticking = loop.create_task(self._tick())
         self._ticking.add_done_callback(self._tick_ended)
         self._log_decisions()
@@ -193,11 +186,10 @@ class RegistryServer(RegistryServicer):
         self._stopping = True
         for task in (self._ticking, *self._dialling):
             task.cancel()
-        await self._health.enter_graceful_shutdown()
         self._waker.wake_watchers()
         for stream in self._streams.values():
             stream.close()
-        await self._server.stop(FAREWELL)
+        await self._transport.stop(FAREWELL)
         if not self._failed.done():
             self._failed.set_result(None)
 
@@ -230,10 +222,10 @@ class RegistryServer(RegistryServicer):
 
     # -- calls -----------------------------------------------------------------------------------
 
-    async def Join(self, request: JoinRequest, context: Context) -> bytes:
+    async def Join(self, request: JoinRequest, stream: AcceptedStream) -> bytes:
         for name in ("node", "address", "data", "host", "device", "run"):
             _check_length(name, getattr(request, name), NAME_BYTES)
-        caller = context.peer()
+        caller = stream.peer
         reach = Reach.of([host_of(caller)])
         if request.address and (problem := not_to_dial(request.address, reach)):
             raise Refused("INVALID_ARGUMENT", problem)
@@ -242,11 +234,11 @@ class RegistryServer(RegistryServicer):
         if len(self._joining) >= self._limits.joins:
             raise Refused("RESOURCE_EXHAUSTED", "too many nodes wait to join; join again")
         plain = self._credentials.channel is None  # without certificates all are the owner's
-        owner = plain or who_calls(context).role is Role.OWNER
+        owner = plain or stream.caller.role is Role.OWNER
         attempt = JoinAttempt(request, block_of(host_of(caller)), self._loop.time(), owner)
         reply = await self._decided(attempt)
         if isinstance(reply, JoinReply) and reply.HasField("view"):
-            await self._turn(request.node, context)
+            await self._turn(request.node, stream)
             reply = self.machine.reply_to(request.node)  # uses the newest view
         if isinstance(reply, Refused):
             who = readable(request.node)
@@ -256,14 +248,14 @@ class RegistryServer(RegistryServicer):
         rest = self._broadcast.welcome() if reply.HasField("view") else b""
         return reply.SerializeToString() + rest  # concatenated protobuf messages merge
 
-    async def _turn(self, node: str, context: Context) -> None:
+    async def _turn(self, node: str, stream: AcceptedStream) -> None:
         """Waits until the reply budget admits this reply."""
         call, turn = self._answers.ask(node), self._loop.create_future()
         self._turns[call] = turn
-        context.add_done_callback(lambda _: self._answered(call))  # type: ignore[arg-type]
+        stream.when_over(partial(self._answered, call))
         self._answer_next()
         try:
-            async with asyncio.timeout(WAIT_FRACTION * (context.time_remaining() or LONGEST_WAIT)):
+            async with asyncio.timeout(WAIT_FRACTION * (stream.seconds_left or LONGEST_WAIT)):
                 await turn
         except TimeoutError:
             reason = f"{self._answers.before(node)}: join again"
@@ -312,13 +304,13 @@ class RegistryServer(RegistryServicer):
         self._waker.wake(futures, answers)
 
     async def KeepAlive(
-        self, requests: AsyncIterator[Renewal], context: Context
+        self, requests: AsyncIterator[Renewal], stream: AcceptedStream
     ) -> AsyncIterator[Notice]:
-        stream = _MemberStream()
+        member = _MemberStream()
         with self._place("streams", self._limits.streams):
-            hearing = asyncio.create_task(self._hear(requests, stream, context))
+            hearing = asyncio.create_task(self._hear(requests, member, stream))
             try:
-                while (notice := await stream.notices.get()) is not None:
+                while (notice := await member.notices.get()) is not None:
                     yield notice
                     if notice.evicted:
                         return
@@ -326,9 +318,9 @@ class RegistryServer(RegistryServicer):
                     raise refused
             finally:
                 hearing.cancel()
-                self._lose(stream)
+                self._lose(member)
 
-    async def Watch(self, request: WatchRequest, context: Context) -> AsyncIterator[bytes]:
+    async def Watch(self, request: WatchRequest, stream: AcceptedStream) -> AsyncIterator[bytes]:
         run = self.machine.rules.run
         _check_length("run", request.run, NAME_BYTES)
         if request.run and request.run != run:
@@ -343,33 +335,33 @@ class RegistryServer(RegistryServicer):
                 else:
                     await self._waker.next_view()
 
-    async def Suspect(self, request: Suspicion, context: Context) -> Verdict:
+    async def Suspect(self, request: Suspicion, stream: AcceptedStream) -> Verdict:
         _check_length("why", request.why, WHY_BYTES)
         for name in ("accuser", "accused"):
             _check_length(name, getattr(request, name), NAME_BYTES)
-        self._check_signed(request, request.accuser, context)
+        self._check_signed(request, request.accuser, stream)
         if sum(map(len, self._verdicts.values())) >= self._limits.suspicions:
             raise Refused("RESOURCE_EXHAUSTED", "too many suspicions wait for an answer; try again")
         verdict: asyncio.Future[Verdict] = self._loop.create_future()
-        waiting = self._verdicts.setdefault(request.accused, set())
-        waiting.add(verdict)
+        waiting = self._verdicts.setdefault(request.accused, [])
+        waiting.append(verdict)
         try:
             self._carry_out(self.machine.suspect(request, self._loop.time()))
             return await verdict  # the machine resolves every suspicion in time
         finally:
-            waiting.discard(verdict)
+            waiting.remove(verdict)
             if not waiting and self._verdicts.get(request.accused) is waiting:
                 del self._verdicts[request.accused]
 
-    async def Leave(self, request: LeaveRequest, context: Context) -> LeaveReply:
+    async def Leave(self, request: LeaveRequest, stream: AcceptedStream) -> LeaveReply:
         _check_length("why", request.why, WHY_BYTES)
         _check_length("node", request.node, NAME_BYTES)
-        self._check_signed(request, request.node, context)
+        self._check_signed(request, request.node, stream)
         self._carry_out(self.machine.leave(request.node, request.why, self._loop.time()))
         self._check_leads()
         return LeaveReply(view=self.machine.view.number)
 
-    async def Measure(self, request: MeasureRequest, context: Context) -> MeasureReply:
+    async def Measure(self, request: MeasureRequest, stream: AcceptedStream) -> MeasureReply:
         now = self._loop.time()
         if self._measurements and now - self._measured_at < BETWEEN_MEASUREMENTS:
             seconds = BETWEEN_MEASUREMENTS - (now - self._measured_at)
@@ -381,7 +373,7 @@ class RegistryServer(RegistryServicer):
             self._tell(node, measure=self._measurements)
         return MeasureReply(number=self._measurements, nodes=len(self._streams))
 
-    async def Describe(self, request: DescribeRequest, context: Context) -> Description:
+    async def Describe(self, request: DescribeRequest, stream: AcceptedStream) -> Description:
         self._check_leads()
         run = self.machine.rules.run
         _check_length("run", request.run, NAME_BYTES)
@@ -389,25 +381,25 @@ class RegistryServer(RegistryServicer):
             raise not_served(run, request.run)
         return self.describe()
 
-    async def Show(self, request: ShowRequest, context: Context) -> Shown:
+    async def Show(self, request: ShowRequest, stream: AcceptedStream) -> Shown:
         self._check_leads()
         if self.on_show is None:
             reason = "this registry has no page (--http none)"
             raise Refused("FAILED_PRECONDITION", reason)
         return Shown(content=self.on_show(request.figures))
 
-    async def Examine(self, request: ExamineRequest, context: Context) -> ExamineReply:
+    async def Examine(self, request: ExamineRequest, stream: AcceptedStream) -> ExamineReply:
         _check_length("name", request.name, NAME_BYTES)
         if request.port > PORTS or max(len(request.load), request.wanted) > LOAD_BYTES:
             reason = f"a port is at most {PORTS}, a load at most {LOAD_BYTES} bytes"
             raise Refused("INVALID_ARGUMENT", reason)
-        reply = ExamineReply(time=time.time(), host=host_of(context.peer()))
+        reply = ExamineReply(time=time.time(), host=host_of(stream.peer))
         with self._place("examinations", self._limits.examinations):
             if request.port and reply.host:
                 address = str(Address(reply.host, request.port))
-                holder = who_calls(context).instance or Role.NODE
-                alive = await is_alive(
-                    request.name, address, self._credentials, DIAL_BACK, holder=holder
+                holder = stream.caller.instance
+                alive = await self._transport.is_alive(
+                    request.name, address, DIAL_BACK, holder=holder
                 )
                 if alive is not None:
                     reply.there = alive
@@ -429,7 +421,7 @@ class RegistryServer(RegistryServicer):
     # -- events and effects ----------------------------------------------------------------------
 
     def _check_signed(
-        self, message: Renewal | Suspicion | LeaveRequest, node: str, context: Context
+        self, message: Renewal | Suspicion | LeaveRequest, node: str, stream: AcceptedStream
     ) -> None:
         """Raises Refused unless the key of `node` has signed the message. A message of a non-member
         passes, since it has no effect."""
@@ -438,10 +430,10 @@ class RegistryServer(RegistryServicer):
         if key is None and isinstance(message, Renewal):  # a renewal may carry the node's view
             key = next((m.key for m in message.view.members if m.node == node), None)
         if key is not None:
-            check_signed(message, node, key, self.machine.rules.run, context.peer())
+            check_signed(message, node, key, self.machine.rules.run, stream.peer)
 
     async def _hear(
-        self, requests: AsyncIterator[Renewal], stream: _MemberStream, context: Context
+        self, requests: AsyncIterator[Renewal], member: _MemberStream, stream: AcceptedStream
     ) -> Refused | None:
         """Feeds a node's renewals to the machine until the stream ends or a renewal is invalid."""
         renewals = cast("AsyncGenerator[Renewal]", aiter(requests))
@@ -454,30 +446,32 @@ class RegistryServer(RegistryServicer):
             if (size := first.report.ByteSize()) > RENEWAL_BYTES:
                 reason = f"the report has {size} bytes; the maximum is {RENEWAL_BYTES}"
                 raise Refused("INVALID_ARGUMENT", reason)
-            self._check_signed(first, first.node, context)
+            self._check_signed(first, first.node, stream)
             effects = self.machine.stream_opened(first, self._loop.time())
             if (former := self._streams.get(first.node)) is not None:
                 former.close()
-            stream.node, self._streams[first.node] = first.node, stream
+            member.node, self._streams[first.node] = first.node, member
             self._carry_out(effects)
             self._tell(first.node)
             async for renewal in renewals:
-                _check_renewal(renewal, stream.node)
+                _check_renewal(renewal, member.node)
                 effects = self.machine.renewed(renewal, self._loop.time())
                 if effects:
                     self._carry_out(effects)
                 if renewal.happened:
-                    self.on_happened(stream.node, renewal.happened)
+                    self.on_happened(member.node, renewal.happened)
         except TimeoutError:
             reason = f"no renewal came within {FIRST_RENEWAL:g} s of opening the stream"
             return Refused("DEADLINE_EXCEEDED", reason)
         except Refused as refused:
             if refused.code != "PERMISSION_DENIED":  # logged where signatures are checked
-                log.warning("refused a stream of %s: %s", context.peer(), readable(refused.reason))
+                log.warning("refused a stream of %s: %s", stream.peer, readable(refused.reason))
             return Refused(refused.code, refused.reason)  # without its traceback and the renewal
+        except Broken:
+            return None
         finally:
-            stream.close()
-            await renewals.aclose()  # otherwise gRPC retains the last renewal
+            member.close()
+            await renewals.aclose()
         return None
 
     def _lose(self, stream: _MemberStream) -> None:
@@ -531,17 +525,15 @@ class RegistryServer(RegistryServicer):
                             verdict.set_result(answer)
                 case Dial():
                     dialling = self._loop.create_task(self._dial(effect))
-                    self._dialling.add(dialling)
-                    dialling.add_done_callback(self._dialling.discard)
+                    self._dialling[dialling] = None
+                    dialling.add_done_callback(self._dialling.pop)
         self._log_decisions()
 
     async def _dial(self, dial: Dial) -> None:
         # Allows addresses of this machine. Names are excluded, since their resolution may change.
         hosts = (self._listen.host, Address.parse(dial.address).host)
-        reach, holder = Reach.of(hosts), self.instance_of(dial.node) or Role.NODE
-        alive = await is_alive(
-            dial.node, dial.address, self._credentials, dial.seconds, reach, holder
-        )
+        reach, holder = Reach.of(hosts), self.instance_of(dial.node) or ""
+        alive = await self._transport.is_alive(dial.node, dial.address, dial.seconds, reach, holder)
         self.machine.dialled(dial.question, dial.node, alive)
 
     def _publish(self, view: View) -> None:
@@ -596,14 +588,10 @@ class _MemberStream:
         self.notices.put_nowait(None)
 
 
-def _reflect(server: grpc.aio.Server) -> None:
-    """Enables gRPC server reflection (grpcurl) if grpcio-reflection is installed."""
-    try:
-        from grpc_reflection.v1alpha import reflection
-    except ModuleNotFoundError:
-        return
-    names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
+def over_grpc(credentials: Credentials, insecure: bool) -> GrpcTransport:
+    options = (*_OPTIONS, *server_options(open_descriptors()))
+    reflected = (SERVICE,)
+    return GrpcTransport(credentials, serving=options, insecure=insecure, reflected=reflected)
 
 
 _OPTIONS: tuple[tuple[str, int], ...] = (

@@ -83,7 +83,7 @@ async def member(clients: list[RegistryClient], port: int, name: str) -> asyncio
     reply = await client.join(joining(name, f"{name}:1"), identity(name))
     views.put_nowait(reply.view)
     keeping = client.keep_membership(name, reply, views.put_nowait, lambda why: None)
-    client._tasks.add(asyncio.create_task(keeping))  # ends when it is closed
+    client._tasks[asyncio.create_task(keeping)] = None  # ends when it is closed
     return views
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -28,7 +29,6 @@ from planaria.bootstrap.enrolment_pb2 import (
     ListInvitesRequest,
     RevokeRequest,
 )
-from planaria.bootstrap.enrolment_pb2_grpc import OperatorStub
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.invites import NotAdmitted, encode
 from planaria.bootstrap.registry_pb2 import JoinRequest
@@ -36,6 +36,7 @@ from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.service import RegistryServer
 from planaria.node.commands.registry import ask_registry, credentials_for
 from planaria.node.launch.options import Security
+from tests.stubs import OperatorStub
 
 RULES = MembershipRules(run="r", stages=2, lease=10, probe_timeout=5, restart_grace=0.2)
 RUN_FILE = 'name = "r"\n'
@@ -79,9 +80,9 @@ class Run:
             await client.close()
 
     @asynccontextmanager
-    async def operator(self, credentials: Credentials) -> AsyncIterator[OperatorStub]:
+    async def operator(self, credentials: Credentials) -> AsyncIterator[Any]:
         async with channel(self.address, credentials, holder=Role.REGISTRY) as opened:
-            yield OperatorStub(opened)  # type: ignore[no-untyped-call]
+            yield OperatorStub(opened)
 
 
 @asynccontextmanager
@@ -271,7 +272,7 @@ async def test_in_plain_text_this_machine_commands_and_nobody_is_invited() -> No
     port = await registry.start("127.0.0.1:0")
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as opened:
-            stub = OperatorStub(opened)  # type: ignore[no-untyped-call]
+            stub = OperatorStub(opened)
             with pytest.raises(grpc.aio.AioRpcError, match="issues no certificates"):
                 await stub.Invite(InviteRequest(role="node"))
             with pytest.raises(grpc.aio.AioRpcError, match="x is no member"):

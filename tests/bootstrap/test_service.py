@@ -21,7 +21,7 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from planaria.bootstrap import broadcast, service
+from planaria.bootstrap import broadcast, grpc_transport, service
 from planaria.bootstrap.authority import Authority
 from planaria.bootstrap.client import (
     InQuarantine,
@@ -54,7 +54,6 @@ from planaria.bootstrap.registry_pb2 import (
     View,
     WatchRequest,
 )
-from planaria.bootstrap.registry_pb2_grpc import RegistryStub
 from planaria.bootstrap.rules import PROTOCOL, MembershipRules
 from planaria.bootstrap.service import (
     LOAD_BYTES,
@@ -64,8 +63,10 @@ from planaria.bootstrap.service import (
     Limits,
     RegistryServer,
 )
+from planaria.bootstrap.transport import Broken
 from planaria.bootstrap.views import difference, sign, unpack, unpacked, view_in
 from tests.bootstrap.conftest import KEY, identity, joining, signed
+from tests.stubs import RegistryStub
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 TIMEOUT = 120.0  # seconds; only a hanging test gets there
@@ -75,7 +76,7 @@ def names(view: View) -> set[str]:
     return {m.node for m in view.members}
 
 
-def raw(place: Any) -> tuple[grpc.aio.Channel, RegistryStub]:
+def raw(place: Any) -> tuple[grpc.aio.Channel, Any]:
     channel = grpc.aio.insecure_channel(place.address)
     return channel, RegistryStub(channel)
 
@@ -397,18 +398,21 @@ async def test_describe_has_reports_and_decisions(serve: Serve) -> None:
 
 @pytest.mark.parametrize("lease", [5.0, 0.8])
 def test_a_lease_is_renewed_five_times_before_it_is_over(lease: float) -> None:
+    times: list[float] = []
+
+    async def write(data: bytes) -> None:
+        times.append(asyncio.get_running_loop().time())
+        if len(times) > 10:
+            raise Broken("UNAVAILABLE", "enough")
+
     async def renew() -> None:
         client = RegistryClient(["127.0.0.1:1"])
         reply = JoinReply(lease=lease)
-        renewals = _Membership(client, "a", reply, lambda view: None, lambda n: None)._renewals()
-        began = asyncio.get_running_loop().time()
-        for number in range(11):
-            await anext(renewals)
-            since = asyncio.get_running_loop().time() - began
-            assert since == pytest.approx(number * lease / 5)
-        await renewals.aclose()
+        membership = _Membership(client, "a", reply, lambda view: None, lambda n: None)
+        await membership._renew(SimpleNamespace(write=write))  # type: ignore[arg-type]
 
     virtual_time.run(renew())
+    assert times == [pytest.approx(number * lease / 5) for number in range(11)]
 
 
 async def test_health_and_reflection(place: Any) -> None:
@@ -847,11 +851,11 @@ async def test_who_is_examined_is_dialled_at_its_own_address_only(
 ) -> None:
     dialled: list[tuple[str, str]] = []
 
-    async def is_there(node: str, address: str, *_: object, holder: str) -> bool | None:
+    async def is_there(node: str, address: str, *_: object) -> bool | None:
         dialled.append((node, address))
         return {"7401": True, "7402": False}.get(address.rpartition(":")[2])
 
-    monkeypatch.setattr(service, "is_alive", is_there)
+    monkeypatch.setattr(grpc_transport, "is_alive", is_there)
     client = place.client()
     for port, there in ((7401, True), (7402, False), (7403, None)):
         request = ExamineRequest(name="10.0.0.1:22", port=port)
@@ -867,12 +871,12 @@ async def test_who_is_examined_is_dialled_at_its_own_address_only(
 async def test_an_examination_is_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, answer = asyncio.Event(), asyncio.Event()
 
-    async def is_there(*_: object, holder: str) -> bool:
+    async def is_there(*_: object) -> bool:
         asked.set()
         await answer.wait()
         return True
 
-    monkeypatch.setattr(service, "is_alive", is_there)
+    monkeypatch.setattr(grpc_transport, "is_alive", is_there)
     async with serve(limits=Limits(examinations=1)) as place:
         client = place.client()
         for request in (
@@ -964,7 +968,7 @@ async def test_a_registry_that_names_what_cannot_be_is_not_believed(
     told: list[View] = []
     membership = _Membership(client, "honest", reply, told.append, lambda number: None)
     place.registry._broadcast.publish(lie)
-    said = await asyncio.wait_for(membership._watch(client._stub(), ()), TIMEOUT)
+    said = await asyncio.wait_for(membership._watch(client._channel(client._address)), TIMEOUT)
     assert said.startswith("it sent an invalid view: ") and why in said
     assert not told
     place.registry._broadcast.publish(reply.view)
@@ -979,7 +983,7 @@ async def test_a_view_of_another_history_or_of_another_key_is_not_taken(place: A
 
     async def watched(view: View) -> str:
         place.registry._broadcast.publish(view)
-        return await asyncio.wait_for(membership._watch(client._stub(), ()), TIMEOUT)
+        return await asyncio.wait_for(membership._watch(client._channel(client._address)), TIMEOUT)
 
     def next_of(former: View, key: Identity, number: int) -> View:
         view = View(run="r", number=number, members=own.members)
@@ -1001,24 +1005,23 @@ async def test_a_view_of_another_history_or_of_another_key_is_not_taken(place: A
 @pytest.mark.parametrize(
     ("then", "error", "why"),
     [
-        (StatusCode.DEADLINE_EXCEEDED, JoinRefused, "a has the same key"),
-        (StatusCode.UNAVAILABLE, RegistryUnreachable, "can't be reached"),
+        ("DEADLINE_EXCEEDED", JoinRefused, "a has the same key"),
+        ("UNAVAILABLE", RegistryUnreachable, "can't be reached"),
     ],
 )
 def test_who_was_told_to_wait_hears_why_though_a_last_try_had_no_time_for_it(
-    then: StatusCode, error: type[Exception], why: str, monkeypatch: pytest.MonkeyPatch
+    then: str, error: type[Exception], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = itertools.chain(
-        [(StatusCode.ABORTED, "a has the same key")], itertools.repeat((then, "no answer"))
+        [("ABORTED", "a has the same key")], itertools.repeat((then, "no answer"))
     )
 
-    async def call(_: object, **options: object) -> None:
-        code, details = next(answers)
-        raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+    async def call(*_: object) -> None:
+        raise Broken(*next(answers))
 
     async def ask() -> None:
         client = RegistryClient(["127.0.0.1:1"])
-        monkeypatch.setattr(client, "_stub", lambda: SimpleNamespace(Describe=call))
+        monkeypatch.setattr(client, "_call", call)
         with pytest.raises(error, match=why):
             await client.describe(deadline=1.0)
         await client.close()

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 
-import grpc
 import pytest
 import torch
 
@@ -74,7 +73,7 @@ async def test_an_activation_takes_the_files_of_the_figure(monkeypatch: pytest.M
     chunks = iter([sender.outbox.next(0.0)])
 
     async def read() -> object:
-        return next(chunks, grpc.aio.EOF)
+        return next(chunks, None)
 
     link = SimpleNamespace(
         peer="a", session=Session(1, BOUNDS), traffic=Traffic(), over=asyncio.Event(), now=0.0

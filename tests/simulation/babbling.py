@@ -10,11 +10,10 @@ from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.rules import PROTOCOL
 from planaria.node.transaction.bounds import fault_to_driver, fault_to_member
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame, seal
+from planaria.node.wire.connection import Link
+from planaria.node.wire.frames import Frame, pack_chunk, seal
 from simulation.byzantine import Drawing, Lying
-from simulation.links import Link, packed, unpacked
 from simulation.node import Node
-from simulation.registry import key_of
 
 OUT: Final = 30.0
 """Seconds after which who talks nonsense is a member no longer."""
@@ -39,15 +38,15 @@ class Listening(Node):
 
     heard: list[pb.Message | Frame]
 
-    def on_message(self, peer: str, message: pb.Message) -> None:
+    def on_message(self, peer: str, message: pb.Message, now: float) -> None:
         copy = pb.Message()
         copy.CopyFrom(message)
         self._remember(copy)
-        super().on_message(peer, message)
+        super().on_message(peer, message, now)
 
-    def on_frame(self, peer: str, frame: Frame) -> None:
+    def on_frame(self, peer: str, frame: Frame, now: float) -> None:
         self._remember(frame)
-        super().on_frame(peer, frame)
+        super().on_frame(peer, frame, now)
 
     def _remember(self, item: pb.Message | Frame) -> None:
         self.heard.append(item)
@@ -90,8 +89,8 @@ class Babbling(Lying):
             self.cluster.tampering.pop(host, None)
             return
         node = self.cluster.hosts[host].node
-        if node is not None and node.process.responsive and not node.ended:
-            self._speak(node)
+        if node is not None and not node.ended:
+            node.process.run(self._speak, node)
         self.world.after(self.random.expovariate(1 / GAP), self._babble, host, until)
 
     def _speak(self, node: Node) -> None:
@@ -108,9 +107,9 @@ class Babbling(Lying):
         self.cluster.demand(not late, "I6", f"{node.name} babbles, and is a member still")
         for link in sorted(node.net.by_peer.values(), key=lambda one: one.peer):
             for _ in range(self.each):
-                if not link.over and link.connection is not None:
+                if not link.over.is_set() and link.connection is not None:
                     self._blurt(node, link)
-        if node.client.joined and "registry" in node.streams:
+        if node.view.number:
             self.cluster.counts["babbled"] += 1
             self._tell_registry(node)
 
@@ -126,7 +125,7 @@ class Babbling(Lying):
             item = self._chosen(node, link.peer, drawing)
             if not careful or isinstance(item, Frame) or self._can_be(item):
                 break
-        link.send(item)
+        node.net.send_as_is(link.peer, item)
 
     def _chosen(self, node: Listening, peer: str, drawing: Drawing) -> pb.Message | Frame:
         item = self._lie_of(node, peer)
@@ -148,19 +147,24 @@ class Babbling(Lying):
         real = drawing.envelope().SerializeToString()
         match self.random.randrange(4):
             case 0:
-                link.session.send(seal(drawing.damaged(real)))
+                link.send(seal(drawing.damaged(real)))
             case 1:
-                link.session.send(drawing.damaged(seal(real)))
+                link.send(drawing.damaged(seal(real)))
             case 2:
                 head, frame = drawing.head(), drawing.whole(0, 2**32)
-                chunk = unpacked([drawing.data()], frame=frame, head=head)
-                link._write("bulk", drawing.damaged(packed(chunk)))
+                chunk = pack_chunk(frame=frame, head=head, data=[drawing.data()])
+                self._write_chunk(link, drawing.damaged(chunk))
             case _:
-                link._write("bulk", drawing.data())
-        link._pump()
+                self._write_chunk(link, drawing.data())
+
+    def _write_chunk(self, link: Link, data: bytes) -> None:
+        """On a stream for chunks, if there is one."""
+        streams = link.connection._bulks.values() if link.connection is not None else ()
+        for bulk in streams:
+            link._links.process.spawn(bulk.stream.write(data))
 
     def _drawing(self, node: Node) -> Drawing:
-        names = [*sorted(self.cluster.network.endpoints), ""]
+        names = [*sorted(self.cluster.network.homes), ""]
         numbers = [0, 1, 2, self.cluster.rules.stages, self.cluster.rules.steps, node.view.number]
         return Drawing(self.random, names, numbers, rarely=0.0)
 
@@ -168,22 +172,22 @@ class Babbling(Lying):
 
     def _tell_registry(self, node: Node) -> None:
         """In its own name, since any other is refused before this is read; not that it leaves."""
-        item: Any
         match self.random.randrange(20):
             case 0 | 1:
-                item = self._drawn(registry.JoinRequest(), node)
-                item.protocol, item.node, item.address = PROTOCOL, node.name, node.address
-                item.key = key_of(node.process.host).public
+                join = self._drawn(registry.JoinRequest(), node)
+                join.protocol, join.node, join.address = PROTOCOL, node.name, node.address
+                join.key, join.run = node.identity.public, "run"
+                node.identity.sign_message(join, "run")
+                node.process.spawn(node.client._call("Join", join, 1.0))
             case 2:
-                item = self._drawn(registry.Suspicion(), node)
-                item.accuser = node.name
+                suspicion = self._drawn(registry.Suspicion(), node)
+                suspicion.accuser = node.name
+                node.client.sign(suspicion)
+                node.process.spawn(node.client._call("Suspect", suspicion, 1.0))
             case _:
-                real = registry.Renewal(node=node.name, report=node.report)
-                item = self._drawn(real, node)
-                item.node = node.name
-                item.ClearField("member")  # it opens a stream, with a view that is signed
-                item.report.leaving = False
-        node.client._tell(item)
+                renewal = self._drawn(registry.Renewal(report=node.report), node)
+                renewal.report.leaving = False
+                node.client.report(renewal.report)
 
     def _drawn(self, real: AnyMessage, node: Node) -> AnyMessage:
         drawing = self._drawing(node)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,17 +62,17 @@ class Lying(Sick):
             return
         node = self.cluster.hosts[host].node
         if node is not None and node.view.driver != node.name:
-            self._say(node)
+            node.process.run(self._say, node)
         self.world.after(self.random.expovariate(1 / gap), self._go_on_lying, host, until, gap)
 
     def _say(self, node: Node) -> None:
-        links = [link for link in node.net.by_peer.values() if not link.over]
+        links = [link for link in node.net.by_peer.values() if not link.over.is_set()]
         if not links or not node.process.responsive:
             return
         link = self.random.choice(sorted(links, key=lambda one: one.peer))
         item = self._lie_of(node, link.peer)
         self.cluster.counts["lies"] += 1
-        link.send(item)
+        node.net.send_as_is(link.peer, item)
 
     def _lie_of(self, node: Node, peer: str) -> pb.Message | Frame:
         chosen, there = self.random, sorted(seat.name for seat in self.cluster.seats)
@@ -163,8 +161,8 @@ class Slandering(Lying):
         others = sorted(seat.name for seat in self.cluster.seats if seat.host is not node)
         if self.chosen not in others:
             self.chosen = self.random.choice(others or [""])
-        if self.chosen and link is not None and not link.over:
-            link.send(self._slander(member, seat))
+        if self.chosen and link is not None and not link.over.is_set():
+            node.net.send_as_is(host, self._slander(member, seat))
             self.cluster.counts["lies"] += 1
 
     def _slander(self, member: MemberSide, seat: str) -> pb.Message:
@@ -209,15 +207,11 @@ class Dropping(Lying):
         self.dropped = self.random.choice([("activation", "gradient"), ("average",)])
 
     def _say(self, node: Node) -> None:
-        for link in node.net.by_peer.values():
-            if "send" not in vars(link):
-                link.send = partial(self._send, link.send)
-                self.cluster.counts["lies"] += 1
+        self.cluster.counts["lies"] += 1
+        self.cluster.tampering[node.process.host] = self._drop
 
-    def _send(self, send: Callable[[Any], Any], item: pb.Message | Frame) -> Any:
-        if isinstance(item, Frame) and item.kind in self.dropped:
-            return None
-        return send(item)
+    def _drop(self, item: pb.Message | Frame) -> pb.Message | Frame | None:
+        return None if isinstance(item, Frame) and item.kind in self.dropped else item
 
 
 class Withholds(MemberSide):

@@ -72,7 +72,7 @@ from simulation.fingerprints import TRAINED, chain_of, fingerprint, read_chain
 from simulation.network import Network
 from simulation.node import Node, Seat
 from simulation.ports import Files
-from simulation.registry import Client, Registry
+from simulation.registry import Registry
 from simulation.stage import ChainedTwin, contribution, row
 from simulation.world import Process, World
 
@@ -247,10 +247,9 @@ class Cluster:
         self.parting = False  # whether a driver signs two commits of one step
         """Hosts that the registry may not hear for so long that they go where others have their
         stage."""
-        self.tampering: dict[str, Callable[[pb.Message | Frame], pb.Message | Frame]] = {}
-        """What a host sends instead of what it should."""
-        self.garbling: dict[str, Callable[[str, bytes], bytes]] = {}
-        """What becomes of the bytes that a host writes, on which channel."""
+        self.tampering: dict[str, Callable[[pb.Message | Frame], pb.Message | Frame | None]] = {}
+        """What a host sends instead of what it should; None: nothing."""
+        self.garbling = self.network.garbling
         self.spoiling: dict[str, Callable[[], bool]] = {}
         """Whether what a host computes now is not finite."""
         self.windows: dict[tuple[int, int], torch.Tensor] = {}
@@ -265,9 +264,6 @@ class Cluster:
     def new_name(self) -> str:
         number = next(self._names)
         return f"{self.world.random.randrange(16):x}{number}"
-
-    def new_client(self, node: Node) -> Client:
-        return Client(self, node)
 
     def start(self, host: Host) -> None:
         host.restart_at = None
@@ -296,8 +292,7 @@ class Cluster:
         process.alive = False
         if host.node is not None:
             self.world.say(host.node.name, f"crashes {why}")
-            if host.node.name in self.network.endpoints:
-                self.network.died(host.node)
+            self.network.died(process)
         host.node = None
         host.restart_at = self.world.now + self.world.random.uniform(0.3, 8.0)
         self.world.after(host.restart_at - self.world.now, self.start, host)
@@ -315,8 +310,7 @@ class Cluster:
 
     def forget(self) -> None:
         """The registry's journal is gone too, and no node is left: ballots begin anew."""
-        self.registry.journal = self.registry.newest = registry.View()
-        self.registry.issued.clear()
+        self.registry.forget()
         self.attempts.clear()
         self.commits.clear()
         self.voted.clear()
@@ -534,7 +528,7 @@ class Cluster:
 
     def _may_start_over(self, ballot: Ballot) -> bool:
         """Nobody is left, and the registry has not heard of more than one step."""
-        view = self.registry.issued[ballot.view]
+        view = self.registry.journal.issued[ballot.view]
         return (view.lineage, view.committed) <= (0, 1)
 
     def check_apply(self, seat: Seat, commit: pb.Commit) -> None:

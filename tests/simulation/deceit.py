@@ -190,6 +190,7 @@ class Accusing(Turning):
             return
         if node is not None and node.process.responsive:
             cause = self.random.choice([SHAPE, NUMBERS, HANG, DIVERGENCE, NONFINITE])
-            node.client.suspect(self.random.choice(others), "so I say", cause)
+            accused = self.random.choice(others)
+            node.process.run(node.client.suspect, accused, "so I say", cause)
             self.cluster.counts["accusations"] += 1
         self.world.after(self.random.expovariate(1.0), self._accuse, host, until)

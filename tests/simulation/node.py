@@ -3,8 +3,10 @@ and who of them hears what, is what ships."""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -13,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 from conversing import validate
 
 from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.client import (
+    InQuarantine,
+    JoinRefused,
+    RegistryClient,
+    RegistryUnreachable,
+)
 from planaria.bootstrap.neighbours import to_link
+from planaria.bootstrap.rules import PROTOCOL
 from planaria.node import ports
 from planaria.node.agent import Agent
 from planaria.node.driver.driver import Driver
@@ -22,7 +31,7 @@ from planaria.node.ports import Ports, Priority
 from planaria.node.report.events import Event
 from planaria.node.report.ledger import recording
 from planaria.node.report.line_file import LineFile
-from planaria.node.seats import SeatCompute, SeatNet, Seats
+from planaria.node.seats import SeatCompute, SeatNet, Seats, SenselessError
 from planaria.node.state.holdings import Holdings
 from planaria.node.state.stage_state import Age
 from planaria.node.state.twin import next_stage
@@ -38,11 +47,11 @@ from planaria.node.wire.missing_links import MissingLinks
 from planaria.node.wire.naming import node_of, seat_id
 from planaria.recovery.snapshot import Layout
 from simulation.fingerprints import SHAPE
-from simulation.links import Links
-from simulation.network import Stream
+from simulation.links import NodeLinks
 from simulation.ports import Compute, VirtualDisk, VirtualLineFile
-from simulation.registry import key_of
+from simulation.registry import ADDRESS, key_of
 from simulation.stage import Stage, row
+from simulation.transport import MemoryTransport
 from simulation.world import Process
 
 if TYPE_CHECKING:
@@ -121,8 +130,8 @@ class Node:
         self.wanted, self.address = stage, "" if dials_only else f"h{self.name}:1"
         self.room = room
         self.ended = False
-        self.net = Links(self, cluster.network)
-        self.streams: dict[str, Stream] = {}
+        self.identity = key_of(process.host)
+        self.net = NodeLinks(self)
         self.compute = Compute(process, cluster.pace, cluster.rules.progress)
         self.hang: Hang | None = None
         self.leaving = self.retiring = False
@@ -133,9 +142,10 @@ class Node:
         self.report = registry.Report()
         self.needed: list[str] = []
         self.missing = MissingLinks()
-        cluster.network.endpoints[self.name] = self
         cluster.network.homes[self.name] = process.host
-        self.client = cluster.new_client(self)
+        transport = MemoryTransport(cluster.network, process, self.name)
+        self.client = RegistryClient([ADDRESS], transport=transport)
+        self._living = process.spawn(self._live())
         self.process.after(self.world.random.uniform(0.0, TICK), self._tick)
         self.process.after(WRITE_AGAIN, self._write_again)
 
@@ -146,9 +156,31 @@ class Node:
 
     # --- life
 
+    async def _live(self) -> None:
+        await self.net.start(self.address or None)
+        request = registry.JoinRequest(
+            protocol=PROTOCOL,
+            run="run",
+            node=self.name,
+            address=self.address,
+            speed=1.0,
+            stage=self.wanted,
+            saved=self.wanted is not None and self.cluster.hosts[self.process.host].stage is None,
+            room=self.room,
+        )
+        try:
+            reply = await self.client.join(request, self.identity)
+        except InQuarantine as refused:
+            await asyncio.sleep(refused.seconds)
+            self.stop(str(refused))
+        except (JoinRefused, RegistryUnreachable) as refused:
+            self.stop(str(refused))
+        else:
+            self.viewed(reply.view)
+            await self.client.keep_membership(self.name, reply, self.viewed, self.stop)
+
     def stop(self, why: str) -> None:
         """This identity is over; the process starts another one, unless its compute hangs."""
-        self.net.stopping = True
         if not self.ended and self.compute.hangs:
             self.ended = True
             self.cluster.crash(self.process, f"since it hangs: {why}")
@@ -156,7 +188,7 @@ class Node:
             self.ended = True
             self.compute.stopped = True
             self.world.say(self.name, f"is over: {why}")
-            self.process.after(0.0, self._clean_up)
+            self.process.spawn(self._clean_up())
 
     def retire(self) -> None:
         """It has to leave for good, and lets heirs take over where there are any."""
@@ -176,16 +208,18 @@ class Node:
             self.process.after(TICK, self._leave_in_time, leaving, needed)
             return
         self.cluster.hosts[self.process.host].down = True
-        self.client.leave()  # the view without it ends it
+        self.process.spawn(self._leave())
 
-    def _clean_up(self) -> None:
-        self.net.give_up()
-        for stream in list(self.streams.values()):
-            stream.give_up(self, report=False)
-        self.client.stop()
+    async def _leave(self) -> None:
+        await self.client.leave(self.name, "stopped by its owner")
+        self.stop("it has left")
+
+    async def _clean_up(self) -> None:
         for ledger in self.ledgers:
             ledger.close()
-        del self.cluster.network.endpoints[self.name]
+        self._living.cancel()
+        await self.client.close()
+        await self.net.stop()
         self.cluster.identity_over(self)
 
     def _crashed(self, error: BaseException) -> None:
@@ -231,7 +265,7 @@ class Node:
         net, compute = SeatNet(self.seats, name), SeatCompute(self.seats, name, self.compute)
         exchanges = TimedExchanges(self, compute)
         record = SeatRecord(self, own, ledger)
-        chance, identity = Random(f"{self.cluster.seed} {own}"), key_of(self.process.host)
+        chance, identity = Random(f"{self.cluster.seed} {own}"), self.identity
         ports = Ports(net, exchanges, compute, tensors, weights, record, chance, identity)
         run, config = self.cluster.run, self.cluster.config
         seat = Seat(self, weights, own, stage, run, config, ports, self._make_holdings)
@@ -277,52 +311,53 @@ class Node:
 
     # --- links
 
-    def admits(self, peer: str) -> bool:
-        return not self.ended and (peer == "registry" or peer in self.net.members)
-
-    def on_stream_up(self, peer: str) -> None:
-        self.client.on_stream_up()
-
-    def on_stream_lost(self, peer: str) -> None:
+    def on_message(self, peer: str, message: pb.Message, now: float) -> None:
         if not self.ended:
-            self.client.on_stream_lost()
-
-    def on_item(self, peer: str, item: Any) -> None:
-        if not self.ended:
-            self.client.on_item(item)
-
-    def on_message(self, peer: str, message: pb.Message) -> None:
-        if not self.ended:
-            self.seats.on_message(peer, message, self.world.now)
+            with self._of(peer):
+                self.seats.on_message(peer, message, now)
             self._validate()
 
-    def on_frame(self, peer: str, frame: Frame) -> None:
+    def on_frame(self, peer: str, frame: Frame, now: float) -> None:
         if not self.ended:
-            self.seats.on_frame(peer, frame, self.world.now)
+            with self._of(peer):
+                self.seats.on_frame(peer, frame, now)
             self._validate()
 
-    def on_link_up(self, peer: str) -> None:
+    @contextmanager
+    def _of(self, peer: str) -> Iterator[None]:
+        """What comes of an honest peer makes sense."""
+        may_lie = self.cluster.may_lie
+        self.cluster.counts["babbled"] += may_lie(peer)
+        try:
+            yield
+        except SenselessError as error:
+            if not may_lie(self.name):
+                raise AssertionError(f"{self.name} can't deal with {peer}") from error
+            raise
+
+    def on_link_up(self, peer: str, now: float) -> None:
         if not self.ended:
-            self.seats.on_link_up(peer, self.world.now)
+            self.seats.on_link_up(peer, now)
             self._validate()
 
     def on_link_lost(
-        self, peer: str, reason: str, unacknowledged: list[Frame], cause: registry.Cause
+        self, peer: str, reason: str, lost: list[Frame], now: float, cause: registry.Cause
     ) -> None:
         if self.ended:
             return
         if any(member.node == peer for member in self.view.members):
             self.world.say(self.name, f"lost the link to {peer}: {reason}")
             self.client.suspect(peer, reason, cause)
-        self.seats.on_link_lost(peer, reason, unacknowledged, self.world.now, cause)
+        self.seats.on_link_lost(peer, reason, lost, now, cause)
         self._validate()
 
     def sent_commit(self) -> None:
         """To one of those that are to hear it."""
         if self.fuse is not None:
             self.fuse -= 1
-            if self.fuse < 0:
-                self.cluster.crash(self.process, "between two messages of a commit")
+            if self.fuse == -1:  # what was sent up to now still leaves
+                why = "between two messages of a commit"
+                self.process.after(0.0, self.cluster.crash, self.process, why)
 
     # --- time
 
@@ -364,7 +399,7 @@ class Node:
             leaving=self.leaving,
             stalled_seconds=0.0 if self.hang is None else self.hang.seconds,
         )
-        self.client.reported()
+        self.client.report(self.report)
 
 
 class TimedExchanges(Exchanges):

@@ -17,11 +17,9 @@ from planaria.node.stage import optimizer
 from planaria.node.state import copies, twin
 from planaria.node.transaction.member import MemberPhase
 from planaria.node.transaction.rules import TransactionRules
-from planaria.node.wire import chunks
 from planaria.node.wire.naming import node_of
 from planaria.recovery.policy import POLICIES
 from simulation.cluster import Cluster, Host, InvariantError, Machines, Trap
-from simulation.links import unpacked
 from simulation.network import Connection
 from simulation.node import Node
 from simulation.ports import Files, LedgerDisks
@@ -64,12 +62,13 @@ def run(
         raise ScenarioError(scenario.report(str(broken))) from broken
     except Exception as error:
         raise ScenarioError(scenario.report(f"crashed: {error!r}")) from error
+    finally:
+        scenario.world.close()
 
 
 @contextmanager
 def small_pieces() -> Iterator[None]:
-    """What travels in pieces does so here, too, although there is little of it. Chunks cross as
-    they are, unless they are garbled."""
+    """What travels in pieces does so here, too, although there is little of it."""
     with ExitStack() as patches:
         for module, name, value in (
             (coding, "PIECE", 5),
@@ -77,7 +76,6 @@ def small_pieces() -> Iterator[None]:
             (copies, "FRAME", PART),
             (copies, "LEAST_FRAME", PART),
             (optimizer, "BLOCK", 16),
-            (chunks, "pack_chunk", unpacked),
         ):
             patches.enter_context(patch.object(module, name, value))
         yield
@@ -397,16 +395,20 @@ class Scenario:
         return 0.0
 
     def _break_link_of_driver(self) -> float:
-        there = [
-            c for c in self.cluster.network.connections if c.intact and self._driver() in c.ends
-        ]
-        if there:
+        driver = self._driver()
+        if there := [
+            connection
+            for connection in self.cluster.network.connections
+            if connection.intact
+            and driver is not None
+            and driver.process in [end.process for end in connection.ends]
+        ]:
             self._break_off(self.random.choice(there))
         return 4.0
 
     def _break_off(self, connection: Connection) -> None:
-        one, other = connection.ends
-        self.world.say("network", f"breaks {one.name}-{other.name}")
+        one, other = (end.process.host for end in connection.ends)
+        self.world.say("network", f"breaks a connection of {one} and {other}")
         connection.break_off()
 
     def _freeze_registry(self) -> float:
@@ -442,9 +444,7 @@ class Scenario:
         world, cluster = self.world, self.cluster
         committed, waits_since = 0, 0.0
         while True:
-            until = world.now + 0.5
-            while world.now < until:
-                world.step()
+            world.run_until(world.now + 0.5)
             if cluster.settled():
                 outcome = cluster.outcome()
                 if outcome == "finished" or world.now > self.quiet_from + 15.0:

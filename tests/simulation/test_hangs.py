@@ -60,7 +60,7 @@ class Sick(Scenario):
     def _plan_faults(self) -> float:
         cluster, commits = self.cluster, list[float]()
         rules = replace(cluster.registry.rules, max_replicas=self.replicas)
-        cluster.registry.rules = cluster.registry.machine.rules = rules
+        cluster.registry.rules = cluster.registry.server.machine.rules = rules
         for _ in range(self.standbys):
             self.world.after(3.0, cluster.add_host)
         notice = cluster.on_event

@@ -39,7 +39,7 @@ class Departing(Shrinking):
             self.after_commits(BETWEEN, self.bring_back)
             return
         for node in self.random.sample(there, min(len(there) - 1, self.random.choice([1, 1, 2]))):
-            node.retire()
+            node.process.run(node.retire)
         self.after_commits(BETWEEN, self.lose)
 
 
@@ -70,7 +70,7 @@ class CutOff(Shrinking):
         there = self._some()
         if len(there) > 1:
             leaver = self.random.choice(there)
-            leaver.retire()
+            leaver.process.run(leaver.retire)
             self.world.after(0.0, self.watch, leaver)
 
     def watch(self, leaver: Node) -> None:
@@ -114,7 +114,7 @@ class Ending(Shrinking):
         self.began = self.world.now
         self.told = list(self.cluster.nodes)
         for node in self.told:
-            node.retire()
+            node.process.run(node.retire)
         self.cluster.on_event = self.on_event  # type: ignore[method-assign]
 
     def on_event(self, seat: Seat, kind: str, fields: Mapping[str, Any] | None = None) -> None:
@@ -127,12 +127,12 @@ class Ending(Shrinking):
         """When it was given: what a node says takes a second when a packet is lost."""
         if not was_added(seat):
             return True
-        before = self.cluster.registry.issued[int(seat.rpartition(".")[2]) - 1]
+        before = self.cluster.registry.journal.issued[int(seat.rpartition(".")[2]) - 1]
         return any(member.leaving for member in before.members if member.node == node_of(seat))
 
     def run(self) -> Result:
         while not self.told or self.cluster.nodes:
-            self.world.step()
+            self.world.run_until(self.world.now + 0.01)
         assert not self.taken, "whoever leaves took a seat"
         return Result("ended", self.world.now - self.began, self.cluster.counts)
 

@@ -9,6 +9,8 @@ import pytest
 from planaria.bootstrap import membership
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.accusations import Accusations
+from planaria.bootstrap.client import RegistryClient
+from planaria.bootstrap.service import SERVICE
 from planaria.bootstrap.views import sign
 from planaria.node.driver.fault_policy import FaultPolicy
 from planaria.node.transaction.effects import Ballot
@@ -24,8 +26,10 @@ from simulation.deceit import (
     DividedCrowd,
     Parted,
 )
-from simulation.registry import Client
+from simulation.registry import ADDRESS, key_of
 from simulation.scenario import Scenario, ScenarioError, run
+from simulation.transport import MemoryTransport
+from simulation.world import Process
 from tests.bootstrap.conftest import identity
 
 
@@ -48,7 +52,7 @@ class Talkative(Babbling):
 def test_where_nobody_is_accused_who_babbles_stays_and_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Client, "suspect", lambda *_: None)
+    monkeypatch.setattr(RegistryClient, "suspect", lambda *_: None)
     with pytest.raises(ScenarioError, match=r"I6: .* babbles, and is a member still"):
         for seed in range(10):
             run(seed, kind=Talkative)
@@ -79,7 +83,7 @@ class Forged(Scenario):
     def _forget(self) -> None:
         self.known = self.cluster.registry.newest
         self.cluster.registry.crash()
-        self.cluster.registry.journal = registry.View()
+        self.cluster.registry.forget()
         self.world.after(1.0, self._come_back)
 
     def _come_back(self) -> None:
@@ -88,7 +92,11 @@ class Forged(Scenario):
         sign(forged, identity(liar.node), self.known)
         self.cluster.registry.restart()
         shown = registry.Renewal(node=liar.node, run="run", member=liar, view=forged)
-        self.cluster.registry.on_item(liar.node, shown)
+        key_of(self.cluster.network.homes[liar.node]).sign_message(shown, "run")
+        process = Process(self.world, "liar")
+        transport = MemoryTransport(self.cluster.network, process, "liar")
+        stream = transport.channel(ADDRESS).stream(f"{SERVICE}/KeepAlive")
+        process.spawn(stream.write(shown.SerializeToString()))
         self.cluster.counts["forged"] += 1
         self.world.after(5.0, self._look)
 
@@ -159,4 +167,4 @@ def test_a_driver_that_believes_every_accusation_is_caught() -> None:
     gullible = patch.object(FaultPolicy, "believes", lambda policy, by, node: True)
     why = r"I6: .* evicted: .*, according to the driver \w+"
     with gullible, pytest.raises(ScenarioError, match=why):
-        run(245, kind=Lying)
+        run(19, kind=Lying)

@@ -1,152 +1,198 @@
-"""The links of the simulation keep what those of the product promise."""
+"""The links that ship, between processes in virtual time, under all kinds of weather."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.link_table import NO_LINK_THERE
-from planaria.node.wire.session import Refused
-from simulation.links import Links
-from simulation.network import SILENCE, Network
+from planaria.node.wire.link import Links, LinkSettings
+from planaria.node.wire.link_table import Peer
+from planaria.node.wire.relays import Relay
+from simulation.network import Network
+from simulation.registry import key_of
+from simulation.transport import MemoryTransport
 from simulation.world import Process, World
+
+SETTINGS = LinkSettings(chunk=160)
 
 
 class End:
     """A node that notes what comes."""
 
-    ended = False
-
-    def __init__(self, network: Network, name: str) -> None:
-        self.name, self.world, self.address = name, network.world, f"{name}:1"
+    def __init__(self, network: Network, name: str, dials_only: bool = False) -> None:
+        self.name, self.address = name, "" if dials_only else f"{name}:1"
         self.process = Process(network.world, name)
-        self.cluster = SimpleNamespace(
-            tampering={}, garbling={}, state_size=1.0, counts=Counter(), may_lie=lambda _: False
-        )
-        self.streams: dict[str, Any] = {}
         self.came: list[int] = []
         self.lost: list[str] = []
         self.ups = 0
-        network.endpoints[name], network.homes[name] = self, name
-        self.net = Links(self, network)  # type: ignore[arg-type]
+        transport = MemoryTransport(network, self.process, name)
+        self.net = Links("run", name, key_of(name), self, SETTINGS, transport=transport)
+        self.process.spawn(self.net.start(self.address or None))
 
-    def admits(self, peer: str) -> bool:
-        return True
+    @property
+    def peer(self) -> Peer:
+        return Peer(self.name, self.address, key_of(self.name).public)
 
-    def on_link_up(self, peer: str) -> None:
+    def view(self, number: int, ends: Iterable[End], relays: Iterable[Relay] = ()) -> None:
+        others = [other.name for other in ends if other is not self]
+        self.process.run(self.net.set_peers, number, [end.peer for end in ends], others)
+        self.process.run(self.net.set_relays, relays)
+
+    def on_link_up(self, peer: str, now: float) -> None:
         self.ups += 1
 
-    def on_link_lost(self, peer: str, reason: str, *_: object) -> None:
+    def on_link_lost(
+        self, peer: str, reason: str, unacknowledged: list[Frame], now: float, cause: Cause
+    ) -> None:
+        assert cause == SILENT
         self.lost.append(reason)
 
-    def on_message(self, peer: str, message: pb.Message) -> None:
+    def on_message(self, peer: str, message: pb.Message, now: float) -> None:
         self.came.append(2 * message.ballot.attempt)
 
-    def on_frame(self, peer: str, frame: Frame) -> None:
+    def on_frame(self, peer: str, frame: Frame, now: float) -> None:
         self.came.append(2 * frame.fields["number"] + 1)
 
 
-def two(seed: int) -> tuple[Network, list[End]]:
-    """That are linked."""
-    network = Network(World(seed))
-    network.world.straggling = 0.0
-    ends = [End(network, name) for name in ("a", "b")]
-    view = registry.View(number=1)
-    for end in ends:
-        view.members.add(node=end.name, address=end.address)
-    for end in ends:
-        end.net.viewed(view, [other.name for other in ends if other is not end])
-    ends[1].net.demand("a")  # dials cross
-    pass_time(network, 1.0)
-    assert [end.ups for end in ends] == [1, 1]
-    return network, ends
+class Cast:
+    """Some nodes that are linked with each other, in a world of their own."""
+
+    def __init__(self, seed: int, names: str = "ab") -> None:
+        self.network = Network(World(seed))
+        self.world = self.network.world
+        self.world.straggling = 0.0
+        self.ends = [End(self.network, name) for name in names]
+        self.pass_time(0.1)
+        self.new_view(1)
+        self.ends[1].process.after(0.0, self.ends[1].net.demand, "a")  # dials cross
+        self.pass_time(1.5)
+        assert {end.ups for end in self.ends} == {len(names) - 1}
+
+    def run(self, call: object, *arguments: object) -> None:
+        """In the middle of the world."""
+        self.world.after(0.0, call, *arguments)  # type: ignore[arg-type]
+        self.pass_time(0.001)
+
+    def new_view(self, number: int, relays: Iterable[Relay] = ()) -> None:
+        for end in self.ends:
+            self.run(end.view, number, self.ends, relays)
+
+    def send(self, end: End, to: End, item: pb.Message | Frame) -> None:
+        def queue() -> None:
+            assert end.net.send(to.name, item)
+
+        self.run(end.process.run, queue)
+
+    def pass_time(self, seconds: float) -> None:
+        self.world.after(seconds, int)
+        self.world.run_until(self.world.now + seconds)
+
+    def reset(self) -> None:
+        for connection in self.network.connections:
+            connection.break_off(at_once=1.0)
 
 
-def pass_time(network: Network, seconds: float) -> None:
-    until = network.world.now + seconds
-    while network.world.now < until:
-        network.world.step()
-
-
-def reset(network: Network) -> None:
-    for connection in network.connections:
-        connection.break_off(at_once=1.0)
+def numbered(number: int) -> pb.Message:
+    return pb.Message(ballot=pb.Ballot(attempt=number))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_resets_and_blinks_all_comes_once_and_in_order(seed: int) -> None:
-    network, ends = two(seed)
-    chance, rounds = network.world.random, 40
+    cast = Cast(seed)
+    chance, rounds = cast.world.random, 40
     for number in range(rounds):
-        for end, other in (ends, ends[::-1]):
-            assert end.net.send(other.name, pb.Message(ballot=pb.Ballot(attempt=number)))
+        for end, other in (cast.ends, cast.ends[::-1]):
+            cast.send(end, other, numbered(number))
             payload = bytes(chance.randrange(500))
-            assert end.net.send(other.name, Frame("probe", (0, 0), {"number": number}, [], payload))
-        pass_time(network, chance.uniform(0.0, 0.02))
+            cast.send(end, other, Frame("probe", (0, 0), {"number": number}, [], payload))
+        cast.pass_time(chance.uniform(0.001, 0.02))
         if chance.random() < 0.2:
             if chance.random() < 0.5:
-                reset(network)
-            network.part(number, frozenset("a"), frozenset("b"), chance.random() < 0.5)
-            pass_time(network, chance.uniform(0.0, 0.5))
-            network.heal(number)
-            pass_time(network, chance.uniform(0.0, 2.0))
+                cast.reset()
+            cast.network.part(number, frozenset("a"), frozenset("b"), chance.random() < 0.5)
+            cast.pass_time(chance.uniform(0.001, 0.5))
+            cast.network.heal(number)
+            cast.pass_time(chance.uniform(1.5, 3.0))  # a lost first packet is sent again after 1 s
         elif chance.random() < 0.2:
-            reset(network)
-    pass_time(network, 5.0)
-    for end in ends:
+            cast.reset()
+    cast.pass_time(5.0)
+    for end in cast.ends:
         assert not end.lost
         assert [n // 2 for n in end.came if n % 2 == 0] == list(range(rounds)), "messages"
-        assert [n // 2 for n in end.came if n % 2] == list(range(rounds)), "frames"
+        assert sorted(n // 2 for n in end.came if n % 2) == list(range(rounds)), "frames"
 
 
 def test_a_link_that_loses_what_goes_one_way_is_lost_when_that_has_lasted() -> None:
-    network, ends = two(0)
-    network.part(0, frozenset("a"), frozenset("b"), both_ways=False)
-    pass_time(network, SILENCE - 0.5)
-    assert not ends[0].lost + ends[1].lost
-    pass_time(network, 2.0)
-    assert "silent" in ends[1].lost[0]
-    assert "closed the link" in ends[0].lost[0]
-    network.heal(0)
-    pass_time(network, 3.0)
-    assert [end.ups for end in ends] == [2, 2]
-
-
-def test_who_goes_on_with_what_ends_here_as_it_dials_is_refused() -> None:
-    """It has begun anew, and an old hello has told it of this session."""
-    _, ends = two(0)
-    session = ends[1].net.session("a")
-    hello = ends[0].net.session("b").hello()
-    with pytest.raises(Refused) as refused:
-        ends[1].net.resume("a", replace(hello, session=hello.session + 1))
-    assert refused.value.code in NO_LINK_THERE
-    assert ends[1].lost == ["a has lost the link, and dialled anew"]
-    assert ends[1].net.session("a").number > session.number
+    cast = Cast(0)
+    one, other = cast.ends
+    cast.network.part(0, frozenset("a"), frozenset("b"), both_ways=False)
+    cast.pass_time(SETTINGS.silence - 0.6)
+    assert not one.lost + other.lost
+    cast.pass_time(2.0)
+    assert "silent" in other.lost[0]
+    assert "closed the link" in one.lost[0]
+    cast.network.heal(0)
+    cast.pass_time(3.0)
+    assert [end.ups for end in cast.ends] == [2, 2]
 
 
 def test_two_that_cannot_reach_each_other_talk_through_a_third_and_then_directly_again() -> None:
-    network, ends = two(0)
-    network.part(0, frozenset("a"), frozenset("b"))
-    third = End(network, "c")
-    view = registry.View(number=2, relays=[registry.Relay(a="a", b="b", via="c")])
-    for end in (*ends, third):
-        view.members.add(node=end.name, address=end.address)
-    for end in (*ends, third):
-        others = [other.name for other in (*ends, third) if other is not end]
-        end.net.viewed(view, others)
-    pass_time(network, SILENCE + 4.0)
-    assert [end.net.carrier(to) for end, to in ((ends[0], "b"), (ends[1], "a"))] == ["c", "c"]
-    ends[0].net.send("b", pb.Message(ballot=pb.Ballot(attempt=7)))
-    pass_time(network, 0.2)
-    assert ends[1].came == [14]
-    network.heal(0)
-    pass_time(network, 12.0)
-    assert [end.net.carrier(to) for end, to in ((ends[0], "b"), (ends[1], "a"))] == ["", ""]
-    assert len(ends[0].lost) == 1
+    cast = Cast(0, "abc")
+    one, other, _ = cast.ends
+    cast.network.part(0, frozenset("a"), frozenset("b"))
+    cast.pass_time(0.1)
+    cast.new_view(2, [Relay("a", "b", "c")])
+    cast.pass_time(SETTINGS.silence + 4.0)
+    assert [one.net.carrier("b"), other.net.carrier("a")] == ["c", "c"]
+    cast.send(one, other, numbered(7))
+    cast.pass_time(0.2)
+    assert other.came == [14]
+    cast.network.heal(0)
+    cast.pass_time(12.0)
+    assert [one.net.carrier("b"), other.net.carrier("a")] == ["", ""]
+    assert len(one.lost) == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_goes_through_a_relay_comes_once_and_in_order_while_its_links_blink(
+    seed: int,
+) -> None:
+    cast = Cast(seed, "abc")
+    one, other, _ = cast.ends
+    cast.network.part(-1, frozenset("a"), frozenset("b"))
+    cast.new_view(2, [Relay("a", "b", "c")])
+    cast.pass_time(SETTINGS.silence + 4.0)
+    chance, rounds = cast.world.random, 30
+    for number in range(rounds):
+        cast.send(one, other, numbered(number))
+        cast.send(one, other, Frame("probe", (0, 0), {"number": number}, [], bytes(300)))
+        if chance.random() < 0.2:
+            cast.network.part(number, frozenset(chance.choice("ab")), frozenset("c"))
+            cast.pass_time(chance.uniform(0.001, 0.5))
+            cast.network.heal(number)
+        elif chance.random() < 0.2:
+            cast.reset()
+        cast.pass_time(chance.uniform(0.001, 0.3))
+    cast.pass_time(8.0)
+    assert [n // 2 for n in other.came if n % 2 == 0] == list(range(rounds)), "messages"
+    assert sorted(n // 2 for n in other.came if n % 2) == list(range(rounds)), "frames"
+
+
+def test_a_session_that_ends_at_the_peer_as_it_is_resumed_is_begun_anew() -> None:
+    cast = Cast(0)
+    one, other = cast.ends
+    session = other.net.session("a")
+    hello = one.net.session("b").hello()
+
+    def resume() -> None:
+        with pytest.raises(Exception, match="no such link any more"):
+            other.net.resume("a", replace(hello, session=hello.session + 1))
+
+    cast.run(other.process.run, resume)
+    assert other.lost == ["a has lost the link, and dialled anew"]
+    assert other.net.session("a").number > session.number

@@ -1,16 +1,70 @@
-"""Virtual time, and processes that stand still or die, all from one seed, in one thread."""
+"""Virtual time, and processes that stand still or die, all from one seed, in one thread.
+
+The world is the event loop of all processes: coroutines run in it as they ship. Each task, timer
+and callback belongs to the process in whose context it was made. While that process is frozen they
+wait; when it is dead they never run.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import heapq
+import inspect
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
+from planaria.bootstrap.transport import Broken
 
-class World:
+RUNNING: ContextVar[Process | None] = ContextVar("process", default=None)
+"""The process to which what runs now belongs."""
+
+OPEN: list[World] = []
+"""Worlds not closed yet."""
+
+
+class Handle:
+    """A callback to come."""
+
+    __slots__ = ("_arguments", "_call", "_context", "_when", "is_cancelled")
+
+    def __init__(
+        self, when: float, call: Callable[..., object], arguments: tuple[Any, ...], context: Context
+    ) -> None:
+        self._when, self._call, self._arguments, self._context = when, call, arguments, context
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
+
+    def when(self) -> float:
+        return self._when
+
+    def __call__(self) -> None:
+        if self.is_cancelled:
+            return
+        process = self._context.get(RUNNING)
+        if process is not None and not process.responsive:
+            process.hold(self)
+        else:
+            self._context.run(self._call, *self._arguments)
+
+
+class _Never(asyncio.Future[None]):
+    """A task that is begun when its world is over."""
+
+    def set_name(self, name: str) -> None:
+        """It has none."""
+
+
+class World(asyncio.AbstractEventLoop):
     """The clock and the events to come."""
 
     def __init__(self, seed: int) -> None:
@@ -18,16 +72,25 @@ class World:
         self.straggling = self.random.choice([0.0, 0.03, 0.1])  # share of what takes long
         self.now = 0.0
         self.trace: deque[str] = deque(maxlen=400)
-        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._events: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
+        self._tasks: dict[asyncio.Task[Any], None] = {}  # not over; those of the dead, too
+        self._closed = False
+        OPEN.append(self)
 
-    def after(self, delay: float, call: Callable[..., None], *arguments: Any) -> None:
+    def after(self, delay: float, call: Callable[..., object], *arguments: Any) -> None:
         event = (self.now + delay, next(self._numbers), call, arguments)
         heapq.heappush(self._events, event)
 
-    def step(self) -> None:
-        self.now, _, call, arguments = heapq.heappop(self._events)
-        call(*arguments)
+    def run_until(self, end: float) -> None:
+        """Up to the first event at `end` or later."""
+        asyncio._set_running_loop(self)
+        try:
+            while self.now < end:
+                self.now, _, call, arguments = heapq.heappop(self._events)
+                call(*arguments)
+        finally:
+            asyncio._set_running_loop(None)
 
     def say(self, who: str, what: str) -> None:
         self.trace.append(f"{self.now:9.3f} {who:>8} {what}")
@@ -40,6 +103,77 @@ class World:
         usual = 0.002 + self.random.expovariate(200.0)
         return usual + self.random.uniform(0.0, 1.5) if self.chance(self.straggling) else usual
 
+    # --- the event loop
+
+    def time(self) -> float:
+        return self.now
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def call_at(  # type: ignore[override]
+        self, when: float, call: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> Handle:
+        handle = Handle(when, call, args, context or copy_context())
+        heapq.heappush(self._events, (max(when, self.now), next(self._numbers), handle, ()))
+        return handle
+
+    def call_soon(  # type: ignore[override]
+        self, call: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> Handle:
+        return self.call_at(self.now, call, *args, context=context)
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, call: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> Handle:
+        return self.call_at(self.now + delay, call, *args, context=context)
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(  # type: ignore[override]
+        self, work: Coroutine[Any, Any, Any], *, name: str = "", context: Context | None = None
+    ) -> asyncio.Task[Any]:
+        if self._closed:
+            work.close()
+            return _Never(loop=self)  # type: ignore[return-value]
+        assert (context or copy_context()).get(RUNNING) is not None, "a task of no process"
+        task = asyncio.Task(work, loop=self, name=name or "task", context=context)
+        self._tasks[task] = None
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.pop(task, None)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, Broken):
+            raise error
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Tasks of dead processes are never over."""
+
+    def close(self) -> None:
+        """End what is left. Else it would end, and run its last lines, when it is collected, in the
+        middle of another world."""
+        self._closed = True
+        asyncio._set_running_loop(self)
+        try:
+            while self._tasks:
+                task, _ = self._tasks.popitem()
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
+                while inspect.getcoroutinestate(work := task.get_coro()) != inspect.CORO_CLOSED:
+                    with suppress(BaseException):
+                        work.close()
+        finally:
+            asyncio._set_running_loop(None)
+        self._events.clear()
+        OPEN.remove(self)
+
 
 class Process:
     """A process on a host: runs, stands still while the host is frozen, or is dead."""
@@ -49,23 +183,28 @@ class Process:
         self.alive = True
         self.frozen_since: float | None = None
         self.thawed_at = -1.0
-        self._waiting: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._waiting: list[Callable[[], object]] = []
+        self._context = copy_context()
+        self._context.run(RUNNING.set, self)
 
     @property
     def responsive(self) -> bool:
         return self.alive and self.frozen_since is None
 
-    def after(self, delay: float, call: Callable[..., None], *arguments: Any) -> None:
-        self.world.after(delay, self.run, call, *arguments)
+    def after(self, delay: float, call: Callable[..., object], *arguments: Any) -> Handle:
+        return self.world.call_later(delay, call, *arguments, context=self._context.copy())
 
-    def run(self, call: Callable[..., None], *arguments: Any) -> None:
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str = "") -> asyncio.Task[Any]:
+        return self.world.create_task(work, name=name, context=self._context.copy())
+
+    def run(self, call: Callable[..., object], *arguments: Any) -> None:
         """At once, or when it is no longer frozen."""
-        if not self.alive:
-            return
-        if self.frozen_since is not None:
-            self._waiting.append((call, arguments))
-        else:
-            call(*arguments)
+        Handle(self.world.now, call, arguments, self._context.copy())()
+
+    def hold(self, handle: Callable[[], object]) -> None:
+        """Keep what comes while it is frozen; nothing once it is dead."""
+        if self.alive:
+            self._waiting.append(handle)
 
     def freeze(self) -> None:
         self.frozen_since = self.world.now
@@ -75,5 +214,5 @@ class Process:
         self.frozen_since = None
         self.thawed_at = self.world.now
         waiting, self._waiting = self._waiting, []
-        for call, arguments in waiting:
-            self.after(0.0, call, *arguments)
+        for handle in waiting:
+            self.world.after(0.0, handle)

@@ -19,11 +19,11 @@ from planaria.bootstrap.registry_pb2 import (
     Suspicion,
     View,
 )
-from planaria.bootstrap.registry_pb2_grpc import RegistryStub
 from planaria.bootstrap.rules import PROTOCOL
 from planaria.node.wire.link import Links, LinkSettings
 from planaria.node.wire.link_table import Peer
 from planaria.node.wire.session import Refused
+from tests.stubs import RegistryStub
 
 MANY = 10**9  # steps
 

@@ -25,10 +25,10 @@ from planaria.bootstrap.registry_pb2 import (
     SeatReport,
     View,
 )
-from planaria.bootstrap.registry_pb2_grpc import RegistryStub
 from planaria.bootstrap.rules import PROTOCOL
 from planaria.node.machine.processes import run_planaria
 from planaria.node.report.ledger import audit
+from tests.stubs import RegistryStub
 from tests.swarm.machines import DEADLINE, Machines, machines
 
 DESCRIPTORS, IDLE, STREAMS = 1024, 300, 20

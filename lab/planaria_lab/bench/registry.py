@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import grpc
 import uvloop
@@ -32,9 +33,8 @@ from planaria.bootstrap.registry_pb2 import (
     SeatReport,
     View,
 )
-from planaria.bootstrap.registry_pb2_grpc import RegistryStub
 from planaria.bootstrap.rules import MembershipRules
-from planaria.bootstrap.service import RegistryServer
+from planaria.bootstrap.service import SERVICE, RegistryServer
 from planaria.bootstrap.views import sign
 from planaria_lab.bench.processes import ask, receive, start
 from planaria_lab.bench.rows import keep
@@ -192,9 +192,11 @@ def _renew(port: int, half: int, connection: Connection) -> None:
         for first in range(half, NODES, 2 * STREAMS_A_CONNECTION):
             options = [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
             channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options)
-            stub = RegistryStub(channel)  # type: ignore[no-untyped-call]
+            keep_alive: Any = channel.stream_stream(
+                f"/{SERVICE}/KeepAlive", request_serializer=Renewal.SerializeToString
+            )
             last = min(NODES, first + 2 * STREAMS_A_CONNECTION)
-            opened = [stub.KeepAlive(renewals(index)) for index in range(first, last, 2)]
+            opened = [keep_alive(renewals(index)) for index in range(first, last, 2)]
             calls.extend(opened)
             await asyncio.gather(*(call.read() for call in opened))
         asyncio.get_running_loop().add_reader(
@@ -210,9 +212,8 @@ def _renew(port: int, half: int, connection: Connection) -> None:
 async def _describe(port: int) -> Description:
     options = [("grpc.max_receive_message_length", -1)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
-        stub = RegistryStub(channel)  # type: ignore[no-untyped-call]
-        described: Description = await stub.Describe(DescribeRequest())
-        return described
+        describe: Any = channel.unary_unary(f"/{SERVICE}/Describe")
+        return Description.FromString(await describe(DescribeRequest().SerializeToString()))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from typing import Any, Final, NamedTuple, Self
 import grpc
 
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.registry_pb2 import View, WatchRequest
-from planaria.bootstrap.registry_pb2_grpc import RegistryStub
+from planaria.bootstrap.registry_pb2 import NewView, View, WatchRequest
+from planaria.bootstrap.service import SERVICE
 from planaria.bootstrap.views import unpacked, view_in
 from planaria.node.launch.own_folders import folder_options
 from planaria.node.local.resume import JOURNAL, RUN_FILE
@@ -361,10 +361,11 @@ class SickSwarm:
         while True:
             with suppress(grpc.aio.AioRpcError):  # it was killed: soon there is another
                 async with grpc.aio.insecure_channel(address) as channel:
-                    stub = RegistryStub(channel)  # type: ignore[no-untyped-call]
+                    watch: Any = channel.unary_stream(f"/{SERVICE}/Watch")
+                    call = watch(WatchRequest().SerializeToString(), wait_for_ready=True)
                     view = View()
-                    async for news in stub.Watch(WatchRequest(), wait_for_ready=True):
-                        view = view_in(unpacked(news), view)
+                    async for news in call:
+                        view = view_in(unpacked(NewView.FromString(news)), view)
                         self.quarantined = {member.instance for member in view.quarantined}
                         members = list(active(seated(view)).items())
                         fields = {"number": view.number, "reason": view.reason, "members": members}

@@ -8,7 +8,7 @@ Frames:
 
 A link:
 
-- `link_table.py`: which links there are, and who dials; `link.py`: dials and accepts, by gRPC
+- `link_table.py`: which links there are, and who dials; `link.py`: dials and accepts
 - `connection.py`: a link, and the streams that carry it until they break
 - `session.py`: what outlives a stream; `greetings.py`: how the ends prove who they are
 - `chunks.py`: frames in pieces; `streams.py`: over how many streams

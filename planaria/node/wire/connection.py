@@ -1,6 +1,6 @@
 """A link to a peer, and the connections that carry it, one after the other.
 
-A connection has a gRPC stream for messages, Control, and Bulk streams for frames. Each has its own
+A connection has a stream for messages, Control, and Bulk streams for frames. Each has its own
 TCP connection, so that a vote never queues behind weights. It has no Bulk stream without frames,
 one with frames, and more where one TCP connection can't use the link's capacity (streams.py). When
 a stream breaks, the link sleeps until one side has dialled again, and resumes; it is lost when that
@@ -17,12 +17,10 @@ from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
-
-import grpc
-from grpc import StatusCode
+from typing import TYPE_CHECKING, Any, Final
 
 from planaria.bootstrap.registry_pb2 import SILENT, Cause
+from planaria.bootstrap.transport import Broken, Stream
 from planaria.node.wire import stage_pb2
 from planaria.node.wire.frames import (
     Frame,
@@ -54,14 +52,6 @@ class Traffic:
 
     bytes_in: int = 0
     bytes_out: int = 0
-
-
-class LinkStream(Protocol):
-    """The common part of a call and of a servicer's context."""
-
-    async def read(self) -> Any: ...
-
-    async def write(self, message: bytes, /) -> None: ...
 
 
 class LinkOver(Exception):  # noqa: N818 (not an error)
@@ -260,7 +250,7 @@ class Bulk:
     """A stream for chunks."""
 
     number: int
-    stream: LinkStream
+    stream: Stream
     ours: bool = False  # added by this side, which closes it
     closing: bool = False  # no more chunks leave by it
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -273,7 +263,7 @@ class Connection:
         self,
         links: Links,
         link: Link,
-        streams: Iterable[LinkStream],
+        streams: Iterable[Stream],
         via: str = "",
         hellos: tuple[str, str] = ("", ""),
         dialled: bool = False,
@@ -360,7 +350,7 @@ class Connection:
         """Whether a stream for frames is up."""
         return bool(self._carrying())
 
-    def add(self, number: int, stream: LinkStream, ours: bool) -> Bulk:
+    def add(self, number: int, stream: Stream, ours: bool) -> Bulk:
         bulk = self._bulks[number] = Bulk(number, stream, ours)
         if self.over.is_set():
             bulk.over.set()
@@ -441,9 +431,9 @@ class Connection:
             self.end(f"{self.peer} closed the link: {over}", lost=True)
         except WireError as error:
             self._refuse(error)
-        except grpc.aio.AioRpcError as error:
-            self.end(describe(error), lost=error.code() is StatusCode.ABORTED)
-        except (grpc.aio.BaseError, asyncio.InvalidStateError, asyncio.CancelledError):
+        except Broken as broken:
+            self.end(str(broken), lost=broken.code == "ABORTED")
+        except asyncio.CancelledError:
             self.end("the connection broke")
         except Exception:
             self._link.end(f"{name} crashed in {self._links.node}, see its log")
@@ -453,17 +443,16 @@ class Connection:
         cause = SILENT if self.via else error.cause  # a relay may have changed it
         self._link.end(f"{self.peer} sent an invalid message: {error}", cause=cause)
 
-    async def _read(self, stream: LinkStream) -> bytes | None:
+    async def _read(self, stream: Stream) -> bytes | None:
         """The next item; None: the stream has ended."""
         data = await stream.read()
-        if self.over.is_set() or data is grpc.aio.EOF:
+        if self.over.is_set() or data is None:
             return None
-        assert isinstance(data, bytes)
         self._link.heard()
         self._traffic.bytes_in += len(data)
         return data
 
-    async def _write(self, stream: LinkStream, data: bytes) -> None:
+    async def _write(self, stream: Stream, data: bytes) -> None:
         self._traffic.bytes_out += len(data)
         await stream.write(data)
 
@@ -560,7 +549,7 @@ class Connection:
             return
         if bulk.ours:
             # The reading task gets any error, too, unless the peer has already closed the stream.
-            with suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
+            with suppress(Broken):
                 await self._write(bulk.stream, _CLOSES)
         else:
             self._gone(bulk)
@@ -599,11 +588,3 @@ class Connection:
 
 def _sealed(**body: Any) -> bytes:
     return seal(stage_pb2.Message(**body).SerializeToString())
-
-
-def describe(error: grpc.aio.AioRpcError) -> str:
-    if error.code() is StatusCode.ABORTED:
-        return f"closed by the peer, which says: {error.details()}"
-    if error.code() is StatusCode.INTERNAL:  # a failed write; gRPC gives no reason
-        return "the connection broke"
-    return f"{error.code().name}: {error.details()}"

@@ -24,14 +24,14 @@ LONGEST: Final = 1200
 """Characters of a hello with its signature."""
 
 
-def metadata(run: str, node: str, peer: str) -> tuple[tuple[str, str], ...]:
+def metadata(run: str, node: str, peer: str) -> dict[str, str]:
     """The first metadata of a stream from `node` to `peer`."""
-    return (
-        ("planaria-run", quote(run)),
-        ("planaria-node", node),
-        ("planaria-peer", peer),
-        ("planaria-protocol", str(PROTOCOL)),
-    )
+    return {
+        "planaria-run": quote(run),
+        "planaria-node": node,
+        "planaria-peer": peer,
+        "planaria-protocol": str(PROTOCOL),
+    }
 
 
 def check_metadata(run: str, node: str, received: Mapping[str, str]) -> None:

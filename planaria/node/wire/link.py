@@ -1,4 +1,4 @@
-"""Links: messages and frames from node to node, over gRPC.
+"""Links: messages and frames from node to node.
 
 A link is a session (session.py) over a sequence of connections (connection.py). link_table.py
 decides which links there are, and who dials. `Links` dials and accepts: it makes each connection by
@@ -19,17 +19,21 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Final, NamedTuple, Protocol
 
-import grpc
-from grpc import StatusCode
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-
-from planaria.bootstrap.address import EVERYWHERE, Reach, resolved_not_to_dial
+from planaria.bootstrap.address import EVERYWHERE, Reach
 from planaria.bootstrap.connection_limits import open_descriptors, server_options
-from planaria.bootstrap.credentials import PLAIN, Credentials, add_port
-from planaria.bootstrap.credentials import channel as open_channel
+from planaria.bootstrap.credentials import PLAIN, Credentials
+from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.identity import Identity, instance_of
-from planaria.bootstrap.liveness import is_alive
 from planaria.bootstrap.registry_pb2 import Cause
+from planaria.bootstrap.transport import (
+    AcceptedStream,
+    Broken,
+    Channel,
+    DialledStream,
+    Handler,
+    Stream,
+    Transport,
+)
 from planaria.node.wire import stage_pb2
 from planaria.node.wire.background import Background
 from planaria.node.wire.chunks import ACKNOWLEDGE_EVERY
@@ -38,9 +42,7 @@ from planaria.node.wire.connection import (
     Bulk,
     Connection,
     Link,
-    LinkStream,
     Traffic,
-    describe,
 )
 from planaria.node.wire.frames import HEAD_LIMIT, PAYLOAD_LIMIT, Frame, WireError, seal
 from planaria.node.wire.greetings import ADD, ANSWER, DIAL, Greetings, check_metadata, metadata
@@ -134,21 +136,22 @@ class Links(LinkTable[Link]):
         settings: LinkSettings | None = None,
         credentials: Credentials = PLAIN,
         observers: Observers | None = None,
+        transport: Transport | None = None,
     ) -> None:
+        """`transport`: gRPC, with these credentials, unless given."""
         self.run, self.events = run, events
         self.settings = settings = settings or LinkSettings()
         super().__init__(node, lambda number: Session(number, settings, settings.background))
         self._greetings = Greetings(run, node, identity)
-        self._credentials, self._reach = credentials, settings.reach
+        self._transport = transport or over_grpc(settings, credentials)
         self._observers = observers  # None: only members are answered
         self.traffic: dict[str, Traffic] = {}  # by peer, of all its links so far
-        self._server: Any = None
         self._view_changed = asyncio.Event()
         self.relays = Relays(node, self._send_relayed, self._called)
         self._handshakes = 0
         self._settling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by peer
-        self._trying: set[asyncio.Task[None]] = set()  # to dial, or to call
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._trying: dict[asyncio.Task[None], None] = {}  # to dial, or to call
+        self._tasks: dict[asyncio.Task[None], None] = {}  # both in the order of their start
         _teach_malloc()
 
     async def start(self, listen: str | None) -> int:
@@ -157,21 +160,13 @@ class Links(LinkTable[Link]):
         plain text beyond this machine without `insecure`."""
         if listen is None:
             return 0
-        server = grpc.aio.server(options=_options(self.settings.silence, server=True))
-        accept: dict[str, Any] = {name: partial(self._accept, name) for name in ("Control", "Bulk")}
-        if self._observers is not None:
-            accept["Ask"] = self._accept_observer
-        handlers: dict[str, Any] = {
-            name: grpc.stream_stream_rpc_method_handler(handle) for name, handle in accept.items()
+        handlers: dict[str, Handler] = {
+            f"{SERVICE}/{name}": partial(self._accept, name) for name in ("Control", "Bulk")
         }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        port = add_port(server, listen, self._credentials, self.settings.insecure)
-        healthy = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-        await server.start()
-        for name in ("", SERVICE, self.node):  # the last for the registry's liveness checks
-            await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
-        self._server, self.dialable = server, True
+        if self._observers is not None:
+            handlers[f"{SERVICE}/Ask"] = self._accept_observer
+        port = await self._transport.serve(listen, handlers, ("", SERVICE, self.node))
+        self.dialable = True
         return port
 
     async def stop(self) -> None:
@@ -188,8 +183,7 @@ class Links(LinkTable[Link]):
         for task in trying:
             task.cancel()
         await asyncio.gather(*trying, return_exceptions=True)
-        if self._server is not None:
-            await self._server.stop(FAREWELL)
+        await self._transport.stop(FAREWELL)
         if self._tasks:
             _, stuck = await asyncio.wait(self._tasks, timeout=FAREWELL)
             for task in stuck:
@@ -252,17 +246,17 @@ class Links(LinkTable[Link]):
         """Whether the peer is a member, and answers at its address."""
         if (member := self.members.get(peer)) is None:
             return False
-        return bool(await is_alive(peer, member.address, self._credentials, LOOK, self._reach))
+        return bool(await self._transport.is_alive(peer, member.address, LOOK))
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(self._task_done)
         return task
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self._trying.discard(task)
+        self._tasks.pop(task, None)
+        self._trying.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s crashed", task.get_name(), exc_info=error)
 
@@ -273,7 +267,7 @@ class Links(LinkTable[Link]):
 
     def start_trying(self, peer: str, by_relay: bool, wait: float) -> None:
         name = f"{'call' if by_relay else 'dial'} {peer}"
-        self._trying.add(self.spawn(self._keep_trying(peer, by_relay, wait), name))
+        self._trying[self.spawn(self._keep_trying(peer, by_relay, wait), name)] = None
 
     async def _keep_trying(self, node: str, by_relay: bool, wait: float) -> None:
         """Try until the link is up, by a dial of either side."""
@@ -310,13 +304,12 @@ class Links(LinkTable[Link]):
         """Returns when the connection has been up and is over, or at once when the other side has
         dialled. Raises Refused or WireError."""
         patience = self.settings.handshake
-        call: Any = None
-        channel: grpc.aio.Channel | None = None
+        channel: Channel | None = None
         try:
             async with self._settling[peer.node]:
                 if not self.is_to_dial(peer.node):
                     return
-                if why := await resolved_not_to_dial(peer.address, self._reach):
+                if why := await self._transport.not_to_dial(peer.address):
                     raise Refused("INVALID_ARGUMENT", why)
                 link = self.by_peer.get(peer.node)
                 if link is not None and link.connection is not None:
@@ -325,7 +318,7 @@ class Links(LinkTable[Link]):
                     link.detach("it is dialled directly")
                 dial = self._begin(peer.node)
                 channel = self._channel(peer)
-                call = self._call("Control", peer, dial.signed, channel)
+                call = self._stream("Control", peer, dial.signed, channel)
                 text = await self._resume_by(dial, _accepted(call, peer.node), patience)
                 hellos = dial.signed, text
                 connection = self._adopt(peer.node, dial.session, [call], "", hellos, dialled=True)
@@ -336,7 +329,6 @@ class Links(LinkTable[Link]):
                 self._returning.remove(peer.node)
                 self.dial_soon(peer.node)
             if channel is not None:
-                call.cancel()
                 await channel.close()
 
     async def _call_by_relay(self, node: str) -> None:
@@ -371,23 +363,18 @@ class Links(LinkTable[Link]):
             raise
         return text
 
-    def _channel(self, peer: Peer) -> grpc.aio.Channel:
+    def _channel(self, peer: Peer) -> Channel:
         """A channel with its own TCP connection."""
-        own = self._credentials, _options(self.settings.silence), instance_of(peer.key)
-        return open_channel(peer.address, *own)
+        return self._transport.channel(peer.address, instance_of(peer.key))
 
-    def _call(self, name: str, peer: Peer, signed: str, channel: grpc.aio.Channel) -> Any:
-        pairs = (
-            *metadata(self.run, self.node, peer.node),
-            ("planaria-link", signed),
-            *self._credentials.metadata,
-        )
-        return channel.stream_stream(f"/{SERVICE}/{name}")(metadata=pairs)
+    def _stream(self, name: str, peer: Peer, signed: str, channel: Channel) -> DialledStream:
+        greeting = metadata(self.run, self.node, peer.node) | {"planaria-link": signed}
+        return channel.stream(f"{SERVICE}/{name}", greeting)
 
     async def _keep_wide(self, peer: Peer, connection: Connection) -> None:
         """Add the streams that either side wants, until the connection is over."""
         adding: list[asyncio.Task[None]] = []
-        calls: set[Any] = set()  # not accepted yet
+        calls: list[DialledStream] = []  # not accepted yet
         try:
             while not connection.over.is_set():
                 for number in await connection.other_streams():
@@ -403,16 +390,16 @@ class Links(LinkTable[Link]):
             await asyncio.gather(*adding, return_exceptions=True)
 
     async def _add_stream(
-        self, peer: Peer, connection: Connection, number: int, calls: set[Any]
+        self, peer: Peer, connection: Connection, number: int, calls: list[DialledStream]
     ) -> None:
         """Add a stream; a failure leaves the connection as it was. Returns when it is over."""
-        if await resolved_not_to_dial(peer.address, self._reach) or connection.over.is_set():
+        if await self._transport.not_to_dial(peer.address) or connection.over.is_set():
             connection.added()
             return
         channel = self._channel(peer)
         text = self._greetings.sign(ADD, peer.node, str(number), *connection.hellos)
-        call = self._call("Bulk", peer, text, channel)
-        calls.add(call)
+        call = self._stream("Bulk", peer, text, channel)
+        calls.append(call)
         try:
             try:
                 async with asyncio.timeout(self.settings.handshake):
@@ -427,14 +414,13 @@ class Links(LinkTable[Link]):
             log.info("%s", why)
             connection.not_added(why)
         finally:
-            call.cancel()
             await channel.close()
 
     def _adopt(
         self,
         node: str,
         session: Session,
-        streams: Iterable[LinkStream],
+        streams: Iterable[Stream],
         via: str = "",
         hellos: tuple[str, str] = ("", ""),
         dialled: bool = False,
@@ -488,60 +474,59 @@ class Links(LinkTable[Link]):
 
     # Accepting
 
-    async def _accept_observer(self, _: Any, context: Any) -> None:
+    async def _accept_observer(self, stream: AcceptedStream) -> None:
         assert self._observers is not None
         try:
-            self._check(context)
+            check_metadata(self.run, self.node, stream.metadata)
         except Refused as refused:
-            log.info("refused an observer at %s: %s", context.peer(), refused)
-            await context.abort(StatusCode[refused.code], str(refused))
-        await self._observers.serve(context)
+            log.info("refused an observer at %s: %s", stream.peer, refused)
+            raise Broken(refused.code, str(refused)) from None
+        await self._observers.serve(stream)
 
-    async def _accept(self, name: str, _: Any, context: Any) -> None:
+    async def _accept(self, name: str, stream: AcceptedStream) -> None:
         self._handshakes += 1
         try:
             if name == "Bulk":
-                connection, bulk = await self._take_bulk(context)
+                connection, bulk = await self._take_bulk(stream)
                 over = bulk.over
             else:
-                connection = await self._shake_hands(context)
+                connection = await self._shake_hands(stream)
                 over = connection.over
         except Refused as refused:
             level = logging.WARNING if refused.code == "UNAUTHENTICATED" else logging.INFO
-            log.log(level, "refused a %s stream of %s: %s", name, context.peer(), refused)
-            await context.abort(StatusCode[refused.code], str(refused))
-            return  # not reached: abort raises
+            log.log(level, "refused a %s stream of %s: %s", name, stream.peer, refused)
+            raise Broken(refused.code, str(refused)) from None
         finally:
             self._handshakes -= 1
         try:
             await over.wait()
             if connection.over.is_set():
-                code = StatusCode.ABORTED if connection.is_last else StatusCode.UNAVAILABLE
-                await context.abort(code, connection.reason)
-        finally:  # cancelled: gRPC's signal that the dialler is gone
+                code = "ABORTED" if connection.is_last else "UNAVAILABLE"
+                raise Broken(code, connection.reason)
+        finally:  # cancelled: the dialler is gone
             if not over.is_set():
                 connection.end("the connection broke")
 
-    async def _shake_hands(self, context: Any) -> Connection:
+    async def _shake_hands(self, stream: AcceptedStream) -> Connection:
         """Accept a dialled connection. Raises Refused."""
-        dialler, signed = await self._hello_of(context)
+        dialler, signed = await self._hello_of(stream)
         hello = self._heard(dialler, signed)
         async with self._after_own_dial(dialler):
             self._member(dialler)
             session = self._resume(dialler, hello)
             answer = session.hello()
             text = self._greetings.sign(ANSWER, dialler, answer.pack(), signed)
-            await context.send_initial_metadata(self._answering(text))
+            await stream.accept(self._answering(text))
             if session is not self.session(dialler) or not session.is_newest(answer):
                 raise Refused("ALREADY_EXISTS", "another connection has come up")
-            return self._adopt(dialler, session, [context], hellos=(signed, text))
+            return self._adopt(dialler, session, [stream], hellos=(signed, text))
 
-    async def _hello_of(self, context: Any) -> tuple[str, str]:
+    async def _hello_of(self, stream: AcceptedStream) -> tuple[str, str]:
         """A dialler that may have a link, and its signed hello. Raises Refused."""
         if self._handshakes > HANDSHAKE_LIMIT:
             raise Refused("RESOURCE_EXHAUSTED", f"{self.node} is in {HANDSHAKE_LIMIT} handshakes")
-        received = self._check(context)
-        dialler = received.get("planaria-node", "")
+        check_metadata(self.run, self.node, stream.metadata)
+        dialler = stream.metadata.get("planaria-node", "")
         try:
             async with asyncio.timeout(self.settings.view_wait):
                 while dialler not in self.members and not self.stopping:
@@ -552,15 +537,7 @@ class Links(LinkTable[Link]):
                 f"{dialler!r} is no member of view {self.view}, the newest that {self.node} "
                 f"knows; waited {self.settings.view_wait} s for a newer one",
             ) from None
-        return dialler, received.get("planaria-link", "")
-
-    def _check(self, context: Any) -> dict[str, str]:
-        """The dialler's metadata, if it wants this node, and is allowed to. Raises Refused."""
-        received = {key: str(value) for key, value in context.invocation_metadata()}
-        check_metadata(self.run, self.node, received)
-        if why := self._credentials.check(received):
-            raise Refused("UNAUTHENTICATED", why)
-        return received
+        return dialler, stream.metadata.get("planaria-link", "")
 
     def _member(self, node: str) -> Peer:
         """Raises Refused if it is none, or this node stops."""
@@ -584,28 +561,28 @@ class Links(LinkTable[Link]):
         except WireError as error:
             raise Refused("INVALID_ARGUMENT", str(error)) from None
 
-    async def _take_bulk(self, context: Any) -> tuple[Connection, Bulk]:
+    async def _take_bulk(self, stream: AcceptedStream) -> tuple[Connection, Bulk]:
         """Accept a stream that the dialler adds to the connection. Raises Refused."""
-        dialler, text = await self._hello_of(context)
+        dialler, text = await self._hello_of(stream)
         peer, link = self._member(dialler), self.by_peer.get(dialler)
         connection = link.connection if link is not None else None
         if connection is None or connection.dialled or connection.via:
             why = f"{self.node} has no connection that {dialler} has dialled"
             raise Refused("FAILED_PRECONDITION", why)
-        stream = self._greetings.verify(ADD, dialler, peer.key, text, *connection.hellos)
-        number = int(stream) if re.fullmatch("[0-9]{1,9}", stream) else 0
+        word = self._greetings.verify(ADD, dialler, peer.key, text, *connection.hellos)
+        number = int(word) if re.fullmatch("[0-9]{1,9}", word) else 0
         if not connection.may_add(number):
-            why = f"stream {stream[:80]} was there before, or is one more than {MOST_STREAMS}"
+            why = f"stream {word[:80]} was there before, or is one more than {MOST_STREAMS}"
             raise Refused("RESOURCE_EXHAUSTED", why)
         answer = self._greetings.sign(ANSWER, dialler, "taken", text)
         try:
-            await context.send_initial_metadata(self._answering(answer))
+            await stream.accept(self._answering(answer))
         finally:
             connection.added()
-        return connection, connection.add(number, context, ours=False)
+        return connection, connection.add(number, stream, ours=False)
 
-    def _answering(self, signed: str) -> tuple[tuple[str, str], ...]:
-        return ("planaria-node", self.node), ("planaria-link", signed)
+    def _answering(self, signed: str) -> dict[str, str]:
+        return {"planaria-node": self.node, "planaria-link": signed}
 
     @asynccontextmanager
     async def _after_own_dial(self, dialler: str) -> AsyncIterator[None]:
@@ -621,6 +598,11 @@ class Links(LinkTable[Link]):
         finally:
             if locked:
                 lock.release()
+
+
+def over_grpc(settings: LinkSettings, credentials: Credentials) -> GrpcTransport:
+    options = _options(settings.silence), _options(settings.silence, server=True)
+    return GrpcTransport(credentials, *options, settings.reach, settings.insecure)
 
 
 def _options(silence: float, server: bool = False) -> list[tuple[str, int]]:
@@ -659,13 +641,13 @@ def _teach_malloc() -> None:
     bytes(31 << 20)
 
 
-async def _accepted(call: Any, node: str) -> str:
+async def _accepted(call: DialledStream, node: str) -> str:
     """The signed hello of `node`, which has accepted this stream. Raises Refused."""
     try:
-        received = dict(await call.initial_metadata())
+        received = await call.accepted()
         if received.get("planaria-node") != node:
             await call.read()  # raises the status that the stream ended with
             raise Refused("NOT_FOUND", f"no node {node} at the other end")
-    except grpc.aio.AioRpcError as error:
-        raise Refused(error.code().name, describe(error)) from None
-    return str(received.get("planaria-link", ""))
+    except Broken as broken:
+        raise Refused(broken.code, str(broken)) from None
+    return received.get("planaria-link", "")

@@ -11,15 +11,17 @@ import itertools
 import logging
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
-import grpc
 from google.protobuf.message import DecodeError
 
-from planaria.bootstrap.address import EVERYWHERE, Reach, resolved_not_to_dial
-from planaria.bootstrap.credentials import Credentials, channel
+from planaria.bootstrap.address import EVERYWHERE, Reach
+from planaria.bootstrap.credentials import Credentials
+from planaria.bootstrap.grpc_transport import GrpcTransport
+from planaria.bootstrap.transport import Broken, Channel, DialledStream, Transport
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame, WireError, seal, unseal
 from planaria.node.wire.greetings import metadata
@@ -66,19 +68,25 @@ Converse: TypeAlias = Callable[[str, str], ObserverConversation]
 
 def over_streams(run: str, credentials: Credentials, reach: Reach = EVERYWHERE) -> Converse:
     """Conversations over gRPC; `reach`: addresses at which nodes may be dialled."""
-    return partial(ObserverStream, run, credentials, reach)
+    transport = GrpcTransport(credentials, _OPTIONS, reach=reach)
+    return partial(ObserverStream, run, transport)
+
+
+_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", FRAME_LIMIT + FREE),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.keepalive_time_ms", 5000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
 
 
 class ObserverStream:
-    """A conversation over gRPC."""
+    """A conversation over a stream."""
 
-    def __init__(
-        self, run: str, credentials: Credentials, reach: Reach, node: str, address: str
-    ) -> None:
+    def __init__(self, run: str, transport: Transport, node: str, address: str) -> None:
         self.node, self.address = node, address
-        self._run, self._credentials, self._reach = run, credentials, reach
-        self._channel: grpc.aio.Channel | None = None
-        self._call: Any = None
+        self._run, self._transport = run, transport
+        self._channel: Channel | None = None
         self._unsent: asyncio.Queue[bytes] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self.lost = ""  # reason; "": not lost
@@ -91,49 +99,41 @@ class ObserverStream:
     async def _converse(
         self, heard: Callable[[pb.Message], None], ended: Callable[[ObserverConversation], None]
     ) -> None:
-        if why := await resolved_not_to_dial(self.address, self._reach):
+        if why := await self._transport.not_to_dial(self.address):
             self.lost = f"{self.node} is not asked: {why}"
             ended(self)
             return
-        largest = FRAME_LIMIT + FREE
-        options = [("grpc.max_receive_message_length", largest), ("grpc.enable_http_proxy", 0)]
-        keep = [("grpc.keepalive_time_ms", 5000), ("grpc.keepalive_timeout_ms", 10_000)]
-        self._channel = channel(self.address, self._credentials, [*options, *keep])
-        self._call = self._channel.stream_stream(f"/{SERVICE}/Ask")(
-            metadata=(
-                *metadata(self._run, f"onlooker-{secrets.token_hex(4)}", self.node),
-                *self._credentials.metadata,
-            )
-        )
-        self._tasks.append(asyncio.create_task(self._speak(ended)))
-        await self._listen(heard, ended)
+        self._channel = self._transport.channel(self.address)
+        greeting = metadata(self._run, f"onlooker-{secrets.token_hex(4)}", self.node)
+        stream = self._channel.stream(f"{SERVICE}/Ask", greeting)
+        self._tasks.append(asyncio.create_task(self._speak(stream)))
+        await self._listen(stream, heard, ended)
 
     def send(self, message: pb.Message) -> bool:
         if not self.lost:
             self._unsent.put_nowait(seal(message.SerializeToString()))
         return not self.lost
 
-    async def _speak(self, ended: Callable[[ObserverConversation], None]) -> None:
-        try:
-            await self._call.initial_metadata()  # an earlier write would hide a refusal
+    async def _speak(self, stream: DialledStream) -> None:
+        with suppress(Broken):  # _listen reports the reason
+            await stream.accepted()  # an earlier write would hide a refusal
             while True:
-                await self._call.write(await self._unsent.get())
-        except (grpc.aio.BaseError, asyncio.InvalidStateError):
-            return  # _listen reports the reason
+                await stream.write(await self._unsent.get())
 
     async def _listen(
-        self, heard: Callable[[pb.Message], None], ended: Callable[[ObserverConversation], None]
+        self,
+        stream: DialledStream,
+        heard: Callable[[pb.Message], None],
+        ended: Callable[[ObserverConversation], None],
     ) -> None:
         why = "it has ended the conversation"
         try:
-            while (data := await self._call.read()) is not grpc.aio.EOF:
+            while (data := await stream.read()) is not None:
                 heard(pb.Message.FromString(unseal(data)))
-            if await self._call.code() is not grpc.StatusCode.OK:
-                why = await self._call.details()
         except (WireError, DecodeError) as error:
             why = f"it sent an invalid message: {error}"
-        except grpc.aio.AioRpcError as error:
-            why = error.details() or error.code().name
+        except Broken as broken:
+            why = broken.details or broken.code
         self.lost = f"{self.node} at {self.address}: {why}"
         ended(self)
 
@@ -143,7 +143,6 @@ class ObserverStream:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._channel is not None:
-            self._call.cancel()
             await self._channel.close()
 
 

@@ -12,13 +12,11 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
-import grpc
 from google.protobuf.message import DecodeError
-from grpc import StatusCode
 
-from planaria.bootstrap.gate import who_calls
+from planaria.bootstrap.transport import AcceptedStream, Broken
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.frames import Frame, WireError, seal, unseal
 
@@ -59,37 +57,37 @@ class Observers:
             if answers.instance in self._banned:
                 answers.end(BANNED)
 
-    async def serve(self, context: Any) -> None:
-        """Serve one observer until it leaves, or its stream breaks."""
-        instance = who_calls(context).instance
+    async def serve(self, stream: AcceptedStream) -> None:
+        """Serve one observer until it leaves, or its stream breaks. Raises Broken."""
+        instance = stream.caller.instance
         if instance in self._banned:
-            await context.abort(StatusCode.PERMISSION_DENIED, BANNED)
+            raise Broken("PERMISSION_DENIED", BANNED)
         if len(self._open) >= MOST:
             why = f"{MOST} others already read from this node: try again later"
-            await context.abort(StatusCode.RESOURCE_EXHAUSTED, why)
+            raise Broken("RESOURCE_EXHAUSTED", why)
         name = f"?{next(self._numbers)}"
         answers = self._open[name] = _Answers(instance)
-        log.info("observer %s connected from %s", name, context.peer())
-        listening = asyncio.create_task(self._listen(name, answers, context))
+        log.info("observer %s connected from %s", name, stream.peer)
+        listening = asyncio.create_task(self._listen(name, answers, stream))
         try:
-            await context.send_initial_metadata(())  # accepts the call: the observer may send
+            await stream.accept({})  # the observer may send
             while (data := await answers.next()) is not None:
-                await context.write(data)
+                await stream.write(data)
             if answers.why:
-                await context.abort(StatusCode.ABORTED, answers.why)
+                raise Broken("ABORTED", answers.why)
         finally:
             del self._open[name]
             listening.cancel()
             self.seats.on_gone(name)
 
-    async def _listen(self, name: str, answers: _Answers, context: Any) -> None:
+    async def _listen(self, name: str, answers: _Answers, stream: AcceptedStream) -> None:
         try:
-            while (data := await context.read()) is not grpc.aio.EOF:
+            while (data := await stream.read()) is not None:
                 self.ask(name, pb.Message.FromString(unseal(data)))
             answers.end("")
         except (WireError, DecodeError) as error:
             answers.end(f"invalid request: {error}")
-        except (grpc.aio.BaseError, asyncio.InvalidStateError):
+        except Broken:
             answers.end("the stream broke")
 
     def enter(self, heard: Callable[[pb.Message], None]) -> str:

@@ -22,8 +22,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
 
-import grpc
-
 from planaria.node.wire.frames import Frame, Payload, buffers_of
 from planaria.node.wire.session import Refused
 
@@ -52,9 +50,8 @@ class RelayStream:
         self._send = send
         self._came: asyncio.Queue[bytes | None] = asyncio.Queue()
 
-    async def read(self) -> object:
-        data = await self._came.get()
-        return grpc.aio.EOF if data is None else data
+    async def read(self) -> bytes | None:
+        return await self._came.get()
 
     async def write(self, data: bytes, /) -> None:
         self._send(data)
@@ -96,7 +93,7 @@ class Relays:
         """`called` gets each call that a peer begins, and the peer's hello."""
         self.node, self._send, self._called = node, send, called
         self._vias: dict[str, str] = {}
-        self._pairs: set[frozenset[str]] = set()
+        self._pairs: list[frozenset[str]] = []
         self._calls: dict[str, Call] = {}  # by peer
         self.held: defaultdict[tuple[str, str, str], int] = defaultdict(int)
         """Bytes that wait here for the second node, by (sender, receiver, kind)."""
@@ -104,7 +101,7 @@ class Relays:
     def set(self, relays: Iterable[Relay]) -> None:
         """Set the relays of the newest view."""
         relays = list(relays)
-        self._pairs = {frozenset((r.a, r.b)) for r in relays if r.via == self.node}
+        self._pairs = [frozenset((r.a, r.b)) for r in relays if r.via == self.node]
         former, self._vias = self._vias, {}
         for relay in relays:
             if self.node in (relay.a, relay.b):

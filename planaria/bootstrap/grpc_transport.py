@@ -1,0 +1,209 @@
+"""The port to the network (transport.py) over gRPC. TLS, tokens, liveness checks, health and
+reflection are on this side of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import grpc
+from grpc import StatusCode
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from planaria.bootstrap.address import EVERYWHERE, Reach, resolved_not_to_dial
+from planaria.bootstrap.authority import Role, Who
+from planaria.bootstrap.credentials import Credentials, add_port, channel
+from planaria.bootstrap.liveness import is_alive
+from planaria.bootstrap.transport import Broken, Handler
+
+Options = Sequence[tuple[str, int | str]]
+
+
+def _broken(error: Exception) -> Broken:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return Broken(error.code().name, error.details() or "")
+    return Broken("INTERNAL", "the connection broke")
+
+
+_ERRORS = grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError
+
+
+class _Stream:
+    """What a call and a servicer's context have in common."""
+
+    def __init__(self, ends: Any) -> None:
+        self._ends = ends
+
+    async def read(self) -> bytes | None:
+        try:
+            data = await self._ends.read()
+        except _ERRORS as error:
+            raise _broken(error) from None
+        if data is grpc.aio.EOF:
+            return None
+        assert isinstance(data, bytes)
+        return data
+
+    async def write(self, data: bytes, /) -> None:
+        try:
+            await self._ends.write(data)
+        except _ERRORS as error:
+            raise _broken(error) from None
+
+
+class GrpcDialledStream(_Stream):
+    async def accepted(self) -> Mapping[str, str]:
+        try:
+            return _texts(await self._ends.initial_metadata())
+        except _ERRORS as error:
+            raise _broken(error) from None
+
+    def cancel(self) -> None:
+        self._ends.cancel()
+
+
+class GrpcAcceptedStream(_Stream):
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.metadata: Mapping[str, str] = _texts(context.invocation_metadata())
+
+    @property
+    def peer(self) -> str:
+        return str(self._ends.peer())
+
+    @property
+    def caller(self) -> Who:
+        return who_calls(self._ends)
+
+    @property
+    def seconds_left(self) -> float | None:
+        left: float | None = self._ends.time_remaining()
+        return left
+
+    def when_over(self, call: Callable[[], None]) -> None:
+        self._ends.add_done_callback(lambda _: call())
+
+    async def accept(self, metadata: Mapping[str, str]) -> None:
+        try:
+            await self._ends.send_initial_metadata(tuple(metadata.items()))
+        except _ERRORS as error:
+            raise _broken(error) from None
+
+
+def who_calls(context: Any) -> Who:
+    """The caller's identity by its certificate; empty in plain text."""
+    shown = context.auth_context().get("x509_subject_alternative_name", ())
+    return Who.of(name.decode(errors="replace") for name in shown)
+
+
+def _texts(metadata: Any) -> dict[str, str]:
+    return {key: str(value) for key, value in metadata or ()}
+
+
+class GrpcChannel:
+    def __init__(self, opened: grpc.aio.Channel, common: tuple[tuple[str, str], ...]) -> None:
+        self._channel, self._common = opened, common
+
+    def stream(
+        self, method: str, metadata: Mapping[str, str] | None = None, seconds: float | None = None
+    ) -> GrpcDialledStream:
+        multi: Any = self._channel.stream_stream(f"/{method}")
+        pairs = (*(metadata or {}).items(), *self._common)
+        return GrpcDialledStream(multi(metadata=pairs, timeout=seconds))
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+class GrpcTransport:
+    """`dialling`, `serving`: gRPC's options for channels and for the server."""
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        dialling: Options = (),
+        serving: Options = (),
+        reach: Reach = EVERYWHERE,
+        insecure: bool = False,
+        holder: str = Role.NODE,
+        at_once: int | None = None,
+        reflected: Collection[str] = (),
+    ) -> None:
+        """`holder`: what a server's certificate must name by default. `at_once`: the most streams
+        accepted at a time. `reflected`: services that gRPC reflection describes."""
+        self._credentials, self._reach, self._holder = credentials, reach, holder
+        self._dialling, self._serving, self._insecure = dialling, serving, insecure
+        self._at_once, self._reflected = at_once, reflected
+        self._server: grpc.aio.Server | None = None
+        self._health = health.aio.HealthServicer()
+
+    async def not_to_dial(self, address: str) -> str:
+        return await resolved_not_to_dial(address, self._reach)
+
+    def channel(self, address: str, holder: str = "") -> GrpcChannel:
+        opened = channel(address, self._credentials, self._dialling, holder or self._holder)
+        return GrpcChannel(opened, self._credentials.metadata)
+
+    async def is_alive(
+        self,
+        node: str,
+        address: str,
+        seconds: float,
+        reach: Reach | None = None,
+        holder: str = "",
+    ) -> bool | None:
+        where, named = reach or self._reach, holder or Role.NODE
+        return await is_alive(node, address, self._credentials, seconds, where, named)
+
+    async def serve(
+        self, listen: str, handlers: Mapping[str, Handler], names: Collection[str]
+    ) -> int:
+        options, at_once = self._serving, self._at_once
+        self._server = server = grpc.aio.server(options=options, maximum_concurrent_rpcs=at_once)
+        services: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+        for path, handler in handlers.items():
+            service, _, method = path.partition("/")
+            served: Any = grpc.stream_stream_rpc_method_handler(partial(self._handle, handler))
+            services[service][method] = served
+        for service, methods in services.items():
+            generic = grpc.method_handlers_generic_handler(service, methods)
+            server.add_generic_rpc_handlers((generic,))
+        port = add_port(server, listen, self._credentials, self._insecure)
+        if names:
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        if self._reflected:
+            _reflect(server, self._reflected)
+        for name in names:
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await server.start()
+        return port
+
+    async def _handle(self, handler: Handler, _: Any, context: Any) -> None:
+        stream = GrpcAcceptedStream(context)
+        try:
+            if why := self._credentials.check(stream.metadata):
+                raise Broken("UNAUTHENTICATED", why)
+            await handler(stream)
+            return
+        except Broken as broken:
+            # gRPC keeps the error that `abort` raises. This one would keep large requests with it.
+            status = StatusCode[broken.code], broken.details
+        await context.abort(*status)
+
+    async def stop(self, grace: float) -> None:
+        if self._server is not None:
+            await self._health.enter_graceful_shutdown()
+            await self._server.stop(grace)
+
+
+def _reflect(server: grpc.aio.Server, services: Collection[str]) -> None:
+    """Enables gRPC server reflection (grpcurl) if grpcio-reflection is installed."""
+    try:
+        from grpc_reflection.v1alpha import reflection
+    except ModuleNotFoundError:
+        return
+    names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
