@@ -37,6 +37,7 @@ from planaria.node.hugging_face.living_run import from_inside
 from planaria.node.hugging_face.samples import sampler_of
 from planaria.node.launch.errors import NodeError
 from planaria.node.machine.compute import ComputeThread
+from planaria.node.machine.cores import available_cores
 from planaria.node.machine.device import memory_of
 from planaria.node.machine.watch import COMPILING, FLOOR, Hang, Watch
 from planaria.node.model.architecture import Architecture
@@ -47,6 +48,7 @@ from planaria.node.report.event_log import EventLog
 from planaria.node.report.events import (
     ComputeGoesOn,
     ComputeHangs,
+    ComputeSlow,
     CostSoFar,
     Event,
     Finished,
@@ -570,7 +572,9 @@ class Node:
 
     def _mind_compute(self) -> None:
         """Reports when the compute thread begins to hang, and when it goes on."""
-        before, self.hang = self.hang, self.compute.look()
+        slow, before, self.hang = self.compute.watch.slow, self.hang, self.compute.look()
+        if slow is None and self.compute.watch.slow is not None:
+            self._tell_slow(*self.compute.watch.slow)
         if (before is None) == (self.hang is None):
             return
         if self.hang is not None:
@@ -582,6 +586,12 @@ class Node:
         for seat in list(self.seats.agents.values()):
             seat.compute_hangs(str(self.hang or ""), self.loop.time())
         self.report()
+
+    def _tell_slow(self, task: str, seconds: float, usual: float) -> None:
+        load, cores = os.getloadavg()[0], available_cores()
+        self.tell(
+            ComputeSlow(task=task, seconds=seconds, usual=usual or None, load=load, cores=cores)
+        )
 
     def _look_at_files(self) -> None:
         """Reports when a disk begins, and ceases, to refuse writes."""

@@ -51,7 +51,9 @@ class ComputeThread:
         self.watch = watch or Watch(first=math.inf)
         self._busy_seconds = 0.0
         self._busy_since: float | None = None
-        self.computed = 0
+        self._done = self._looks = 0
+        self._clock: int | None = None  # of the thread's processor time
+        self._thread_time = 0.0
         self._tasks: list[tuple[Priority, int, str, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._wake = threading.Condition()
@@ -62,6 +64,11 @@ class ComputeThread:
     @property
     def now(self) -> float:
         return self.loop.time()
+
+    @property
+    def computed(self) -> int:
+        """Grows with each task that is done, and while the thread takes processor time."""
+        return self._done + self._looks
 
     @property
     def computing(self) -> bool:
@@ -99,7 +106,20 @@ class ComputeThread:
 
     def look(self) -> Hang | None:
         """Report a hanging task. To be called on the event loop, at each of its ticks."""
-        return self.watch.look(time.monotonic())
+        thread = self._processor_time()
+        if thread is not None and thread > self._thread_time:
+            self._thread_time = thread
+            self._looks += 1
+        return self.watch.look(time.monotonic(), thread)
+
+    def _processor_time(self) -> float | None:
+        """Seconds; None: this system doesn't tell, or the thread is over."""
+        if self._clock is None:
+            return None
+        try:
+            return time.clock_gettime(self._clock)
+        except OSError:
+            return None
 
     def stop(self, seconds: float | None = END) -> bool:
         """Drop queued tasks, and wait for the current one. False: it hasn't ended in that time;
@@ -113,6 +133,8 @@ class ComputeThread:
 
     def _work(self) -> None:
         _here.watch = self.watch
+        if hasattr(time, "pthread_getcpuclockid"):
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
         while True:
             with self._wake:
                 while not self._tasks and not self._stopped:
@@ -125,7 +147,7 @@ class ComputeThread:
             task()
             ended = time.monotonic()
             self.watch.ended(ended)
-            self.computed += 1
+            self._done += 1
             self._busy_seconds += ended - began
             self._busy_since = None
 

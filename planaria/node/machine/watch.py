@@ -15,6 +15,8 @@ COMPILING: Final = 120.0
 KNOWN: Final = 3
 """Number of tasks of a kind before its median is used."""
 REMEMBERED: Final = 9
+STILL: Final = 2.0
+"""Seconds in which a hanging thread takes no processor time."""
 HELD_UP: Final = 1.0
 """Seconds between two checks that mean a delay of the whole process."""
 
@@ -31,6 +33,21 @@ class Hang(NamedTuple):
         return f"its compute thread hangs: {self.seconds:.0f} s at `{self.task}`{usual}"
 
 
+class ThreadTime:
+    """The processor time of the thread, as seen at the checks of one task."""
+
+    def __init__(self, seconds: float, now: float) -> None:
+        self._first = self._last = seconds
+        self._grew = now
+
+    def is_slow(self, seconds: float, now: float, limit: float) -> bool:
+        """Whether the thread computes, though it gets too little processor time: it has taken some
+        lately, and less than `limit` in all. A thread that spins takes more."""
+        if seconds > self._last:
+            self._last, self._grew = seconds, now
+        return now - self._grew < STILL and seconds - self._first < limit
+
+
 class Watch:
     """Times tasks. `first`: seconds for a task of an unknown kind. `now`: of any one clock."""
 
@@ -39,6 +56,8 @@ class Watch:
         self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._at: tuple[str, float, float] | None = None  # task, since when, its median
         self.waits = False  # the current task waits for a disk
+        self.slow: Hang | None = None  # what takes too long though its thread computes
+        self._thread: tuple[float, ThreadTime] | None = None  # by when its task began
         self._looked: float | None = None
         self._excused = 0.0  # earlier time doesn't count
 
@@ -63,8 +82,10 @@ class Watch:
 
     # --- on the event loop
 
-    def look(self, now: float) -> Hang | None:
-        """Report a hang. Called several times a second: a longer gap means a delayed process."""
+    def look(self, now: float, thread: float | None = None) -> Hang | None:
+        """Report a hang. Called several times a second: a longer gap means a delayed process.
+        `thread`: processor time of the compute thread, in seconds; None: unknown."""
+        self.slow = None
         if self._looked is not None and now - self._looked > HELD_UP:
             self._excused = now
         self._looked = now
@@ -74,4 +95,18 @@ class Watch:
         task, since, usual = at
         seconds = now - max(since, self._excused)
         limit = max(self._floor, TIMES * usual) if usual else max(self._floor, self._first)
-        return Hang(task, seconds, usual) if seconds >= limit else None
+        is_slow = thread is not None and self._own_time(since, thread, now).is_slow(
+            thread, now, limit
+        )
+        if seconds < limit:
+            return None
+        hang = Hang(task, seconds, usual)
+        if is_slow:
+            self.slow = hang
+            return None
+        return hang
+
+    def _own_time(self, since: float, thread: float, now: float) -> ThreadTime:
+        if self._thread is None or self._thread[0] != since:
+            self._thread = since, ThreadTime(thread, now)
+        return self._thread[1]

@@ -151,6 +151,24 @@ class ComputeGoesOn(Event, kind="goes on", severity=Severity.GOOD):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ComputeSlow(Event, kind="slow", severity=Severity.NOTICE):
+    """The machine is busy: a task takes too long."""
+
+    task: str
+    seconds: Figure  # so far
+    usual: MaybeFigure = None  # median of such tasks, in seconds
+    load: Figure  # processes that run or wait for a processor, on average of a minute
+    cores: Count
+
+    def sentence(self, node: str | None) -> str:
+        usual = f", {self.seconds / self.usual:.0f} times as long as usual" if self.usual else ""
+        return (
+            f"{node} is slow: `{self.task}` has run for {self.seconds:.0f} s{usual}; the machine "
+            f"is busy (load {self.load:.0f} on {self.cores} cores)"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LinkLost(Event, kind="link lost", severity=Severity.INFO):
     """A node's link to a member broke. The driver's `NodeLost` is the news of it."""
 
@@ -219,7 +237,7 @@ class HoldingCost:
 
 @dataclass(frozen=True, kw_only=True)
 class CostSoFar(Event, kind="cost", severity=Severity.DEBUG):
-    """A node's total cost of redundant state so far, and its parts."""
+    """A node's cost of redundant state so far."""
 
     extra_bytes: Count
     memory_bytes: Count
@@ -334,7 +352,7 @@ class SeatTaken(Event, kind="seat taken", severity=Severity.NOTICE):
 
 @dataclass(frozen=True, kw_only=True)
 class HeldUp(Event, kind="held up", severity=Severity.ERROR):
-    """The driver has identified the node that delays an attempt at a step."""
+    """The driver knows which node delays an attempt."""
 
     step: Count
     node: str
@@ -564,7 +582,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Fetching(Event, kind="fetching", severity=Severity.DEBUG):
-    """Progress of a node's state transfer, reported at intervals."""
+    """Progress of a state transfer."""
 
     stage: Count
     method: str

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.node.machine.compute import ComputeThread, kind_of, waiting_for_disk
-from planaria.node.machine.watch import FLOOR, HELD_UP, KNOWN, TIMES, Hang, Watch
+from planaria.node.machine.watch import FLOOR, HELD_UP, KNOWN, STILL, TIMES, Hang, Watch
 from planaria.node.ports import Priority
 
 LOOK = 0.05
@@ -65,6 +65,31 @@ def test_who_never_did_such_a_task_has_more_time() -> None:
     hang = watched.passes(1.1)
     assert hang is not None
     assert hang.usual == 0.0
+
+
+def test_a_thread_that_takes_processor_time_is_slow_and_hangs_once_it_takes_none() -> None:
+    watch, thread = Watch(first=FLOOR), 7.0
+    watch.began("forward", 0.0)
+    for tick in range(1, 200):  # on a machine with ten others that run
+        thread += LOOK / 10
+        assert watch.look(tick * LOOK, thread) is None
+    assert watch.slow is not None
+    assert (watch.slow.task, round(watch.slow.seconds)) == ("forward", 10)
+    still = [watch.look(tick * LOOK, thread) for tick in range(200, 245)]
+    assert still[round(STILL / LOOK) - 3] is None
+    assert still[-1] is not None
+    assert watch.slow is None
+    watch.ended(13.0)
+    watch.began("forward", 20.0)
+    assert watch.look(20.5, thread) is None
+
+
+def test_a_thread_that_spins_hangs() -> None:
+    watch = Watch(first=FLOOR)
+    watch.began("forward", 0.0)
+    looks = [watch.look(tick * LOOK, tick * LOOK) for tick in range(1, 110)]
+    assert looks[90] is None
+    assert looks[-1] is not None
 
 
 def test_nothing_hangs_where_nothing_is_done() -> None:
