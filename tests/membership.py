@@ -33,6 +33,9 @@ def validate_state(machine: Membership) -> None:
     assert [n.member for n in nodes] == list(view.members), "the view lags the membership"
     assert view.driver == members.driver
     assert not any(n.name in machine.history.former for n in nodes), "evicted, yet here"
+    accusations = machine._accusations
+    remembered = {*accusations._accused, *accusations._alone, *accusations._newest}
+    assert remembered <= members.by_name.keys(), "accusations by or of former members"
     assert list(view.relays) == machine._cuts.relays(), "the view lags the relays"
     assert (view.lineage, view.committed) <= machine._watermark.newest
     assert not view.number or not problem_with(view, rules), problem_with(view, rules)

@@ -972,6 +972,26 @@ def test_whom_the_driver_alone_accuses_stays_and_another_one_drives() -> None:
     assert swarm.nodes() == ["n0", "n1", "n2", "m0"]
 
 
+def test_a_pause_of_the_registry_is_no_time_in_which_others_could_have_confirmed_it() -> None:
+    swarm = two_at_the_end()
+    swarm.suspect("n0", "n2", NUMBERS, "1e300")
+    swarm.answer()
+    swarm.now += 5
+    swarm.machine.paused(5, swarm.now)
+    assert swarm.wait(0.9) == []
+    swarm.wait(0.2)
+    assert swarm.view.driver == "m0"
+
+
+def test_a_dial_that_was_refused_before_the_node_came_back_counts_no_more() -> None:
+    swarm = full(lease=100)
+    swarm.lose("n1", there=False)
+    swarm.open("n1")
+    swarm.lose("n1")
+    swarm.wait(swarm.machine.rules.reconnect)
+    assert "n1" in swarm.nodes()
+
+
 def test_the_word_of_a_driver_that_goes_in_that_moment_is_none() -> None:
     swarm = two_at_the_end()
     swarm.suspect("n0", "n2", NUMBERS, "1e300")
