@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 import pytest
 
 from planaria.bootstrap.registry_pb2 import SILENT, Cause
 from planaria.node.wire import stage_pb2 as pb
-from planaria.node.wire.frames import Frame
+from planaria.node.wire.chunks import Outbox
+from planaria.node.wire.connection import Link
+from planaria.node.wire.frames import Frame, WireError
 from planaria.node.wire.link import Links, LinkSettings
 from planaria.node.wire.link_table import Peer
 from planaria.node.wire.relays import Relay
+from planaria.node.wire.session import Hello, Session
 from simulation.network import Network
 from simulation.registry import key_of
 from simulation.transport import MemoryTransport
@@ -92,9 +95,11 @@ class Cast:
         self.world.after(seconds, int)
         self.world.run_until(self.world.now + seconds)
 
-    def reset(self) -> None:
+    def reset(self, hosts: Collection[str] = "abc") -> None:
+        """Break the connections between these hosts."""
         for connection in self.network.connections:
-            connection.break_off(at_once=1.0)
+            if {end.process.host for end in connection.ends} <= {*hosts}:
+                connection.break_off(at_once=1.0)
 
 
 def numbered(number: int) -> pb.Message:
@@ -196,3 +201,120 @@ def test_a_session_that_ends_at_the_peer_as_it_is_resumed_is_begun_anew() -> Non
     cast.run(other.process.run, resume)
     assert other.lost == ["a has lost the link, and dialled anew"]
     assert other.net.session("a").number > session.number
+
+
+def between(cast: Cast) -> int:
+    """Connections that are intact."""
+    return sum(connection.intact for connection in cast.network.connections)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_dials_that_cross_leave_one_connection(seed: int) -> None:
+    cast = Cast(seed)
+    cast.pass_time(2.0)
+    assert between(cast) == 1
+    assert [end.lost for end in cast.ends] == [[], []]
+
+
+def test_an_older_dial_that_comes_late_would_leave_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    def adopt_any(self: Session, hello: Hello, answered: Hello | None = None) -> None:
+        self.other, self._peers_hello = hello.session, hello.number
+
+    monkeypatch.setattr(Session, "check", lambda *_: None)
+    monkeypatch.setattr(Session, "resume", adopt_any)
+    monkeypatch.setattr(Session, "is_newest", lambda *_: True)
+    monkeypatch.setattr(Link, "detach", lambda self, why: None)
+    with pytest.raises(AssertionError):
+        for seed in range(20):
+            test_dials_that_cross_leave_one_connection(seed)
+
+
+WIDE = 3
+
+
+def wide(monkeypatch: pytest.MonkeyPatch, seed: int) -> Cast:
+    """Two nodes whose frames take several streams, over which a frame is under way."""
+    monkeypatch.setattr(Outbox, "streams", property(lambda outbox: WIDE))
+    cast = Cast(seed)
+    one, other = cast.ends
+    cast.send(one, other, Frame("probe", (0, 0), {"number": 0}, [], bytes(2000)))
+    return cast
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_frames_over_several_streams_come_once_while_streams_break(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cast = wide(monkeypatch, seed)
+    one, other = cast.ends
+    chance, rounds = cast.world.random, 30
+    cast.pass_time(0.5)
+    assert between(cast) == 1 + WIDE
+    for number in range(1, rounds):
+        cast.send(one, other, Frame("probe", (0, 0), {"number": number}, [], bytes(1000)))
+        if chance.random() < 0.3:
+            intact = [connection for connection in cast.network.connections if connection.intact]
+            for connection in chance.sample(intact, min(1, len(intact))):
+                connection.break_off(at_once=1.0)
+        cast.pass_time(chance.uniform(0.001, 0.5))
+    cast.pass_time(5.0)
+    assert sorted(n // 2 for n in other.came if n % 2) == list(range(rounds))
+    assert not one.lost + other.lost
+
+
+def end_as_a_stream_is_added(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cast = wide(monkeypatch, seed)
+    cast.pass_time(cast.world.random.uniform(0.0, 0.02) + 0.001)
+    for end in cast.ends:
+        cast.run(end.process.run, end.net.set_peers, 2, [end.peer], [])
+    cast.pass_time(6.0)
+    assert between(cast) == 0
+    assert not [task.get_name() for task in cast.world.tasks if "stream" in task.get_name()]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_stream_that_is_added_to_a_link_that_closes_is_closed_too(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_as_a_stream_is_added(seed, monkeypatch)
+
+
+def changed_carriers(seed: int) -> None:
+    """Frames are sent while a relay takes a link over, and gives it back."""
+    cast = Cast(seed, "abc")
+    one, other, _ = cast.ends
+    chance, sent, number = cast.world.random, 0, 1
+    for carrier in ("c", "", "c", ""):
+        number += 1
+        if carrier:
+            cast.new_view(number, [Relay("a", "b", "c")])
+            cast.reset({"a", "b"})
+            cast.network.part(number, frozenset("a"), frozenset("b"))
+        else:
+            cast.network.heal(number - 1)
+        while one.net.carrier("b") != carrier:
+            cast.send(one, other, Frame("probe", (0, 0), {"number": sent}, [], bytes(300)))
+            sent += 1
+            cast.pass_time(chance.uniform(0.001, 0.3))
+    cast.pass_time(5.0)
+    assert not one.lost + other.lost
+    assert sorted(n // 2 for n in other.came if n % 2) == list(range(sent))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_sent_while_the_carrier_changes_comes_once_and_in_order(seed: int) -> None:
+    changed_carriers(seed)
+
+
+def test_a_link_that_drops_what_was_under_way_when_the_carrier_changes_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rewind = Outbox.rewind
+
+    def forgetful(self: Outbox, begun: int, partial: Mapping[int, int]) -> None:
+        rewind(self, self._last, {})
+
+    monkeypatch.setattr(Outbox, "rewind", forgetful)
+    with pytest.raises((AssertionError, WireError)):
+        for seed in range(5):
+            changed_carriers(seed)

@@ -74,6 +74,8 @@ class End:
         if self._over is None:
             self._over = why
             self._wake()
+            if self.connection is not None:
+                self.connection.close_if_over()
 
     @property
     def is_over(self) -> bool:
@@ -216,6 +218,10 @@ class TcpConnection(Connection):
 
     def is_wanted(self) -> bool:
         return self.intact
+
+    def close_if_over(self) -> None:
+        """Once neither end expects anything more."""
+        self.intact = self.intact and not all(end.is_over for end in self.ends)
 
     def look(self) -> None:
         """What keepalive does."""

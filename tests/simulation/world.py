@@ -74,7 +74,7 @@ class World(asyncio.AbstractEventLoop):
         self.trace: deque[str] = deque(maxlen=400)
         self._events: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
-        self._tasks: dict[asyncio.Task[Any], None] = {}  # not over; those of the dead, too
+        self.tasks: dict[asyncio.Task[Any], None] = {}  # not over; those of the dead, too
         self._closed = False
         OPEN.append(self)
 
@@ -144,12 +144,12 @@ class World(asyncio.AbstractEventLoop):
             return _Never(loop=self)  # type: ignore[return-value]
         assert (context or copy_context()).get(RUNNING) is not None, "a task of no process"
         task = asyncio.Task(work, loop=self, name=name or "task", context=context)
-        self._tasks[task] = None
+        self.tasks[task] = None
         task.add_done_callback(self._task_done)
         return task
 
     def _task_done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.pop(task, None)
+        self.tasks.pop(task, None)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, Broken):
             raise error
@@ -163,8 +163,8 @@ class World(asyncio.AbstractEventLoop):
         self._closed = True
         asyncio._set_running_loop(self)
         try:
-            while self._tasks:
-                task, _ = self._tasks.popitem()
+            while self.tasks:
+                task, _ = self.tasks.popitem()
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
                 while inspect.getcoroutinestate(work := task.get_coro()) != inspect.CORO_CLOSED:
                     with suppress(BaseException):
