@@ -101,7 +101,10 @@ def find_run(folder: Path | None) -> str:
 
     if run := saved_run(folder):
         log.info(
-            "joining only run %s, of which %s has saves: else use an empty folder", run, folder
+            "joining only run %s, of which %s has saves; for another run name an empty folder, or "
+            "convert them with `planaria regroup`",
+            run,
+            folder,
         )
     return run
 
