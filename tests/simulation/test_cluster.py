@@ -163,7 +163,7 @@ def test_a_faulty_machine_is_caught(
 def test_a_driver_that_ignores_what_only_some_have_committed_is_caught() -> None:
     oblivious = patch.object(Answers, "behind", lambda answers: [])
     with oblivious, pytest.raises(ScenarioError, match=r"without need|but .* had it|I3"):
-        for seed in (*range(6, 100), *range(6)):
+        for seed in (*range(45, 100), *range(45)):
             run(seed)
 
 
@@ -200,7 +200,7 @@ class Interrupted(Scenario):
 
 def test_weights_that_are_not_fit_to_train_are_caught() -> None:
     """It takes a query in the very moment in which they are relearned."""
-    seeds = 182, *range(190)  # the first that had it comes first
+    seeds = 36, *range(190)  # the first that had it comes first
     for seed in seeds[:3]:
         run(seed, policy="checkfree", kind=Interrupted)
     with pytest.raises(ScenarioError, match=r"I[245]"):
