@@ -116,6 +116,7 @@ def _members(key: Identity) -> View:
     stages = RULES.stages + 1
     members = [
         Member(
+            owner=True,
             node=_name(i),
             address=f"10.0.0.0:{i + 1}",
             seats=[Seat(stage=i % stages)],
