@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
@@ -42,7 +42,7 @@ from planaria.bootstrap.registry_pb2 import (
     WatchRequest,
 )
 from planaria.bootstrap.spelling import first_misspelt
-from planaria.bootstrap.transport import Broken, Channel, Stream, Transport, call
+from planaria.bootstrap.transport import Broken, Channel, Stream, Transport, call, parse
 from planaria.bootstrap.truncation import fitting, shorten_all
 from planaria.bootstrap.views import follows, is_genuine, unpack, unpacked, view_in
 
@@ -75,8 +75,6 @@ _LOGGED_BY_MEMBERSHIP = (
     _ANOTHER_RUN,
     "FAILED_PRECONDITION",  # this node is no longer a member
 )
-
-M = TypeVar("M", bound=Message)
 
 
 class RegistryUnreachable(Exception):  # noqa: N818  what it says
@@ -353,14 +351,13 @@ class RegistryClient:
 
     async def _run_at(self, address: str, seconds: float) -> str:
         """The run served at an address; empty: no answer."""
-        request = DescribeRequest().SerializeToString()
         try:
-            answer = await call(
-                self._channel(address), f"{REGISTRY_CALLS.full_name}/Describe", request, seconds
+            described: Description = await self._call(
+                "Describe", DescribeRequest(), seconds, address=address
             )
         except Broken:
             return ""  # the caller reports it
-        return _parsed(answer, Description).run
+        return described.run
 
     def _channel(self, address: str) -> Channel:
         if address not in self._channels:
@@ -373,12 +370,13 @@ class RegistryClient:
         request: Message,
         seconds: float,
         service: ServiceDescriptor = REGISTRY_CALLS,
+        address: str = "",
     ) -> Any:
-        """One attempt at the address in use. Raises Broken."""
+        """One attempt at an address; empty: the one in use. Raises Broken."""
         path, content = f"{service.full_name}/{method}", request.SerializeToString()
-        answer = await call(self._channel(self._address), path, content, seconds)
+        answer = await call(self._channel(address or self._address), path, content, seconds)
         kind: type[Message] = GetMessageClass(service.methods_by_name[method].output_type)
-        return _parsed(answer, kind)
+        return parse(answer, kind)
 
     async def _next_address(self) -> None:
         """Closes the channel too: a restarted container may have a new IP address under the same
@@ -521,7 +519,7 @@ class _Membership:
         renewing = asyncio.create_task(self._renew(stream))
         try:
             while (data := await stream.read()) is not None:
-                notice = _parsed(data, Notice)
+                notice = parse(data, Notice)
                 self._answered()
                 if notice.evicted:
                     self.notice = notice.evicted
@@ -587,7 +585,7 @@ class _Membership:
             await stream.write(request.SerializeToString())
             while (data := await stream.read()) is not None:
                 try:
-                    message = unpacked(_parsed(data, NewView))
+                    message = unpacked(parse(data, NewView))
                     last = view = view_in(message, last)
                 except ValueError as error:
                     raise _Misfit(f"invalid difference between views: {error}") from error
@@ -675,14 +673,6 @@ def _news(report: Report) -> tuple[object, ...]:
         for seat in report.seats
     ]
     return seats, list(report.complaints), report.leaving, report.stalled_seconds > 0
-
-
-def _parsed(data: bytes, kind: type[M]) -> M:
-    """Raises Broken."""
-    try:
-        return kind.FromString(data)
-    except DecodeError:
-        raise Broken("INTERNAL", f"the answer is no {kind.DESCRIPTOR.name}") from None
 
 
 def _what(broken: Broken) -> str:

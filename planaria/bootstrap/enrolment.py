@@ -8,15 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from google.protobuf.message import DecodeError
-
 from planaria.bootstrap.admission import Admission, AdmissionError
 from planaria.bootstrap.authority import REQUEST_BYTES, Role
 from planaria.bootstrap.connection_limits import open_descriptors, server_options
 from planaria.bootstrap.credentials import Certified, Credentials
 from planaria.bootstrap.effects import Refused
 from planaria.bootstrap.enrolment_pb2 import (
-    DESCRIPTOR,
     AllowRequest,
     BanRequest,
     Done,
@@ -31,18 +28,17 @@ from planaria.bootstrap.enrolment_pb2 import (
     ListInvitesRequest,
     RevokeRequest,
 )
-from planaria.bootstrap.gate import host_of
+from planaria.bootstrap.gate import ENROL, host_of
 from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.invites import Attempts, InviteError, NotAdmitted
 from planaria.bootstrap.spelling import readable
-from planaria.bootstrap.transport import AcceptedStream, Broken
+from planaria.bootstrap.transport import AcceptedStream, Broken, parse
 
 if TYPE_CHECKING:
     from planaria.bootstrap.service import RegistryServer
 
 log = logging.getLogger(__name__)
 
-ENROL: Final = f"{DESCRIPTOR.services_by_name['Enrolment'].full_name}/Enrol"
 AT_ONCE: Final = 64  # concurrent calls
 FAREWELL: Final = 1.0  # seconds granted to open calls when the registry stops
 
@@ -70,10 +66,8 @@ class EnrolmentServer:
             why = "too many requests from this address were refused; ask again in a minute"
             raise Broken("RESOURCE_EXHAUSTED", why)
         try:
-            request = EnrolRequest.FromString(await stream.read() or b"")
+            request = parse(await stream.read() or b"", EnrolRequest)
             who, certificate = self._admission.enrol(request)
-        except DecodeError:
-            raise Broken("INVALID_ARGUMENT", "the request is no EnrolRequest") from None
         except NotAdmitted as refused:
             self._attempts.failed(host)
             log.info("%s gets no certificate: %s", host, refused)

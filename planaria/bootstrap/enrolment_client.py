@@ -26,13 +26,13 @@ from planaria.bootstrap.authority import (
     who_in,
 )
 from planaria.bootstrap.credentials import Certified, Credentials, about_time
-from planaria.bootstrap.enrolment import ENROL
 from planaria.bootstrap.enrolment_pb2 import EnrolReply, EnrolRequest, Invitation
+from planaria.bootstrap.gate import ENROL
 from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.invites import NotAdmitted
 from planaria.bootstrap.secret_files import write_secret
-from planaria.bootstrap.transport import Broken, call
+from planaria.bootstrap.transport import Broken, call, parse
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class Enrolment:
             answer = await call(channel, ENROL, request.SerializeToString(), seconds)
         finally:
             await channel.close()
-        return EnrolReply.FromString(answer)
+        return parse(answer, EnrolReply)
 
     def _take(self, pair: CertifiedKey) -> CertifiedKey:
         """Verifies and stores a certificate. Raises NotAdmitted for a wrong one, and OSError."""

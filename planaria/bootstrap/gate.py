@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 REGISTRY_CALLS: Final = REGISTRY.services_by_name["Registry"]
 OPERATOR_CALLS: Final = ENROLMENT.services_by_name["Operator"]
+ENROL: Final = f"{ENROLMENT.services_by_name['Enrolment'].full_name}/Enrol"
 
 NODES, COMMANDS = {Role.OWNER, Role.NODE}, {Role.OPERATOR}
 LOOKS = NODES | COMMANDS | {Role.READER}

@@ -4,6 +4,7 @@ reflection are on this side of it."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -18,6 +19,8 @@ from planaria.bootstrap.authority import Role, Who
 from planaria.bootstrap.credentials import Credentials, add_port, channel
 from planaria.bootstrap.liveness import is_alive
 from planaria.bootstrap.transport import Broken, Handler
+
+log = logging.getLogger(__name__)
 
 Options = Sequence[tuple[str, int | str]]
 
@@ -155,7 +158,7 @@ class GrpcTransport:
         reach: Reach | None = None,
         holder: str = "",
     ) -> bool | None:
-        where, named = reach or self._reach, holder or Role.NODE
+        where, named = self._reach if reach is None else reach, holder or Role.NODE
         return await is_alive(node, address, self._credentials, seconds, where, named)
 
     async def serve(
@@ -185,6 +188,7 @@ class GrpcTransport:
         stream = GrpcAcceptedStream(context)
         try:
             if why := self._credentials.check(stream.metadata):
+                log.warning("refused a stream of %s: %s", stream.peer, why)
                 raise Broken("UNAUTHENTICATED", why)
             await handler(stream)
             return

@@ -1,4 +1,4 @@
-"""The registry as a gRPC service: feeds the membership machine and carries out its effects."""
+"""The registry as a service: feeds the membership machine and carries out its effects."""
 
 from __future__ import annotations
 

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
+
+from google.protobuf.message import DecodeError, Message
 
 from planaria.bootstrap.address import Reach
 from planaria.bootstrap.authority import Who
+
+M = TypeVar("M", bound=Message)
 
 
 class Broken(Exception):  # noqa: N818 (not an error of this process)
@@ -151,3 +155,11 @@ async def call(channel: Channel, method: str, request: bytes, seconds: float) ->
     if answer is None:
         raise Broken("INTERNAL", "the stream ended without an answer")
     return answer
+
+
+def parse(data: bytes, kind: type[M]) -> M:
+    """The message that the other end has sent. Raises Broken for other bytes."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise Broken("INTERNAL", f"what came is no {kind.DESCRIPTOR.name}") from None

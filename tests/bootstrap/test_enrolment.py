@@ -125,6 +125,18 @@ async def test_an_invite_is_all_that_mutual_tls_takes(tmp_path: Path) -> None:
                     await client.describe(deadline=0.5)
 
 
+async def test_an_answer_that_cannot_be_read_is_no_certificate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def answer(*_: object) -> bytes:
+        return b"\xff"
+
+    monkeypatch.setattr("planaria.bootstrap.enrolment_client.call", answer)
+    async with running() as run:
+        with pytest.raises(EnrolmentUnreachable, match="what came is no EnrolReply"):
+            await Enrolment(run.invitation(), Identity.generate(), None).come(deadline=0.3)
+
+
 async def test_who_is_not_of_the_invites_authority_is_not_asked() -> None:
     async with running() as run:
         invitation = run.invitation()

@@ -40,9 +40,9 @@ class ThreadTime:
         self._first = self._last = seconds
         self._grew = now
 
-    def is_slow(self, seconds: float, now: float, limit: float) -> bool:
+    def look(self, seconds: float, now: float, limit: float) -> bool:
         """Whether the thread computes, though it gets too little processor time: it has taken some
-        lately, and less than `limit` in all. A thread that spins takes more."""
+        since a recent look, and less than `limit` in all. A thread that spins takes more."""
         if seconds > self._last:
             self._last, self._grew = seconds, now
         return now - self._grew < STILL and seconds - self._first < limit
@@ -95,9 +95,7 @@ class Watch:
         task, since, usual = at
         seconds = now - max(since, self._excused)
         limit = max(self._floor, TIMES * usual) if usual else max(self._floor, self._first)
-        is_slow = thread is not None and self._own_time(since, thread, now).is_slow(
-            thread, now, limit
-        )
+        is_slow = thread is not None and self._own_time(since, thread, now).look(thread, now, limit)
         if seconds < limit:
             return None
         hang = Hang(task, seconds, usual)
