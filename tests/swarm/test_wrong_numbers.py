@@ -304,7 +304,9 @@ async def test_who_lies_about_gradients_is_named_and_taken_out_if_the_run_says_s
 ):
     monkeypatch.setattr(Attempt, "complete", Attempt.complete)
     monkeypatch.setattr(Reduction, "_tell", Reduction._tell)
-    threes = small(1, replicas=3, steps=10_000, training__batch=6, trust__gradients="exclude")
+    slow = {"batch": 96, "microbatch": 16, "lr": 1e-5}  # so that correct gradients agree
+    training = {f"training__{key}": value for key, value in slow.items()}
+    threes = small(1, replicas=3, steps=10_000, trust__gradients="exclude", **training)
     async with LocalSwarm(threes, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)
         sick, since = swarm.nodes[1, 1][0], swarm.committed()
