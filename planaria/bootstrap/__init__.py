@@ -32,5 +32,5 @@ Both sides:
 
 - `transport.py`: the port to the network; `grpc_transport.py`: over gRPC
 - `client.py`: a node's client; `address.py`: HOST:PORT; `spelling.py`: names and text of others
-- `small_files.py`, `secret_files.py`: reading and writing them
+- `small_files.py`, `files.py`: reading and writing them
 """

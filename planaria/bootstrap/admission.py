@@ -18,9 +18,9 @@ from typing import Final
 
 from planaria.bootstrap.authority import Authority, CertifiedKey, Role, Who
 from planaria.bootstrap.enrolment_pb2 import EnrolRequest
+from planaria.bootstrap.files import SECRET, SECRET_FOLDER, write_secret
 from planaria.bootstrap.identity import Identity, instance_of, is_signed
 from planaria.bootstrap.invites import Invite, Invites, NotAdmitted, Record
-from planaria.bootstrap.secret_files import FILE, FOLDER, write_secret
 from planaria.bootstrap.store import NotLeading, Store
 
 log = logging.getLogger(__name__)
@@ -122,11 +122,11 @@ class Admission:
 
     def _append(self, line: bytes) -> None:
         assert self.folder is not None
-        self.folder.mkdir(mode=FOLDER, parents=True, exist_ok=True)
+        self.folder.mkdir(mode=SECRET_FOLDER, parents=True, exist_ok=True)
         path = self.folder / INVITES
         if not path.exists():
             write_secret(path, b"")
-        descriptor = os.open(path, os.O_RDWR, FILE)
+        descriptor = os.open(path, os.O_RDWR, SECRET)
         with os.fdopen(descriptor, "r+b") as file:
             file.truncate(self._size)
             file.seek(self._size)

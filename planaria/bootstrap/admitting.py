@@ -15,9 +15,9 @@ from planaria.bootstrap.admission import Admission
 from planaria.bootstrap.authority import Role
 from planaria.bootstrap.credentials import Certified
 from planaria.bootstrap.enrolment import EnrolmentServer
+from planaria.bootstrap.files import write_secret
 from planaria.bootstrap.invites import InviteError, decode
 from planaria.bootstrap.reachability import outward
-from planaria.bootstrap.secret_files import write_secret
 
 log = logging.getLogger(__name__)
 

@@ -27,11 +27,11 @@ from planaria.bootstrap.authority import (
 )
 from planaria.bootstrap.credentials import Certified, Credentials, about_time
 from planaria.bootstrap.enrolment_pb2 import EnrolReply, EnrolRequest, Invitation
+from planaria.bootstrap.files import write_secret
 from planaria.bootstrap.gate import ENROL
 from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.invites import NotAdmitted
-from planaria.bootstrap.secret_files import write_secret
 from planaria.bootstrap.transport import Broken, call, parse
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,8 @@ from planaria.bootstrap.address import Address
 from planaria.bootstrap.connection_limits import open_descriptors, server_options
 from planaria.bootstrap.credentials import Credentials, add_port
 from planaria.bootstrap.etcd import EtcdAway
-from planaria.bootstrap.service import RegistryServer, stopped_by_signals, write_address
+from planaria.bootstrap.files import replace_file
+from planaria.bootstrap.service import RegistryServer, stopped_by_signals
 from planaria.bootstrap.spelling import readable
 from planaria.bootstrap.store import LEASE, RENEWALS, NotLeading, Store
 
@@ -46,7 +47,7 @@ async def lead_in_turn(
         following = Follower(store, credentials)
         async with following.serving(listen, insecure):
             if address_file is not None:
-                write_address(address_file, Address.parse(listen))
+                replace_file(address_file, f"{Address.parse(listen)}\n".encode())
             await following.until_elected(stop)
         if store.leads and not stop.is_set():
             log.info("this registry leads from now on")

@@ -34,6 +34,7 @@ from planaria.bootstrap.effects import (
 )
 from planaria.bootstrap.enrolment import OperatorServer
 from planaria.bootstrap.failure_domains import block_of
+from planaria.bootstrap.files import replace_file
 from planaria.bootstrap.gate import (
     OPERATOR_CALLS,
     REGISTRY_CALLS,
@@ -138,7 +139,6 @@ class RegistryServer:
         self._verdicts: dict[str, list[asyncio.Future[Verdict]]] = {}
         self._dialling: dict[asyncio.Task[None], None] = {}
         self._unwritten, self._retry_at = "", 0.0  # why the journal lacks the newest view
-        self._damage = "" if journal is None else journal.damage
         self.port = 0  # the listening port, once open
         self.page = ""  # URL of the run's web page
         self.on_happened: Callable[[str, Sequence[str]], None] = lambda node, lines: None
@@ -198,7 +198,7 @@ class RegistryServer:
         description = self.machine.describe(self._loop.time())
         description.run_file = self._run_file
         description.uptime = self._loop.time() - self._started
-        description.trouble = self._unwritten or self._damage
+        description.trouble = self._unwritten
         description.page = self.page
         return description
 
@@ -643,7 +643,7 @@ async def serve(
     address = Address.parse(listen)._replace(port=port)
     log.info("the registry listens on %s", address)
     if address_file is not None:
-        write_address(address_file, address)
+        replace_file(address_file, f"{address}\n".encode())
     stopping = asyncio.ensure_future(stop.wait())
     waiting = asyncio.ensure_future(registry.wait())
     try:
@@ -662,10 +662,3 @@ def stopped_by_signals() -> asyncio.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     return stop
-
-
-def write_address(file: Path, address: Address) -> None:
-    """Writes the file atomically. Raises OSError."""
-    new = file.with_name(file.name + ".new")
-    new.write_text(f"{address}\n", encoding="utf-8")
-    new.replace(file)

@@ -75,8 +75,6 @@ class Term:
 class Store:
     """One registry's store. `view`: the newest; None: none was issued. Call `campaign` first."""
 
-    damage: Final = ""
-
     def __init__(
         self,
         etcd: Etcd,

@@ -17,7 +17,6 @@ from planaria.bootstrap.authority import Request, Role, to_der
 from planaria.bootstrap.enrolment_pb2 import Invitation
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.invites import encode as encode_invite
-from planaria.bootstrap.journal import FORMAT, KIND
 from planaria.bootstrap.registry_pb2 import Member, NewView, Seat, View
 from planaria.bootstrap.views import difference
 from planaria.node.model.config import to_config
@@ -108,11 +107,8 @@ def _manifests() -> list[bytes]:
 
 
 def _journals() -> list[bytes]:
-    header = json.dumps({"journal": KIND, "format": FORMAT, "run": "r", "view": 1})
-    views = [
-        View(run="r", number=n, members=[Member(node="a", address="h:1", joined=1)]) for n in (1, 2)
-    ]
-    return [_joined([header.encode(), *(view.SerializeToString() for view in views)])]
+    view = View(run="r", number=1, members=[Member(node="a", address="h:1", joined=1)])
+    return [view.SerializeToString()]
 
 
 def _ledgers() -> list[bytes]:

@@ -29,7 +29,7 @@ from planaria.bootstrap.enrolment_pb2 import EnrolRequest
 from planaria.bootstrap.identity import Identity, is_signed
 from planaria.bootstrap.invites import MARK, InviteError, NotAdmitted
 from planaria.bootstrap.invites import decode as decode_invite
-from planaria.bootstrap.journal import Journal, JournalError, _record, read_view
+from planaria.bootstrap.journal import Journal, JournalError, _file_of, read_view
 from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.registry_pb2 import Member, NewView, Relay, Seat, View
 from planaria.bootstrap.rules import MembershipRules
@@ -229,9 +229,8 @@ def manifests(data: bytes) -> None:
 
 
 def journals(data: bytes) -> None:
-    """As they lie there, and as the records of one."""
-    records = b"".join(_record(n, piece) for n, piece in enumerate(pieces(data)))
-    for content in (data, records):
+    """As they lie there, and as the view of one."""
+    for content in (data, _file_of(data)):
         with folder_with(journal=content) as folder, suppress(JournalError):
             read_view(folder / "journal")
             Journal(folder / "journal", "r", IDENTITY).close()

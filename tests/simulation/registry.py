@@ -37,8 +37,6 @@ def key_of(host: str) -> Identity:
 class MemoryJournal:
     """What is on the registry's disk, and what of it would be if the disk took it."""
 
-    damage = ""
-
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.view: pb.View | None = None

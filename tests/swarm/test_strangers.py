@@ -51,7 +51,7 @@ def test_who_speaks_for_others_is_refused_and_named_and_training_goes_on(up):
     step = swarm.committed()
     swarm.wait_until("more steps", lambda: swarm.committed() >= step + 2)
     assert swarm.members() == {member.node for member in view.members}
-    written, _ = read_view(swarm.out / "logs" / "registry.journal")
+    written = read_view(swarm.out / "logs" / "registry.journal")
     assert written.number > view.number
     assert (written.driver, written.committed <= STEPS) == (view.driver, True)
     logs = {path.stem: path.read_text() for path in (swarm.out / "logs").glob("*.log")}

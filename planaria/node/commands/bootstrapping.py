@@ -59,8 +59,8 @@ class Bootstrapping:
             return
         with Journal(journal, self.rules.run, admission.key) as log:
             if after is not None and log.view is None:
-                last, damage = read_view(after)
-                log.go_on_from(last, damage, f"the run {last.run} continues with other settings")
+                last = read_view(after)
+                log.go_on_from(last, f"the run {last.run} continues with other settings")
             page = self.page and replace(
                 self.page, port_file=journal.with_name(f"{journal.name}.page")
             )

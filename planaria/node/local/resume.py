@@ -12,7 +12,6 @@ Reading saves loads torch, which takes seconds: only here, not when a run begins
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from planaria.bootstrap.admission import AdmissionError, key_beside
+from planaria.bootstrap.files import replace_file
 from planaria.bootstrap.journal import Journal, JournalError
 from planaria.bootstrap.registry_pb2 import View
 from planaria.node.launch.resolve import resolve, run_id
@@ -172,8 +172,8 @@ def take_over(before: KeptRun, kept: KeptRun, slots: Sequence[str]) -> Resume:
         own = kept.out / "logs" / f"{kept.id}.journal"
         with Journal(own, kept.id, key_beside(own)) as views:
             reason = f"the run {before.id} continues with other numbers of stages or replicas"
-            views.go_on_from(journal.view or View(), journal.damage, reason)
-        _replace(kept.out / RUN_FILE, dumps(kept.run))
+            views.go_on_from(journal.view or View(), reason)
+        replace_file(kept.out / RUN_FILE, dumps(kept.run).encode())
     return state
 
 
@@ -188,15 +188,6 @@ def _homes(kept: KeptRun, folder: Path | None, stage: int, slots: Sequence[str])
     shared = [] if kept.checkpoints is None else [kept.checkpoints]
     own = [slot for slot in slots if stage_of(slot) == stage]
     return shared + ([] if folder is None else [folder / slot for slot in own])
-
-
-def _replace(path: Path, text: str) -> None:
-    new = path.with_name(path.name + ".new")
-    with new.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
 
 
 @contextmanager

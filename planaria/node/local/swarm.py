@@ -23,6 +23,7 @@ from rich.console import Console
 
 from planaria.bootstrap.admission import AdmissionError
 from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
+from planaria.bootstrap.files import replace_file
 from planaria.bootstrap.journal import JournalError
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import Description, View
@@ -475,7 +476,7 @@ def empty_registry(plan: SwarmPlan) -> None:
     """Remove all members from the journal: their processes are gone. Raises SwarmError."""
     try:
         with plan.kept.open_journal() as journal:
-            journal.go_on_from(journal.view or View(), journal.damage, "the run is resumed")
+            journal.go_on_from(journal.view or View(), "the run is resumed")
         (plan.out / ADDRESS).unlink(missing_ok=True)
     except (AdmissionError, JournalError) as error:
         raise SwarmError(f"the run can't be resumed: {error}") from error
@@ -899,13 +900,10 @@ def _print_error(console: Console, problem: str) -> None:
 
 def _write(path: Path, text: str, problems: list[str]) -> None:
     """Write atomically; append an error to the problems."""
-    new = path.with_name(path.name + ".new")
     try:
-        new.write_text(text, encoding="utf-8")
-        new.replace(path)
+        replace_file(path, text.encode())
     except OSError as error:
         problems.append(f"can't write {path}: {error.strerror}")
-        new.unlink(missing_ok=True)
 
 
 def read_events(logs: Path) -> Iterator[dict[str, Any]]:

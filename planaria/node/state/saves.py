@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
-from planaria.bootstrap.secret_files import flush_folder
+from planaria.bootstrap.files import flush_folder
 from planaria.node.machine.compute import waiting_for_disk
 from planaria.node.model.config import to_config
 from planaria.node.model.shape import ModelConfig, trained_shapes
