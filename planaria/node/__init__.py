@@ -4,7 +4,8 @@ Beside the rooms, from the top down:
 
 - `cli.py`: the command; its subcommands are in `commands/`
 - `serve.py`: a process that joins a run, and joins again after its node was dropped
-- `daemon.py`: one identity: it joins, keeps links, and makes an agent for each seat
+- `node.py`: one identity: it joins, keeps links, and makes an agent for each seat
+- `daemon.py`: what that has of its process: the compute thread, files, the device
 - `seats.py`: the seats of a node, and which of them gets a message
 - `agent.py`: a seat at a stage: all that a node does there, without clock, socket or tensor
 - `ports.py`: what an agent asks of the world

@@ -28,7 +28,7 @@ from planaria.bootstrap.client import (
 )
 from planaria.bootstrap.reachability import way_out
 from planaria.bootstrap.registry_pb2 import Description
-from planaria.node.daemon import Node, NodePlace
+from planaria.node.daemon import DaemonMachine, DaemonNode
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.mixture import Data
 from planaria.node.launch.advertised import (
@@ -51,11 +51,13 @@ from planaria.node.model.architecture import Architecture
 from planaria.node.model.checkpoint import Checkpoint
 from planaria.node.model.config import UnsupportedModelError
 from planaria.node.model.shape import ModelConfig
+from planaria.node.node import LocalRun, Node, NodePlace
 from planaria.node.report.ledger import LedgerError
 from planaria.node.report.unsaved import named, unsaved
 from planaria.node.run_file import RunFile, dumps
 from planaria.node.stage.own_code import OwnCodeError, load_as_said
 from planaria.node.state.saves import newest_saved_stage
+from planaria.node.wire.naming import new_identity
 
 if TYPE_CHECKING:
     from planaria.node.launch.node_options import Addresses, NodeOptions
@@ -106,7 +108,7 @@ async def serve(
     device = pick_device(options.device)
     threads = options.threads or min(torch.get_num_threads(), available_cores())
     torch.set_num_threads(threads)
-    instance, living, place = None, list[Node](), None
+    instance, living, place = None, list[DaemonNode](), None
     stack = AsyncExitStack()
     try:
         folder = own_folder(options.out, run)
@@ -138,9 +140,10 @@ async def serve(
             checkpoint=find_checkpoint(run, options),
             checkpoint_dir=shared,
             own=own,
+            speed=measure_speed(device),
         )
+        local = LocalRun(description.run, run, config, corpus)
         log.info("on SIGTERM this node leaves within %g s", options.grace)
-        speed = measure_speed(device)
 
         departure = Departure()
         loop = asyncio.get_running_loop()
@@ -157,7 +160,7 @@ async def serve(
         pauses, was_member = Pauses(1.0, 30.0), False
         collect_often()
         while not departure.noticed.is_set():
-            node = Node(place, description.run, run, config, corpus, client, speed)
+            node: DaemonNode = Node(new_identity(place.name), place, local, client, DaemonMachine)
             living[:] = [node]
             began = loop.time()
             try:
@@ -201,7 +204,7 @@ async def serve(
             release(instance)
 
 
-async def check_saved(node: Node, client: RegistryClient) -> None:
+async def check_saved(node: DaemonNode, client: RegistryClient) -> None:
     """Checks that a finished run's last step isn't lost with this node, which has ended. Raises
     NodeError."""
     described = None
@@ -272,14 +275,16 @@ def experiment_of(
 
 
 def serve_metrics(
-    place: PageAddress, run: str, living: Sequence[Node]
+    place: PageAddress, run: str, living: Sequence[DaemonNode]
 ) -> AbstractAsyncContextManager[None]:
     """Serves the metrics of the node that is living meanwhile. Raises OSError."""
     from planaria.node.page.metrics import exposition, of_node
     from planaria.node.page.serving import metrics_beside
 
     async def figures() -> bytes:
-        samples = (of_node(node.node, node.make_report(), node.wall.report()) for node in living)
+        samples = (
+            of_node(node.node, node.make_report(), node.machine.wall.report()) for node in living
+        )
         return exposition(run, chain.from_iterable(samples))
 
     return metrics_beside(place, figures)
@@ -307,7 +312,7 @@ def listen_to_cloud(options: NodeOptions, departure: Departure) -> None:
     )
 
 
-async def _live_until(node: Node, departure: Departure) -> str:
+async def _live_until(node: DaemonNode, departure: Departure) -> str:
     """Runs one identity; on notice it leaves properly and in time."""
     life = asyncio.create_task(node.live())
     stopping = asyncio.create_task(departure.noticed.wait())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -33,24 +34,23 @@ OF_CONNECTIONS: Final = "heartbeat", "acknowledged", "farewell"
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
-class Listening(Node):
-    """Remembers what it hears."""
+def listen(node: Node) -> deque[pb.Message | Frame]:
+    """What the node hears from now on, the newest."""
+    heard: deque[pb.Message | Frame] = deque(maxlen=HEARD)
+    take_message, take_frame = node.on_message, node.on_frame
 
-    heard: list[pb.Message | Frame]
-
-    def on_message(self, peer: str, message: pb.Message, now: float) -> None:
+    def hear_message(peer: str, message: pb.Message, now: float) -> None:
         copy = pb.Message()
         copy.CopyFrom(message)
-        self._remember(copy)
-        super().on_message(peer, message, now)
+        heard.append(copy)
+        take_message(peer, message, now)
 
-    def on_frame(self, peer: str, frame: Frame, now: float) -> None:
-        self._remember(frame)
-        super().on_frame(peer, frame, now)
+    def hear_frame(peer: str, frame: Frame, now: float) -> None:
+        heard.append(frame)
+        take_frame(peer, frame, now)
 
-    def _remember(self, item: pb.Message | Frame) -> None:
-        self.heard.append(item)
-        del self.heard[:-HEARD]
+    node.on_message, node.on_frame = hear_message, hear_frame
+    return heard
 
 
 class Babbling(Lying):
@@ -64,6 +64,7 @@ class Babbling(Lying):
 
     def __init__(self, *arguments: Any) -> None:
         self.since: dict[str, float] = {}  # by node: from when on it babbles
+        self.heard: dict[str, deque[pb.Message | Frame]] = {}  # by node
         self.wild, self.careful, self.each = 0.0, 0.0, 0
         super().__init__(*arguments)
 
@@ -94,28 +95,26 @@ class Babbling(Lying):
         self.world.after(self.random.expovariate(1 / GAP), self._babble, host, until)
 
     def _speak(self, node: Node) -> None:
-        if not isinstance(node, Listening):
-            node.__class__ = Listening
-            assert isinstance(node, Listening)
-            node.heard = []
-        if self.cluster.registry.view().driver in (node.name, "") or not node.net.by_peer:
+        if node.name not in self.heard:
+            self.heard[node.name] = listen(node)
+        if self.cluster.registry.view().driver in (node.name, "") or not node.links.by_peer:
             self.since.pop(node.name, None)
             return
         since = self.since.setdefault(node.name, self.world.now)
         member = node.name in self.cluster.registry.names()
         late = member and self.world.now > since + OUT
         self.cluster.demand(not late, "I6", f"{node.name} babbles, and is a member still")
-        for link in sorted(node.net.by_peer.values(), key=lambda one: one.peer):
+        for link in sorted(node.links.by_peer.values(), key=lambda one: one.peer):
             for _ in range(self.each):
                 if not link.over.is_set() and link.connection is not None:
                     self._blurt(node, link)
         if node.view.number:
-            self.cluster.counts["babbled"] += 1
             self._tell_registry(node)
 
     # --- to nodes
 
-    def _blurt(self, node: Listening, link: Link) -> None:
+    def _blurt(self, node: Node, link: Link) -> None:
+        self.cluster.counts["babbled"] += 1
         chosen, drawing = self.random, self._drawing(node)
         if chosen.random() < self.wild:
             self._rave(link, drawing)
@@ -125,12 +124,13 @@ class Babbling(Lying):
             item = self._chosen(node, link.peer, drawing)
             if not careful or isinstance(item, Frame) or self._can_be(item):
                 break
-        node.net.send_as_is(link.peer, item)
+        node.links.send_as_is(link.peer, item)
 
-    def _chosen(self, node: Listening, peer: str, drawing: Drawing) -> pb.Message | Frame:
+    def _chosen(self, node: Node, peer: str, drawing: Drawing) -> pb.Message | Frame:
         item = self._lie_of(node, peer)
-        if node.heard and self.random.random() < 0.4:
-            item = self.random.choice(node.heard)
+        heard = self.heard[node.name]
+        if heard and self.random.random() < 0.4:
+            item = self.random.choice(heard)
         if isinstance(item, pb.Message) and self.random.random() < 0.3:
             return _altered(item, drawing)
         return item
@@ -175,9 +175,9 @@ class Babbling(Lying):
         match self.random.randrange(20):
             case 0 | 1:
                 join = self._drawn(registry.JoinRequest(), node)
-                join.protocol, join.node, join.address = PROTOCOL, node.name, node.address
-                join.key, join.run = node.identity.public, "run"
-                node.identity.sign_message(join, "run")
+                join.protocol, join.node, join.address = PROTOCOL, node.name, node.place.advertise
+                join.key, join.run = node.place.identity.public, "run"
+                node.place.identity.sign_message(join, "run")
                 node.process.spawn(node.client._call("Join", join, 1.0))
             case 2:
                 suspicion = self._drawn(registry.Suspicion(), node)
@@ -185,7 +185,7 @@ class Babbling(Lying):
                 node.client.sign(suspicion)
                 node.process.spawn(node.client._call("Suspect", suspicion, 1.0))
             case _:
-                renewal = self._drawn(registry.Renewal(report=node.report), node)
+                renewal = self._drawn(registry.Renewal(report=node.make_report()), node)
                 renewal.report.leaving = False
                 node.client.report(renewal.report)
 

@@ -66,13 +66,13 @@ class Lying(Sick):
         self.world.after(self.random.expovariate(1 / gap), self._go_on_lying, host, until, gap)
 
     def _say(self, node: Node) -> None:
-        links = [link for link in node.net.by_peer.values() if not link.over.is_set()]
+        links = [link for link in node.links.by_peer.values() if not link.over.is_set()]
         if not links or not node.process.responsive:
             return
         link = self.random.choice(sorted(links, key=lambda one: one.peer))
         item = self._lie_of(node, link.peer)
         self.cluster.counts["lies"] += 1
-        node.net.send_as_is(link.peer, item)
+        node.links.send_as_is(link.peer, item)
 
     def _lie_of(self, node: Node, peer: str) -> pb.Message | Frame:
         chosen, there = self.random, sorted(seat.name for seat in self.cluster.seats)
@@ -146,6 +146,7 @@ class Slandering(Lying):
     """One host tells the driver, for as long as it is there, that it can't reach another one."""
 
     lasting = (300.0,)
+    cause = SILENT
 
     def _lie(self) -> float:
         self.chosen, self.way = "", self.random.choice(WAYS)
@@ -157,23 +158,29 @@ class Slandering(Lying):
             return
         member = self.random.choice(own).member
         host, _, seat = member.driver.partition("/")
-        link = node.net.by_peer.get(host)
+        link = node.links.by_peer.get(host)
         others = sorted(seat.name for seat in self.cluster.seats if seat.host is not node)
         if self.chosen not in others:
             self.chosen = self.random.choice(others or [""])
         if self.chosen and link is not None and not link.over.is_set():
-            node.net.send_as_is(host, self._slander(member, seat))
+            node.links.send_as_is(host, self._slander(member, seat))
             self.cluster.counts["lies"] += 1
 
     def _slander(self, member: MemberSide, seat: str) -> pb.Message:
         one = self.chosen
         said: dict[str, pb.Cut | pb.Failed] = {
-            "cut": pb.Cut(node=one, reason="so I say", cause=SILENT),
-            "failed": pb.Failed(reason="so I say", accused=[one], cause=SILENT),
+            "cut": pb.Cut(node=one, reason="so I say", cause=self.cause),
+            "failed": pb.Failed(reason="so I say", accused=[one], cause=self.cause),
         }
         message = member.promised.send("", **{self.way: said[self.way]}).message
         message.seat, message.sender = seat, member.node.partition("/")[2]
         return message
+
+
+class Framing(Slandering):
+    """... that it sends nonsense."""
+
+    cause = SHAPE
 
 
 class Refuses(MemberSide):

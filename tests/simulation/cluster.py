@@ -26,6 +26,7 @@ next one is applied anywhere: every member of the view was ready for that one, s
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -35,6 +36,7 @@ from typing import Any
 import torch
 
 from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.client import InQuarantine, JoinRefused, RegistryUnreachable
 from planaria.bootstrap.neighbours import stages_of
 from planaria.node.averaging.error_feedback import ErrorFeedback
 from planaria.node.driver.driver import Driver
@@ -42,6 +44,7 @@ from planaria.node.driver.fault_policy import NOBODY_ELSE
 from planaria.node.driver.phases import DriverPhase
 from planaria.node.model.shape import model_config
 from planaria.node.run_file import RunFile, from_fields
+from planaria.node.seats import SenselessError
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.stage.optimizer import digest as weights_digest
 from planaria.node.state.copies import Holder
@@ -131,6 +134,10 @@ def _more(held_back: ErrorFeedback, ballot: Ballot) -> torch.Tensor:
     if coming is None:  # alone: what was held back is dropped
         return nothing[1:]
     return (coming[TRAINED] - (nothing if row is None else row[TRAINED]))[1:]
+
+
+GRACE = 60.0
+"""Seconds that a node has to leave."""
 
 
 class InvariantError(BaseException):
@@ -269,23 +276,50 @@ class Cluster:
         host.restart_at = None
         if not host.down and (host.process is None or not host.process.alive):
             host.process = Process(self.world, host.name)
-            self._new_node(host)
+            host.process.run(self._new_node, host)
 
     def _new_node(self, host: Host) -> None:
         assert host.process is not None
         stage = host.stage
         if stage is None and host.saves:
             stage = self.files.stage_of(host.name)
-        host.node = Node(self, host.process, stage, host.dials_only, host.room)
+        host.node = Node(self, host, stage)
+        host.process.check = host.node.validate
         self.world.say(host.node.name, f"starts on {host.name}")
+        host.process.spawn(self._live(host, host.node))
 
-    def identity_over(self, node: Node) -> None:
-        host = self.hosts[node.process.host]
+    async def _live(self, host: Host, node: Node) -> None:
+        try:
+            why = await node.live()
+        except InQuarantine as refused:
+            await asyncio.sleep(refused.seconds)
+            why = str(refused)
+        except (JoinRefused, RegistryUnreachable) as refused:
+            why = str(refused)
+        except SenselessError as error:
+            if not self.may_lie(node.name):
+                raise
+            self.crash(node.process, f"by its own code: {error}")
+            return
+        self.world.say(node.name, f"is over: {why}")
+        if node.abandoned:
+            self.crash(node.process, f"since it hangs: {why}")
+            return
         host.node = None
         if host.down:
             node.process.alive = False
         else:
             node.process.after(self.world.random.uniform(0.0, 0.5), self._new_node, host)
+
+    def retire(self, node: Node) -> None:
+        """It is told to leave for good."""
+        node.process.spawn(self._retire(node))
+
+    async def _retire(self, node: Node) -> None:
+        await node.retire(GRACE)
+        if not node.ended:
+            self.hosts[node.process.host].down = True
+            node.stop("it has left")
 
     def crash(self, process: Process, why: str) -> None:
         host = self.hosts[process.host]
@@ -301,7 +335,7 @@ class Cluster:
         """What a person does whose run waits for a node."""
         host = Host(f"h{len(self.hosts)}", None, False, origin=not self.from_checkpoint)
         self.hosts[host.name] = host
-        self.start(host)
+        self.world.after(0.0, self.start, host)
 
     def cut_power(self) -> None:
         for host in self.hosts.values():
@@ -452,7 +486,7 @@ class Cluster:
             return False
         if lives_on or not self.counts["committed"]:  # there is nothing to lose
             return True
-        linked = {node.name for node in self.nodes if member.node in node.net.by_peer}
+        linked = {node.name for node in self.nodes if member.node in node.links.by_peer}
         return not any(
             other.node in linked and self.network.reach(self.network.homes[other.node], "registry")
             for other in left
@@ -763,9 +797,6 @@ class Cluster:
             and (seat.weights.step == step or seat.name in ready)
         ]
 
-    def check_halt(self, seat: Seat, halt: pb.Halt) -> None:
-        self.on_event(seat, "finished" if halt.finished else "stopped")
-
     def check_patience(self, seat: Seat, reason: str) -> None:
         """The deadline for progress is for what nobody has thought of: each loss known here is
         noticed sooner, but for a driver that was frozen itself. What somebody has garbled may be
@@ -805,7 +836,7 @@ class Cluster:
             self.files.failing.clear()
             self.files.stalled.clear()
             for node in self.nodes:
-                node.write_again()
+                node.machine.flush()
             missing = set(range(1, newest + 1)) - self.files.noted
             self.demand(not missing, "I7", f"no ledger has steps {sorted(missing)}")
             return "finished"
@@ -829,7 +860,7 @@ class Cluster:
         members = ", ".join(member.node for member in seated(view).members)
         lines = [f"view {view.number}, driver {view.driver or 'none'}: {members} ({view.reason})"]
         for node in self.nodes:
-            links = " ".join(sorted(node.net.by_peer))
+            links = " ".join(sorted(node.links.by_peer))
             lines.append(
                 f"{node.name} on {node.process.host}: view {node.view.number}, links {links}"
             )

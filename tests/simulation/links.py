@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
-from planaria.bootstrap import registry_pb2 as registry
+from planaria.bootstrap.credentials import Credentials
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.background import Background
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings
-from planaria.node.wire.link_table import Peer
-from planaria.node.wire.relays import Relay
+from planaria.node.wire.observers import Observers
 from simulation.transport import MemoryTransport
+from simulation.world import Process
 
 if TYPE_CHECKING:
+    from simulation.cluster import Cluster
     from simulation.node import Node
 
 CHUNK: Final = 160
@@ -29,29 +30,33 @@ class OneChunk(Background):
         return 0 if flight else CHUNK
 
 
-SETTINGS: Final = LinkSettings(chunk=CHUNK, background=OneChunk, heartbeat=1.0)
+CHANGED: Final[dict[str, Any]] = {"chunk": CHUNK, "background": OneChunk, "heartbeat": 1.0}
+"""Settings other than those that ship."""
 
 
 class NodeLinks(Links):
     """The links of one identity."""
 
-    def __init__(self, owner: Node) -> None:
-        process = owner.process
-        transport = MemoryTransport(owner.cluster.network, process, owner.name)
-        identity = owner.identity
-        super().__init__("run", owner.name, identity, owner, SETTINGS, transport=transport)
-        self.owner, self.process = owner, process
-
-    def viewed(self, view: registry.View, linked: Sequence[str]) -> None:
-        members = [Peer(member.node, member.address, member.key) for member in view.members]
-        self.set_peers(view.number, members, linked)
-        self.set_relays(Relay(relay.a, relay.b, relay.via) for relay in view.relays)
+    def __init__(
+        self,
+        cluster: Cluster,
+        process: Process,
+        transport: MemoryTransport,
+        *arguments: Any,
+        events: Node,
+        settings: LinkSettings,
+        credentials: Credentials,
+        observers: Observers,
+    ) -> None:
+        self.owner, self.cluster, self.process = events, cluster, process
+        settings = replace(settings, **CHANGED)
+        super().__init__(*arguments, events, settings, observers=observers, transport=transport)
 
     def send(self, peer: str, item: pb.Message | Frame) -> bool:
-        cluster, host = self.owner.cluster, self.process.host
+        cluster, host, machine = self.cluster, self.process.host, self.owner.machine
         if not self.linked(peer):
             return False
-        if self.owner.fuse is not None and self.owner.fuse < 0:
+        if machine.fuse is not None and machine.fuse < 0:
             return True  # it is as good as dead
         if (tamper := cluster.tampering.get(host)) is not None:
             altered = tamper(item)
@@ -64,7 +69,7 @@ class NodeLinks(Links):
             return True
         sent = self.send_as_is(peer, item)
         if isinstance(item, pb.Message) and item.step.HasField("commit"):
-            self.owner.sent_commit()
+            machine.sent_commit()
         return sent
 
     def send_as_is(self, peer: str, item: pb.Message | Frame) -> bool:

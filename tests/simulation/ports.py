@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from planaria.node.machine.compute import kind_of
-from planaria.node.machine.watch import Watch
+from planaria.node.machine.watch import Hang, Watch
 from planaria.node.ports import Priority
 from planaria.node.report.line_file import LineFile
 from planaria.node.state.stage_state import Age, SaveError, StageState, StateId
@@ -52,6 +52,9 @@ class Compute:
     @property
     def computing(self) -> bool:
         return self._busy or bool(self._posted)
+
+    def look(self) -> Hang | None:
+        return self.watch.look(self.now)
 
     def hang(self) -> None:
         """From the next work on."""

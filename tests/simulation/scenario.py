@@ -247,7 +247,7 @@ class Scenario:
 
     def _crash_committing(self) -> float:
         if (node := self._driver()) is not None and not self._spared([node]):
-            node.fuse = self.random.randint(0, 4)
+            node.machine.fuse = self.random.randint(0, 4)
         return 12.0
 
     def _crash_stage(self) -> float:
@@ -583,8 +583,8 @@ class Superseded(Scenario):
         for pair in itertools.permutations(hosts, 2):
             if chosen.random() < 0.2:
                 latency[pair] = chosen.uniform(0.0, 2.0)
-        driver.fuse = chosen.randint(0, 1)
-        for host in hosts[: driver.fuse + 1]:
+        driver.machine.fuse = chosen.randint(0, 1)
+        for host in hosts[: driver.machine.fuse + 1]:
             latency[driver.process.host, host] = chosen.uniform(0.4, 2.5)
             latency["registry", host] = 2.8
         self.world.after(6.0, latency.clear)

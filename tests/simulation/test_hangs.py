@@ -86,9 +86,9 @@ class Sick(Scenario):
         self.world.say(node.name, f"is {self.slowness} times as slow from now on")
         self.cluster.counts["struck"] += 1
         if self.slowness == math.inf:
-            node.compute.hang()
+            node.machine.compute.hang()
         else:
-            node.compute.slowness = self.slowness
+            node.machine.compute.slowness = self.slowness
 
 
 class SickAborting(Sick):
@@ -117,7 +117,7 @@ class AloneAndDamaged(AloneWithStandby):
 
     def _strike_one(self) -> None:
         super()._strike_one()
-        (node,) = [n for n in self.cluster.nodes if n.compute.hangs]
+        (node,) = [n for n in self.cluster.nodes if n.machine.compute.hangs]
         (seat,) = node.seats.agents.values()
         seat.weights.optimizer.weights[TRAINED] += 1.0
 

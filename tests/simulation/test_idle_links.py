@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from random import Random
 
 import pytest
 
 from planaria.bootstrap import neighbours
 from planaria.bootstrap.registry_pb2 import Member, View
+from planaria.node import node
 from planaria.node.wire.connection import Link
-from simulation import links, node
+from simulation import links
 from simulation.scenario import run
 
 
@@ -36,7 +36,7 @@ def test_invariants_hold_where_links_rest_all_the_time(monkeypatch: pytest.Monke
         rested[link.peer] += 1
         rest(link, why)
 
-    monkeypatch.setattr(links, "SETTINGS", replace(links.SETTINGS, rest=0.6))
+    monkeypatch.setitem(links.CHANGED, "rest", 0.6)
     monkeypatch.setattr(node, "to_link", few)
     monkeypatch.setattr(Link, "_rest", count)
     for seed in range(4):

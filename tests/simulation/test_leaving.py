@@ -39,7 +39,7 @@ class Departing(Shrinking):
             self.after_commits(BETWEEN, self.bring_back)
             return
         for node in self.random.sample(there, min(len(there) - 1, self.random.choice([1, 1, 2]))):
-            node.process.run(node.retire)
+            self.cluster.retire(node)
         self.after_commits(BETWEEN, self.lose)
 
 
@@ -70,7 +70,7 @@ class CutOff(Shrinking):
         there = self._some()
         if len(there) > 1:
             leaver = self.random.choice(there)
-            leaver.process.run(leaver.retire)
+            self.cluster.retire(leaver)
             self.world.after(0.0, self.watch, leaver)
 
     def watch(self, leaver: Node) -> None:
@@ -105,6 +105,7 @@ class Ending(Shrinking):
     """All are told to leave at once, as with Ctrl-C."""
 
     def _plan_faults(self) -> float:
+        self.world.straggling = 0.0  # nothing else takes as long as an heir
         self.told: list[Node] = []
         self.taken: list[str] = []
         self.after_commits(5, self.end)
@@ -114,7 +115,7 @@ class Ending(Shrinking):
         self.began = self.world.now
         self.told = list(self.cluster.nodes)
         for node in self.told:
-            node.process.run(node.retire)
+            self.cluster.retire(node)
         self.cluster.on_event = self.on_event  # type: ignore[method-assign]
 
     def on_event(self, seat: Seat, kind: str, fields: Mapping[str, Any] | None = None) -> None:

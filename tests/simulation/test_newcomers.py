@@ -131,12 +131,12 @@ def test_the_run_goes_on_from_what_the_newcomers_have(seed: int) -> None:
     assert struck(seed, Newcomers).counts["memory"] == 3
 
 
-@pytest.mark.parametrize("seed", [2, 5, 7])
+@pytest.mark.parametrize("seed", [2, 17, 18])
 def test_who_has_not_heard_of_it_before_their_driver_died_goes_back_too(seed: int) -> None:
     assert struck(seed, TheirDriverToo).counts["memory"] >= 3
 
 
-BEREAVED = [2, 6, 12]
+BEREAVED = [2, 6, 7]
 """Seeds in which no gradient of the last step is left."""
 
 

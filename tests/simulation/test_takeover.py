@@ -82,7 +82,7 @@ class Orphan(Calm):
     def _light_fuse(self) -> None:
         driver = self._driver()
         assert driver is not None
-        driver.fuse = self.random.randint(1, self.cluster.rules.stages)
+        driver.machine.fuse = self.random.randint(1, self.cluster.rules.stages)
 
     def _look(self) -> None:
         twins = self.cluster.twins.keys() - self.cluster.known.keys()

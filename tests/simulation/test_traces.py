@@ -16,7 +16,7 @@ from simulation.scenario import Scenario, run
 
 ROOT = Path(__file__).parents[2]
 SEED = 14
-DIGEST = "e518634decc41dcb57da4089475ca17032500135107ac0b0019bcfe6d67103e0"
+DIGEST = "34e651fa5d4e7d4bbec21274b04f867d5c9d0fabde58375dcaf0f6d704b0ab13"
 """Of the registry's views and when they came, in a run with crashes. What nodes compute may differ
 by processor."""
 

@@ -55,6 +55,8 @@ class Handle:
             process.hold(self)
         else:
             self._context.run(self._call, *self._arguments)
+            if process is not None:
+                process.check()
 
 
 class _Never(asyncio.Future[None]):
@@ -183,6 +185,8 @@ class Process:
         self.alive = True
         self.frozen_since: float | None = None
         self.thawed_at = -1.0
+        self.check: Callable[[], None] = lambda: None
+        """Called after whatever it does."""
         self._waiting: list[Callable[[], object]] = []
         self._context = copy_context()
         self._context.run(RUNNING.set, self)

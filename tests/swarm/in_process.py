@@ -19,14 +19,16 @@ from planaria.bootstrap.membership import Membership
 from planaria.bootstrap.rules import MembershipRules
 from planaria.bootstrap.views import sign
 from planaria.node.agent import Agent
-from planaria.node.daemon import Node, NodePlace
+from planaria.node.daemon import DaemonMachine
 from planaria.node.data.mixture import Data
 from planaria.node.launch.own_folders import checkpoint_dir
 from planaria.node.model.checkpoint import Checkpoint
+from planaria.node.node import LocalRun, Node, NodePlace
 from planaria.node.run_file import RunFile, dumps
 from planaria.node.stage.own_code import load_as_said
 from planaria.node.state.holdings import Holdings
 from planaria.node.transaction.member import MemberSide
+from planaria.node.wire.naming import new_identity
 from tests.membership import join
 from tests.swarm.lines import Lines
 
@@ -139,7 +141,7 @@ class LocalClient:
         )
 
 
-class OneSeat(Node):
+class OneSeat(Node[DaemonMachine]):
     """A node, and what its only seat has; None: it has none yet."""
 
     @property
@@ -168,7 +170,7 @@ class LocalLines(Lines):
         self.swarm = swarm
 
     def of(self, pattern: str) -> list[dict[str, Any]]:
-        files = [file for node, _ in self.swarm.nodes.values() for file in node.files]
+        files = [file for node, _ in self.swarm.nodes.values() for file in node.machine.files]
         while any(file.writing for file in files):
             time.sleep(0.0005)
         return super().of(pattern)
@@ -244,7 +246,8 @@ class LocalSwarm:
             place = replace(place, checkpoint=self.checkpoint)
         client = LocalClient(self.registry)
         corpus = self.corpus if self.room > 1 or not stage else None
-        node = of(place, "run", self.run, self.config, corpus, client, 1.0)
+        local = LocalRun("run", self.run, self.config, corpus)
+        node = of(new_identity(place.name), place, local, client, DaemonMachine)
         self.nodes[stage, replica] = (node, asyncio.create_task(node.live()))
         return node
 

@@ -485,7 +485,7 @@ async def test_a_disk_that_stalls_costs_nobody_its_seat(corpus, tmp_path, monkey
         try:
             await swarm.until(lambda: swarm.committed() >= 2)
             view, (node, _) = swarm.registry.membership.view, swarm.nodes[stage, 0]
-            stalled.update(file.path for file in node.files)
+            stalled.update(file.path for file in node.machine.files)
             at = swarm.committed()
             wanted = "its disk has accepted nothing"
             await swarm.until(lambda: wanted in node.client.reported.trouble)
@@ -678,7 +678,7 @@ async def test_nothing_is_left_of_a_node_that_joins_anew(corpus, tmp_path):
     async with LocalSwarm(run, corpus, tmp_path) as swarm:
         await swarm.until(lambda: swarm.committed() >= 2)
         node = swarm.nodes[1, 1][0]
-        parts = node, node.links, node.seat, node.seat.arithmetic, node.compute
+        parts = node, node.links, node.seat, node.seat.arithmetic, node.machine.compute
         left = [weakref.ref(part) for part in parts]
         client = node.client
         del node, parts

@@ -88,13 +88,14 @@ CHANGED = {
 
 USED = {
     "node/agent.py": ["training.in_flight"],
-    "node/daemon.py": ["name", "saves.in_flight", "swarm.silence"],
+    "node/daemon.py": ["name", "saves.in_flight"],
     "node/hugging_face/samples.py": [
         *("training.sample_every", "training.prompts", "training.sampling.tokens"),
         *("training.sampling.temperature", "training.sampling.top_p", "training.sampling.seed"),
     ],
     "node/launch/own_folders.py": ["recovery.checkpoint.dir"],
     "node/launch/resolve.py": ["data.path", "data.corpora"],
+    "node/node.py": ["swarm.silence"],
     "node/run_file.py": ["wire.rank_after"],
     "node/stage/arithmetic.py": ["training.precision", "training.recompute"],
     "node/stage/initial.py": ["seed", "model.content"],

@@ -12,7 +12,8 @@ from typing import Any, cast
 
 import pytest
 
-from planaria.node.daemon import Node, SeatRecord
+from planaria.node.daemon import DaemonMachine
+from planaria.node.node import Node, NodePlace, SeatRecord
 from planaria.node.report import experiment as experiments
 from planaria.node.report.experiment import ExperimentPipe, Opening, TrackedRun, keep, parameters
 from planaria.node.run_file import RunFile, dumps, override
@@ -219,10 +220,11 @@ def test_a_tracker_that_fails_is_said_where_its_log_is_and_not_started_again(
 
 def test_a_node_of_any_stage_knows_what_was_committed() -> None:
     records: list[Mapping[str, Any]] = []
-    node = SimpleNamespace(
-        place=SimpleNamespace(experiment=object()), keep=records.append, committed=lambda step: None
-    )
-    record = SeatRecord(cast(Node, node), "box-aa/2", None)
+    machine = DaemonMachine.__new__(DaemonMachine)
+    pipe = SimpleNamespace(tell=records.append)
+    machine._place, machine._ledgers = cast(NodePlace, SimpleNamespace(experiment=pipe)), {}
+    node = SimpleNamespace(node="box-aa", machine=machine, committed=lambda step: None)
+    record = SeatRecord(cast(Node[DaemonMachine], node), "2")
     record.committed(pb.Commit(step=0))
     record.committed(pb.Commit(step=7, loss=3.5, tokens=64, gradient_norm=0.5, seconds=0.25))
     kept = Kept()
