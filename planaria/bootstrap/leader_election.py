@@ -7,21 +7,16 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-
-import grpc
+from typing import Final
 
 from planaria.bootstrap.address import Address
-from planaria.bootstrap.connection_limits import open_descriptors, server_options
-from planaria.bootstrap.credentials import Credentials, add_port
 from planaria.bootstrap.etcd import EtcdAway
 from planaria.bootstrap.files import replace_file
+from planaria.bootstrap.gate import OPERATOR_CALLS, REGISTRY_CALLS
 from planaria.bootstrap.service import RegistryServer, stopped_by_signals
 from planaria.bootstrap.spelling import readable
 from planaria.bootstrap.store import LEASE, RENEWALS, NotLeading, Store
-
-if TYPE_CHECKING:  # generic in its stub only
-    Context = grpc.aio.ServicerContext[Any, Any]
+from planaria.bootstrap.transport import AcceptedStream, Broken, Transport
 
 log = logging.getLogger(__name__)
 
@@ -35,17 +30,17 @@ async def lead_in_turn(
     store: Store,
     lead: Callable[[asyncio.Event, asyncio.Task[None]], Awaitable[object]],
     listen: str,
-    credentials: Credentials,
-    insecure: bool = False,
+    make_transport: Callable[[], Transport],
     address_file: Path | None = None,
+    stop: asyncio.Event | None = None,
 ) -> None:
-    """Follows and leads in turn until SIGINT or SIGTERM. `lead` gets the stop event and a task that
-    ends with the term; NotLeading and EtcdAway end its turn. Raises its other errors and those of
-    `add_port`, EtcdRefused and StoreError."""
-    stop = stopped_by_signals()
+    """Follows and leads in turn until `stop`, by default SIGINT or SIGTERM. `lead` gets the stop
+    event and a task that ends with the term; NotLeading and EtcdAway end its turn. Raises its other
+    errors and those of `Transport.serve`, EtcdRefused and StoreError."""
+    stop = stop or stopped_by_signals()
     while not stop.is_set():
-        following = Follower(store, credentials)
-        async with following.serving(listen, insecure):
+        following = Follower(store, make_transport())
+        async with following.serving(listen):
             if address_file is not None:
                 replace_file(address_file, f"{Address.parse(listen)}\n".encode())
             await following.until_elected(stop)
@@ -93,22 +88,23 @@ async def ending_with(term: asyncio.Task[None], registry: RegistryServer) -> Asy
 class Follower:
     """A registry that does not lead; it refuses all calls and names the leader."""
 
-    def __init__(self, store: Store, credentials: Credentials) -> None:
-        self._store, self._credentials = store, credentials
+    def __init__(self, store: Store, transport: Transport) -> None:
+        self._store, self._transport = store, transport
         self._leader, self._etcd_error = "", ""
 
     @asynccontextmanager
-    async def serving(self, listen: str, insecure: bool) -> AsyncIterator[None]:
-        """Serves on HOST:PORT. Raises the errors of `add_port`."""
-        options = (("grpc.so_reuseport", 0), *server_options(open_descriptors()))
-        server = grpc.aio.server(options=options)
-        server.add_generic_rpc_handlers((_Everything(self._refuse),))
-        add_port(server, listen, self._credentials, insecure)
-        await server.start()
+    async def serving(self, listen: str) -> AsyncIterator[None]:
+        """Serves on HOST:PORT. Raises the errors of `Transport.serve`."""
+        calls = (
+            f"{service.full_name}/{method.name}"
+            for service in (REGISTRY_CALLS, OPERATOR_CALLS)
+            for method in service.methods
+        )
+        await self._transport.serve(listen, dict.fromkeys(calls, self._refuse), ())
         try:
             yield
         finally:
-            await server.stop(FAREWELL)
+            await self._transport.stop(FAREWELL)
 
     async def until_elected(self, stop: asyncio.Event) -> None:
         """Returns when elected, or after `stop`. Raises EtcdRefused, StoreError."""
@@ -135,12 +131,8 @@ class Follower:
             log.error("%s. No views are issued meanwhile; nodes train on in their last view", error)
         self._leader, self._etcd_error = "", str(error)
 
-    async def _refuse(self, requests: AsyncIterator[bytes], context: Context) -> None:
-        metadata = context.invocation_metadata() or ()
-        why = self._credentials.check({k: v for k, v in metadata if isinstance(v, str)})
-        if why is not None:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
-        await context.abort(grpc.StatusCode.UNAVAILABLE, self._refusal())
+    async def _refuse(self, _: AcceptedStream) -> None:
+        raise Broken("UNAVAILABLE", self._refusal())
 
     def _refusal(self) -> str:
         if self._etcd_error:
@@ -148,13 +140,3 @@ class Follower:
         if self._leader:
             return f"this registry follows, and {readable(self._leader)} leads: name that one, too"
         return "this registry follows, and none leads yet; try again"
-
-
-class _Everything(grpc.GenericRpcHandler):
-    """A handler for all methods of any kind; it reads no request."""
-
-    def __init__(self, answer: Callable[[Any, Any], Awaitable[None]]) -> None:
-        self._handler: Any = grpc.stream_stream_rpc_method_handler(answer)
-
-    def service(self, details: grpc.HandlerCallDetails) -> Any:
-        return self._handler

@@ -11,7 +11,7 @@ from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnrea
 from planaria.bootstrap.credentials import PLAIN, Credentials
 from planaria.bootstrap.leader_election import Follower
 from planaria.bootstrap.registry_pb2 import View
-from planaria.bootstrap.service import RegistryServer
+from planaria.bootstrap.service import RegistryServer, over_grpc
 from planaria.bootstrap.store import LEASE, NotLeading, Store
 from tests.bootstrap.conftest import KEY, RULES, Node, identity, joining, serving, soon
 from tests.bootstrap.fake_etcd import FakeEtcd, Fate
@@ -64,7 +64,8 @@ async def test_who_follows_says_who_leads_or_why_nobody_does() -> None:
     etcd, fates = FakeEtcd(), [Fate.ANSWERED]
     leader, mine = store(etcd, "first.example.org:1"), store(etcd, "b:1", fates)
     assert leader.campaign()
-    following, stop = Follower(mine, Credentials(token="secret")), asyncio.Event()
+    transport = over_grpc(Credentials(token="secret"), insecure=False)
+    following, stop = Follower(mine, transport), asyncio.Event()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -80,7 +81,7 @@ async def test_who_follows_says_who_leads_or_why_nobody_does() -> None:
                 await clients[0].describe(deadline=0.2)
             said = str(caught.value)
 
-    async with following.serving(address, insecure=False):
+    async with following.serving(address):
         electing = asyncio.create_task(following.until_elected(stop))
         await soon(says("this registry follows, and first.example.org:1 leads"))
         fates[0] = Fate.LOST
@@ -100,11 +101,11 @@ async def test_a_node_goes_from_who_follows_to_who_leads() -> None:
     leader = store(etcd, "a:1")
     assert leader.campaign()
     async with serving() as place:
-        following = Follower(store(etcd, "b:1"), PLAIN)
+        following = Follower(store(etcd, "b:1"), over_grpc(PLAIN, insecure=False))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
-        async with following.serving(address, insecure=False):
+        async with following.serving(address):
             client = RegistryClient([address, place.address])
             reply = await client.join(joining("a", "a:1"), identity("a"))
             assert [m.node for m in reply.view.members] == ["a"]

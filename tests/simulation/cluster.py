@@ -188,6 +188,7 @@ class Machines:
     driver: type[Driver] = Driver
     holder: type[Holder] = Holder
     twin: type[ChainedTwin] = ChainedTwin
+    registry: type[Registry] = Registry
 
     def adapt(self, holdings: Holdings) -> None:
         if holdings.holder is not None:
@@ -262,7 +263,7 @@ class Cluster:
         self.windows: dict[tuple[int, int], torch.Tensor] = {}
         self.steps: dict[bytes, int] = {}  # by the chain that they end
         self._names = itertools.count(1)
-        self.registry = Registry(self)
+        self.registry = machines.registry(self)
         for host in hosts:
             self.world.after(self.world.random.uniform(0.0, 2.0), self.start, host)
 

@@ -35,7 +35,7 @@ from planaria.recovery.snapshot import Layout
 from simulation.fingerprints import SHAPE
 from simulation.links import NodeLinks
 from simulation.ports import Compute, VirtualDisk, VirtualLineFile
-from simulation.registry import ADDRESS, key_of
+from simulation.registry import key_of
 from simulation.stage import Stage, row
 from simulation.transport import MemoryTransport
 from simulation.world import Process
@@ -126,7 +126,7 @@ class Node(shipped.Node["VirtualMachine"]):
         )
         cluster.network.homes[name] = host.name
         transport = MemoryTransport(cluster.network, self.process, name)
-        client = RegistryClient([ADDRESS], transport=transport)
+        client = RegistryClient(cluster.registry.addresses, transport=transport)
         run = LocalRun("run", cluster.run, cluster.config)
         links = partial(NodeLinks, cluster, self.process, transport)
         super().__init__(name, place, run, client, VirtualMachine, links)
@@ -160,10 +160,11 @@ class VirtualMachine:
         self.ledgers: dict[str, LineFile] = {}
         self.fuse: int | None = None  # messages of commits left to send before the crash
         self._seats: dict[str, Seat] = {}
-        self._flushed = 0.0
+        self._flushed, self._clock = 0.0, Random(node.node)
 
     def time(self) -> float:
-        return self._cluster.world.now
+        """A clock that jumps: nothing may depend on it."""
+        return self._clock.uniform(0.0, 2e9)
 
     # --- seats
 

@@ -65,6 +65,7 @@ class Registry:
     """One process after another with one journal."""
 
     name = "registry"
+    addresses: tuple[str, ...] = (ADDRESS,)
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.world = cluster, cluster.world
@@ -84,12 +85,15 @@ class Registry:
             return
         self.process = Process(self.world, self.name)
         self.journal.newest = self.journal.view or pb.View()
-        admission: Any = SimpleNamespace(key=KEY, invites=Invites(), certifies=False)
-        self.server = RegistryServer(self.rules, "", self.journal, admission=admission)  # type: ignore[arg-type]
+        self.server = self.make_server(self.journal)
         transport = MemoryTransport(self.cluster.network, self.process, self.name)
         self.process.spawn(self.server.start(ADDRESS, transport=transport))
         if self.journal.view is not None:
             self.world.say(self.name, "is back")
+
+    def make_server(self, journal: Any) -> RegistryServer:
+        admission: Any = SimpleNamespace(key=KEY, invites=Invites(), certifies=False)
+        return RegistryServer(self.rules, "", journal, admission=admission)
 
     def crash(self) -> None:
         if self.process.alive:

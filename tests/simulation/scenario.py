@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 from unittest.mock import patch
 
 from planaria.node.averaging import coding
@@ -23,6 +24,7 @@ from simulation.cluster import Cluster, Host, InvariantError, Machines, Trap
 from simulation.network import Connection
 from simulation.node import Node
 from simulation.ports import Files, LedgerDisks
+from simulation.registry import Registry
 from simulation.world import Process
 
 TRAPS = ["committed", "committed", "aborted", "rebuilding", "rebuilt", "validated", "finished"]
@@ -83,6 +85,7 @@ def small_pieces() -> Iterator[None]:
 
 class Scenario:
     averaging = "none"
+    registry: ClassVar[type[Registry]] = Registry
 
     def __init__(self, seed: int, machines: Machines, policy: str | None) -> None:
         self.seed = seed
@@ -92,6 +95,7 @@ class Scenario:
         pace = self.random.choice([1.0, 4.0, 8.0])
         files = self._files(rules, hosts)
         relearning, averaging = self._relearning(), self.averaging
+        machines = replace(machines, registry=self.registry)
         self.cluster = Cluster(
             seed, rules, hosts, overflowing, pace, files, machines, relearning, averaging
         )

@@ -19,7 +19,7 @@ from planaria.bootstrap.etcd import Etcd, EtcdPlace
 from planaria.bootstrap.journal import Journal, read_view
 from planaria.bootstrap.leader_election import GRACE, ending_with, lead_in_turn
 from planaria.bootstrap.rules import MembershipRules
-from planaria.bootstrap.service import RegistryServer, ViewStore, serve
+from planaria.bootstrap.service import RegistryServer, ViewStore, over_grpc, serve
 from planaria.bootstrap.store import Store
 from planaria.node.commands.registry import run_on_loop
 from planaria.node.commands.terminal import console
@@ -89,7 +89,8 @@ class Bootstrapping:
             leading = await asyncio.to_thread(decided)
             await patient._serve(leading, certified, shared, stop, partial(ending_with, term))
 
-        place = str(self.listen), credentials, self.options.insecure, self.options.address_file
+        transport = partial(over_grpc, credentials, self.options.insecure)
+        place = str(self.listen), transport, self.options.address_file
         run_on_loop(lead_in_turn(shared, lead, *place))
 
     # -- inside ----------------------------------------------------------------------------------
