@@ -230,7 +230,7 @@ class Arithmetic(Protocol):
         """Takes the gradient as the sum over all replicas; returns its squared norm."""
         ...
 
-    def adopt(self, gradient: Tensor) -> float:
+    def replace_gradient(self, gradient: Tensor) -> float:
         """Takes a sum that a replica has sent; returns what `reduced` does."""
         ...
 

@@ -207,7 +207,7 @@ class Stage:
         self._reduced = self.optimizer.squared_norm()
         return self._reduced
 
-    def adopt(self, gradient: torch.Tensor) -> float:
+    def replace_gradient(self, gradient: torch.Tensor) -> float:
         self.gradient.copy_(gradient)
         return self.reduced()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -34,7 +36,13 @@ class End:
         self.lost: list[str] = []
         self.ups = 0
         transport = MemoryTransport(network, self.process, name)
-        self.net = Links("run", name, key_of(name), self, SETTINGS, transport=transport)
+        events: Any = SimpleNamespace(
+            on_link_up=self._up,
+            on_link_lost=self._lost,
+            on_message=self._take_message,
+            on_frame=self._take_frame,
+        )
+        self.net = Links("run", name, key_of(name), events, SETTINGS, transport=transport)
         self.process.spawn(self.net.start(self.address or None))
 
     @property
@@ -46,19 +54,19 @@ class End:
         self.process.run(self.net.set_peers, number, [end.peer for end in ends], others)
         self.process.run(self.net.set_relays, relays)
 
-    def on_link_up(self, peer: str, now: float) -> None:
+    def _up(self, peer: str, now: float) -> None:
         self.ups += 1
 
-    def on_link_lost(
+    def _lost(
         self, peer: str, reason: str, unacknowledged: list[Frame], now: float, cause: Cause
     ) -> None:
         assert cause == SILENT
         self.lost.append(reason)
 
-    def on_message(self, peer: str, message: pb.Message, now: float) -> None:
+    def _take_message(self, peer: str, message: pb.Message, now: float) -> None:
         self.came.append(2 * message.ballot.attempt)
 
-    def on_frame(self, peer: str, frame: Frame, now: float) -> None:
+    def _take_frame(self, peer: str, frame: Frame, now: float) -> None:
         self.came.append(2 * frame.fields["number"] + 1)
 
 
@@ -194,11 +202,11 @@ def test_a_session_that_ends_at_the_peer_as_it_is_resumed_is_begun_anew() -> Non
     session = other.net.session("a")
     hello = one.net.session("b").hello()
 
-    def resume() -> None:
+    def return_late() -> None:
         with pytest.raises(Exception, match="no such link any more"):
             other.net.resume("a", replace(hello, session=hello.session + 1))
 
-    cast.run(other.process.run, resume)
+    cast.run(other.process.run, return_late)
     assert other.lost == ["a has lost the link, and dialled anew"]
     assert other.net.session("a").number > session.number
 
@@ -217,11 +225,11 @@ def test_dials_that_cross_leave_one_connection(seed: int) -> None:
 
 
 def test_an_older_dial_that_comes_late_would_leave_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    def adopt_any(self: Session, hello: Hello, answered: Hello | None = None) -> None:
+    def take_any(self: Session, hello: Hello, answered: Hello | None = None) -> None:
         self.other, self._peers_hello = hello.session, hello.number
 
     monkeypatch.setattr(Session, "check", lambda *_: None)
-    monkeypatch.setattr(Session, "resume", adopt_any)
+    monkeypatch.setattr(Session, "resume", take_any)
     monkeypatch.setattr(Session, "is_newest", lambda *_: True)
     monkeypatch.setattr(Link, "detach", lambda self, why: None)
     with pytest.raises(AssertionError):

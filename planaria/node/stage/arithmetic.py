@@ -92,7 +92,7 @@ class TorchStage:
         self._reduced_norm = self.optimizer.squared_norm()
         return self._reduced_norm
 
-    def adopt(self, gradient: Tensor) -> float:
+    def replace_gradient(self, gradient: Tensor) -> float:
         self.gradient.copy_(gradient)
         return self.reduced()
 

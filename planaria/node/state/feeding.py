@@ -177,7 +177,7 @@ class GradientFeed:
     async def adopt(self, ballot: Ballot) -> None:
         """Adopts a replica's reduced gradient as this node's own."""
         seat = self._seat
-        adopt = partial(seat.arithmetic.adopt, self.gradients.get(ballot))
+        adopt = partial(seat.arithmetic.replace_gradient, self.gradients.get(ballot))
         norm = await seat.exchanges.compute(adopt)
         digest = await seat.exchanges.compute(seat.arithmetic.digest)
         ready = pb.Ready(squared_norm=norm, finite=math.isfinite(norm), digest=digest)
