@@ -527,13 +527,11 @@ class Attempting(Phase):
         driver.faults.failures.count += 1
         problem = "held up" if state.held_up else "no progress"
         waited = f"{problem} for {seconds:.0f} s: {state.explain()}"
-        effects: list[Effect] = []
-        for node in sorted({*state.awaited, *state.held_up} - {driver.node}):
-            if node not in state.held_up:
-                effects.append(Suspect(node, waited))
-                if voting:
-                    effects += driver.holds_up(node, waited, HELD_UP // UNVOTED)
-            elif node not in driver.hanging.why:  # else it may be copied first
-                effects.append(Suspect(node, state.held_up[node], HANG))
+        late = sorted(set(state.awaited) - state.held_up.keys())
+        effects: list[Effect] = [Suspect(node, waited) for node in late if node != driver.node]
+        for node in late if voting else ():
+            effects += driver.holds_up(node, waited, HELD_UP // UNVOTED)
+        hanging = state.held_up.keys() - {driver.node, *driver.hanging.why}  # may be copied first
+        effects += [Suspect(node, state.held_up[node], HANG) for node in sorted(hanging)]
         effects += driver.lost_between(state.missing(), waited)
         return self.gather(waited, now).after(effects)

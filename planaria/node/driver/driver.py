@@ -224,7 +224,7 @@ class Driver:
 
     def holds_up(self, node: str, why: str, times: int = 1) -> list[Effect]:
         """What follows from a failure that `node` reports or causes by silence."""
-        return self.faults.holds_up(node, why, self.members, times)
+        return self.faults.holds_up(node, why, self.members, self.training(), times)
 
     def lost_between(self, pairs: Collection[frozenset[str]], why: str) -> list[Effect]:
         """What follows from messages that were lost between the nodes of each pair."""

@@ -150,23 +150,27 @@ class FaultPolicy:
         why += f"; it waited for {', '.join(waited_for.values())}"
         return why, [Suspect(node, why) for node in waited_for if node != self.node]
 
-    def holds_up(self, node: str, why: str, members: Stages, times: int = 1) -> Verdict:
-        """A node that alone prevents commits, by its reports, link or silence, whatever it says."""
-        if not self.failures.alone(node, times) or node == self.node:
+    def holds_up(
+        self, node: str, why: str, members: Stages, training: Stages, times: int = 1
+    ) -> Verdict:
+        """A node that alone prevents commits, by its reports, link or silence, whatever it says. If
+        it is the driver, it joins anew, provided that another node can drive."""
+        if not self.failures.alone(node, times):
             return []
         why = f"it holds up the run repeatedly, and {NOBODY_ELSE}: {why}"
-        return self._goes(node, why, members)
+        if node != self.node:
+            return self._goes(node, why, members)
+        others = self.successors(training)
+        return [Rejoin(f"{why}; {others[0]} can drive")] if others else []
 
     def lost_between(
         self, pairs: Collection[Pair], why: str, members: Stages, training: Stages
     ) -> Verdict:
         """Messages were lost between the nodes of each pair. Until it is known which one is wrong,
         one rests: then all goes well, or the other one loses something, too."""
-        guilty = self.failures.between(pairs)
-        if guilty == self.node and (others := self.successors(training)):
-            return [Rejoin(f"{why}, as before with another node; {others[0]} can drive")]
-        if guilty:
-            return self.holds_up(guilty, why, members, HELD_UP) if guilty in members else []
+        if guilty := self.failures.between(pairs):
+            known = guilty in members
+            return self.holds_up(guilty, why, members, training, HELD_UP) if known else []
         for pair in sorted(pairs, key=sorted):
             self._let_one_rest(pair, training)
         return []

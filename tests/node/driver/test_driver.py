@@ -1955,6 +1955,21 @@ def test_who_never_votes_goes_after_the_second_time():
         tries_again(told)
 
 
+@pytest.mark.parametrize("others", [{"a2": 0}, {}])
+def test_a_driver_that_never_votes_leaves_after_the_second_time_if_another_node_can_drive(others):
+    told = begun(members=SWARM | others)
+    for times in (1, 2):
+        told.comes_home()
+        for node in told.members.keys() - {"a"}:
+            told.ready(node)
+        effects = told.waits(RULES.progress + COMPLAINED)
+        assert charges(effects) == []
+        leaves = [effect.reason for effect in effects if isinstance(effect, Rejoin)]
+        assert all(reason.endswith("waiting for a; a2 can drive") for reason in leaves)
+        assert len(leaves) == (times == 2 and bool(others))
+        tries_again(told)
+
+
 def passed_on(told: Told, source: str, *nodes: str) -> list[Effect]:
     """All of these say that they have done their part of the first microbatch, and wait."""
     told.hears(source, account=pb.Account(done=[pb.Pass(microbatch=0, position=0)]))
