@@ -24,6 +24,7 @@ from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.exchange import ComplaintError, Exchange, Exchanges
 from planaria.node.wire.frames import Frame, buffers_of
 from planaria.recovery.masking import Masking, stand_ins
+from tests.harness.network import Nodes
 
 STAGES, MICROBATCHES = 2, 5
 BEGAN = Ballot(1, 1)
@@ -211,7 +212,9 @@ class Node:
 
     def __post_init__(self) -> None:
         self.compute = Compute()
-        self.exchanges = Exchanges(self.compute, soon=lambda: None, crashed=self.crashed)
+        self.loop = Nodes()
+        loop: Any = self.loop
+        self.exchanges = Exchanges(self.compute, loop, self.crashed)
         self.work = self.swarm.make_work(self.name, self.stage)
         self.workplace = Workplace(
             node=self.name,
@@ -244,7 +247,7 @@ class Node:
         self._completes()
 
     def run(self) -> None:
-        self.exchanges.run(0.0)
+        self.loop.catch_up()
 
     def _completes(self) -> None:
         self.reducing = self.exchanges.start(self.attempt.complete(self.exchanges))
@@ -420,7 +423,7 @@ class Swarm:
         happens: list[Callable[[], None]] = [
             move for node in self.left().values() for move in node.compute.moves
         ]
-        happens += [node.run for node in self.left().values() if not node.exchanges.idle]
+        happens += [node.run for node in self.left().values() if node.loop.next <= 0.0]
         happens += [self._arrives] * (len(self.under_way) + len(self.plans))
         if not happens:
             return False

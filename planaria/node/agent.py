@@ -208,22 +208,18 @@ class Agent:
 
     def viewed(self, view: registry.View, now: float) -> None:
         """The registry has issued `view`, with this node at this stage."""
-        self.exchanges.at(now)
         self.peers = active(view)
         self.carry_out(self.member.viewed(view))
         self.carry_out(self.driver.viewed(view, now))
 
     def on_message(self, peer: str, message: pb.Message, now: float) -> None:
-        self.exchanges.at(now)
         if (handle := self.on_body.get(message.WhichOneof("body"))) is not None:
             handle(peer, message)
 
     def on_frame(self, peer: str, frame: Frame, now: float) -> None:
-        self.exchanges.at(now)
         self.on_kind.get(frame.kind, self._take)(peer, frame)
 
     def on_link_up(self, peer: str, now: float) -> None:
-        self.exchanges.at(now)
         self.carry_out(self.driver.link_up(peer, now))
         self.outbox.linked(peer)
 
@@ -236,7 +232,6 @@ class Agent:
         cause: Cause = SILENT,
     ) -> None:
         """`cause`: for any but SILENT, that of what the peer has sent."""
-        self.exchanges.at(now)
         exchanges = self.averaging, self.auditor, self.states, self.crossings, self.relearning
         for exchange in exchanges:
             exchange.on_peer_lost(peer, reason)
@@ -258,7 +253,6 @@ class Agent:
 
     def compute_hangs(self, why: str, now: float) -> None:
         """The compute thread takes too long with a task; empty: no longer."""
-        self.exchanges.at(now)
         self.member.hang, self.damaged = why, False
         if why and self.is_readable():  # nothing changes the weights now: their digest must match
             self.damaged = self.arithmetic.digest() != self.member.digest
@@ -294,7 +288,6 @@ class Agent:
             self.attempt.check(message.check)
 
     def tick(self, now: float) -> None:
-        self.exchanges.at(now)
         self.carry_out(self.driver.tick(now))
         self.observers.pins.expire(now)
         self.serving.tick(now)

@@ -37,7 +37,7 @@ from planaria.node.state.saves import Contents, saves_on_disk
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.chain import has_records
-from planaria.node.wire.looped import LoopedExchanges
+from planaria.node.wire.exchange import Exchanges
 from planaria.node.wire.naming import seat_id
 
 log = logging.getLogger("planaria")
@@ -78,7 +78,7 @@ class DaemonMachine:
 
     # --- seats
 
-    async def build(self, name: str, stage: int, exchanges: LoopedExchanges) -> Agent:
+    async def build(self, name: str, stage: int, exchanges: Exchanges) -> Agent:
         node, place, run, config = self._node, self._place, self._run, self._node.config
         corpus = node.corpus if stage == 0 else None
         if corpus is not None:

@@ -74,12 +74,11 @@ from planaria.node.transaction.attempt import NoRoomError
 from planaria.node.transaction.leaving import Leaving
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.chain import has_records
-from planaria.node.wire.exchange import ComplaintError
+from planaria.node.wire.exchange import ClosedError, ComplaintError, Exchanges
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings
 from planaria.node.wire.link_speed import measure_all
 from planaria.node.wire.link_table import Peer
-from planaria.node.wire.looped import ClosedError, LoopedExchanges
 from planaria.node.wire.missing_links import MissingLinks
 from planaria.node.wire.naming import node_of, seat_id
 from planaria.node.wire.observers import Observers
@@ -161,7 +160,7 @@ class Machine(Protocol):
         """The ledgers that are written here, by seat."""
         ...
 
-    async def build(self, name: str, stage: int, exchanges: LoopedExchanges) -> Agent:
+    async def build(self, name: str, stage: int, exchanges: Exchanges) -> Agent:
         """Builds a seat, and opens its ledger at stage 0. Raises what crashes the node."""
         ...
 
@@ -254,7 +253,7 @@ class Node(Generic[M]):
         self.observers.seats = self.seats
         self.on_message, self.on_frame = self.seats.on_message, self.seats.on_frame
         self.on_link_up = self.seats.on_link_up
-        self.exchanges: dict[str, LoopedExchanges] = {}  # of each seat
+        self.exchanges: dict[str, Exchanges] = {}  # of each seat
         self.rehearsing: asyncio.Task[None] | None = None  # while it has no seat
         self.leaving = self.retiring = False
         self.leaves_by = 0.0  # on the loop's clock; 0: it wasn't asked to leave
@@ -444,7 +443,7 @@ class Node(Generic[M]):
             self.rehearsing = self.spawn(self.machine.rehearse())
 
     async def _take_seat(self, name: str, stage: int) -> None:
-        exchanges = LoopedExchanges(self.machine.compute, self.loop, self.crashed)
+        exchanges = Exchanges(self.machine.compute, self.loop, self.crashed)
         seat = await self.machine.build(name, stage, exchanges)
         self.tell(Serving(stage=stage, device=str(self.place.device)), seat.node)
         self.exchanges[name] = exchanges

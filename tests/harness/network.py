@@ -74,44 +74,68 @@ class Thread:
             self.work()
 
 
+class Timer:
+    """A call to come."""
+
+    def __init__(self, call: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+        self.call = partial(call, *arguments)
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
 class Nodes:
-    """The exchanges of several nodes, and one clock."""
+    """The exchanges of several nodes, and the loop in which they run, in virtual time."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.crashes: list[BaseException] = []  # what exchanges have raised; `outcome` does, too
-        self._all: list[Exchanges] = []
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timers: list[tuple[float, int, Timer]] = []
         self._numbers = itertools.count()
 
     def new(self, compute: Any = None) -> Exchanges:
         """Of one more node."""
-        exchanges = Exchanges(compute or AtOnce(), _nothing, self.crashes.append)
-        exchanges.run(self.now)
-        self._all.append(exchanges)
-        return exchanges
+        loop: Any = self
+        return Exchanges(compute or AtOnce(), loop, self.crashes.append)
 
-    def after(self, seconds: float, call: Callable[[], None]) -> None:
-        heapq.heappush(self._timers, (self.now + seconds, next(self._numbers), call))
+    # --- an event loop, as far as exchanges need one
+
+    def time(self) -> float:
+        return self.now
+
+    def call_soon(self, call: Callable[..., object], *arguments: Any) -> Timer:
+        return self.call_at(self.now, call, *arguments)
+
+    def call_at(self, when: float, call: Callable[..., object], *arguments: Any) -> Timer:
+        timer = Timer(call, arguments)
+        heapq.heappush(self._timers, (max(when, self.now), next(self._numbers), timer))
+        return timer
+
+    # --- for tests
+
+    def after(self, seconds: float, call: Callable[[], object]) -> None:
+        self.call_at(self.now + seconds, call)
+
+    @property
+    def next(self) -> float:
+        """When something happens next; inf: never."""
+        while self._timers and self._timers[0][2].cancelled:
+            heapq.heappop(self._timers)
+        return self._timers[0][0] if self._timers else math.inf
 
     def step(self) -> bool:
-        """Everything that can happen now does; then the clock jumps. False: nothing is left."""
-        busy = any(not exchanges.idle or exchanges.wake <= self.now for exchanges in self._all)
-        for exchanges in self._all:
-            exchanges.run(self.now)
-        if busy or not all(exchanges.idle for exchanges in self._all):
-            return True
-        due = min((exchanges.wake for exchanges in self._all), default=math.inf)
-        if self._timers and self._timers[0][0] <= due:
-            self.now, _, call = heapq.heappop(self._timers)
-            for exchanges in self._all:
-                exchanges.at(self.now)
-            call()
-            return True
-        if due == math.inf:
+        """The next thing happens. False: nothing is left."""
+        if self.next == math.inf:
             return False
-        self.now = max(self.now, due)
+        self.now, _, timer = heapq.heappop(self._timers)
+        timer.call()
         return True
+
+    def catch_up(self) -> None:
+        """Everything that can happen now does."""
+        while self.next <= self.now:
+            self.step()
 
     def sleep(self, seconds: float) -> None:
         """Everything happens that does in this time."""
@@ -268,7 +292,3 @@ def with_fields(**fields: object) -> Callable[[Frame], Frame]:
 
 def without_tensors(frame: Frame) -> Frame:
     return replace(frame, descriptors=[], payload=b"")
-
-
-def _nothing() -> None:
-    """`step` looks by itself whether there is something to run."""

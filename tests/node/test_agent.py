@@ -144,8 +144,7 @@ class Seat:
 
     def run(self) -> None:
         """Up to where it waits."""
-        while not self.agent.exchanges.idle:
-            self.nodes.step()
+        self.nodes.catch_up()
         assert not self.nodes.crashes
         validate(self.agent)
 

@@ -29,7 +29,7 @@ from planaria.node.transaction.member import MemberSide
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
 from planaria.node.wire.chain import has_records
-from planaria.node.wire.looped import LoopedExchanges
+from planaria.node.wire.exchange import Exchanges
 from planaria.node.wire.naming import seat_id
 from planaria.recovery.snapshot import Layout
 from simulation.fingerprints import SHAPE
@@ -168,7 +168,7 @@ class VirtualMachine:
 
     # --- seats
 
-    async def build(self, name: str, stage: int, exchanges: LoopedExchanges) -> Seat:
+    async def build(self, name: str, stage: int, exchanges: Exchanges) -> Seat:
         await asyncio.sleep(self._cluster.world.random.uniform(0.01, 0.4))
         node, cluster = self._node, self._cluster
         own = seat_id(node.node, name)

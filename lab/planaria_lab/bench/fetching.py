@@ -34,10 +34,10 @@ from planaria.node.state.transfer import WEIGHTS, StateClient, StateServer, Want
 from planaria.node.transaction.effects import NEVER
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
+from planaria.node.wire.exchange import Exchanges
 from planaria.node.wire.frames import Frame
 from planaria.node.wire.link import Links, LinkSettings
 from planaria.node.wire.link_table import Peer
-from planaria.node.wire.looped import LoopedExchanges
 from planaria_lab.bench.copying import KEY
 from planaria_lab.bench.rows import keep
 from planaria_lab.emulation.emulation import EmulationError, emulate
@@ -58,7 +58,7 @@ class _Node:
         loop = asyncio.get_running_loop()
         self.links = Links("bench", name, KEY, self, LinkSettings(insecure=True))
         self.compute = ComputeThread(name, loop)
-        self.exchanges = LoopedExchanges(self.compute, loop, _crash)
+        self.exchanges = Exchanges(self.compute, loop, _crash)
         self.client = StateClient(self.exchanges, tensors, self.links.send, _accuse)
         self.server = StateServer(self.exchanges, tensors, self.links.send, self._served)
         self.state: StageState | None = None
@@ -67,12 +67,10 @@ class _Node:
         return self.state
 
     def on_message(self, peer: str, message: pb.Message, now: float) -> None:
-        self.exchanges.at(now)
         self.client.on_message(peer, message)
         self.server.on_message(peer, message)
 
     def on_frame(self, peer: str, frame: Frame, now: float) -> None:
-        self.exchanges.at(now)
         self.client.on_frame(peer, frame)
 
     def on_link_up(self, *_: object) -> None: ...

@@ -31,9 +31,8 @@ from planaria.node.state.weight_pins import PIN
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire import tensors
-from planaria.node.wire.exchange import ComplaintError
+from planaria.node.wire.exchange import ComplaintError, Exchanges
 from planaria.node.wire.frames import Frame
-from planaria.node.wire.looped import LoopedExchanges
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class LivingModel(LivingRun):
         super().__init__(access, wait)
         self.loss = 0.0
         self._made = NEVER  # commit of the step, by the first answer
-        self._exchanges = LoopedExchanges(AtOnce(self.loop), self.loop, self._crashed)
+        self._exchanges = Exchanges(AtOnce(self.loop), self.loop, self._crashed)
         self._states = StateClient(
             self._exchanges, tensors, self.asking.send, self._accuse, shard_size=SHARD
         )
@@ -110,14 +109,12 @@ class LivingModel(LivingRun):
     # --- answers
 
     def answered(self, seat: str, item: pb.Message | Frame) -> None:
-        self._exchanges.at(self.loop.time())
         if isinstance(item, Frame):
             self._states.on_frame(seat, item)
         else:
             self._states.on_message(seat, item)
 
     def lost(self, seat: str, why: str) -> None:
-        self._exchanges.at(self.loop.time())
         self._states.on_peer_lost(seat, why)
 
     def _accuse(self, seat: str, why: str, _: Cause) -> None:

@@ -52,7 +52,6 @@ class ObserverService:
 
     def compute(self, peer: str, frame: Frame, now: float) -> None:
         """An observer sends a tensor for the stage to compute with."""
-        self._seat.exchanges.at(now)
         if peer not in self.computing_for and len(self.computing_for) < AT_A_TIME:
             self._seat.exchanges.start(self._compute(peer, frame))
 

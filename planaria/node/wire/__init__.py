@@ -18,7 +18,7 @@ A link:
 
 Conversations:
 
-- `exchange.py`: questions that wait for answers; `looped.py`: those on the event loop
+- `exchange.py`: conversations with peers, on the event loop
 - `budget.py`: memory for what waits to be read
 - `observers.py`: answers clients that are no members; `observer_client.py`: such a client
 """

@@ -1,30 +1,29 @@
-"""Exchanges: sequential conversations with peers, independent of event loop, clock and thread.
+"""Exchanges: sequential conversations with peers, on an event loop.
 
 An *exchange* is a coroutine that awaits only an `Outcome`: of work in the compute thread, of
-another exchange, of a peer's message, or of a timeout. `Exchanges` manages all exchanges of a node.
-Its owner calls `run` when notified, and at `wake` at the latest: the daemon from its event loop,
-the simulation in virtual time.
+another exchange, of a peer's message, or of a timeout. `Exchanges` manages all exchanges of a seat.
 
 An exchange runs at once up to its first wait, so what it posts there precedes in the compute thread
-what its starter posts next. It resumes in `run`, never inside the call that delivers what it waits
-for.
+what its starter posts next. It resumes in a callback of the loop, never inside the call that
+delivers what it waits for.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from planaria.bootstrap.registry_pb2 import NUMBERS, SILENT, Cause
 from planaria.node.ports import Compute, Priority
 from planaria.node.wire.budget import PEERS, Budget
+
+if TYPE_CHECKING:
+    import asyncio
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +54,10 @@ class ComplaintError(Exception):
 class PeerLostError(ComplaintError):
     """The accused can't be reached. The exchange's purpose may still be achieved without them, or
     once others have redone their work."""
+
+
+class ClosedError(Exception):
+    """The awaited result will not come; the message says why."""
 
 
 class Outcome(Generic[T]):
@@ -125,6 +128,7 @@ class Exchange(Outcome[T]):
         self._work = work
         self._running = False
         self._waits: _Wait | None = None
+        self._alarm: asyncio.TimerHandle | None = None  # at the end of the wait
 
     def cancel(self) -> None:
         """Stop it where it waits. Work that it has posted still runs."""
@@ -137,6 +141,9 @@ class Exchange(Outcome[T]):
         if self._waits is not None:
             self._waits.outcome._waiting = None
             self._waits = None
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
 
     def _step(self, error: BaseException | None = None) -> None:
         self._leave()
@@ -164,63 +171,43 @@ class Exchange(Outcome[T]):
             return
         assert wait.outcome._waiting is None, "two exchanges wait for one outcome"
         wait.outcome._waiting = self
-        self.exchanges._watch(self, wait)
+        if wait.until < math.inf:
+            self._alarm = self.exchanges._call_at(wait.until, self._expire)
+
+    def _expire(self) -> None:
+        if self._waits is not None and not self._waits.outcome.done:  # else it came in time
+            self._step(TimeoutError(f"nothing until {self._waits.until:g}"))
+
+    def _go_on(self, wait: _Wait | None) -> None:
+        if not self.done and self._waits is wait:
+            self._step()
 
 
 class Exchanges:
-    """All exchanges of a node. `soon` is called when `run` has work; `crashed` gets the exceptions
-    of exchanges."""
+    """All exchanges of a seat. `crashed` gets their exceptions."""
 
     def __init__(
         self,
         compute: Compute,
-        soon: Callable[[], None],
+        loop: asyncio.AbstractEventLoop,
         crashed: Callable[[BaseException], None],
     ) -> None:
-        self.now = 0.0  # seconds of any one clock, at the last event
         self.crashed = crashed
-        self._compute, self._soon = compute, soon
-        self._ready: deque[Callable[[], None]] = deque()
-        self._deadlines: list[tuple[float, int, Exchange[Any], _Wait]] = []
-        self._numbers = itertools.count()
-        self._closed = False
-
-    # --- for the owner
-
-    def close(self) -> None:
-        """Stop all exchanges."""
-        self._closed = True
-        self._ready.clear()
-        self._deadlines.clear()
+        self._compute, self._loop = compute, loop
+        self._awaited: dict[asyncio.Future[Any], None] = {}  # by tasks
+        self._closed = ""  # why
 
     @property
-    def wake(self) -> float:
-        """Time at which `run` is due at the latest; inf: no exchange has a deadline."""
-        while self._deadlines and self._deadlines[0][2]._waits is not self._deadlines[0][3]:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else math.inf
+    def now(self) -> float:
+        """Seconds, by the loop's clock."""
+        return self._loop.time()
 
-    @property
-    def idle(self) -> bool:
-        """Whether no exchange can resume before an event, or `wake`."""
-        return not self._ready
-
-    def at(self, now: float) -> None:
-        """Set the time of an event."""
-        self.now = max(self.now, now)
-
-    def run(self, now: float) -> None:
-        """Resume all exchanges that can go on; expired ones get a TimeoutError."""
-        self.at(now)
-        self._run_ready()  # events that came before their deadline
-        while self.wake <= self.now:
-            _, _, exchange, wait = heapq.heappop(self._deadlines)
-            exchange._step(TimeoutError(f"nothing until {wait.until:g}"))
-            self._run_ready()
-
-    def _run_ready(self) -> None:
-        while self._ready:
-            self._ready.popleft()()
+    def close(self, why: str = "the node is over") -> None:
+        """Stop all exchanges. Tasks that await one get a ClosedError that says why."""
+        self._closed = why
+        for future in self._awaited:
+            if not future.done():
+                future.set_exception(ClosedError(why))
 
     # --- for callers
 
@@ -266,29 +253,45 @@ class Exchanges:
             except TimeoutError:
                 return
 
-    def call_soon(self, call: Callable[[], None]) -> None:
-        """Queue a call for the next `run`."""
+    async def outcome(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of an exchange, for a task of the loop; it is cancelled with the task. Raises
+        ClosedError if these are closed before it is over."""
         if self._closed:
-            return
-        if not self._ready:
-            self._soon()
-        self._ready.append(call)
+            work.close()
+            raise ClosedError(self._closed)
+        future: asyncio.Future[T] = self._loop.create_future()
 
-    # --- for exchanges
+        async def converse() -> None:
+            try:
+                result = await work
+            except Exception as error:  # noqa: BLE001 (raised again at the task)
+                if not future.done():
+                    future.set_exception(error)
+            else:
+                if not future.done():
+                    future.set_result(result)
+
+        exchange = self.start(converse())
+        self._awaited[future] = None
+        try:
+            return await future
+        finally:
+            del self._awaited[future]
+            exchange.cancel()
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Call it in the loop, unless these are closed by then."""
+        self._loop.call_soon(self._call, call)
+
+    def _call_at(self, when: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+        return self._loop.call_at(when, self._call, call)
+
+    def _call(self, call: Callable[[], None]) -> None:
+        if not self._closed:
+            call()
 
     def _resume(self, exchange: Exchange[Any]) -> None:
-        self.call_soon(partial(self._go_on, exchange, exchange._waits))
-
-    def _go_on(self, exchange: Exchange[Any], wait: _Wait | None) -> None:
-        if not exchange.done and exchange._waits is wait:  # else its deadline came first
-            exchange._step()
-
-    def _watch(self, exchange: Exchange[Any], wait: _Wait) -> None:
-        if wait.until < math.inf and not self._closed:
-            entry = (wait.until, next(self._numbers), exchange, wait)
-            if wait.until < self.wake:
-                self._soon()
-            heapq.heappush(self._deadlines, entry)
+        self.call_soon(partial(exchange._go_on, exchange._waits))
 
 
 class Lost(NamedTuple):

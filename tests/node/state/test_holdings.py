@@ -244,7 +244,7 @@ def test_a_file_that_could_not_be_loaded_is_not_offered_again(tmp_path: Path) ->
     ((save, then),) = shelves.by_folder["own"].asked
     assert save == Age(0, 4)
     then(SaveError("step 4 is damaged"))
-    exchanges.run(0.0)
+    keeps.host.nodes.catch_up()
     with pytest.raises(ComplaintError, match="step 4 is damaged"):
         loading.result()
     assert [one.step for one in keeps.listed()] == [2]
@@ -258,7 +258,7 @@ def test_what_a_policy_loads_comes_from_its_own_folder(tmp_path: Path) -> None:
     assert not shelves.by_folder["own"].asked
     ((_, then),) = shelves.by_folder["shared"].asked
     then(state_of(4))
-    exchanges.run(0.0)
+    keeps.host.nodes.catch_up()
     assert loading.result().id.step == 4
 
 
@@ -277,7 +277,7 @@ def test_a_file_comes_back_as_an_exchange(tmp_path: Path) -> None:
     for thread in threading.enumerate():
         if thread.name == "load":
             thread.join(60)
-    keeps.host.exchanges.run(0.0)
+    keeps.host.nodes.catch_up()
     assert loading.result().id == two.id
     assert torch.equal(loading.result().tensors["weights"], two.tensors["weights"])
 

@@ -554,7 +554,7 @@ def test_who_is_given_up_goes_no_further() -> None:
         (posted,) = thread.posted  # in pieces: other work gets in between
         thread.posted.clear()
         posted()
-        exchanges.run(0.0)
+        time.catch_up()
 
     while len(one.updates) < 6:
         work()

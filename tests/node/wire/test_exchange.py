@@ -28,7 +28,8 @@ class Later:
 
 def test_it_runs_at_once_up_to_its_first_wait() -> None:
     compute = Later()
-    exchanges = Nodes().new(compute)
+    nodes = Nodes()
+    exchanges = nodes.new(compute)
     done = []
 
     async def work() -> None:
@@ -38,7 +39,7 @@ def test_it_runs_at_once_up_to_its_first_wait() -> None:
     assert len(compute.posted) == 1
     compute.work()
     assert done == []  # never inside of the call that brings what it waits for
-    exchanges.run(0.0)
+    nodes.catch_up()
     assert done == ["worked"]
 
 
@@ -58,7 +59,8 @@ def test_what_work_raises_is_raised_where_it_is_waited_for() -> None:
 
 def test_what_nobody_catches_is_told_to_the_owner() -> None:
     crashed: list[BaseException] = []
-    exchanges = Exchanges(Later(), lambda: None, crashed.append)
+    loop: Any = Nodes()
+    exchanges = Exchanges(Later(), loop, crashed.append)
 
     async def work() -> None:
         raise ValueError("broken")
@@ -68,7 +70,8 @@ def test_what_nobody_catches_is_told_to_the_owner() -> None:
 
 
 def test_a_deadline_is_met_at_its_time_and_not_before() -> None:
-    exchanges = Nodes().new()
+    nodes = Nodes()
+    exchanges = nodes.new()
     told = []
 
     async def work() -> None:
@@ -78,30 +81,31 @@ def test_a_deadline_is_met_at_its_time_and_not_before() -> None:
             told.append(exchanges.now)
 
     exchanges.start(work())
-    assert exchanges.wake == 5.0
-    exchanges.run(4.999)
+    assert nodes.next == 5.0
+    nodes.sleep(4.999)
     assert told == []
-    exchanges.run(7.0)
-    assert told == [7.0]
-    assert exchanges.wake == math.inf
+    nodes.sleep(2.001)
+    assert told == [5.0]
+    assert nodes.next == math.inf
 
 
 def test_what_comes_in_time_beats_the_deadline() -> None:
-    exchanges = Nodes().new()
+    nodes = Nodes()
+    exchanges = nodes.new()
     outcome: Outcome[str] = Outcome(exchanges)
+    nodes.after(5.0, lambda: outcome.fulfil("here"))
 
     async def work() -> str:
         return await outcome.within(5.0)
 
     exchange = exchanges.start(work())
-    exchanges.run(4.0)
-    outcome.fulfil("here")
-    exchanges.run(6.0)
+    nodes.sleep(6.0)
     assert exchange.result() == "here"
 
 
 def test_who_is_given_up_goes_no_further_and_cleans_up() -> None:
-    exchanges = Nodes().new()
+    nodes = Nodes()
+    exchanges = nodes.new()
     outcome: Outcome[None] = Outcome(exchanges)
     trace = []
 
@@ -115,12 +119,13 @@ def test_who_is_given_up_goes_no_further_and_cleans_up() -> None:
     exchange = exchanges.start(work())
     outcome.fulfil(None)
     exchange.cancel()
-    exchanges.run(0.0)
+    nodes.catch_up()
     assert trace == ["cleaned up"]
 
 
 def test_one_that_gives_itself_up_ends_at_its_next_wait() -> None:
-    exchanges = Nodes().new()
+    nodes = Nodes()
+    exchanges = nodes.new()
     trace = []
 
     async def work() -> None:
@@ -131,8 +136,7 @@ def test_one_that_gives_itself_up_ends_at_its_next_wait() -> None:
         trace.append("went on")
 
     exchange = exchanges.start(work())
-    exchanges.run(1.0)
-    exchanges.run(9.0)
+    nodes.sleep(9.0)
     assert trace == ["not closed while it runs"]
 
 
@@ -182,7 +186,8 @@ def taking(exchanges: Exchanges, inboxes: Inboxes[Any, str], key: Any, found: li
 
 
 def test_an_inbox_gets_what_is_for_its_number_and_who_is_lost() -> None:
-    exchanges = Nodes().new()
+    nodes = Nodes()
+    exchanges = nodes.new()
     inboxes: Inboxes[int, str] = Inboxes(exchanges, 0)
     first: list[Letter[str]] = []
     second: list[Letter[str]] = []
@@ -192,17 +197,18 @@ def test_an_inbox_gets_what_is_for_its_number_and_who_is_lost() -> None:
     inboxes.put(2, "a", "two")
     inboxes.put(3, "a", "three")
     inboxes.lost("b", "gone")
-    exchanges.run(0.0)
+    nodes.catch_up()
     assert first == [("a", "one"), ("b", Lost("gone"))]
     assert second == [("a", "two"), ("b", Lost("gone"))]
     exchange.cancel()
     inboxes.put(1, "a", "late")
-    exchanges.run(0.0)
+    nodes.catch_up()
     assert len(first) == 2
 
 
 def test_what_comes_early_waits_within_its_bytes() -> None:
-    exchanges = Nodes().new()
+    nodes = Nodes()
+    exchanges = nodes.new()
     inboxes: Inboxes[tuple[int, int], str] = Inboxes(exchanges, (0, 0), early_limit=10)
     inboxes.put((1, 1), "a", "given up with what is newer", 4)
     inboxes.put((1, 2), "a", "kept", 6)
@@ -211,12 +217,13 @@ def test_what_comes_early_waits_within_its_bytes() -> None:
     inboxes.put((1, 1), "b", "older than what it has begun", 1)
     found: list[Letter[str]] = []
     taking(exchanges, inboxes, (1, 2), found)
-    exchanges.run(0.0)
+    nodes.catch_up()
     assert found == [("a", "kept"), ("b", "of another")]
 
 
 def test_who_sends_more_than_is_read_is_as_good_as_lost_and_fills_nothing() -> None:
-    exchanges = Nodes().new()
+    nodes = Nodes()
+    exchanges = nodes.new()
     inboxes: Inboxes[int, str] = Inboxes(exchanges, 0, open_limit=10 * ITEM)
     found: list[Letter[str]] = []
     taking(exchanges, inboxes, 1, found)
@@ -225,39 +232,42 @@ def test_who_sends_more_than_is_read_is_as_good_as_lost_and_fills_nothing() -> N
         inboxes.put(1, "a", "much", ITEM)
         inboxes.put(1, "a", "nothing", 0)
     inboxes.put(1, "b", "goes on", ITEM)
-    exchanges.run(0.0)
+    nodes.catch_up()
     assert [item for peer, item in found if peer == "b"] == ["of another", "goes on"]
     (lost,) = [item for peer, item in found if peer == "a"]
     assert lost == Lost("a has sent more than the 10240 bytes that may wait here of one peer", 6)
     inboxes.put(1, "a", "again", 0)
-    exchanges.run(0.0)
+    nodes.catch_up()
     assert len(found) == 3
 
 
 def test_what_is_read_makes_room() -> None:
-    exchanges = Nodes().new()
+    nodes = Nodes()
+    exchanges = nodes.new()
     inboxes: Inboxes[int, str] = Inboxes(exchanges, 0, open_limit=4 * ITEM)
     found: list[Letter[str]] = []
     taking(exchanges, inboxes, 1, found)
     for _ in range(100):
         inboxes.put(1, "a", "some", 3 * ITEM)
-        exchanges.run(0.0)
+        nodes.catch_up()
     assert [item for _, item in found] == ["some"] * 100
 
 
 def test_peers_that_are_ahead_fill_only_so_much_together() -> None:
-    exchanges = Nodes().new()
+    nodes = Nodes()
+    exchanges = nodes.new()
     inboxes: Inboxes[int, str] = Inboxes(exchanges, 0, early_limit=10)
     for number in range(20):
         inboxes.put(1, f"n{number}", "early", 10)
     found: list[Letter[str]] = []
     taking(exchanges, inboxes, 1, found)
-    exchanges.run(0.0)
+    nodes.catch_up()
     assert len(found) == PEERS
 
 
 def test_what_is_forgotten_does_not_come_back() -> None:
-    exchanges = Nodes().new()
+    nodes = Nodes()
+    exchanges = nodes.new()
     inboxes: Inboxes[int, str] = Inboxes(exchanges, 0, early_limit=10)
     inboxes.put(1, "a", "old", 1)
     inboxes.put(3, "b", "new", 1)
@@ -267,7 +277,7 @@ def test_what_is_forgotten_does_not_come_back() -> None:
     new: list[Letter[str]] = []
     taking(exchanges, inboxes, 1, old)
     taking(exchanges, inboxes, 3, new)
-    exchanges.run(0.0)
+    nodes.catch_up()
     assert (old, new) == ([], [("b", "new")])
 
 

@@ -8,23 +8,22 @@ import virtual_time
 
 from planaria.node.machine.compute import ComputeThread
 from planaria.node.ports import Priority
-from planaria.node.wire.exchange import Outcome
-from planaria.node.wire.looped import ClosedError, LoopedExchanges
+from planaria.node.wire.exchange import ClosedError, Exchanges, Outcome
 from tests.harness.network import AtOnce
 
 
-def looped() -> LoopedExchanges:
+def on_loop() -> Exchanges:
     def crashed(error: BaseException) -> None:
         raise AssertionError from error
 
-    return LoopedExchanges(AtOnce(), asyncio.get_running_loop(), crashed)
+    return Exchanges(AtOnce(), asyncio.get_running_loop(), crashed)
 
 
 async def test_what_is_computed_in_the_thread_goes_on_in_the_loop() -> None:
     loop = asyncio.get_running_loop()
     over: asyncio.Future[list[str]] = loop.create_future()
     compute = ComputeThread("works-here", loop)
-    exchanges = LoopedExchanges(compute, loop, over.set_exception)
+    exchanges = Exchanges(compute, loop, over.set_exception)
 
     async def work() -> None:
         names = [threading.current_thread().name]
@@ -72,7 +71,7 @@ def test_time_that_passes_wakes_them_in_its_order() -> None:
     told = []
 
     async def main() -> None:
-        exchanges = looped()
+        exchanges = on_loop()
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         async def work(seconds: float) -> None:
@@ -91,7 +90,7 @@ def test_time_that_passes_wakes_them_in_its_order() -> None:
 
 def test_none_goes_on_once_they_are_closed() -> None:
     async def main() -> bool:
-        exchanges = looped()
+        exchanges = on_loop()
         outcome: Outcome[None] = Outcome(exchanges)
 
         async def work(outcome: Outcome[None]) -> None:
@@ -110,7 +109,7 @@ def test_none_goes_on_once_they_are_closed() -> None:
 
 def test_a_task_that_waits_for_an_exchange_is_told_and_gives_it_up() -> None:
     async def main() -> list[str]:
-        exchanges, said = looped(), []
+        exchanges, said = on_loop(), []
 
         async def work(seconds: float) -> str:
             try:
@@ -132,7 +131,7 @@ def test_a_task_that_waits_for_an_exchange_is_told_and_gives_it_up() -> None:
 
 def test_who_waits_for_an_exchange_that_is_closed_is_told_why() -> None:
     async def main() -> float:
-        exchanges, loop = looped(), asyncio.get_running_loop()
+        exchanges, loop = on_loop(), asyncio.get_running_loop()
         loop.call_later(2.0, exchanges.close, "its seat was given back")
         for _ in ("begun before", "asked for afterwards"):
             with pytest.raises(ClosedError, match="its seat was given back"):
