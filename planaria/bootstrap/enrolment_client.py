@@ -27,6 +27,7 @@ from planaria.bootstrap.authority import (
 )
 from planaria.bootstrap.credentials import Certified, Credentials, about_time
 from planaria.bootstrap.enrolment_pb2 import EnrolReply, EnrolRequest, Invitation
+from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.files import write_secret
 from planaria.bootstrap.gate import ENROL
 from planaria.bootstrap.grpc_transport import GrpcTransport
@@ -44,7 +45,7 @@ SOONEST: Final = 1.0  # minimum seconds between two renewals
 _MARK: Final = b"-----BEGIN "
 
 
-class EnrolmentUnreachable(Exception):  # noqa: N818  what it says
+class EnrolmentUnreachable(UserError):  # noqa: N818  what it says
     """No answer before the deadline; the message names the address, the error and the remedy."""
 
 

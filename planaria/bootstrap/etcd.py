@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 from planaria.bootstrap.address import Address
+from planaria.bootstrap.errors import UserError
 
 ATTEMPT: Final = 1.0  # seconds until one etcd node times out
 LONGEST_ANSWER: Final = 64 * 2**20  # bytes
@@ -32,7 +33,7 @@ class EtcdAway(Exception):  # noqa: N818  what it says
     and their errors."""
 
 
-class EtcdRefused(Exception):  # noqa: N818  an answer, not a fault
+class EtcdRefused(UserError):  # noqa: N818  an answer, not a fault
     """etcd refused the request, and a retry won't help; the message says why."""
 
 

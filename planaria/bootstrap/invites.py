@@ -26,6 +26,7 @@ from google.protobuf.message import DecodeError
 from planaria.bootstrap.address import Address
 from planaria.bootstrap.authority import Role, Who, to_der, to_pem
 from planaria.bootstrap.enrolment_pb2 import Invitation
+from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.identity import INSTANCE_LETTERS
 from planaria.bootstrap.spelling import misspelt
 
@@ -49,7 +50,7 @@ class AllowedError(ValueError):
     """The file is unusable; the message names the line and the reason."""
 
 
-class NotAdmitted(Exception):  # noqa: N818  an answer, not a fault
+class NotAdmitted(UserError):  # noqa: N818  an answer, not a fault
     """The caller gets no certificate; the message says why and what to do."""
 
 

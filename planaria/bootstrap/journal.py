@@ -14,6 +14,7 @@ from zlib import crc32
 
 from google.protobuf.message import DecodeError
 
+from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.files import replace_file
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import View
@@ -23,7 +24,7 @@ MARKER = b"planaria journal 2\n"
 CHECKSUM_BYTES = 4
 
 
-class JournalError(Exception):
+class JournalError(UserError):
     """The journal is unusable; the message says why and names the remedy."""
 
 

@@ -20,6 +20,7 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
+from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.etcd import (
     Body,
     Etcd,
@@ -48,7 +49,7 @@ ASKED: Final = 2.0  # seconds for a request outside of a term
 READ: Final = 30.0  # seconds to read all decisions; the lease is renewed meanwhile
 
 
-class StoreError(Exception):
+class StoreError(UserError):
     """The data in etcd is unusable; the message says why and what to do."""
 
 

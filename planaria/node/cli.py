@@ -16,7 +16,7 @@ from typer.main import get_command
 
 from planaria.node.commands import looking, machines, models, operating, saves
 from planaria.node.commands.data import data_app
-from planaria.node.commands.terminal import end, refuse, warn
+from planaria.node.commands.terminal import end, refuse, refusing, warn
 from planaria.node.commands.up import up_command
 from planaria.node.launch.secret_words import warnings
 from planaria.node.machine.extras import remedy
@@ -67,6 +67,10 @@ class _Commands(TyperGroup):
         if cmd_name in IN_LAB:
             end(f"planaria {cmd_name} is in another package: pip install planaria-lab")
         return None
+
+    def invoke(self, ctx: Any) -> Any:
+        with refusing():
+            return super().invoke(ctx)
 
 
 app = typer.Typer(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planaria.node.commands.terminal import console, errors, refusing
+from planaria.node.commands.terminal import console, errors
 from planaria.node.launch.options import flattened
 
 if TYPE_CHECKING:
@@ -51,21 +51,17 @@ def chaos(context: typer.Context, options: ChaosOptions) -> None:
     """Train with a swarm on this machine under a random schedule of faults, each of which ends
     after a while: nodes are killed, stopped, cut off, hung, slowed, or compute wrong results.
     Prints a table; exit status 1: a promise was broken. Runs with a result in --out are skipped."""
-    from planaria.node.data.corpus import CorpusError
-    from planaria.node.run_file import RunFileError
     from planaria_lab.chaos.schedule import Shape, schedule
-    from planaria_lab.chaos.swarm import ChaosError
 
     if context.invoked_subcommand is not None:
         return
-    with refusing(ChaosError, CorpusError, RunFileError, ValueError, OSError):
-        kinds = {"kinds": tuple(options.kind)} if options.kind else {}
-        shape = Shape(options.stages, options.replicas, **kinds, rate=options.rate)
-        run, minutes = _small_run(options.run_file, shape, options.out), options.minutes
-        failed = False
-        for piece in range(options.seed, options.seed + options.pieces):
-            schedule(piece, minutes, shape)  # raises before the first run begins
-            failed |= not _run_one(run, shape, minutes, piece, options.out, options.logs)
+    kinds = {"kinds": tuple(options.kind)} if options.kind else {}
+    shape = Shape(options.stages, options.replicas, **kinds, rate=options.rate)
+    run, minutes = _small_run(options.run_file, shape, options.out), options.minutes
+    failed = False
+    for piece in range(options.seed, options.seed + options.pieces):
+        schedule(piece, minutes, shape)  # raises before the first run begins
+        failed |= not _run_one(run, shape, minutes, piece, options.out, options.logs)
     raise typer.Exit(1 if failed else 0)
 
 
@@ -76,9 +72,8 @@ def report(
     """Write table.md of all the runs in a folder."""
     from planaria_lab.chaos.report import TABLE, read_outcomes, table
 
-    with refusing(ValueError, OSError):
-        text = table(read_outcomes(folder))
-        (folder / TABLE).write_text(text, encoding="utf-8")
+    text = table(read_outcomes(folder))
+    (folder / TABLE).write_text(text, encoding="utf-8")
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

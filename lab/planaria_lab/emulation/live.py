@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from planaria.node.commands.terminal import console, refusing
+from planaria.node.commands.terminal import console
 from planaria.node.launch.options import flattened
 
 app = typer.Typer(help="Measure what each policy costs a real swarm behind emulated links.")
@@ -62,11 +62,8 @@ class LiveOptions:
 def live(options: LiveOptions) -> None:
     """Measure what each policy costs a real swarm behind emulated links: seconds per step, bytes,
     and the stall after a loss. Needs root. It can be stopped and started again."""
-    from planaria.node.data.corpus import CorpusError
-    from planaria.node.local.swarm import SwarmError
-    from planaria.node.run_file import RunFileError, load, loads
-    from planaria_lab.emulation.emulation import EmulationError
-    from planaria_lab.emulation.links import WAN_LINKS, LinkError, all_alike, read_links
+    from planaria.node.run_file import load, loads
+    from planaria_lab.emulation.links import WAN_LINKS, all_alike, read_links
     from planaria_lab.emulation.live_study import (
         KILL,
         POLICIES,
@@ -77,19 +74,17 @@ def live(options: LiveOptions) -> None:
         with_data,
         write_results,
     )
-    from planaria_lab.emulation.live_swarm import LiveError, machines
+    from planaria_lab.emulation.live_swarm import machines
 
-    kinds = (LiveError, EmulationError, LinkError, RunFileError, CorpusError, SwarmError)
-    with refusing(*kinds):
-        site, uplink = options.site, options.uplink
-        run = with_data(load(options.run_file) if options.run_file else loads(RUN))
-        nodes = machines(run)
-        if site:
-            network = at_sites(nodes, site, read_links(options.table or WAN_LINKS), uplink)
-        else:
-            delay, mbps, jitter = options.delay, options.mbps, options.jitter
-            network = all_alike(nodes, delay, mbps, uplink, loss=options.loss, jitter_ms=jitter)
-        setting = Setting(run, network, tuple(options.kill or [KILL]))
-        policies = options.policy or list(POLICIES)
-        samples = measure_all(setting, policies, options.blocks, options.device, options.out)
-        console.print(write_results(setting, samples, options.out), highlight=False, soft_wrap=True)
+    site, uplink = options.site, options.uplink
+    run = with_data(load(options.run_file) if options.run_file else loads(RUN))
+    nodes = machines(run)
+    if site:
+        network = at_sites(nodes, site, read_links(options.table or WAN_LINKS), uplink)
+    else:
+        delay, mbps, jitter = options.delay, options.mbps, options.jitter
+        network = all_alike(nodes, delay, mbps, uplink, loss=options.loss, jitter_ms=jitter)
+    setting = Setting(run, network, tuple(options.kill or [KILL]))
+    policies = options.policy or list(POLICIES)
+    samples = measure_all(setting, policies, options.blocks, options.device, options.out)
+    console.print(write_results(setting, samples, options.out), highlight=False, soft_wrap=True)

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from rich.console import Console
 
+from planaria.bootstrap.errors import UserError
 from planaria.node.local.swarm import Kill, SwarmPlan, up
 from planaria.node.report.event_log import Tail
 from planaria.node.report.events import Committed, Entry, Killed, StageRebuilt, entries
@@ -31,7 +32,7 @@ LOOK: Final = 0.05
 OnStep = Callable[[int], None]
 
 
-class LiveError(Exception):
+class LiveError(UserError):
     """The measurement can't begin or go on; the message says why and what to do."""
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from planaria.node.commands.terminal import console, errors, refusing
+from planaria.node.commands.terminal import console, errors
 from planaria.node.launch.options import flattened
 
 if TYPE_CHECKING:
@@ -142,64 +142,60 @@ def plan(options: PlanOptions) -> None:
     import math
 
     from planaria.node.local.losses import read_trace
-    from planaria.node.run_file import RunFileError, dumps
-    from planaria_lab.emulation.links import LinkError
+    from planaria.node.run_file import dumps
     from planaria_lab.planning.machines import Hardware, alike, probed
     from planaria_lab.planning.planner import (
-        PlanError,
         Question,
         answer,
         narrower,
         with_codecs,
     )
-    from planaria_lab.simulator.swarm import SwarmFiguresError
 
-    with refusing(RunFileError, LinkError, SwarmFiguresError, PlanError, OSError, ValueError):
-        run, wanted, free = _asked(options)
-        hourly, nodes = options.hourly, options.nodes
-        rows = read_trace(options.trace) if options.trace else ()
-        if rows:
-            mean, rate = figures(rows)
-            hourly, nodes = hourly or rate, nodes or max(2, round(mean))
-        hardware = Hardware(
-            nodes=nodes,
-            kind=options.kind,
-            tflops=options.tflops,
-            memory=options.memory,
-            host=options.host_memory,
-            bandwidth=options.bandwidth,
-            price=options.price,
-            cpu=options.cpu,
-        )
-        if options.probe is not None:
-            machines, network = probed(options.probe, hardware)
-        else:
-            links = options.table, options.delay, options.mbps, options.uplink
-            machines, network = alike(hardware, options.site or [], *links)
-        deadline, budget = options.deadline, options.budget
-        question = Question(
-            run=run,
-            vocabulary=run.model.vocabulary or options.vocabulary,
-            machines=machines,
-            network=network,
-            tokens=wanted,
-            hourly=hourly,
-            replacement=options.replacement,
-            start=options.start,
-            storage_mbps=options.storage,
-            deadline=math.inf if deadline is None else deadline,
-            budget=math.inf if budget is None else budget,
-            policies=_policies(options.policy),
-        )
-        question, wider = with_codecs(question, free)
-        result = answer(question)
-        narrow = narrower(question, result.best)
-        replayed = replay(question, rows) if rows else {}
-        out = options.out
-        if options.plot is not None:
-            draw(question, options.plot)
-        if out is not None:
-            out.write_text(dumps(result.best.run), encoding="utf-8")
+    run, wanted, free = _asked(options)
+    hourly, nodes = options.hourly, options.nodes
+    rows = read_trace(options.trace) if options.trace else ()
+    if rows:
+        mean, rate = figures(rows)
+        hourly, nodes = hourly or rate, nodes or max(2, round(mean))
+    hardware = Hardware(
+        nodes=nodes,
+        kind=options.kind,
+        tflops=options.tflops,
+        memory=options.memory,
+        host=options.host_memory,
+        bandwidth=options.bandwidth,
+        price=options.price,
+        cpu=options.cpu,
+    )
+    if options.probe is not None:
+        machines, network = probed(options.probe, hardware)
+    else:
+        links = options.table, options.delay, options.mbps, options.uplink
+        machines, network = alike(hardware, options.site or [], *links)
+    deadline, budget = options.deadline, options.budget
+    question = Question(
+        run=run,
+        vocabulary=run.model.vocabulary or options.vocabulary,
+        machines=machines,
+        network=network,
+        tokens=wanted,
+        hourly=hourly,
+        replacement=options.replacement,
+        start=options.start,
+        storage_mbps=options.storage,
+        deadline=math.inf if deadline is None else deadline,
+        budget=math.inf if budget is None else budget,
+        policies=_policies(options.policy),
+    )
+    question, wider = with_codecs(question, free)
+    result = answer(question)
+    narrow = narrower(question, result.best)
+    replayed = replay(question, rows) if rows else {}
+    out = options.out
+    if options.plot is not None:
+        draw(question, options.plot)
+    if out is not None:
+        out.write_text(dumps(result.best.run), encoding="utf-8")
     if options.as_json:
         console.print_json(data=as_data(result, wider, narrow, replayed))
         return

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from planaria.node.commands.terminal import console, errors, refusing
+from planaria.node.commands.terminal import console, errors
 
 app = typer.Typer(help="Measure what blocking and overlapped saves cost a real swarm.")
 
@@ -21,17 +21,12 @@ def saves(
 ) -> None:
     """Measure what saves cost a real swarm, blocking and overlapped, with and without a failure of
     all its processes. It can be stopped and started again."""
-    from planaria.node.data.corpus import CorpusError
-    from planaria.node.local.swarm import SwarmError
-    from planaria.node.run_file import RunFileError, loads
-    from planaria_lab.convergence.study import StudyError
+    from planaria.node.run_file import loads
     from planaria_lab.emulation.live_study import with_data
     from planaria_lab.saves.study import RUN, measure_all, write_results
-    from planaria_lab.saves.swarm import SavesError
 
     def say(sentence: str) -> None:
         errors.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
-    with refusing(SavesError, SwarmError, StudyError, RunFileError, CorpusError):
-        rows = measure_all(with_data(loads(RUN)), blocks, out, say)
-        console.print(write_results(rows, out), markup=False, highlight=False, soft_wrap=True)
+    rows = measure_all(with_data(loads(RUN)), blocks, out, say)
+    console.print(write_results(rows, out), markup=False, highlight=False, soft_wrap=True)

@@ -19,6 +19,7 @@ from typing import Any, Final, Literal
 
 from rich.console import Console
 
+from planaria.bootstrap.errors import UserError
 from planaria.node.launch.own_folders import folder_options
 from planaria.node.local.resume import RUN_FILE
 from planaria.node.local.swarm import (
@@ -44,7 +45,7 @@ FIRST: Final = 3
 """Step from which on seconds count: before it processes warm up."""
 
 
-class SavesError(Exception):
+class SavesError(UserError):
     """The measurement can't begin or go on; the message says why and what to do."""
 
 

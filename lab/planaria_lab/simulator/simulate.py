@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planaria.node.commands.terminal import console, refusing
+from planaria.node.commands.terminal import console
 from planaria.node.launch.options import flattened
 
 if TYPE_CHECKING:
@@ -96,39 +96,38 @@ def simulate(options: SimulateOptions) -> None:
 
     from planaria.node.local.losses import read_trace
     from planaria.node.model.shape import model_config
-    from planaria.node.run_file import RunFileError, load
-    from planaria_lab.emulation.links import WAN_LINKS, LinkError, read_links
+    from planaria.node.run_file import load
+    from planaria_lab.emulation.links import WAN_LINKS, read_links
     from planaria_lab.simulator.churn import HOUR, Churn
     from planaria_lab.simulator.run import simulate_run
     from planaria_lab.simulator.step import simulate_step
-    from planaria_lab.simulator.swarm import SwarmFiguresError, one_site, seconds_at, sites, uniform
+    from planaria_lab.simulator.swarm import one_site, seconds_at, sites, uniform
 
-    with refusing(RunFileError, LinkError, SwarmFiguresError, ValueError):
-        run, site, seed = load(options.run_file), options.site, options.seed
-        config = model_config(run.model, run.model.vocabulary or options.vocabulary)
-        if site:
-            uplinks = {} if options.uplink is None else dict.fromkeys(site, options.uplink)
-            network = sites(read_links(options.table or WAN_LINKS), uplinks, site)
-        else:
-            network = one_site(options.delay, options.mbps)
-        seconds = {
-            stage: seconds_at(run, config, stage, options.flops, options.memory)
-            for stage in range(config.stages + 1)
-        }
-        swarm = uniform(run, config, network, seconds, options.nodes, site)
-        swarm = replace(swarm, storage_mbps=options.storage, blocking=options.blocking)
-        churn = Churn(
-            hourly=options.hourly,
-            shape=options.shape,
-            of="stage" if options.whole else "node",
-            at=_listed(options.kill or [], swarm, options.per_step, seed),
-            trace=read_trace(options.trace) if options.trace else (),
-            silent=options.silent,
-            notice=options.notice,
-            replacement=options.replacement,
-        )
-        _print_step(swarm, simulate_step(swarm))
-        _print_run(simulate_run(swarm, churn, seed, options.limit * HOUR))
+    run, site, seed = load(options.run_file), options.site, options.seed
+    config = model_config(run.model, run.model.vocabulary or options.vocabulary)
+    if site:
+        uplinks = {} if options.uplink is None else dict.fromkeys(site, options.uplink)
+        network = sites(read_links(options.table or WAN_LINKS), uplinks, site)
+    else:
+        network = one_site(options.delay, options.mbps)
+    seconds = {
+        stage: seconds_at(run, config, stage, options.flops, options.memory)
+        for stage in range(config.stages + 1)
+    }
+    swarm = uniform(run, config, network, seconds, options.nodes, site)
+    swarm = replace(swarm, storage_mbps=options.storage, blocking=options.blocking)
+    churn = Churn(
+        hourly=options.hourly,
+        shape=options.shape,
+        of="stage" if options.whole else "node",
+        at=_listed(options.kill or [], swarm, options.per_step, seed),
+        trace=read_trace(options.trace) if options.trace else (),
+        silent=options.silent,
+        notice=options.notice,
+        replacement=options.replacement,
+    )
+    _print_step(swarm, simulate_step(swarm))
+    _print_run(simulate_run(swarm, churn, seed, options.limit * HOUR))
 
 
 def _listed(
@@ -232,15 +231,11 @@ def table2(
     """Write CheckFree's Table 2: iteration and train times, four policies, three failure rates."""
     from rich.progress import track
 
-    from planaria_lab.emulation.links import WAN_LINKS, LinkError, read_links
-    from planaria_lab.simulator.swarm import SwarmFiguresError
+    from planaria_lab.emulation.links import WAN_LINKS, read_links
     from planaria_lab.simulator.table2 import draw, findings, lab_factors, table
 
-    with refusing(LinkError, SwarmFiguresError):
-        site_links = read_links(links or WAN_LINKS)
-        drawn = [
-            draw(site_links, seed, number) for number in track(range(draws), "choices of sites")
-        ]
+    site_links = read_links(links or WAN_LINKS)
+    drawn = [draw(site_links, seed, number) for number in track(range(draws), "choices of sites")]
     factors = lab_factors(study) if study is not None else None
     text = f"{table(drawn, factors)}\n{findings(drawn, factors)}"
     out.mkdir(parents=True, exist_ok=True)
@@ -258,32 +253,24 @@ def check(
     can be stopped and started again."""
     from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-    from planaria.node.data.corpus import CorpusError
-    from planaria.node.local.swarm import SwarmError
-    from planaria.node.run_file import RunFileError
-    from planaria_lab.emulation.emulation import EmulationError
-    from planaria_lab.emulation.links import LinkError
     from planaria_lab.emulation.live_study import with_data
-    from planaria_lab.emulation.live_swarm import LiveError
     from planaria_lab.simulator import check as checking
 
-    kinds = (LiveError, EmulationError, LinkError, RunFileError, CorpusError, SwarmError)
-    with refusing(*kinds):
-        path = out / checking.SAMPLES
-        samples = checking.read_samples(path)
-        vocabulary = with_data(checking.PLAIN.run()).model.vocabulary
-        assert vocabulary is not None
-        columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console) as progress:
-            for case in checking.missing(samples, blocks):
-                task = progress.add_task(case.name, total=checking.STEPS)
+    path = out / checking.SAMPLES
+    samples = checking.read_samples(path)
+    vocabulary = with_data(checking.PLAIN.run()).model.vocabulary
+    assert vocabulary is not None
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        for case in checking.missing(samples, blocks):
+            task = progress.add_task(case.name, total=checking.STEPS)
 
-                def on_step(step: int, task: TaskID = task) -> None:
-                    progress.update(task, completed=step)
+            def on_step(step: int, task: TaskID = task) -> None:
+                progress.update(task, completed=step)
 
-                sample = checking.measure_case(case, device, on_step)
-                checking.append(path, sample)
-                samples.append(sample)
-        text = checking.table(*checking.compare(samples, vocabulary))
+            sample = checking.measure_case(case, device, on_step)
+            checking.append(path, sample)
+            samples.append(sample)
+    text = checking.table(*checking.compare(samples, vocabulary))
     (out / checking.TABLE).write_text(text, encoding="utf-8")
     console.print(text, markup=False, highlight=False, soft_wrap=True)

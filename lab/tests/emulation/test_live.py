@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
+from planaria.node.cli import app
 from planaria.node.report.events import entries
 from planaria.node.run_file import loads
 from planaria_lab.emulation.emulation import EmulationError, emulate
 from planaria_lab.emulation.links import WAN_LINKS, LinkError, all_alike, read_links
-from planaria_lab.emulation.live import app
 from planaria_lab.emulation.live_study import (
     POLICIES,
     SAMPLE,
@@ -207,15 +206,13 @@ def test_neighbouring_stages_are_at_different_sites():
     ],
 )
 def test_what_is_asked_for_must_be_there(asked, words, data, tmp_path, monkeypatch):
-    """As a part of another command, as `planaria lab live` is one."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text(RUN.format(steps=20, data=data))
-    lab = typer.Typer()
-    lab.add_typer(app, name="live")
-    refused = CliRunner().invoke(lab, ["live", "--run", "run.toml", "--out", "results", *asked])
+    command = ["lab", "live", "--run", "run.toml", "--out", "results"]
+    refused = CliRunner().invoke(app, [*command, *asked])
     assert refused.exit_code == 1
     assert words in refused.stderr
-    assert CliRunner().invoke(lab, ["live", "--help"]).exit_code == 0
+    assert CliRunner().invoke(app, ["lab", "live", "--help"]).exit_code == 0
 
 
 # --- a real swarm
@@ -256,7 +253,9 @@ def start(folder: Path, data: Path, steps: int) -> subprocess.Popen[str]:
         [
             sys.executable,
             "-c",
-            "from planaria_lab.emulation.live import app; app()",
+            "from planaria.node.cli import app; app()",
+            "lab",
+            "live",
             *arguments,
             *policies,
         ],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
-from planaria.node.commands.terminal import console, interruptible, refusing, tracking
+from planaria.node.commands.terminal import console, interruptible, tracking
 from planaria.node.data.options import PrepareOptions
 from planaria.node.launch.options import flattened
 
@@ -47,9 +47,8 @@ def data_prepare(
     force: Annotated[bool, typer.Option("--force", help="Replace other prepared data.")] = False,
 ) -> None:
     """Turn text, or conversations, into tokens that training reads."""
-    from planaria.node.data.corpus import CorpusError
 
-    with refusing(CorpusError), interruptible("the same command continues from what is done"):
+    with interruptible("the same command continues from what is done"):
         from planaria.node.data.prepare import prepare
         from planaria.node.data.recipe import Recipe
         from planaria.node.data.spread import spreading
@@ -84,12 +83,11 @@ def data_link(
     out: Annotated[Path, typer.Option(help="Folder to write.")],
 ) -> None:
     """Make a folder that links to prepared data elsewhere; only what is needed is read."""
-    from planaria.node.data.corpus import Corpus, CorpusError
+    from planaria.node.data.corpus import Corpus
     from planaria.node.data.elsewhere import stand_in
 
-    with refusing(CorpusError):
-        stand_in(url, out)
-        _print_corpus(Corpus.open(out))
+    stand_in(url, out)
+    _print_corpus(Corpus.open(out))
 
 
 @data_app.command("inspect")
@@ -103,19 +101,17 @@ def data_inspect(
     context: Annotated[int, typer.Option(min=1, help="Tokens of a document to show.")] = 128,
 ) -> None:
     """Show the contents of prepared data, and its first documents; or how a run uses its data."""
-    from planaria.node.data.corpus import Corpus, CorpusError
-    from planaria.node.run_file import RunFileError
+    from planaria.node.data.corpus import Corpus
 
-    with refusing(CorpusError, RunFileError):
-        if path.is_file():
-            _print_data_of_run(path)
-            return
-        corpus = Corpus.open(path, verify)
-        _print_corpus(corpus)
-        if verify:
-            console.print("checksums: correct")
-        marks = "\u27e6\u27e7" if console.encoding.startswith("utf") else ("[[", "]]")
-        texts = _first_documents(corpus, context, *marks)
+    if path.is_file():
+        _print_data_of_run(path)
+        return
+    corpus = Corpus.open(path, verify)
+    _print_corpus(corpus)
+    if verify:
+        console.print("checksums: correct")
+    marks = "\u27e6\u27e7" if console.encoding.startswith("utf") else ("[[", "]]")
+    texts = _first_documents(corpus, context, *marks)
     console.print(
         f"\nfirst documents to train on, {context} tokens of each at most"
         + (f", what is scored in {''.join(marks)}:" if corpus.masked else ":"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from planaria.node.commands.registry import ask_registry, credentials_for
-from planaria.node.commands.terminal import console, end, errors, refusing
+from planaria.node.commands.terminal import console, end, errors
 from planaria.node.launch.options import (
     LOOPBACK,
     Http,
@@ -42,12 +42,10 @@ def status_command(
     ] = False,
 ) -> None:
     """Show a run: its members, its steps, and why the registry did what."""
-    from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.page.status_page import status
 
-    with refusing(CredentialsError, ValueError):
-        credentials = credentials_for(join, security)
-        ask_registry(join, credentials, lambda client: status(client, console, watch, as_json))
+    credentials = credentials_for(join, security)
+    ask_registry(join, credentials, lambda client: status(client, console, watch, as_json))
 
 
 @flattened
@@ -67,23 +65,21 @@ def logs_command(
     ] = False,
 ) -> None:
     """Show the last lines of a node's log."""
-    from planaria.bootstrap.credentials import CredentialsError
-    from planaria.node.report.logs import LogsError, logs
+    from planaria.node.report.logs import logs
     from planaria.node.wire.observer_client import over_streams
 
-    with refusing(CredentialsError, LogsError, ValueError):
-        credentials = credentials_for(join, security)
+    credentials = credentials_for(join, security)
 
-        async def show(client: RegistryClient) -> None:
-            reach = await client.reach()
+    async def show(client: RegistryClient) -> None:
+        reach = await client.reach()
 
-            def converse(run: str) -> Converse:
-                return over_streams(run, credentials, reach)
+        def converse(run: str) -> Converse:
+            return over_streams(run, credentials, reach)
 
-            say = partial(console.out, highlight=False)
-            await logs(client, converse, node, lines, follow, say)
+        say = partial(console.out, highlight=False)
+        await logs(client, converse, node, lines, follow, say)
 
-        ask_registry(join, credentials, show)
+    ask_registry(join, credentials, show)
 
 
 @flattened
@@ -101,8 +97,7 @@ def probe_command(
     """Measure the nodes of a swarm and the links between them, while it trains or waits."""
     import json
 
-    from planaria.bootstrap.credentials import CredentialsError
-    from planaria.node.report.probe import ProbeError, probe, table
+    from planaria.node.report.probe import probe, table
 
     async def measure(client: RegistryClient) -> None:
         measurements = await probe(client, wait, lambda text: console.print(text, style="dim"))
@@ -114,8 +109,7 @@ def probe_command(
             for part in table(measurements):
                 console.print(part)
 
-    with refusing(CredentialsError, ProbeError, ValueError, OSError):
-        ask_registry(join, credentials_for(join, security), measure)
+    ask_registry(join, credentials_for(join, security), measure)
 
 
 @flattened
@@ -136,34 +130,28 @@ def page_command(
 ) -> None:
     """Show a run in the browser: one that has left files, at any moment of it, or, for who has an
     invite, one that lives, with its figures for Prometheus."""
-    from planaria.bootstrap.credentials import CredentialsError
 
     if (folder is None) == (join is None):
         end("name one run: a folder that it wrote, or --join INVITE of a running one")
-    with refusing(CredentialsError, OSError, ValueError):
-        place = security.place(http, insecure)
-        if place is None:
-            raise ValueError("--http none: the page needs an address, --http HOST:PORT")
-        if join is None:
-            assert folder is not None
-            _replay(folder, place, price)
-        elif price is not None:
-            raise ValueError(
-                f"--price {price:g}: for a running run, give it to `planaria bootstrap`"
-            )
-        else:
-            _follow(join, place, credentials_for(join, security))
+    place = security.place(http, insecure)
+    if place is None:
+        raise ValueError("--http none: the page needs an address, --http HOST:PORT")
+    if join is None:
+        assert folder is not None
+        _replay(folder, place, price)
+    elif price is not None:
+        raise ValueError(f"--price {price:g}: for a running run, give it to `planaria bootstrap`")
+    else:
+        _follow(join, place, credentials_for(join, security))
 
 
 def _replay(folder: Path, place: PageAddress, price: float | None) -> None:
     import asyncio
 
-    from planaria.node.page.replay import ReplayError, replay_of
+    from planaria.node.page.replay import replay_of
     from planaria.node.page.serving import show
-    from planaria.node.report.ledger import LedgerError
-    from planaria.node.run_file import RunFileError
 
-    with refusing(ReplayError, LedgerError, RunFileError, OSError), suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt):
         with errors.status("reading"):
             replay = replay_of(folder, price)
 
@@ -174,14 +162,12 @@ def _replay(folder: Path, place: PageAddress, price: float | None) -> None:
 
 
 def _follow(join: str, place: PageAddress, credentials: Credentials) -> None:
-    from planaria.node.page.app import UnheardError
     from planaria.node.page.serving import show_living
 
     async def follow(client: RegistryClient) -> None:
         await show_living(client, place, partial(_print_address, "the run"))
 
-    with refusing(OSError, UnheardError):
-        ask_registry(join, credentials, follow)
+    ask_registry(join, credentials, follow)
 
 
 def _print_address(subject: str, url: str) -> None:

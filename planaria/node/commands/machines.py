@@ -16,8 +16,8 @@ import typer
 from rich.markup import escape
 
 from planaria.node.commands.registry import check_there, credentials_for, run_on_loop
-from planaria.node.commands.terminal import console, errors, refuse, refusing, warn
-from planaria.node.launch.errors import NodeCrashed, NodeError
+from planaria.node.commands.terminal import console, errors, refusing, warn
+from planaria.node.launch.errors import NodeCrashed
 from planaria.node.launch.node_options import Addresses, DoctorOptions, NodeOptions
 from planaria.node.launch.options import (
     FILES,
@@ -53,32 +53,21 @@ def node_command(options: NodeOptions) -> None:
     name = options.name or name_of_host(socket.gethostname())
     check_tracker(options.track)
     lines = options.log.begin(name)
-    with refusing(NodeError, ValueError):
-        addresses = Addresses.of(options)
-        metrics = None if options.metrics == "none" else Address.parse(options.metrics)
-        listen, advertise = addresses.listen, addresses.advertise
-        nodes = one_each(options.device.split(","), listen, advertise, options.saves, metrics)
+    addresses = Addresses.of(options)
+    metrics = None if options.metrics == "none" else Address.parse(options.metrics)
+    listen, advertise = addresses.listen, addresses.advertise
+    nodes = one_each(options.device.split(","), listen, advertise, options.saves, metrics)
     watched = is_watched()
     if not watched:
         check_there(addresses.registries, [Reachability.UNKNOWN], TRY_AGAIN)
-    with refusing(NodeError, ValueError):
-        check_reachable(addresses)
+    check_reachable(addresses)
     again = options.restart == "always"
     if not watched and (again or len(nodes) > 1):
         raise typer.Exit(asyncio.run(supervise(nodes, options.grace, again)))
 
-    from planaria.bootstrap.client import JoinRefused
-    from planaria.bootstrap.credentials import CredentialsError
-    from planaria.bootstrap.invites import NotAdmitted
-    from planaria.node.data.corpus import CorpusError
     from planaria.node.launch.begin import Setup, begin
-    from planaria.node.report.ledger import LedgerError
-    from planaria.node.run_file import RunFileError
-    from planaria.node.state.stage_state import SaveError
 
-    kinds = (JoinRefused, NotAdmitted, NodeError, CorpusError, LedgerError, RunFileError)
-    refused = (*kinds, CredentialsError, SaveError, OSError, ValueError)
-    with ending_hanging_threads(), exit_status_by_error(), refusing(*refused):
+    with ending_hanging_threads(), exit_status_by_error():
         security = options.security
         setup = Setup(
             options,
@@ -126,7 +115,7 @@ def ending_hanging_threads() -> Iterator[None]:
 
 @contextmanager
 def exit_status_by_error() -> Iterator[None]:
-    """Turn errors that a restart may mend into their exit statuses, TRY_AGAIN and CRASHED."""
+    """Turn errors into exit statuses: TRY_AGAIN and CRASHED if a restart may mend them."""
     import logging
 
     from planaria.bootstrap.client import RegistryUnreachable
@@ -134,12 +123,10 @@ def exit_status_by_error() -> Iterator[None]:
     from planaria.node.launch.supervisor import CRASHED, TRY_AGAIN
 
     try:
-        yield
+        with refusing({EnrolmentUnreachable: TRY_AGAIN, RegistryUnreachable: TRY_AGAIN}):
+            yield
     except (typer.Exit, ModuleNotFoundError):
         raise
-    except (EnrolmentUnreachable, RegistryUnreachable) as error:
-        refuse(str(error))
-        raise typer.Exit(TRY_AGAIN) from error
     except NodeCrashed as crash:
         logging.error("the node has crashed: %s", crash, exc_info=crash.__cause__)
         raise typer.Exit(CRASHED) from crash
@@ -258,69 +245,57 @@ class BootstrapOptions:
 def bootstrap_command(options: BootstrapOptions) -> None:
     """Run the registry: who serves what, and the page on which one watches."""
     from planaria.bootstrap.address import Address
-    from planaria.bootstrap.admission import AdmissionError
-    from planaria.bootstrap.credentials import CredentialsError
-    from planaria.bootstrap.etcd import EtcdRefused
     from planaria.bootstrap.invites import read_allowed
-    from planaria.bootstrap.journal import JournalError
-    from planaria.bootstrap.store import StoreError
     from planaria.node.commands.bootstrapping import Bootstrapping
-    from planaria.node.data.corpus import CorpusError
     from planaria.node.launch.resolve import registry_rules, resolve
     from planaria.node.model.learning_rate import too_long
-    from planaria.node.run_file import RunFileError, dumps, load
+    from planaria.node.run_file import dumps, load
 
     options.log.begin("registry")
-    kinds = (AdmissionError, CorpusError, CredentialsError, JournalError, RunFileError)
-    with refusing(*kinds, EtcdRefused, StoreError, OSError, ValueError):
-        if options.store and not (options.journal is None is options.after):
-            raise ValueError("--store replaces --journal and --after; leave those out")
-        listen = Address.parse(options.listen)  # checked first: resolving a model takes time
-        insecure = options.insecure or options.insecure_http
-        page = options.security.place(options.http, insecure)
-        run = resolve(load(options.run_file))
-        if problem := too_long(run):
-            warn(problem)
-        bootstrapping = Bootstrapping(
-            options,
-            listen,
-            rules=replace(
-                registry_rules(run),
-                max_per_block=options.most_per_block,
-                allowed=None if options.allow is None else read_allowed(options.allow),
-            ),
-            run_file=dumps(run),
-            credentials=options.security.credentials(),
-            enrol=None if options.enrol is None else Address.parse(options.enrol),
-            others=[Address.to_dial(other) for other in options.others.split(",") if other],
-            page=page,
-        )
-        if options.store:
-            bootstrapping.among()
-        else:
-            bootstrapping.alone()
+    if options.store and not (options.journal is None is options.after):
+        raise ValueError("--store replaces --journal and --after; leave those out")
+    listen = Address.parse(options.listen)  # checked first: resolving a model takes time
+    insecure = options.insecure or options.insecure_http
+    page = options.security.place(options.http, insecure)
+    run = resolve(load(options.run_file))
+    if problem := too_long(run):
+        warn(problem)
+    bootstrapping = Bootstrapping(
+        options,
+        listen,
+        rules=replace(
+            registry_rules(run),
+            max_per_block=options.most_per_block,
+            allowed=None if options.allow is None else read_allowed(options.allow),
+        ),
+        run_file=dumps(run),
+        credentials=options.security.credentials(),
+        enrol=None if options.enrol is None else Address.parse(options.enrol),
+        others=[Address.to_dial(other) for other in options.others.split(",") if other],
+        page=page,
+    )
+    if options.store:
+        bootstrapping.among()
+    else:
+        bootstrapping.alone()
 
 
 @flattened
 def doctor_command(options: DoctorOptions) -> None:
     """See, in 15 seconds, whether a node with these options could join from this machine; the exit
     status is 0 if all is well, 1 after a warning, 2 after a problem."""
-    from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.launch.advertised import forwarded
     from planaria.node.launch.diagnosis import Grade, findings, lines, worst
     from planaria.node.launch.doctor import Examined, examine
 
-    with refusing(CredentialsError, ValueError):
-        addresses = Addresses.of(options)
-        if options.advertise is None and (
-            forwarded_address := forwarded(addresses.listen, os.environ)
-        ):
-            addresses = addresses._replace(advertise=forwarded_address.address)
-        examined = Examined(options, addresses, credentials_for(options.join, options.security))
-        with errors.status("checking, for at most 15 seconds"):
-            all_findings = findings(
-                run_on_loop(examine(examined, version("planaria"), time.monotonic() - BEGAN))
-            )
+    addresses = Addresses.of(options)
+    if options.advertise is None and (forwarded_address := forwarded(addresses.listen, os.environ)):
+        addresses = addresses._replace(advertise=forwarded_address.address)
+    examined = Examined(options, addresses, credentials_for(options.join, options.security))
+    with errors.status("checking, for at most 15 seconds"):
+        all_findings = findings(
+            run_on_loop(examine(examined, version("planaria"), time.monotonic() - BEGAN))
+        )
     colours = {"ok": "green", "warning": "yellow", "problem": "red"}
     for about, verdict, text in lines(all_findings):
         line = f"[{colours[verdict]}]{verdict:<8}[/] [bold]{about:<10}[/] {escape(text)}"

@@ -18,7 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
 from planaria.node.commands.registry import ask_registry, check_registry, credentials_for
-from planaria.node.commands.terminal import console, end, refusing, tracking
+from planaria.node.commands.terminal import console, end, tracking
 from planaria.node.hugging_face.options import EvaluateOptions, ExportOptions
 from planaria.node.launch.options import Living, OneDevice, Security, flattened
 
@@ -69,47 +69,39 @@ def export_command(
     if options.private and not options.push:
         end("--private needs --push ORG/NAME: it is for a repository on the hub")
 
-    from planaria.bootstrap.credentials import CredentialsError
-    from planaria.node.data.corpus import CorpusError
     from planaria.node.hugging_face.adapters import kind_of_result
     from planaria.node.hugging_face.export import ExportError
     from planaria.node.hugging_face.from_saves import export_saves
     from planaria.node.hugging_face.push import check_push, upload
     from planaria.node.launch.resolve import resolve
-    from planaria.node.local.resume import ResumeError
-    from planaria.node.local.swarm import PLAN, SwarmError, read_plan
+    from planaria.node.local.swarm import PLAN, read_plan
     from planaria.node.report.summary import read_summary
-    from planaria.node.run_file import RunFileError, load
+    from planaria.node.run_file import load
     from planaria.node.state.saves import find_saves
-    from planaria.node.state.stage_state import SaveError
 
-    kinds = (CorpusError, ExportError, ResumeError, RunFileError, SaveError, SwarmError)
-    with refusing(*kinds, CredentialsError, ValueError):
-        if options.push:
-            check_push(options.push)
-        if join is not None:
-            _export_living(join, credentials_for(join, security), options)
-            return
-        assert folders
-        beside = folders[0] / "run.toml"
-        if run_file is None and len(folders) == 1 and not (folders[0] / PLAN).exists():
-            run_file = beside if beside.exists() else None
-        if run_file is not None:
-            run, saves, summary = resolve(load(run_file)), find_saves(*folders), {}
-        elif len(folders) == 1:
-            plan = read_plan(folders[0])
-            run, saves, summary = plan.run, plan.kept.find(), read_summary(plan.out)
-        else:
-            raise ExportError("several folders need --run RUN.toml, the run file of their saves")
-        with tracking("tensors") as track:
-            saved = export_saves(run, saves, summary, options, track)
-        if saved.doubt:
-            _print_line(saved.doubt)
-        _print_line(
-            f"{options.out} has the {kind_of_result(run, options.merged)} of step {saved.step}"
-        )
-        if options.push:
-            upload(options.out, options.push, options.private, _print_line)
+    if options.push:
+        check_push(options.push)
+    if join is not None:
+        _export_living(join, credentials_for(join, security), options)
+        return
+    assert folders
+    beside = folders[0] / "run.toml"
+    if run_file is None and len(folders) == 1 and not (folders[0] / PLAN).exists():
+        run_file = beside if beside.exists() else None
+    if run_file is not None:
+        run, saves, summary = resolve(load(run_file)), find_saves(*folders), {}
+    elif len(folders) == 1:
+        plan = read_plan(folders[0])
+        run, saves, summary = plan.run, plan.kept.find(), read_summary(plan.out)
+    else:
+        raise ExportError("several folders need --run RUN.toml, the run file of their saves")
+    with tracking("tensors") as track:
+        saved = export_saves(run, saves, summary, options, track)
+    if saved.doubt:
+        _print_line(saved.doubt)
+    _print_line(f"{options.out} has the {kind_of_result(run, options.merged)} of step {saved.step}")
+    if options.push:
+        upload(options.out, options.push, options.private, _print_line)
 
 
 def _print_line(line: str) -> None:
@@ -186,19 +178,12 @@ def generate_command(options: GenerateOptions) -> None:
     if folder is not None:
         _check_model(folder)
 
-    from planaria.bootstrap.credentials import CredentialsError
-    from planaria.node.data.corpus import CorpusError
     from planaria.node.hugging_face.dialogue import Dialogue
-    from planaria.node.hugging_face.export import ExportError
     from planaria.node.hugging_face.generate import Sampling, Speaker, texts
     from planaria.node.hugging_face.whole_model import WholeModel
-    from planaria.node.launch.errors import NodeError
-    from planaria.node.model.config import UnsupportedModelError
-    from planaria.node.run_file import RunFileError
     from planaria.node.serve import pick_device
 
-    kinds = (CorpusError, CredentialsError, ExportError, NodeError, RunFileError)
-    with refusing(*kinds, UnsupportedModelError, ValueError), TemporaryDirectory() as downloads:
+    with TemporaryDirectory() as downloads:
         sampling = Sampling(options.temperature, options.top_p, options.seed)
         prompt, tokens = "".join(words), options.tokens
         if join is not None:
@@ -260,10 +245,9 @@ def _converse(answer: Callable[[str], None]) -> None:
 
 def _check_model(folder: Path) -> None:
     """End before torch is loaded if the folder has no exported model."""
-    from planaria.node.model.config import CONFIG, UnsupportedModelError, check_not_adapters
+    from planaria.node.model.config import CONFIG, check_not_adapters
 
-    with refusing(UnsupportedModelError):
-        check_not_adapters(folder)
+    check_not_adapters(folder)
     if not (folder / CONFIG).is_file():
         end(f"{folder} holds no model: name a folder that `planaria export` has written")
 
@@ -293,19 +277,13 @@ def evaluate_command(
     if join is not None:
         check_registry(join)
 
-    from planaria.node.data.corpus import CorpusError, read_index
+    from planaria.node.data.corpus import read_index
 
-    with refusing(CorpusError):
-        read_index(options.data)
+    read_index(options.data)
 
-    from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.hugging_face.evaluate import Evaluation, evaluate
-    from planaria.node.hugging_face.export import ExportError
     from planaria.node.hugging_face.through_swarm import evaluate_swarm
     from planaria.node.hugging_face.whole_model import WholeModel
-    from planaria.node.launch.errors import NodeError
-    from planaria.node.model.config import UnsupportedModelError
-    from planaria.node.run_file import RunFileError
     from planaria.node.serve import pick_device
 
     def show(evaluation: Evaluation) -> None:
@@ -320,16 +298,14 @@ def evaluate_command(
         show(evaluation)
         console.print(f"of the model of step {step}")
 
-    kinds = (CorpusError, CredentialsError, ExportError, NodeError, RunFileError)
-    with refusing(*kinds, UnsupportedModelError, ValueError):
-        if join is not None:
-            credentials = credentials_for(join, security)
-            ask_registry(join, credentials, ask)
-        elif folder is not None:
-            model = WholeModel.load(folder, pick_device(device))
-            with tracking("batches") as track:
-                evaluation = evaluate(model, folder, options, track)
-            show(evaluation)
+    if join is not None:
+        credentials = credentials_for(join, security)
+        ask_registry(join, credentials, ask)
+    elif folder is not None:
+        model = WholeModel.load(folder, pick_device(device))
+        with tracking("batches") as track:
+            evaluation = evaluate(model, folder, options, track)
+        show(evaluation)
 
 
 def presets_command(

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from planaria.node.commands.registry import ask_registry, credentials_for
-from planaria.node.commands.terminal import console, end, refusing, warn
+from planaria.node.commands.terminal import console, end, warn
 from planaria.node.launch.options import Join, Security, flattened
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ class InviteOptions:
 @flattened
 def invite_command(options: InviteOptions) -> None:
     """Invite others to a run: who is given what this prints joins with it."""
-    from planaria.bootstrap.credentials import CredentialsError
     from planaria.bootstrap.enrolment_pb2 import (
         Invitation,
         InviteRequest,
@@ -96,10 +95,9 @@ def invite_command(options: InviteOptions) -> None:
         invitation.MergeFrom(Invitation(secret=made.secret, role=role, stage=stage))
         say(encode(invitation))
 
-    with refusing(CredentialsError, ValueError):
-        invitation = invitation_of(options.join)
-        credentials = credentials_for(options.join, options.security, "operator")
-        ask_registry(options.join, credentials, act)
+    invitation = invitation_of(options.join)
+    credentials = credentials_for(options.join, options.security, "operator")
+    ask_registry(options.join, credentials, act)
 
 
 def _until(ends: float, revoked: bool) -> str:
@@ -113,7 +111,6 @@ def _until(ends: float, revoked: bool) -> str:
 @flattened
 def members_command(join: Join, security: Security) -> None:
     """List who is in a run, who was let in and how, and who is banned."""
-    from planaria.bootstrap.credentials import CredentialsError
     from planaria.bootstrap.enrolment_pb2 import ListEnrolledRequest
     from planaria.bootstrap.spelling import readable
 
@@ -136,8 +133,7 @@ def members_command(join: Join, security: Security) -> None:
             )
         console.print(table)
 
-    with refusing(CredentialsError, ValueError):
-        ask_registry(join, credentials_for(join, security, "operator"), show)
+    ask_registry(join, credentials_for(join, security, "operator"), show)
 
 
 @flattened
@@ -185,10 +181,8 @@ def allow_command(
 
 
 def _command(join: str, security: Security, method: str, request: Message) -> None:
-    from planaria.bootstrap.credentials import CredentialsError
 
     async def act(client: RegistryClient) -> None:
         say((await client.command(method, request)).what)
 
-    with refusing(CredentialsError, ValueError):
-        ask_registry(join, credentials_for(join, security, "operator"), act)
+    ask_registry(join, credentials_for(join, security, "operator"), act)

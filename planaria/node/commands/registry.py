@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
-from planaria.node.commands.terminal import refuse, refusing, warn
+from planaria.node.commands.terminal import refuse, warn
 from planaria.node.launch.options import Security
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ def credentials_for(join: str, security: Security, role: str | None = None) -> C
     """Credentials by the invite in --join, else from files, if given. `role`: required role of the
     invite. Raises InviteError, CredentialsError; ends if the invite is refused."""
     from planaria.bootstrap.credentials import Credentials
-    from planaria.bootstrap.enrolment_client import EnrolmentUnreachable
-    from planaria.bootstrap.invites import NotAdmitted
     from planaria.node.launch.enrolled import check_role, enrolled, folder_of, invitation_of
 
     invitation = invitation_of(join)
@@ -41,8 +39,7 @@ def credentials_for(join: str, security: Security, role: str | None = None) -> C
         async with enrolled(invitation, folder_of(invitation)) as (_, certified):
             return Credentials.of(certified, security.token)
 
-    with refusing(EnrolmentUnreachable, NotAdmitted, OSError):
-        return run_on_loop(come())
+    return run_on_loop(come())
 
 
 def check_registry(join: str) -> None:
@@ -50,8 +47,7 @@ def check_registry(join: str) -> None:
     from planaria.bootstrap.reachability import Reachability
     from planaria.node.launch.enrolled import addresses_of
 
-    with refusing(ValueError):
-        addresses = addresses_of(join)
+    addresses = addresses_of(join)
     check_there(addresses, [Reachability.UNKNOWN, Reachability.REFUSED], 1)
 
 
@@ -63,8 +59,7 @@ def check_there(addresses: Sequence[str], final: Sequence[Reachability], status:
 
     from planaria.bootstrap.reachability import NO_PROXY, NOBODY, dead_end, probe_all, proxies
 
-    with refusing(ValueError):
-        answers = asyncio.run(probe_all(addresses, PROBE))
+    answers = asyncio.run(probe_all(addresses, PROBE))
     proxy = f". {warning}: {NO_PROXY}" if (warning := proxies(os.environ)) else ""
     if why := dead_end(answers, final):
         refuse(f"{why}{proxy}")
@@ -79,7 +74,7 @@ def ask_registry(
     question: Callable[[RegistryClient], Coroutine[object, object, None]],
 ) -> None:
     """Ask the registry, without a time limit, until it has answered or Ctrl-C."""
-    from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
+    from planaria.bootstrap.client import RegistryClient
     from planaria.node.launch.enrolled import addresses_of, renewed
 
     addresses = addresses_of(join)
@@ -94,7 +89,7 @@ def ask_registry(
         finally:
             await client.close()
 
-    with refusing(RegistryUnreachable, JoinRefused), suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt):
         run_on_loop(ask())
 
 

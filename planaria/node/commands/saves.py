@@ -9,7 +9,7 @@ import typer
 from rich.table import Column, Table
 
 from planaria.node.commands.registry import ask_registry, credentials_for
-from planaria.node.commands.terminal import console, refusing
+from planaria.node.commands.terminal import console
 from planaria.node.launch.options import Join, Security, flattened
 
 if TYPE_CHECKING:
@@ -28,12 +28,10 @@ def regroup_command(
 ) -> None:
     """Write a run's saves anew for the run of a registry, which has the same model, but another
     run file: in more or fewer stages, for one."""
-    from planaria.bootstrap.credentials import CredentialsError
     from planaria.node.report.log_stream import begin_log
-    from planaria.node.run_file import RunFileError, loads
-    from planaria.node.state.regroup import RegroupError, of_one_run, regroup
+    from planaria.node.run_file import loads
+    from planaria.node.state.regroup import of_one_run, regroup
     from planaria.node.state.saves import Contents, Saves, find_saves
-    from planaria.node.state.stage_state import SaveError
 
     async def write(client: RegistryClient) -> None:
         described = await client.describe()
@@ -54,18 +52,16 @@ def regroup_command(
         )
 
     begin_log()
-    with refusing(CredentialsError, RunFileError, RegroupError, SaveError, ValueError, OSError):
-        ask_registry(join, credentials_for(join, security), write)
+    ask_registry(join, credentials_for(join, security), write)
 
 
 def audit_command(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that a run wrote.")],
 ) -> None:
     """Compare what a run trained on with what it should have."""
-    from planaria.node.report.ledger import LedgerError, audit
+    from planaria.node.report.ledger import audit
 
-    with refusing(LedgerError):
-        report = audit(directory)
+    report = audit(directory)
     table = Table("samples", Column("number", justify="right"))
     for name in ("expected", "duplicates", "missing", "extra"):
         table.add_row(name, f"{getattr(report, name):,}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -10,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from planaria.bootstrap.errors import UserError
 from planaria.node.report.readable_console import ReadableConsole
 
 if TYPE_CHECKING:
@@ -17,18 +19,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 console: Console = ReadableConsole()
 errors: Console = ReadableConsole(stderr=True)
 
 
 @contextmanager
-def refusing(*kinds: type[Exception]) -> Iterator[None]:
-    """Print these errors, which are sentences for the user, and end with exit status 1."""
+def refusing(statuses: Mapping[type[Exception], int] = {}) -> Iterator[None]:
+    """Print errors that are sentences for the user, and end with their exit status, by default 1.
+    Where they arose is logged for debugging."""
     try:
         yield
-    except kinds as error:
+    except BrokenPipeError:  # the output's reader has gone; click ends silently
+        raise
+    except (UserError, OSError, ValueError) as error:
+        log.debug("%s", error, exc_info=True)
         refuse(str(error))
-        raise typer.Exit(1) from error
+        raise typer.Exit(statuses.get(type(error), 1)) from error
 
 
 @contextmanager

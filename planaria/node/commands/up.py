@@ -8,7 +8,7 @@ from functools import partial
 
 import typer
 
-from planaria.node.commands.terminal import console, refusing, tracking
+from planaria.node.commands.terminal import console, tracking
 from planaria.node.launch.options import Security, check_tracker, flattened
 from planaria.node.local.options import RunChanges, UpOptions
 
@@ -18,11 +18,9 @@ def up_command(options: UpOptions) -> None:
     """Train with a whole swarm on this machine."""
     import asyncio
 
-    from planaria.bootstrap.credentials import CredentialsError
-    from planaria.node.data.corpus import CorpusError
     from planaria.node.data.progress import untracked
     from planaria.node.launch.resolve import text_to_prepare
-    from planaria.node.local.resume import ResumeError, changed
+    from planaria.node.local.resume import changed
     from planaria.node.local.swarm import (
         SwarmError,
         choose_losses,
@@ -31,33 +29,31 @@ def up_command(options: UpOptions) -> None:
         read_plan,
         up,
     )
-    from planaria.node.run_file import RunFile, RunFileError, load
+    from planaria.node.run_file import RunFile, load
 
     check_tracker(options.swarm.track)
-    with refusing(CredentialsError, OSError, ValueError):
-        Security().place(options.swarm.http, insecure=False)
-    with refusing(RunFileError, CorpusError, SwarmError, ResumeError, ValueError):
-        changes, losses = options.changes, options.losses
-        if options.resume is not None:
-            others = replace(changes, stages=None, replicas=None) != RunChanges()
-            if others or any((options.run_file, options.out, options.save_dir)):
-                raise SwarmError(
-                    "--resume continues the run as it was started: give it "
-                    "only --stages, --replicas and those about losses"
-                )
-            resumed = read_plan(options.resume)
-            run = changed(resumed.run, changes.stages, changes.replicas)
-            plan = resumed._replace(run=run)
-        else:
-            resumed = None
-            file = options.run_file
-            run = changes.of(RunFile() if file is None else load(file))
-            shown = tracking("documents") if text_to_prepare(run) else nullcontext(untracked)
-            say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-            with shown as progress:
-                plan = plan_run(run, options.out, options.save_dir, options.device, say, progress)
-        plan = plan._replace(options=options.swarm)
-        kills = [parse_kill(text, plan.run) for text in losses.kill or []]
-        drawn = choose_losses(plan.run, losses.loss_rate, losses.trace, losses.speedup)
-        ending = asyncio.run(up(plan, kills, console, resumed, losses.replace, drawn))
+    Security().place(options.swarm.http, insecure=False)
+    changes, losses = options.changes, options.losses
+    if options.resume is not None:
+        others = replace(changes, stages=None, replicas=None) != RunChanges()
+        if others or any((options.run_file, options.out, options.save_dir)):
+            raise SwarmError(
+                "--resume continues the run as it was started: give it "
+                "only --stages, --replicas and those about losses"
+            )
+        resumed = read_plan(options.resume)
+        run = changed(resumed.run, changes.stages, changes.replicas)
+        plan = resumed._replace(run=run)
+    else:
+        resumed = None
+        file = options.run_file
+        run = changes.of(RunFile() if file is None else load(file))
+        shown = tracking("documents") if text_to_prepare(run) else nullcontext(untracked)
+        say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        with shown as progress:
+            plan = plan_run(run, options.out, options.save_dir, options.device, say, progress)
+    plan = plan._replace(options=options.swarm)
+    kills = [parse_kill(text, plan.run) for text in losses.kill or []]
+    drawn = choose_losses(plan.run, losses.loss_rate, losses.trace, losses.speedup)
+    ending = asyncio.run(up(plan, kills, console, resumed, losses.replace, drawn))
     raise typer.Exit(ending.status)

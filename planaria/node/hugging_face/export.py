@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from planaria.bootstrap.errors import UserError
 from planaria.node.data.progress import Track, untracked
 from planaria.node.data.tokenizer import read_object, write_tokenizer
 from planaria.node.model.checkpoint import INDEX, OF_ORIGIN, ONE_FILE
@@ -40,7 +41,7 @@ Read: TypeAlias = Callable[[int, int, int], Tensor]
 """(stage, first, count) -> a slice of the stage's flat weights, float32 [count]."""
 
 
-class ExportError(Exception):
+class ExportError(UserError):
     """Error of an export; the message says why and what to do."""
 
 

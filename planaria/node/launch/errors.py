@@ -1,7 +1,9 @@
 """Errors of a node that can't serve, in a module without imports: begin.py loads few."""
 
+from planaria.bootstrap.errors import UserError
 
-class NodeError(Exception):
+
+class NodeError(UserError):
     """Error of a node that can't serve; the message says why and what to do."""
 
 

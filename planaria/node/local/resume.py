@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from planaria.bootstrap.admission import AdmissionError, key_beside
+from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.files import replace_file
 from planaria.bootstrap.journal import Journal, JournalError
 from planaria.bootstrap.registry_pb2 import View
@@ -37,7 +38,7 @@ ALL: Final = 10**6
 """Number of saves to keep, so that none is removed."""
 
 
-class ResumeError(Exception):
+class ResumeError(UserError):
     """Error of a resumption; the message says why and what to do."""
 
 

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from planaria.bootstrap.admission import AdmissionError
 from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
+from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.files import replace_file
 from planaria.bootstrap.journal import JournalError
 from planaria.bootstrap.neighbours import stages_of
@@ -105,7 +106,7 @@ NODE_BYTES = 120 * 2**20
 NOTHING = Audit(expected=0, duplicates=0, missing=0, extra=0, steps=0, superseded=0)
 
 
-class SwarmError(Exception):
+class SwarmError(UserError):
     """Error of a swarm; the message says why it can't start or continue, and what to do."""
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, get_args
 
+from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.small_files import read_small
 from planaria.node.model.shape import BIASES, Family, ModelConfig, RopeScaling, RopeType
 
@@ -80,7 +81,7 @@ NO_SENSE: Final = (
 """Exceptions from reading malformed JSON, or figures such as Infinity or 0."""
 
 
-class UnsupportedModelError(Exception):
+class UnsupportedModelError(UserError):
     """Error of an unsupported checkpoint; the message names the unsupported feature."""
 
 

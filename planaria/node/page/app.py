@@ -21,6 +21,8 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from planaria.bootstrap.errors import UserError
+
 STATIC = Path(__file__).parent / "static"
 FILES = {
     "/": ("page.html", "text/html"),
@@ -90,7 +92,7 @@ Figures = Callable[[], Awaitable[bytes]]
 """Source of the exposition for Prometheus. Raises UnheardError."""
 
 
-class UnheardError(Exception):
+class UnheardError(UserError):
     """Error of a source that doesn't answer; the message names it and the reason."""
 
 

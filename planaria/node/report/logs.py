@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from planaria.bootstrap.client import RegistryClient
+from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.neighbours import place_of, stages_of
 from planaria.bootstrap.registry_pb2 import Description, Member
 from planaria.bootstrap.spelling import readable
@@ -25,7 +26,7 @@ TRIED: Final = 4
 """Limit of relaying nodes to try for a node that can't be dialled."""
 
 
-class LogsError(Exception):
+class LogsError(UserError):
     """Error of a missing log; the message says why and what to do."""
 
 

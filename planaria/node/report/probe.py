@@ -9,13 +9,14 @@ from typing import Any, Final
 from rich.table import Table
 
 from planaria.bootstrap.client import RegistryClient
+from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import Description
 
 LOOK: Final = 0.5  # seconds between two polls
 
 
-class ProbeError(Exception):
+class ProbeError(UserError):
     """Error of a measurement; the message says what to do."""
 
 

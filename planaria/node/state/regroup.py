@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from planaria.bootstrap.errors import UserError
 from planaria.node.model.shape import BETAS, ModelConfig
 from planaria.node.state.saves import Bytes, SaveFile, Saves, Values
 from planaria.node.state.stage_state import SaveError, StageState, StateId
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 MOMENTS = ("first_moment", "second_moment")
 
 
-class RegroupError(Exception):
+class RegroupError(UserError):
     """These saves can't be regrouped; the message says why and what to do."""
 
 

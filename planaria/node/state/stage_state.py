@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from planaria.bootstrap.errors import UserError
 from planaria.node.transaction.effects import NEVER, Ballot
 from planaria.node.wire import stage_pb2 as pb
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class SaveError(Exception):
+class SaveError(UserError):
     """A save that can't be used; the message names it and what is wrong with it."""
 
 
