@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, dataclass_transform
 
 from annotated_types import Interval
 from pydantic import BeforeValidator, Field, TypeAdapter
@@ -55,14 +55,16 @@ class Severity(enum.IntEnum):
         return levels.get(self, logging.INFO)
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 class Event:
-    """An event. The fields of a kind are those of its JSON, in the same order."""
+    """An event. Each kind is a dataclass, whose fields are those of its JSON, in the same order."""
 
     kind: ClassVar[str]
     _severity: ClassVar[Severity]
 
     def __init_subclass__(cls, kind: str, severity: Severity) -> None:
         cls.kind, cls._severity = kind, severity
+        dataclass(frozen=True, kw_only=True)(cls)
 
     @property
     def severity(self) -> Severity:
@@ -76,7 +78,6 @@ class Event:
 # --- a node's life
 
 
-@dataclass(frozen=True, kw_only=True)
 class Joined(Event, kind="joined", severity=Severity.INFO):
     reason: str
     host: str
@@ -86,7 +87,6 @@ class Joined(Event, kind="joined", severity=Severity.INFO):
         return f"joined as {node}: {self.reason}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Serving(Event, kind="serving", severity=Severity.INFO):
     """The node has built its stage and serves it."""
 
@@ -97,7 +97,6 @@ class Serving(Event, kind="serving", severity=Severity.INFO):
         return f"{node} serves stage {self.stage}" + (f" on {self.device}" if self.device else "")
 
 
-@dataclass(frozen=True, kw_only=True)
 class GivenBack(Event, kind="given back", severity=Severity.INFO):
     """The node has one seat less."""
 
@@ -107,7 +106,6 @@ class GivenBack(Event, kind="given back", severity=Severity.INFO):
         return f"{node} no longer serves stage {self.stage}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Preempted(Event, kind="preempted", severity=Severity.WARNING):
     grace: Figure  # seconds
     reason: str = ""  # SIGTERM, SIGINT, or the cloud's notice
@@ -118,7 +116,6 @@ class Preempted(Event, kind="preempted", severity=Severity.WARNING):
         return f"{node} has to end within {grace}: it saves and hands over its state"
 
 
-@dataclass(frozen=True, kw_only=True)
 class HandedOver(Event, kind="handed over", severity=Severity.NOTICE):
     to: str  # node
     stage: Count
@@ -127,7 +124,6 @@ class HandedOver(Event, kind="handed over", severity=Severity.NOTICE):
         return f"{node} has handed its state over to {self.to}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class ComputeHangs(Event, kind="hangs", severity=Severity.ERROR):
     """A task of the node's compute thread takes too long."""
 
@@ -140,7 +136,6 @@ class ComputeHangs(Event, kind="hangs", severity=Severity.ERROR):
         return f"{node} hangs: `{self.task}` has run for {self.seconds:.0f} s{usual}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class ComputeGoesOn(Event, kind="goes on", severity=Severity.GOOD):
     """A hanging task has ended."""
 
@@ -150,7 +145,6 @@ class ComputeGoesOn(Event, kind="goes on", severity=Severity.GOOD):
         return f"{node} no longer hangs: `{self.task}` has ended"
 
 
-@dataclass(frozen=True, kw_only=True)
 class ComputeSlow(Event, kind="slow", severity=Severity.NOTICE):
     """The machine is busy: a task takes too long."""
 
@@ -168,7 +162,6 @@ class ComputeSlow(Event, kind="slow", severity=Severity.NOTICE):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class LinkLost(Event, kind="link lost", severity=Severity.INFO):
     """A node's link to a member broke. The driver's `NodeLost` is the news of it."""
 
@@ -179,7 +172,6 @@ class LinkLost(Event, kind="link lost", severity=Severity.INFO):
         return f"lost the link to {self.peer}: {self.reason}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class LinkRelayed(Event, kind="relayed", severity=Severity.WARNING):
     """Another member relays a node's link to `peer`; empty `via`: no longer."""
 
@@ -192,7 +184,6 @@ class LinkRelayed(Event, kind="relayed", severity=Severity.WARNING):
         return f"{node} and {self.peer} can't reach each other: {self.via} relays for them"
 
 
-@dataclass(frozen=True, kw_only=True)
 class MessageRefused(Event, kind="refused", severity=Severity.INFO):
     """The node refused a control message from an unauthorized sender."""
 
@@ -204,7 +195,6 @@ class MessageRefused(Event, kind="refused", severity=Severity.INFO):
         return f"refused {self.body} from {self.peer}: {self.why}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Wall(Event, kind="wall", severity=Severity.DEBUG):
     """Seconds of the node's wall time by use, as in `WallClock`."""
 
@@ -235,7 +225,6 @@ class HoldingCost:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class CostSoFar(Event, kind="cost", severity=Severity.DEBUG):
     """A node's cost of redundant state so far."""
 
@@ -261,7 +250,6 @@ class CostSoFar(Event, kind="cost", severity=Severity.DEBUG):
 # --- steps
 
 
-@dataclass(frozen=True, kw_only=True)
 class Committed(Event, kind="committed", severity=Severity.INFO):
     step: Count
     loss: Figure  # nats a token
@@ -270,7 +258,6 @@ class Committed(Event, kind="committed", severity=Severity.INFO):
         return f"step {self.step} is committed, loss {figure(self.loss)}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Applied(Event, kind="applied", severity=Severity.DEBUG):
     """A node has the weights after a step; replicas have the same digest of weights and moments."""
 
@@ -282,7 +269,6 @@ class Applied(Event, kind="applied", severity=Severity.DEBUG):
         return f"{node} is at step {self.step}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Validated(Event, kind="validated", severity=Severity.NOTICE):
     step: Count
     loss: Figure  # nats a token
@@ -291,7 +277,6 @@ class Validated(Event, kind="validated", severity=Severity.NOTICE):
         return f"validation loss {figure(self.loss)} at step {self.step}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Sampled(Event, kind="sampled", severity=Severity.INFO):
     """The model continued a prompt with `text`, which may hold anything."""
 
@@ -303,7 +288,6 @@ class Sampled(Event, kind="sampled", severity=Severity.INFO):
         return f"step {self.step}: {shown(self.prompt + self.text)}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Aborted(Event, kind="aborted", severity=Severity.WARNING):
     step: Count
     view: Count
@@ -313,7 +297,6 @@ class Aborted(Event, kind="aborted", severity=Severity.WARNING):
         return f"an attempt at step {self.step} is aborted: {self.reason}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class AttemptMasked(Event, kind="masked", severity=Severity.NOTICE):
     """An attempt at a step continues without lost nodes."""
 
@@ -329,7 +312,6 @@ class AttemptMasked(Event, kind="masked", severity=Severity.NOTICE):
         return f"step {self.step} continues without {nodes}: {others} ({self.reason})"
 
 
-@dataclass(frozen=True, kw_only=True)
 class SeatTaken(Event, kind="seat taken", severity=Severity.NOTICE):
     """The last node of a stage was lost during a step. Another node has its seat, with the same
     state, and the attempt continues."""
@@ -350,7 +332,6 @@ class SeatTaken(Event, kind="seat taken", severity=Severity.NOTICE):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class HeldUp(Event, kind="held up", severity=Severity.ERROR):
     """The driver knows which node delays an attempt."""
 
@@ -363,7 +344,6 @@ class HeldUp(Event, kind="held up", severity=Severity.ERROR):
         return f"step {self.step} is held up by {self.node} of stage {self.stage}: {self.reason}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Relieved(Event, kind="relieved", severity=Severity.NOTICE):
     """The other replicas take microbatches that a slow node hadn't begun."""
 
@@ -379,7 +359,6 @@ class Relieved(Event, kind="relieved", severity=Severity.NOTICE):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class NonFinite(Event, kind="not finite", severity=Severity.WARNING):
     """A node computed a tensor that is not finite from finite ones."""
 
@@ -392,7 +371,6 @@ class NonFinite(Event, kind="not finite", severity=Severity.WARNING):
         return f"{self.node} of stage {self.stage} computed a non-finite tensor: {self.reason}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Accused(Event, kind="accused", severity=Severity.WARNING):
     """A node has sent something invalid; the registry evicts it."""
 
@@ -405,7 +383,6 @@ class Accused(Event, kind="accused", severity=Severity.WARNING):
         return f"{self.by} accuses {self.node} of stage {self.stage}: {self.reason}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class ComputedWrong(Event, kind="computed wrong", severity=Severity.WARNING):
     """Two other replicas have computed a different result of the same visit."""
 
@@ -422,7 +399,6 @@ class ComputedWrong(Event, kind="computed wrong", severity=Severity.WARNING):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class ResultsDiffer(Event, kind="results differ", severity=Severity.WARNING):
     """Two nodes compute different results of the same visit, without a third to decide."""
 
@@ -439,7 +415,6 @@ class ResultsDiffer(Event, kind="results differ", severity=Severity.WARNING):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class GradientStandsOut(Event, kind="gradient stands out", severity=Severity.WARNING):
     """A replica's gradients, or the sums that it makes, fail the driver's audits."""
 
@@ -452,7 +427,6 @@ class GradientStandsOut(Event, kind="gradient stands out", severity=Severity.WAR
         return f"{self.node} of stage {self.stage} fails an audit of gradients: {self.reason}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class StepSkipped(Event, kind="step skipped", severity=Severity.WARNING):
     """A step was committed without an update."""
 
@@ -463,7 +437,6 @@ class StepSkipped(Event, kind="step skipped", severity=Severity.WARNING):
         return f"step {self.step} is skipped: {self.reason}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Diverged(Event, kind="diverged", severity=Severity.ERROR):
     stage: Count
     nodes: tuple[str, ...]
@@ -475,7 +448,6 @@ class Diverged(Event, kind="diverged", severity=Severity.ERROR):
         return f"replicas of stage {self.stage} differ after step {self.step}{why}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class WeightsChanged(Event, kind="weights changed", severity=Severity.ERROR):
     """Weights or moments of a stage's only node differ from its last update's."""
 
@@ -490,7 +462,6 @@ class WeightsChanged(Event, kind="weights changed", severity=Severity.ERROR):
         return f"{changed_by_themselves(self.node, self.stage, self.step)}{how}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Finished(Event, kind="finished", severity=Severity.INFO):
     step: Count
     reason: str
@@ -500,7 +471,6 @@ class Finished(Event, kind="finished", severity=Severity.INFO):
         return f"all {self.step} steps are committed"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Stopped(Event, kind="stopped", severity=Severity.ERROR):
     """The run can't continue."""
 
@@ -515,7 +485,6 @@ class Stopped(Event, kind="stopped", severity=Severity.ERROR):
 # --- losses and recoveries
 
 
-@dataclass(frozen=True, kw_only=True)
 class NodeLost(Event, kind="lost", severity=Severity.NOTICE):
     """The driver's link to a member broke."""
 
@@ -527,7 +496,6 @@ class NodeLost(Event, kind="lost", severity=Severity.NOTICE):
         return f"noticed: the link to {self.node} of stage {self.stage} is broken"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Waiting(Event, kind="waiting", severity=Severity.NOTICE):
     """The run waits until each of these stages has a node."""
 
@@ -538,7 +506,6 @@ class Waiting(Event, kind="waiting", severity=Severity.NOTICE):
         return f"waiting for a node to join stage {', '.join(map(str, self.stages))}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Paused(Event, kind="paused", severity=Severity.ERROR):
     """No step begins until the trouble is over."""
 
@@ -548,7 +515,6 @@ class Paused(Event, kind="paused", severity=Severity.ERROR):
         return f"the run pauses: {self.reason}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class RebuildOrdered(Event, kind="rebuilding", severity=Severity.NOTICE):
     """The driver has ordered a node to restore its stage's state."""
 
@@ -580,7 +546,6 @@ class Origin:
     step: Count | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Fetching(Event, kind="fetching", severity=Severity.DEBUG):
     """Progress of a state transfer."""
 
@@ -600,7 +565,6 @@ class Fetching(Event, kind="fetching", severity=Severity.DEBUG):
         return f"stage {self.stage} fetches from {sources}: {self.so_far}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class RelearningRound(Event, kind="relearning", severity=Severity.DEBUG):
     stage: Count
     round: Count  # from 1
@@ -642,7 +606,6 @@ class RelearningResult:
         return f"; {self.left} more updates in the background" if self.left else ""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RelearnedBeside(Event, kind="relearned", severity=Severity.NOTICE):
     """A stage has ended its background relearning."""
 
@@ -665,7 +628,6 @@ class RelearnedBeside(Event, kind="relearned", severity=Severity.NOTICE):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class StageRebuilt(Event, kind="rebuilt", severity=Severity.GOOD):
     """A node has its stage's state, and trains. For a running snapshot `oldest_step` and
     `mean_step` are the steps of its rows; `perturbation` is its distance from the weights at its
@@ -712,7 +674,6 @@ class StageRebuilt(Event, kind="rebuilt", severity=Severity.GOOD):
         return "".join(f"; {part}" for part in parts)
 
 
-@dataclass(frozen=True, kw_only=True)
 class RebuildFailed(Event, kind="rebuild failed", severity=Severity.WARNING):
     node: str
     reason: str
@@ -721,7 +682,6 @@ class RebuildFailed(Event, kind="rebuild failed", severity=Severity.WARNING):
         return f"a rebuild failed and is repeated: {self.reason}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class RolledBack(Event, kind="rolled back", severity=Severity.WARNING):
     """All stages go back to a checkpoint, by the policy."""
 
@@ -733,7 +693,6 @@ class RolledBack(Event, kind="rolled back", severity=Severity.WARNING):
         return f"rolled back from step {self.lost} to {self.step}: {self.reason}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Resuming(Event, kind="resuming", severity=Severity.NOTICE):
     """All stages continue from files, or older states, since nothing newer was left."""
 
@@ -752,7 +711,6 @@ class Resuming(Event, kind="resuming", severity=Severity.NOTICE):
 # --- files
 
 
-@dataclass(frozen=True, kw_only=True)
 class Saved(Event, kind="saved", severity=Severity.INFO):
     holding: str  # "save" or "checkpoint"
     step: Count
@@ -761,7 +719,6 @@ class Saved(Event, kind="saved", severity=Severity.INFO):
         return f"step {self.step} is on disk ({self.holding})"
 
 
-@dataclass(frozen=True, kw_only=True)
 class WriteFailed(Event, kind="write failed", severity=Severity.ERROR):
     """A write to the node's files of the run failed: events or ledger."""
 
@@ -771,7 +728,6 @@ class WriteFailed(Event, kind="write failed", severity=Severity.ERROR):
         return f"{node}: {self.reason}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class WrittenAgain(Event, kind="written again", severity=Severity.GOOD):
     path: str
     dropped: Count  # lines lost for lack of memory
@@ -781,7 +737,6 @@ class WrittenAgain(Event, kind="written again", severity=Severity.GOOD):
         return f"{node}: {self.path} can be written again{lost}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class SaveFailed(Event, kind="save failed", severity=Severity.ERROR):
     reason: str
 
@@ -792,7 +747,6 @@ class SaveFailed(Event, kind="save failed", severity=Severity.ERROR):
 # --- processes of a local swarm, as `planaria up` sees them
 
 
-@dataclass(frozen=True, kw_only=True)
 class Started(Event, kind="started", severity=Severity.INFO):
     slot: str  # STAGE.REPLICA, or "registry"
     pid: Count
@@ -801,7 +755,6 @@ class Started(Event, kind="started", severity=Severity.INFO):
         return f"{_process(self.slot)} started as process {self.pid}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Killed(Event, kind="killed", severity=Severity.WARNING):
     """A process was killed on purpose, by `--kill`."""
 
@@ -820,7 +773,6 @@ class Killed(Event, kind="killed", severity=Severity.WARNING):
         return f"node-{self.slot} killed during step {self.step}; {_rest(self.stage, self.left)}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Exited(Event, kind="exited", severity=Severity.WARNING):
     """A process ended by itself; unless replacement is off, another one is started."""
 
@@ -842,7 +794,6 @@ class Exited(Event, kind="exited", severity=Severity.WARNING):
         return f"node-{self.slot} {self.how}; {_rest(self.stage, self.left or 0)}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class SwarmEnding(Event, kind="ending", severity=Severity.INFO):
     """`planaria up` is about to end its processes: later exits are no losses."""
 
