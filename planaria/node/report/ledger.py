@@ -61,8 +61,6 @@ MOST_SHOWN = 80
 ELSEWHERE = "don't trust this ledger, get one from another node of stage 0"
 MOST_BROKEN = 16
 """Limit of broken links in a report."""
-STEPS_AT_ONCE = 200_000
-"""Steps that an audit has in memory, some 400 bytes each."""
 Count = Annotated[int, Field(ge=0)]
 Hash = Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")]  # xxh3_128
 Link = Annotated[str, StringConstraints(pattern="^([0-9a-f]{64})?$")]  # SHA-256, or nothing
@@ -119,8 +117,6 @@ OF_COMMIT = ("lineage", "hash", "previous", "commit")
 """Fields of a line with a signed commit."""
 _HEADER: TypeAdapter[LedgerHeader] = TypeAdapter(LedgerHeader)
 _LINE: TypeAdapter[Line] = TypeAdapter(Line)
-BEFORE_ALL = (0, 0)
-"""View and attempt before the first."""
 Fields = TypeVar("Fields")
 Kept = TypeVar("Kept")
 
@@ -239,12 +235,10 @@ def merge(paths: Iterable[Path]) -> Merged:
     """
     paths = list(paths)
     header = _common_header(paths)
-    choice = _choose(paths, lambda line: line, math.inf)
-    valid_steps = _not_rolled_back(choice.steps, BEFORE_ALL)
-    for chosen in valid_steps:
+    choice = _choose(paths, lambda line: line)
+    for chosen in choice.steps:
         chosen.kept["time"] = chosen.time
-    superseded = choice.superseded + len(choice.steps) - len(valid_steps)
-    return Merged(header, [chosen.kept for chosen in valid_steps], superseded)
+    return Merged(header, [chosen.kept for chosen in choice.steps], choice.superseded)
 
 
 def _common_header(paths: Sequence[Path]) -> LedgerHeader:
@@ -278,36 +272,28 @@ class _Chosen(Generic[Kept]):
 
 @dataclass
 class _Choice(Generic[Kept]):
-    """The lines that count of a range of steps, from all ledgers."""
+    """The lines that count, from all ledgers."""
 
-    steps: dict[int, _Chosen[Kept]]
-    superseded: int = 0
-    last: int = 0  # of any step in a ledger
-    following: int = 0  # first step behind the range; 0: none
+    steps: list[_Chosen[Kept]]
+    superseded: int
+    last: int  # step of any line
 
 
-def _choose(
-    paths: Iterable[Path], keep: Callable[[Line], Kept], most: float, first: int = 1
-) -> _Choice[Kept]:
-    """Apply `keep` to the line that counts, for each of the steps [first, first + most). Raises
-    LedgerError as `merge` does."""
-    choice: _Choice[Kept] = _Choice({})
+def _choose(paths: Iterable[Path], keep: Callable[[Line], Kept]) -> _Choice[Kept]:
+    """Apply `keep` to the line of each step that counts. Raises LedgerError as `merge` does."""
+    steps: dict[int, _Chosen[Kept]] = {}
+    superseded = 0
     for path in paths:
         for line in _lines(path):
             step, ballot = line["step"], (line["view"], line["attempt"])
-            choice.last = max(choice.last, step)
-            if step >= first + most:
-                choice.following = min(choice.following or step, step)
-            if not first <= step < first + most:
-                continue
             digest, hash = _digest(line), line.get("hash", "")
-            other = choice.steps.get(step)
+            other = steps.get(step)
             if other is not None and other.is_of(digest, hash):
                 other.time = min(other.time, line["time"])
                 if hash and not other.hash:
                     other.kept, other.hash = keep(line), hash
                 continue
-            choice.superseded += other is not None
+            superseded += other is not None
             if other is not None and other.ballot == ballot:
                 raise LedgerError(
                     f"{path} has another commit of step {step} in view {line['view']}, attempt "
@@ -315,20 +301,13 @@ def _choose(
                     "step, don't trust this run's weights"
                 )
             if other is None or ballot > other.ballot:
-                choice.steps[step] = _Chosen(ballot, digest, hash, line["time"], keep(line))
-    return choice
-
-
-def _not_rolled_back(
-    steps: dict[int, _Chosen[Kept]], newest: tuple[int, int]
-) -> list[_Chosen[Kept]]:
-    """The lines that no rollback has removed, by step. `newest`: maximum ballot before them."""
-    remaining = []
+                steps[step] = _Chosen(ballot, digest, hash, line["time"], keep(line))
+    remaining: list[_Chosen[Kept]] = []  # by step: those that no rollback has removed
     for _, chosen in sorted(steps.items()):
-        if chosen.ballot >= newest:
-            newest = chosen.ballot
+        if not remaining or chosen.ballot >= remaining[-1].ballot:
             remaining.append(chosen)
-    return remaining
+    superseded += len(steps) - len(remaining)
+    return _Choice(remaining, superseded, max(steps, default=0))
 
 
 def _digest(line: Line) -> bytes:
@@ -452,9 +431,9 @@ class Audit:
 def audit(directory: Path) -> Audit:
     """Compare the ledgers in `directory` with the windows by (seed, step).
 
-    Reads `ledger.jsonl`, or else every `ledger-*.jsonl` there or, during a run, in `logs`. It takes
-    as many passes as needed to have at most STEPS_AT_ONCE steps in memory. `summary.json` has the
-    expected number of steps. Raises LedgerError.
+    Reads `ledger.jsonl`, or else every `ledger-*.jsonl` there or, during a run, in `logs`; some 400
+    bytes of each step are in memory. `summary.json` has the expected number of steps. Raises
+    LedgerError.
     """
     paths = _ledgers_in(directory)
     if not paths:
@@ -463,26 +442,17 @@ def audit(directory: Path) -> Audit:
             "name the folder that a run wrote with --out"
         )
     header = _common_header(paths)
-    compare, chain = _comparing(header), Chain()
-    faults, steps, superseded, first, newest, last_step = SampleFaults(), 0, 0, 1, BEFORE_ALL, 0
-    while first:
-        choice = _choose(paths, lambda line: (compare(line), _link(line)), STEPS_AT_ONCE, first)
-        remaining = _not_rolled_back(choice.steps, newest)
-        for chosen in remaining:
-            faults += chosen.kept[0]
-            chain.follow(chosen.kept[1])
-            newest, last_step = chosen.ballot, chosen.kept[1].step
-        steps += len(remaining)
-        superseded += choice.superseded + len(choice.steps) - len(remaining)
-        first = choice.following
+    choice = _choose(paths, _examining(header))
+    examined = [chosen.kept for chosen in choice.steps]
+    last = examined[-1].link.step if examined else 0
     cut = [*filter(None, map(_half_line, paths))]
     if choice.last < (summarized := _summarized(directory)):
-        last_step = summarized
+        last = summarized
         cut.append(
-            f"the ledger ends with step {choice.last}, and summary.json has {last_step} steps: "
+            f"the ledger ends with step {choice.last}, and summary.json has {last} steps: "
             "its end is missing"
         )
-    return _audit(header, faults, steps, superseded, last_step, chain, tuple(cut))
+    return _audit(header, examined, choice.superseded, last, tuple(cut))
 
 
 def _ledgers_in(directory: Path) -> list[Path]:
@@ -497,29 +467,28 @@ def _ledgers_in(directory: Path) -> list[Path]:
 
 def check(merged: Merged) -> Audit:
     """The audit of merged ledgers. Raises LedgerError for a header without windows."""
-    compare = _comparing(merged.header)
-    faults, chain = sum(map(compare, merged.lines), SampleFaults()), Chain()
-    for line in merged.lines:
-        chain.follow(_link(line))
+    examined = [*map(_examining(merged.header), merged.lines)]
     last = max((line["step"] for line in merged.lines), default=0)
-    return _audit(merged.header, faults, len(merged.lines), merged.superseded, last, chain, ())
+    return _audit(merged.header, examined, merged.superseded, last, ())
 
 
 def _audit(
     header: LedgerHeader,
-    faults: SampleFaults,
-    steps: int,
+    examined: Sequence[_Examined],
     superseded: int,
     last: int,
-    chain: Chain,
     cut: tuple[str, ...],
 ) -> Audit:
+    chain = Chain()
+    for step in examined:
+        chain.follow(step.link)
+    skipped = last - len(examined)
     return Audit(
         expected=last * header["batch"],
-        duplicates=faults.duplicates,
-        missing=faults.missing + (last - steps) * header["batch"],
-        extra=faults.extra,
-        steps=steps,
+        duplicates=sum(step.duplicates for step in examined),
+        missing=sum(step.missing for step in examined) + skipped * header["batch"],
+        extra=sum(step.extra for step in examined),
+        steps=len(examined),
         superseded=superseded,
         planned=header.get("steps", 0),
         cut=cut,
@@ -586,30 +555,27 @@ class Chain:
             )
 
 
-class SampleFaults(NamedTuple):
-    """Numbers of duplicate, missing and unplanned samples."""
+class _Examined(NamedTuple):
+    """A step's numbers of duplicate, missing and unplanned samples, and its link of the chain."""
 
-    duplicates: int = 0
-    missing: int = 0
-    extra: int = 0
-
-    def __add__(self, other: object) -> SampleFaults:
-        assert isinstance(other, SampleFaults)
-        return SampleFaults(*(a + b for a, b in zip(self, other, strict=True)))
+    duplicates: int
+    missing: int
+    extra: int
+    link: _ChainLink
 
 
-def _comparing(header: LedgerHeader) -> Callable[[Line], SampleFaults]:
-    """Function that finds a line's faults. Raises LedgerError for a header without windows."""
+def _examining(header: LedgerHeader) -> Callable[[Line], _Examined]:
+    """Function that examines a line. Raises LedgerError for a header without windows."""
     from planaria.node.data.windows import microbatch_ids, samples_hash  # with numpy
 
     windows = windows_in(header)
 
-    def compare(line: Line) -> SampleFaults:
+    def examine(line: Line) -> _Examined:
         ids, size = windows.ids(line["step"]), header["microbatch"]
         parts = [microbatch_ids(ids, number, size) for number in range(-(-len(ids) // size))]
         return _compare(line, [(len(part), samples_hash(part).hex()) for part in parts])
 
-    return compare
+    return examine
 
 
 def header_of(run: RunFile, context: int, content: str, shares: Sequence[Share]) -> LedgerHeader:
@@ -644,8 +610,8 @@ def windows_in(header: LedgerHeader) -> AnyWindows:
         raise LedgerError(f"the ledger's header is damaged: {error}") from error
 
 
-def _compare(line: Line, planned: Sequence[tuple[int, str]]) -> SampleFaults:
-    """Faults of one step against its planned microbatches: (samples, hash)."""
+def _compare(line: Line, planned: Sequence[tuple[int, str]]) -> _Examined:
+    """One step against its planned microbatches: (samples, hash)."""
     expected = dict(enumerate(planned))
     seen: set[int] = set()
     duplicates = extra = 0
@@ -657,4 +623,4 @@ def _compare(line: Line, planned: Sequence[tuple[int, str]]) -> SampleFaults:
         else:
             seen.add(number)
     missing = sum(count for number, (count, _) in expected.items() if number not in seen)
-    return SampleFaults(duplicates, missing, extra)
+    return _Examined(duplicates, missing, extra, _link(line))

@@ -433,17 +433,11 @@ def test_cut_anywhere_it_is_half_a_line_or_no_ledger(tmp_path: Path) -> None:
             assert bool(result.cut) == (size not in ends)
 
 
-def test_few_steps_at_once_come_to_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gaps_and_replaced_steps_are_counted(tmp_path: Path) -> None:
     again = committed(7, view=2), committed(20, view=2)
     write(tmp_path / "ledger-a.jsonl", *map(committed, (1, 2, 3, 7, 20, 25)))
     write(tmp_path / "ledger-b.jsonl", *map(committed, (3, 20, 4)), *again)
-    at_once = audit(tmp_path)
-    assert at_once == Audit(240, 0, 14 * 12, 0, steps=6, superseded=3)
-    for steps in (1, 2, 3, 10):
-        monkeypatch.setattr(module, "STEPS_AT_ONCE", steps)
-        assert audit(tmp_path) == at_once
+    assert audit(tmp_path) == Audit(240, 0, 14 * 12, 0, steps=6, superseded=3)
 
 
 def test_a_line_without_end_is_refused_before_it_is_in_memory(
