@@ -12,9 +12,9 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -96,34 +96,14 @@ class RemoteFolder:
 
 
 class Blocks:
-    """LRU cache of blocks, with the reads in progress. Any thread may use it."""
+    """The blocks used last, of all shards, and the reads in progress. Any thread may use it."""
 
-    def __init__(self, most: int = CACHED) -> None:
-        """`most`: bytes."""
-        self._most, self._used = most, 0
-        self._lock = threading.Lock()
-        self._blocks: OrderedDict[tuple[str, int], tuple[int, Future[bytes]]] = OrderedDict()
+    def __init__(self) -> None:
         self._reading = ThreadPoolExecutor(AT_ONCE, "reading-data")
+        self.ask = lru_cache(CACHED // BLOCK)(self._ask)
 
-    def ask(self, name: str, number: int, size: int, read: Callable[[], bytes]) -> Future[bytes]:
-        """The block of this name and number, of `size` bytes, by `read` on a miss."""
-        with self._lock:
-            block = self._blocks.pop((name, number), None)
-            if block is not None and _has_failed(block[1]):
-                self._used -= block[0]
-                block = None
-            if block is None:
-                block = size, self._reading.submit(read)
-                self._used += size
-            self._blocks[name, number] = block
-            while self._used > self._most and len(self._blocks) > 1:
-                _, (freed, _) = self._blocks.popitem(last=False)
-                self._used -= freed
-        return block[1]
-
-
-def _has_failed(read: Future[bytes]) -> bool:
-    return read.done() and read.exception() is not None
+    def _ask(self, shard: ShardElsewhere, number: int) -> Future[bytes]:
+        return self._reading.submit(shard.read, number)
 
 
 class ShardElsewhere:
@@ -138,11 +118,11 @@ class ShardElsewhere:
         shard: TokenShard,
         dtype: str,
         vocabulary: int,
-        cache: Blocks,
+        blocks_read: Blocks,
     ) -> None:
         import numpy as np
 
-        self._place, self._folder, self._cache, self.shard = place, folder, cache, shard
+        self._place, self._folder, self.shard, self._blocks = place, folder, shard, blocks_read
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._vocabulary = vocabulary
         self._size = shard.tokens * self._dtype.itemsize  # bytes
@@ -155,7 +135,9 @@ class ShardElsewhere:
         first = offset * self._dtype.itemsize
         end = min(self._size, first + count * self._dtype.itemsize)
         numbers = range(first // BLOCK, -(-end // BLOCK))
-        data = b"".join(map(self._come, [self._block(number) for number in numbers]))
+        for number in numbers:
+            self._blocks.ask(self, number)
+        data = b"".join(map(self._come, numbers))
         at = first - numbers.start * BLOCK
         return np.frombuffer(data[at : at + end - first], self._dtype)
 
@@ -164,12 +146,12 @@ class ShardElsewhere:
         first = offset * self._dtype.itemsize
         end = min(self._size, first + count * self._dtype.itemsize)
         for number in range(first // BLOCK, -(-end // BLOCK)):
-            self._block(number)
+            self._blocks.ask(self, number)
 
     def verify(self) -> None:
         """Verify all blocks, as training reads them. Raises CorpusError."""
         for number in range(-(-self._size // BLOCK)):
-            self._come(self._block(number))
+            self._come(number)
 
     def check(self) -> None:
         """Do nothing: each block is verified when it arrives."""
@@ -177,28 +159,24 @@ class ShardElsewhere:
     def close(self) -> None:
         """Do nothing: no file is open."""
 
-    def _come(self, block: Future[bytes]) -> bytes:
+    def _come(self, number: int) -> bytes:
+        block = self._blocks.ask(self, number)
         try:
             return block.result(PATIENCE)
+        except CorpusError:
+            return self.read(number)
         except TimeoutError as error:
             raise CorpusError(
                 f"a block of {self._place.url}/{self.shard.name} was not received in "
                 f"{PATIENCE:.0f} s"
             ) from error
 
-    def _block(self, number: int) -> Future[bytes]:
-        first = number * BLOCK
-        end = min(self._size, first + BLOCK)
-
-        def read() -> bytes:
-            return self._checked(self._place.read(self.shard.name, first, end), number)
-
-        return self._cache.ask(self.shard.name, number, end - first, read)
-
-    def _checked(self, block: bytes, number: int) -> bytes:
-        """The block, verified. Raises CorpusError."""
+    def read(self, number: int) -> bytes:
+        """A block, verified. Raises CorpusError."""
         import numpy as np
 
+        first = number * BLOCK
+        block = self._place.read(self.shard.name, first, min(self._size, first + BLOCK))
         where = f"block {number} of {self._place.url}/{self.shard.name}"
         if not blocks.is_right(block, number, self._sums()):
             raise CorpusError(
@@ -253,10 +231,10 @@ def shards_of(folder: Path) -> Callable[[TokenShard, str, int], ShardElsewhere]:
         url = json.loads(file.read_text(encoding="utf-8"))["place"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorpusError(f"{file} is damaged ({error}): remove {folder}, and try again") from error
-    place, cache = RemoteFolder(str(url)), Blocks()
+    place, blocks_read = RemoteFolder(str(url)), Blocks()
 
     def shard(index_entry: TokenShard, dtype: str, vocabulary: int) -> ShardElsewhere:
-        return ShardElsewhere(place, folder, index_entry, dtype, vocabulary, cache)
+        return ShardElsewhere(place, folder, index_entry, dtype, vocabulary, blocks_read)
 
     return shard
 

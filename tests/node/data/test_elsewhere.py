@@ -12,7 +12,7 @@ import pytest
 from planaria.node.data import elsewhere
 from planaria.node.data.blocks import BLOCK
 from planaria.node.data.corpus import TRAIN, VALIDATION, Corpus, CorpusError
-from planaria.node.data.elsewhere import Blocks, folder_of, stand_in
+from planaria.node.data.elsewhere import folder_of, stand_in
 from planaria.node.data.mixture import Mixture, inputs_and_targets
 from tests.range_server import Served, range_server
 
@@ -139,17 +139,13 @@ def test_a_stand_in_is_of_what_is_there_now(served: Served, tmp_path: Path) -> N
         stand_in(served.url, served.folder)
 
 
-def test_blocks_are_kept_in_bounds() -> None:
-    cache, read = Blocks(most=300), []
-
-    def ask(number: int) -> bytes:
-        def content() -> bytes:
-            read.append(number)
-            return bytes(100)
-
-        return cache.ask("shard", number, 100, content).result()
-
-    for number in (0, 1, 2, 0, 3, 0, 1, 2):
-        ask(number)
-    assert read == [0, 1, 2, 3, 1, 2], "the one that was wanted least recently goes"
-    assert cache._used == 300
+def test_blocks_are_kept_in_bounds(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elsewhere, "CACHED", 2 * BLOCK)
+    read = []
+    monkeypatch.setattr(elsewhere.Blocks, "_ask", lambda _, shard, number: read.append(number))
+    there = opened(served, tmp_path / "here")
+    for number in (0, 1, 0, 2, 0, 1):
+        there.expect(TRAIN, CONTEXT, [number * BLOCK // 2 // CONTEXT])
+    assert read == [0, 1, 2, 1], "the one that was wanted least recently goes"
