@@ -20,9 +20,8 @@ def up_command(options: UpOptions) -> None:
 
     from planaria.node.data.progress import untracked
     from planaria.node.launch.resolve import text_to_prepare
-    from planaria.node.local.resume import changed
+    from planaria.node.local.resume import SwarmError, changed
     from planaria.node.local.swarm import (
-        SwarmError,
         choose_losses,
         parse_kill,
         plan_run,

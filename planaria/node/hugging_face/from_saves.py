@@ -22,7 +22,7 @@ from planaria.node.hugging_face.export import ExportError, ModelParts, Vocabular
 from planaria.node.hugging_face.options import ExportOptions
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import RunFile
-from planaria.node.state.regroup import RegroupError, choose, of_one_run, stages_of
+from planaria.node.state.regroup import choose, of_one_run, stages_of
 from planaria.node.state.saves import SaveFile
 
 log = logging.getLogger("planaria")
@@ -45,14 +45,11 @@ class SavedModel:
 
 def saved_model(run: RunFile, saves: Sequence[SaveFile]) -> SavedModel:
     """The model of a resolved run, in its saves' number of stages. Reads all files, for the
-    checksums. Raises ExportError for a stage without saves, and for saves of several runs."""
+    checksums. Raises ExportError for a stage without saves, SaveError for saves of several runs."""
     config = run.config_for(run.model.vocabulary or 0)
-    try:
-        saves = of_one_run(saves)
-        stages = stages_of(saves, config)
-        point, chosen = choose(saves, stages)
-    except RegroupError as error:
-        raise ExportError(str(error)) from error
+    saves = of_one_run(saves)
+    stages = stages_of(saves, config)
+    point, chosen = choose(saves, stages)
     missing = [stage for stage in range(stages + 1) if stage not in chosen]
     if missing:
         names = ", ".join(map(str, missing))

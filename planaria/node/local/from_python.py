@@ -24,9 +24,11 @@ from typing import IO, Any, Literal, NamedTuple
 
 from rich.console import Console
 
+from planaria.bootstrap.errors import UserError
 from planaria.node.data.progress import untracked
 from planaria.node.local.options import SwarmOptions
-from planaria.node.local.swarm import Ending, SwarmError, parse_kill, plan_run, read_plan
+from planaria.node.local.resume import SwarmError
+from planaria.node.local.swarm import Ending, parse_kill, plan_run, read_plan
 from planaria.node.local.swarm import up as up_here
 from planaria.node.machine.imports import calling, leave_out_current_folder
 from planaria.node.machine.processes import describe_status, die_with_parent
@@ -91,8 +93,8 @@ class Result:
         merged: bool = False,
     ) -> Path:
         """Write the model to the folder `out`, and return that. See `planaria export` for `data`
-        (prepared data) and `merged` (adapters). Raises ExportError, SwarmError, ResumeError,
-        SaveError and CorpusError."""
+        (prepared data) and `merged` (adapters). Raises ExportError, SwarmError, SaveError
+        and CorpusError."""
         from planaria.node.hugging_face.from_saves import export_saves
         from planaria.node.hugging_face.options import ExportOptions
 
@@ -214,6 +216,6 @@ def main() -> None:
             # A notebook's environment claims colours, but it is no terminal.
             lines = ReadableConsole(file=sys.stderr, force_terminal=False)
             outcome = asyncio.run(order.carry_out(lines))
-        except (SwarmError, ValueError) as error:
+        except (UserError, ValueError) as error:
             outcome = error
         pickle.dump(outcome, answer)

@@ -18,16 +18,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from planaria.bootstrap.admission import AdmissionError, key_beside
+from planaria.bootstrap.admission import key_beside
 from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.files import replace_file
-from planaria.bootstrap.journal import Journal, JournalError
+from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.registry_pb2 import View
 from planaria.node.launch.resolve import resolve, run_id
 from planaria.node.local.losses import stage_of
 from planaria.node.model.shape import divisors
 from planaria.node.run_file import RunFile, dumps, override
-from planaria.node.state.stage_state import SaveError
 from planaria.recovery.decide import Resume
 
 if TYPE_CHECKING:
@@ -38,8 +37,8 @@ ALL: Final = 10**6
 """Number of saves to keep, so that none is removed."""
 
 
-class ResumeError(UserError):
-    """Error of a resumption; the message says why and what to do."""
+class SwarmError(UserError):
+    """Error of a swarm; the message says why it can't start or continue, and what to do."""
 
 
 class KeptRun(NamedTuple):
@@ -72,21 +71,21 @@ class KeptRun(NamedTuple):
         return Path(run.recovery.checkpoint.dir) if run.policy.checkpoints else None
 
     def find(self) -> list[SaveFile]:
-        """All saves of the run. Raises ResumeError."""
+        """All saves of the run. Raises SwarmError."""
         from planaria.node.state.saves import find_saves
 
         folders = [folder for folder in (self.saves, self.checkpoints) if folder is not None]
         any_stage = any(any((*f.glob("stage-*"), *f.glob("*/stage-*"))) for f in folders)
         if not any_stage and self._has_trained():
             where = " and ".join(map(str, folders))
-            raise ResumeError(
+            raise SwarmError(
                 f"there are no saves under {where}, but the run has trained: mount the disk, or "
                 "move the saves back. Without them, start a new run in another folder"
             )
         saves = find_saves(*folders)
         own = [save for save in saves if save.run == self.id]
         if saves and not own:
-            raise ResumeError(
+            raise SwarmError(
                 f"{saves[0].path} belongs to the run {saves[0].run}, and {self.out / RUN_FILE} to "
                 f"{self.id}: restore the run file of the saves, and change numbers of stages and "
                 "replicas only by --stages and --replicas"
@@ -107,12 +106,12 @@ class KeptRun(NamedTuple):
 
 def changed(run: RunFile, stages: int | None, replicas: int | None) -> RunFile:
     """The resolved run with other numbers of stages and replicas, and the same model. Raises
-    ResumeError, RunFileError, CorpusError."""
+    SwarmError, RunFileError, CorpusError."""
     config = run.config
     stages = None if stages == config.stages else stages
     if stages is not None and (stages < 1 or config.layers % stages):
         choices = map(str, divisors(config.layers))
-        raise ResumeError(
+        raise SwarmError(
             f"--stages {stages}: the model has {config.layers} layers, and each stage has the same "
             f"number of them: choose {', '.join(choices)}"
         )
@@ -133,14 +132,14 @@ def changed(run: RunFile, stages: int | None, replicas: int | None) -> RunFile:
 
 def put_in_place(kept: KeptRun, slots: Sequence[str]) -> list[str]:
     """Copy each stage's save to a folder of the processes in `slots`, STAGE.REPLICA, unless one has
-    it. Returns the copies, in sentences. Raises ResumeError."""
+    it. Returns the copies, in sentences. Raises SwarmError."""
     from planaria.node.state.regroup import choose
 
     all_saves = kept.find()
     if not all_saves:
         return ["the run has no saves: it starts from the beginning"]
     copies = []
-    with _refusing(), kept.open_journal():  # exclusive use
+    with resuming(), kept.open_journal():  # exclusive use
         _, chosen = choose(all_saves, kept.run.config.stages)
         for stage, saves in sorted(chosen.items()):
             homes = _homes(kept, kept.saves, stage, slots)
@@ -152,16 +151,16 @@ def put_in_place(kept: KeptRun, slots: Sequence[str]) -> list[str]:
 
 def take_over(before: KeptRun, kept: KeptRun, slots: Sequence[str]) -> Resume:
     """Make `kept` the folder's run, with the state that `before` has saved. Returns that state. On
-    ResumeError, the folder is still that of `before`."""
+    SwarmError, the folder is still that of `before`."""
     from planaria.node.state.regroup import regroup
 
     saves = before.find()
     if not saves:
-        raise ResumeError(
+        raise SwarmError(
             f"there is no save of the run under {before.checkpoints or before.saves}: without one, "
             "continue with the same --stages and --replicas"
         )
-    with _refusing(), before.open_journal() as journal:
+    with resuming(), before.open_journal() as journal:
         folder = None if kept.save_dir is None else kept.save_dir / kept.id
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -192,16 +191,14 @@ def _homes(kept: KeptRun, folder: Path | None, stage: int, slots: Sequence[str])
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
-    """Turn errors of files into ResumeError, with what to do."""
-    from planaria.node.state.regroup import RegroupError
-
+def resuming() -> Iterator[None]:
+    """Turn errors of files into SwarmError, with what to do."""
     try:
         yield
-    except (AdmissionError, RegroupError, SaveError, JournalError) as error:
-        raise ResumeError(f"the run can't be resumed: {error}") from error
+    except UserError as error:
+        raise SwarmError(f"the run can't be resumed: {error}") from error
     except OSError as error:
-        raise ResumeError(
+        raise SwarmError(
             f"the run can't be resumed: {error.filename}: {error.strerror}; free space, or let "
             "this user write there"
         ) from error

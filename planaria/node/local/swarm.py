@@ -21,11 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.console import Console
 
-from planaria.bootstrap.admission import AdmissionError
 from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
-from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.files import replace_file
-from planaria.bootstrap.journal import JournalError
 from planaria.bootstrap.neighbours import stages_of
 from planaria.bootstrap.registry_pb2 import Description, View
 from planaria.node.data.mixture import index_of
@@ -45,7 +42,14 @@ from planaria.node.local.losses import (
     stage_of,
 )
 from planaria.node.local.options import SwarmOptions
-from planaria.node.local.resume import RUN_FILE, KeptRun, ResumeError, put_in_place, take_over
+from planaria.node.local.resume import (
+    RUN_FILE,
+    KeptRun,
+    SwarmError,
+    put_in_place,
+    resuming,
+    take_over,
+)
 from planaria.node.machine.cores import available_cores
 from planaria.node.machine.extras import remedy
 from planaria.node.machine.processes import (
@@ -104,10 +108,6 @@ NODE_BYTES = 120 * 2**20
 """Memory of a node without its stage: what it doesn't share with other nodes."""
 
 NOTHING = Audit(expected=0, duplicates=0, missing=0, extra=0, steps=0, superseded=0)
-
-
-class SwarmError(UserError):
-    """Error of a swarm; the message says why it can't start or continue, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -457,15 +457,12 @@ def read_plan(folder: Path) -> SwarmPlan:
 def resume_from(plan: SwarmPlan, before: SwarmPlan, slots: Sequence[str]) -> list[str]:
     """Put saves of `before` where the processes in `slots` look for them. Returns messages about
     that. Raises SwarmError."""
-    try:
-        if plan.run == before.run:
-            copies = put_in_place(plan.kept, slots)
-            empty_registry(plan)
-            return copies
-        state = take_over(before.kept, plan.kept, slots)
+    if plan.run == before.run:
+        copies = put_in_place(plan.kept, slots)
         empty_registry(plan)
-    except ResumeError as error:
-        raise SwarmError(str(error)) from error
+        return copies
+    state = take_over(before.kept, plan.kept, slots)
+    empty_registry(plan)
     old, new = (f"{p.run.model.stages}x{p.run.swarm.replicas}" for p in (before, plan))
     return [
         f"step {state.step} is converted from {old} to {new} (stages x replicas); earlier saves "
@@ -475,12 +472,9 @@ def resume_from(plan: SwarmPlan, before: SwarmPlan, slots: Sequence[str]) -> lis
 
 def empty_registry(plan: SwarmPlan) -> None:
     """Remove all members from the journal: their processes are gone. Raises SwarmError."""
-    try:
-        with plan.kept.open_journal() as journal:
-            journal.go_on_from(journal.view or View(), "the run is resumed")
+    with resuming(), plan.kept.open_journal() as journal:
+        journal.go_on_from(journal.view or View(), "the run is resumed")
         (plan.out / ADDRESS).unlink(missing_ok=True)
-    except (AdmissionError, JournalError) as error:
-        raise SwarmError(f"the run can't be resumed: {error}") from error
 
 
 class _Swarm:

@@ -89,11 +89,7 @@ def joined(parts: Mapping[str, str]) -> str:
 
 
 Figures = Callable[[], Awaitable[bytes]]
-"""Source of the exposition for Prometheus. Raises UnheardError."""
-
-
-class UnheardError(UserError):
-    """Error of a source that doesn't answer; the message names it and the reason."""
+"""Source of the exposition for Prometheus. Raises UserError."""
 
 
 def make_app(
@@ -141,7 +137,7 @@ def _metrics(figures: Figures) -> Route:
     async def metrics(request: Request) -> Response:
         try:
             return Response(await figures(), headers={"Content-Type": CONTENT_TYPE})
-        except UnheardError as error:
+        except UserError as error:
             return PlainTextResponse(f"{error}\n", 502)
 
     return Route("/metrics", metrics)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.registry_pb2 import (
     Description,
     Member,
@@ -46,10 +47,6 @@ _AT_THE_END = (Committed, Validated, Finished)
 """Events that still count while a swarm is being ended; exits of its processes are no losses."""
 
 
-class ReplayError(ValueError):
-    """Error of a missing run; the message says what is missing and where."""
-
-
 class Replay:
     """The page of a run at any moment, in Unix seconds from `began` to `ended`."""
 
@@ -62,12 +59,12 @@ class Replay:
         price: float | None = None,
     ) -> None:
         """`events` from logs, `lines` from ledgers, both by time; `price` of a node hour. Raises
-        ReplayError for a run without any."""
+        UserError for a run without any."""
         self.run, self.name, self.price = run, name, price
         timed = [(float(record["time"]), record) for record in (*events, *lines)]
         self._all = sorted(timed, key=lambda pair: pair[0])
         if not self._all:
-            raise ReplayError(f"{name} has no records yet: neither an event nor a committed step")
+            raise UserError(f"{name} has no records yet: neither an event nor a committed step")
         self.began, self.ended = self._all[0][0], self._all[-1][0]
         self._begin()
 
@@ -185,10 +182,10 @@ class Scene:
 
 def replay_of(folder: Path, price: float | None = None) -> Replay:
     """Replay of the run that wrote `folder`: the --out of `planaria up`, also during the run, or
-    out/RUN of nodes. Raises ReplayError, RunFileError, LedgerError, OSError."""
+    out/RUN of nodes. Raises UserError, RunFileError, LedgerError, OSError."""
     present = [path for path in (folder / RUN_FILE, folder / "saves" / RUN_FILE) if path.is_file()]
     if not present:
-        raise ReplayError(
+        raise UserError(
             f"there is no run in {folder}: it has no {RUN_FILE}. Name the folder that "
             "`planaria up` wrote (--out), or out/RUN of a machine's nodes"
         )
@@ -198,7 +195,7 @@ def replay_of(folder: Path, price: float | None = None) -> Replay:
         events = [line for path in files for line in Tail(path).lines() if _is_event(line)]
         entries(events)
     except ValueError as error:
-        raise ReplayError(f"an event log in {folder} is damaged: {error}") from error
+        raise UserError(f"an event log in {folder} is damaged: {error}") from error
     lines = merge(ledgers).lines if ledgers else []
     return Replay(load(present[0]), events, lines, folder.resolve().name, price)
 

@@ -15,13 +15,12 @@ from typing import Any, Final
 from starlette.applications import Starlette
 
 from planaria.bootstrap.address import Address
-from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
+from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
 from planaria.bootstrap.service import RegistryServer
 from planaria.node.page.app import (
     REFRESH,
     Figures,
     Parts,
-    UnheardError,
     as_json,
     joined,
     make_app,
@@ -98,7 +97,7 @@ class RemoteRun:
 
     @classmethod
     async def by(cls, client: RegistryClient) -> RemoteRun:
-        """Connect and read once. Raises JoinRefused, RegistryUnreachable, UnheardError."""
+        """Connect and read once. Raises JoinRefused, RegistryUnreachable, ValueError."""
         return cls(client, read(await client.show()))
 
     def now(self) -> dict[str, Any]:
@@ -113,16 +112,13 @@ class RemoteRun:
             await asyncio.sleep(REFRESH)
             try:
                 self._state = read(await self._ask())
-            except (RegistryUnreachable, UnheardError) as error:
+            except (RegistryUnreachable, ValueError) as error:
                 troubles = [f"no answer from the registry, this is its last state: {error}"]
                 self._state = {**self._state, "troubles": troubles}
 
     async def figures(self) -> bytes:
-        """The exposition for Prometheus. Raises UnheardError."""
-        try:
-            return await self._ask(figures=True)
-        except (RegistryUnreachable, JoinRefused) as error:
-            raise UnheardError(str(error)) from error
+        """The exposition for Prometheus. Raises JoinRefused, RegistryUnreachable."""
+        return await self._ask(figures=True)
 
     async def _ask(self, figures: bool = False) -> bytes:
         """One request at a time: a client that changes its address cancels the others."""
@@ -131,14 +127,14 @@ class RemoteRun:
 
 
 def read(content: bytes) -> dict[str, Any]:
-    """A page's state from another machine. Raises UnheardError."""
+    """A page's state from another machine. Raises ValueError."""
     try:
         state = json.loads(content)
         if not isinstance(state, dict) or not all(key.isidentifier() for key in state):
             raise ValueError("it is not the state of a page")
         as_json(state)
     except (ValueError, RecursionError) as error:
-        raise UnheardError(f"the registry's answer can't be read: {error}") from error
+        raise ValueError(f"the registry's answer can't be read: {error}") from error
     return state
 
 
@@ -200,7 +196,7 @@ async def show_living(
     client: RegistryClient, place: PageAddress, say: Callable[[str], None]
 ) -> None:
     """Serve the page of a remote registry's run, as long as `client` is admitted. Raises
-    JoinRefused, RegistryUnreachable, UnheardError, OSError."""
+    JoinRefused, RegistryUnreachable, ValueError, OSError."""
     remote = await RemoteRun.by(client)
     async with _served(partial(make_app, remote, figures=remote.figures), place) as url:
         say(url)

@@ -26,10 +26,6 @@ TRIED: Final = 4
 """Limit of relaying nodes to try for a node that can't be dialled."""
 
 
-class LogsError(UserError):
-    """Error of a missing log; the message says why and what to do."""
-
-
 class NodeRoute(NamedTuple):
     """Route to a node: itself, or a relaying node, and its address."""
 
@@ -39,7 +35,7 @@ class NodeRoute(NamedTuple):
 
 def find_member(name: str, description: Description) -> Member:
     """The member that a name means: a full name, the part before or after the last hyphen, or a
-    prefix. Raises LogsError."""
+    prefix. Raises UserError."""
     members = description.members
     tests: list[Callable[[str], bool]] = [
         lambda node: node == name,
@@ -52,11 +48,11 @@ def find_member(name: str, description: Description) -> Member:
     if len(matching) == 1:
         return matching[0]
     if matching:
-        raise LogsError(f"{name} matches several nodes, give more of the name: {listed(matching)}")
+        raise UserError(f"{name} matches several nodes, give more of the name: {listed(matching)}")
     evicted = [entry for entry in description.evictions if entry.member.node.startswith(name)]
     reason = f" any more ({evicted[-1].reason})" if evicted else ""
     listing = listed([entry.member for entry in members]) or "none yet"
-    raise LogsError(f"there is no node {readable(name)}{reason}. Name one of: {listing}")
+    raise UserError(f"there is no node {readable(name)}{reason}. Name one of: {listing}")
 
 
 def listed(members: Sequence[Member]) -> str:
@@ -90,7 +86,7 @@ class Reading:
         self._last = 0  # number of the newest line read
 
     async def lines(self, most: int) -> list[str]:
-        """The newest unread lines. Raises LogsError when the node can't be reached."""
+        """The newest unread lines. Raises UserError when the node can't be reached."""
         reason = f"neither {self._seat[:-1]} nor a node with a link to it can be dialled"
         while self._route or self._routes:
             if self._route is None:
@@ -101,7 +97,7 @@ class Reading:
                 self._last = answer.last
                 return cut(answer.lines, most)
             reason, self._route = readable(answer.error), None
-        raise LogsError(f"no log of {self._seat[:-1]}: {reason}")
+        raise UserError(f"no log of {self._seat[:-1]}: {reason}")
 
     async def _ask(self, most: int) -> pb.LogLines:
         assert self._route is not None
@@ -149,7 +145,7 @@ async def logs(
     say: Callable[[str], None],
 ) -> None:
     """Print the last lines of a node's log and, with `follow`, later ones until Ctrl-C. `converse`:
-    connects to nodes of a run. Raises LogsError, RegistryUnreachable, JoinRefused."""
+    connects to nodes of a run. Raises UserError, RegistryUnreachable, JoinRefused."""
     description = await client.describe(PATIENCE)
     member = find_member(name, description)
     routes = routes_to(member, [entry.member for entry in description.members])

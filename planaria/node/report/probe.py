@@ -16,21 +16,17 @@ from planaria.bootstrap.registry_pb2 import Description
 LOOK: Final = 0.5  # seconds between two polls
 
 
-class ProbeError(UserError):
-    """Error of a measurement; the message says what to do."""
-
-
 async def probe(client: RegistryClient, wait: float, say: Callable[[str], None]) -> dict[str, Any]:
     """`{"nodes": [..], "links": [..]}`, ready for JSON. Nodes have `node`, `stages` (none: a
     standby), `device`, `memory` (bytes), `tflops` (of a float32 matrix product). Links have `a`,
     the sender, `b`, `rtt_ms`, `mbps`. Nodes that don't measure within `wait` seconds are reported
     by `say`, and their links are left out.
 
-    Raises ProbeError without nodes, and exceptions of the client.
+    Raises UserError without nodes, and exceptions of the client.
     """
     request = await client.measure()
     if not request.nodes:
-        raise ProbeError("no node is connected to the registry: start some with planaria node")
+        raise UserError("no node is connected to the registry: start some with planaria node")
     deadline = asyncio.get_running_loop().time() + wait
     while True:
         description = await client.describe()

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planaria.bootstrap.errors import UserError
 from planaria.node.model.shape import BETAS, ModelConfig
 from planaria.node.state.saves import Bytes, SaveFile, Saves, Values
 from planaria.node.state.stage_state import SaveError, StageState, StateId
@@ -27,10 +26,6 @@ from planaria.recovery.facts import Held, Source
 log = logging.getLogger(__name__)
 
 MOMENTS = ("first_moment", "second_moment")
-
-
-class RegroupError(UserError):
-    """These saves can't be regrouped; the message says why and what to do."""
 
 
 class LayerRange(NamedTuple):
@@ -92,7 +87,7 @@ def moment_scale(decay: float, before: int, after: int) -> float:
 
 
 def stages_of(saves: Iterable[SaveFile], config: ModelConfig) -> int:
-    """The number of body stages of one run's saves. Raises RegroupError if they are of another
+    """The number of body stages of one run's saves. Raises SaveError if they are of another
     model than `config`."""
     first, body = config.trained
     layer = body // config.layers_per_stage
@@ -101,7 +96,7 @@ def stages_of(saves: Iterable[SaveFile], config: ModelConfig) -> int:
         values, stage = save.tensors.get("weights", 0), save.state.id.stage
         if (values != first) if stage == 0 else (not values or values % layer):
             wanted = f"the {first} of stage 0" if stage == 0 else f"{layer} for each layer"
-            raise RegroupError(
+            raise SaveError(
                 f"{save.path} is of another model: it has {values} weights instead of {wanted}. "
                 "Only model.stages may differ from the run file of the saves in [model] and [data]"
             )
@@ -109,7 +104,7 @@ def stages_of(saves: Iterable[SaveFile], config: ModelConfig) -> int:
             layer_counts.add(values // layer)
     if len(layer_counts) != 1 or config.layers % min(layer_counts):
         counts = " and ".join(map(str, sorted(layer_counts))) or "no"
-        raise RegroupError(
+        raise SaveError(
             f"these saves are of stages with {counts} layers, and the model has {config.layers}: "
             "name the folders with all saves of one run, and give that run's model.layers"
         )
@@ -118,7 +113,7 @@ def stages_of(saves: Iterable[SaveFile], config: ModelConfig) -> int:
 
 def choose(saves: Sequence[SaveFile], stages: int) -> tuple[Resume, dict[int, list[SaveFile]]]:
     """Where a run of `stages` body stages resumes with these saves, and the whole saves of each
-    stage for that; the log names damaged ones. Raises RegroupError if there is none."""
+    stage for that; the log names damaged ones. Raises SaveError if there is none."""
     candidates, sound = {str(save.path): save for save in saves}, set[str]()
     while True:
         holdings = []
@@ -128,7 +123,7 @@ def choose(saves: Sequence[SaveFile], stages: int) -> tuple[Resume, dict[int, li
             holdings.append(Held("save", source, state.made))
         resumed = resume(holdings, stages)
         if resumed is None:
-            raise RegroupError("there is no readable save of any stage: name other folders")
+            raise SaveError("there is no readable save of any stage: name other folders")
         paths = {
             stage: [paths_of_stage.source.node for paths_of_stage in chosen]
             for stage, chosen in resumed.held.items()
@@ -155,12 +150,12 @@ def regroup(
     betas: tuple[float, float] = BETAS,
 ) -> Resume:
     """Write one run's saves anew for the stages of `config`, into the folder that `open_folder`
-    has for each; `betas` are the run's. Returns what they were made of. Raises RegroupError,
-    SaveError, OSError."""
+    has for each; `betas` are the run's. Returns what they were made of. Raises SaveError,
+    OSError."""
     stages_before = stages_of(saves, config)
     resumed, parts_of = choose(saves, stages_before)
     if not resumed.exact and stages_before != config.stages:
-        raise RegroupError(
+        raise SaveError(
             f"{resumed.reason}. Layers are regrouped at one step: bring the saves that lack, or "
             f"go on with {stages_before} stages, as it was, until each has saved"
         )
@@ -174,11 +169,11 @@ def regroup(
 
 def of_one_run(saves: Sequence[SaveFile], excluded: str = "") -> list[SaveFile]:
     """All saves but those of the run `but`, whose folders may be among the others. Raises
-    RegroupError for none, and for saves of several runs."""
+    SaveError for none, and for saves of several runs."""
     others = [save for save in saves if save.run != excluded]
     runs = sorted({save.run for save in others})
     if not runs:
-        raise RegroupError(
+        raise SaveError(
             f"there is no save{f' of a run other than {excluded}' if excluded else ''}: "
             "name folders given as --save-dir, which contain stage-0, stage-1, ..."
         )
@@ -187,7 +182,7 @@ def of_one_run(saves: Sequence[SaveFile], excluded: str = "") -> list[SaveFile]:
             f"{run} in {next(save for save in others if save.run == run).path.parent}"
             for run in runs
         )
-        raise RegroupError(f"these are saves of several runs ({where}): name folders of one")
+        raise SaveError(f"these are saves of several runs ({where}): name folders of one")
     return others
 
 

@@ -14,7 +14,8 @@ from rich.console import Console
 
 import planaria
 from planaria.node.local.from_python import follow
-from planaria.node.local.swarm import Ending, SwarmError, wrap_up
+from planaria.node.local.resume import SwarmError
+from planaria.node.local.swarm import Ending, wrap_up
 from planaria.node.run_file import RunFileError, loads
 
 ENDS_WHEN_TOLD = """

@@ -21,7 +21,8 @@ from planaria.node.local.losses import (
     read_trace,
     stage_of,
 )
-from planaria.node.local.swarm import SwarmError, choose_losses
+from planaria.node.local.resume import SwarmError
+from planaria.node.local.swarm import choose_losses
 from planaria.node.run_file import loads
 
 

@@ -19,7 +19,7 @@ from planaria.node.local.resume import (
     JOURNAL,
     RUN_FILE,
     KeptRun,
-    ResumeError,
+    SwarmError,
     changed,
     put_in_place,
     take_over,
@@ -139,7 +139,7 @@ def test_a_folder_for_saves_that_has_gone_is_missed(tmp_path: Path) -> None:
     ledger.write_text('{"ledger": 1}\n')
     assert kept.find() == []
     ledger.write_text('{"ledger": 1}\n{"step": 1}\n')
-    with pytest.raises(ResumeError, match=r"no saves under .*/saves, .* mount the disk"):
+    with pytest.raises(SwarmError, match=r"no saves under .*/saves, .* mount the disk"):
         put_in_place(kept, slots_of(kept))
 
 
@@ -147,7 +147,7 @@ def test_a_run_file_that_was_changed_by_hand_is_told(tmp_path: Path) -> None:
     kept = begun(tmp_path)
     save(kept, "0.0", 0, 4)
     other = kept._replace(run=override(RUN, model__stages=4))
-    with pytest.raises(ResumeError, match=f"to the run {kept.id}, .* restore .* --stages"):
+    with pytest.raises(SwarmError, match=f"to the run {kept.id}, .* restore .* --stages"):
         put_in_place(other, slots_of(other))
 
 
@@ -167,7 +167,7 @@ def test_the_model_stays_whatever_the_number_of_stages() -> None:
 @pytest.mark.parametrize("stages", [0, 3, 8])
 def test_layers_that_do_not_divide_are_refused(stages: int) -> None:
     says = rf"--stages {stages}: the model has 4 layers, .* choose 1, 2, 4$"
-    with pytest.raises(ResumeError, match=says):
+    with pytest.raises(SwarmError, match=says):
         changed(RUN, stages, None)
 
 
@@ -230,7 +230,7 @@ def test_what_is_cut_short_leaves_the_run_as_it_was(
 
     with monkeypatch.context() as patch:
         patch.setattr(when, full)
-        with pytest.raises(ResumeError, match="somewhere: No space left on device; free space"):
+        with pytest.raises(SwarmError, match="somewhere: No space left on device; free space"):
             take_over(kept, new, slots_of(new))
     assert load(kept.out / RUN_FILE) == kept.run
     assert put_in_place(kept, slots_of(kept)) == []
@@ -243,9 +243,9 @@ def test_a_stage_without_a_save_is_named(tmp_path: Path) -> None:
     for stage in (0, 2):
         save(kept, f"{stage}.0", stage, 8)
     new = kept._replace(run=changed(RUN, 4, None))
-    with pytest.raises(ResumeError, match=r"can't be resumed: .* nothing of stage 1"):
+    with pytest.raises(SwarmError, match=r"can't be resumed: .* nothing of stage 1"):
         take_over(kept, new, slots_of(new))
-    with pytest.raises(ResumeError, match=r"there is no save of the run under .*/saves"):
+    with pytest.raises(SwarmError, match=r"there is no save of the run under .*/saves"):
         bare = begun(tmp_path / "bare")
         save(bare, "0.0", 0)
         take_over(bare, bare._replace(run=new.run), slots_of(new))
@@ -256,7 +256,7 @@ def test_a_run_that_still_trains_is_left_alone(tmp_path: Path) -> None:
     save(kept, "0.0", 0, 8)
     new = kept._replace(run=changed(RUN, 4, None))
     running = kept.open_journal()
-    with pytest.raises(ResumeError, match="in use by another registry"):
+    with pytest.raises(SwarmError, match="in use by another registry"):
         take_over(kept, new, slots_of(new))
     running.close()
 

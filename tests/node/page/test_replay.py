@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from planaria.node.page.replay import Replay, ReplayError, replay_of
+from planaria.bootstrap.errors import UserError
+from planaria.node.page.replay import Replay, replay_of
 from planaria.node.run_file import RunFile, dumps, override
 
 RUN = override(RunFile(), model__stages=1, model__vocabulary=300, steps=3)
@@ -95,15 +96,15 @@ def test_money_is_that_of_then() -> None:
 
 
 def test_a_run_of_which_nothing_is_there_is_refused() -> None:
-    with pytest.raises(ReplayError, match="mine has no records"):
+    with pytest.raises(UserError, match="mine has no records"):
         Replay(RUN, [], [], "mine")
 
 
 def test_a_folder_is_read_while_it_is_written_and_afterwards(tmp_path: Path) -> None:
-    with pytest.raises(ReplayError, match=r"it has no run\.toml"):
+    with pytest.raises(UserError, match=r"it has no run\.toml"):
         replay_of(tmp_path)
     (tmp_path / "run.toml").write_text(dumps(RUN))
-    with pytest.raises(ReplayError, match="has no records"):
+    with pytest.raises(UserError, match="has no records"):
         replay_of(tmp_path)
     lines = [json.dumps(line) + "\n" for line in EVENTS]
     (tmp_path / "events.jsonl").write_text("".join(lines))
@@ -118,5 +119,5 @@ def test_a_folder_is_read_while_it_is_written_and_afterwards(tmp_path: Path) -> 
 def test_a_damaged_log_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(dumps(RUN))
     (tmp_path / "events.jsonl").write_text("{no\n")
-    with pytest.raises(ReplayError, match="damaged"):
+    with pytest.raises(UserError, match="damaged"):
         replay_of(tmp_path)

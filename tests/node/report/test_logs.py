@@ -10,6 +10,7 @@ import pytest
 import virtual_time
 
 from planaria.bootstrap.client import RegistryClient
+from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.registry_pb2 import (
     Description,
     Eviction,
@@ -18,7 +19,7 @@ from planaria.bootstrap.registry_pb2 import (
     Seat,
 )
 from planaria.node.report.log_stream import LONGEST, MOST_KEPT, LastLines
-from planaria.node.report.logs import LogsError, NodeRoute, cut, find_member, logs, routes_to
+from planaria.node.report.logs import NodeRoute, cut, find_member, logs, routes_to
 from planaria.node.wire import stage_pb2 as pb
 from planaria.node.wire.observer_client import PATIENCE
 
@@ -64,7 +65,7 @@ def test_a_node_is_called_by_as_much_as_tells_it_from_others(name: str, node: st
     ],
 )
 def test_a_node_that_nobody_is_or_several_are_called_is_refused(name: str, why: str) -> None:
-    with pytest.raises(LogsError, match=why):
+    with pytest.raises(UserError, match=why):
         find_member(name, DESCRIPTION)
 
 
@@ -144,7 +145,7 @@ def test_the_last_lines_come_by_the_first_way_that_answers() -> None:
 
 def test_that_nobody_answers_is_said() -> None:
     with pytest.raises(
-        LogsError, match=f"no answer from node-2.0-cccccc at .* within {PATIENCE:g} s"
+        UserError, match=f"no answer from node-2.0-cccccc at .* within {PATIENCE:g} s"
     ):
         read("node-2.0", lambda dialled, message: None, [])
 
@@ -163,6 +164,6 @@ def test_what_comes_next_is_shown_once() -> None:
         return pb.Message(sender=f"{dialled}/", log_lines=log_lines)
 
     shown: list[str] = []
-    with pytest.raises(LogsError, match="it is over"):
+    with pytest.raises(UserError, match="it is over"):
         read("node-2.0", answer, shown, follow=True)
     assert shown == ["two", "three", "four", "five"]

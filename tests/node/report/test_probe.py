@@ -3,6 +3,7 @@ import asyncio
 import pytest
 import virtual_time
 
+from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.registry_pb2 import (
     Description,
     LinkReport,
@@ -12,7 +13,7 @@ from planaria.bootstrap.registry_pb2 import (
     Report,
     Seat,
 )
-from planaria.node.report.probe import ProbeError, probe, results, table
+from planaria.node.report.probe import probe, results, table
 from planaria.node.wire.link_speed import LARGEST, SMALLEST, MeasuredLink, measure
 
 
@@ -100,5 +101,5 @@ def test_who_is_late_is_named_and_left_out() -> None:
 
 
 def test_without_nodes_there_is_nothing_to_measure() -> None:
-    with pytest.raises(ProbeError, match="planaria node"):
+    with pytest.raises(UserError, match="planaria node"):
         virtual_time.run(probe(Registry([], nodes=0), 10.0, print))  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from planaria.node.model.shape import BETAS, ModelConfig
 from planaria.node.stage.optimizer import StageOptimizer
 from planaria.node.state import saves as module
 from planaria.node.state.regroup import (
-    RegroupError,
+    SaveError,
     choose,
     moment_scale,
     of_one_run,
@@ -228,10 +228,10 @@ def test_stages_without_a_common_step_are_named(tmp_path: Path) -> None:
     old, new = model(4, 2), model(4, 4)
     saves = saved(tmp_path / "old", old, (4, 8))
     some = [s for s in saves if s.state.id.stage != 1]
-    with pytest.raises(RegroupError, match=r"nothing of stage 1\. .* go on with 2 stages"):
+    with pytest.raises(SaveError, match=r"nothing of stage 1\. .* go on with 2 stages"):
         regroup(some, new, partial(opened, tmp_path / "new", "new", new))
     apart = [s for s in saves if (s.state.id.stage == 1) == (s.state.id.step == 4)]
-    with pytest.raises(RegroupError, match="stage 0 from step 8, stage 1 from step 4"):
+    with pytest.raises(SaveError, match="stage 0 from step 8, stage 1 from step 4"):
         regroup(apart, new, partial(opened, tmp_path / "new", "new", new))
     assert not (tmp_path / "new").exists()
 
@@ -260,7 +260,7 @@ def test_a_mix_of_steps_goes_on_in_the_same_stages(tmp_path: Path) -> None:
 )
 def test_saves_of_another_model_are_refused(tmp_path: Path, new: ModelConfig, says: str) -> None:
     saves = saved(tmp_path, model(4, 2))
-    with pytest.raises(RegroupError, match=says):
+    with pytest.raises(SaveError, match=says):
         stages_of(saves, new)
 
 
@@ -269,10 +269,10 @@ def test_saves_of_several_runs_are_refused(tmp_path: Path) -> None:
     saved(tmp_path / "a", config, run="a")
     saved(tmp_path / "b", config, run="b")
     both = find_saves(tmp_path / "a", tmp_path / "b")
-    with pytest.raises(RegroupError, match=r"several runs \(a in .*/a/0.0/stage-0, b in "):
+    with pytest.raises(SaveError, match=r"several runs \(a in .*/a/0.0/stage-0, b in "):
         of_one_run(both, excluded="c")
     assert {save.run for save in of_one_run(both, excluded="b")} == {"a"}
-    with pytest.raises(RegroupError, match="no save of a run other than b: name folders"):
+    with pytest.raises(SaveError, match="no save of a run other than b: name folders"):
         of_one_run(find_saves(tmp_path / "b"), excluded="b")
 
 
