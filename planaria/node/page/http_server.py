@@ -1,4 +1,4 @@
-"""An HTTP server within another process, with limits for slow and for many clients."""
+"""An HTTP server within another process, with a limit for many clients."""
 
 from __future__ import annotations
 
@@ -17,10 +17,6 @@ from planaria.node.page.place import Keys
 
 MOST_CONNECTIONS = 64
 """Limit of connections; beyond it, one of the address with the most connections is closed."""
-REQUEST = 10.0
-"""Seconds for a client's request, from when it may begin."""
-UNREAD = 20.0
-"""Seconds after which a client must have read what was sent to it."""
 LONGEST_REQUEST = 16 * 2**10
 """Limit of a request's first line and headers in bytes."""
 FAREWELL = 1
@@ -28,27 +24,16 @@ FAREWELL = 1
 
 
 class Connection(H11Protocol):
-    """A connection that is closed when it is idle for too long."""
+    """A connection that may have to make room for others."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.since = self.loop.time()
-        self._request_timer: asyncio.TimerHandle | None = None
-        self._reading_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect_request()
         if len(self.connections) > MOST_CONNECTIONS:
             self._close_one()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._expect_request()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._expect_request()
 
     @property
     def address(self) -> str:
@@ -65,31 +50,6 @@ class Connection(H11Protocol):
         count = Counter(connection.address for connection in connections)
         chosen = min(connections, key=lambda c: (-count[c.address], c.is_answering, c.since))
         chosen.transport.abort()
-
-    def _expect_request(self) -> None:
-        """Start the timer of a request, unless an answer is in progress."""
-        answering = self.is_answering
-        if answering and self._request_timer is not None:
-            self._request_timer.cancel()
-            self._request_timer = None
-        elif not answering and self._request_timer is None:
-            self._request_timer = self.loop.call_later(REQUEST, self.transport.abort)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._reading_timer = self.loop.call_later(UNREAD, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._reading_timer is not None:
-            self._reading_timer.cancel()
-            self._reading_timer = None
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        for timer in (self._request_timer, self._reading_timer):
-            if timer is not None:
-                timer.cancel()
 
 
 class _Server(uvicorn.Server):

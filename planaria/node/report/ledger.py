@@ -479,9 +479,7 @@ def _audit(
     last: int,
     cut: tuple[str, ...],
 ) -> Audit:
-    chain = Chain()
-    for step in examined:
-        chain.follow(step.link)
+    chained, broken = _chain(step.link for step in examined)
     skipped = last - len(examined)
     return Audit(
         expected=last * header["batch"],
@@ -492,8 +490,8 @@ def _audit(
         superseded=superseded,
         planned=header.get("steps", 0),
         cut=cut,
-        chained=chain.chained,
-        unchained=tuple(chain.broken),
+        chained=chained,
+        unchained=tuple(broken),
     )
 
 
@@ -531,28 +529,24 @@ def _link(line: Line) -> _ChainLink:
     return _ChainLink(line["step"], line.get("lineage", 0), hash, previous)
 
 
-class Chain:
-    """Verifier of the chain of commits, in order. A lineage's first commit has no predecessor; gaps
-    are not checked."""
-
-    def __init__(self) -> None:
-        self.last: _ChainLink | None = None
-        self.chained = 0
-        self.broken: list[str] = []
-
-    def follow(self, link: _ChainLink) -> None:
-        last, self.last = self.last, link
-        if last is None or not last.hash or last.step + 1 != link.step:
-            return
+def _chain(links: Iterable[_ChainLink]) -> tuple[int, list[str]]:
+    """Number of commits that name the preceding one, and sentences on those that name another. A
+    lineage's first commit has no predecessor; gaps are not checked."""
+    chained = 0
+    broken: list[str] = []
+    for last, link in itertools.pairwise(links):
+        if not last.hash or last.step + 1 != link.step:
+            continue
         if link.hash and link.lineage != last.lineage:
-            return
+            continue
         if link.previous == last.hash:
-            self.chained += 1
-        elif len(self.broken) < MOST_BROKEN:
-            self.broken.append(
+            chained += 1
+        elif len(broken) < MOST_BROKEN:
+            broken.append(
                 f"the commit of step {link.step} names another predecessor than the ledger's "
                 f"step {last.step}: the ledger was changed, compare it with other nodes' ledgers"
             )
+    return chained, broken
 
 
 class _Examined(NamedTuple):

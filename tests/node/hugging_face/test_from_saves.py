@@ -14,6 +14,7 @@ from planaria.node.model.layout import weights
 from planaria.node.model.shape import ModelConfig
 from planaria.node.run_file import ModelSection, RunFile
 from planaria.node.state.saves import find_saves
+from planaria.node.state.stage_state import SaveError
 from tests.node.state.small_saves import model, saved, state
 
 
@@ -48,7 +49,7 @@ def test_weights_are_found_in_whatever_stages_the_saves_are_of(tmp_path: Path, s
 def test_saves_of_several_runs_are_refused(tmp_path: Path) -> None:
     saved(tmp_path / "a", shape_in(2), run="a")
     saved(tmp_path / "b", shape_in(2), steps=(16,), run="b")
-    with pytest.raises(ExportError, match=r"several runs .*: name folders of one"):
+    with pytest.raises(SaveError, match=r"several runs .*: name folders of one"):
         saved_model(run_of(2), find_saves(tmp_path / "a", tmp_path / "b"))
 
 
@@ -56,7 +57,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     saves = saved(tmp_path, shape_in(2))
     with pytest.raises(ExportError, match="no save of stage 1, "):
         saved_model(run_of(2), [save for save in saves if save.state.id.stage != 1])
-    with pytest.raises(ExportError, match="there is no save: name folders"):
+    with pytest.raises(SaveError, match="there is no save: name folders"):
         saved_model(run_of(2), [])
 
 

@@ -1,4 +1,4 @@
-"""Clients that are slow, or many, or both."""
+"""Clients that are many."""
 
 from __future__ import annotations
 
@@ -80,32 +80,6 @@ async def test_idle_connections_of_one_address_keep_out_nobody_else() -> None:
         assert b"closed" not in end
         for other in (streaming, *(writer for _, writer in idle)):
             other.transport.abort()
-
-
-@pytest.mark.parametrize("request_sent", [b"", b"GET / HTTP/1.1\r\nHost:", ASK])
-async def test_who_does_not_get_on_with_asking_is_let_go(
-    request_sent: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_server, "REQUEST", 0.05)
-    async with served() as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(request_sent)
-        await closed(reader)
-        writer.close()
-
-
-async def test_who_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "UNREAD", 0.05)
-    async with served() as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**10)
-        writer.write(ASK.replace(b"/ ", b"/endless "))
-        with pytest.raises(ConnectionError):
-            while True:  # it has to be reading that finds out: the socket's buffers are full
-                await asyncio.sleep(0.1)
-                if writer.transport.is_closing() or reader.at_eof() or reader.exception():
-                    raise reader.exception() or ConnectionResetError
-                writer.write(b" ")
-        writer.transport.abort()
 
 
 async def test_an_address_that_is_taken_is_said_with_the_option_to_change() -> None:
