@@ -8,7 +8,7 @@ from dataclasses import dataclass, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hints
 
 import typer
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
     """`command` with all its options as parameters, as typer expects them. A parameter, or field,
-    whose type is a dataclass is a group: typer gets its fields, `command` an instance."""
+    whose type is a dataclass is a group: typer gets its fields, `command` an instance. A group's
+    `PANEL` is that of its options in --help."""
 
     @wraps(command)
     def run(**values: object) -> None:
@@ -36,6 +37,8 @@ def _parameters(of: Callable[..., object]) -> Iterator[Parameter]:
         if is_dataclass(hints[name]):
             yield from _parameters(hints[name])
         else:
+            if (panel := getattr(of, "PANEL", None)) is not None:
+                hints[name].__metadata__[0].rich_help_panel = panel
             yield parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY)
 
 
@@ -67,32 +70,19 @@ def parse_token(text: str) -> str:
 class Security:
     """What a command proves to others, and what they have to prove."""
 
+    PANEL: ClassVar = SECURITY
+
     ca: Annotated[
         Path | None,
-        typer.Option(
-            "--tls-ca",
-            envvar="PLANARIA_TLS_CA",
-            help="CA of all certificates, PEM.",
-            rich_help_panel=SECURITY,
-        ),
+        typer.Option("--tls-ca", envvar="PLANARIA_TLS_CA", help="CA of all certificates, PEM."),
     ] = None
     certificate: Annotated[
         Path | None,
-        typer.Option(
-            "--tls-cert",
-            envvar="PLANARIA_TLS_CERT",
-            help="Own certificate, PEM.",
-            rich_help_panel=SECURITY,
-        ),
+        typer.Option("--tls-cert", envvar="PLANARIA_TLS_CERT", help="Own certificate, PEM."),
     ] = None
     key: Annotated[
         Path | None,
-        typer.Option(
-            "--tls-key",
-            envvar="PLANARIA_TLS_KEY",
-            help="Own private key, PEM.",
-            rich_help_panel=SECURITY,
-        ),
+        typer.Option("--tls-key", envvar="PLANARIA_TLS_KEY", help="Own private key, PEM."),
     ] = None
     token: Annotated[
         str,
@@ -101,7 +91,6 @@ class Security:
             metavar="SECRET|@FILE",
             envvar="PLANARIA_TOKEN",
             help="Join token that the run's machines share, or a file that has it.",
-            rich_help_panel=SECURITY,
         ),
     ] = ""
 
@@ -250,13 +239,12 @@ LOG = "Log"
 class Log:
     """What a process logs."""
 
+    PANEL: ClassVar = LOG
+
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         typer.Option(
-            "--log-level",
-            envvar="PLANARIA_LOG_LEVEL",
-            help="Least severe level that is logged.",
-            rich_help_panel=LOG,
+            "--log-level", envvar="PLANARIA_LOG_LEVEL", help="Least severe level that is logged."
         ),
     ] = "info"
     log_format: Annotated[
@@ -265,7 +253,6 @@ class Log:
             "--log-format",
             envvar="PLANARIA_LOG_FORMAT",
             help="text: lines for people; json: for log collectors.",
-            rich_help_panel=LOG,
         ),
     ] = "text"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -23,8 +23,6 @@ from planaria.recovery.policy import POLICIES
 
 if TYPE_CHECKING:
     from planaria.node.run_file import RunFile
-
-LOSSES = "Losses"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +83,14 @@ class RunChanges:
 class LossOptions:
     """Which nodes are killed, and whether others take their place."""
 
+    PANEL: ClassVar = "Losses"
+
     kill: Annotated[
         list[str] | None,
         typer.Option(
             metavar="STAGE[.REPLICA]@STEP",
             help="SIGKILL every node of a stage, or one of them, during this step; replacements "
             "start at once. Repeatable.",
-            rich_help_panel=LOSSES,
         ),
     ] = None
     replace: Annotated[
@@ -99,15 +98,12 @@ class LossOptions:
         typer.Option(
             "--replace/--no-replace",
             help="Start a replacement for each node that was killed or has ended.",
-            rich_help_panel=LOSSES,
         ),
     ] = True
     loss_rate: Annotated[
         str | None,
         typer.Option(
-            metavar="10%/h",
-            help="SIGKILL nodes at random: percent of the nodes lost per hour.",
-            rich_help_panel=LOSSES,
+            metavar="10%/h", help="SIGKILL nodes at random: percent of the nodes lost per hour."
         ),
     ] = None
     trace: Annotated[
@@ -115,15 +111,11 @@ class LossOptions:
         typer.Option(
             metavar="CSV",
             help="Kill and start nodes by a spot trace (milliseconds, add or remove, node).",
-            rich_help_panel=LOSSES,
         ),
     ] = None
     speedup: Annotated[
         float | None,
-        typer.Option(
-            help="Speed-up of --loss-rate or --trace.",
-            rich_help_panel=LOSSES,
-        ),
+        typer.Option(help="Speed-up of --loss-rate or --trace."),
     ] = None
 
 
