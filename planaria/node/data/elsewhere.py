@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 import xxhash
 
+from planaria.bootstrap.files import replace_file
 from planaria.node.data import blocks
 from planaria.node.data.blocks import BLOCK
 from planaria.node.data.corpus import (
@@ -202,7 +202,7 @@ class ShardElsewhere:
                         f"{self._place.url}/{name} is damaged, its checksum is wrong: copy it "
                         "there anew"
                     )
-                replace_with(cached, checksums)
+                replace_file(cached, checksums)
             return checksums
 
     def _is_list(self, checksums: bytes) -> bool:
@@ -249,18 +249,11 @@ def stand_in(url: str, folder: Path) -> Index:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():
-            replace_with(folder / name, content)
-        replace_with(folder / PLACE, json.dumps({"place": place.url}).encode())
+            replace_file(folder / name, content)
+        replace_file(folder / PLACE, json.dumps({"place": place.url}).encode())
     except OSError as error:
         raise CorpusError(f"can't write {folder}: {error.strerror}") from error
     index = read_index(folder)
     if file_checksum(folder / "tokenizer.json") != index.tokenizer:
         raise CorpusError(f"{place.url}/tokenizer.json is damaged: copy it there anew")
     return index
-
-
-def replace_with(file: Path, content: bytes) -> None:
-    """Write a file atomically. Raises OSError."""
-    unfinished = file.with_name(f"{file.name}.{os.getpid()}.unfinished")
-    unfinished.write_bytes(content)
-    unfinished.replace(file)

@@ -22,6 +22,7 @@ from typing import TypeAlias
 import xxhash
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from planaria.bootstrap.files import replace_file
 from planaria.node.data.chat import Template
 from planaria.node.data.corpus import (
     FORMAT,
@@ -37,7 +38,6 @@ from planaria.node.data.corpus import (
     file_checksum,
     read_index,
 )
-from planaria.node.data.elsewhere import replace_with
 from planaria.node.data.parts import (
     FEW,
     Document,
@@ -94,7 +94,7 @@ def prepare(
             index = _laid_out(tokenizing, parts, whole, _source(key, recipe, listing, parts))
             if existing is not None and existing.content == index.content:
                 replaced = existing.model_copy(update={"source": index.source})
-                replace_with(out / "index.json", _in_json(replaced))
+                replace_file(out / "index.json", _in_json(replaced))
                 return Corpus.open(out), False
             if existing is not None and not force:
                 raise CorpusError(
