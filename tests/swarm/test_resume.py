@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -34,20 +35,26 @@ def losses(lines: Lines, pattern: str) -> dict[int, list[float]]:
 
 
 def test_in_other_stages_and_nodes_it_goes_on_as_if_nothing_had_happened(up, data, tmp_path):
-    """From 2 stages to 4, then to 1 of two nodes each; what one node had saved lies elsewhere."""
-    saves = tmp_path / "saves"
+    """From 2 stages to 4, then to 1 of two nodes each; what one node had saved lies elsewhere, and
+    so do folders and data."""
+    saves, first = tmp_path / "saves", tmp_path / "first"
     at_once = ["--seats", "1"]  # who is told to end waits for nobody who could take its seat
-    swarm = up(RUN, "--save-dir", str(saves), *at_once)
-    out = swarm.out
+    swarm = up(RUN, "--save-dir", str(saves), *at_once, at=shutil.copytree(data, first))
     swarm.wait_until("step 8", lambda: swarm.committed() >= 8)
     swarm.end(signal.SIGTERM)
     (saves / "1.0").rename(saves / "1.5")
 
-    swarm = up(out, "--stages", "4", *at_once)
+    moved = tmp_path / "mnt"
+    moved.mkdir()
+    saves.rename(moved / "saves")
+    out = swarm.out.rename(moved / swarm.out.name)
+    first.rename(moved / "data")
+    elsewhere = ["--data", str(moved / "data")]
+    swarm = up(out, "--stages", "4", *elsewhere, *at_once)
     swarm.wait_until("step 24", lambda: swarm.committed() >= 16)
     swarm.end(signal.SIGTERM)
 
-    swarm = up(out, "--stages", "1", "--replicas", "2")
+    swarm = up(out, "--stages", "1", "--replicas", "2", *elsewhere)
     status, output = swarm.finish()
     assert status == 0, output
     assert "is converted from 4x1 to 1x2 (stages x replicas)" in output

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 
 import typer
 
 from planaria.node.commands.terminal import console, tracking
 from planaria.node.launch.options import Security, check_tracker, flattened
-from planaria.node.local.options import RunChanges, UpOptions
+from planaria.node.local.options import UpOptions
 
 
 @flattened
@@ -34,16 +33,17 @@ def up_command(options: UpOptions) -> None:
     Security().place(options.swarm.http, insecure=False)
     changes, losses = options.changes, options.losses
     if options.resume is not None:
-        others = replace(changes, stages=None, replicas=None) != RunChanges()
-        if others or any((options.run_file, options.out, options.save_dir)):
+        if refused := not_with_resume(options):
             raise SwarmError(
-                "--resume continues the run as it was started: give it "
-                "only --stages, --replicas and those about losses"
+                f"{', '.join(refused)}: --resume continues the run as it was started; of the "
+                "options that change it, only --stages and --replicas may be given"
             )
-        resumed = read_plan(options.resume)
+        resumed = read_plan(options.resume, options.data or ())
         run = changed(resumed.run, changes.stages, changes.replicas)
         plan = resumed._replace(run=run)
     else:
+        if options.data:
+            raise SwarmError("--data: a new run's data is data.path in its run file")
         resumed = None
         file = options.run_file
         run = changes.of(RunFile() if file is None else load(file))
@@ -56,3 +56,11 @@ def up_command(options: UpOptions) -> None:
     drawn = choose_losses(plan.run, losses.loss_rate, losses.trace, losses.speedup)
     ending = asyncio.run(up(plan, kills, console, resumed, losses.replace, drawn))
     raise typer.Exit(ending.status)
+
+
+def not_with_resume(options: UpOptions) -> list[str]:
+    """The given options that would change the run, as they are written."""
+    given = {"RUN.toml": options.run_file, "--out": options.out, "--save-dir": options.save_dir}
+    given |= {f"--{name}": value for name, value in vars(options.changes).items()}
+    allowed = "--stages", "--replicas"
+    return [name for name, value in given.items() if value is not None and name not in allowed]

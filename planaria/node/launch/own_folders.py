@@ -7,6 +7,7 @@ node's own, and the node reads and writes no others for it.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from planaria.node.launch.errors import NodeError
@@ -59,12 +60,16 @@ def checkpoint_dir(run: RunFile, folder: Path, override: Path | None) -> Path | 
     return None
 
 
-def folder_options(run: RunFile) -> list[str]:
-    """Node options that name the folders in the run file, for a node whose owner wrote that
-    file."""
-    options = [part for name in run.data.names for part in ("--data", str(Path(name).absolute()))]
+def folder_options(
+    run: RunFile, data: Iterable[str] = (), checkpoints: Path | None = None
+) -> list[str]:
+    """Node options that name the folders in the run file, for a node whose owner wrote that file.
+    `data`, `checkpoints`: where they are, if elsewhere."""
+    names = data or [str(Path(name).absolute()) for name in run.data.names]
+    options = [part for name in names for part in ("--data", name)]
     if run.model.origin is not None and Path(run.model.origin).is_dir():
         options += ["--model", run.model.origin]
     if run.policy.checkpoints:
-        options += ["--checkpoint-dir", str(Path(run.recovery.checkpoint.dir).absolute())]
+        folder = checkpoints or Path(run.recovery.checkpoint.dir)
+        options += ["--checkpoint-dir", str(folder.absolute())]
     return options

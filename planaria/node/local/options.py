@@ -174,8 +174,17 @@ class UpOptions:
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Continue a stopped run, given its --out or --save-dir. --stages and --replicas "
-            "may differ from before.",
+            help="Continue a stopped run, given its --out or --save-dir, moved or not. --stages "
+            "and --replicas may differ from before.",
+            rich_help_panel=FILES,
+        ),
+    ] = None
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DIR|URL",
+            help="With --resume: the run's prepared data, if it is no longer where it was. "
+            "Repeatable.",
             rich_help_panel=FILES,
         ),
     ] = None

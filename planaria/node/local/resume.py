@@ -67,8 +67,12 @@ class KeptRun(NamedTuple):
 
     @property
     def checkpoints(self) -> Path | None:
-        run = self.run
-        return Path(run.recovery.checkpoint.dir) if run.policy.checkpoints else None
+        """The folder that the run file names; if its parent is gone, that in the run's folder,
+        which was moved."""
+        if not self.run.policy.checkpoints:
+            return None
+        named = Path(self.run.recovery.checkpoint.dir)
+        return named if named.parent.exists() else self.out / named.name
 
     def find(self) -> list[SaveFile]:
         """All saves of the run. Raises SwarmError."""

@@ -191,6 +191,7 @@ class SwarmPlan(NamedTuple):
     homes: Mapping[str, ProcessHome] = {}  # slot -> home, of all; `up` must reach them
     work: Work = run_planaria  # main of its processes
     options: SwarmOptions = SwarmOptions(http="none")
+    data: Sequence[str] = ()  # where the run's data is; none: where the run file says
 
     @property
     def kept(self) -> KeptRun:
@@ -386,12 +387,10 @@ def claim(plan: SwarmPlan) -> None:
 
 def write_plan(plan: SwarmPlan) -> None:
     """Write what `--resume` needs to the run's folder and beside the saves. Raises SwarmError."""
-    folders = [plan.out]
-    if plan.save_dir is not None:
-        folders.append(plan.save_dir)
-    saves = None if plan.save_dir is None else str(plan.save_dir.absolute())
-    fields = {"out": str(plan.out.absolute()), "save_dir": saves, "device": plan.device}
-    for folder in folders:
+    for folder in filter(None, [plan.out, plan.save_dir]):
+        saves = None if plan.save_dir is None else os.path.relpath(plan.save_dir, folder)
+        fields = {"out": os.path.relpath(plan.out, folder), "save_dir": saves}
+        fields["device"] = plan.device
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if folder == plan.out:
@@ -429,11 +428,13 @@ def plan_run(
     return SwarmPlan(run, folder, save_dir or folder / "saves", device)
 
 
-def read_plan(folder: Path) -> SwarmPlan:
-    """The plan of the run that wrote `folder`, or whose saves are in it. Raises SwarmError."""
+def read_plan(folder: Path, data: Sequence[str] = ()) -> SwarmPlan:
+    """The plan of the run that wrote `folder`, or whose saves are in it; the folder may have been
+    moved. `data`: where the run's data is, if elsewhere. Raises SwarmError."""
     try:
         fields = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-        out, saves, device = Path(fields["out"]), fields["save_dir"], str(fields["device"])
+        out, device = Path(os.path.normpath(folder / fields["out"])), str(fields["device"])
+        saves = fields["save_dir"] and Path(os.path.normpath(folder / fields["save_dir"]))
         run = load(out / RUN_FILE)
     except RunFileError as error:
         raise SwarmError(
@@ -445,7 +446,7 @@ def read_plan(folder: Path) -> SwarmPlan:
             f"there is no run in {folder}: {PLAN}, or the run file that it names, can't be "
             f"read ({error}). Name the folder that `planaria up` wrote (--out), or its --save-dir"
         ) from error
-    plan = SwarmPlan(run, out, None if saves is None else Path(saves), device)
+    plan = SwarmPlan(run, out, saves, device, data=data)
     if saves is None and not run.recovery.checkpoint.dir:
         raise SwarmError(
             f"the run in {folder} has no saves: it was started without a folder for them, and its "
@@ -457,6 +458,12 @@ def read_plan(folder: Path) -> SwarmPlan:
 def resume_from(plan: SwarmPlan, before: SwarmPlan, slots: Sequence[str]) -> list[str]:
     """Put saves of `before` where the processes in `slots` look for them. Returns messages about
     that. Raises SwarmError."""
+    missing = [name for name in plan.run.data.names if not Path(name).exists()]
+    if missing and not plan.data:
+        raise SwarmError(
+            f"the run's prepared data is not in {missing[0]}: name the folder that has it, with "
+            "the same content, by --data DIR"
+        )
     if plan.run == before.run:
         copies = put_in_place(plan.kept, slots)
         empty_registry(plan)
@@ -492,6 +499,7 @@ class _Swarm:
         self.replacing = replacing  # nodes; the registry always is
         self.losses, self.training, self.options = losses, False, plan.options
         self.device, self.save_dir, self.homes = plan.device, plan.kept.saves, plan.homes
+        self.data, self.checkpoints = plan.data, plan.kept.checkpoints
         self.out, run = plan.out.absolute(), plan.run
         self.logs, self.journal = self.out / "logs", plan.kept.journal.absolute()
         self.stages, self.replicas = run.model.stages or 0, run.swarm.replicas
@@ -732,7 +740,8 @@ class _Swarm:
             ]
         saves = "none" if self.save_dir is None else str(self.save_dir / slot)
         stage = [] if slot in self.at_large else ["--stage", slot.partition(".")[0]]
-        module, folders = self.run.model.module, folder_options(self.run)
+        module = self.run.model.module
+        folders = folder_options(self.run, self.data, self.checkpoints)
         own_code = [] if module is None else ["--allow-module", module]
         return [
             *("node", "--join", self.address, "--name", f"node-{slot}", *stage),

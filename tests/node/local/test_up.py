@@ -33,6 +33,7 @@ from planaria.node.local.swarm import (
     parse_kill,
     read_events,
     read_plan,
+    resume_from,
     shortcomings,
     speed_of_a_core,
     wrap_up,
@@ -144,6 +145,21 @@ def test_a_plan_is_found_from_either_folder(tmp_path):
     assert read_plan(tmp_path / "saves") == plan
 
 
+def test_a_plan_moves_with_its_folder(tmp_path):
+    run = override(RUN, recovery__policy="checkpoint", data__path=str(tmp_path / "data"))
+    run = override(run, recovery__checkpoint__dir=str(tmp_path / "old/out/checkpoints"))
+    plan = SwarmPlan(run, tmp_path / "old/out", tmp_path / "old/saves", "cpu")
+    claim(plan)
+    write_plan(plan)
+    (tmp_path / "old").rename(tmp_path / "new")
+    for folder in ("out", "saves"):
+        moved = read_plan(tmp_path / "new" / folder)
+        assert (moved.out, moved.save_dir) == (tmp_path / "new/out", tmp_path / "new/saves")
+        assert moved.kept.checkpoints == tmp_path / "new/out/checkpoints"
+        with pytest.raises(SwarmError, match=r"prepared data is not in .*data: .* by --data DIR"):
+            resume_from(moved, moved, ["1.0"])
+
+
 def test_what_cannot_be_resumed_says_why(tmp_path):
     with pytest.raises(SwarmError, match=r"there is no run in .* Name the folder"):
         read_plan(tmp_path)
@@ -157,7 +173,7 @@ def test_what_cannot_be_resumed_says_why(tmp_path):
 def test_resume_takes_no_option_that_would_change_the_run(tmp_path):
     result = CliRunner().invoke(app, ["up", "--resume", str(tmp_path), "--steps", "9"])
     assert result.exit_code == 1
-    assert "only --stages, --replicas and those about losses" in result.stderr
+    assert "--steps: --resume continues the run as it was started" in result.stderr
 
 
 def test_without_matplotlib_a_run_ends_with_a_word_instead_of_a_picture(tmp_path, monkeypatch):
