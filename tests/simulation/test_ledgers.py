@@ -83,8 +83,8 @@ def test_a_step_that_nobody_is_told_once_more_is_caught() -> None:
 
 
 class Bereft(InRows):
-    """All of stage 0 dies when its driver has committed a step, and before a ledger has it. Of
-    stage 1, members that keep no records hear the commit; for the others it is late."""
+    """All of stage 0 dies when its driver has committed a step, and before a ledger has it, and two
+    of those that keep its records. Of stage 1, only members that keep none hear the commit."""
 
     def _plan_faults(self) -> float:
         self.merciful = False
@@ -99,8 +99,10 @@ class Bereft(InRows):
             if 0 in node.stages:
                 self.cluster.files.stalled[node.process.host] = self.world.now + 9.0
         there = [node for node in self._some() if 1 in node.stages]
-        for node in there[: records.OF_A_STAGE]:
+        for node in there[: records.MEMORIES]:
             self.cluster.network.latency[driver.process.host, node.process.host] = 9.0
+        for node in there[:2]:
+            self.world.after(0.5, self._crash_if_alive, node.process)
         self.world.after(0.5, self._strike, self._crash_stage_0)
         self.world.after(4.0, self.cluster.network.latency.clear)
 

@@ -1,8 +1,8 @@
 """Record replication: which nodes store the result of each microbatch of a step. Pure.
 
-At stage 0, a few nodes with a ledger write it there. A few nodes of other stages keep it in memory
-until the next step, in case all of those are lost. So the cost of a step's records grows neither
-with the nodes nor with the stages. All others have the records' hash.
+At stage 0, a few nodes with a ledger write it there. A few nodes of other stages, each stage in
+turn, keep it in memory until the next step, in case all of those are lost. So the cost of a step's
+records grows neither with the nodes nor with the stages. All others have the records' hash.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ LEDGERS: Final = 8
 """Nodes of stage 0 that record a step, if it has as many."""
 MEMORIES: Final = 8
 """Nodes of other stages that remember it, if there are as many."""
-OF_A_STAGE: Final = 2
-"""Maximum number of these per stage."""
 RANK: Final = {
     pb.LEDGER_WRITTEN: 0,
     pb.LEDGER_WRITING: 0,
@@ -44,7 +42,7 @@ def record_holders(stages: Mapping[str, int], ledgers: Mapping[str, pb.Recording
     for node, stage in stages.items():
         by_stage[stage].append(node)
     ledgered = _first(LEDGERS, by_stage.pop(0, []), ledgers)
-    others = [_first(OF_A_STAGE, by_stage[stage], ledgers) for stage in sorted(by_stage)]
+    others = [_first(MEMORIES, by_stage[stage], ledgers) for stage in sorted(by_stage)]
     in_turn = [node for nodes in zip_longest(*others) for node in nodes if node is not None]
     return {*ledgered, *in_turn[:MEMORIES]}
 
