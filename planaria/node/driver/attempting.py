@@ -397,12 +397,12 @@ class Attempting(Phase):
         driver, state = self.driver, self.state
         if not driver.hanging.is_late(now - state.began) or not state.inquest.is_due(now):
             return []
-        effects = [*driver.ballot.send_all(driver.present(), inquiry=pb.Inquiry())]
+        effects: list[Effect] = [*driver.ballot.send_all(driver.present(), inquiry=pb.Inquiry())]
         if driver.hanging.usual and state.may_relieve(driver.rules):
             for node in state.inquest.slow(state.begin.members):
                 if state.can_do_without([node], driver.rules):
                     effects.append(driver.ballot.send(node, inquiry=pb.Inquiry(relieve=True)))
-        return [*effects]
+        return effects
 
     def _accounted(self, peer: str, account: pb.Account, now: float) -> Turn:
         driver, inquest = self.driver, self.state.inquest

@@ -33,8 +33,6 @@ LONGEST_WORDS: Final = 500
 """Maximum characters of a node's text about itself."""
 LISTED: Final = 4096
 """Maximum holdings or sources in a message."""
-
-
 UNLIKE: Final = 2.0
 """Relative difference of unrelated results."""
 
@@ -82,10 +80,8 @@ def fault_to_member(message: pb.Message, stage: int) -> str:
             return fault or _count("step", step.begin.step)
         case "sync":
             sync = message.sync
-            relearning = _seconds("time for relearning", sync.relearning)
-            return (
-                fault or _count("step", sync.step) or _count("lineage", sync.lineage) or relearning
-            )
+            fault = fault or _count("step", sync.step) or _count("lineage", sync.lineage)
+            return fault or _seconds("time for relearning", sync.relearning)
     return fault
 
 
@@ -145,11 +141,8 @@ def _home(home: pb.Home, rules: TransactionRules) -> str:
         return f"{home.samples} samples in a microbatch of {rules.tokens} tokens"
     if home.loss and not home.tokens:
         return f"a loss of {home.loss} without tokens"
-    loss = (
-        ""
-        if math.isnan(home.loss) or home.loss == math.inf
-        else _within("loss", home.loss, LARGEST)
-    )
+    finite = home.loss < math.inf  # what isn't may be the model's fault
+    loss = _within("loss", home.loss, LARGEST) if finite else ""
     return loss or _hash("hash of the samples", home.samples_hash)
 
 
@@ -214,11 +207,8 @@ def _count(name: str, count: int, most: int = MOST_STEPS) -> str:
 
 
 def _words(name: str, text: str) -> str:
-    return (
-        f"{name} of {len(text)} characters; at most {LONGEST_WORDS}"
-        if len(text) > LONGEST_WORDS
-        else ""
-    )
+    long = len(text) > LONGEST_WORDS
+    return f"{name} of {len(text)} characters; at most {LONGEST_WORDS}" if long else ""
 
 
 def _cause(cause: int) -> str:
