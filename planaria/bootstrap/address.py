@@ -6,6 +6,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 PORTS = 65535  # the highest port number
@@ -109,6 +110,7 @@ class Reach(NamedTuple):
 EVERYWHERE: Final = Reach(loopback=True, link_local=True)
 
 
+@lru_cache(maxsize=4096)  # each node checks all members of each view
 def not_to_dial(text: str, reach: Reach) -> str:
     """Why an address named by another party must not be dialled; empty: it may be. Names are not
     resolved, see `resolved_not_to_dial`."""

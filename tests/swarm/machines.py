@@ -17,6 +17,7 @@ from planaria.node.launch.own_folders import folder_options
 from planaria.node.launch.resolve import resolve
 from planaria.node.machine.processes import PLANARIA, Processes, Work
 from planaria.node.run_file import dumps
+from tests.forked import Forked
 from tests.swarm.paced import run_paced
 from tests.swarm.small import small
 
@@ -90,10 +91,13 @@ class Machines:
 
     async def command(self, *words: str, join: Invitation) -> str:
         """What it says."""
-        process = await self.begin(*words, join=join, home="home")
-        said, _ = await asyncio.wait_for(process.communicate(), DEADLINE)
-        assert process.returncode == 0, said.decode()
-        return said.decode()
+        invite, said = self.folder / "home.invite", self.folder / "home.said"
+        invite.write_text(encode(join))
+        settings = {"XDG_STATE_HOME": str(self.folder / "home"), "COLUMNS": "200"}
+        arguments = [*words, "--join", f"@{invite}", *self.token]
+        process = Forked(said, *arguments, environment=settings)
+        assert await asyncio.to_thread(process.wait, DEADLINE) == 0, said.read_text()
+        return said.read_text()
 
     async def committed(self, beyond: int) -> int:
         """As the ledgers of stage 0 have it, once it is beyond that."""

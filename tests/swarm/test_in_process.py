@@ -424,7 +424,8 @@ async def test_a_gradient_for_a_twin_that_is_lost_with_its_link_is_sent_again(co
             if not isinstance(item, Frame) or item.kind != "twin" or lost:
                 return send(peer, item)
             lost.append(item)
-            asyncio.get_running_loop().call_soon(node.on_link_lost, peer, "cut", [item], SILENT)
+            loop = asyncio.get_running_loop()
+            loop.call_soon(node.on_link_lost, peer, "cut", [item], loop.time(), SILENT)
             return True
 
         node.links.send = send_or_lose
@@ -433,6 +434,7 @@ async def test_a_gradient_for_a_twin_that_is_lost_with_its_link_is_sent_again(co
         assert holder.holdings.twin.state.id.step == run.steps
         assert holder.holdings.twin.optimizer.digest() == node.member.digest
     assert lost
+    assert not swarm.lines.events("aborted")
     assert audit(tmp_path).exact
 
 

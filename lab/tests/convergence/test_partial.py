@@ -14,6 +14,7 @@ from planaria_lab.convergence.partial import PartialRun
 from planaria_lab.convergence.runner import resolved, run_one
 from planaria_lab.convergence.study import Job, Study, StudyError, jobs
 from planaria_lab.convergence.training import TrainingSwarm
+from tests.forked import begin_fork_server
 
 KILLED_AFTER = 14
 BACKGROUND = {"recovery": {"relearn": {"enough": 0.5, "each_step": 3}}}
@@ -59,17 +60,23 @@ class Killed:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def killed_in(path: Path, key: str, job: Job) -> int | None:
+    """Status of a process that trains, and writes into the file after each iteration."""
+    begin_fork_server()
+    process = get_context("forkserver").Process(
+        target=run_one, args=(key, job, "cpu", PartialRun(path, every=0), Killed())
+    )
+    process.start()
+    process.join(PATIENCE)
+    return process.exitcode
+
+
 @pytest.mark.parametrize("variant", ["relearned", "in the background", "snapshot", "checkpoint"])
 def test_who_is_killed_ends_as_if_it_had_not_been(data: Path, tmp_path: Path, variant: str) -> None:
     todo = {job.variant: (key, job) for key, job in resolved(jobs(study(data)))}
     key, job = todo[variant]
     path = tmp_path / "a.partial"
-    process = get_context("spawn").Process(
-        target=run_one, args=(key, job, "cpu", PartialRun(path, every=0), Killed())
-    )
-    process.start()
-    process.join(PATIENCE)
-    assert process.exitcode == -signal.SIGKILL
+    assert killed_in(path, key, job) == -signal.SIGKILL
     trained: list[None] = []
     again = run_one(key, job, "cpu", PartialRun(path), lambda: trained.append(None))
     whole = run_one(key, job, "cpu")
@@ -88,11 +95,7 @@ def test_a_file_of_something_else_is_refused(
         other = job.run.model.model_copy(update={"layers": 10})
         run = job.run.model_copy(update={"model": other})
         bigger = Job(job.variant, job.seed, run, job.losses, job.ablation, job.texts)
-        process = get_context("spawn").Process(
-            target=run_one, args=(key, bigger, "cpu", PartialRun(path, every=0), Killed())
-        )
-        process.start()
-        process.join(PATIENCE)
+        killed_in(path, key, bigger)
     else:
         path.write_bytes(content)
     with pytest.raises(StudyError, match=r"a\.partial is no run .* delete it"):

@@ -12,6 +12,7 @@ import pytest
 from planaria.node.data.progress import untracked
 from planaria.node.local.swarm import plan_run
 from planaria.node.run_file import RunFileError, dumps, from_fields, override
+from tests.forked import Forked
 from tests.hub import Hub, commit_of, files_of, serving
 from tests.node.hugging_face.test_folders import exported
 from tests.node.hugging_face.test_from_saves import run_of, shape_in
@@ -82,41 +83,43 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def export(run: Path, hub: Hub, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "planaria", "export", run / "saves", "--out", out, *options]
-    command += ["--run", run / "run.toml"]
-    environment = {**os.environ, **hub.environment, "HF_HOME": str(out.parent / "home")}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+def export(run: Path, hub: Hub, out: Path, *options: str) -> tuple[int, str]:
+    """Exit status and output."""
+    said = out.with_suffix(".said")
+    words = ["--out", str(out), "--run", str(run / "run.toml"), *options]
+    environment = {**hub.environment, "HF_HOME": str(out.parent / "home")}
+    command = Forked(said, "export", str(run / "saves"), *words, environment=environment)
+    return command.wait(600), said.read_text()
 
 
 @pytest.mark.parametrize(("options", "seen"), [([], "public"), (["--private"], "private")])
 def test_an_export_goes_to_the_hub_and_what_goes_is_said(tmp_path, run, options, seen) -> None:
     with serving() as hub:
-        done = export(run, hub, tmp_path / "out", "--push", "me/mine", *options)
+        status, output = export(run, hub, tmp_path / "out", "--push", "me/mine", *options)
         files = files_of(tmp_path / "out")
-        assert done.returncode == 0, done.stderr
+        assert status == 0, output
         assert hub.files["me/mine"] == files
         assert hub.private["me/mine"] == (seen == "private")
-        assert f"to {hub.url}/me/mine, which is {seen}:" in done.stdout
+        assert f"to {hub.url}/me/mine, which is {seen}:" in output
         for name, content in files.items():
-            assert f"{name}, {len(content):,} bytes" in done.stdout
+            assert f"{name}, {len(content):,} bytes" in output
 
 
 def test_a_public_repository_is_not_taken_for_a_private_one(tmp_path, run) -> None:
     with serving() as hub:
         hub.files["me/mine"] = {}
-        done = export(run, hub, tmp_path / "out", "--push", "me/mine", "--private")
+        status, output = export(run, hub, tmp_path / "out", "--push", "me/mine", "--private")
         assert hub.files["me/mine"] == {}
-    assert done.returncode != 0
-    assert "--private: me/mine is there already, and public" in done.stderr
+    assert status != 0
+    assert "--private: me/mine is there already, and public" in output
     assert (tmp_path / "out" / "model.safetensors").exists()
-    gone = export(run, hub, tmp_path / "again", "--push", "me/mine")
-    assert gone.returncode != 0
-    assert f"`hf upload me/mine {tmp_path / 'again'}` tries again" in gone.stderr
+    status, output = export(run, hub, tmp_path / "again", "--push", "me/mine")
+    assert status != 0
+    assert f"`hf upload me/mine {tmp_path / 'again'}` tries again" in output
 
 
 def test_without_a_login_nothing_is_exported(tmp_path, run) -> None:
     hub = Hub("http://127.0.0.1:9", token="")
-    done = export(run, hub, tmp_path / "out", "--push", "me/mine")
-    assert "log in with `hf auth login`, or set HF_TOKEN" in done.stderr
+    _, output = export(run, hub, tmp_path / "out", "--push", "me/mine")
+    assert "log in with `hf auth login`, or set HF_TOKEN" in output
     assert not (tmp_path / "out").exists()
