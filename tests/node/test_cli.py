@@ -24,14 +24,37 @@ from planaria.node.launch.notices import ADDRESS_VARIABLE
 from planaria.node.machine.processes import NO_OPTIONS
 
 LOADED = """
-import sys
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
 from planaria.node.cli import main
 
-try:
-    main()
-except SystemExit as end:
-    print(end.code, *({"torch", "numpy"} & set(sys.modules)))
+ended = []
+for words in json.load(sys.stdin):
+    sys.argv[1:] = words
+    with redirect_stderr(io.StringIO()) as said, redirect_stdout(io.StringIO()):
+        try:
+            main()
+            status = 0
+        except SystemExit as end:
+            status = end.code
+    loaded = sorted({"torch", "numpy"} & set(sys.modules))
+    ended.append([status, " ".join(said.getvalue().replace("│", " ").split()), loaded])
+print(json.dumps(ended))
 """
+
+
+def without_torch(commands: list[list[str]]) -> list[tuple[int, str]]:
+    """Status and error of each, in one process of which none has loaded torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ended = json.loads(done.stdout)
+    assert not any(loaded for _, _, loaded in ended), ended
+    return [(status, error) for status, error, _ in ended]
 
 
 def refused_port() -> int:
@@ -185,62 +208,48 @@ def test_a_page_whose_port_is_taken_is_refused_before_anything_is_begun(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("--join nonsense", "has no port"),
-        ("--join http://a:1", "begins with http://: leave that out"),
-        ("--join a:70000", "a port is at most 65535"),
-        ("--join 127.0.0.1:1 --listen 0.0.0.0:0", "there is no TLS"),
-        ("--join 127.0.0.1:1 --listen 127.0.0.1:{taken}", "the address is in use"),
-        ("--join 127.0.0.1:1 --tls-ca ca.pem", "the certificate, key is missing"),
-        ("--join 127.0.0.1:1 --device gpu", "'gpu': use auto, cpu or cuda:N"),
-        ("--join 127.0.0.1:1 --device cuda:1,cuda:1", "cuda:1 twice"),
-        ("--join 127.0.0.1:1 --device cpu,auto", "auto is one device"),
-        ("--join a..b:1", "there is no host of that name"),
-    ],
-)
-def test_nodes_are_refused_without_loading_torch(arguments: str, says: str) -> None:
+REFUSED = {
+    "--join nonsense": "has no port",
+    "--join http://a:1": "begins with http://: leave that out",
+    "--join a:70000": "a port is at most 65535",
+    "--join 127.0.0.1:1 --listen 0.0.0.0:0": "there is no TLS",
+    "--join 127.0.0.1:1 --listen 127.0.0.1:{taken}": "the address is in use",
+    "--join 127.0.0.1:1 --tls-ca ca.pem": "the certificate, key is missing",
+    "--join 127.0.0.1:1 --device gpu": "'gpu': use auto, cpu or cuda:N",
+    "--join 127.0.0.1:1 --device cuda:1,cuda:1": "cuda:1 twice",
+    "--join 127.0.0.1:1 --device cpu,auto": "auto is one device",
+    "--join a..b:1": "there is no host of that name",
+}
+
+
+def test_nodes_are_refused_without_loading_torch() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        given = arguments.format(taken=server.getsockname()[1]).split()
-        done = subprocess.run(
-            [sys.executable, "-c", LOADED, "node", "--restart", "no", *given],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    output = " ".join(done.stderr.replace("│", " ").split())
-    assert says in output
-    assert done.stdout.split()[0] != "0"
-    assert "torch" not in done.stdout
+        taken = server.getsockname()[1]
+        given = [arguments.format(taken=taken).split() for arguments in REFUSED]
+        ended = without_torch([["node", "--restart", "no", *arguments] for arguments in given])
+    for (status, error), (arguments, says) in zip(ended, REFUSED.items(), strict=True):
+        assert status != 0 and says in error, arguments
 
 
-@pytest.mark.parametrize(
-    ("command", "says"),
-    [
-        ("generate {empty} Once", "{empty} holds no model"),
-        ("generate --join 127.0.0.1:{port} Once", "nothing listens there"),
-        ("evaluate {empty} --data {empty}", "{empty} holds no model"),
-        ("evaluate {model} --data {empty}", "there is no prepared data at {empty}"),
-        ("export {empty}/none --out {empty}/out", "{empty}/none is not a folder"),
-        ("export --join 127.0.0.1:{port} --out {empty}/out", "nothing listens there"),
-    ],
-)
-def test_models_are_missed_without_loading_torch(command: str, says: str, tmp_path: Path) -> None:
+MISSED = {
+    "generate {empty} Once": "{empty} holds no model",
+    "generate --join 127.0.0.1:{port} Once": "nothing listens there",
+    "evaluate {empty} --data {empty}": "{empty} holds no model",
+    "evaluate {model} --data {empty}": "there is no prepared data at {empty}",
+    "export {empty}/none --out {empty}/out": "{empty}/none is not a folder",
+    "export --join 127.0.0.1:{port} --out {empty}/out": "nothing listens there",
+}
+
+
+def test_models_are_missed_without_loading_torch(tmp_path: Path) -> None:
     empty, model = tmp_path / "empty", tmp_path / "model"
     empty.mkdir()
     model.mkdir()
     (model / "config.json").touch()
     known = {"empty": empty, "model": model, "port": refused_port()}
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED, *command.format(**known).split()],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert says.format(**known) in done.stderr
-    assert done.stdout.split()[0] in ("1", "2")
-    assert "torch" not in done.stdout
+    ended = without_torch([command.format(**known).split() for command in MISSED])
+    for (status, error), (command, says) in zip(ended, MISSED.items(), strict=True):
+        assert status in (1, 2) and says.format(**known) in error, command
 
 
 def test_a_vocabulary_that_the_text_has_not_enough_for_is_said(tmp_path: Path) -> None:
