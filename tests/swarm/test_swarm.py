@@ -7,8 +7,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 from itertools import chain
 
@@ -266,13 +264,8 @@ def test_after_a_power_cut_the_run_is_resumed(up, tmp_path):
     so_far = audit(swarm.out)
     assert so_far.exact
     assert so_far.steps >= 13
-    resumed = subprocess.run(
-        [sys.executable, "-m", "planaria", "up", "--resume", str(saves)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert resumed.returncode == 0, resumed.stdout
+    status, output = up(saves).finish()
+    assert status == 0, output
     summary = swarm.summary()
     assert_clean(summary, 30)
     assert {method for _, method in methods(summary)} <= {"save"}
