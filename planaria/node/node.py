@@ -406,7 +406,7 @@ class Node(Generic[M]):
     def asked_to_measure(self, number: int) -> None:
         """A measurement already under way serves for this, too."""
         self.requested_measurement = number
-        if self.measuring is None or self.measuring.done():
+        if not self.over.done() and (self.measuring is None or self.measuring.done()):
             self.measuring = self.spawn(self._measure_links())
 
     async def _measure_links(self) -> None:
