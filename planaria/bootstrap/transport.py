@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Protocol, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -146,7 +147,8 @@ async def call(channel: Channel, method: str, request: bytes, seconds: float) ->
     stream = channel.stream(method, seconds=seconds)
     try:
         async with asyncio.timeout(seconds):
-            await stream.write(request)
+            with suppress(Broken):  # the other end may refuse before it reads: `read` says why
+                await stream.write(request)
             answer = await stream.read()
     except TimeoutError:
         raise Broken("DEADLINE_EXCEEDED", f"no answer in {seconds:g} s") from None
