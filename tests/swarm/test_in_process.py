@@ -511,6 +511,7 @@ async def test_a_disk_that_stalls_costs_nobody_its_seat(corpus, tmp_path, monkey
 async def test_a_living_model_is_that_of_one_step_wherever_its_stages_are(corpus, tmp_path):
     """Also at a node that only dials out. What is exported is what each stage has saved."""
     told = small(stages=3, steps=ENDLESS, saves__every=1, saves__keep=1000)
+    told = override(told, saves__in_flight=100)  # a slow disk leaves out no save
     run = override(told, model__vocabulary=corpus.vocabulary)
     async with LocalSwarm(run, corpus, tmp_path, tmp_path / "saves") as swarm:
         await swarm.until(lambda: swarm.committed() >= 3)
