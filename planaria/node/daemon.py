@@ -66,7 +66,6 @@ class DaemonMachine:
         self._samples: SamplesFile | None = None
         if self._place.out is not None:
             self._samples = SamplesFile(self._place.out, node.run.name, self._open_file)
-        self.ledgers: dict[str, LineFile] = {}
         self._ledgers: dict[str, tuple[Ledger, AnyWindows]] = {}
         self._failing: set[LineFile] = set()
         self._files_checked = 0.0
@@ -75,6 +74,10 @@ class DaemonMachine:
 
     def time(self) -> float:
         return time.time()
+
+    @property
+    def ledgers(self) -> Mapping[str, LineFile]:
+        return {name: ledger.file for name, (ledger, _) in self._ledgers.items()}
 
     # --- seats
 
@@ -121,14 +124,14 @@ class DaemonMachine:
         context = self._node.config.context
         header = header_of(self._run, context, corpus.content, corpus.shares(context))
         path = self._place.out / f"ledger-{self._node.node}-{name}.jsonl"
-        ledger = Ledger(path, header, self._open_file)
-        self._ledgers[name], self.ledgers[name] = (ledger, windows_in(header)), ledger.file
+        self._ledgers[name] = Ledger(path, header, self._open_file), windows_in(header)
 
     async def close(self, name: str, seat: Agent, seconds: float) -> None:
-        if (ledger := self.ledgers.pop(name, None)) is not None:
-            self.files.remove(ledger)
-            self._failing.discard(ledger)
-            await asyncio.to_thread(ledger.close)
+        if name in self._ledgers:
+            file = self._ledgers.pop(name)[0].file
+            self.files.remove(file)
+            self._failing.discard(file)
+            await asyncio.to_thread(file.close)
         await asyncio.to_thread(seat.holdings.finish_saves, seconds)
 
     async def rehearse(self) -> None:
