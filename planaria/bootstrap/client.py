@@ -43,7 +43,7 @@ from planaria.bootstrap.registry_pb2 import (
     WatchRequest,
 )
 from planaria.bootstrap.spelling import first_misspelt
-from planaria.bootstrap.transport import Broken, Channel, Stream, Transport, call, parse
+from planaria.bootstrap.transport import Broken, Channel, Stream, Transport, parse
 from planaria.bootstrap.truncation import fitting, shorten_all
 from planaria.bootstrap.views import follows, is_genuine, unpack, unpacked, view_in
 
@@ -375,7 +375,7 @@ class RegistryClient:
     ) -> Any:
         """One attempt at an address; empty: the one in use. Raises Broken."""
         path, content = f"{service.full_name}/{method}", request.SerializeToString()
-        answer = await call(self._channel(address or self._address), path, content, seconds)
+        answer = await self._channel(address or self._address).call(path, content, seconds)
         kind: type[Message] = GetMessageClass(service.methods_by_name[method].output_type)
         return parse(answer, kind)
 

@@ -33,7 +33,7 @@ from planaria.bootstrap.gate import ENROL
 from planaria.bootstrap.grpc_transport import GrpcTransport
 from planaria.bootstrap.identity import Identity
 from planaria.bootstrap.invites import NotAdmitted
-from planaria.bootstrap.transport import Broken, call, parse
+from planaria.bootstrap.transport import Broken, parse
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class Enrolment:
         )
         channel = GrpcTransport(trusted, options).channel(address)
         try:
-            answer = await call(channel, ENROL, request.SerializeToString(), seconds)
+            answer = await channel.call(ENROL, request.SerializeToString(), seconds)
         finally:
             await channel.close()
         return parse(answer, EnrolReply)

@@ -6,9 +6,7 @@ Everything above this port runs unchanged in both.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from contextlib import suppress
 from typing import Protocol, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -102,6 +100,11 @@ class Channel(Protocol):
         too."""
         ...
 
+    async def call(self, method: str, request: bytes, seconds: float) -> bytes:
+        """The answer to one request: a stream that carries one item each way. Raises Broken, with
+        the refusal's status even if the other end refuses before it reads."""
+        ...
+
     async def close(self) -> None:
         """Break all streams."""
         ...
@@ -140,23 +143,6 @@ class Transport(Protocol):
     async def stop(self, grace: float) -> None:
         """Stop serving; open streams have `grace` seconds to end."""
         ...
-
-
-async def call(channel: Channel, method: str, request: bytes, seconds: float) -> bytes:
-    """The answer to one request. Raises Broken."""
-    stream = channel.stream(method, seconds=seconds)
-    try:
-        async with asyncio.timeout(seconds):
-            with suppress(Broken):  # the other end may refuse before it reads: `read` says why
-                await stream.write(request)
-            answer = await stream.read()
-    except TimeoutError:
-        raise Broken("DEADLINE_EXCEEDED", f"no answer in {seconds:g} s") from None
-    finally:
-        stream.cancel()
-    if answer is None:
-        raise Broken("INTERNAL", "the stream ended without an answer")
-    return answer
 
 
 def parse(data: bytes, kind: type[M]) -> M:

@@ -131,7 +131,7 @@ async def test_an_answer_that_cannot_be_read_is_no_certificate(
     async def answer(*_: object) -> bytes:
         return b"\xff"
 
-    monkeypatch.setattr("planaria.bootstrap.enrolment_client.call", answer)
+    monkeypatch.setattr("planaria.bootstrap.grpc_transport.GrpcChannel.call", answer)
     async with running() as run:
         with pytest.raises(EnrolmentUnreachable, match="what came is no EnrolReply"):
             await Enrolment(run.invitation(), Identity.generate(), None).come(deadline=0.3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from planaria.bootstrap.address import Reach
@@ -250,6 +251,17 @@ class MemoryChannel:
         stream = Dialled(self._transport, self._address, method, metadata or {}, seconds)
         self._streams = [stream, *(one for one in self._streams if not one.is_over)]
         return stream
+
+    async def call(self, method: str, request: bytes, seconds: float) -> bytes:
+        stream = self.stream(method, seconds=seconds)
+        try:
+            with suppress(Broken):  # `read` says why
+                await stream.write(request)
+            answer = await stream.read()
+        finally:
+            stream.cancel()
+        assert answer is not None
+        return answer
 
     async def close(self) -> None:
         for stream in self._streams:

@@ -109,7 +109,11 @@ async def registries(folder: Path, data: Path) -> AsyncIterator[Registries]:
         stack.callback(here.processes.kill_all)
         for name in NAMES:
             here.begin_registry(name)
-        yield here
+        try:
+            yield here
+        except (TimeoutError, AssertionError) as error:
+            error.add_note(here.logs())
+            raise
 
 
 async def test_whoever_leads_is_lost_and_training_goes_on(data: Path, tmp_path: Path) -> None:
