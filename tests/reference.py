@@ -56,7 +56,7 @@ class Reference:
     """All stages of a resolved run; `step` trains them for one step."""
 
     def __init__(self, run: RunFile, data: Data) -> None:
-        self.run, self.data = run, data
+        self.data = data
         self.config = run.config_for(data.vocabulary)
         origin = run.model.origin
         checkpoint = None if origin is None else Checkpoint.open(Path(origin))
@@ -65,8 +65,13 @@ class Reference:
         self.stages = [beginning.stage(stage) for stage in range(self.config.stages + 1)]
         cpu = torch.device("cpu")
         self.optimizers = [StageOptimizer.of_run(stage, cpu, run) for stage in self.stages]
-        self.windows = windows(data, run.seed, self.config.context, run.training.batch)
         self.committed = 0
+        self.change(run)
+
+    def change(self, run: RunFile) -> None:
+        """From the next step on it has these settings."""
+        self.run = run
+        self.windows = windows(self.data, run.seed, self.config.context, run.batches)
 
     def step(self) -> float:
         """Trains the next step; returns its mean loss, nats a scored token."""

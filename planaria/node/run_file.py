@@ -23,6 +23,7 @@ from pydantic import (
 
 from planaria.bootstrap.small_files import read_small
 from planaria.bootstrap.spelling import shortened
+from planaria.node.data.batches import Batch, Batches
 from planaria.node.data.turns import turns_of
 from planaria.node.model.learning_rate import WARMUP, Schedule, peak_of, warmup_of
 from planaria.node.model.shape import (
@@ -332,6 +333,9 @@ class TrainingSection(Section):
     betas: tuple[Beta, Beta] = Field(default=BETAS, description="decay rates of the moments")
     weight_decay: float = Field(default=0.0, ge=0, le=100, description="not of norms and biases")
     clip: float = Field(default=1.0, ge=1e-6, le=1e6)
+    rewarm: int = Field(
+        default=0, ge=0, le=10**9, description="steps of warm-up behind a change of settings"
+    )
     precision: Literal["float32", "bf16"] = "float32"
     recompute: bool = False
     compile: bool = False
@@ -500,6 +504,24 @@ class WireSection(Section):
         return {"lowrank": self.rank_after}.get(self.averaging, 0)
 
 
+class BatchSection(Section):
+    """The batch up to a step."""
+
+    until: int = Field(ge=1, le=10**9, description="last step that has it")
+    batch: int = Field(ge=1, le=2**24)
+    microbatch: int = Field(ge=1, le=2**16)
+
+
+class ChangesSection(Section):
+    """What planaria writes when settings are changed."""
+
+    count: int = Field(default=0, ge=0, le=10**6, description="number of changes")
+    step: int = Field(default=0, ge=0, le=10**9, description="step behind which the newest holds")
+    batches: tuple[BatchSection, ...] = Field(
+        default=(), max_length=1000, description="batches of earlier steps, in order"
+    )
+
+
 class RunFile(Section):
     name: str = Field(default="run", max_length=64, pattern=r"^[\w.-]+$")
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -512,6 +534,13 @@ class RunFile(Section):
     swarm: SwarmSection = SwarmSection()
     wire: WireSection = WireSection()
     trust: TrustSection = TrustSection()
+    changes: ChangesSection = ChangesSection()
+
+    @property
+    def batches(self) -> Batches:
+        """The batch of each step."""
+        earlier = (Batch(b.until, b.batch, b.microbatch) for b in self.changes.batches)
+        return Batches(self.training.batch, self.training.microbatch, tuple(earlier))
 
     def identifying_fields(self, *left_out: str) -> dict[str, Any]:
         """The fields that distinguish this run from others, without the sections `left_out`.
@@ -676,6 +705,19 @@ def override(run: RunFile, **changes: Any) -> RunFile:
             target = target.setdefault(section, {})
         target[key] = value
     return from_fields(fields, "the run file with the command line's changes")
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """The key and the value of KEY=VALUE, for `override`. What is no value in TOML is text. Raises
+    RunFileError."""
+    key, equals, written = text.partition("=")
+    if not equals or not key.strip():
+        raise RunFileError(f"{text!r} is no setting: write KEY=VALUE, as in training.lr=3e-4")
+    try:
+        value = tomllib.loads(f"value = {written}")["value"]
+    except (tomllib.TOMLDecodeError, RecursionError):
+        value = written
+    return key.strip().replace(".", "__"), value
 
 
 def dumps(run: RunFile) -> str:

@@ -1,4 +1,4 @@
-"""A run that was ended as a whole goes on in other numbers of stages and nodes."""
+"""A run that was ended as a whole goes on, with other settings too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from planaria.node.cli import app
 from planaria.node.data.corpus import Corpus
 from planaria.node.report.ledger import audit
-from planaria.node.run_file import override
+from planaria.node.run_file import load, override
 from planaria.node.state.saves import find_saves
 from tests.reference import Reference
 from tests.swarm.lines import Lines
@@ -34,9 +34,9 @@ def losses(lines: Lines, pattern: str) -> dict[int, list[float]]:
     return found
 
 
-def test_in_other_stages_and_nodes_it_goes_on_as_if_nothing_had_happened(up, data, tmp_path):
-    """From 2 stages to 4, then to 1 of two nodes each; what one node had saved lies elsewhere, and
-    so do folders and data."""
+def test_it_goes_on_with_other_settings_as_one_process_would(up, data, tmp_path):
+    """From 2 stages to 4, then to 1 of two nodes each, with another batch and rate, and for longer;
+    what one node had saved lies elsewhere, and so do folders and data."""
     saves, first = tmp_path / "saves", tmp_path / "first"
     at_once = ["--seats", "1"]  # who is told to end waits for nobody who could take its seat
     swarm = up(RUN, "--save-dir", str(saves), *at_once, at=shutil.copytree(data, first))
@@ -54,21 +54,27 @@ def test_in_other_stages_and_nodes_it_goes_on_as_if_nothing_had_happened(up, dat
     swarm.wait_until("step 24", lambda: swarm.committed() >= 16)
     swarm.end(signal.SIGTERM)
 
-    swarm = up(out, "--stages", "1", "--replicas", "2", *elsewhere)
+    changes = ["training.batch=6", "training.microbatch=3", "training.lr=4e-4", "training.rewarm=5"]
+    settings = [word for change in changes for word in ("--set", change)]
+    swarm = up(out, "--stages", "1", "--replicas", "2", "--steps", "40", *settings, *elsewhere)
     status, output = swarm.finish()
     assert status == 0, output
-    assert "is converted from 4x1 to 1x2 (stages x replicas)" in output
+    assert "  model.stages = 1 (was 4)\n  steps = 40 (was 32)\n" in output
+    run = load(out / "run.toml")
     went = swarm.events("resuming")
     assert len({(event["step"], event["reason"]) for event in went}) == 2
     assert all(event["exact"] and event["step"] >= 4 for event in went)
     summary = swarm.summary()
-    assert summary["audit"] == {"expected": 128, "duplicates": 0, "missing": 0, "extra": 0}
+    expected = 4 * run.changes.step + 6 * (40 - run.changes.step)
+    assert summary["audit"] == {"expected": expected, "duplicates": 0, "missing": 0, "extra": 0}
     assert {row["method"] for row in summary["rebuilds"]} <= {"save", "replica"}
 
     golden = Reference(RUN, Corpus.open(data))
     found = losses(Lines(out), "ledger.jsonl")
-    assert list(found) == list(range(1, RUN.steps + 1))
+    assert list(found) == list(range(1, 41))
     for step, loss in found.items():
+        if step == run.changes.step + 1:
+            golden.change(override(run, model__stages=2))
         assert loss == [pytest.approx(golden.step(), rel=EQUAL)], step
     assert summary["loss"]["validation"] == pytest.approx(golden.validate(), rel=EQUAL)
 

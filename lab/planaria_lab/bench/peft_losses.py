@@ -34,7 +34,7 @@ def losses_of_peft(run: RunFile, corpus: Data) -> Iterator[float]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decay = training.weight_decay
     optimizer = torch.optim.AdamW(trained, betas=training.betas, weight_decay=decay)
-    drawn = windows(corpus, run.seed, config.context, training.batch)
+    drawn = windows(corpus, run.seed, config.context, run.batches)
     for step in range(1, run.steps + 1):
         pair = inputs_and_targets(corpus, TRAIN, config.context, drawn.ids(step))
         inputs, targets = map(torch.from_numpy, pair)

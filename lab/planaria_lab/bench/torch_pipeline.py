@@ -94,7 +94,7 @@ def train_part(arguments: list[str]) -> None:
 
     stage = PipelineStage(part, rank, config.stages, torch.device("cpu"))
     schedule = Schedule1F1B(stage, training.microbatches, loss_of, scale_grads=False)
-    order = windows(corpus, run.seed, config.context, training.batch)
+    order = windows(corpus, run.seed, config.context, run.batches)
     with (out / STEPS if last else Path(os.devnull)).open("a") as file:
         for step in range(1, run.steps + 1):
             batch = inputs_and_targets(corpus, TRAIN, config.context, order.ids(step))

@@ -244,8 +244,7 @@ class TrainingSwarm:
                 trained_shapes(self.config, number).values() for number in range(len(self.stages))
             ]
             self.replicas = Replicas(count, run.wire, self.stages, shapes, feedback)
-        context, batch = self.config.context, run.training.batch
-        self.windows = windows(self.corpus, run.seed, context, batch)
+        self.windows = windows(self.corpus, run.seed, self.config.context, run.batches)
         self.committed = 0
         self.lineage = 0
         self.alone: tuple[int, frozenset[int]] = (0, frozenset())  # until which step, which stages

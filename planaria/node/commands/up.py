@@ -19,7 +19,7 @@ def up_command(options: UpOptions) -> None:
 
     from planaria.node.data.progress import untracked
     from planaria.node.launch.resolve import text_to_prepare
-    from planaria.node.local.resume import SwarmError, changed
+    from planaria.node.local.resume import SwarmError, changed, with_settings_of
     from planaria.node.local.swarm import (
         choose_losses,
         parse_kill,
@@ -35,12 +35,12 @@ def up_command(options: UpOptions) -> None:
     if options.resume is not None:
         if refused := not_with_resume(options):
             raise SwarmError(
-                f"{', '.join(refused)}: --resume continues the run as it was started; of the "
-                "options that change it, only --stages and --replicas may be given"
+                f"{', '.join(refused)}: --resume continues in the run's own folders; leave it out"
             )
         resumed = read_plan(options.resume, options.data or ())
-        run = changed(resumed.run, changes.stages, changes.replicas)
-        plan = resumed._replace(run=run)
+        file, run = options.run_file, resumed.run
+        wanted = changes.of(run if file is None else with_settings_of(load(file), run))
+        plan = resumed._replace(run=changed(resumed.kept, wanted))
     else:
         if options.data:
             raise SwarmError("--data: a new run's data is data.path in its run file")
@@ -59,8 +59,6 @@ def up_command(options: UpOptions) -> None:
 
 
 def not_with_resume(options: UpOptions) -> list[str]:
-    """The given options that would change the run, as they are written."""
-    given = {"RUN.toml": options.run_file, "--out": options.out, "--save-dir": options.save_dir}
-    given |= {f"--{name}": value for name, value in vars(options.changes).items()}
-    allowed = "--stages", "--replicas"
-    return [name for name, value in given.items() if value is not None and name not in allowed]
+    """The given options that a resumed run can't have, as they are written."""
+    given = {"--out": options.out, "--save-dir": options.save_dir}
+    return [name for name, value in given.items() if value is not None]

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from tokenizers import Tokenizer
 
+    from planaria.node.data.batches import Batches
     from planaria.node.data.windows import AnyWindows
     from planaria.node.run_file import DataSection
 
@@ -137,11 +138,11 @@ Data: TypeAlias = Corpus | Mixture
 """Training data of a run."""
 
 
-def windows(data: Data, seed: int, context: int, batch: int) -> AnyWindows:
+def windows(data: Data, seed: int, context: int, batches: Batches) -> AnyWindows:
     """The windows of a run on this data. Raises CorpusError, ValueError."""
     from planaria.node.data.windows import windows_of
 
-    return windows_of(seed, data.shares(context), batch)
+    return windows_of(seed, data.shares(context), batches)
 
 
 def inputs_and_targets(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunChanges:
-    """What is another value than in the run file."""
+    """What is another value than in the run file, or than before --resume."""
 
     preset: Annotated[
         str | None, typer.Option(help="Size of the model, one of `planaria presets`.")
@@ -60,23 +60,31 @@ class RunChanges:
     seed: Annotated[
         int | None, typer.Option(help="Seed of initial weights and of the data's order.")
     ] = None
+    set: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Another value of a run file's key, as in training.lr=3e-4. Repeatable.",
+        ),
+    ] = None
 
     def of(self, run: RunFile) -> RunFile:
         """Raises RunFileError."""
-        from planaria.node.run_file import override
+        from planaria.node.run_file import override, parse_setting
 
-        return override(
-            run,
-            model__preset=self.preset,
-            model__layers=self.layers,
-            model__stages=self.stages,
-            swarm__replicas=self.replicas,
-            steps=self.steps,
-            recovery__policy=self.policy,
-            recovery__strict=self.strict,
-            recovery__masking=self.masking,
-            seed=self.seed,
-        )
+        options = {
+            "model__preset": self.preset,
+            "model__layers": self.layers,
+            "model__stages": self.stages,
+            "swarm__replicas": self.replicas,
+            "steps": self.steps,
+            "recovery__policy": self.policy,
+            "recovery__strict": self.strict,
+            "recovery__masking": self.masking,
+            "seed": self.seed,
+        }
+        given = {key: value for key, value in options.items() if value is not None}
+        return override(run, **dict(map(parse_setting, self.set or ())) | given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +182,8 @@ class UpOptions:
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Continue a stopped run, given its --out or --save-dir, moved or not. --stages "
-            "and --replicas may differ from before.",
+            help="Continue a stopped run, given its --out or --save-dir, moved or not. Its "
+            "settings may be changed, its model and its data not.",
             rich_help_panel=FILES,
         ),
     ] = None

@@ -3,7 +3,7 @@
 Nodes have their own folders, and may return in other places or numbers. With other stages, no node
 has what its stage needs. All saves under the save folder count, from any node.
 
-A run that continues with other numbers has another run file, so registry and nodes take it for
+A run that continues with other settings has another run file, so registry and nodes take it for
 another run. Its state is written beside the earlier run's, under its own name. Only its run file,
 put in place last, makes it the folder's run.
 
@@ -13,26 +13,32 @@ Reading saves loads torch, which takes seconds: only here, not when a run begins
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from planaria.bootstrap.admission import key_beside
 from planaria.bootstrap.errors import UserError
 from planaria.bootstrap.files import replace_file
 from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.registry_pb2 import View
+from planaria.node.data.mixture import index_of
 from planaria.node.launch.resolve import resolve, run_id
 from planaria.node.local.losses import stage_of
-from planaria.node.model.shape import divisors
-from planaria.node.run_file import RunFile, dumps, override
-from planaria.recovery.decide import Resume
+from planaria.node.model.learning_rate import of_run, warmup_of
+from planaria.node.run_file import BatchSection, ChangesSection, RunFile, dumps, override
 
 if TYPE_CHECKING:
     from planaria.node.state.saves import SaveFile, Saves
 
 RUN_FILE, JOURNAL = "run.toml", "registry.journal"
+SETTINGS: Final = "steps", "recovery", "saves", "swarm", "wire", "trust"
+"""What may change, but the section [training] and model.stages."""
+IDENTITY: Final = "name", "seed", "model.", "data.", "training.lora"
+"""Beginnings of the keys of what makes a run's weights and its data."""
+FOLDERS: Final = "model.from", "data.path", "data.corpora"
+"""Keys whose folders may lie elsewhere; the content is compared."""
 ALL: Final = 10**6
 """Number of saves to keep, so that none is removed."""
 
@@ -108,30 +114,102 @@ class KeptRun(NamedTuple):
         return own if own.exists() else folder / of_the_first
 
 
-def changed(run: RunFile, stages: int | None, replicas: int | None) -> RunFile:
-    """The resolved run with other numbers of stages and replicas, and the same model. Raises
-    SwarmError, RunFileError, CorpusError."""
-    config = run.config
-    stages = None if stages == config.stages else stages
-    if stages is not None and (stages < 1 or config.layers % stages):
-        choices = map(str, divisors(config.layers))
-        raise SwarmError(
-            f"--stages {stages}: the model has {config.layers} layers, and each stage has the same "
-            f"number of them: choose {', '.join(choices)}"
-        )
-    changed_run = override(
-        run,
-        model__stages=stages,
-        model__layers=None if stages is None else config.layers,
-        swarm__replicas=replicas,
+def with_settings_of(file: RunFile, run: RunFile) -> RunFile:
+    """The resolved run with another run file's settings. Raises SwarmError where that file names
+    another model or other data, RunFileError, CorpusError."""
+    given = flat(file.model_dump(mode="json", exclude_unset=True))
+    _check_identity({key: (flat_of(run).get(key), value) for key, value in given.items()})
+    data = file.data.folders
+    if "data" in file.model_fields_set and all(path.exists() for path in data):
+        _check_identity({"data.content": (run.data.content, index_of(file.data).content)})
+    changes: dict[str, Any] = {name: getattr(file, name) for name in SETTINGS}
+    changes["training"] = file.training.model_copy(
+        update={
+            "lora": run.training.lora,
+            "lr": file.training.lr or run.config.learning_rate,
+            "warmup": warmup_of(file),
+        }
     )
-    if changed_run == run:
+    stages = file.model.stages or run.model.stages
+    changes["model"] = run.model.model_copy(update={"stages": stages})
+    return run.model_copy(update=changes)
+
+
+def changed(kept: KeptRun, wanted: RunFile) -> RunFile:
+    """The resolved run with the settings of `wanted`, which is its run file with other values.
+    Raises SwarmError where the model or the data would be others, RunFileError, CorpusError."""
+    run, differing = kept.run, differences(kept.run, wanted)
+    if not differing:
         return run
-    shared = run.recovery.checkpoint.dir
-    if shared:  # nodes of another run ignore those files
-        numbers = f"-{changed_run.config.stages}x{changed_run.swarm.replicas}"
-        shared = re.sub(r"(-\d+x\d+)?$", numbers, shared, count=1)
-    return resolve(override(changed_run, recovery__checkpoint__dir=shared))
+    _check_identity(differing)
+    count = run.changes.count + 1
+    shared = wanted.recovery.checkpoint.dir
+    if wanted.policy.checkpoints:  # nodes of the run as it was ignore those files
+        shared = shared or str((kept.out / "checkpoints").absolute())
+        shared = re.sub(r"(-change\d+)?$", f"-change{count}", shared, count=1)
+    return resolve(override(wanted, changes__count=count, recovery__checkpoint__dir=shared))
+
+
+def differences(run: RunFile, other: RunFile) -> dict[str, tuple[Any, Any]]:
+    """The values of keys in which two run files differ; None: there is none."""
+    ours, theirs = flat_of(run), flat_of(other)
+    pairs = {key: (ours.get(key), theirs.get(key)) for key in sorted(ours | theirs)}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def flat_of(run: RunFile) -> dict[str, Any]:
+    return flat(run.model_dump(mode="json", exclude_none=True, exclude={"changes"}))
+
+
+def flat(fields: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    values: dict[str, Any] = {}
+    for key, value in fields.items():
+        nested = isinstance(value, dict)
+        values |= flat(value, f"{above}{key}.") if nested else {f"{above}{key}": value}
+    return values
+
+
+def _check_identity(values: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raises SwarmError for a key of the model or the data with two values."""
+    for key, (before, after) in values.items():
+        free = key == "model.stages" or (key in FOLDERS and before is not None)
+        if key.startswith(IDENTITY) and not free and before != after:
+            raise SwarmError(
+                f"{key} = {shown(after)}, and the run has {shown(before)}: with that its model or "
+                "its data would be others. A new run can begin from its model: export it, and name "
+                "that folder by model.from"
+            )
+
+
+def shown(value: Any) -> Any:
+    return "none" if value in (None, "") else value
+
+
+def _settled(run: RunFile, before: RunFile, step: int) -> RunFile:
+    """The run file of settings that hold behind a step. Raises SwarmError."""
+    if run.steps < step:
+        raise SwarmError(f"steps = {run.steps}: the run is at step {step} already; choose more")
+    training = run.training
+    batches = before.batches.changed(step, training.batch, training.microbatch).earlier
+    sections = tuple(
+        BatchSection(until=b.last, batch=b.samples, microbatch=b.microbatch) for b in batches
+    )
+    changes = ChangesSection(count=run.changes.count, step=step, batches=sections)
+    return run.model_copy(update={"changes": changes})
+
+
+def said(before: RunFile, run: RunFile) -> list[str]:
+    """What a change of settings changes, in sentences."""
+    step, rows = run.changes.step + 1, differences(before, run)
+    sentences = [f"from step {step} on:"]
+    sentences += [f"  {key} = {shown(new)} (was {shown(old)})" for key, (old, new) in rows.items()]
+    was, rate = of_run(step, before), of_run(step, run)
+    if abs(rate - was) > 1e-3 * was:
+        gently = "; --set training.rewarm=50 makes that 50 steps long"
+        how = gently if rate > was and not run.training.rewarm else ""
+        sentences.append(f"the learning rate at step {step} goes from {was:.2g} to {rate:.2g}{how}")
+    return sentences
 
 
 def put_in_place(kept: KeptRun, slots: Sequence[str]) -> list[str]:
@@ -153,18 +231,20 @@ def put_in_place(kept: KeptRun, slots: Sequence[str]) -> list[str]:
     return copies
 
 
-def take_over(before: KeptRun, kept: KeptRun, slots: Sequence[str]) -> Resume:
-    """Make `kept` the folder's run, with the state that `before` has saved. Returns that state. On
-    SwarmError, the folder is still that of `before`."""
-    from planaria.node.state.regroup import regroup
+def take_over(before: KeptRun, kept: KeptRun, slots: Sequence[str]) -> KeptRun:
+    """Make `kept`, with the step from which it holds, the folder's run, with the state that
+    `before` has saved. On SwarmError, the folder is still that of `before`."""
+    from planaria.node.state.regroup import choose, rewrite, stages_of
 
     saves = before.find()
     if not saves:
         raise SwarmError(
             f"there is no save of the run under {before.checkpoints or before.saves}: without one, "
-            "continue with the same --stages and --replicas"
+            "continue without changes, or start a new run"
         )
     with resuming(), before.open_journal() as journal:
+        chosen = choose(saves, stages_of(saves, kept.run.config))
+        kept = kept._replace(run=_settled(kept.run, before.run, chosen[0].step))
         folder = None if kept.save_dir is None else kept.save_dir / kept.id
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -172,13 +252,13 @@ def take_over(before: KeptRun, kept: KeptRun, slots: Sequence[str]) -> Resume:
         def open_folder(stage: int) -> Saves:
             return _open(kept, _homes(kept, folder, stage, slots)[0], stage)
 
-        state = regroup(saves, kept.run.config, open_folder, kept.run.training.betas)
+        rewrite(chosen, kept.run.config, open_folder, before.run.training.betas)
         own = kept.out / "logs" / f"{kept.id}.journal"
         with Journal(own, kept.id, key_beside(own)) as views:
-            reason = f"the run {before.id} continues with other numbers of stages or replicas"
+            reason = f"the run {before.id} continues with other settings"
             views.go_on_from(journal.view or View(), reason)
         replace_file(kept.out / RUN_FILE, dumps(kept.run).encode())
-    return state
+    return kept
 
 
 def _open(kept: KeptRun, folder: Path, stage: int) -> Saves:

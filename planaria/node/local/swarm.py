@@ -48,6 +48,7 @@ from planaria.node.local.resume import (
     SwarmError,
     put_in_place,
     resuming,
+    said,
     take_over,
 )
 from planaria.node.machine.cores import available_cores
@@ -218,7 +219,8 @@ async def up(
     for sentence in outlook(plan, Machine.this(), speed_of_a_core):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
     if resumed is not None:
-        for sentence in resume_from(plan, resumed, losses.first()):
+        plan, sentences = resume_from(plan, resumed, losses.first())
+        for sentence in sentences:
             console.print(sentence, markup=False, highlight=False, soft_wrap=True)
         (out / MERGED).unlink(missing_ok=True)  # until the run ends again
     else:
@@ -455,9 +457,11 @@ def read_plan(folder: Path, data: Sequence[str] = ()) -> SwarmPlan:
     return plan
 
 
-def resume_from(plan: SwarmPlan, before: SwarmPlan, slots: Sequence[str]) -> list[str]:
-    """Put saves of `before` where the processes in `slots` look for them. Returns messages about
-    that. Raises SwarmError."""
+def resume_from(
+    plan: SwarmPlan, before: SwarmPlan, slots: Sequence[str]
+) -> tuple[SwarmPlan, list[str]]:
+    """Put saves of `before` where the processes in `slots` look for them. Returns the plan, with
+    the step from which changed settings hold, and messages. Raises SwarmError."""
     missing = [name for name in plan.run.data.names if not Path(name).exists()]
     if missing and not plan.data:
         raise SwarmError(
@@ -467,14 +471,11 @@ def resume_from(plan: SwarmPlan, before: SwarmPlan, slots: Sequence[str]) -> lis
     if plan.run == before.run:
         copies = put_in_place(plan.kept, slots)
         empty_registry(plan)
-        return copies
-    state = take_over(before.kept, plan.kept, slots)
+        return plan, copies
+    plan = plan._replace(run=take_over(before.kept, plan.kept, slots).run)
     empty_registry(plan)
-    old, new = (f"{p.run.model.stages}x{p.run.swarm.replicas}" for p in (before, plan))
-    return [
-        f"step {state.step} is converted from {old} to {new} (stages x replicas); earlier saves "
-        f"stay in {before.kept.saves or 'their folder'}"
-    ]
+    where = f"the saves as they were stay in {before.kept.saves or 'their folder'}"
+    return plan, [*said(before.run, plan.run), where]
 
 
 def empty_registry(plan: SwarmPlan) -> None:

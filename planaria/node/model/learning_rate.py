@@ -27,9 +27,10 @@ def warmup_of(run: RunFile) -> int:
 
 
 def of_run(step: int, run: RunFile) -> float:
-    """The run's rate at a step, the same for all stages."""
-    training = run.training
-    return scheduled(
+    """The run's rate at a step, the same for all stages. Behind a change of settings it rises to
+    the schedule's over `training.rewarm` steps."""
+    training, since = run.training, step - run.changes.step
+    rate = scheduled(
         step,
         run.steps,
         peak_of(run),
@@ -38,6 +39,8 @@ def of_run(step: int, run: RunFile) -> float:
         training.schedule,
         training.decay_share,
     )
+    rising = 0 < since < training.rewarm and run.changes.step > 0
+    return rate * since / training.rewarm if rising else rate
 
 
 def describe(run: RunFile) -> str:

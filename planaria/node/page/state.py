@@ -90,7 +90,7 @@ def _progress(state: RunState, history: History, run: RunFile, moment: Moment) -
         "loss": _figure(state.loss),
         "validation": _figure(last[1]) if last else None,
         "learning_rate": of_run(max(1, step), run),
-        "tokens": step * run.training.batch * run.model.config.context,
+        "tokens": run.batches.until(step) * run.model.config.context,
         "tokens_per_second": round(rate, 1) if 0 < rate < math.inf else None,
         "seconds_left": round(left) if left > 0 and moment.ended is None else None,
         "nodes": len(state.description.members),

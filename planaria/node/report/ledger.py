@@ -42,6 +42,7 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
+from planaria.node.data.batches import Batch, Batches
 from planaria.node.data.turns import Share
 from planaria.node.report.line_file import LineFile
 from planaria.node.run_file import RunFile
@@ -72,7 +73,8 @@ class LedgerError(ValueError):
 
 @with_config(ConfigDict(strict=True, extra="forbid"))
 class LedgerHeader(TypedDict):
-    """Parameters of a run's windows. `batch` and `microbatch` count samples."""
+    """Parameters of a run's windows. `batch` and `microbatch` count samples. Where settings were
+    changed, each number of changes has its ledgers."""
 
     ledger: Literal[1]
     run: str
@@ -83,6 +85,9 @@ class LedgerHeader(TypedDict):
     context: int
     content: str
     steps: NotRequired[Count]  # of the whole run
+    changes: NotRequired[Count]  # of settings, before this ledger
+    earlier: NotRequired[list[tuple[Count, Count, Annotated[int, Field(ge=1)]]]]
+    """Last step, batch and microbatch of each batch before."""
     mixture: NotRequired[list[tuple[Count, Count]]]
     """Samples and turns of each corpus, if there are several."""
 
@@ -224,7 +229,7 @@ class Merged(NamedTuple):
 
 
 def merge(paths: Iterable[Path]) -> Merged:
-    """Join ledgers of the same run.
+    """Join ledgers of the same run. The header is that of the newest settings.
 
     A step is in the ledgers of all stage-0 nodes: lines that differ only in `time` are one. Of
     different lines for a step the one with the highest (view, attempt) counts: a partitioned driver
@@ -242,17 +247,19 @@ def merge(paths: Iterable[Path]) -> Merged:
 
 
 def _common_header(paths: Sequence[Path]) -> LedgerHeader:
-    """Common header of the ledgers, with the number of steps from those that have it."""
+    """The newest header of the ledgers, with the number of steps from those that have it."""
     headers = [_read_header(path) for path in paths]
     if not headers:
         raise LedgerError("there are no ledgers to merge")
+    newest = max(headers, key=lambda header: (header.get("changes", 0), header.get("steps", 0)))
+    first = paths[headers.index(newest)]
     for path, header in zip(paths, headers, strict=True):
-        if differs := _difference(headers[0], header):
+        if differs := _difference(newest, header):
             raise LedgerError(
-                f"{paths[0]} and {path} are ledgers of different runs ({differs}): keep those of "
+                f"{first} and {path} are ledgers of different runs ({differs}): keep those of "
                 "one run"
             )
-    return max(headers, key=lambda header: header.get("steps", 0))
+    return newest
 
 
 @dataclass
@@ -316,10 +323,12 @@ def _digest(line: Line) -> bytes:
 
 
 def _difference(first: LedgerHeader, second: LedgerHeader) -> str:
-    """Differences of two runs' headers."""
+    """Differences of two runs' headers, but for what a change of settings may change."""
     ours: dict[str, object] = {**first}
     theirs: dict[str, object] = {**second}
-    pairs = [(key, ours.get(key), theirs.get(key)) for key in ours | theirs if key != "steps"]
+    as_often = ours.get("changes") == theirs.get("changes")
+    free = {"steps"} if as_often else {"steps", "changes", "batch", "microbatch", "earlier"}
+    pairs = [(key, ours.get(key), theirs.get(key)) for key in ours | theirs if key not in free]
     return ", ".join(f"{key}: {our!r} and {their!r}" for key, our, their in pairs if our != their)
 
 
@@ -480,11 +489,12 @@ def _audit(
     cut: tuple[str, ...],
 ) -> Audit:
     chained, broken = _chain(step.link for step in examined)
-    skipped = last - len(examined)
+    batches = _batches_in(header)
+    committed = sum(batches.of(step.link.step).samples for step in examined)
     return Audit(
-        expected=last * header["batch"],
+        expected=batches.until(last),
         duplicates=sum(step.duplicates for step in examined),
-        missing=sum(step.missing for step in examined) + skipped * header["batch"],
+        missing=sum(step.missing for step in examined) + batches.until(last) - committed,
         extra=sum(step.extra for step in examined),
         steps=len(examined),
         superseded=superseded,
@@ -565,7 +575,8 @@ def _examining(header: LedgerHeader) -> Callable[[Line], _Examined]:
     windows = windows_in(header)
 
     def examine(line: Line) -> _Examined:
-        ids, size = windows.ids(line["step"]), header["microbatch"]
+        step = line["step"]
+        ids, size = windows.ids(step), windows.batches.of(step).microbatch
         parts = [microbatch_ids(ids, number, size) for number in range(-(-len(ids) // size))]
         return _compare(line, [(len(part), samples_hash(part).hex()) for part in parts])
 
@@ -586,9 +597,16 @@ def header_of(run: RunFile, context: int, content: str, shares: Sequence[Share])
         "content": content,
         "steps": run.steps,
     }
+    if run.changes.count:
+        header["changes"], header["earlier"] = run.changes.count, [*run.batches.earlier]
     if len(shares) > 1:
         header["mixture"] = [(share.samples, share.turns) for share in shares]
     return header
+
+
+def _batches_in(header: LedgerHeader) -> Batches:
+    earlier = itertools.starmap(Batch, header.get("earlier", ()))
+    return Batches(header["batch"], header["microbatch"], tuple(earlier))
 
 
 def windows_in(header: LedgerHeader) -> AnyWindows:
@@ -599,7 +617,7 @@ def windows_in(header: LedgerHeader) -> AnyWindows:
     try:
         if sum(share.samples for share in shares) != header["samples"]:
             raise ValueError(f"its corpora don't have {header['samples']} samples in total")
-        return windows_of(header["seed"], shares, header["batch"])
+        return windows_of(header["seed"], shares, _batches_in(header))
     except ValueError as error:
         raise LedgerError(f"the ledger's header is damaged: {error}") from error
 

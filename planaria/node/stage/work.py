@@ -109,7 +109,7 @@ class TorchWork:
         else:
             self._blocks: Callable[[Tensor], Tensor] = compiled(module)
         if corpus is not None:
-            self._windows = windows(corpus, run.seed, config.context, run.training.batch)
+            self._windows = windows(corpus, run.seed, config.context, run.batches)
 
     def begin(self, ballot: Ballot, begin: pb.Begin) -> None:
         self._attempt = _AttemptState(ballot, begin)

@@ -9,8 +9,9 @@ than the old ones.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -149,11 +150,23 @@ def regroup(
     open_folder: Callable[[int], Saves],
     betas: tuple[float, float] = BETAS,
 ) -> Resume:
-    """Write one run's saves anew for the stages of `config`, into the folder that `open_folder`
-    has for each; `betas` are the run's. Returns what they were made of. Raises SaveError,
-    OSError."""
-    stages_before = stages_of(saves, config)
-    resumed, parts_of = choose(saves, stages_before)
+    """Write one run's newest saves anew for the stages of `config`, into the folder that
+    `open_folder` has for each; `betas` are the run's. Returns what they were made of. Raises
+    SaveError, OSError."""
+    chosen = choose(saves, stages_of(saves, config))
+    rewrite(chosen, config, open_folder, betas)
+    return chosen[0]
+
+
+def rewrite(
+    chosen: tuple[Resume, Mapping[int, Sequence[SaveFile]]],
+    config: ModelConfig,
+    open_folder: Callable[[int], Saves],
+    betas: tuple[float, float],
+) -> None:
+    """Like `regroup`, for the saves that `choose` has chosen."""
+    resumed, parts_of = chosen
+    stages_before = stages_of(chain.from_iterable(parts_of.values()), config)
     if not resumed.exact and stages_before != config.stages:
         raise SaveError(
             f"{resumed.reason}. Layers are regrouped at one step: bring the saves that lack, or "
@@ -164,7 +177,6 @@ def regroup(
         if all(piece.stage in parts_of for piece in parts):
             made_of = [(piece, parts_of[piece.stage][0]) for piece in parts]
             _write(open_folder(stage), regrouped(stage, config.stages, made_of), made_of, betas)
-    return resumed
 
 
 def of_one_run(saves: Sequence[SaveFile], excluded: str = "") -> list[SaveFile]:

@@ -6,6 +6,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from planaria.node.cli import app
+from planaria.node.data.batches import Batches
 from planaria.node.data.corpus import Corpus
 from planaria.node.data.windows import Windows, microbatch_ids, samples_hash
 from planaria.node.report.ledger import Ledger, LedgerHeader, line
@@ -116,7 +117,7 @@ def test_audit_passes_only_what_is_exact(tmp_path: Path) -> None:
     header = LedgerHeader(
         ledger=1, run="r", seed=0, samples=100, batch=4, microbatch=2, context=8, content=""
     )
-    windows = Windows(0, 100, 4)
+    windows = Windows(0, 100, Batches(4))
     with Ledger(tmp_path / "ledger-n.jsonl", header) as ledger:
         for step, homes in ((1, (0, 1)), (2, (0, 1)), (3, (0,))):
             parts = {i: microbatch_ids(windows.ids(step), i, 2) for i in homes}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from planaria.bootstrap.admission import key_beside
 from planaria.bootstrap.journal import Journal
 from planaria.bootstrap.registry_pb2 import View
 from planaria.bootstrap.views import sign
+from planaria.node.data.batches import Batch, Batches
 from planaria.node.launch.resolve import resolve
 from planaria.node.local import resume as module
 from planaria.node.local.losses import places
@@ -21,10 +23,21 @@ from planaria.node.local.resume import (
     KeptRun,
     SwarmError,
     changed,
+    differences,
     put_in_place,
+    said,
     take_over,
+    with_settings_of,
 )
-from planaria.node.run_file import RunFile, RunFileError, dumps, load, loads, override
+from planaria.node.run_file import (
+    ChangesSection,
+    RunFile,
+    RunFileError,
+    dumps,
+    load,
+    loads,
+    override,
+)
 from planaria.node.state.saves import find_saves
 from planaria.node.state.stage_state import Age
 from tests.node.state.small_saves import opened, state
@@ -151,30 +164,64 @@ def test_a_run_file_that_was_changed_by_hand_is_told(tmp_path: Path) -> None:
         put_in_place(other, slots_of(other))
 
 
-# In other numbers
+# With other settings
 
 
-def test_the_model_stays_whatever_the_number_of_stages() -> None:
-    preset = override(RUN, model__layers=None)
-    preset = loads(dumps(preset).replace("layers = 4\n", ""))
-    assert preset.model.config.layers == 4  # as the preset has it
-    new = changed(preset, stages=1, replicas=3)
-    assert new.model.config == replace(preset.model.config, stages=1)
+def differently(kept: KeptRun, **changes: Any) -> KeptRun:
+    return kept._replace(run=changed(kept, override(kept.run, **changes)))
+
+
+def test_without_another_value_it_is_the_same_run(tmp_path: Path) -> None:
+    kept = begun(tmp_path)
+    assert differently(kept, model__stages=2, swarm__replicas=1) == kept == differently(kept)
+    assert with_settings_of(kept.run, kept.run) == kept.run
+
+
+def test_the_model_stays_whatever_the_number_of_stages(tmp_path: Path) -> None:
+    new = differently(begun(tmp_path), model__stages=1, swarm__replicas=3).run
+    assert new.model.config == replace(RUN.model.config, stages=1)
     assert new.swarm.replicas == 3
-    assert changed(preset, stages=2, replicas=1) == preset == changed(preset, None, None)
 
 
-@pytest.mark.parametrize("stages", [0, 3, 8])
-def test_layers_that_do_not_divide_are_refused(stages: int) -> None:
-    says = rf"--stages {stages}: the model has 4 layers, .* choose 1, 2, 4$"
-    with pytest.raises(SwarmError, match=says):
-        changed(RUN, stages, None)
+@pytest.mark.parametrize("key", ["seed", "name", "model__dim", "model__context", "data__content"])
+def test_what_makes_weights_and_data_stays(tmp_path: Path, key: str) -> None:
+    value: object = {"name": "other", "data__content": "c0ffee"}.get(key, 16)
+    dotted = key.replace("__", ".")
+    with pytest.raises(SwarmError, match=rf"^{dotted} = {value}, .* model.from$"):
+        differently(begun(tmp_path), **{key: value})
 
 
-def test_a_policy_that_needs_more_stages_is_refused() -> None:
-    run = override(RUN, model__stages=4, recovery__policy="checkfree+")
+def test_adapters_are_not_changed(tmp_path: Path) -> None:
+    with pytest.raises(SwarmError, match=r"^training.lora.alpha = 8.0, and the run has none: "):
+        differently(begun(tmp_path), training__lora={"alpha": 8})
+
+
+def test_a_run_file_gives_its_settings_and_no_other_model(tmp_path: Path) -> None:
+    file = loads("steps = 70\n[training]\nbatch = 32\n[swarm]\nreplicas = 2")
+    kept = begun(tmp_path)
+    new = with_settings_of(file, kept.run)
+    assert differences(kept.run, new) == {
+        "steps": (100, 70),
+        "swarm.replicas": (1, 2),
+        "training.batch": (16, 32),
+        "training.warmup": (10, 7),
+    }
+    assert with_settings_of(loads("[model]\nstages = 4\ndim = 8"), kept.run).model.stages == 4
+    for text in ("seed = 1", "[model]\ndim = 16", '[model]\npreset = "small"'):
+        with pytest.raises(SwarmError, match="would be others"):
+            with_settings_of(loads(text), kept.run)
+
+
+def test_a_run_file_that_names_other_data_is_refused(tmp_path: Path, data: Path) -> None:
+    run = begun(tmp_path, resolve(override(RUN, data__content="c0ffee"))).run
+    with pytest.raises(SwarmError, match=r"^data.content = .* and the run has c0ffee"):
+        with_settings_of(override(RunFile(), data__path=str(data)), run)
+
+
+def test_a_policy_that_needs_more_stages_is_refused(tmp_path: Path) -> None:
+    kept = begun(tmp_path, override(RUN, model__stages=4, recovery__policy="checkfree+"))
     with pytest.raises(RunFileError, match=r"needs 4 of them, and model.stages = 2"):
-        changed(run, 2, None)
+        differently(kept, model__stages=2)
 
 
 @pytest.mark.parametrize(("stages", "replicas"), [(4, 1), (1, 2), (None, 2)])
@@ -182,8 +229,9 @@ def test_a_run_goes_on_in_other_numbers(tmp_path: Path, stages: int | None, repl
     kept = begun(tmp_path)
     for stage in range(3):
         save(kept, f"{stage}.0", stage, 4, 8)
-    new = kept._replace(run=changed(RUN, stages, replicas))
-    assert take_over(kept, new, slots_of(new)).step == 8
+    new = differently(kept, model__stages=stages, swarm__replicas=replicas)
+    new = take_over(kept, new, slots_of(new))
+    assert new.run.changes == ChangesSection(count=1, step=8)
     assert load(new.out / RUN_FILE) == new.run
     for stage in range((stages or 2) + 1):
         assert at(new, f"{stage}.0", stage) == [Age(2, 8)]
@@ -194,28 +242,61 @@ def test_a_run_goes_on_in_other_numbers(tmp_path: Path, stages: int | None, repl
     assert put_in_place(new, slots_of(new)) == []
 
 
+def test_another_batch_goes_on_where_the_data_was(tmp_path: Path) -> None:
+    kept = begun(tmp_path)
+    for stage in range(3):
+        save(kept, f"{stage}.0", stage, 8)
+    new = differently(kept, training__batch=24, training__microbatch=3)
+    kept, new = new, take_over(kept, new, slots_of(new))
+    assert new.run.batches == Batches(24, 3, (Batch(8, 16, 2),))
+    sentences = said(RUN, new.run)
+    assert sentences == [
+        "from step 9 on:",
+        "  training.batch = 24 (was 16)",
+        "  training.microbatch = 3 (was 2)",
+    ]
+
+
+def test_another_rate_is_said(tmp_path: Path) -> None:
+    run = override(RUN, training__lr=1e-3, steps=100, training__schedule="constant")
+    new = override(run, training__lr=2e-3, changes__step=50)
+    rate = "the learning rate at step 51 goes from 0.001 to "
+    assert said(run, new)[1:] == [
+        "  training.lr = 0.002 (was 0.001)",
+        f"{rate}0.002; --set training.rewarm=50 makes that 50 steps long",
+    ]
+    assert said(run, override(new, training__rewarm=10))[-1] == f"{rate}0.0002"
+    assert said(new, override(run, changes__step=50))[-1].endswith("from 0.002 to 0.001")
+
+
+def test_fewer_steps_than_there_were_are_refused(tmp_path: Path) -> None:
+    kept = begun(tmp_path)
+    for stage in range(3):
+        save(kept, f"{stage}.0", stage, 8)
+    new = differently(kept, steps=7)
+    with pytest.raises(SwarmError, match=r"steps = 7: the run is at step 8 already"):
+        take_over(kept, new, slots_of(new))
+    assert load(kept.out / RUN_FILE) == kept.run
+
+
 def test_there_and_back_the_newest_counts(tmp_path: Path) -> None:
     """What the first division had saved is still there, and of no use."""
-    first = begun(tmp_path)
+    first = kept = begun(tmp_path)
     for stage in range(3):
         save(first, f"{stage}.0", stage, 4, 8)
     save(first, "1.0", 1, 12)
-    four = first._replace(run=changed(RUN, 4, None))
-    take_over(first, four, slots_of(four))
-    for _ in range(2):
-        again = four._replace(run=changed(four.run, 2, None))
-        take_over(four, again, slots_of(again))
-        take_over(again, four, slots_of(four))
-    assert again.id == first.id
-    assert again.saves != first.save_dir
-    assert [at(four, f"{stage}.0", stage) for stage in range(5)] == [[Age(6, 8)]] * 5
-    with four.open_journal() as journal:
+    for stages in (4, 2, 4, 2, 4):
+        new = differently(kept, model__stages=stages)
+        kept = take_over(kept, new, slots_of(new))
+    assert kept.saves != first.save_dir
+    assert [at(kept, f"{stage}.0", stage) for stage in range(5)] == [[Age(6, 8)]] * 5
+    with kept.open_journal() as journal:
         assert journal.view is not None
         assert journal.view.number == 7 + 5
 
 
 @pytest.mark.parametrize(
-    "when", ["planaria.node.state.regroup.regroup", f"{module.__name__}.replace_file"]
+    "when", ["planaria.node.state.regroup.rewrite", f"{module.__name__}.replace_file"]
 )
 def test_what_is_cut_short_leaves_the_run_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
@@ -223,7 +304,7 @@ def test_what_is_cut_short_leaves_the_run_as_it_was(
     kept = begun(tmp_path)
     for stage in range(3):
         save(kept, f"{stage}.0", stage, 8)
-    new = kept._replace(run=changed(RUN, 4, 2))
+    new = differently(kept, model__stages=4, swarm__replicas=2)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", "somewhere")
@@ -235,14 +316,14 @@ def test_what_is_cut_short_leaves_the_run_as_it_was(
     assert load(kept.out / RUN_FILE) == kept.run
     assert put_in_place(kept, slots_of(kept)) == []
     assert at(kept, "1.0", 1) == [Age(1, 8)]
-    assert take_over(kept, new, slots_of(new)).step == 8
+    assert take_over(kept, new, slots_of(new)).run.changes.step == 8
 
 
 def test_a_stage_without_a_save_is_named(tmp_path: Path) -> None:
     kept = begun(tmp_path)
     for stage in (0, 2):
         save(kept, f"{stage}.0", stage, 8)
-    new = kept._replace(run=changed(RUN, 4, None))
+    new = differently(kept, model__stages=4)
     with pytest.raises(SwarmError, match=r"can't be resumed: .* nothing of stage 1"):
         take_over(kept, new, slots_of(new))
     with pytest.raises(SwarmError, match=r"there is no save of the run under .*/saves"):
@@ -254,7 +335,7 @@ def test_a_stage_without_a_save_is_named(tmp_path: Path) -> None:
 def test_a_run_that_still_trains_is_left_alone(tmp_path: Path) -> None:
     kept = begun(tmp_path)
     save(kept, "0.0", 0, 8)
-    new = kept._replace(run=changed(RUN, 4, None))
+    new = differently(kept, model__stages=4)
     running = kept.open_journal()
     with pytest.raises(SwarmError, match="in use by another registry"):
         take_over(kept, new, slots_of(new))
@@ -267,9 +348,10 @@ def test_checkpoints_go_to_a_folder_of_their_own(tmp_path: Path) -> None:
     for stage in range(3):
         config = RUN.model.config
         opened(tmp_path / "shared", kept.id, config, stage).write(state(config, stage))
-    new = kept._replace(run=changed(kept.run, 4, None))
-    take_over(kept, new, slots_of(new))
-    assert new.checkpoints == tmp_path / "shared-4x1"
+    new = differently(kept, model__stages=4)
+    new = take_over(kept, new, slots_of(new))
+    assert new.checkpoints == tmp_path / "shared-change1"
     assert len(find_saves(new.checkpoints)) == 5
-    assert changed(new.run, 2, 3).recovery.checkpoint.dir == str(tmp_path / "shared-2x3")
+    again = differently(new, model__stages=2)
+    assert again.checkpoints == tmp_path / "shared-change2"
     assert new.saves != kept.saves  # nodes with --save-dir begin there

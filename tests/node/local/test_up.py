@@ -170,10 +170,10 @@ def test_what_cannot_be_resumed_says_why(tmp_path):
         read_plan(tmp_path / "out")
 
 
-def test_resume_takes_no_option_that_would_change_the_run(tmp_path):
-    result = CliRunner().invoke(app, ["up", "--resume", str(tmp_path), "--steps", "9"])
+def test_resume_takes_no_other_folder(tmp_path):
+    result = CliRunner().invoke(app, ["up", "--resume", str(tmp_path), "--out", "there"])
     assert result.exit_code == 1
-    assert "--steps: --resume continues the run as it was started" in result.stderr
+    assert "--out: --resume continues in the run's own folders" in result.stderr
 
 
 def test_without_matplotlib_a_run_ends_with_a_word_instead_of_a_picture(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from planaria.node.model.learning_rate import (
     too_long,
     warmup_of,
 )
-from planaria.node.run_file import loads
+from planaria.node.run_file import loads, override
 
 
 def test_rate_warms_up_and_follows_a_cosine() -> None:
@@ -94,6 +94,14 @@ def test_rate_stays_between_nothing_and_its_peak(
     assert 0 <= rate <= peak * (1 + 1e-12)
     if step > warmup:
         assert rate >= floor * peak * (1 - 1e-12)
+
+
+def test_behind_a_change_of_settings_the_rate_rises_to_the_schedules() -> None:
+    run = loads("steps = 100\n[training]\nlr = 0.01\nwarmup = 0\nschedule = 'constant'\nrewarm = 4")
+    assert [of_run(step, run) for step in (1, 2)] == [0.01, 0.01]
+    changed = override(run, changes__step=40)
+    rates = [of_run(step, changed) for step in range(40, 46)]
+    assert rates == pytest.approx([0.01, 0.0025, 0.005, 0.0075, 0.01, 0.01])
 
 
 def test_there_is_no_step_before_the_first() -> None:

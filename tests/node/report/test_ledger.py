@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from planaria.node.cli import app
+from planaria.node.data.batches import Batches
 from planaria.node.data.windows import AnyWindows, Windows, microbatch_ids, samples_hash
 from planaria.node.report import ledger as module
 from planaria.node.report.ledger import (
@@ -32,14 +33,14 @@ from planaria.node.wire.chain import hash_of, hash_of_records
 HEADER = LedgerHeader(
     ledger=1, run="demo", seed=3, samples=50, batch=12, microbatch=4, context=64, content="c0ffee"
 )
-WINDOWS = Windows(seed=3, samples=50, batch=12)
+WINDOWS = Windows(3, 50, Batches(12, 4))
 
 
 def commit(
     step: int, view: int = 1, attempt: int = 1, windows: AnyWindows = WINDOWS
 ) -> stage_pb2.Commit:
-    ids = windows.ids(step)
-    parts = [(i, microbatch_ids(ids, i, 4)) for i in (2, 0, 1)]  # they come home in any order
+    ids, size = windows.ids(step), windows.batches.of(step).microbatch
+    parts = [(i, microbatch_ids(ids, i, size)) for i in (2, 0, 1)]  # they come home in any order
     return stage_pb2.Commit(
         step=step,
         ballot=stage_pb2.Ballot(view=view, attempt=attempt),
@@ -94,6 +95,26 @@ def test_a_line_holds_the_record_of_the_commit() -> None:
     assert [number for number, _, _ in result["microbatches"]] == [0, 1, 2]
     assert (result["step"], result["view"], result["attempt"], result["epoch"]) == (7, 2, 5, 1)
     assert (result["samples"], result["tokens"], result["loss"]) == (12, 768, 3.5)
+
+
+def test_ledgers_before_and_behind_a_change_of_the_batch_are_one(tmp_path: Path) -> None:
+    """The run had come to step 4 when it was ended, and its saves to step 2."""
+    header = HEADER | LedgerHeader(batch=24, microbatch=8, changes=1, earlier=[(2, 12, 4)])  # type: ignore[typeddict-item]
+    changed = windows_in(header)
+    behind = [committed(step, view=2, windows=changed) for step in (3, 4, 5)]
+    paths = [
+        write(tmp_path / "ledger-b.jsonl", *behind, header=header),
+        write(tmp_path / "ledger-a.jsonl", *map(committed, (1, 2, 3, 4))),
+    ]
+    merged = merge(paths)
+    assert (merged.header, len(merged.lines)) == (header, 5)
+    result = Audit(2 * 12 + 3 * 24, 0, 0, 0, steps=5, superseded=2)
+    assert check(merged) == result == audit(tmp_path)
+    paths[1].unlink()
+    assert audit(tmp_path).missing == 24
+    write(tmp_path / "ledger-c.jsonl", committed(9), header=header | LedgerHeader(batch=12))  # type: ignore[typeddict-item]
+    with pytest.raises(LedgerError, match=r"different runs \(batch: 24 and 12"):
+        audit(tmp_path)
 
 
 def test_what_json_can_not_say_is_null(tmp_path: Path) -> None:
