@@ -16,6 +16,7 @@ from planaria.bootstrap.effects import Refused
 from planaria.bootstrap.enrolment_pb2 import (
     AllowRequest,
     BanRequest,
+    CommandRequest,
     Done,
     EnrolledReply,
     EnrolReply,
@@ -153,6 +154,10 @@ class OperatorServer:
             self._admission.decide(self._admission.invites.allow(request.instance))
         self._registry.machine.bar(self._admission.invites.banned)
         return Done(what=f"{request.instance} may join again")
+
+    async def Command(self, request: CommandRequest, stream: AcceptedStream) -> Done:
+        changed = self._registry.command(request.word, request.why)
+        return Done(what=changed or "that is the run's order already")
 
 
 @contextmanager

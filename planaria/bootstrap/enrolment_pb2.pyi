@@ -138,6 +138,14 @@ class AllowRequest(_message.Message):
     instance: str
     def __init__(self, instance: _Optional[str] = ...) -> None: ...
 
+class CommandRequest(_message.Message):
+    __slots__ = ("word", "why")
+    WORD_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    word: str
+    why: str
+    def __init__(self, word: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
+
 class Done(_message.Message):
     __slots__ = ("what",)
     WHAT_FIELD_NUMBER: _ClassVar[int]

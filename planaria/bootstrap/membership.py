@@ -31,10 +31,13 @@ from planaria.bootstrap.joining import Asked, JoinAttempt, Joining, gone
 from planaria.bootstrap.leases import Leases
 from planaria.bootstrap.members import Members, MembersNow, Node
 from planaria.bootstrap.neighbours import place_of
+from planaria.bootstrap.orders import Orders, stopped_at
 from planaria.bootstrap.placement import SeatAssigned, assign
 from planaria.bootstrap.quarantine import Quarantine
 from planaria.bootstrap.registry_pb2 import (
     SILENT,
+    STOP,
+    STOPPED,
     Description,
     JoinReply,
     Renewal,
@@ -78,6 +81,7 @@ class Membership:
         self._joining = Joining(
             self.members, self._driving, self.isolation, self._quarantine, self.history, numbers
         )
+        self._orders = Orders()
         self._unsettled = False  # whether a stage is vacant, or a node has several seats
         self._placed_at = -math.inf  # time of the last periodic placement
         self._collecting_until = math.inf  # end of the collection of leave announcements
@@ -164,6 +168,11 @@ class Membership:
             self._cuts.report(name, of_members, now, unlisted)
         for rebuild in report.rebuilds:  # rare, and from few nodes
             self.history.rebuilt(rebuild)
+        if self._orders.order == STOP:
+            seats = self.members.seat_reports()
+            if over := self._orders.review(seats, self.rules.stages):
+                self._changes.append(over)
+                return self._finish(now)
         if report.leaving != node.leaving and now >= self.isolation.quiet_until:
             self._announce(node, now)
             return self._finish(now)
@@ -224,6 +233,13 @@ class Membership:
         self._evict(node, why, now)
         return self._finish(now)
 
+    def command(self, word: str, why: str, now: float) -> tuple[str, list[Effect]]:
+        """Gives an operator's order to the run. Returns what it changes, in a sentence, too. Raises
+        Refused."""
+        if changed := self._orders.give(word, why):
+            self._changes.append(changed)
+        return changed, self._finish(now)
+
     def bar(self, banned: Iterable[str]) -> None:
         """Sets the banned instances; the next view, issued by a tick, publishes them."""
         self._banned = sorted(banned)
@@ -267,6 +283,7 @@ class Membership:
                 node.doomed = "its instance is no longer on this run's allow list"
         self.view = view
         self._joining.restore()
+        self._orders.restore(view)
         self._driving.restore(view, now)
         self._watermark.reach((view.lineage, view.committed))
         self._cuts.restore(view.relays, now)
@@ -328,6 +345,8 @@ class Membership:
     # -- decisions -------------------------------------------------------------------------------
 
     def _let_in(self, attempt: JoinAttempt, now: float) -> Node | JoinReply | Refused:
+        if self._orders.order == STOPPED:
+            return Refused("FAILED_PRECONDITION", stopped_at(self.view.committed))
         try:
             decision = self._joining.decide(attempt, now)
         except Refused as refused:
@@ -445,6 +464,8 @@ class Membership:
             relays=self._cuts.relays(),
             quarantined=self._quarantine.listed(now),
             banned=self._banned,
+            order=self._orders.order,
+            ordered=self._orders.why,
         )
         sign(view, self.key, self.view)
         self.view, self._issued = view, now

@@ -7,6 +7,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Order(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRAIN: _ClassVar[Order]
+    PAUSE: _ClassVar[Order]
+    STOP: _ClassVar[Order]
+    STOPPED: _ClassVar[Order]
+
 class Cause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SILENT: _ClassVar[Cause]
@@ -17,6 +24,10 @@ class Cause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     HANG: _ClassVar[Cause]
     NUMBERS: _ClassVar[Cause]
     AUDIT: _ClassVar[Cause]
+TRAIN: Order
+PAUSE: Order
+STOP: Order
+STOPPED: Order
 SILENT: Cause
 CHECKSUM: Cause
 SHAPE: Cause
@@ -67,7 +78,7 @@ class Member(_message.Message):
     def __init__(self, node: _Optional[str] = ..., address: _Optional[str] = ..., joined: _Optional[int] = ..., speed: _Optional[float] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., data: _Optional[str] = ..., seats: _Optional[_Iterable[_Union[Seat, _Mapping]]] = ..., room: _Optional[int] = ..., leaving: _Optional[bool] = ..., key: _Optional[bytes] = ..., block: _Optional[str] = ..., standby: _Optional[bool] = ..., owner: _Optional[bool] = ...) -> None: ...
 
 class View(_message.Message):
-    __slots__ = ("run", "number", "members", "driver", "reason", "committed", "lineage", "relays", "quarantined", "before", "signature", "banned")
+    __slots__ = ("run", "number", "members", "driver", "reason", "committed", "lineage", "relays", "quarantined", "before", "signature", "order", "ordered", "banned")
     RUN_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +90,8 @@ class View(_message.Message):
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    ORDERED_FIELD_NUMBER: _ClassVar[int]
     BANNED_FIELD_NUMBER: _ClassVar[int]
     run: str
     number: int
@@ -91,8 +104,10 @@ class View(_message.Message):
     quarantined: _containers.RepeatedCompositeFieldContainer[Quarantined]
     before: bytes
     signature: bytes
+    order: Order
+    ordered: str
     banned: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., driver: _Optional[str] = ..., reason: _Optional[str] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ..., relays: _Optional[_Iterable[_Union[Relay, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., before: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., banned: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, run: _Optional[str] = ..., number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., driver: _Optional[str] = ..., reason: _Optional[str] = ..., committed: _Optional[int] = ..., lineage: _Optional[int] = ..., relays: _Optional[_Iterable[_Union[Relay, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[Quarantined, _Mapping]]] = ..., before: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., order: _Optional[_Union[Order, str]] = ..., ordered: _Optional[str] = ..., banned: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class NewView(_message.Message):
     __slots__ = ("whole", "difference", "packed")

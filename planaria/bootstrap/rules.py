@@ -74,6 +74,8 @@ def problem_with(view: View, rules: MembershipRules) -> str:
     joined = [m.joined for m in members]
     if view.run != rules.run:
         return f"it is of run {view.run}, not {rules.run}"
+    if not view.ordered.isprintable():
+        return f"its order's reason isn't printable: {view.ordered[:40]!r}"
     if not view.reason.isprintable():
         return f"its reason isn't printable: {view.reason[:40]!r}"
     if not 0 < view.number < 2**62:

@@ -213,6 +213,12 @@ class RegistryServer:
         """Evicts a node. The node is notified at once, the other members by the next view."""
         self._carry_out(self.machine.evict(node, why, self._loop.time()))
 
+    def command(self, word: str, why: str) -> str:
+        """Gives an order to the run, as `Membership.command` does."""
+        changed, effects = self.machine.command(word, why, self._loop.time())
+        self._carry_out(effects)
+        return changed
+
     def cut(self, instance: str, why: str) -> None:
         """Evicts every member of the instance and ends its calls."""
         for member in list(self.machine.view.members):

@@ -360,6 +360,11 @@ class Node(Generic[M]):
         if self.view.number:
             await self.client.leave(self.node, why)
 
+    async def _end(self) -> None:
+        """Leaves for good a run that is stopped."""
+        await self.leave("the run is stopped")
+        self.stop("the run is stopped")
+
     def unsaved(self) -> list[int]:
         """Stages to be saved whose last step is in memory only."""
         seats = self.seats.agents.values() if self.place.save_dir is not None else ()
@@ -424,6 +429,9 @@ class Node(Generic[M]):
             return
         self.view = view
         log.info("view %d: %s", view.number, view.reason)
+        if view.order == registry.STOPPED:
+            self.spawn(self._end())
+            return
         self.observers.bar(view.banned)
         own = next((member for member in view.members if member.node == self.node), None)
         if own is None:

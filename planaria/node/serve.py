@@ -26,8 +26,9 @@ from planaria.bootstrap.client import (
     RegistryClient,
     RegistryUnreachable,
 )
+from planaria.bootstrap.orders import in_words
 from planaria.bootstrap.reachability import way_out
-from planaria.bootstrap.registry_pb2 import Description
+from planaria.bootstrap.registry_pb2 import STOPPED, Description
 from planaria.node.daemon import DaemonMachine, DaemonNode
 from planaria.node.data.corpus import CorpusError
 from planaria.node.data.mixture import Data
@@ -105,6 +106,9 @@ async def serve(
     """Serves the run of that description; see `begin`. Returns the exit status. Raises NodeError,
     NodeCrashed, RegistryUnreachable, JoinRefused."""
     options = setup.options
+    if description.view.order == STOPPED:
+        log.info("%s", in_words(description.view))
+        return 0
     device = pick_device(options.device)
     threads = options.threads or min(torch.get_num_threads(), available_cores())
     torch.set_num_threads(threads)
@@ -181,6 +185,9 @@ async def serve(
                     raise NodeCrashed(f"{type(error).__name__}: {error}") from error
                 raise
             was_member = True
+            if node.view.order == STOPPED:
+                log.info("%s", in_words(node.view))
+                break
             if departure.noticed.is_set():
                 await check_saved(node, client)
                 break

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from planaria.bootstrap import views as module
 from planaria.bootstrap.registry_pb2 import (
     DIVERGENCE,
+    PAUSE,
     Difference,
     Member,
     NewView,
+    Order,
     Quarantined,
     Relay,
     Seat,
@@ -66,6 +68,8 @@ VIEWS = st.builds(
     relays=st.lists(RELAYS, max_size=4),
     quarantined=st.lists(QUARANTINED, max_size=4),
     before=st.binary(max_size=3),
+    order=st.sampled_from(Order.values()),
+    ordered=FEW,
     signature=st.binary(max_size=3),
     banned=st.lists(FEW, max_size=4),
 )
@@ -97,6 +101,8 @@ def whole() -> View:
         lineage=1,
         relays=[Relay(a="a", b="b", via="c")],
         quarantined=[banned],
+        order=PAUSE,
+        ordered="why",
         banned=["i"],
     )
 

@@ -40,6 +40,7 @@ class Machines:
         (folder / "logs").mkdir()
         (folder / "token").write_text(TOKEN)
         self.token = ["--token", f"@{folder / 'token'}"]
+        self._statuses: dict[str, int] = {}
         self.processes = Processes(folder / "logs", {"OMP_NUM_THREADS": "1"}, PLANARIA, work)
 
     def start_registry(self, listen: str, namespace: Path | None = None, *more: str) -> None:
@@ -118,6 +119,14 @@ class Machines:
                 not (log := self.processes.log(slot)).exists() or text not in log.read_text()
             ):
                 await asyncio.sleep(0.02)
+
+    async def ends(self, slot: str) -> int:
+        """The status with which its process ends by itself."""
+        async with asyncio.timeout(DEADLINE):
+            while slot not in self._statuses:
+                self._statuses |= {ended.slot: ended.status for ended in self.processes.ended()}
+                await asyncio.sleep(0.02)
+        return self._statuses.pop(slot)
 
     def logs(self) -> str:
         return "".join(path.read_text() for path in (self.folder / "logs").iterdir())

@@ -1,4 +1,4 @@
-"""Commands of a run's operator: invite, members, evict, ban, allow."""
+"""Commands of a run's operator: invite, members, evict, ban, allow, pause, go, stop."""
 
 from __future__ import annotations
 
@@ -178,6 +178,40 @@ def allow_command(
 
     request = AllowRequest(instance=instance)
     _command(join, security, "Allow", request)
+
+
+Why = Annotated[str, typer.Option(help="Why, for those who look at the run.")]
+
+
+@flattened
+def pause_command(join: Join, security: Security, why: Why = "") -> None:
+    """Hold a run at its next step; nodes stay, until `planaria go`."""
+    _order(join, security, "pause", why)
+
+
+@flattened
+def go_command(join: Join, security: Security) -> None:
+    """Let a run go on that is paused, or nodes join one that was stopped."""
+    _order(join, security, "go", "")
+
+
+@flattened
+def stop_command(
+    join: Join,
+    security: Security,
+    why: Why = "",
+    now: Annotated[
+        bool, typer.Option("--now", help="Don't wait for saves: newer steps are lost.")
+    ] = False,
+) -> None:
+    """End a run, once each stage has saved the step that it has: its nodes end, and stay ended."""
+    _order(join, security, "end" if now else "stop", why)
+
+
+def _order(join: str, security: Security, word: str, why: str) -> None:
+    from planaria.bootstrap.enrolment_pb2 import CommandRequest
+
+    _command(join, security, "Command", CommandRequest(word=word, why=why))
 
 
 def _command(join: str, security: Security, method: str, request: Message) -> None:

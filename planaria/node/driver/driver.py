@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
+from planaria.bootstrap.orders import in_words
 from planaria.bootstrap.registry_pb2 import AUDIT
 from planaria.node.averaging.audit import AuditResult
 from planaria.node.driver.answers import Answers, Coming, Standing
@@ -291,22 +292,35 @@ class Driver:
     # --- steps
 
     def next(self, now: float) -> Turn:
-        """Begins what comes next: the next step, a validation, or the end."""
+        """Begins what comes next: the next step, a validation, a pause, or the end."""
+        if self.paused_by_operator() and not self.is_over():
+            return Turn([], Resting(self, DriverPhase.WAITING, self.paused_by_operator()))
         begin = self.what_next()
         return self.finish(now) if begin is None else self.send_step(pb.Step(begin=begin), now)
 
     def is_over(self) -> bool:
         step = self.standing.committed
         validated = not self.rules.validation_microbatches or self.validated[0] == step
-        return step >= self.rules.steps and validated
+        return step >= self.last_step and validated
+
+    @property
+    def last_step(self) -> int:
+        """The run's last step; if its operator stops it, the one that it has."""
+        stops = self._newest_view().order in (registry.STOP, registry.STOPPED)
+        return self.standing.committed if stops else self.rules.steps
+
+    def paused_by_operator(self) -> str:
+        """Why no step is begun; empty: the run isn't paused."""
+        view = self._newest_view()
+        return in_words(view) if view.order == registry.PAUSE else ""
 
     def what_next(self) -> pb.Begin | None:
-        """The next step or validation; None: the end."""
-        if self.is_over():
+        """The next step or validation; None: a pause, or the end."""
+        if self.is_over() or self.paused_by_operator():
             return None
         rules, standing, members = self.rules, self.standing, self.training()
         step, every = standing.committed, rules.validate_every
-        due = step >= rules.steps or (every and step and step % every == 0)
+        due = step >= self.last_step or (every and step and step % every == 0)
         if due and rules.validation_microbatches and self.validated[0] != step:
             count = rules.validation_microbatches
             orders = window_orders(step + 1, count, rules.stages, swapped=False)

@@ -24,7 +24,7 @@ from rich.console import Console
 from planaria.bootstrap.client import JoinRefused, RegistryClient, RegistryUnreachable
 from planaria.bootstrap.files import replace_file
 from planaria.bootstrap.neighbours import stages_of
-from planaria.bootstrap.registry_pb2 import Description, View
+from planaria.bootstrap.registry_pb2 import STOP, STOPPED, TRAIN, Description, View
 from planaria.node.data.mixture import index_of
 from planaria.node.data.progress import Track
 from planaria.node.hugging_face.taking_in import take_in
@@ -548,12 +548,16 @@ class _Swarm:
             self._read()
             self._apply_due_kills()
             self._apply_due_losses()
-            if self.story.finished is not None:
+            order = self.description.view.order if self.description is not None else TRAIN
+            if order == STOPPED:
+                at = f"at step {self.story.committed}"
+                return Ending(1, f"stopped by its operator {at}; {self._continues()}")
+            if self.story.finished is not None and order != STOP:
                 await self._last_nodes(stop)
                 return await self._until_saved(stop)
             self._replace_ended()
             self.screen.show(self.story, self.description, self.stages)
-            if self.story.committed > committed:
+            if self.story.committed > committed or order != TRAIN:
                 progressed, committed = time.monotonic(), self.story.committed
             if self.story.stopped is not None:
                 if not self.screen.interactive:
@@ -571,9 +575,12 @@ class _Swarm:
             return Ending(1, f"the run was stopped: {self.story.stopped.reason}")
         name = signal.Signals(stop.result()).name
         saving = self.save_dir is not None or self.run.policy.checkpoints
-        saved = f"; planaria up --resume {self.out} continues from there" if saving else ""
+        saved = f"; {self._continues()}" if saving else ""
         reason = f"ended by {name} at step {self.story.committed}{saved}"
         return Ending(128 + stop.result(), reason)
+
+    def _continues(self) -> str:
+        return f"planaria up --resume {self.out} continues from there"
 
     async def end(self) -> None:
         """End every process, and close all logs."""

@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from planaria.bootstrap.registry_pb2 import Description
+from planaria.bootstrap.orders import in_words
+from planaria.bootstrap.registry_pb2 import PAUSE, Description
 from planaria.node.model.learning_rate import of_run
 from planaria.node.report.events import Severity
 from planaria.node.report.history import Curve, History
@@ -108,6 +109,8 @@ def _condition(
     stopped = next((seat.message for seat in state.reports if seat.stopped), "")
     if stopped or story.stopped is not None:
         return "stopped", stopped or (story.stopped.reason if story.stopped else "")
+    if order := in_words(view):
+        return "paused" if view.order == PAUSE else "stopped", order
     if story.finished is not None or any(seat.finished for seat in state.reports):
         return "finished", "all steps are committed"
     vacant = [str(stage["stage"]) for stage in stages if not stage["count"]]

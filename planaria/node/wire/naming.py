@@ -77,4 +77,6 @@ def seated(view: registry.View) -> registry.View:
         committed=view.committed,
         lineage=view.lineage,
         relays=relays,
+        order=view.order,
+        ordered=view.ordered,
     )

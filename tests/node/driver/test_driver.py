@@ -111,6 +111,8 @@ class Told:
         driver: str = "a",
         committed: int = 0,
         relays: Sequence[registry.Relay] = (),
+        order: registry.Order = registry.TRAIN,
+        ordered: str = "",
     ) -> list[Effect]:
         self.number += 1
         if members is not None:
@@ -125,6 +127,8 @@ class Told:
             reason="so",
             committed=committed,
             relays=relays,
+            order=order,
+            ordered=ordered,
         )
         return self.driver.viewed(view, self.now)
 
@@ -259,6 +263,42 @@ def test_a_run_whose_steps_are_done_ends_though_no_ledger_can_be_written() -> No
     told = asked(replace(RULES, steps=1), members=TWO_ENDS)
     failing = pb.Status(committed=1, last=pb.Commit(step=1), recording=pb.LEDGER_FAILING)
     assert sent(told.statuses(1, a=failing, z=failing), "halt").keys() == TWO_ENDS.keys()
+
+
+# --- orders
+
+
+def test_a_run_that_is_paused_begins_no_step_until_it_may_go_on() -> None:
+    told = begun()
+    told.views(order=registry.PAUSE, ordered="over night")
+    steps = told.commits()
+    assert not any(message.step.HasField("begin") for message in steps.values())
+    assert sent(told.statuses(1), "step") == {}
+    assert told.driver.explain() == "paused by the run's operator: over night"
+    assert told.waits(1000.0) == []
+    told.views(order=registry.PAUSE)
+    assert sent(told.statuses(1), "step") == {}
+    told.views()
+    assert told.whole(sent(told.statuses(1), "step")["c"]).step == 2
+
+
+def test_a_run_that_is_stopped_is_over_with_the_step_that_it_has() -> None:
+    told = begun(replace(RULES, validation_microbatches=1))
+    told.views(order=registry.STOP)
+    assert not any(message.step.HasField("begin") for message in told.commits().values())
+    begins = sent(told.statuses(1), "step")
+    assert begins["c"].step.begin.kind == pb.Begin.EVALUATE, "its loss is known at the end"
+    told.comes_home()
+    halts = sent(told.statuses(1), "halt")
+    assert {(h.halt.finished, h.halt.step) for h in halts.values()} == {(True, 1)}
+    assert halts.keys() == SWARM.keys()
+
+
+def test_so_is_one_that_is_paused_or_has_not_begun() -> None:
+    told = asked(order=registry.PAUSE)
+    assert sent(told.statuses(), "step") == {}
+    told.views(order=registry.STOP)
+    assert sent(told.statuses(), "halt")["b"].halt.finished
 
 
 # --- a step

@@ -68,7 +68,7 @@ function showRun(run) {
 function showCondition({ word, sentence }) {
   $("word").textContent = word;
   $("word").parentElement.className = "condition " + ({ stopped: "bad", waiting: "waits", rebuilding: "busy" }[word] || "good");
-  $("word").style.color = `var(--${{ stopped: "bad", waiting: "warn", rebuilding: "busy", finished: "good" }[word] || "accent"})`;
+  $("word").style.color = `var(--${{ stopped: "bad", waiting: "warn", paused: "warn", rebuilding: "busy", finished: "good" }[word] || "accent"})`;
   $("sentence").textContent = sentence;
 }
 
