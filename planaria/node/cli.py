@@ -49,6 +49,7 @@ BY_USE: dict[str, Callable[..., None] | typer.Typer] = {
     "export": models.export_command,
     "generate": models.generate_command,
     "evaluate": models.evaluate_command,
+    "saves": saves.saves_command,
     "regroup": saves.regroup_command,
 }
 """The commands, as --help lists them; those that are added come last."""

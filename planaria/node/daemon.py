@@ -109,6 +109,7 @@ class DaemonMachine:
             in_flight=run.saves.in_flight,
             on_loop=self._node.loop.call_soon_threadsafe,
             contents=Contents.of(config, seat.stage),
+            milestones=run.saves.milestones,
         )
         twin = None
         if run.policy.twins:

@@ -428,6 +428,18 @@ class SavesSection(Section):
     every: int = Field(default=10, ge=1, le=10**9, description="steps")
     in_flight: int = Field(default=2, ge=1, le=100, description="writes not yet on disk")
     keep: int = Field(default=4, ge=2, le=10**6, description="newest saves of a stage")
+    milestones: int = Field(
+        default=0, ge=0, le=10**9, description="steps between saves that stay; 0: none do"
+    )
+
+    @model_validator(mode="after")
+    def milestones_are_saved(self) -> SavesSection:
+        if self.milestones % self.every:
+            raise ValueError(
+                f"milestones = {self.milestones} is not a multiple of every = {self.every}, so "
+                "not all of those steps are saved"
+            )
+        return self
 
     @model_validator(mode="after")
     def meetable(self) -> SavesSection:

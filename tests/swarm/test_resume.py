@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -19,7 +20,7 @@ from tests.swarm.lines import Lines
 from tests.swarm.small import small
 from tests.swarm.test_supervised import DEADLINE, ByHand
 
-RUN = small(2, steps=32, model__layers=4, saves__every=4)
+RUN = small(2, steps=32, model__layers=4, saves__every=4, saves__milestones=8)
 EQUAL = 1e-5
 """Of a loss: sums of gradients' squares over stages, and of gradients over nodes, are rounded
 apart."""
@@ -35,8 +36,8 @@ def losses(lines: Lines, pattern: str) -> dict[int, list[float]]:
 
 
 def test_it_goes_on_with_other_settings_as_one_process_would(up, data, tmp_path):
-    """From 2 stages to 4, then to 1 of two nodes each, with another batch and rate, and for longer;
-    what one node had saved lies elsewhere, and so do folders and data."""
+    """From 2 stages to 4, then from a step before that to 1 of two nodes each, with another batch
+    and rate, and for longer; what one node had saved lies elsewhere, and so do folders and data."""
     saves, first = tmp_path / "saves", tmp_path / "first"
     at_once = ["--seats", "1"]  # who is told to end waits for nobody who could take its seat
     swarm = up(RUN, "--save-dir", str(saves), *at_once, at=shutil.copytree(data, first))
@@ -56,11 +57,16 @@ def test_it_goes_on_with_other_settings_as_one_process_would(up, data, tmp_path)
 
     changes = ["training.batch=6", "training.microbatch=3", "training.lr=4e-4", "training.rewarm=5"]
     settings = [word for change in changes for word in ("--set", change)]
-    swarm = up(out, "--stages", "1", "--replicas", "2", "--steps", "40", *settings, *elsewhere)
+    settings += ["--at", "8", "--stages", "1", "--replicas", "2", "--steps", "40"]
+    listed = CliRunner().invoke(app, ["saves", str(out), str(moved / "saves"), "--verify"])
+    assert listed.exit_code == 0, listed.output
+    assert re.search(rf"│ {RUN.name}-\w+ │ +8 │ all ", listed.output)
+    swarm = up(out, *settings, *elsewhere)
     status, output = swarm.finish()
     assert status == 0, output
     assert "  model.stages = 1 (was 4)\n  steps = 40 (was 32)\n" in output
     run = load(out / "run.toml")
+    assert run.changes.step == 8
     went = swarm.events("resuming")
     assert len({(event["step"], event["reason"]) for event in went}) == 2
     assert all(event["exact"] and event["step"] >= 4 for event in went)

@@ -82,6 +82,7 @@ CHANGED = {
     "wire.activations": "int8",
     "wire.gradients": "int8",
     "wire.averaging": "int8",
+    "saves.milestones": 20,
     "trust.gradients": "exclude",
     "changes.batches": [{"until": 5, "batch": 8, "microbatch": 2}],
 }
@@ -89,7 +90,7 @@ CHANGED = {
 
 USED = {
     "node/agent.py": ["training.in_flight"],
-    "node/daemon.py": ["name", "saves.in_flight"],
+    "node/daemon.py": ["name", "saves.in_flight", "saves.milestones"],
     "node/hugging_face/samples.py": [
         *("training.sample_every", "training.prompts", "training.sampling.tokens"),
         *("training.sampling.temperature", "training.sampling.top_p", "training.sampling.seed"),

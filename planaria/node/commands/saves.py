@@ -1,4 +1,4 @@
-"""Commands for what a run has left in folders: regroup, audit."""
+"""Commands for what a run has left in folders: saves, regroup, audit."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import typer
 from rich.table import Column, Table
 
 from planaria.node.commands.registry import ask_registry, credentials_for
-from planaria.node.commands.terminal import console
+from planaria.node.commands.terminal import console, end, warn
 from planaria.node.launch.options import Join, Security, flattened
 
 if TYPE_CHECKING:
     from planaria.bootstrap.client import RegistryClient
+    from planaria.node.state.saves import SaveFile
 
 
 @flattened
@@ -53,6 +54,52 @@ def regroup_command(
 
     begin_log()
     ask_registry(join, credentials_for(join, security), write)
+
+
+def saves_command(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="What `planaria up` wrote, or nodes' --save-dir."),
+    ],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read them all, to find damaged ones.")
+    ] = False,
+) -> None:
+    """List a run's saves: which steps are whole, and how large."""
+    from planaria.node.report.log_stream import begin_log
+    from planaria.node.state.saves import find_saves
+    from planaria.node.state.stage_state import SaveError
+
+    begin_log()
+    places = [place for folder in folders for place in (folder, *_below(folder))]
+    steps: dict[tuple[str, int], dict[int, SaveFile]] = {}
+    damaged = 0
+    for save in find_saves(*places):
+        if verify:
+            try:
+                save.check()
+            except SaveError as error:
+                warn(str(error))
+                damaged += 1
+                continue
+        steps.setdefault((save.run, save.state.id.step), {})[save.state.id.stage] = save
+    if not steps and not damaged:
+        end(f"there are no saves in {', '.join(map(str, folders))}: name the folder of a run")
+    table = Table("run", Column("step", justify="right"), "stages", Column("MB", justify="right"))
+    for (run, step), by_stage in sorted(steps.items()):
+        last = max(stage for (of, _), saved in steps.items() if of == run for stage in saved)
+        lacking = [stage for stage in range(last + 1) if stage not in by_stage]
+        state = f"lacks {', '.join(map(str, lacking))}" if lacking else "all"
+        size = sum(save.path.stat().st_size for save in by_stage.values())
+        table.add_row(run, str(step), state, f"{size / 1e6:,.1f}")
+    console.print(table)
+    if damaged:
+        raise typer.Exit(1)
+
+
+def _below(folder: Path) -> list[Path]:
+    """Where saves are in the folder of a run, and of what it was before its settings changed."""
+    return [folder / "saves", *folder.glob("checkpoints*"), *(folder / "saves").glob("*/")]
 
 
 def audit_command(

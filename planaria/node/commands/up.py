@@ -40,10 +40,13 @@ def up_command(options: UpOptions) -> None:
         resumed = read_plan(options.resume, options.data or ())
         file, run = options.run_file, resumed.run
         wanted = changes.of(run if file is None else with_settings_of(load(file), run))
-        plan = resumed._replace(run=changed(resumed.kept, wanted))
+        run = changed(resumed.kept, wanted, options.at is not None)
+        plan = resumed._replace(run=run, at=options.at)
     else:
         if options.data:
             raise SwarmError("--data: a new run's data is data.path in its run file")
+        if options.at is not None:
+            raise SwarmError("--at: a new run has no saves; give --resume DIR, too")
         resumed = None
         file = options.run_file
         run = changes.of(RunFile() if file is None else load(file))

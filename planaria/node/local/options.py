@@ -196,5 +196,13 @@ class UpOptions:
             rich_help_panel=FILES,
         ),
     ] = None
+    at: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEP",
+            help="With --resume: go back to the saves of this step. `planaria saves` lists them.",
+            rich_help_panel=FILES,
+        ),
+    ] = None
     device: OneDevice = "auto"
     swarm: SwarmOptions

@@ -13,6 +13,7 @@ Reading saves loads torch, which takes seconds: only here, not when a run begins
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,6 +103,27 @@ class KeptRun(NamedTuple):
             )
         return own
 
+    def find_at(self, step: int) -> list[SaveFile]:
+        """Saves of that step, of each stage, under the present settings or else the last that have
+        them. Raises SwarmError."""
+        from planaria.node.state.regroup import stages_of, whole_steps
+        from planaria.node.state.saves import find_saves
+
+        places = [*filter(None, (self.save_dir, self.checkpoints)), *self.out.glob("checkpoints*")]
+        places += [] if self.save_dir is None else filter(Path.is_dir, self.save_dir.iterdir())
+        by_run: defaultdict[str, dict[Path, SaveFile]] = defaultdict(dict)
+        for save in find_saves(*places):
+            by_run[save.run][save.path] = save
+        newest = {run: max(path.stat().st_mtime for path in saves) for run, saves in by_run.items()}
+        steps = set[int]()
+        for run in sorted(by_run, key=lambda run: (run == self.id, newest[run]), reverse=True):
+            saves = [*by_run[run].values()]
+            steps |= (whole := {*whole_steps(saves, stages_of(saves, self.run.config))})
+            if step in whole:
+                return [save for save in saves if save.state.id.step == step]
+        listed = ", ".join(map(str, sorted(steps))) or "no step"
+        raise SwarmError(f"--at {step}: not each stage has saved that step; all have {listed}")
+
     def _has_trained(self) -> bool:
         """Whether a ledger has a step, below its header."""
         ledgers = (self.out / "logs").glob("ledger-*.jsonl")
@@ -135,11 +157,12 @@ def with_settings_of(file: RunFile, run: RunFile) -> RunFile:
     return run.model_copy(update=changes)
 
 
-def changed(kept: KeptRun, wanted: RunFile) -> RunFile:
-    """The resolved run with the settings of `wanted`, which is its run file with other values.
-    Raises SwarmError where the model or the data would be others, RunFileError, CorpusError."""
+def changed(kept: KeptRun, wanted: RunFile, goes_back: bool = False) -> RunFile:
+    """The resolved run with the settings of `wanted`, which is its run file with other values; the
+    same run without any, unless it goes back. Raises SwarmError where the model or the data would
+    be others, RunFileError, CorpusError."""
     run, differing = kept.run, differences(kept.run, wanted)
-    if not differing:
+    if not (differing or goes_back):
         return run
     _check_identity(differing)
     count = run.changes.count + 1
@@ -202,7 +225,7 @@ def _settled(run: RunFile, before: RunFile, step: int) -> RunFile:
 def said(before: RunFile, run: RunFile) -> list[str]:
     """What a change of settings changes, in sentences."""
     step, rows = run.changes.step + 1, differences(before, run)
-    sentences = [f"from step {step} on:"]
+    sentences = [f"from step {step} on:" if rows else f"going on from step {step - 1}"]
     sentences += [f"  {key} = {shown(new)} (was {shown(old)})" for key, (old, new) in rows.items()]
     was, rate = of_run(step, before), of_run(step, run)
     if abs(rate - was) > 1e-3 * was:
@@ -231,12 +254,15 @@ def put_in_place(kept: KeptRun, slots: Sequence[str]) -> list[str]:
     return copies
 
 
-def take_over(before: KeptRun, kept: KeptRun, slots: Sequence[str]) -> KeptRun:
+def take_over(
+    before: KeptRun, kept: KeptRun, slots: Sequence[str], at: int | None = None
+) -> KeptRun:
     """Make `kept`, with the step from which it holds, the folder's run, with the state that
-    `before` has saved. On SwarmError, the folder is still that of `before`."""
+    `before` has saved, the newest or that of step `at`. On SwarmError, the folder is still that of
+    `before`."""
     from planaria.node.state.regroup import choose, rewrite, stages_of
 
-    saves = before.find()
+    saves = before.find() if at is None else before.find_at(at)
     if not saves:
         raise SwarmError(
             f"there is no save of the run under {before.checkpoints or before.saves}: without one, "

@@ -193,6 +193,7 @@ class SwarmPlan(NamedTuple):
     work: Work = run_planaria  # main of its processes
     options: SwarmOptions = SwarmOptions(http="none")
     data: Sequence[str] = ()  # where the run's data is; none: where the run file says
+    at: int | None = None  # step from which it is resumed; None: the newest
 
     @property
     def kept(self) -> KeptRun:
@@ -472,7 +473,7 @@ def resume_from(
         copies = put_in_place(plan.kept, slots)
         empty_registry(plan)
         return plan, copies
-    plan = plan._replace(run=take_over(before.kept, plan.kept, slots).run)
+    plan = plan._replace(run=take_over(before.kept, plan.kept, slots, plan.at).run)
     empty_registry(plan)
     where = f"the saves as they were stay in {before.kept.saves or 'their folder'}"
     return plan, [*said(before.run, plan.run), where]

@@ -9,6 +9,7 @@ than the old ones.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -110,6 +111,14 @@ def stages_of(saves: Iterable[SaveFile], config: ModelConfig) -> int:
             "name the folders with all saves of one run, and give that run's model.layers"
         )
     return config.layers // min(layer_counts)
+
+
+def whole_steps(saves: Iterable[SaveFile], stages: int) -> list[int]:
+    """The steps of which each of stages 0 to `stages` has a save, in order."""
+    having: defaultdict[int, set[int]] = defaultdict(set)
+    for save in saves:
+        having[save.state.id.step].add(save.state.id.stage)
+    return sorted(step for step, of in having.items() if len(of) > stages)
 
 
 def choose(saves: Sequence[SaveFile], stages: int) -> tuple[Resume, dict[int, list[SaveFile]]]:

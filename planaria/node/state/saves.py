@@ -113,7 +113,8 @@ class Contents(NamedTuple):
 
 
 class Saves:
-    """The saves of one stage in `folder`; the newest `keep` are kept.
+    """The saves of one stage in `folder`; the newest `keep` are kept, and those of every
+    `milestones`-th step (0: none).
 
     Opening makes the folder and removes leftovers of dead writers. Raises SaveError when it can't
     be used, or holds saves of another run, which is a mistake. All state is the folder's, so any
@@ -124,12 +125,21 @@ class Saves:
     them have.
     """
 
-    def __init__(self, folder: Path, run: str, stage: int, keep: int, contents: Contents) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        run: str,
+        stage: int,
+        keep: int,
+        contents: Contents,
+        milestones: int = 0,
+    ) -> None:
         """`contents`: name and shape of each parameter in the files."""
         if keep < 1:
             raise ValueError(f"{keep} saves to keep; at least 1")
         self.folder = folder / f"stage-{stage}"
         self.run, self.stage, self.keep, self.contents = run, stage, keep, contents
+        self._milestones = milestones
         try:
             _make_folder(self.folder)
             _remove_leftovers(self.folder)
@@ -253,10 +263,14 @@ class Saves:
             # Saves of an abandoned lineage don't count. Otherwise the one that the run went back to
             # would go first, while other stages may have no newer one yet. (One from between two
             # regular saves can't be recognised, and takes a place until it is the oldest.)
-            if len(keeping) < self.keep and (not keeping or save.step < keeping[-1].step):
+            goes_on = not keeping or save.step < keeping[-1].step
+            if goes_on and (len(keeping) < self.keep or self._is_milestone(save)):
                 keeping.append(save)
             elif self._run_of(save) in (None, self.run):
                 self._path(save).unlink(missing_ok=True)  # a replica may have been faster
+
+    def _is_milestone(self, save: Age) -> bool:
+        return self._milestones > 0 and save.step % self._milestones == 0
 
     def _run_of(self, save: Age) -> str | None:
         """The run in a save's header; None: it can't be read."""
@@ -570,6 +584,7 @@ def saves_on_disk(
     in_flight: int,
     on_loop: Callable[..., object],
     contents: Contents,
+    milestones: int = 0,
 ) -> OpenDisk:
     """Opens folders for the saves of a stage; arguments as for Saves and SavesOnDisk."""
 
@@ -579,7 +594,7 @@ def saves_on_disk(
         saved: Callable[[Age], None],
         failed: Callable[[str], None],
     ) -> SavesOnDisk:
-        saves = Saves(folder, run, stage, keep, contents)
+        saves = Saves(folder, run, stage, keep, contents, milestones)
         return SavesOnDisk(saves, in_flight, on_loop, saved, failed)
 
     return open_disk

@@ -269,6 +269,24 @@ def test_another_rate_is_said(tmp_path: Path) -> None:
     assert said(new, override(run, changes__step=50))[-1].endswith("from 0.002 to 0.001")
 
 
+def test_it_goes_back_to_what_was_saved_under_whatever_settings(tmp_path: Path) -> None:
+    first = begun(tmp_path)
+    for stage in range(3):
+        save(first, f"{stage}.0", stage, 4, 8, 12)
+    save(first, "1.0", 1, 16)
+    wanted = differently(first, training__batch=24)
+    new = take_over(first, wanted, slots_of(wanted))
+    assert new.run.batches == Batches(24, 2, (Batch(12, 16, 2),))
+    with pytest.raises(SwarmError, match=r"--at 16: not each stage .* all have 4, 8, 12$"):
+        new.find_at(16)
+    assert {s.run for s in new.find_at(12)} == {new.id}, "not those of before"
+    again = new._replace(run=changed(new, new.run, goes_back=True))
+    again = take_over(new, again, slots_of(again), at=8)
+    assert again.run.changes.step == 8
+    assert again.run.batches == Batches(24, 2, (Batch(8, 16, 2),))
+    assert at(again, "1.0", 1) == [Age(2, 8)]
+
+
 def test_fewer_steps_than_there_were_are_refused(tmp_path: Path) -> None:
     kept = begun(tmp_path)
     for stage in range(3):

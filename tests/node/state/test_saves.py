@@ -275,6 +275,15 @@ def test_the_save_that_a_run_went_back_to_outlives_those_it_went_back_over(tmp_p
     assert saves.listed() == [Age(1, 8), Age(0, 4)]
 
 
+def test_milestones_stay_unless_the_run_went_back_over_them(tmp_path: Path) -> None:
+    saves = Saves(tmp_path, RUN, STAGE, 2, flat(5), milestones=8)
+    for step in range(4, 36, 4):
+        saves.write(state(step))
+    assert [save.step for save in saves.listed()] == [32, 28, 24, 16, 8]
+    saves.write(state(20, lineage=1))  # the run went back to 16
+    assert saves.listed() == [Age(1, 20), Age(0, 16), Age(0, 8)]
+
+
 @given(st.lists(st.integers(0, 3), max_size=30), st.integers(1, 4))
 @settings(
     max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
