@@ -37,8 +37,6 @@ SEEDS, CHUNK = 24, 6
 FOUND = 246, 254
 """Later seeds that have failed. In the first, a stage is lost when only its twin has applied a
 step; in the second, one goes on from the older state of a node that was about to join it."""
-RARE = (*range(68, 100), *range(68))
-"""Seeds for what few scenarios have; the first that had it come first."""
 
 
 class Forgetful(MemberSide):
@@ -146,7 +144,7 @@ def test_they_hold_where_they_once_did_not(seed: int) -> None:
         (Machines(member=DoubleCounting), None, "I1|I3", 0),
         (Machines(member=Muddled), "checkfree", "I[12]", 14),
         (Machines(member=Forgetful), None, "stopped without need|but .* had it|I3", 57),
-        (Machines(driver=Presumptuous), None, "I[234]", 20),
+        (Machines(driver=Presumptuous), None, "I[234]", 25),
         (Machines(holder=Hasty), "checkfree+", "I5: .* announces a copy", 0),
         (Machines(driver=Timeless), "checkpoint", "I3", 4),
     ],
@@ -163,7 +161,7 @@ def test_a_faulty_machine_is_caught(
 def test_a_driver_that_ignores_what_only_some_have_committed_is_caught() -> None:
     oblivious = patch.object(Answers, "behind", lambda answers: [])
     with oblivious, pytest.raises(ScenarioError, match=r"without need|but .* had it|I3"):
-        for seed in (*range(45, 100), *range(45)):
+        for seed in (*range(49, 100), *range(49)):
             run(seed)
 
 
@@ -268,7 +266,7 @@ def test_a_file_of_a_commit_that_never_happened_is_not_taken_for_the_steps() -> 
     for seed in range(2):
         run(seed, policy="checkfree", kind=Orphaned)
     with pytest.raises(ScenarioError, match=r"by save, of another history|I3"):
-        for seed in RARE:
+        for seed in (113, *range(100)):  # the first that had it comes first
             run(seed, Machines(member=Anonymous), "checkfree", Orphaned)
 
 
