@@ -168,11 +168,8 @@ class Membership:
             self._cuts.report(name, of_members, now, unlisted)
         for rebuild in report.rebuilds:  # rare, and from few nodes
             self.history.rebuilt(rebuild)
-        if self._orders.order == STOP:
-            seats = self.members.seat_reports()
-            if over := self._orders.review(seats, self.rules.stages):
-                self._changes.append(over)
-                return self._finish(now)
+        if self._orders.order == STOP and self._is_saved():
+            return self._finish(now)
         if report.leaving != node.leaving and now >= self.isolation.quiet_until:
             self._announce(node, now)
             return self._finish(now)
@@ -238,7 +235,14 @@ class Membership:
         Refused."""
         if changed := self._orders.give(word, why):
             self._changes.append(changed)
+            self._is_saved()
         return changed, self._finish(now)
+
+    def _is_saved(self) -> bool:
+        """Whether a run that is being stopped is saved; then it is over."""
+        over = self._orders.review(self.members.seat_reports(), self.rules.stages)
+        self._changes += [over] if over else []
+        return bool(over)
 
     def bar(self, banned: Iterable[str]) -> None:
         """Sets the banned instances; the next view, issued by a tick, publishes them."""

@@ -39,12 +39,12 @@ class Orders:
             return ""
         self.order, self.why = order, readable(why)[:LONGEST_WHY]
         does = {
-            PAUSE: "pauses it",
-            TRAIN: "lets it go on",
-            STOP: "stops it, once each stage has saved its step",
-            STOPPED: "ends it",
+            PAUSE: "pauses the run",
+            TRAIN: "lets the run go on",
+            STOP: "stops the run, once each stage has saved its step",
+            STOPPED: "ends the run",
         }
-        return f"the run's operator {does[order]}{f': {self.why}' if self.why else ''}"
+        return f"the operator {does[order]}{f': {self.why}' if self.why else ''}"
 
     def review(self, seats: Iterable[SeatReport], stages: int) -> str:
         """Whether each of stages 0 to `stages` has saved the step at which a run is stopped; then

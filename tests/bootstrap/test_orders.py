@@ -47,12 +47,12 @@ class Run:
 
 def test_a_pause_is_in_the_views_until_the_run_may_go_on() -> None:
     run = Run()
-    assert run.order("pause", "over night") == "the run's operator pauses it: over night"
+    assert run.order("pause", "over night") == "the operator pauses the run: over night"
     assert (run.machine.view.order, run.machine.view.ordered) == (PAUSE, "over night")
     assert run.order("pause", "again") == ""
     join(run.machine, joining("c", "c:1"), run.now)
     assert run.machine.view.order == PAUSE, "whoever joins is told"
-    assert run.order("go") == "the run's operator lets it go on"
+    assert run.order("go") == "the operator lets the run go on"
     assert (run.machine.view.order, run.machine.view.ordered) == (TRAIN, "")
 
 
@@ -68,7 +68,7 @@ def test_a_registry_that_is_started_again_keeps_the_order() -> None:
 def test_a_run_is_stopped_once_each_stage_has_saved_its_step() -> None:
     run = Run()
     run.order("pause")
-    assert run.order("stop") == "the run's operator stops it, once each stage has saved its step"
+    assert run.order("stop") == "the operator stops the run, once each stage has saved its step"
     run.saves("a", 0, saved=7)
     run.saves("b", 1, saved=4)
     assert run.machine.view.order == STOP
@@ -81,9 +81,17 @@ def test_a_run_is_stopped_once_each_stage_has_saved_its_step() -> None:
     assert "each stage has saved step 7: the run is stopped" in run.machine.view.reason
 
 
+def test_a_run_that_has_finished_and_is_saved_is_stopped_at_once() -> None:
+    run = Run()
+    run.saves("a", 0, saved=7)
+    run.saves("b", 1, saved=7)
+    run.order("stop")
+    assert run.machine.view.order == STOPPED
+
+
 def test_nobody_joins_a_run_that_is_stopped_until_it_is_opened_again() -> None:
     run = Run()
-    assert run.order("end", "it costs too much") == "the run's operator ends it: it costs too much"
+    assert run.order("end", "it costs too much") == "the operator ends the run: it costs too much"
     for node in "ab":
         run.machine.leave(node, "the run is stopped", run.now)
     with pytest.raises(Refused, match="the run was stopped by its operator; `planaria go` opens"):

@@ -27,7 +27,7 @@ COMMANDS = [
         "data inspect",
     ),
     *("export", "generate", "evaluate"),
-    *("invite", "members", "evict", "ban", "allow"),
+    *("invite", "members", "evict", "ban", "allow", "pause", "go", "stop", "saves"),
 ]
 
 

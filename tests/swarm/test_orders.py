@@ -23,8 +23,8 @@ async def test_a_run_is_paused_and_goes_on_and_is_stopped_for_good(
         await here.committed(beyond=2)
 
         said = await here.command("pause", "--why", "over night", join=operator)
-        assert said.strip() == "the run's operator pauses it: over night"
-        await here.logged("a", "pauses it: over night")
+        assert said.strip() == "the operator pauses the run: over night"
+        await here.logged("a", "pauses the run: over night")
         held = await here.committed(beyond=2)
         status = await here.command("status", join=operator)
         assert "paused by the run's operator: over night" in status

@@ -199,13 +199,14 @@ def _check_identity(values: Mapping[str, tuple[Any, Any]]) -> None:
         free = key == "model.stages" or (key in FOLDERS and before is not None)
         if key.startswith(IDENTITY) and not free and before != after:
             raise SwarmError(
-                f"{key} = {shown(after)}, and the run has {shown(before)}: with that its model or "
-                "its data would be others. A new run can begin from its model: export it, and name "
-                "that folder by model.from"
+                f"{key} = {_shown(after)}, and the run has {_shown(before)}: with that its model "
+                "or its data would be others. A new run can begin from its model: export it, and "
+                "name that folder by model.from"
             )
 
 
-def shown(value: Any) -> Any:
+def _shown(value: Any) -> Any:
+    """A value in a message."""
     return "none" if value in (None, "") else value
 
 
@@ -222,11 +223,13 @@ def _settled(run: RunFile, before: RunFile, step: int) -> RunFile:
     return run.model_copy(update={"changes": changes})
 
 
-def said(before: RunFile, run: RunFile) -> list[str]:
+def describe_change(before: RunFile, run: RunFile) -> list[str]:
     """What a change of settings changes, in sentences."""
     step, rows = run.changes.step + 1, differences(before, run)
     sentences = [f"from step {step} on:" if rows else f"going on from step {step - 1}"]
-    sentences += [f"  {key} = {shown(new)} (was {shown(old)})" for key, (old, new) in rows.items()]
+    sentences += [
+        f"  {key} = {_shown(new)} (was {_shown(old)})" for key, (old, new) in rows.items()
+    ]
     was, rate = of_run(step, before), of_run(step, run)
     if abs(rate - was) > 1e-3 * was:
         gently = "; --set training.rewarm=50 makes that 50 steps long"

@@ -46,9 +46,9 @@ from planaria.node.local.resume import (
     RUN_FILE,
     KeptRun,
     SwarmError,
+    describe_change,
     put_in_place,
     resuming,
-    said,
     take_over,
 )
 from planaria.node.machine.cores import available_cores
@@ -476,7 +476,7 @@ def resume_from(
     plan = plan._replace(run=take_over(before.kept, plan.kept, slots, plan.at).run)
     empty_registry(plan)
     where = f"the saves as they were stay in {before.kept.saves or 'their folder'}"
-    return plan, [*said(before.run, plan.run), where]
+    return plan, [*describe_change(before.run, plan.run), where]
 
 
 def empty_registry(plan: SwarmPlan) -> None:

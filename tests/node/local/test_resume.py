@@ -23,9 +23,9 @@ from planaria.node.local.resume import (
     KeptRun,
     SwarmError,
     changed,
+    describe_change,
     differences,
     put_in_place,
-    said,
     take_over,
     with_settings_of,
 )
@@ -249,7 +249,7 @@ def test_another_batch_goes_on_where_the_data_was(tmp_path: Path) -> None:
     new = differently(kept, training__batch=24, training__microbatch=3)
     kept, new = new, take_over(kept, new, slots_of(new))
     assert new.run.batches == Batches(24, 3, (Batch(8, 16, 2),))
-    sentences = said(RUN, new.run)
+    sentences = describe_change(RUN, new.run)
     assert sentences == [
         "from step 9 on:",
         "  training.batch = 24 (was 16)",
@@ -261,12 +261,12 @@ def test_another_rate_is_said(tmp_path: Path) -> None:
     run = override(RUN, training__lr=1e-3, steps=100, training__schedule="constant")
     new = override(run, training__lr=2e-3, changes__step=50)
     rate = "the learning rate at step 51 goes from 0.001 to "
-    assert said(run, new)[1:] == [
+    assert describe_change(run, new)[1:] == [
         "  training.lr = 0.002 (was 0.001)",
         f"{rate}0.002; --set training.rewarm=50 makes that 50 steps long",
     ]
-    assert said(run, override(new, training__rewarm=10))[-1] == f"{rate}0.0002"
-    assert said(new, override(run, changes__step=50))[-1].endswith("from 0.002 to 0.001")
+    assert describe_change(run, override(new, training__rewarm=10))[-1] == f"{rate}0.0002"
+    assert describe_change(new, override(run, changes__step=50))[-1].endswith("from 0.002 to 0.001")
 
 
 def test_it_goes_back_to_what_was_saved_under_whatever_settings(tmp_path: Path) -> None:
