@@ -110,7 +110,8 @@ def _condition(
     if stopped or story.stopped is not None:
         return "stopped", stopped or (story.stopped.reason if story.stopped else "")
     if order := in_words(view):
-        return "paused" if view.order == PAUSE else "stopped", order
+        word = "paused" if view.order == PAUSE else "stopped"
+        return word, order.removeprefix(f"{word} ")
     if story.finished is not None or any(seat.finished for seat in state.reports):
         return "finished", "all steps are committed"
     vacant = [str(stage["stage"]) for stage in stages if not stage["count"]]

@@ -5,6 +5,9 @@ import math
 from typing import Any
 
 from planaria.bootstrap.registry_pb2 import (
+    PAUSE,
+    STOP,
+    STOPPED,
     Cut,
     Description,
     Eviction,
@@ -96,6 +99,19 @@ def test_a_stage_that_nobody_serves_is_vacant_and_awaited() -> None:
         "word": "waiting",
         "sentence": "no node serves stage 2: somebody joined",
     }
+
+
+def test_an_order_is_the_condition_of_the_run() -> None:
+    description = described(*whole())
+    for order, word, sentence in (
+        (PAUSE, "paused", "by the run's operator: dinner"),
+        (STOP, "stopped", "by the run's operator: dinner; nodes end once each stage has saved"),
+        (STOPPED, "stopped", "the run was stopped by its operator at step 3; `planaria go` opens"),
+    ):
+        description.view.order, description.view.ordered = order, "dinner"
+        condition = state(description)["condition"]
+        assert condition["word"] == word
+        assert condition["sentence"].startswith(sentence)
 
 
 def test_a_rebuild_is_the_condition_of_the_run() -> None:
