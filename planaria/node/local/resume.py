@@ -121,8 +121,8 @@ class KeptRun(NamedTuple):
             steps |= (whole := {*whole_steps(saves, stages_of(saves, self.run.config))})
             if step in whole:
                 return [save for save in saves if save.state.id.step == step]
-        listed = ", ".join(map(str, sorted(steps))) or "no step"
-        raise SwarmError(f"--at {step}: not each stage has saved that step; all have {listed}")
+        listed = ", ".join(map(str, sorted(steps))) or "none"
+        raise SwarmError(f"not each stage has saved step {step}; steps that each has: {listed}")
 
     def _has_trained(self) -> bool:
         """Whether a ledger has a step, below its header."""

@@ -411,8 +411,12 @@ def plan_run(
     say: Callable[[str], object],
     track: Track,
 ) -> SwarmPlan:
-    """Resolve the run file, and prepare the shipped prose for a run that names no data. Raises
-    RunFileError, CorpusError."""
+    """Resolve the run file, and prepare the shipped prose for a run that names no data, and the
+    model of a run that it begins from. Raises SwarmError, RunFileError, ExportError,
+    CorpusError."""
+    from planaria.node.local.from_run import begin_from_run  # which reads that run's plan
+
+    run = begin_from_run(run, say, track)
     text, path = text_to_prepare(run), Path(run.data.path)
     if text is not None:
         from planaria.node.data.prepare import prepare

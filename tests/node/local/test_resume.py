@@ -277,7 +277,7 @@ def test_it_goes_back_to_what_was_saved_under_whatever_settings(tmp_path: Path) 
     wanted = differently(first, training__batch=24)
     new = take_over(first, wanted, slots_of(wanted))
     assert new.run.batches == Batches(24, 2, (Batch(12, 16, 2),))
-    with pytest.raises(SwarmError, match=r"--at 16: not each stage .* all have 4, 8, 12$"):
+    with pytest.raises(SwarmError, match=r"not each stage has saved step 16; .* 4, 8, 12$"):
         new.find_at(16)
     assert {s.run for s in new.find_at(12)} == {new.id}, "not those of before"
     again = new._replace(run=changed(new, new.run, goes_back=True))

@@ -1,0 +1,43 @@
+"""`model.from = "DIR"` or `"DIR@STEP"`, where DIR is the folder of another run: a new run begins
+from what that one has saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from planaria.node.data.progress import Track
+from planaria.node.local.resume import SwarmError
+from planaria.node.local.swarm import PLAN, read_plan
+from planaria.node.run_file import RunFile, override
+
+
+def begin_from_run(run: RunFile, say: Callable[[str], object], track: Track) -> RunFile:
+    """The run file, with the folder of a model in place of a run's, where it names one: the model
+    is exported beside that run's results, once. Raises SwarmError, ExportError, CorpusError."""
+    folder, _, step = (run.model.origin or "").partition("@")
+    if not folder or not (Path(folder) / PLAN).is_file():
+        return run
+    if step and not (step.isascii() and step.isdigit()):
+        raise SwarmError(f"model.from = {run.model.origin}: write {folder}@800 for step 800")
+    return override(run, model__from=str(_exported(Path(folder), step, say, track)))
+
+
+def _exported(folder: Path, step: str, say: Callable[[str], object], track: Track) -> Path:
+    from planaria.node.hugging_face.from_saves import export_saves
+    from planaria.node.hugging_face.options import ExportOptions
+    from planaria.node.state.regroup import stages_of, whole_steps
+
+    before = read_plan(folder)
+    saves = before.kept.find_at(int(step)) if step else before.kept.find()
+    steps = whole_steps(saves, stages_of(saves, before.run.config)) if saves else []
+    if not steps:
+        raise SwarmError(f"model.from = {folder}: that run has no step that each stage has saved")
+    newest = [save for save in saves if save.state.id.step == steps[-1]]
+    view = max(save.state.id.made.view for save in newest)  # a run that goes back has a step twice
+    out = before.out / f"model-{steps[-1]}-{view}"
+    if not out.exists():
+        lora = before.run.training.lora is not None
+        export_saves(before.run, newest, {}, ExportOptions(out=out, merged=lora), track)
+        say(f"{out} has the model of step {steps[-1]} of {before.kept.id}, to begin from")
+    return out
