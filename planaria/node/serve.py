@@ -106,9 +106,6 @@ async def serve(
     """Serves the run of that description; see `begin`. Returns the exit status. Raises NodeError,
     NodeCrashed, RegistryUnreachable, JoinRefused."""
     options = setup.options
-    if description.view.order == STOPPED:
-        log.info("%s", in_words(description.view))
-        return 0
     device = pick_device(options.device)
     threads = options.threads or min(torch.get_num_threads(), available_cores())
     torch.set_num_threads(threads)
@@ -175,6 +172,8 @@ async def serve(
                     await asyncio.wait_for(departure.noticed.wait(), refused.seconds)
                 continue
             except JoinRefused as refused:
+                if await is_stopped(client):
+                    break
                 if was_member:  # so the options are right, and another process may be let in
                     raise RegistryUnreachable(str(refused)) from refused
                 raise
@@ -209,6 +208,16 @@ async def serve(
             await asyncio.to_thread(place.experiment.close)
         if instance is not None and setup.instance is None:
             release(instance)
+
+
+async def is_stopped(client: RegistryClient) -> bool:
+    """Whether the run was stopped by its operator; then the log says so."""
+    with suppress(RegistryUnreachable, JoinRefused):
+        view = (await client.describe(deadline=1.0)).view
+        if view.order == STOPPED:
+            log.info("%s", in_words(view))
+            return True
+    return False
 
 
 async def check_saved(node: DaemonNode, client: RegistryClient) -> None:
