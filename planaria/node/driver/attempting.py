@@ -454,7 +454,8 @@ class Attempting(Phase):
     # --- faults
 
     def _compared(self, peer: str, compared: pb.Compared, now: float) -> Turn:
-        """Handles a comparison of a doubled visit. Accuses a node that was wrong `WRONG` times."""
+        """Handles a comparison of a doubled visit. A node that was wrong `WRONG` times is accused,
+        once for each machine that finds it wrong."""
         driver = self.driver
         match driver.checks.compared(peer, compared):
             case CheckedVisit() as again:
@@ -467,7 +468,7 @@ class Attempting(Phase):
             case WrongResult(node, by, step, off, times):
                 stage = driver.members[node]
                 event = ComputedWrong(step=step, node=node, stage=stage, by=by, difference=off)
-                if times < WRONG:
+                if times < WRONG or driver.checks.is_known(node):
                     return self.stays([event])
                 by, failed = driver.checks.charge(node, stage, off)
                 return self.wronged(by or driver.node, failed, now).after([event])

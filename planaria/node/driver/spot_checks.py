@@ -80,6 +80,7 @@ class SpotChecks:
         self.wrong: defaultdict[str, dict[tuple[int, int, int], set[str]]]
         """Step, microbatch and position of each node's wrong visits, and their finders, by node."""
         self.wrong = defaultdict(lambda: defaultdict(set))
+        self._charged: dict[str, frozenset[str]] = {}  # by node, machines that have accused it
         self.apart: defaultdict[frozenset[str], int] = defaultdict(int)  # undecided, in a row
         self.doubted: list[pb.Doubted] = []  # for the next commit
 
@@ -126,6 +127,7 @@ class SpotChecks:
         self.right = {node: step for node, step in self.right.items() if node in members}
         for node in self.wrong.keys() - members.keys():
             del self.wrong[node]
+            self._charged.pop(node, None)
         for pair in [pair for pair in self.apart if not pair <= members.keys()]:
             del self.apart[pair]
 
@@ -181,6 +183,14 @@ class SpotChecks:
         """The nodes doubted since the last commit, for its record."""
         doubted, self.doubted = self.doubted, []
         return doubted
+
+    def is_known(self, node: str) -> bool:
+        """Whether the machines that have found the node wrong have accused it already. A machine
+        that finds it wrong again is no more evidence; from now on they have accused it."""
+        machines = frozenset(map(node_of, set().union(*self.wrong[node].values())))
+        known = self._charged.get(node) == machines
+        self._charged[node] = machines
+        return known
 
     def charge(self, node: str, stage: int, off: float) -> tuple[str, pb.Failed]:
         """The accusation of a node that was wrong, and the member that makes it; empty: several

@@ -120,6 +120,19 @@ def test_of_three_the_one_that_differs_is_wrong_once_a_visit_and_has_to_go_after
     assert not checks.take_doubted()
 
 
+def test_a_machine_that_finds_a_node_wrong_again_is_no_more_evidence() -> None:
+    """Else it would have accused alone so often that it is taken for the liar."""
+    checks = SpotChecks(1.0, 0.05, Random(0))
+    news = []
+    for step, finder in enumerate(("x/1", "x/1", "x/2", "y/1", "x/1", "z/1")):
+        checks.wrong["1a"][step, 0, 1].add(finder)
+        news.append(not checks.is_known("1a"))
+    assert news == [True, False, False, True, False, True]
+    checks.keep({"1b": 1})
+    checks.wrong["1a"][9, 0, 1].add("x/1")
+    assert not checks.is_known("1a"), "it has come again"
+
+
 def test_three_that_all_differ_decide_nothing() -> None:
     checks, checked = drawn(3)
     one, other = checked.node, checked.doubles[0]
