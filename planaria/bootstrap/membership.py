@@ -31,7 +31,7 @@ from planaria.bootstrap.joining import Asked, JoinAttempt, Joining, gone
 from planaria.bootstrap.leases import Leases
 from planaria.bootstrap.members import Members, MembersNow, Node
 from planaria.bootstrap.neighbours import place_of
-from planaria.bootstrap.orders import Orders, stopped_at
+from planaria.bootstrap.operator_orders import Orders, stopped_at
 from planaria.bootstrap.placement import SeatAssigned, assign
 from planaria.bootstrap.quarantine import Quarantine
 from planaria.bootstrap.registry_pb2 import (

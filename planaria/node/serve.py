@@ -26,7 +26,7 @@ from planaria.bootstrap.client import (
     RegistryClient,
     RegistryUnreachable,
 )
-from planaria.bootstrap.orders import in_words
+from planaria.bootstrap.operator_orders import in_words
 from planaria.bootstrap.reachability import way_out
 from planaria.bootstrap.registry_pb2 import STOPPED, Description
 from planaria.node.daemon import DaemonMachine, DaemonNode

@@ -14,5 +14,6 @@ Tokens to samples:
 
 - `corpus.py`: reads that folder; `elsewhere.py`: from another machine, in blocks (`blocks.py`)
 - `mixture.py`: several corpora as one
-- `windows.py`: which samples a step trains on; `turns.py`: from which corpus each is
+- `windows.py`: which samples a step trains on; `turns.py`: from which corpus each is;
+  `batches.py`: how many, where a run's batch was changed
 """

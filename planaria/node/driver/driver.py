@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from planaria.bootstrap import registry_pb2 as registry
 from planaria.bootstrap.identity import Identity
-from planaria.bootstrap.orders import in_words
+from planaria.bootstrap.operator_orders import in_words
 from planaria.bootstrap.registry_pb2 import AUDIT
 from planaria.node.averaging.audit import AuditResult
 from planaria.node.driver.answers import Answers, Coming, Standing

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from planaria.bootstrap.orders import in_words
+from planaria.bootstrap.operator_orders import in_words
 from planaria.bootstrap.registry_pb2 import PAUSE, Description
 from planaria.node.model.learning_rate import of_run
 from planaria.node.report.events import Severity

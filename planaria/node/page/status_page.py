@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from planaria.bootstrap.client import RegistryClient, RegistryUnreachable
-from planaria.bootstrap.orders import in_words
+from planaria.bootstrap.operator_orders import in_words
 from planaria.bootstrap.registry_pb2 import Description
 from planaria.node.report.events import Severity, figure, shown
 from planaria.node.report.live_view import progress, sampled, stage_table, state_words, styled
